@@ -1,0 +1,30 @@
+# make train   install on first use, then train the built-in model on Countdown (about five minutes)
+# make test    install with the development tools, then run every test
+# make check   formatting, lint, types and architecture
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+EXTRAS_core :=
+EXTRAS_dev := [dev]
+
+.PHONY: train test check
+
+train: .venv/installed-core
+	$(BIN)/groupwise train
+
+test: .venv/installed-dev
+	$(BIN)/python -m pytest
+
+check: .venv/installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+# The exact versions matter: a bare torch range may pull gigabytes.
+.venv/installed-%: pyproject.toml constraints.txt
+	@echo "Installing groupwise$(EXTRAS_$*) into .venv; the first time takes a few minutes."
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.$(EXTRAS_$*)'
+	@touch $@

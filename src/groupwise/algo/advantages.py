@@ -1,0 +1,121 @@
+"""How good an answer is, relative to the other answers of its group.
+
+Each function takes the rewards of a group's valid members and gives one advantage a member. A group
+whose rewards agree to within `SAME` has nothing to teach and gets exact zeros, so its members can be
+left out of the update; every other group has a standard deviation far above rounding noise, so none
+of the divisions needs an epsilon that would shrink small but real differences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean, stdev
+
+from groupwise.records import Group, Rollout
+
+SAME = 1e-6
+"""Rewards that differ by no more than this count as equal: 0.1 + 0.2 and 0.3 are one reward."""
+
+OVERLONG = "overlong"
+"""The reward part that holds the penalty for running long."""
+
+
+def grpo(rewards: Sequence[float]) -> list[float]:
+    """Return (reward - mean) / sample standard deviation (DeepSeekMath, arXiv 2402.03300)."""
+    if not differ(rewards):
+        return [0.0] * len(rewards)
+    mean, deviation = fmean(rewards), stdev(rewards)
+    return [(reward - mean) / deviation for reward in rewards]
+
+
+def dr_grpo(rewards: Sequence[float]) -> list[float]:
+    """Return reward - mean.
+
+    No division by the standard deviation: it would weigh near-solved and near-impossible prompts
+    most (Dr. GRPO, arXiv 2503.20783).
+    """
+    if not differ(rewards):
+        return [0.0] * len(rewards)
+    mean = fmean(rewards)
+    return [reward - mean for reward in rewards]
+
+
+def rloo(rewards: Sequence[float]) -> list[float]:
+    """Return reward - mean of the other members, an unbiased baseline (RLOO, arXiv 2402.14740)."""
+    if not differ(rewards):
+        return [0.0] * len(rewards)
+    total, others = math.fsum(rewards), len(rewards) - 1
+    return [reward - (total - reward) / others for reward in rewards]
+
+
+def gdpo(rewards: Sequence[Mapping[str, float]], *, weights: Mapping[str, float]) -> list[float]:
+    """Return the weighted sum of each named reward's own `grpo` advantage (GDPO, arXiv 2601.05242).
+
+    A reward counts among the members that have it; a member without it gets 0 for it. A reward
+    without a weight weighs 1.
+    """
+    advantages = [0.0] * len(rewards)
+    for name in sorted({name for parts in rewards for name in parts}):
+        having = [member for member, parts in enumerate(rewards) if name in parts]
+        normalised = grpo([rewards[member][name] for member in having])
+        for member, advantage in zip(having, normalised, strict=True):
+            advantages[member] += weights.get(name, 1.0) * advantage
+    return advantages
+
+
+Advantage = Callable[[Sequence[Rollout], Mapping[str, float]], list[float]]
+"""The valid members of a group and the weights of the named rewards to one advantage a member."""
+
+ADVANTAGES: dict[str, Advantage] = {
+    "grpo": lambda rollouts, weights: grpo([rollout.reward for rollout in rollouts]),
+    "dr_grpo": lambda rollouts, weights: dr_grpo([rollout.reward for rollout in rollouts]),
+    "rloo": lambda rollouts, weights: rloo([rollout.reward for rollout in rollouts]),
+    "gdpo": lambda rollouts, weights: gdpo([rollout.rewards for rollout in rollouts], weights=weights),
+}
+
+
+def with_advantages(group: Group, *, kind: str, weights: Mapping[str, float]) -> Group:
+    """Return the group with every member's advantage set; failed members count nowhere and get 0."""
+    assert all(math.isfinite(rollout.reward) for rollout in group.valid), "a reward is not a finite number"
+    advantages = iter(ADVANTAGES[kind](group.valid, weights))
+    rollouts = tuple(
+        replace(rollout, advantage=next(advantages) if rollout.error is None else 0.0)
+        for rollout in group.rollouts
+    )
+    return replace(group, rollouts=rollouts)
+
+
+def overlong_penalty(length: int, *, max_tokens: int, buffer: int, penalty: float) -> float:
+    """Return 0 up to max_tokens - buffer, then a straight line down to -penalty at max_tokens.
+
+    A buffer of 0 turns the penalty off (DAPO's soft overlong punishment, arXiv 2503.14476).
+    """
+    if buffer == 0:
+        return 0.0
+    over = min(max(length - (max_tokens - buffer), 0), buffer)
+    return penalty * -over / buffer
+
+
+def with_overlong_penalty(group: Group, *, max_tokens: int, buffer: int, penalty: float) -> Group:
+    """Return the group with the penalty as one more reward part of each valid member.
+
+    As a part of its own it shows in the metrics, counts in `Group.has_signal` and is normalised
+    like any other by `gdpo`.
+    """
+    if buffer == 0:
+        return group
+
+    def penalised(rollout: Rollout) -> Rollout:
+        if rollout.error is not None:
+            return rollout
+        part = overlong_penalty(rollout.length, max_tokens=max_tokens, buffer=buffer, penalty=penalty)
+        return replace(rollout, rewards={**rollout.rewards, OVERLONG: part}, reward=rollout.reward + part)
+
+    return replace(group, rollouts=tuple(penalised(rollout) for rollout in group.rollouts))
+
+
+def differ(rewards: Sequence[float]) -> bool:
+    """Tell whether there are two rewards or more that are not all the same."""
+    return len(rewards) >= 2 and max(rewards) - min(rewards) > SAME

@@ -1,0 +1,202 @@
+"""The policy losses: sums over tokens that are already normalised.
+
+`token_weights` holds every denominator, `policy_loss` every numerator. The loss of a step is the plain sum
+of `policy_loss` over its micro-batches, whatever they are, as long as no sequence is cut in two.
+"""
+
+# Axes: T trained tokens of one micro-batch laid flat (no padding).
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from groupwise.algo.corrections import importance_weights, sum_by_sequence
+from groupwise.algo.kl import k3, kl_penalty
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """What the loss needs to know of each trained token; only `logprobs_T` and `entropy_T` carry gradient."""
+
+    logprobs_T: Tensor
+    """Under the policy as it is now."""
+    old_T: Tensor
+    """By the trainer, before the first update of this step."""
+    sampled_T: Tensor
+    """By the sampler, when the token was drawn."""
+    reference_T: Tensor | None
+    """Under the reference policy; needed when beta > 0."""
+    entropy_T: Tensor | None
+    """Of the policy as it is now; needed when entropy_bonus > 0."""
+    advantages_T: Tensor
+    weights_T: Tensor
+    """The weight of the token's sequence, from `token_weights`."""
+    sequence_T: Tensor
+    """Which sequence of the micro-batch the token belongs to: 0, 1, 2, …"""
+
+    def __post_init__(self) -> None:
+        present = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        shapes = {name: tuple(tensor.shape) for name, tensor in present.items()}
+        assert len(set(shapes.values())) == 1, f"all of Tokens must share one shape [T], got {shapes}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSettings:
+    """What the loss is made of; docs/algorithms.md says what each part is for."""
+
+    kind: str
+    clip_low: float
+    clip_high: float
+    clip_two_sided: float | None
+    beta: float
+    kl: str
+    correction: str
+    correction_cap: float
+    entropy_bonus: float
+
+
+def policy_loss(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the weighted sum of the token losses and the diagnostics, as sums over tokens.
+
+    token loss = correction * surrogate + beta * KL - entropy_bonus * entropy
+    """
+    surrogate_T, metrics = SURROGATES[settings.kind](tokens, settings)
+    correction_T, correction_metrics = importance_weights(
+        tokens.old_T,
+        tokens.sampled_T,
+        tokens.sequence_T,
+        kind=settings.correction,
+        cap=settings.correction_cap,
+    )
+    loss_T = correction_T * surrogate_T
+    if settings.beta:
+        assert tokens.reference_T is not None, "beta > 0 needs the reference policy's log-probs"
+        penalty_T = kl_penalty(tokens.logprobs_T, tokens.reference_T, tokens.old_T, kind=settings.kl)
+        loss_T = loss_T + settings.beta * penalty_T
+    if settings.entropy_bonus:
+        assert tokens.entropy_T is not None, "entropy_bonus > 0 needs the policy's entropies"
+        loss_T = loss_T - settings.entropy_bonus * tokens.entropy_T
+    return (tokens.weights_T * loss_T).sum(), {**metrics, **correction_metrics, **divergences(tokens)}
+
+
+def clipped_tokens(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return PPO's clipped surrogate with one ratio a token (grpo, bnpo, dapo, dr_grpo)."""
+    ratio_T = (tokens.logprobs_T - tokens.old_T).exp()
+    return clipped(ratio_T, tokens.advantages_T, settings)
+
+
+def clipped_sequences(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the clipped surrogate with one ratio a sequence (GSPO, arXiv 2507.18071).
+
+    The ratio is the geometric mean of the tokens' ratios. This is the paper's GSPO-token form: each token
+    has the sequence's ratio as value and its own log-prob as gradient, so that advantages may differ between
+    tokens; where they do not, the sum over the sequence has the sequence form's gradient.
+    """
+    log_ratio_T = (tokens.logprobs_T - tokens.old_T).detach()
+    length_T = sum_by_sequence(torch.ones_like(log_ratio_T), tokens.sequence_T)
+    mean_T = sum_by_sequence(log_ratio_T, tokens.sequence_T) / length_T
+    ratio_T = (mean_T + (tokens.logprobs_T - tokens.logprobs_T.detach())).exp()
+    return clipped(ratio_T, tokens.advantages_T, settings)
+
+
+def clipped(
+    ratio_T: Tensor, advantages_T: Tensor, settings: LossSettings
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return -advantage * ratio, where the ratio stops counting once it has moved far enough.
+
+    This is -min(ratio * A, clip(ratio) * A) written by the sign of A: a rewarded token gains nothing above
+    1 + clip_high, a punished one nothing below 1 - clip_low. Only `clip_two_sided` bounds a punished token's
+    ratio from above (INTELLECT-2, arXiv 2505.07291).
+    """
+    low, high, two_sided = 1 - settings.clip_low, 1 + settings.clip_high, settings.clip_two_sided
+    bounded_T = torch.where(advantages_T > 0, ratio_T.clamp(max=high), ratio_T.clamp(min=low, max=two_sided))
+    fixed_T = ratio_T.detach()
+    metrics = {
+        "policy/ratio": fixed_T.sum(),
+        "policy/clip_low": ((advantages_T < 0) & (fixed_T < low)).sum(),
+        "policy/clip_high": ((advantages_T > 0) & (fixed_T > high)).sum(),
+    }
+    if two_sided is not None:
+        metrics["policy/clip_two_sided"] = ((advantages_T < 0) & (fixed_T > two_sided)).sum()
+    return -advantages_T * bounded_T, metrics
+
+
+def capped_reinforce(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return REINFORCE weighted by the ratio, capped at 1 + clip_high (CISPO, arXiv 2506.13585).
+
+    The cap is on the weight, not on the gradient: every token goes on learning. As in the paper there is
+    no lower bound; `clip_low` and `clip_two_sided` are not used.
+    """
+    ratio_T = (tokens.logprobs_T - tokens.old_T).exp().detach()
+    cap = 1 + settings.clip_high
+    metrics = {"policy/ratio": ratio_T.sum(), "policy/clip_high": (ratio_T > cap).sum()}
+    return -ratio_T.clamp(max=cap) * tokens.advantages_T * tokens.logprobs_T, metrics
+
+
+Surrogate = Callable[[Tokens, LossSettings], tuple[Tensor, dict[str, Tensor]]]
+
+SURROGATES: dict[str, Surrogate] = {
+    "grpo": clipped_tokens,
+    "bnpo": clipped_tokens,
+    "dapo": clipped_tokens,
+    "dr_grpo": clipped_tokens,
+    "gspo": clipped_sequences,
+    "cispo": capped_reinforce,
+}
+
+
+@torch.no_grad()
+def divergences(tokens: Tokens) -> dict[str, Tensor]:
+    """Return how far apart the policies are that had a part in these tokens."""
+    gap_T = (tokens.old_T - tokens.sampled_T).abs()
+    metrics = {
+        "policy/tokens": torch.tensor(len(gap_T), device=gap_T.device),
+        "policy/gap": gap_T.sum(),
+        "policy/gap_max": gap_T.max(),
+        # k3 with old as the drawn-from policy: KL(old || now).
+        "policy/kl_old": k3(tokens.old_T - tokens.logprobs_T).sum(),
+    }
+    if tokens.reference_T is not None:
+        metrics["policy/kl"] = k3(tokens.logprobs_T - tokens.reference_T).sum()
+    if tokens.entropy_T is not None:
+        metrics["policy/entropy"] = tokens.entropy_T.sum()
+    return metrics
+
+
+def token_weights(
+    kind: str, minibatches: Sequence[Sequence[int]], *, sequences: int, tokens: int, max_tokens: int
+) -> list[list[float]]:
+    """Return, for one pass over a training step, the weight of each sequence's tokens.
+
+    `minibatches` has the trained length of each computed sequence, by optimizer step (of all processes).
+    `sequences` and `tokens` count the step's whole batch, zero advantages included (`samples.batch_size`).
+    With M mini-batches, the tokens of a sequence of length L weigh
+
+        grpo, gspo    M / (sequences * L)            each sequence alike
+        dr_grpo       M / (sequences * max_tokens)   each token alike, by a number that no answer can change
+        dapo, cispo   M / tokens                     each token alike, in whichever mini-batch it lands
+        bnpo          1 / tokens of its mini-batch   each token alike within its mini-batch
+
+    so that the sum over a mini-batch is a mean. For bnpo each mini-batch is taken to hold its share of the
+    tokens that are not computed, so with one mini-batch bnpo is dapo.
+    """
+    lengths = [length for minibatch in minibatches for length in minibatch]
+    assert min(lengths, default=1) > 0, "a sequence without trained tokens has no weight"
+    assert len(lengths) <= sequences, "the batch holds fewer sequences than are computed of it"
+    assert sum(lengths) <= tokens, "the batch holds fewer tokens than are computed of it"
+    count = len(minibatches)
+    match kind:
+        case "grpo" | "gspo":
+            return [[count / (sequences * length) for length in minibatch] for minibatch in minibatches]
+        case "dr_grpo":
+            return [[count / (sequences * max_tokens)] * len(minibatch) for minibatch in minibatches]
+        case "dapo" | "cispo":
+            return [[count / tokens] * len(minibatch) for minibatch in minibatches]
+        case "bnpo":
+            share = sum(lengths) / tokens
+            return [[share / sum(minibatch)] * len(minibatch) for minibatch in minibatches]
+    raise KeyError(kind)

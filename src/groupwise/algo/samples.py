@@ -1,0 +1,85 @@
+"""Groups with advantages to the token sequences that are trained.
+
+A rollout is in the batch when it is valid, has a trained token and is not masked for being
+truncated. All of these count in the loss's denominators (`batch_size`). Those of zero advantage pull
+on nothing unless there is a KL penalty or an entropy bonus, so they need not be computed
+(`to_samples`): leaving them out saves time and changes no gradient.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from groupwise.records import Group, Rollout, Sample
+
+
+def in_batch(groups: Sequence[Group], *, mask_truncated: bool) -> Iterator[tuple[int, Rollout]]:
+    """Yield every rollout of the batch with the number of its group."""
+    for number, group in enumerate(groups):
+        for rollout in group.valid:
+            if rollout.length and not (mask_truncated and rollout.truncated):
+                yield number, rollout
+
+
+def batch_size(groups: Sequence[Group], *, mask_truncated: bool) -> tuple[int, int]:
+    """Return the sequences and the trained tokens of the batch, zero advantages included."""
+    lengths = [rollout.length for _, rollout in in_batch(groups, mask_truncated=mask_truncated)]
+    return len(lengths), sum(lengths)
+
+
+def to_samples(groups: Sequence[Group], *, mask_truncated: bool, keep_zero: bool) -> list[Sample]:
+    """Return the batch as samples, each trained token with its rollout's advantage.
+
+    `keep_zero` also returns rollouts of zero advantage: needed when a KL penalty or an entropy bonus
+    gives them a gradient.
+    """
+    return [
+        to_sample(rollout, group=number)
+        for number, rollout in in_batch(groups, mask_truncated=mask_truncated)
+        if keep_zero or rollout.advantage != 0.0
+    ]
+
+
+def to_sample(rollout: Rollout, *, group: int) -> Sample:
+    """Return one rollout as a sample of the group with this number."""
+    return Sample(
+        tokens=rollout.tokens,
+        trained=rollout.trained,
+        logprobs=rollout.logprobs,
+        entropies=rollout.entropies,
+        advantages=tuple(rollout.advantage if trained else 0.0 for trained in rollout.trained),
+        prefix=rollout.prompt_length,
+        group=group,
+    )
+
+
+def keep_top_entropy(samples: Sequence[Sample], *, share: float) -> list[Sample]:
+    """Return the samples with the advantage kept on the tokens of highest entropy and 0 on the others.
+
+    The tokens that compete are those with an advantage, over all samples of the step; exactly the
+    nearest whole number to `share` of them is kept, at least one. Equal entropies go to the earlier
+    sample, then to the earlier token. The others stay `trained`: they count in every denominator and
+    feel the KL penalty and the entropy bonus (80/20 rule, arXiv 2506.01939).
+    """
+    competing = [
+        (-entropy, number, position)
+        for number, sample in enumerate(samples)
+        for position, (entropy, advantage) in enumerate(zip(sample.entropies, sample.advantages, strict=True))
+        if advantage != 0.0
+    ]
+    if share >= 1.0 or not competing:
+        return list(samples)
+    count = max(1, round(share * len(competing)))
+    kept = {(number, position) for _, number, position in heapq.nsmallest(count, competing)}
+    return [
+        replace(
+            sample,
+            advantages=tuple(
+                advantage if (number, position) in kept else 0.0
+                for position, advantage in enumerate(sample.advantages)
+            ),
+        )
+        for number, sample in enumerate(samples)
+    ]

@@ -1,0 +1,184 @@
+"""The `groupwise` command. Nothing heavy is imported before the user's words have been checked."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Sequence
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from groupwise.config import FLAGS, Config, dump_config, read_config
+from groupwise.config.sections import between
+from groupwise.errors import ConfigError, InvariantError
+
+USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
+"""Any word the parser rejects. Taken from here because typer's parser has moved between packages."""
+
+app = typer.Typer(
+    help="Teach language models to reason with GRPO: each answer is reinforced relative to its group.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+what = partial(typer.Option, show_default=False, rich_help_panel="What to learn")
+how = partial(typer.Option, show_default=False, rich_help_panel="How to learn")
+where = partial(typer.Option, show_default=False, rich_help_panel="Where it goes")
+start = partial(typer.Option, show_default=False, rich_help_panel="Starting point")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: 2 the user's mistake, 3 a broken promise, 130 Ctrl-C."""
+    try:
+        code = app(args=arguments, prog_name="groupwise", standalone_mode=False)
+    except USAGE_ERROR as error:
+        return fail(error.format_message(), code=2)  # type: ignore[attr-defined]
+    except ConfigError as error:
+        return fail(str(error), code=2)
+    except InvariantError as error:
+        return fail(str(error), code=3)
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    return code if isinstance(code, int) else 0
+
+
+def fail(sentence: str, *, code: int) -> int:
+    print(f"error: {' '.join(sentence.split())}", file=sys.stderr)
+    return code
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"groupwise {metadata.version('groupwise')}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command(
+    epilog="Anything else is set as section.key=value, such as algo.loss=gspo; `groupwise config` lists all."
+)
+def train(
+    context: typer.Context,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="TASK_FILE|SECTION.KEY=VALUE", help="A Python file with a `task`; any settings."
+        ),
+    ] = None,
+    config: Annotated[Path | None, start(help="Settings from a YAML file.")] = None,
+    resume: Annotated[Path | None, start(metavar="RUN", help="Go on with the run in this folder.")] = None,
+    model: Annotated[str | None, what(help="tiny (built in), a Hugging Face name, or a folder.")] = None,
+    task: Annotated[str | None, what(help="A built-in task: see `groupwise tasks`.")] = None,
+    data: Annotated[str | None, what(help="Examples from a file or a Hugging Face dataset.")] = None,
+    max_examples: Annotated[int | None, what(help="Use only this many examples; 0: all.")] = None,
+    max_steps: Annotated[int | None, how(help="Steps to train.")] = None,
+    learning_rate: Annotated[float | None, how(help="Of AdamW.")] = None,
+    batch_size: Annotated[int | None, how(help="Prompts in a step.")] = None,
+    gradient_accumulation_steps: Annotated[int | None, how(help="Multiplies the batch size.")] = None,
+    group_size: Annotated[int | None, how(help="Answers to each prompt.")] = None,
+    max_tokens: Annotated[int | None, how(help="Longest answer.")] = None,
+    temperature: Annotated[float | None, how(help="Of sampling.")] = None,
+    beta: Annotated[float | None, how(help="Weight of the KL penalty.")] = None,
+    lora_r: Annotated[int | None, how(help="Rank of the adapters; 0 trains every weight.")] = None,
+    loss: Annotated[str | None, how(help="grpo, bnpo, dapo, dr_grpo, gspo or cispo.")] = None,
+    advantage: Annotated[str | None, how(help="grpo, dr_grpo, rloo or gdpo.")] = None,
+    seed: Annotated[int | None, how(help="Of all randomness.")] = None,
+    skip_evaluation: Annotated[bool | None, how("--skip-evaluation", help="No held-out accuracy.")] = None,
+    output_dir: Annotated[str | None, where(help="Folder of all runs.")] = None,
+    run_name: Annotated[str | None, where(help="Folder of this run, under the output folder.")] = None,
+    project_name: Annotated[str | None, where(help="Project in the trackers.")] = None,
+    track: Annotated[
+        list[str] | None, where(metavar="NAME", help="trackio, wandb, tensorboard; repeatable.")
+    ] = None,
+    no_trackio: Annotated[bool | None, where("--no-trackio", help="Track in the run folder only.")] = None,
+) -> None:
+    """Train a model. Without arguments: the built-in model learns Countdown on this machine."""
+    flags = {name: context.params[name] for name in FLAGS if context.params[name] not in (None, (), [])}
+    settings = training_config(words or [], config=config, resume=resume, flags=flags)
+    from groupwise.tasks import load_task
+
+    loaded = load_task(settings.task)  # before torch, so that a mistake in a task file is answered at once
+    from groupwise.training import train as run_training
+
+    run_training(settings, resume=resume, task=loaded)
+
+
+def training_config(
+    words: Sequence[str], *, config: Path | None, resume: Path | None, flags: dict[str, Any]
+) -> Config:
+    """Sort the free words into a task file and overrides, and read the settings they add up to."""
+    overrides = [word for word in words if "=" in word]
+    files = [word for word in words if "=" not in word and word.endswith(".py")]
+    for word in words:
+        if word not in overrides and word not in files:
+            raise ConfigError(
+                f"cannot tell what {word!r} is: a task file ends in .py, a built-in task follows --task, "
+                "a setting is written section.key=value"
+            )
+    if len(files) > 1 or (files and "task" in flags):
+        raise ConfigError(f"one run has one task; leave out all but {files[0]}")
+    if files:
+        flags = flags | {"task": files[0]}
+    if resume is not None:
+        if config is not None:
+            raise ConfigError("--resume takes the settings of its run; leave --config out")
+        config = resume / "config.yaml"
+        if not config.is_file():
+            raise ConfigError(f"{resume} is not the folder of a run: it has no config.yaml")
+    return read_config(config, overrides=overrides, flags=flags)
+
+
+@app.command(name="eval")
+def evaluate(
+    target: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run's folder, or a model by name.")],
+    task: Annotated[str | None, typer.Option(help="A task; for a run, its own by default.")] = None,
+    data: Annotated[str | None, typer.Option(help="Examples from a file or a Hugging Face dataset.")] = None,
+    samples: Annotated[int, typer.Option(help="Sampled answers to each prompt (avg@k, pass@k).")] = 8,
+    examples: Annotated[int | None, typer.Option(help="Use only this many examples.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON and nothing else.")
+    ] = False,
+) -> None:
+    """Measure the held-out accuracy of a run or a model, with 95 % intervals."""
+    between("--samples", samples, 1)
+    between("--examples", examples, 1)
+    from groupwise.evaluate.command import evaluate_command
+
+    result = evaluate_command(
+        target, task=task, data=data, samples=samples, examples=examples, seed=seed, as_json=as_json
+    )
+    if as_json:
+        print(json.dumps(result))
+
+
+@app.command()
+def tasks() -> None:
+    """List the built-in tasks."""
+    from groupwise.tasks import TASKS
+
+    width = max(map(len, TASKS))
+    for name, task in TASKS.items():
+        description = inspect.getdoc(task) or ""
+        print(f"{name:<{width}}  {description.partition(chr(10))[0]}".rstrip())
+
+
+@app.command()
+def config() -> None:
+    """Print every setting with its default and its meaning: a YAML file to start from."""
+    print(dump_config(Config()), end="")

@@ -1,0 +1,322 @@
+"""Every setting, one frozen dataclass a section, documented where it is declared.
+
+A value of None means "chosen for you": `resolve` replaces it before the run starts, and the run
+folder's config.yaml records what was chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from groupwise.errors import ConfigError
+from groupwise.records import Sampling
+
+TINY = "tiny"
+"""The name of the built-in model."""
+
+
+def one_of(setting: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{setting} must be one of {', '.join(choices)}; got {value!r}")
+
+
+def between(setting: str, value: float | None, low: float, high: float = float("inf")) -> None:
+    if value is not None and not low <= value <= high:
+        bound = f"at least {low:g}" if high == float("inf") else f"between {low:g} and {high:g}"
+        raise ConfigError(f"{setting} must be {bound}; got {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which policy to train."""
+
+    name: str = TINY
+    """`tiny` (built in), a Hugging Face name, or a folder."""
+    dtype: str | None = None
+    """float32 or bfloat16. None: bfloat16 on a GPU, float32 on a CPU."""
+    device: str | None = None
+    """cpu, cuda or cuda:N. None: the GPU when there is one."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None:
+            one_of("model.dtype", self.dtype, ("float32", "bfloat16"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (PEFT)."""
+
+    r: int | None = None
+    """Rank; 0 trains every weight. None: 0 for the built-in model, 16 for any other."""
+    alpha: int = 32
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ("all-linear",)
+    """Module names, or `all-linear`."""
+
+    def __post_init__(self) -> None:
+        between("lora.r", self.r, 0)
+        between("lora.dropout", self.dropout, 0.0, 0.99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskConfig:
+    """What to learn."""
+
+    name: str = "countdown"
+    """A built-in task, or the path of a Python file that defines `task`."""
+    data: str | None = None
+    """Examples from a file (JSON, JSONL, Parquet) or a Hugging Face dataset instead of the task's own."""
+    max_examples: int | None = None
+    """Use only this many training examples."""
+    held_out: int = 512
+    """Examples kept for evaluation; no training example equals one of them."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The task's own settings, such as `largest: 20` for countdown."""
+    reward_seconds: float = 5.0
+    """Time limit for one reward call; past it the rollout is recorded as failed."""
+    max_failed: float = 0.5
+    """Share of failed rollouts in a step past which the run stops."""
+
+    def __post_init__(self) -> None:
+        between("task.max_examples", self.max_examples, 1)
+        between("task.held_out", self.held_out, 0)
+        between("task.reward_seconds", self.reward_seconds, 0.001)
+        between("task.max_failed", self.max_failed, 0.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    """How answers are drawn."""
+
+    prompts: int = 32
+    """Prompts in a step."""
+    group_size: int = 16
+    """Answers to each prompt; advantages are relative to these."""
+    max_tokens: int = 128
+    """Longest answer."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    """Strings that end an answer."""
+    refill: int = 1
+    """Rounds of fresh prompts that may replace groups without signal, in each step."""
+
+    def __post_init__(self) -> None:
+        between("rollout.prompts", self.prompts, 1)
+        between("rollout.group_size", self.group_size, 2)
+        between("rollout.max_tokens", self.max_tokens, 1)
+        between("rollout.refill", self.refill, 0)
+        if self.temperature <= 0:
+            raise ConfigError(
+                f"rollout.temperature must be positive (a greedy group has no variety); got {self.temperature!r}"
+            )
+        between("rollout.top_p", self.top_p, 1e-6, 1.0)
+        between("rollout.top_k", self.top_k, 0)
+        between("rollout.min_p", self.min_p, 0.0, 1.0)
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            max_tokens=self.max_tokens,
+            stop=self.stop,
+        )
+
+
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "gdpo")
+LOSSES = ("grpo", "bnpo", "dapo", "dr_grpo", "gspo", "cispo")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgoConfig:
+    """How rewards become gradients."""
+
+    advantage: str = "grpo"
+    """grpo (mean, std), dr_grpo (mean), rloo (mean of the others), gdpo (each reward on its own, then weighted)."""
+    loss: str = "dapo"
+    """grpo, bnpo, dapo, dr_grpo, gspo, cispo: see docs/algorithms.md."""
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    clip_two_sided: float | None = None
+    """Upper bound of the ratio where the advantage is negative (None: unbounded)."""
+    beta: float = 0.0
+    """Weight of the KL penalty against the reference policy. 0: no reference pass at all."""
+    kl: str = "k3"
+    correction: str = "token_truncate"
+    """Importance weights for the sampler-trainer gap: none, or {token,sequence}_{truncate,mask}."""
+    correction_cap: float = 2.0
+    """Largest importance weight; the masking kinds drop what lies outside [1/cap, cap]."""
+    entropy_bonus: float = 0.0
+    top_entropy: float = 1.0
+    """Share of the tokens, those of highest entropy, that carry the policy gradient (1: all)."""
+    mask_truncated: bool = False
+    """Leave answers that ran out of tokens out of the loss."""
+    overlong_buffer: int = 0
+    """Tokens before max_tokens over which a penalty grows from 0 to `overlong_penalty`."""
+    overlong_penalty: float = 1.0
+    max_gap: float = 0.05
+    """Largest mean |log-prob difference| between sampler and trainer; past it the run stops."""
+
+    def __post_init__(self) -> None:
+        one_of("algo.advantage", self.advantage, ADVANTAGES)
+        one_of("algo.loss", self.loss, LOSSES)
+        one_of("algo.kl", self.kl, KL_ESTIMATORS)
+        one_of("algo.correction", self.correction, CORRECTIONS)
+        between("algo.clip_low", self.clip_low, 0.0, 1.0)
+        between("algo.clip_high", self.clip_high, 0.0)
+        between("algo.clip_two_sided", self.clip_two_sided, 1.0)
+        between("algo.beta", self.beta, 0.0)
+        between("algo.correction_cap", self.correction_cap, 1.0)
+        between("algo.top_entropy", self.top_entropy, 0.01, 1.0)
+        between("algo.overlong_buffer", self.overlong_buffer, 0)
+        between("algo.max_gap", self.max_gap, 0.0)
+
+
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimConfig:
+    """How gradients become weights (AdamW)."""
+
+    learning_rate: float | None = None
+    """None: 3e-4 for the built-in model, 1e-5 with adapters, 1e-6 for full fine-tuning."""
+    schedule: str = "constant"
+    """constant, linear or cosine, counted in optimizer steps."""
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    max_grad_norm: float = 1.0
+    epochs: int = 1
+    """Passes over each step's samples."""
+    minibatches: int = 1
+    """Optimizer steps in each pass."""
+    micro_batch_tokens: int = 8192
+    """Tokens in one forward and backward pass: bounds memory, never changes the gradient."""
+
+    def __post_init__(self) -> None:
+        one_of("optim.schedule", self.schedule, SCHEDULES)
+        if self.learning_rate is not None and not 0 < self.learning_rate < 1:
+            raise ConfigError(f"optim.learning_rate must lie between 0 and 1; got {self.learning_rate!r}")
+        between("optim.warmup_steps", self.warmup_steps, 0)
+        between("optim.max_grad_norm", self.max_grad_norm, 0.0)
+        between("optim.epochs", self.epochs, 1)
+        between("optim.minibatches", self.minibatches, 1)
+        between("optim.micro_batch_tokens", self.micro_batch_tokens, 1)
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps per training step."""
+        return self.epochs * self.minibatches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The in-process generator."""
+
+    max_sequences: int = 512
+    """Sequences decoded at once."""
+    block_size: int = 16
+    """Tokens in one block of the KV cache."""
+    kv_tokens: int | None = None
+    """Size of the KV cache in tokens. None: room for `max_sequences` of the longest kind."""
+
+    def __post_init__(self) -> None:
+        between("engine.max_sequences", self.max_sequences, 1)
+        between("engine.block_size", self.block_size, 1)
+        between("engine.kv_tokens", self.kv_tokens, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateConfig:
+    """Held-out accuracy, before, during and after."""
+
+    every: int = 20
+    """Steps between evaluations; 0: only before and after. Turned off whole by `skip`."""
+    samples: int = 8
+    """Sampled answers to each held-out prompt (avg@k, pass@k), at the training temperature."""
+    during: int = 128
+    """Held-out examples in an evaluation during the run; before and after use all."""
+    skip: bool = False
+
+    def __post_init__(self) -> None:
+        between("evaluate.every", self.every, 0)
+        between("evaluate.samples", self.samples, 1)
+        between("evaluate.during", self.during, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """The run and its folder."""
+
+    max_steps: int = 60
+    seed: int = 0
+    output_dir: str = "runs"
+    name: str | None = None
+    """Folder under output_dir. None: task, model and time."""
+    save_every: int = 10
+    """Steps between checkpoints (one is also written at the end and on Ctrl-C)."""
+    keep_last: int = 2
+    keep_best: bool = True
+    """Also keep the checkpoint with the best held-out accuracy."""
+
+    def __post_init__(self) -> None:
+        between("run.max_steps", self.max_steps, 1)
+        between("run.save_every", self.save_every, 1)
+        between("run.keep_last", self.keep_last, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackConfig:
+    """Where metrics go besides the run folder."""
+
+    trackers: tuple[str, ...] | None = None
+    """trackio, wandb, tensorboard. None: trackio when it is installed."""
+    project: str = "groupwise"
+    rollouts_every: int = 1
+    """Steps between Parquet files of rollouts."""
+
+    def __post_init__(self) -> None:
+        for name in self.trackers or ():
+            one_of("track.trackers", name, ("trackio", "wandb", "tensorboard"))
+        between("track.rollouts_every", self.rollouts_every, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A whole run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    track: TrackConfig = field(default_factory=TrackConfig)
+
+    def resolve(self) -> Config:
+        """Replace every None that depends on other settings alone by the value it stands for."""
+        tiny = self.model.name == TINY
+        rank = self.lora.r if self.lora.r is not None else (0 if tiny else 16)
+        rate = self.optim.learning_rate or (3e-4 if tiny else 1e-5 if rank else 1e-6)
+        return replace(
+            self,
+            lora=replace(self.lora, r=rank),
+            optim=replace(self.optim, learning_rate=rate),
+        )

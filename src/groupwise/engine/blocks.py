@@ -1,0 +1,48 @@
+"""The KV cache's blocks: which are free, and prompts whose blocks a whole group reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+class BlockPool:
+    """A fixed number of blocks, handed out lowest number first so that equal runs get equal blocks."""
+
+    def __init__(self, count: int, *, block_size: int) -> None:
+        self.count = count
+        self.block_size = block_size
+        self._free = list(range(count - 1, -1, -1))
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def take(self, count: int) -> list[int]:
+        assert count <= len(self._free), "the scheduler checks for room before it takes blocks"
+        return [self._free.pop() for _ in range(count)]
+
+    def give_back(self, blocks: list[int]) -> None:
+        self._free.extend(reversed(blocks))
+        assert len(self._free) <= self.count, "a block was given back twice"
+
+
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """A prompt in the cache, shared by every running member of its group.
+
+    Members write behind it in blocks of their own, so a shared block is never written again.
+    """
+
+    tokens: tuple[int, ...]
+    blocks: list[int] = field(default_factory=list)
+    users: int = 0
+    """Members running on it now."""
+    waiting: int = 0
+    """Members that will still start from it."""
+    logits_V: Tensor | None = None
+    """Of the token after the prompt; kept while members wait."""

@@ -1,0 +1,67 @@
+"""The policy's forward pass over the cache: prompts in, then one token a sequence at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from groupwise.engine.blocks import Prefix
+from groupwise.engine.paged import KVCache, PagedLayout, PrefillLayout
+from groupwise.engine.scheduler import Scheduler
+from groupwise.model.policy import Policy
+
+PREFILL_TOKENS = 8192
+"""Prompt tokens computed in one pass."""
+
+
+class Runner:
+    """Runs the policy module itself, so what generates is what is trained."""
+
+    def __init__(self, policy: Policy, *, blocks: int, block_size: int) -> None:
+        self.policy = policy
+        self.cache = KVCache(
+            layers=policy.layers,
+            blocks=blocks,
+            block_size=block_size,
+            heads=policy.key_heads,
+            size=policy.head_size,
+            like=policy.head_weight,
+        )
+
+    def prefill(self, prefixes: Sequence[Prefix]) -> None:
+        """Compute prompts into their blocks and leave the next token's logits on each."""
+        batch: list[Prefix] = []
+        for prefix in prefixes:
+            if batch and sum(len(p.tokens) for p in batch) + len(prefix.tokens) > PREFILL_TOKENS:
+                self._prefill(batch)
+                batch = []
+            batch.append(prefix)
+        if batch:
+            self._prefill(batch)
+
+    def _prefill(self, prefixes: Sequence[Prefix]) -> None:
+        tokens = np.concatenate([np.array(prefix.tokens) for prefix in prefixes])
+        positions = np.concatenate([np.arange(len(prefix.tokens)) for prefix in prefixes])
+        ends = np.cumsum([len(prefix.tokens) for prefix in prefixes]) - 1
+        layout = PrefillLayout.build(self.cache, prefixes, like=self.policy.head_weight)
+        hidden_TM = self.policy.hidden(self._move(tokens), self._move(positions), layout)
+        logits_PV = self.policy.logits(hidden_TM[self._move(ends)])
+        for prefix, logits_V in zip(prefixes, logits_PV, strict=True):
+            prefix.logits_V = logits_V
+
+    def decode(self, scheduler: Scheduler) -> Tensor:
+        """Feed every running sequence its last token and return the logits_RV of the next."""
+        slots = np.array([sequence.slot for sequence in scheduler.running])
+        prompt = np.array([len(sequence.prefix.tokens) for sequence in scheduler.running])
+        last = scheduler.length[slots] - 1
+        layout = PagedLayout.build(self.cache, scheduler, like=self.policy.head_weight)
+        hidden_RM = self.policy.hidden(
+            self._move(scheduler.tokens[slots, last]), self._move(prompt + last), layout
+        )
+        return self.policy.logits(hidden_RM)
+
+    def _move(self, array: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
+        return torch.from_numpy(array).to(self.policy.device)

@@ -1,0 +1,235 @@
+"""Checkpoints on disk: complete or absent, and checked before they are trusted.
+
+    checkpoints/step-000010/
+      …               whatever the caller writes: safetensors and JSON
+      state.json      step, cursor, and whatever else is small
+      checksums.json  size and SHA-256 of every other file; written last
+
+A checkpoint is made under a hidden name and renamed when every byte is on the disk. One that replaces
+an older one of the same step moves that aside first, to `.step-000010.replaced`, where it still counts
+until the new one has its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from groupwise.errors import CheckpointError
+from groupwise.tracking.files import sync, write_atomically
+from groupwise.tracking.run_folder import step_name, step_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+logger = logging.getLogger(__name__)
+
+STATE = "state.json"
+CHECKSUMS = "checksums.json"
+
+
+def write_checkpoint(
+    folder: Path, *, step: int, write: Callable[[Path], None], state: Mapping[str, Any]
+) -> Path:
+    """Make the checkpoint of one step; `write` fills the folder it is given.
+
+    Whatever happens meanwhile, the checkpoints that were complete before stay complete.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder)
+    temporary = hidden(folder, step, f"tmp-{os.getpid()}")
+    temporary.mkdir()
+    try:
+        write(temporary)
+        write_atomically(temporary / STATE, json.dumps({"step": step, **state}, indent=1))
+        seal(temporary)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        reason = error.strerror or error
+        raise CheckpointError(
+            f"cannot write {step_name(step)} in {folder}: {reason}; earlier ones are untouched"
+        ) from error
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return install(temporary, folder / step_name(step))
+
+
+def seal(checkpoint: Path) -> None:
+    """Force every file onto the disk and record its size and checksum."""
+    checksums = {}
+    for path in sorted(checkpoint.rglob("*")):
+        sync(path)
+        if path.is_file():
+            checksums[path.relative_to(checkpoint).as_posix()] = {
+                "bytes": path.stat().st_size,
+                "sha256": sha256(path),
+            }
+    write_atomically(checkpoint / CHECKSUMS, json.dumps(checksums, indent=1))
+
+
+def install(temporary: Path, final: Path) -> Path:
+    """Give a finished checkpoint its name, with a complete one on disk at every moment."""
+    replaced = final.with_name(f".{final.name}.replaced")
+    if final.exists():
+        final.rename(replaced)
+    temporary.rename(final)
+    sync(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+    return final
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest complete checkpoint; an incomplete one is passed over with a warning."""
+    for path in newest_first(folder).values():
+        fault = incompleteness(path)
+        if fault is None:
+            return path
+        logger.warning("passing over checkpoint %s: %s", path, fault)
+    return None
+
+
+def verify(checkpoint: Path) -> dict[str, Any]:
+    """Check every byte of a checkpoint and return its state."""
+    fault = damage(checkpoint)
+    if fault is not None:
+        raise CheckpointError(f"checkpoint {checkpoint} is damaged: {fault}; {advice(checkpoint)}")
+    state: dict[str, Any] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    return state
+
+
+def prune(folder: Path, *, keep_last: int, best: int | None) -> None:
+    """Delete all but the newest checkpoints and the best one."""
+    remove_leftovers(folder)
+    for step, path in list(newest_first(folder).items())[keep_last:]:
+        if step != best:
+            # Renamed first: a crash half way through deleting leaves a leftover, not a broken checkpoint.
+            doomed = hidden(folder, step, f"tmp-{os.getpid()}")
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+
+
+def newest_first(folder: Path) -> dict[int, Path]:
+    """Every checkpoint by step, complete or not; a replaced one counts while the new one has no name yet."""
+    found: dict[int, Path] = {}
+    for path in (*folder.glob(".step-*.replaced"), *folder.glob("step-*")):
+        step = step_of(path.name.removeprefix("."))
+        if step is not None and path.name in (step_name(step), f".{step_name(step)}.replaced"):
+            found[step] = path
+    return dict(sorted(found.items(), reverse=True))
+
+
+def incompleteness(checkpoint: Path) -> str | None:
+    """What a quick look (names and sizes) finds missing, or None."""
+    try:
+        checksums = json.loads((checkpoint / CHECKSUMS).read_text(encoding="utf-8"))
+        expected = {name: entry["bytes"] for name, entry in checksums.items()}
+    except FileNotFoundError:
+        return f"{CHECKSUMS} is missing"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{CHECKSUMS} cannot be read"
+    if STATE not in expected:
+        return f"{CHECKSUMS} does not list {STATE}"
+    for name, size in expected.items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+    return None
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What a full look (every byte) finds wrong, or None."""
+    fault = incompleteness(checkpoint)
+    if fault is not None:
+        return fault
+    checksums = json.loads((checkpoint / CHECKSUMS).read_text(encoding="utf-8"))
+    for name, entry in checksums.items():
+        if sha256(checkpoint / name) != entry.get("sha256"):
+            return f"{name} does not match its checksum"
+    return None
+
+
+def advice(damaged: Path) -> str:
+    """What to do about a damaged checkpoint."""
+    older = (path for path in newest_first(damaged.parent).values() if path.name < damaged.name)
+    intact = next((path.name for path in older if damage(path) is None), None)
+    if intact is None:
+        return "no older checkpoint is intact: start the run again under another name"
+    return f"{intact} is intact: move {damaged.name} away and resume again"
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what a killed process left behind, but never the only copy of a checkpoint."""
+    for path in folder.glob(".step-*.tmp-*"):
+        shutil.rmtree(path)
+    for path in folder.glob(".step-*.replaced"):
+        if (folder / path.name.removeprefix(".").removesuffix(".replaced")).exists():
+            shutil.rmtree(path)
+
+
+def hidden(folder: Path, step: int, suffix: str) -> Path:
+    return folder / f".{step_name(step)}.{suffix}"
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def optimizer_tensors(
+    optimizer: Optimizer, parameters: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Split an optimizer's state into named tensors for safetensors and settings for JSON.
+
+    Example: one parameter "weight" under AdamW gives the tensors "weight.step", "weight.exp_avg" and
+    "weight.exp_avg_sq", and {"groups": [{"params": ["weight"], "lr": 0.001, …}]}.
+    """
+    names = parameter_names(optimizer, parameters)
+    saved = optimizer.state_dict()
+    tensors = {
+        f"{names[index]}.{key}": value.detach().contiguous()
+        for index, state in saved["state"].items()
+        for key, value in state.items()
+    }
+    groups = [
+        {**group, "params": [names[index] for index in group["params"]]} for group in saved["param_groups"]
+    ]
+    return tensors, {"groups": groups}
+
+
+def load_optimizer(
+    optimizer: Optimizer,
+    parameters: Mapping[str, Tensor],
+    *,
+    tensors: Mapping[str, Tensor],
+    settings: Mapping[str, Any],
+) -> None:
+    """Put back, bit for bit, what `optimizer_tensors` took out."""
+    names = parameter_names(optimizer, parameters)
+    saved_names = [name for group in settings["groups"] for name in group["params"]]
+    if saved_names != names:
+        raise CheckpointError("the checkpoint's optimizer belongs to other parameters than this model trains")
+    index_of = {name: index for index, name in enumerate(names)}
+    state: dict[int, dict[str, Tensor]] = {}
+    for full_name, tensor in tensors.items():
+        name, _, key = full_name.rpartition(".")
+        state.setdefault(index_of[name], {})[key] = tensor
+    groups = [
+        {**group, "params": [index_of[name] for name in group["params"]]} for group in settings["groups"]
+    ]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def parameter_names(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> list[str]:
+    """The name of each of the optimizer's parameters, in its own order."""
+    name_of = {id(parameter): name for name, parameter in parameters.items()}
+    return [name_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,198 @@
+"""Loss and update: samples in, new weights and a report out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from groupwise.algo.losses import LossSettings, Tokens, policy_loss, token_weights
+from groupwise.algo.metrics import averages, merge
+from groupwise.algo.packing import MicroBatch, micro_batches, pack
+from groupwise.config.sections import AlgoConfig, OptimConfig
+from groupwise.invariants import check_finite, check_gap, check_targets
+from groupwise.learner.schedule import learning_rate
+from groupwise.model.logprobs import token_logprobs
+from groupwise.model.policy import Policy
+from groupwise.records import Sample, Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """A micro-batch with what the loss needs besides."""
+
+    batch: MicroBatch
+    weights_N: Tensor
+    old_N: Tensor | None
+    reference_N: Tensor | None
+
+
+class Learner:
+    """The optimizer and everything between a sample and a gradient."""
+
+    def __init__(
+        self, policy: Policy, *, algo: AlgoConfig, optim: OptimConfig, sampling: Sampling, max_steps: int
+    ) -> None:
+        assert optim.learning_rate is not None, "the config is resolved before a run starts"
+        self.policy = policy
+        self.algo = algo
+        self.optim = optim
+        self.sampling = sampling
+        self.total_updates = max_steps * optim.updates
+        self.updates = 0
+        """Optimizer steps made so far: what the schedule counts."""
+        self.optimizer = torch.optim.AdamW(
+            policy.trainable().values(),
+            lr=optim.learning_rate,
+            betas=(optim.beta1, optim.beta2),
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+        )
+        self.settings = LossSettings(
+            kind=algo.loss,
+            clip_low=algo.clip_low,
+            clip_high=algo.clip_high,
+            clip_two_sided=algo.clip_two_sided,
+            beta=algo.beta,
+            kl=algo.kl,
+            correction=algo.correction,
+            correction_cap=algo.correction_cap,
+            entropy_bonus=algo.entropy_bonus,
+        )
+
+    def update(self, samples: Sequence[Sample], *, sequences: int, tokens: int) -> dict[str, float]:
+        """Make this step's optimizer steps.
+
+        `sequences` and `tokens` count the whole batch, also what is not computed because its
+        advantage is 0: they are the loss's denominators.
+        """
+        if not samples:
+            return {"policy/updates": 0.0}
+        self.policy.model.train()
+        minibatches = self._prepare(samples, sequences=sequences, tokens=tokens)
+        reports: list[dict[str, Tensor]] = []
+        losses: list[float] = []
+        norms: list[float] = []
+        for _ in range(self.optim.epochs):
+            for parts in minibatches:
+                done = [self._backward(part) for part in parts]
+                reports += [metrics for _, metrics in done]
+                losses.append(sum(loss for loss, _ in done))
+                gap = averages(merge(metrics for _, metrics in done))["policy/gap"]
+                check_gap(gap, limit=self.algo.max_gap)
+                check_finite("the loss", losses[-1])
+                norms.append(self._step())
+        return {
+            **averages(merge(reports)),
+            "policy/loss": sum(losses) / len(losses),
+            "policy/grad_norm": sum(norms) / len(norms),
+            "policy/updates": float(len(norms)),
+            "optim/learning_rate": self.rate(self.updates - 1),
+        }
+
+    def rate(self, update: int) -> float:
+        assert self.optim.learning_rate is not None
+        return learning_rate(
+            update,
+            peak=self.optim.learning_rate,
+            kind=self.optim.schedule,
+            warmup=self.optim.warmup_steps,
+            total=self.total_updates,
+        )
+
+    def _prepare(self, samples: Sequence[Sample], *, sequences: int, tokens: int) -> list[list[_Part]]:
+        """Split into mini-batches of whole groups, pack them, and run the passes that precede any update."""
+        divided = split_groups(samples, self.optim.minibatches)
+        weights = token_weights(
+            self.algo.loss,
+            [[sample.length for sample in minibatch] for minibatch in divided],
+            sequences=sequences,
+            tokens=tokens,
+            max_tokens=self.sampling.max_tokens,
+        )
+        prepared: list[list[_Part]] = []
+        for minibatch, sample_weights in zip(divided, weights, strict=True):
+            parts: list[_Part] = []
+            for indices in micro_batches(minibatch, budget=self.optim.micro_batch_tokens):
+                members = [minibatch[i] for i in indices]
+                batch = pack(members, device=self.policy.device)
+                check_targets(members, batch.targets_N.tolist())
+                weights_S = torch.tensor([sample_weights[i] for i in indices], device=self.policy.device)
+                parts.append(
+                    _Part(
+                        batch=batch,
+                        weights_N=weights_S[batch.sequence_N],
+                        # With one update, the policy before it is the policy now: no pass needed.
+                        old_N=self._fixed_logprobs(self.policy, batch) if self.optim.updates > 1 else None,
+                        reference_N=self._reference_logprobs(batch) if self.algo.beta else None,
+                    )
+                )
+            prepared.append(parts)
+        return prepared
+
+    def _logprobs(self, policy: Policy, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        hidden_TM = policy.hidden(batch.tokens_T, batch.positions_T, batch.layout)
+        return token_logprobs(
+            hidden_TM[batch.predictor_N], policy.head_weight, policy.head_bias, batch.targets_N, self.sampling
+        )
+
+    @torch.no_grad()
+    def _fixed_logprobs(self, policy: Policy, batch: MicroBatch) -> Tensor:
+        """Without dropout, as the sampler saw the policy."""
+        policy.model.eval()
+        try:
+            return self._logprobs(policy, batch)[0]
+        finally:
+            self.policy.model.train()
+
+    def _reference_logprobs(self, batch: MicroBatch) -> Tensor:
+        with self.policy.reference() as reference:
+            return self._fixed_logprobs(reference, batch)
+
+    def _backward(self, part: _Part) -> tuple[float, dict[str, Tensor]]:
+        batch = part.batch
+        logprobs_N, entropy_N = self._logprobs(self.policy, batch)
+        loss, metrics = policy_loss(
+            Tokens(
+                logprobs_T=logprobs_N,
+                old_T=logprobs_N.detach() if part.old_N is None else part.old_N,
+                sampled_T=batch.sampled_N,
+                reference_T=part.reference_N,
+                entropy_T=entropy_N,
+                advantages_T=batch.advantages_N,
+                weights_T=part.weights_N,
+                sequence_T=batch.sequence_N,
+            ),
+            self.settings,
+        )
+        loss.backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach()), {name: value.detach() for name, value in metrics.items()}
+
+    def _step(self) -> float:
+        """Clip, step, count; returns the gradient's norm before clipping."""
+        parameters = list(self.policy.trainable().values())
+        limit = self.optim.max_grad_norm or float("inf")
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+        check_finite("the gradient norm", norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate(self.updates)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.updates += 1
+        return norm
+
+
+def split_groups(samples: Sequence[Sample], count: int) -> list[list[Sample]]:
+    """Deal whole groups out to at most `count` mini-batches of like size, keeping their order."""
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group, []).append(sample)
+    count = min(count, len(groups))
+    ordered = list(groups.values())
+    bounds = [round(i * len(ordered) / count) for i in range(count + 1)]
+    return [
+        [sample for group in ordered[start:end] for sample in group]
+        for start, end in zip(bounds[:-1], bounds[1:], strict=True)
+    ]

@@ -1,0 +1,48 @@
+"""The distribution a token is drawn from: one definition for the sampler and for the trainer.
+
+Axes: N tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from groupwise.records import Sampling
+
+
+def scaled_logits(logits_NV: Tensor, sampling: Sampling, *, keep_N: Tensor | None = None) -> Tensor:
+    """Return float32 logits whose softmax is the sampling distribution; tokens never drawn have -inf.
+
+    Order: temperature, then top-k, top-p and min-p, each on what the one before left. `keep_N` names
+    a token of each row that stays possible: when training, the token that was drawn, which rounding
+    or an update since may have put just outside.
+    """
+    logits_NV = logits_NV.float()
+    if sampling.greedy:
+        return logits_NV
+    if sampling.temperature != 1.0:
+        logits_NV = logits_NV / sampling.temperature
+    if not sampling.truncates:
+        return logits_NV
+    allowed_NV = torch.ones_like(logits_NV, dtype=torch.bool)
+    if 0 < sampling.top_k < logits_NV.shape[-1]:
+        threshold_N1 = logits_NV.topk(sampling.top_k, dim=-1).values[:, -1:]
+        allowed_NV &= logits_NV >= threshold_N1
+    if sampling.top_p < 1.0:
+        kept = logits_NV.masked_fill(~allowed_NV, float("-inf"))
+        sorted_NV, order_NV = kept.softmax(-1).sort(dim=-1, descending=True, stable=True)
+        # A token stays while the mass before it is short of top_p, so the likeliest always does.
+        short_NV = sorted_NV.cumsum(-1) - sorted_NV < sampling.top_p
+        allowed_NV &= torch.zeros_like(short_NV).scatter(1, order_NV, short_NV)
+    if sampling.min_p > 0.0:
+        probs_NV = logits_NV.masked_fill(~allowed_NV, float("-inf")).softmax(-1)
+        allowed_NV &= probs_NV >= sampling.min_p * probs_NV.amax(-1, keepdim=True)
+    if keep_N is not None:
+        allowed_NV = allowed_NV.scatter(1, keep_N[:, None], True)
+    return logits_NV.masked_fill(~allowed_NV, float("-inf"))
+
+
+def entropy(logprobs_NV: Tensor) -> Tensor:
+    """Return the entropy_N in nats, counting impossible tokens as 0."""
+    return -(logprobs_NV.exp() * logprobs_NV.nan_to_num(neginf=0.0)).sum(-1)

@@ -1,0 +1,140 @@
+"""From a name to a policy: the built-in model, a Hugging Face name or a folder, with or without adapters."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from groupwise.config.sections import TINY, LoraConfig, ModelConfig
+from groupwise.errors import ConfigError
+from groupwise.model import interface
+from groupwise.model.packed import PackedLayout
+from groupwise.model.policy import Policy
+
+TINY_FOLDER = Path(__file__).parent / "tiny"
+
+
+def load_policy(
+    model: ModelConfig, lora: LoraConfig, *, trained: Path | None = None, reference: bool = False
+) -> Policy:
+    """Load the policy; `trained` is a checkpoint's folder to go on from, `reference` adds a frozen copy.
+
+    The frozen copy is always the model that `model.name` names, so a resumed run keeps its anchor.
+    """
+    device = torch.device(model.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = getattr(torch, model.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    if device.type == "cpu":
+        keep_freed_memory()
+    source = str(TINY_FOLDER) if model.name == TINY else model.name
+    tokenizer = _tokenizer(source)
+    whole = str(trained) if trained is not None and not lora.r else source
+    policy_model = _causal_model(whole, dtype, device)
+    check_attention(policy_model, name=model.name)
+    if lora.r:
+        policy_model = _with_adapter(policy_model, lora, trained)
+    frozen = None
+    if reference and not lora.r:
+        frozen = _causal_model(source, dtype, device).requires_grad_(False).eval()
+        frozen.set_attn_implementation(interface.NAME)
+    if model.gradient_checkpointing:
+        policy_model.gradient_checkpointing_enable({"use_reentrant": False})
+        policy_model.enable_input_require_grads()
+    return Policy(policy_model, tokenizer, reference=frozen)
+
+
+def _causal_model(source: str, dtype: torch.dtype, device: torch.device) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load the model {source!r}: {_first_line(error)}") from error
+    return model.to(device)
+
+
+def _tokenizer(source: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load the tokenizer of {source!r}: {_first_line(error)}") from error
+
+
+def _with_adapter(model: Any, lora: LoraConfig, trained: Path | None) -> Any:
+    import peft
+
+    if trained is not None:
+        return peft.PeftModel.from_pretrained(model, str(trained), is_trainable=True)
+    targets: str | list[str] = "all-linear" if lora.targets == ("all-linear",) else list(lora.targets)
+    try:
+        return peft.get_peft_model(
+            model,
+            peft.LoraConfig(
+                r=lora.r,
+                lora_alpha=lora.alpha,
+                lora_dropout=lora.dropout,
+                target_modules=targets,
+                task_type="CAUSAL_LM",
+            ),
+        )
+    except ValueError as error:
+        raise ConfigError(f"lora.targets {list(lora.targets)}: {_first_line(error)}") from error
+
+
+def check_attention(model: Any, *, name: str) -> None:
+    """Switch the model to our attention, and refuse it if its logits then differ from its own.
+
+    Catches in one look what a list of supported architectures would have to spell out: sliding
+    windows, capped scores, scaled logits, modules that do not go through the interface.
+    """
+    interface.register()
+    device = model.get_output_embeddings().weight.device
+    tokens_T = torch.arange(3, 3 + 24, device=device) % model.config.vocab_size
+    with torch.no_grad():
+        own_TV = model(tokens_T[None]).logits[0].float()
+        try:
+            model.set_attn_implementation(interface.NAME)
+            layout = PackedLayout.build([(10, (14,))], device=device)
+            policy = Policy(model, tokenizer=_NoTokenizer())
+            hidden_TM = policy.hidden(tokens_T, torch.arange(24, device=device), layout)
+        except (ValueError, TypeError, AttributeError, AssertionError) as error:
+            raise ConfigError(
+                f"the model {name!r} does not accept our attention: {_first_line(error)}"
+            ) from error
+        difference = (policy.logits(hidden_TM).float() - own_TV).abs().max() / own_TV.abs().max()
+    limit = 1e-3 if own_TV.dtype == model.dtype else 5e-2
+    if not difference < limit:
+        raise ConfigError(
+            f"the model {name!r} computes attention or logits in a way that is not supported "
+            f"(its logits differ by {difference:.1e} of their size)"
+        )
+
+
+class _NoTokenizer:
+    eos_token_id = None
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to keep freed memory instead of handing it back to the kernel.
+
+    A step frees and takes the same hundreds of megabytes many times over; page faults on them
+    would cost as much as the arithmetic.
+    """
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
+        return
+    m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4
+    libc.mallopt(m_mmap_max, 0)
+    libc.mallopt(m_trim_threshold, 2**31 - 1)
+    libc.mallopt(m_top_pad, 64 << 20)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:300]

@@ -1,0 +1,120 @@
+"""The policy: a Hugging Face causal language model, used as it is for training and for generation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from groupwise.model.interface import Layout
+
+
+class Policy:
+    """A model and its tokenizer, with the few things that the engine and the learner ask of them."""
+
+    def __init__(self, model: Any, tokenizer: Any, *, reference: Any | None = None) -> None:
+        self.model = model
+        """A `PreTrainedModel`, or a `PeftModel` around one."""
+        self.tokenizer = tokenizer
+        self._causal = model.get_base_model() if self.has_adapter else model
+        self._decoder = self._causal.get_decoder()
+        self._head: nn.Linear = self._causal.get_output_embeddings()
+        self._frozen = reference
+        self.end_tokens = _end_tokens(self._causal, tokenizer)
+
+    @property
+    def has_adapter(self) -> bool:
+        return hasattr(self.model, "peft_config")
+
+    @property
+    def device(self) -> torch.device:
+        return self._head.weight.device
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self._head.weight
+
+    @property
+    def head_bias(self) -> Tensor | None:
+        return self._head.bias
+
+    @property
+    def layers(self) -> int:
+        return int(self._causal.config.num_hidden_layers)
+
+    @property
+    def key_heads(self) -> int:
+        config = self._causal.config
+        return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+    @property
+    def head_size(self) -> int:
+        config = self._causal.config
+        return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+    @property
+    def context_length(self) -> int:
+        return int(getattr(self._causal.config, "max_position_embeddings", 1 << 30))
+
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout) -> Tensor:
+        """Return the last hidden states_TM of one packed row."""
+        output = self._decoder(
+            input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, layout=layout
+        )
+        hidden_TM: Tensor = output.last_hidden_state[0]
+        return hidden_TM
+
+    def logits(self, hidden_NM: Tensor) -> Tensor:
+        logits_NV: Tensor = self._head(hidden_NM)
+        return logits_NV
+
+    @contextmanager
+    def reference(self) -> Iterator[Policy]:
+        """The policy before any training: adapters off, or the frozen copy."""
+        if self.has_adapter:
+            with self.model.disable_adapter():
+                yield self
+        else:
+            assert self._frozen is not None, "full fine-tuning with a KL penalty loads a frozen copy"
+            yield Policy(self._frozen, self.tokenizer)
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """Trained parameters by name, in a stable order; tied weights once."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def encode(self, prompt: str | Sequence[Any]) -> tuple[int, ...]:
+        """Tokens of a prompt: through the chat template when there is one.
+
+        A last message of role assistant is a beginning that the policy continues.
+        """
+        if self.tokenizer.chat_template is None:
+            text = prompt if isinstance(prompt, str) else "\n".join(str(m["content"]) for m in prompt)
+            return tuple(self.tokenizer(text)["input_ids"])
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        prefilled = messages[-1]["role"] == "assistant"
+        text = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=not prefilled, continue_final_message=prefilled
+        )
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(
+            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def save(self, folder: Path) -> None:
+        """Write the adapter or the whole model in Hugging Face layout, with its tokenizer."""
+        self.model.save_pretrained(folder, safe_serialization=True)
+        self.tokenizer.save_pretrained(folder)
+
+
+def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Every token that ends an answer: the tokenizer's, and those that the model's files name."""
+    named = getattr(model.generation_config, "eos_token_id", None)
+    ends = {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])} - {None}
+    return frozenset(int(token) for token in ends)

@@ -1,0 +1,203 @@
+"""The records that cross from one stage of a step to the next.
+
+    Example → Request → Completion → Rollout → Group → Sample
+     prompt          rollout          reward    advantage, loss
+
+All are frozen, refuse to be built wrong and know nothing of torch. A stage never edits the record
+it was given: it makes a new one with `dataclasses.replace`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+Message = Mapping[str, Any]
+"""A chat message: {"role": "user", "content": "…"}."""
+
+Finish = Literal["end", "stop", "length"]
+"""Why a completion ended: the end token, a stop string, or out of tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Example(Mapping[str, Any]):
+    """One row of a task's data, read like a dict: `example["answer"]`."""
+
+    columns: Mapping[str, Any]
+
+    def __getitem__(self, column: str) -> Any:
+        try:
+            return self.columns[column]
+        except KeyError:
+            raise KeyError(f"the example has no column {column!r}; it has {sorted(self.columns)}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for equal content, whatever the column order: what 'disjoint' and 'seed' mean by example."""
+        text = json.dumps(dict(self.columns), sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn. Training accounts for every one of these settings."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps every token."""
+    min_p: float = 0.0
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens can never be drawn."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt and the members of its group, each with the seed that all its noise derives from."""
+
+    prompt: tuple[int, ...]
+    seeds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError("a request needs at least one prompt token")
+        if not self.seeds:
+            raise ValueError("a request needs at least one member")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What the policy wrote, token by token, the end token included."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of each token, under the very distribution it was drawn from."""
+    entropies: tuple[float, ...]
+    """Of that distribution, in nats."""
+    finish: Finish
+
+    def __post_init__(self) -> None:
+        same_length(self, "tokens", "logprobs", "entropies")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One member of a group: the whole token stream, and what became of it.
+
+    Example: prompt [5, 6], reply [7, 2] where 2 ends it ->
+        tokens=(5, 6, 7, 2), trained=(False, False, True, True), prompt_length=2
+    """
+
+    prompt: Sequence[Message] | str
+    """As the task wrote it, before the chat template."""
+    text: str
+    """What the policy wrote, special tokens removed."""
+    tokens: tuple[int, ...]
+    trained: tuple[bool, ...]
+    """True where the policy chose the token: never on prompts or tool output."""
+    logprobs: tuple[float, ...]
+    """The sampler's; 0.0 where not trained."""
+    entropies: tuple[float, ...]
+    prompt_length: int
+    finish: Finish
+    member: int = 0
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Each reward by name, before weighting. A reward that does not apply to this rollout is absent."""
+    reward: float = 0.0
+    """The weighted sum."""
+    advantage: float = 0.0
+    error: str | None = None
+    """Set when the rollout failed; it then has no reward and is never trained on."""
+
+    def __post_init__(self) -> None:
+        same_length(self, "tokens", "trained", "logprobs", "entropies")
+
+    @property
+    def length(self) -> int:
+        """Tokens the policy chose."""
+        return sum(self.trained)
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish == "length"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Every answer to one prompt: what 'relative' is relative to."""
+
+    example: Example
+    rollouts: tuple[Rollout, ...]
+
+    @property
+    def valid(self) -> tuple[Rollout, ...]:
+        """The rollouts that did not fail."""
+        return tuple(rollout for rollout in self.rollouts if rollout.error is None)
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether its members differ in reward: without that there is nothing to learn from."""
+        rewards = [rollout.reward for rollout in self.valid]
+        return len(rewards) >= 2 and max(rewards) - min(rewards) > 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One trainable token sequence: every list has one entry per token.
+
+    Example: prompt [5, 6], reply [7] with advantage 0.5 ->
+        tokens=(5, 6, 7), trained=(False, False, True), logprobs=(0.0, 0.0, -1.2),
+        entropies=(0.0, 0.0, 1.3), advantages=(0.0, 0.0, 0.5), prefix=2
+    """
+
+    tokens: tuple[int, ...]
+    trained: tuple[bool, ...]
+    logprobs: tuple[float, ...]
+    entropies: tuple[float, ...]
+    advantages: tuple[float, ...]
+    prefix: int
+    """Leading tokens, none of them trained, that the samples of one group have in common."""
+    group: int
+    """Samples with the same number share their first `prefix` tokens."""
+
+    def __post_init__(self) -> None:
+        same_length(self, "tokens", "trained", "logprobs", "entropies", "advantages")
+        if not 0 < self.prefix < len(self.tokens):
+            raise ValueError(f"prefix must lie inside the {len(self.tokens)} tokens, got {self.prefix}")
+        if any(self.trained[: self.prefix]):
+            raise ValueError("a shared prefix cannot hold trained tokens")
+
+    @property
+    def length(self) -> int:
+        """Tokens that are trained."""
+        return sum(self.trained)
+
+
+def same_length(record: Any, *names: str) -> None:
+    """Refuse a record whose per-token fields differ in length."""
+    lengths = {name: len(getattr(record, name)) for name in names}
+    if len(set(lengths.values())) != 1:
+        raise ValueError(f"{type(record).__name__} fields must share one length, got {lengths}")
+
+
+def field_names(cls: Any) -> list[str]:
+    return [f.name for f in fields(cls)]

@@ -1,0 +1,73 @@
+"""Exact arithmetic on untrusted text: whole numbers, + - * / and parentheses, nothing else."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
+
+# Length is checked before anything reads the text. Without powers a value has no more digits than
+# the text that wrote it, so this one limit also bounds the numbers and the time.
+MAX_CHARACTERS = 200
+MAX_DEPTH = 20
+
+TYPOGRAPHIC = str.maketrans({"×": "*", "·": "*", "⋅": "*", "÷": "/", "−": "-", "–": "-"})
+ALLOWED = frozenset("0123456789+-*/() ")
+OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """What an expression is worth and the whole numbers written in it, smallest first."""
+
+    value: Fraction
+    numbers: tuple[int, ...]
+
+
+def evaluate_expression(text: str) -> Arithmetic | None:
+    """Evaluate an expression exactly; None for whatever is not plain arithmetic.
+
+    Example: "(1 + 2) / 4" -> Arithmetic(value=Fraction(3, 4), numbers=(1, 2, 4))
+
+    A number or a parenthesis may carry one minus sign. None for: powers, `//`, decimals, names,
+    other digits than 0-9, division by zero, more than MAX_CHARACTERS, nesting beyond MAX_DEPTH.
+    """
+    if len(text) > MAX_CHARACTERS:
+        return None
+    text = " ".join(text.translate(TYPOGRAPHIC).split())
+    if not text or not ALLOWED.issuperset(text) or nesting(text) > MAX_DEPTH:
+        return None
+    try:
+        tree = ast.parse(text, mode="eval")
+        numbers: list[int] = []
+        value = evaluate(tree.body, numbers)
+    except (SyntaxError, ArithmeticError):
+        return None
+    return Arithmetic(value, tuple(sorted(numbers)))
+
+
+def nesting(text: str) -> int:
+    """Return how deep the parentheses go."""
+    return max(accumulate((character == "(") - (character == ")") for character in text))
+
+
+def evaluate(node: ast.expr, numbers: list[int]) -> Fraction:
+    """Return the value of a syntax tree and append its literals to `numbers`."""
+    match node:
+        case ast.Constant(value=int(number)):
+            numbers.append(number)
+            return Fraction(number)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
+            return OPERATIONS[type(op)](evaluate(left, numbers), evaluate(right, numbers))
+        case ast.UnaryOp(op=ast.USub(), operand=operand) if not isinstance(operand, ast.UnaryOp):
+            return -evaluate(operand, numbers)
+        case _:
+            raise ArithmeticError(f"{type(node).__name__} is not plain arithmetic")

@@ -1,0 +1,168 @@
+"""Running a task's rewards over a group.
+
+A reward is a function in one of two styles, told apart by its parameter names:
+
+    (rollout, example) -> float | bool | None          called once for each rollout
+    (prompts, completions, **columns) -> list          TRL style, called once for each group
+
+TRL style may name any of `prompts`, `completions`, `completion_ids` and the example's columns, each
+a list with one entry per rollout, or take them all as `**kwargs`. For a chat prompt a completion is
+`[{"role": "assistant", "content": …}]`, a prefill included. Either style may be `async`.
+
+None means that the reward does not apply. An exception, a timeout or a value that is not a finite
+number marks the rollout as failed (in TRL style: the group's rollouts); it never becomes a 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, SupportsFloat
+
+from groupwise.errors import RolloutError
+from groupwise.records import Example, Group, Rollout
+from groupwise.rewards.time_limit import TimeLimitReached, time_limit
+
+RewardFunction = Callable[..., Any]
+Outcome = float | None | RolloutError
+
+BATCH_NAMES = frozenset({"prompts", "completions", "completion_ids"})
+# Columns TRL keeps to itself: the plural names above carry them.
+RESERVED_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
+
+
+def score_group(
+    group: Group, *, rewards: Mapping[str, RewardFunction], weights: Mapping[str, float], seconds: float
+) -> Group:
+    """Return the group with each rollout's rewards and weighted sum, or the error that prevented them.
+
+    A reward without a weight weighs 1; a weight of 0 makes it a mere metric. Rollouts that failed
+    before are left alone. `seconds` limits one call (see `time_limit` for where it cannot).
+    """
+    parts: dict[int, dict[str, float]] = {i: {} for i, r in enumerate(group.rollouts) if r.error is None}
+    errors: dict[int, str] = {}
+    for name, function in rewards.items():
+        members = [index for index in parts if index not in errors]
+        if not members:
+            break
+        rollouts = [group.rollouts[index] for index in members]
+        run = score_together if takes_batches(function) else score_each
+        for index, outcome in zip(members, run(function, rollouts, group.example, seconds), strict=True):
+            if isinstance(outcome, RolloutError):
+                errors[index] = f"reward {name}: {outcome}"
+            elif outcome is not None:
+                parts[index][name] = outcome
+
+    def scored(index: int, rollout: Rollout) -> Rollout:
+        if index not in parts:
+            return rollout
+        if index in errors:
+            return replace(rollout, error=errors[index])
+        if not parts[index]:
+            return replace(rollout, error="no reward applies: each returned None")
+        total = sum(weights.get(name, 1.0) * value for name, value in parts[index].items())
+        return replace(rollout, rewards=parts[index], reward=total)
+
+    return replace(group, rollouts=tuple(scored(i, r) for i, r in enumerate(group.rollouts)))
+
+
+def takes_batches(function: RewardFunction) -> bool:
+    """Tell whether a reward is written in TRL style."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    by_keyword_only = all(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters)
+    return by_keyword_only or any(p.name in BATCH_NAMES for p in parameters)
+
+
+def score_each(
+    function: RewardFunction, rollouts: Sequence[Rollout], example: Example, seconds: float
+) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    for rollout in rollouts:
+        try:
+            outcomes.append(finite(call(function, rollout, example, seconds=seconds)))
+        except RolloutError as error:
+            outcomes.append(error)
+    return outcomes
+
+
+def score_together(
+    function: RewardFunction, rollouts: Sequence[Rollout], example: Example, seconds: float
+) -> list[Outcome]:
+    try:
+        values = call(function, seconds=seconds, **batch_arguments(function, rollouts, example))
+        try:
+            values = list(values)
+        except TypeError:
+            raise RolloutError(f"returned {type(values).__name__}, not a list of numbers") from None
+        if len(values) != len(rollouts):
+            raise RolloutError(f"returned {len(values)} values for {len(rollouts)} completions")
+        return [finite(value) for value in values]
+    except RolloutError as error:
+        return [error] * len(rollouts)
+
+
+def batch_arguments(
+    function: RewardFunction, rollouts: Sequence[Rollout], example: Example
+) -> dict[str, list[Any]]:
+    """Return the keyword arguments that TRL would give this function, less those it does not take."""
+    prompts, completions = zip(*(as_trl(rollout) for rollout in rollouts), strict=True)
+    available = {
+        **{
+            column: [value] * len(rollouts)
+            for column, value in example.items()
+            if column not in RESERVED_COLUMNS
+        },
+        "prompts": list(prompts),
+        "completions": list(completions),
+        "completion_ids": [list(rollout.tokens[rollout.prompt_length :]) for rollout in rollouts],
+    }
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return available
+    return {name: values for name, values in available.items() if name in parameters}
+
+
+def as_trl(rollout: Rollout) -> tuple[Any, Any]:
+    """Return (prompt, completion), a prefill moved from the first to the second as TRL does."""
+    if isinstance(rollout.prompt, str):
+        return rollout.prompt, rollout.text
+    messages = [dict(message) for message in rollout.prompt]
+    prefill = messages.pop()["content"] if messages and messages[-1]["role"] == "assistant" else ""
+    return messages, [{"role": "assistant", "content": prefill + rollout.text}]
+
+
+def call(function: RewardFunction, *arguments: Any, seconds: float, **columns: Any) -> Any:
+    """Call a reward within the time limit; whatever goes wrong is a RolloutError."""
+    try:
+        with time_limit(seconds):
+            result = function(*arguments, **columns)
+            return asyncio.run(completed(result)) if inspect.isawaitable(result) else result
+    except TimeLimitReached:
+        raise RolloutError(f"took longer than {seconds:g} s") from None
+    except Exception as error:
+        raise RolloutError(f"{type(error).__name__}: {error}") from error
+
+
+async def completed(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+def finite(value: Any) -> float | None:
+    """Return a reward as a float, None as None, and refuse everything else."""
+    if value is None:
+        return None
+    if not isinstance(value, SupportsFloat):
+        raise RolloutError(f"returned {type(value).__name__}, not a number")
+    try:
+        number = float(value)
+    except Exception as error:
+        raise RolloutError(f"returned a {type(value).__name__} that is not one number: {error}") from error
+    if not math.isfinite(number):
+        raise RolloutError(f"returned {number}")
+    return number

@@ -1,0 +1,168 @@
+"""Countdown: write an equation that uses each given number once and equals the target."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from groupwise.errors import ConfigError
+from groupwise.records import Example, Message, Rollout
+from groupwise.rewards.arithmetic import evaluate_expression
+from groupwise.rewards.tags import final_answer, is_well_formed
+from groupwise.tasks.puzzles import Puzzle, draw_puzzle
+from groupwise.tasks.task import Task
+
+SYSTEM = (
+    "You are a helpful assistant. You first think about the reasoning process in your mind "
+    "and then provide the user with the answer."
+)
+USER = (
+    "Using each number in this list only once ({numbers}), create an equation that equals {target}. "
+    "You can use basic arithmetic operations (+, -, *, /) and each number can only be used once. "
+    "Show your work in <think> </think> tags. And return the final equation and answer in "
+    "<answer> </answer> tags, for example <answer>(1 + 2) / 3</answer>."
+)
+PREFILL = "Let me solve this step by step.\n<think>"
+
+HELD_OUT_ONE_IN = 8
+MAX_DRAWS = 20_000
+"""Draws without a puzzle after which the settings are taken to allow none."""
+
+
+def countdown(
+    *,
+    numbers: int | Sequence[int] = (3, 4),
+    largest: int = 99,
+    targets: Sequence[int] = (10, 100),
+) -> Task:
+    """Make the task: puzzles without end, each one solvable.
+
+    `numbers`: how many, or the least and the most; from 1 to `largest`; `targets`: least and most.
+    """
+    puzzles = Puzzles(
+        counts=pair("numbers", [numbers, numbers] if isinstance(numbers, int) else numbers, low=2, high=6),
+        largest=pair("largest", [largest, largest], low=1, high=10**6)[1],
+        targets=pair("targets", targets, low=1, high=10**9),
+    )
+    puzzles.train(0, seed=0)  # settings that allow no puzzle are refused here, not in the middle of a run
+    return Task(
+        name="countdown",
+        examples=puzzles,
+        prompt=countdown_prompt,
+        rewards={"format": format_reward, "equation": equation_reward},
+        accuracy="equation",
+    )
+
+
+def pair(option: str, values: object, *, low: int, high: int) -> tuple[int, int]:
+    """Return two whole numbers in order, or refuse the option."""
+    match values:
+        case [int(least), int(most)] if low <= least <= most <= high:
+            return least, most
+    raise ConfigError(
+        f"countdown: {option} must be whole numbers from {low} to {high}, the smaller first; got {values!r}"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Puzzles:
+    """A `Stream` of puzzles.
+
+    Which side a puzzle is on is decided by the puzzle itself, whatever the order of its numbers and
+    whoever asks, so training and evaluation cannot share one.
+    """
+
+    counts: tuple[int, int]
+    largest: int
+    targets: tuple[int, int]
+
+    def train(self, index: int, *, seed: int) -> Example:
+        rng = random.Random(f"train {seed} {index}")
+        count = self.draw_count(rng)
+        for _ in range(MAX_DRAWS):
+            puzzle = draw_puzzle(rng, count=count, largest=self.largest, targets=self.targets)
+            if puzzle is not None and not is_held_out(puzzle):
+                return as_example(puzzle)
+        raise ConfigError(
+            f"countdown: hardly any puzzle has numbers={self.counts}, largest={self.largest}, "
+            f"targets={self.targets}; widen one of them"
+        )
+
+    def held_out(self, count: int) -> list[Example]:
+        """Return up to `count` different puzzles: fewer when the settings do not allow that many."""
+        rng = random.Random("held out")
+        found: dict[str, Example] = {}
+        for _ in range(count):
+            numbers = self.draw_count(rng)
+            for _ in range(MAX_DRAWS):
+                puzzle = draw_puzzle(rng, count=numbers, largest=self.largest, targets=self.targets)
+                if puzzle is not None and is_held_out(puzzle) and key(puzzle) not in found:
+                    found[key(puzzle)] = as_example(puzzle)
+                    break
+            else:
+                break
+        return list(found.values())
+
+    def draw_count(self, rng: random.Random) -> int:
+        """Draw how many numbers a puzzle has, before and apart from whether the numbers will do."""
+        least, most = self.counts
+        return least + int(rng.random() * (most - least + 1))
+
+
+def key(puzzle: Puzzle) -> str:
+    """The same for puzzles that differ only in the order of their numbers."""
+    return f"{sorted(puzzle.numbers)} {puzzle.target}"
+
+
+def is_held_out(puzzle: Puzzle) -> bool:
+    return hashlib.sha256(key(puzzle).encode()).digest()[0] % HELD_OUT_ONE_IN == 0
+
+
+def as_example(puzzle: Puzzle) -> Example:
+    return Example({"numbers": list(puzzle.numbers), "target": puzzle.target, "solution": puzzle.solution})
+
+
+def numbers_and_target(example: Example) -> tuple[list[int], int]:
+    """Read a puzzle from a row of our own or of a data file, where the numbers may be `nums`."""
+    try:
+        numbers = example["numbers"] if "numbers" in example else example["nums"]
+        return [int(number) for number in numbers], int(example["target"])
+    except (KeyError, TypeError, ValueError):
+        raise ConfigError(
+            "a countdown example needs whole numbers in `numbers` (or `nums`) and in `target`; "
+            f"got {str(dict(example))[:120]}"
+        ) from None
+
+
+def countdown_prompt(example: Example) -> list[Message]:
+    """Ask for the equation; the reply is already begun, inside its thinking."""
+    numbers, target = numbers_and_target(example)
+    user = USER.format(numbers=", ".join(map(str, numbers)), target=target)
+    return [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": user},
+        {"role": "assistant", "content": PREFILL},
+    ]
+
+
+def format_reward(rollout: Rollout, example: Example) -> float:
+    """1 for thinking, then one answer block and nothing else (see `rewards.tags`)."""
+    return float(is_well_formed(rollout.text))
+
+
+def equation_reward(rollout: Rollout, example: Example) -> float:
+    """1 for an answer that uses exactly the given numbers and equals the target exactly."""
+    numbers, target = numbers_and_target(example)
+    answer = final_answer(rollout.text)
+    return float(answer is not None and solves(answer, numbers=numbers, target=target))
+
+
+def solves(answer: str, *, numbers: Sequence[int], target: int) -> bool:
+    """Tell whether an answer such as "(1 + 2) * 8", or "(1 + 2) * 8 = 24", is right."""
+    expression, equals, claimed = answer.partition("=")
+    if equals and claimed.strip() != str(target):
+        return False
+    result = evaluate_expression(expression)
+    return result is not None and result.value == target and list(result.numbers) == sorted(numbers)

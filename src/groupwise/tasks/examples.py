@@ -1,0 +1,133 @@
+"""Reading examples from files, the Hugging Face hub, lists and generators."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from groupwise.errors import ConfigError
+from groupwise.records import Example
+
+Rows = Iterable[Mapping[str, Any]]
+
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?")
+
+
+def load_examples(source: str | Path | Rows | Callable[[], Rows], *, split: str = "train") -> list[Example]:
+    """Read every example of a source.
+
+    A source is the path of a JSON list (.json), of JSON lines (.jsonl), either gzipped (.gz), or of
+    a Parquet file; the name of a Hugging Face dataset, `owner/name` or `owner/name:subset`, of which
+    `split` is read; a list or generator of dicts; or a function that returns one.
+    """
+    if not isinstance(source, str | Path):
+        rows = source() if callable(source) else source
+        return as_examples(rows, source=getattr(source, "__name__", "examples"))
+    path = Path(source).expanduser()
+    kind = path.name.removesuffix(".gz").rpartition(".")[2]
+    if kind in READERS:
+        return read_file(path, READERS[kind])
+    if path.exists():
+        raise ConfigError(f"cannot read {path}: give a .json, .jsonl, .jsonl.gz or .parquet file")
+    if isinstance(source, str) and HUB_NAME.fullmatch(source):
+        return read_hub(source, split=split)
+    raise ConfigError(f"no such file: {path}")
+
+
+def as_examples(rows: Rows, *, source: str) -> list[Example]:
+    """Turn rows into Examples; the error for a bad one names `source` and the row, counted from 1."""
+    if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
+        raise ConfigError(f"{source}: expected a list of dicts, got {type(rows).__name__}")
+    examples = [as_example(row, where=f"{source}, row {number}") for number, row in enumerate(rows, start=1)]
+    if not examples:
+        raise ConfigError(f"{source}: there are no examples")
+    return examples
+
+
+def as_example(row: object, *, where: str) -> Example:
+    if isinstance(row, Example):
+        return row
+    if not isinstance(row, Mapping):
+        raise ConfigError(f"{where}: expected a dict of columns, got {type(row).__name__}")
+    if not all(isinstance(column, str) for column in row):
+        raise ConfigError(f"{where}: column names must be strings, got {list(row)}")
+    return Example(dict(row))
+
+
+def read_file(path: Path, read: Callable[[Path], list[Example]]) -> list[Example]:
+    if not path.is_file():
+        raise ConfigError(f"no such file: {path}")
+    try:
+        return read(path)
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+
+
+def open_text(path: Path) -> IO[str]:
+    return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
+
+
+def read_json(path: Path) -> list[Example]:
+    with open_text(path) as file:
+        try:
+            rows = json.load(file)
+        except ValueError as error:
+            raise ConfigError(f"{path}: not JSON: {error}") from error
+    return as_examples(rows, source=str(path))
+
+
+def read_json_lines(path: Path) -> list[Example]:
+    def parsed(lines: Iterable[str]) -> Iterator[Example]:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{where}: not JSON: {error}") from error
+            yield as_example(row, where=where)
+
+    with open_text(path) as file:
+        return as_examples(parsed(file), source=str(path))
+
+
+def read_parquet(path: Path) -> list[Example]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowException as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    return as_examples(rows, source=str(path))
+
+
+READERS: dict[str, Callable[[Path], list[Example]]] = {
+    "json": read_json,
+    "jsonl": read_json_lines,
+    "parquet": read_parquet,
+}
+
+
+def read_hub(source: str, *, split: str) -> list[Example]:
+    """Read a split of a Hugging Face dataset."""
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(
+            f"no file named {source!r}; to read it as a Hugging Face dataset: pip install datasets"
+        ) from None
+    name, _, subset = source.partition(":")
+    try:
+        rows = datasets.load_dataset(name, subset or None, split=split)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"no file named {source!r}, nor can the Hugging Face dataset be loaded: {reason}"
+        ) from error
+    return as_examples(rows, source=source)

@@ -1,0 +1,116 @@
+"""Finding the task that a configuration names: built in, or in a user's Python file."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from groupwise.config.sections import TaskConfig
+from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.tasks.countdown import countdown
+from groupwise.tasks.examples import load_examples
+from groupwise.tasks.task import Task, closest
+
+TASKS: dict[str, Callable[..., Task]] = {"countdown": countdown}
+"""Every built-in task; its keyword arguments are its options."""
+
+loading_task_file: ContextVar[bool] = ContextVar("loading_task_file", default=False)
+
+
+class TaskFileLoaded(BaseException):
+    """Carries a task out of a file that trains it at its end. Not an error, so nothing swallows it."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.task = task
+
+
+def leave_task_file(task: Task) -> None:
+    """End the file being loaded for its task, if one is; `train` calls this before all else.
+
+    A task file may say `gw.train(task, …)` without a main guard. Read by `load_task`, that line
+    hands over the task instead of starting a second run inside the first.
+    """
+    if loading_task_file.get():
+        raise TaskFileLoaded(task)
+
+
+def load_task(config: TaskConfig) -> Task:
+    """Return the task that the configuration names, with the options and data that it gives."""
+    if config.name in TASKS:
+        task = built_in(config.name, config.options)
+    elif config.name.endswith(".py"):
+        task = task_from_file(Path(config.name).expanduser())
+        if config.options:
+            raise ConfigError(f"task.options belong to built-in tasks; {config.name} defines its own")
+    else:
+        hint = closest(config.name, TASKS)
+        raise ConfigError(f"unknown task {config.name!r}{hint} (or give the path of a .py file)")
+    if config.data is not None:
+        task = replace(task, examples=load_examples(config.data))
+    return task
+
+
+def built_in(name: str, options: Mapping[str, Any]) -> Task:
+    make = TASKS[name]
+    known = inspect.signature(make).parameters
+    for option in options:
+        if option not in known:
+            raise ConfigError(f"unknown setting task.options.{option}{closest(option, known)}")
+    return make(**options)
+
+
+def task_from_file(path: Path) -> Task:
+    """Run a Python file and return the Task it names `task`, or the first that it trains."""
+    if not path.is_file():
+        raise ConfigError(f"no such task file: {path}")
+    spec = importlib.util.spec_from_file_location(f"groupwise_task_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    # As for a script: its neighbours can be imported, now and when a reward runs.
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    trained: Task | None = None
+    token = loading_task_file.set(True)
+    try:
+        spec.loader.exec_module(module)
+    except TaskFileLoaded as handed_over:
+        trained = handed_over.task
+    except GroupwiseError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{where(error, path)}: {type(error).__name__}: {error}") from error
+    finally:
+        loading_task_file.reset(token)
+    task = named_task(module, path) or trained
+    if task is None:
+        raise ConfigError(f"{path} defines no `task`; write: task = groupwise.Task(…)")
+    return task
+
+
+def named_task(module: ModuleType, path: Path) -> Task | None:
+    task = getattr(module, "task", None)
+    if task is None or isinstance(task, Task):
+        return task
+    raise ConfigError(f"{path}: `task` must be a groupwise.Task; got {type(task).__name__}")
+
+
+def where(error: Exception, path: Path) -> str:
+    """Return the file and line of the user's code that an error came from."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == os.path.abspath(path)]
+    return f"{path}, line {lines[-1]}" if lines else str(path)

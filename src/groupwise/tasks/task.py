@@ -1,0 +1,129 @@
+"""A task: examples, a prompt and rewards. The only place where the three meet."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from groupwise.config.sections import TaskConfig
+from groupwise.errors import ConfigError
+from groupwise.records import Example, Message, Rollout
+from groupwise.rewards.score import RewardFunction
+from groupwise.tasks.examples import as_examples
+from groupwise.tasks.split import Split, Stream, split_rows, split_stream
+
+Prompt = str | Sequence[Message]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What to learn, in one place."""
+
+    name: str
+    examples: Sequence[Mapping[str, Any]] | Stream
+    """Rows (see `load_examples`), or a stream that makes them."""
+    prompt: Callable[[Example], Prompt]
+    """A string, or chat messages; a last message of the assistant's is a prefill to continue."""
+    rewards: Mapping[str, RewardFunction]
+    """Functions of either style that `rewards.score` describes, by name."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Of each reward in the sum; 1 where not given, 0 for a mere metric."""
+    held_out: Sequence[Mapping[str, Any]] | None = None
+    """Examples for evaluation. None: some are kept back from `examples`."""
+    accuracy: str | None = None
+    """The reward that says whether an answer is right (1 or more). None: the first."""
+    tools: Sequence[Callable[..., Any]] = ()
+    """Typed functions that the policy may call."""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ConfigError("a task needs a name")
+        if not callable(self.prompt):
+            raise ConfigError(
+                f"task {self.name}: prompt must be a function of an example; got {self.prompt!r}"
+            )
+        if self.tools:
+            raise ConfigError(f"task {self.name}: tools are not supported yet by `train`")
+        self.check_rewards()
+        if not isinstance(self.examples, Stream):
+            rows = as_examples(self.examples, source=f"task {self.name}: examples")
+            object.__setattr__(self, "examples", tuple(rows))
+        if self.held_out is not None:
+            rows = as_examples(self.held_out, source=f"task {self.name}: held_out")
+            object.__setattr__(self, "held_out", tuple(rows))
+
+    def check_rewards(self) -> None:
+        """Refuse rewards that cannot be called and weights or accuracy that name none of them."""
+        if not isinstance(self.rewards, Mapping) or not self.rewards:
+            raise ConfigError(f"task {self.name}: rewards must be a dict with at least one name and function")
+        for name, function in self.rewards.items():
+            if not callable(function):
+                raise ConfigError(f"task {self.name}: reward {name!r} must be a function; got {function!r}")
+        for name, weight in self.weights.items():
+            if name not in self.rewards:
+                raise ConfigError(
+                    f"task {self.name}: weight for unknown reward {name!r}{closest(name, self.rewards)}"
+                )
+            if not isinstance(weight, int | float) or not math.isfinite(weight):
+                raise ConfigError(
+                    f"task {self.name}: the weight of {name!r} must be a number; got {weight!r}"
+                )
+        if self.accuracy is not None and self.accuracy not in self.rewards:
+            raise ConfigError(
+                f"task {self.name}: accuracy names unknown reward {self.accuracy!r}"
+                f"{closest(self.accuracy, self.rewards)}"
+            )
+
+    def ask(self, example: Example) -> Prompt:
+        """Return the prompt for an example, checked."""
+        try:
+            prompt = self.prompt(example)
+        except ConfigError:
+            raise
+        except Exception as error:
+            detail = error.args[0] if isinstance(error, KeyError) and error.args else error
+            raise ConfigError(
+                f"task {self.name}: prompt failed on an example: {detail} ({type(error).__name__})"
+            ) from error
+        if is_prompt(prompt):
+            return prompt
+        raise ConfigError(
+            f"task {self.name}: prompt must return a string or a list of messages with role and content; "
+            f"got {str(prompt)[:80]!r}"
+        )
+
+    def is_right(self, rollout: Rollout) -> bool:
+        """Tell whether a scored rollout counts as right in accuracy."""
+        judge = self.accuracy or next(iter(self.rewards))
+        return rollout.error is None and rollout.rewards.get(judge, 0.0) >= 1.0
+
+    def split(self, config: TaskConfig, seed: int) -> Split:
+        """Divide the examples into training and held-out ones, the latter the same for every seed."""
+        if isinstance(self.examples, Stream):
+            if self.held_out is None:
+                return split_stream(self.examples, config=config, seed=seed)
+            raise ConfigError(f"task {self.name}: held_out goes with rows; a stream brings its own")
+        rows = as_examples(self.examples, source=self.name)
+        held_out = None if self.held_out is None else as_examples(self.held_out, source=self.name)
+        return split_rows(rows, held_out=held_out, config=config, seed=seed)
+
+
+def is_prompt(prompt: object) -> bool:
+    """Tell whether this is text, or messages with role and content, and not empty."""
+    if isinstance(prompt, str):
+        return bool(prompt)
+    return (
+        isinstance(prompt, Sequence)
+        and bool(prompt)
+        and all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in prompt)
+    )
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """Return the end of an error message about an unknown name: the best guess, else every choice."""
+    choices = sorted(known)
+    guess = difflib.get_close_matches(name, choices, n=1)
+    return f"; did you mean {guess[0]!r}?" if guess else f"; it must be one of {', '.join(choices)}"

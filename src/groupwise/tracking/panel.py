@@ -1,0 +1,190 @@
+"""What the terminal shows of a run: its state, the live panel and the plain line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rich.console import Group, RenderableType
+from rich.constrain import Constrain
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from groupwise.tracking.notation import duration, number, printable, share, sparkline
+
+
+class Estimate(Protocol):
+    """A measured share with its 95 % interval, which `str` writes out: "41.0 % [36.8, 45.3]"."""
+
+    @property
+    def mean(self) -> float: ...
+
+
+Scores = Mapping[str, Estimate]
+"""What one evaluation measured: greedy, avg@8, pass@8."""
+
+FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("length", "rollout/length", number),
+    ("entropy", "policy/entropy", number),
+    ("tokens/s", "speed/tokens_per_second", number),
+    ("truncated", "rollout/truncated", share),
+    ("KL", "policy/kl", number),
+    ("s/step", "time/step", number),
+    ("no signal", "advantage/zero_variance", share),
+    ("gap", "policy/gap", number),
+    ("grad norm", "policy/grad_norm", number),
+)
+"""Label, metric and notation of the panel's lower half, three to a row."""
+
+WIDTH = 78
+SPARK = 16
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a run is, filled in by the display as the run reports."""
+
+    title: str
+    total: int
+    step: int
+    now: float
+    """When the last step ended, in seconds on any clock."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    rewards: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """The course of each "reward/…mean" metric."""
+    evaluations: Sequence[Scores] = ()
+    paces: Sequence[float] = ()
+    """Seconds that each of the last steps took, evaluations and checkpoints included."""
+
+    def advance(self, step: int, metrics: Mapping[str, float], *, now: float) -> None:
+        """Take in one finished step."""
+        # Everything is replaced, nothing edited: another thread may be drawing the panel at this moment.
+        self.paces = [*self.paces, now - self.now][-20:]
+        self.step, self.now = step, now
+        self.metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        rewards = dict(self.rewards)
+        for name, value in self.metrics.items():
+            if name.startswith("reward/") and name.endswith("/mean"):
+                rewards[name] = [*rewards.get(name, ()), value]
+        self.rewards = rewards
+
+    def evaluated(self, scores: Scores, *, now: float) -> None:
+        """Take in one evaluation; one before the first step says nothing about the pace of steps."""
+        self.evaluations = [*self.evaluations, scores]
+        if not self.paces:
+            self.now = now
+
+    def seconds_left(self, now: float) -> float | None:
+        """Time to the last step at the recent pace; None before there is a pace."""
+        if not self.paces:
+            return None
+        pace = sum(self.paces) / len(self.paces)
+        return max(0.0, pace * (self.total - self.step) - (now - self.now))
+
+    def position(self, now: float) -> str:
+        """Which step, and how long to go."""
+        step = f"step {self.step}/{self.total}"
+        left = self.seconds_left(now)
+        if left is None:
+            return f"{step} · {duration(now - self.now)} so far"
+        return f"{step} · {duration(left)} left" if self.step < self.total else step
+
+    def reward_parts(self) -> list[str]:
+        """The names of the single rewards."""
+        return [
+            name.removeprefix("reward/").removesuffix("/mean")
+            for name in self.rewards
+            if name != "reward/mean"
+        ]
+
+
+def live_panel(progress: Progress, *, now: float) -> RenderableType:
+    """The whole panel, at most 80 columns wide."""
+    parts: list[RenderableType] = [Text(printable(progress.title), style="bold"), bar(progress, now=now)]
+    if progress.evaluations or progress.metrics:
+        parts += ["", scores(progress)]
+    if progress.metrics:
+        parts += ["", figures(progress.metrics)]
+    return Constrain(Padding(Group(*parts), (1, 0, 0, 1)), WIDTH + 1)
+
+
+def bar(progress: Progress, *, now: float) -> Table:
+    grid = Table.grid(expand=True, padding=(0, 3, 0, 0))
+    grid.add_column(ratio=1)
+    grid.add_column(no_wrap=True)
+    done = ProgressBar(
+        total=progress.total, completed=progress.step, complete_style="green", finished_style="green"
+    )
+    grid.add_row(done, progress.position(now))
+    return grid
+
+
+def scores(progress: Progress) -> Table:
+    """Held-out accuracy and rewards: last value, course, and where accuracy started."""
+    grid = Table.grid(padding=(0, 3, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(no_wrap=True, max_width=18, overflow="ellipsis")
+    grid.add_column(no_wrap=True, min_width=20)
+    grid.add_column(style="cyan", no_wrap=True)
+    grid.add_column(style="dim", no_wrap=True)
+    for index, name in enumerate(progress.evaluations[-1] if progress.evaluations else ()):
+        course = [evaluated[name].mean for evaluated in progress.evaluations if name in evaluated]
+        last = Text(str(progress.evaluations[-1][name]), style="bold green" if index == 0 else "")
+        start = f"was {100 * course[0]:.1f} %" if len(course) > 1 else ""
+        grid.add_row("" if index else "held-out", name, last, sparkline(course, width=SPARK), start)
+    rewards = [("total", "reward"), *((part, f"reward/{part}") for part in progress.reward_parts())]
+    for index, (label, metric) in enumerate(rewards if progress.metrics else ()):
+        history = progress.rewards.get(f"{metric}/mean", ())
+        value = spread(progress.metrics, metric)
+        grid.add_row("" if index else "reward", printable(label), value, sparkline(history, width=SPARK), "")
+    return grid
+
+
+def spread(metrics: Mapping[str, float], metric: str) -> str:
+    """A mean with its standard deviation: "0.421 ± 0.490"."""
+    mean, deviation = metrics.get(f"{metric}/mean"), metrics.get(f"{metric}/std")
+    if mean is None:
+        return ""
+    return f"{mean:.3f}" if deviation is None else f"{mean:.3f} ± {deviation:.3f}"
+
+
+def figures(metrics: Mapping[str, float]) -> Table:
+    """The health of the run in three columns of label and number."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(3):
+        grid.add_column(style="dim", no_wrap=True, min_width=9)
+        grid.add_column(justify="right", no_wrap=True, min_width=9)
+        grid.add_column(min_width=2)
+    for start in range(0, len(FIGURES), 3):
+        cells: list[str] = []
+        for label, metric, notation in FIGURES[start : start + 3]:
+            cells += [label, notation(metrics[metric]) if metric in metrics else "", ""]
+        grid.add_row(*cells)
+    return grid
+
+
+def plain_step(progress: Progress, *, now: float) -> str:
+    """One step as one line, for a terminal that is not one."""
+    metrics = progress.metrics
+    parts = [progress.position(now)]
+    if "reward/mean" in metrics:
+        single = ", ".join(f"{part} {metrics[f'reward/{part}/mean']:.3f}" for part in reported(progress))
+        parts.append(f"reward {metrics['reward/mean']:.3f}" + (f" ({single})" if single else ""))
+    parts += [
+        f"{label} {notation(metrics[metric])}" for label, metric, notation in FIGURES if metric in metrics
+    ]
+    return " · ".join(parts)
+
+
+def reported(progress: Progress) -> list[str]:
+    """The rewards that the last step has a mean of."""
+    return [part for part in progress.reward_parts() if f"reward/{part}/mean" in progress.metrics]
+
+
+def plain_scores(name: str, scores: Scores) -> str:
+    """One evaluation as one line."""
+    return " · ".join([f"evaluation {name}", *(f"{label} {score}" for label, score in scores.items())])

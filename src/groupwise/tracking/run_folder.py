@@ -1,0 +1,147 @@
+"""Where everything of a run lies on disk, and who may write there."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import IO
+
+from groupwise.errors import ConfigError
+
+STEP_NAME = re.compile(r"step-(\d{6,})")
+
+
+def step_name(step: int) -> str:
+    """The name of a file or folder that belongs to one step: 10 -> "step-000010"."""
+    return f"step-{step:06d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step in a name made by `step_name`, an extension allowed: "step-000010.parquet" -> 10."""
+    match = STEP_NAME.fullmatch(name.partition(".")[0])
+    return int(match[1]) if match else None
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The folder of one run, and the paths in it."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, output_dir: str | Path, *, name: str | None, task: str, model: str) -> RunFolder:
+        """Make the folder of a new run; without a name it gets task, model and time."""
+        try:
+            if name is None:
+                return cls(
+                    make_unique(
+                        Path(output_dir), f"{short(task)}-{short(model)}-{datetime.now():%Y%m%d-%H%M%S}"
+                    )
+                )
+            if Path(name).name != name or name in ("", ".."):
+                raise ConfigError(f"run.name must be a plain folder name; got {name!r}")
+            path = Path(output_dir) / name
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot make a run folder in {output_dir}: {error.strerror}") from error
+        if any(not entry.name.startswith(".") for entry in path.iterdir()):
+            raise ConfigError(
+                f"{path} already holds a run: continue it with --resume {path}, or choose another name"
+            )
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """Find the folder of an existing run."""
+        folder = cls(Path(path))
+        if not folder.path.is_dir():
+            raise ConfigError(f"there is no run folder {path}")
+        if not folder.config.is_file():
+            raise ConfigError(f"{path} is not a run folder: it has no config.yaml")
+        return folder
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "training.log"
+
+    @property
+    def stats(self) -> Path:
+        return self.path / "training_stats.json"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
+
+    def rollouts_at(self, step: int) -> Path:
+        return self.rollouts / f"{step_name(step)}.parquet"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def checkpoint_at(self, step: int) -> Path:
+        return self.checkpoints / step_name(step)
+
+    @property
+    def evaluations(self) -> Path:
+        return self.path / "eval"
+
+    @property
+    def plots(self) -> Path:
+        return self.path / "plots"
+
+    def lock(self) -> IO[str]:
+        """Claim the folder for this process; closing the returned file, or dying, gives it back.
+
+        A POSIX record lock, because children made by fork do not inherit it: a worker that outlives a
+        killed trainer must not keep its folder from being resumed.
+        """
+        file = (self.path / ".lock").open("a+", encoding="utf-8")
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            owner = file.read().strip()
+            file.close()
+            who = f"process {owner}" if owner else "another process"
+            raise ConfigError(f"{self.path} is in use by {who}: wait for it or stop it first") from error
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        return file
+
+
+def make_unique(parent: Path, name: str) -> Path:
+    """Make a folder that did not exist, numbering the name when two runs start in one second."""
+    parent.mkdir(parents=True, exist_ok=True)
+    attempt = 1
+    while True:
+        path = parent / (name if attempt == 1 else f"{name}-{attempt}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            attempt += 1
+        else:
+            return path
+
+
+def short(name: str) -> str:
+    """The part of a task or model name that tells it apart: "Qwen/Qwen2.5-0.5B" -> "Qwen2.5-0.5B"."""
+    last = Path(name).name.removesuffix(".py")
+    return re.sub(r"[^\w.-]+", "-", last).strip("-.") or "run"

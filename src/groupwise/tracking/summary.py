@@ -1,0 +1,51 @@
+"""The last words of a run: what it reached, where it lies, what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from groupwise.tracking.notation import duration
+from groupwise.tracking.panel import Scores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Everything the final block says."""
+
+    headline: str
+    """How it ended: "60 steps done", "stopped at step 23"."""
+    seconds: float
+    folder: Path
+    before: Scores
+    """Held-out accuracy before training; empty when it was not measured."""
+    after: Scores
+    next_commands: tuple[tuple[str, str], ...]
+    """Each with what it does."""
+
+
+def summary_lines(summary: Summary) -> Iterator[tuple[str, str]]:
+    """The final block, line by line: the text, and the style it takes on a terminal."""
+    yield f"{summary.headline} in {duration(summary.seconds)}, saved in {summary.folder}", "bold"
+    if summary.after:
+        yield "", ""
+        yield "held-out accuracy, with 95 % intervals", "dim"
+        for line in accuracy_lines(summary.before, summary.after):
+            yield f"  {line}", "green"
+    yield "", ""
+    yield "next", "dim"
+    for command, purpose in summary.next_commands:
+        yield f"  {command}", "cyan"
+        yield f"      {purpose}", "dim"
+
+
+def accuracy_lines(before: Scores, after: Scores) -> Iterator[str]:
+    """Each score before → after, in columns."""
+    width = max(map(len, after))
+    for name, score in after.items():
+        if name in before:
+            gain = 100 * (score.mean - before[name].mean)
+            yield f"{name:<{width}}  {before[name]!s:>22}  →  {score!s:<22}  {gain:+.1f} points"
+        else:
+            yield f"{name:<{width}}  {score}"

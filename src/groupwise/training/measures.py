@@ -1,0 +1,58 @@
+"""What a step says about itself: the metrics of its rollouts."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from statistics import fmean, pstdev
+
+import torch
+
+from groupwise.training.batch import Batch, has_signal
+
+
+def batch_metrics(batch: Batch) -> dict[str, float]:
+    """Rewards, lengths and losses of signal, over every rollout drawn."""
+    rollouts = [rollout for group in batch.drawn for rollout in group.rollouts]
+    valid = [rollout for rollout in rollouts if rollout.error is None]
+    silent = sum(not has_signal(group) for group in batch.drawn)
+    metrics = {
+        "advantage/zero_variance": silent / len(batch.drawn),
+        "rollout/groups": float(len(batch.groups)),
+        "rollout/replaced": float(len(batch.replaced)),
+        "rollout/failed": 1 - len(valid) / len(rollouts),
+        "rollout/length": fmean(rollout.length for rollout in rollouts),
+        "rollout/length_max": float(max(rollout.length for rollout in rollouts)),
+        "rollout/truncated": fmean(rollout.truncated for rollout in rollouts),
+    }
+    if valid:
+        metrics["reward/mean"] = fmean(rollout.reward for rollout in valid)
+        metrics["reward/std"] = pstdev(rollout.reward for rollout in valid)
+    for name in sorted({name for rollout in valid for name in rollout.rewards}):
+        values = [rollout.rewards[name] for rollout in valid if name in rollout.rewards]
+        metrics[f"reward/{name}/mean"] = fmean(values)
+        metrics[f"reward/{name}/std"] = pstdev(values)
+    return metrics
+
+
+def speed_metrics(batch: Batch, *, update_seconds: float) -> dict[str, float]:
+    """Time and memory; the only metrics that differ when a step is repeated."""
+    tokens = sum(rollout.length for group in batch.drawn for rollout in group.rollouts)
+    step = batch.rollout_seconds + batch.reward_seconds + update_seconds
+    return {
+        "speed/tokens_per_second": tokens / step,
+        "speed/rollout_tokens_per_second": tokens / batch.rollout_seconds,
+        "time/rollout": batch.rollout_seconds,
+        "time/reward": batch.reward_seconds,
+        "time/update": update_seconds,
+        "time/step": step,
+        "memory/peak_gb": peak_memory(),
+    }
+
+
+def peak_memory() -> float:
+    """The most memory this process has held, on the GPU when there is one, in GB."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9

@@ -1,0 +1,78 @@
+"""What a checkpoint holds of a run: the policy, the optimizer and where the run stands."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from groupwise.learner.checkpoint import load_optimizer, optimizer_tensors, verify, write_checkpoint
+from groupwise.learner.learner import Learner
+from groupwise.model.policy import Policy
+
+OPTIMIZER = "optimizer.safetensors"
+OPTIMIZER_SETTINGS = "optimizer.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """Where a run stands after a step; with the weights and the optimizer, all that the next step depends on.
+
+    There is no random state: all noise derives from the seed and the step.
+    """
+
+    step: int = 0
+    cursor: int = 0
+    updates: int = 0
+    best_step: int | None = None
+    best_accuracy: float = -1.0
+    seconds: float = 0.0
+    """Time spent training, over all sessions."""
+
+    def with_accuracy(self, accuracy: float) -> State:
+        if accuracy <= self.best_accuracy:
+            return self
+        return replace(self, best_step=self.step, best_accuracy=accuracy)
+
+
+def save_state(folder: Path, state: State, *, policy: Policy, learner: Learner) -> Path:
+    """Write a checkpoint that Hugging Face tools load as a model (or adapter) and `load_state` as a run."""
+    tensors, settings = optimizer_tensors(learner.optimizer, policy.trainable())
+
+    def write(target: Path) -> None:
+        policy.save(target)
+        save_file(tensors, target / OPTIMIZER)
+        (target / OPTIMIZER_SETTINGS).write_text(json.dumps(settings))
+
+    return write_checkpoint(folder, step=state.step, write=write, state=asdict(state))
+
+
+def read_state(checkpoint: Path) -> State:
+    """Check every byte of a checkpoint and return its state."""
+    stored: dict[str, Any] = verify(checkpoint)
+    return State(**stored)
+
+
+def load_learner(checkpoint: Path, learner: Learner, state: State) -> None:
+    """Put the optimizer back as it was."""
+    load_optimizer(
+        learner.optimizer,
+        learner.policy.trainable(),
+        tensors=load_file(checkpoint / OPTIMIZER, device=str(learner.policy.device)),
+        settings=json.loads((checkpoint / OPTIMIZER_SETTINGS).read_text()),
+    )
+    learner.updates = state.updates
+
+
+def fingerprint(policy: Policy, learner: Learner, *, cursor: int) -> tuple[object, ...]:
+    """A value that changes when the training state does: bit sums of the weights, and every counter."""
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = tuple(
+        int(p.detach().view(whole[p.element_size()]).sum(dtype=torch.int64)) for p in policy.trainable().values()
+    )
+    gradients = any(p.grad is not None for p in policy.trainable().values())
+    return sums, gradients, policy.model.training, learner.updates, cursor, torch.random.get_rng_state().sum().item()

@@ -1,0 +1,224 @@
+"""The architecture is a test: layers, sizes and habits fail the build, not the review."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+import groupwise
+from groupwise.config import Config
+
+LAYERS = [
+    *(
+        "errors",
+        "records",
+        "invariants",
+        "config",
+        "tracking",
+        "rewards",
+        "retrieval",
+        "model",
+        "engine",
+        "algo",
+    ),
+    *("rollout", "tasks", "learner", "evaluate", "training", "evolve", "report", "cli", "__init__", "__main__"),
+]
+"""Low to high: a module imports only from layers before its own."""
+WITHOUT_TORCH = {"errors", "records", "config", "tracking", "rewards", "tasks", "cli", "__init__", "__main__"}
+"""They answer `--help`, `groupwise tasks` and every mistake in the settings."""
+MAY_PRINT = {"tracking", "cli"}
+
+ROOT = Path(str(groupwise.__file__)).parent
+MODULES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
+every_module = pytest.mark.parametrize("module", MODULES)
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+
+
+def layer(module: str) -> str:
+    return module.partition("/")[0].removesuffix(".py")
+
+
+def imported(module: str, nodes: Iterator[ast.AST]) -> Iterator[tuple[int, str]]:
+    """Yield the line and the full dotted name of everything imported, `from a import b` as a.b."""
+    package = ("groupwise", *Path(module).parts[:-1])
+    for node in nodes:
+        match node:
+            case ast.Import(names=names):
+                yield from ((node.lineno, alias.name) for alias in names)
+            case ast.ImportFrom(names=names, level=level):
+                base = package[: len(package) - level + 1] if level else ()
+                origin = ".".join((*base, *([node.module] if node.module else [])))
+                yield from ((node.lineno, f"{origin}.{alias.name}") for alias in names)
+            case ast.Call(
+                func=ast.Name(id="import_module") | ast.Attribute(attr="import_module"),
+                args=[ast.Constant(value=str(name)), *_],
+            ):
+                yield node.lineno, name
+
+
+def at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes that run when the module is imported: no functions, nothing for type checkers only."""
+    for child in ast.iter_child_nodes(node):
+        match child:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
+                continue
+            case ast.If(
+                test=ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING"), orelse=other
+            ):
+                for statement in other:
+                    yield from (statement, *at_import(statement))
+            case _:
+                yield child
+                yield from at_import(child)
+
+
+def calls(module: str, name: str) -> list[ast.Call]:
+    found = (node for node in ast.walk(tree(module)) if isinstance(node, ast.Call))
+    return [call for call in found if isinstance(call.func, ast.Name) and call.func.id == name]
+
+
+@every_module
+def test_a_module_belongs_to_a_layer(module):
+    assert layer(module) in LAYERS
+
+
+@every_module
+def test_imports_point_down(module):
+    own = LAYERS.index(layer(module))
+    for line, name in imported(module, ast.walk(tree(module))):
+        package, _, rest = name.partition(".")
+        if package == "groupwise":
+            target = rest.partition(".")[0]
+            # A name that is not a layer comes out of groupwise/__init__, the highest but one.
+            target = target if target in LAYERS else "__init__"
+            assert target == layer(module) or LAYERS.index(target) < own, (
+                f"{module}:{line} imports upward: {name}"
+            )
+
+
+@every_module
+def test_the_light_layers_import_no_torch(module):
+    if layer(module) in WITHOUT_TORCH:
+        names = {name.partition(".")[0] for _, name in imported(module, at_import(tree(module)))}
+        assert not names & {"torch", "transformers", "peft", "accelerate", "datasets"}
+
+
+@every_module
+def test_a_module_has_at_most_300_lines(module):
+    assert len(MODULES[module].read_text(encoding="utf-8").splitlines()) <= 300
+
+
+@every_module
+def test_a_function_has_at_most_60_lines(module):
+    functions = [node for node in ast.walk(tree(module)) if isinstance(node, Function)]
+    lengths = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions}
+    assert {name: length for name, length in lengths.items() if length > 60} == {}
+
+
+@every_module
+def test_a_module_is_named_after_its_idea(module):
+    assert not set(Path(module).with_suffix("").parts) & {
+        "utils",
+        "util",
+        "helpers",
+        "helper",
+        "common",
+        "misc",
+    }
+
+
+@every_module
+def test_only_the_outer_layers_print(module):
+    if layer(module) not in MAY_PRINT:
+        assert [call.lineno for call in calls(module, "print")] == []
+
+
+@every_module
+def test_zip_says_whether_lengths_must_agree(module):
+    silent = [
+        c.lineno for c in calls(module, "zip") if "strict" not in {keyword.arg for keyword in c.keywords}
+    ]
+    assert silent == []
+
+
+# Every setting is live: something outside config reads it.
+
+SECTIONS = get_type_hints(Config)
+SETTINGS = [f"{section}.{field.name}" for section, cls in SECTIONS.items() for field in fields(cls)]
+SECTION_OF_CLASS = {cls.__name__: section for section, cls in SECTIONS.items()}
+OBJECTS = {"model", "task", "run", "engine", "rollout"}
+"""Sections whose name, as a plain variable, more likely is the model, task or run itself."""
+
+
+def derived() -> dict[str, set[str]]:
+    """Return what each property of a section reads: "optim.updates" -> {"optim.epochs", …}."""
+    reads: dict[str, set[str]] = {}
+    for node in tree("config/sections.py").body:
+        if isinstance(node, ast.ClassDef) and node.name in SECTION_OF_CLASS:
+            section = SECTION_OF_CLASS[node.name]
+            for function in node.body:
+                if isinstance(function, ast.FunctionDef) and not function.name.startswith("__"):
+                    attributes = (sub for sub in ast.walk(function) if isinstance(sub, ast.Attribute))
+                    own = {
+                        sub.attr
+                        for sub in attributes
+                        if isinstance(sub.value, ast.Name) and sub.value.id == "self"
+                    }
+                    reads[f"{section}.{function.name}"] = {f"{section}.{key}" for key in own}
+    return reads
+
+
+def last_name(node: ast.AST | None) -> str | None:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else None
+
+
+def section_variables(module: str) -> dict[str, str]:
+    """Return the names that hold a section in this module: annotated as one, or assigned from `….section`."""
+    holders = {section: section for section in SECTIONS if section not in OBJECTS}
+    for node in ast.walk(tree(module)):
+        match node:
+            case (
+                ast.arg(arg=name, annotation=kind) | ast.AnnAssign(target=ast.Name(id=name), annotation=kind)
+            ):
+                if (section := SECTION_OF_CLASS.get(last_name(kind) or "")) is not None:
+                    holders[name] = section
+            case ast.Assign(targets=[target], value=ast.Attribute(attr=section)) if section in SECTIONS:
+                if (name := last_name(target)) is not None:
+                    holders[name] = section
+    return holders
+
+
+def reads(module: str) -> Iterator[str]:
+    """Yield the settings, or properties of sections, that the module reads."""
+    holders = section_variables(module)
+    for node in ast.walk(tree(module)):
+        match node:
+            case ast.Attribute(value=ast.Attribute(attr=section), attr=key) if section in SECTIONS:
+                yield f"{section}.{key}"
+            case ast.Attribute(value=ast.Name() | ast.Attribute() as holder, attr=key):
+                if (section := holders.get(last_name(holder) or "")) is not None:
+                    yield f"{section}.{key}"
+
+
+@cache
+def live() -> frozenset[str]:
+    names = {name for module in MODULES if layer(module) != "config" for name in reads(module)}
+    through_properties = derived()
+    return frozenset(names.union(*(through_properties.get(name, set()) for name in names)))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_setting_is_read_somewhere(setting):
+    if setting not in live():
+        pytest.fail(f"nothing outside config reads {setting}", pytrace=False)

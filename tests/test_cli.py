@@ -1,0 +1,260 @@
+"""The command line: what it answers, with which exit code, and that it answers before torch is imported."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from groupwise import cli
+from groupwise.config import FLAGS, Config, dump_config, read_config
+from groupwise.errors import CheckpointError, ConfigError, InvariantError
+from groupwise.tasks import TASKS
+
+
+@pytest.fixture
+def light(tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run the command in a process where importing torch or transformers raises."""
+    poison = tmp_path / "poison"
+    poison.mkdir()
+    for name in ("torch", "transformers"):
+        (poison / f"{name}.py").write_text(f"raise RuntimeError('{name} was imported')\n")
+    environment = os.environ | {"PYTHONPATH": str(poison), "COLUMNS": "110", "NO_COLOR": "1"}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "groupwise", *words]
+        return subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+
+    return run
+
+
+@pytest.fixture
+def trained(monkeypatch) -> list[tuple[Config, dict[str, Any]]]:
+    """Put a recorder in the place of training; it holds what each call was given."""
+    calls: list[tuple[Config, dict[str, Any]]] = []
+    recorder = SimpleNamespace(train=lambda config, **rest: calls.append((config, rest)))
+    monkeypatch.setitem(sys.modules, "groupwise.train", recorder)
+    return calls
+
+
+def raising(error: BaseException) -> SimpleNamespace:
+    def train(config: Config, **_: object) -> Path:
+        raise error
+
+    return SimpleNamespace(train=train)
+
+
+def test_the_poison_works(light):
+    assert "torch was imported" in light("train", "--max-steps", "1").stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["--help"], "config"),
+        ([], "Usage: groupwise"),
+        (["--version"], "groupwise 0."),
+        (["train", "--help"], "--gradient-accumulation-steps"),
+        (["eval", "--help"], "RUN|MODEL"),
+        (["config"], "group_size: 16"),
+        (["tasks"], "countdown"),
+    ],
+)
+def test_a_question_is_answered_before_torch_is_imported(light, words, shown):
+    answer = light(*words)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert shown in answer.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ["train", "optim.learning_rat=1"],
+            "unknown setting optim.learning_rat; did you mean optim.learning_rate?",
+        ),
+        (["train", "--beta=-1"], "algo.beta must be at least 0; got -1.0"),
+        (["train", "--config", "no.yaml"], "cannot read the settings in no.yaml: No such file or directory"),
+        (["train", "--resume", "no"], "no is not the folder of a run: it has no config.yaml"),
+        (
+            ["train", "--task", "countdwn"],
+            "unknown task 'countdwn'; did you mean 'countdown'? (or give the path of a .py file)",
+        ),
+        (["train", "mine.py"], "no such task file: mine.py"),
+        (["train", "mine.py", "--task", "countdown"], "one run has one task; leave out all but mine.py"),
+        (["eval", "tiny", "--samples", "0"], "--samples must be at least 1; got 0"),
+    ],
+)
+def test_a_mistake_gets_one_sentence_before_torch_is_imported(light, words, sentence):
+    answer = light(*words)
+    assert (answer.returncode, answer.stdout, answer.stderr) == (2, "", f"error: {sentence}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["train", "--no-such-flag"], "--no-such-flag"),
+        (["train", "--max-steps", "ten"], "--max-steps"),
+        (["trian"], "trian"),
+        (["eval"], "RUN|MODEL"),
+        (["train", "countdown"], "a built-in task follows --task"),
+        (["train", "--config", "a", "--resume", "b"], "leave --config out"),
+    ],
+)
+def test_a_word_that_cannot_be_parsed_gets_one_sentence(capsys, words, part):
+    assert cli.main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert part in error
+    assert error.count("\n") == 1
+
+
+def test_the_configuration_it_prints_reads_back_as_the_defaults(capsys, tmp_path):
+    assert cli.main(["config"]) == 0
+    path = tmp_path / "all.yaml"
+    path.write_text(capsys.readouterr().out, encoding="utf-8")
+    assert read_config(path) == Config()
+
+
+def test_training_without_arguments_uses_the_defaults(trained):
+    assert cli.main(["train"]) == 0
+    (config, rest), *others = trained
+    assert (config, rest["resume"], rest["task"].name, others) == (Config(), None, "countdown", [])
+
+
+def test_the_command_offers_exactly_the_flags_of_the_table():
+    own = {"context", "words", "config", "resume"}
+    assert inspect.signature(cli.train).parameters.keys() - own == FLAGS.keys()
+
+
+def test_every_flag_reaches_its_setting(trained, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"numbers": [1, 2, 3], "target": 6}) + "\n")
+    given = {
+        "--model": ("gpt", "model.name=gpt"),
+        "--lora-r": ("4", "lora.r=4"),
+        "--task": ("countdown", "task.name=countdown"),
+        "--data": (str(rows), f"task.data={rows}"),
+        "--max-examples": ("0", "task.max_examples=null"),
+        "--batch-size": ("3", "rollout.prompts=6"),
+        "--gradient-accumulation-steps": ("2", "rollout.prompts=6"),
+        "--group-size": ("5", "rollout.group_size=5"),
+        "--max-tokens": ("7", "rollout.max_tokens=7"),
+        "--temperature": ("0.5", "rollout.temperature=0.5"),
+        "--advantage": ("rloo", "algo.advantage=rloo"),
+        "--loss": ("gspo", "algo.loss=gspo"),
+        "--beta": ("0.1", "algo.beta=0.1"),
+        "--learning-rate": ("1e-5", "optim.learning_rate=1e-5"),
+        "--skip-evaluation": (None, "evaluate.skip=true"),
+        "--max-steps": ("9", "run.max_steps=9"),
+        "--seed": ("0", "run.seed=0"),
+        "--output-dir": ("out", "run.output_dir=out"),
+        "--run-name": ("12", "run.name=12"),
+        "--project-name": ("p", "track.project=p"),
+        "--no-trackio": (None, "track.trackers=wandb"),
+        "--track": ("wandb", "track.trackers=wandb"),
+    }
+    assert {flag.removeprefix("--").replace("-", "_") for flag in given} == FLAGS.keys()
+    words = [word for flag, (value, _) in given.items() for word in (flag, value) if word is not None]
+    assert cli.main(["train", *words]) == 0
+    assert trained[0][0] == read_config(overrides=[override for _, override in given.values()])
+
+
+def test_trackers_can_be_given_one_by_one_and_turned_off(trained):
+    cli.main(["train", "--track", "wandb", "--track", "tensorboard"])
+    cli.main(["train", "--no-trackio"])
+    assert [config.track.trackers for config, _ in trained] == [("wandb", "tensorboard"), ()]
+
+
+def test_a_task_file_an_override_and_a_file_of_settings_come_together(trained, tmp_path):
+    task = tmp_path / "capitals.py"
+    task.write_text(
+        "from groupwise.tasks import Task\n"
+        "rows = [{'country': 'Peru'}, {'country': 'Chad'}]\n"
+        "rewards = {'none': lambda rollout, example: 0.0}\n"
+        "task = Task(name='capitals', examples=rows, prompt=lambda row: row['country'], rewards=rewards)\n"
+    )
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("run: {seed: 1, max_steps: 1}")
+    assert cli.main(["train", str(task), "run.seed=2", "--config", str(settings)]) == 0
+    config, rest = trained[0]
+    assert (config.task.name, config.run.seed, config.run.max_steps) == (str(task), 2, 1)
+    assert rest["task"].name == "capitals"
+
+
+def test_a_resumed_run_keeps_its_own_settings_except_those_given_anew(trained, tmp_path):
+    (tmp_path / "config.yaml").write_text(
+        dump_config(read_config(overrides=["run.seed=5", "run.max_steps=4"]))
+    )
+    assert cli.main(["train", "--resume", str(tmp_path), "--max-steps", "8"]) == 0
+    config, rest = trained[0]
+    assert (config.run.seed, config.run.max_steps, rest["resume"]) == (5, 8, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "printed"),
+    [
+        (ConfigError("no such\n thing"), 2, "error: no such thing\n"),
+        (CheckpointError("damaged"), 2, "error: damaged\n"),
+        (InvariantError("the gap is 3"), 3, "error: the gap is 3\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_each_kind_of_failure_has_its_exit_code(monkeypatch, capsys, error, code, printed):
+    monkeypatch.setitem(sys.modules, "groupwise.train", raising(error))
+    assert cli.main(["train"]) == code
+    assert capsys.readouterr().err == printed
+
+
+def test_a_bug_is_not_dressed_up_as_the_users_mistake(monkeypatch):
+    monkeypatch.setitem(sys.modules, "groupwise.train", raising(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["train"])
+
+
+def test_evaluating_passes_every_option_on_and_prints_json(monkeypatch, capsys):
+    def evaluate_command(target: str, **options: object) -> dict[str, object]:
+        return {"target": target, **options}
+
+    stand_in = SimpleNamespace(evaluate_command=evaluate_command)
+    monkeypatch.setitem(sys.modules, "groupwise.evaluate.command", stand_in)
+    words = [
+        "--task",
+        "countdown",
+        "--data",
+        "d",
+        "--samples",
+        "2",
+        "--examples",
+        "3",
+        "--seed",
+        "4",
+        "--json",
+    ]
+    assert cli.main(["eval", "tiny", *words]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "target": "tiny",
+        "task": "countdown",
+        "data": "d",
+        "samples": 2,
+        "examples": 3,
+        "seed": 4,
+        "as_json": True,
+    }
+
+
+def test_every_built_in_task_is_listed_with_one_line(capsys):
+    assert cli.main(["tasks"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(TASKS)
+    assert all(len(line.split()) > 2 for line in lines)

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from groupwise.evaluate.statistics import (
+    Interval,
+    mean_interval,
+    paired_difference,
+    pass_at_k,
+    sign_test,
+    student_quantile,
+    wilson,
+)
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    [
+        (8, 10, 0.4902, 0.9433),
+        (0, 10, 0.0, 0.2775),  # z² / (n + z²): not empty at 0
+        (10, 10, 0.7225, 1.0),
+        (1, 2, 0.0945, 0.9055),
+    ],
+)
+def test_wilson_matches_known_values(successes: int, trials: int, low: float, high: float) -> None:
+    interval = wilson(successes, trials)
+    assert interval.mean == successes / trials
+    assert (interval.low, interval.high) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_wilson_refuses_no_trials() -> None:
+    with pytest.raises(ValueError, match="0 of 0"):
+        wilson(0, 0)
+
+
+def test_an_interval_reads_as_percent() -> None:
+    assert str(Interval(0.41, 0.3683, 0.4529)) == "41.0 % [36.8, 45.3]"
+
+
+def test_one_answer_per_prompt_gives_exactly_wilson() -> None:
+    expected = wilson(3, 5)
+    interval = mean_interval([1, 0, 1, 1, 0])
+    assert (interval.mean, interval.low, interval.high) == pytest.approx(
+        (expected.mean, expected.low, expected.high)
+    )
+
+
+def test_prompts_that_always_or_never_succeed_count_once_however_many_answers_they_got() -> None:
+    per_prompt = [1.0] * 20 + [0.0] * 20
+    assert mean_interval(per_prompt).low == pytest.approx(wilson(20, 40).low)
+    assert mean_interval(per_prompt).low < wilson(160, 320).low  # 8 answers each, counted as independent
+
+
+def test_answers_that_differ_within_prompts_are_worth_more_than_one_trial_each() -> None:
+    # p = 1/2, var(mean) = (1/4)² / 4 = 1/64, so n = (1/4) / (1/64) = 16 trials
+    expected = wilson(8, 16)
+    assert mean_interval([0.25, 0.75, 0.25, 0.75]).high == pytest.approx(expected.high)
+
+
+def test_no_success_at_all_still_has_an_upper_bound() -> None:
+    assert mean_interval([0.0] * 10).high == pytest.approx(0.2775, abs=5e-5)
+
+
+def test_mean_interval_refuses_scores_outside_zero_and_one() -> None:
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        mean_interval([0.5, 1.5])
+
+
+def test_mean_interval_covers_the_truth_about_95_times_in_100() -> None:
+    noise = random.Random(0)
+    covered = 0
+    for _ in range(400):
+        # each prompt has its own difficulty, uniform, so the true mean is 1/2
+        means = []
+        for _ in range(60):
+            difficulty = noise.random()
+            means.append(sum(noise.random() < difficulty for _ in range(8)) / 8)
+        interval = mean_interval(means)
+        covered += interval.low <= 0.5 <= interval.high
+    assert 0.92 <= covered / 400 <= 0.98
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "k", "expected"),
+    [
+        (4, 1, 2, 0.5),  # 1 - C(3,2)/C(4,2) = 1 - 3/6
+        (8, 3, 1, 3 / 8),  # pass@1 is the mean
+        (8, 1, 8, 1.0),
+        (8, 0, 8, 0.0),
+        (5, 4, 2, 1.0),  # two draws from one wrong answer cannot both be wrong
+    ],
+)
+def test_pass_at_k_matches_the_hand_worked_value(n: int, c: int, k: int, expected: float) -> None:
+    assert pass_at_k(n, c, k) == pytest.approx(expected)
+
+
+def test_pass_at_k_refuses_more_draws_than_answers() -> None:
+    with pytest.raises(ValueError, match="k=9"):
+        pass_at_k(8, 1, 9)
+
+
+@pytest.mark.parametrize(
+    ("improved", "worsened", "expected"),
+    [
+        (5, 0, 2 / 32),
+        (9, 1, 2 * 11 / 1024),  # 1 + 10 of 2^10, both tails
+        (3, 3, 1.0),
+        (0, 0, 1.0),
+    ],
+)
+def test_sign_test_counts_coin_flips(improved: int, worsened: int, expected: float) -> None:
+    assert sign_test(improved, worsened) == pytest.approx(expected)
+
+
+def test_paired_difference_matches_the_hand_worked_value() -> None:
+    difference = paired_difference([0, 0, 0, 1, 1], [1, 1, 0, 1, 0])
+    # differences 1, 1, 0, 0, -1: mean 0.2, variance (0.64 + 0.64 + 0.04 + 0.04 + 1.44) / 4 = 0.7
+    half = 2.776 * math.sqrt(0.7 / 5)
+    assert difference.mean == pytest.approx(0.2)
+    assert (difference.low, difference.high) == pytest.approx((0.2 - half, 0.2 + half), abs=0.005)
+    assert (difference.improved, difference.worsened) == (2, 1)
+    assert difference.p_value == pytest.approx(1.0)  # 2 * (1 + 3) / 8
+    assert str(difference).startswith("+20.0 points [")
+
+
+def test_paired_difference_needs_the_same_prompts() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        paired_difference([0, 1], [1])
+
+
+@pytest.mark.parametrize(
+    ("degrees", "table"), [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262), (30, 2.042)]
+)
+def test_student_quantile_matches_the_table(degrees: int, table: float) -> None:
+    assert student_quantile(degrees) == pytest.approx(table, rel=5e-3)

@@ -1,0 +1,442 @@
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import socket
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.config.sections import TrackConfig
+from groupwise.errors import ConfigError
+from groupwise.records import Example, Group, Rollout
+from groupwise.tracking import trackers
+from groupwise.tracking.files import write_atomically
+from groupwise.tracking.log import log_to
+from groupwise.tracking.metrics import MetricsFile, read_metrics
+from groupwise.tracking.rollouts import read_rollouts, remove_rollouts_after, write_rollouts
+from groupwise.tracking.run_folder import RunFolder, step_name, step_of
+from groupwise.tracking.trackers import Opening, Rows, Tracker, open_trackers
+
+# Files
+
+
+def test_a_file_is_replaced_whole_and_its_folder_made(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "file.txt"
+    write_atomically(path, "one")
+    write_atomically(path, b"two")
+    assert path.read_text() == "two"
+    assert [entry.name for entry in path.parent.iterdir()] == ["file.txt"]
+
+
+def test_a_write_that_fails_keeps_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file.txt"
+    write_atomically(path, "old")
+
+    def no_space(_: int) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file.txt"]
+
+
+# The run folder
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("step-000010", 10),
+        ("step-000010.parquet", 10),
+        ("step-1234567", 1234567),
+        ("step-10", None),
+        ("xstep-000010", None),
+        (".step-000010.tmp-1", None),
+    ],
+)
+def test_a_step_is_read_back_from_its_name(name: str, step: int | None) -> None:
+    assert step_of(name) == step
+    assert step is None or name.startswith(step_name(step))
+
+
+def create(parent: Path, name: str | None = None) -> RunFolder:
+    return RunFolder.create(parent, name=name, task="tasks/capitals.py", model="Qwen/Qwen2.5-0.5B Instruct")
+
+
+def test_a_run_without_a_name_gets_task_model_and_time_and_never_shares_a_folder(tmp_path: Path) -> None:
+    first, second = create(tmp_path / "runs"), create(tmp_path / "runs")
+    assert first.path.is_dir()
+    assert first.name.startswith("capitals-Qwen2.5-0.5B-Instruct-20")
+    assert first.path != second.path
+
+
+def test_the_paths_are_those_of_the_design(tmp_path: Path) -> None:
+    run = create(tmp_path, "mine")
+    listed = [run.config, run.metrics, run.log, run.stats, run.rollouts_at(10), run.checkpoint_at(100)]
+    assert [path.relative_to(tmp_path / "mine").as_posix() for path in listed] == [
+        "config.yaml",
+        "metrics.jsonl",
+        "training.log",
+        "training_stats.json",
+        "rollouts/step-000010.parquet",
+        "checkpoints/step-000100",
+    ]
+    assert (run.evaluations.name, run.plots.name) == ("eval", "plots")
+
+
+def test_a_named_folder_that_holds_a_run_is_refused_and_untouched(tmp_path: Path) -> None:
+    create(tmp_path, "mine").config.write_text("seed: 1")
+    with pytest.raises(ConfigError, match=r"mine already holds a run: continue it with --resume .*mine, or"):
+        create(tmp_path, "mine")
+    assert (tmp_path / "mine" / "config.yaml").read_text() == "seed: 1"
+
+
+def test_a_named_folder_with_nothing_in_it_can_be_used(tmp_path: Path) -> None:
+    create(tmp_path, "mine").lock().close()
+    assert create(tmp_path, "mine").path == tmp_path / "mine"
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "/tmp/x", ""])
+def test_a_name_cannot_leave_the_output_folder(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="plain folder name"):
+        create(tmp_path, name)
+
+
+def test_an_output_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot make a run folder in"):
+        create(tmp_path / "file")
+
+
+def test_only_a_folder_with_a_config_opens(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no run folder"):
+        RunFolder.open(tmp_path / "absent")
+    run = create(tmp_path, "mine")
+    with pytest.raises(ConfigError, match=r"no config\.yaml"):
+        RunFolder.open(run.path)
+    run.config.write_text("")
+    assert RunFolder.open(run.path) == run
+
+
+LOCK = "import sys; from groupwise.tracking.run_folder import *; RunFolder(Path(sys.argv[1])).lock()"
+
+
+def lock_elsewhere(run: RunFolder) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", LOCK, str(run.path)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_two_processes_cannot_train_in_one_folder(tmp_path: Path) -> None:
+    run = create(tmp_path, "mine")
+    with run.lock():
+        refused = lock_elsewhere(run)
+    assert f"mine is in use by process {os.getpid()}" in refused.stderr
+    assert lock_elsewhere(run).returncode == 0
+
+
+def test_a_child_that_outlives_a_killed_trainer_does_not_hold_its_folder(tmp_path: Path) -> None:
+    run = create(tmp_path, "mine")
+    parent = f"""
+import os, sys, time
+from pathlib import Path
+from groupwise.tracking.run_folder import RunFolder
+lock = RunFolder(Path({str(run.path)!r})).lock()
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+print(child, flush=True)
+os.kill(os.getpid(), 9)
+"""
+    killed = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
+    assert killed.stdout is not None
+    child = int(killed.stdout.readline())
+    killed.wait(timeout=60)
+    try:
+        assert lock_elsewhere(run).returncode == 0
+    finally:
+        os.kill(child, 9)
+        killed.stdout.close()
+
+
+# Metrics
+
+
+def test_a_step_is_one_line_and_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.append(3, {"reward/mean": 0.5, "policy/kl": math.nan, "policy/gap": math.inf, "rollout/failed": 0})
+    text = file.path.read_text()
+    assert text == (
+        '{"step": 3, "reward/mean": 0.5, "policy/kl": null, "policy/gap": null, "rollout/failed": 0}\n'
+    )
+
+
+def three_steps(path: Path) -> MetricsFile:
+    file = MetricsFile(path)
+    for step in (1, 2, 3):
+        file.append(step, {"reward/mean": step / 10})
+    return file
+
+
+@pytest.mark.parametrize("cut", range(1, 31))
+def test_a_line_torn_anywhere_is_left_out(tmp_path: Path, cut: int) -> None:
+    file = three_steps(tmp_path / "metrics.jsonl")
+    whole = file.path.read_bytes()
+    file.path.write_bytes(whole[:-cut])
+    steps = [row["step"] for row in read_metrics(file.path)]
+    assert steps == ([1, 2, 3] if cut == 1 else [1, 2])  # without its newline alone, a line is whole
+    file.truncate_after(2)
+    file.append(3, {"reward/mean": 0.3})
+    assert file.path.read_bytes() == whole
+
+
+def test_resuming_forgets_later_steps_and_leaves_the_rest_to_the_byte(tmp_path: Path) -> None:
+    file = three_steps(tmp_path / "metrics.jsonl")
+    whole = file.path.read_bytes()
+    file.truncate_after(1)
+    assert read_metrics(file.path) == [{"step": 1, "reward/mean": 0.1}]
+    assert whole.startswith(file.path.read_bytes())
+    file.truncate_after(0)
+    assert file.path.read_bytes() == b""
+
+
+def test_truncating_a_file_that_does_not_exist_does_nothing(tmp_path: Path) -> None:
+    MetricsFile(tmp_path / "metrics.jsonl").truncate_after(3)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nnoise\n{"step": 3}\n')
+    with pytest.raises(ConfigError, match=r"line 2 of .*metrics.jsonl is damaged"):
+        read_metrics(path)
+
+
+# Rollouts
+
+
+def group(**changes: Any) -> Group:
+    rollout = Rollout(
+        prompt=[{"role": "user", "content": "3 + 4 = ?"}],
+        text="é 7",
+        tokens=(5, 6, 7, 2),
+        trained=(False, False, True, True),
+        logprobs=(0.0, 0.0, -0.5, -0.25),
+        entropies=(0.0, 0.0, 1.5, 0.75),
+        prompt_length=2,
+        finish="end",
+        member=1,
+        rewards={"correct": 1.0, "short": 0.1},
+        reward=1.02,
+        advantage=-0.3,
+    )
+    failed = replace(rollout, member=2, rewards={}, reward=0.0, error="correct raised", prompt="text?")
+    return Group(
+        example=Example({"answer": 7, "numbers": [3, 4]}), rollouts=(replace(rollout, **changes), failed)
+    )
+
+
+def test_rollouts_come_back_with_every_token_and_reward(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts" / "step-000010.parquet"
+    write_rollouts(path, 10, [group(), group()])
+    rows = read_rollouts(path)
+    assert [(row["group"], row["member"]) for row in rows] == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    assert rows[0] == {
+        "step": 10,
+        "group": 0,
+        "member": 1,
+        "prompt": [{"role": "user", "content": "3 + 4 = ?"}],
+        "text": "é 7",
+        "tokens": [5, 6, 7, 2],
+        "trained": [False, False, True, True],
+        "logprobs": [0.0, 0.0, -0.5, -0.25],
+        "entropies": [0.0, 0.0, 1.5, 0.75],
+        "prompt_length": 2,
+        "rewards": {"correct": 1.0, "short": 0.1},
+        "reward": 1.02,
+        "advantage": -0.3,
+        "finish": "end",
+        "error": None,
+        "example": {"answer": 7, "numbers": [3, 4]},
+    }
+    assert (rows[1]["prompt"], rows[1]["error"], rows[1]["rewards"]) == ("text?", "correct raised", {})
+
+
+def test_the_same_rollouts_give_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_rollouts(tmp_path / name, 10, [group()])
+    write_rollouts(tmp_path / "c", 10, [group(advantage=0.3)])
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert (tmp_path / "a").read_bytes() != (tmp_path / "c").read_bytes()
+
+
+def test_resuming_removes_the_rollouts_of_later_steps_only(tmp_path: Path) -> None:
+    for name in ("step-000009.parquet", "step-000010.parquet", "step-000011.parquet", "notes.txt"):
+        (tmp_path / name).write_text("")
+    remove_rollouts_after(tmp_path, 10)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "notes.txt",
+        "step-000009.parquet",
+        "step-000010.parquet",
+    ]
+    remove_rollouts_after(tmp_path / "absent", 10)
+
+
+# The log
+
+
+def test_the_log_file_gets_what_the_package_says_and_the_terminal_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = logging.getLogger("groupwise.learner")
+    for message in ("first session", "second session"):
+        with log_to(tmp_path / "training.log"):
+            logger.info(message)
+    logging.getLogger("groupwise").info("after")
+    lines = (tmp_path / "training.log").read_text().splitlines()
+    assert [line.split(" ", 2)[2] for line in lines] == ["INFO first session", "INFO second session"]
+    assert lines[0].startswith("20")
+    assert capsys.readouterr() == ("", "")
+
+
+# Trackers
+
+
+class Recorder:
+    """A tracker for tests: keeps what it is told, fails at the call it is told to."""
+
+    def __init__(self, *, fails_at: str = "") -> None:
+        self.fails_at = fails_at
+        self.calls: list[tuple[Any, ...]] = []
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.record("log", step, dict(metrics))
+
+    def samples(self, step: int, rows: Rows) -> None:
+        self.record("samples", step, list(rows))
+
+    def finish(self) -> None:
+        self.record("finish")
+
+    def record(self, call: str, *values: Any) -> None:
+        self.calls.append((call, *values))
+        if call == self.fails_at:
+            raise ConnectionError("server gone")
+
+
+def guarded(tracker: Tracker, tmp_path: Path) -> Tracker:
+    opening = Opening(project="p", run_name="r", config={}, folder=tmp_path, resumed_from=None)
+    return trackers.Guarded("recorder", lambda _: tracker, opening)
+
+
+def test_trackers_get_finite_values_only(tmp_path: Path) -> None:
+    recorder = Recorder()
+    guarded(recorder, tmp_path).log(1, {"reward/mean": 0.5, "policy/kl": math.nan})
+    assert recorder.calls == [("log", 1, {"reward/mean": 0.5})]
+
+
+@pytest.mark.parametrize("call", ["log", "samples", "finish"])
+def test_a_tracker_that_fails_is_off_after_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    recorder = Recorder(fails_at=call)
+    tracker = guarded(recorder, tmp_path)
+    for step in (1, 2):
+        tracker.log(step, {"reward/mean": 0.5})
+        tracker.samples(step, [{"text": "7"}])
+        tracker.finish()
+    assert recorder.calls[-1][0] == call
+    assert [name for name, *_ in recorder.calls].count(call) == 1
+    assert caplog.text.count("recorder failed and is off for the rest of this run") == 1
+
+
+def test_a_tracker_that_cannot_open_does_not_stop_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: Opening) -> Tracker:
+        raise PermissionError("read-only")
+
+    monkeypatch.setitem(trackers.TRACKERS, "tensorboard", broken)
+    (tracker,) = open_trackers(
+        TrackConfig(trackers=("tensorboard",)), run_name="r", config={}, folder=tmp_path
+    )
+    tracker.log(1, {"reward/mean": 0.5})
+    tracker.finish()
+    assert caplog.text.count("tensorboard failed") == 1
+
+
+def test_a_tracker_that_is_named_but_not_installed_is_the_users_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="wandb, which is not installed: pip install wandb"):
+        open_trackers(TrackConfig(trackers=("wandb",)), run_name="r", config={}, folder=tmp_path)
+    assert open_trackers(TrackConfig(), run_name="r", config={}, folder=tmp_path) == []
+
+
+TRACKIO = """
+import sys
+from pathlib import Path
+from groupwise.config.sections import TrackConfig
+from groupwise.tracking.trackers import open_trackers
+assert "trackio" not in sys.modules, "imported before it is used"
+for resumed_from, value in ((None, 0.5), (1, 0.75)):
+    (tracker,) = open_trackers(
+        TrackConfig(project="countdown"), run_name="tiny", config={"run": {"seed": 7}},
+        folder=Path(sys.argv[1]), resumed_from=resumed_from,
+    )
+    tracker.log(1 if resumed_from is None else 2, {"reward/mean": value, "policy/kl": float("nan")})
+    tracker.samples(1, [{"text": "3 + 4", "reward": 1.0}])
+    tracker.finish()
+"""
+
+
+def test_trackio_writes_its_own_file_says_nothing_and_goes_on_with_a_resumed_run(tmp_path: Path) -> None:
+    pytest.importorskip("trackio")
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        # With a token, trackio by itself asks the Hub for the user's name.
+        hub_address = f"http://127.0.0.1:{hub.getsockname()[1]}"
+        environment = {"TRACKIO_DIR": str(tmp_path), "HF_TOKEN": "any", "HF_ENDPOINT": hub_address}
+        command = [sys.executable, "-c", TRACKIO, str(tmp_path)]
+        outcome = subprocess.run(
+            command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60
+        )
+        assert (outcome.returncode, outcome.stdout, outcome.stderr) == (0, "", "")
+        hub.setblocking(False)
+        with pytest.raises(BlockingIOError):  # nobody called
+            hub.accept()
+    with sqlite3.connect(tmp_path / "countdown.db") as database:
+        rows = database.execute("select run_name, run_id, step, metrics from metrics order by id").fetchall()
+        (config,) = database.execute("select config from configs").fetchone()
+    logged = [(step, json.loads(metrics)) for _, _, step, metrics in rows if b"samples" not in metrics]
+    assert logged == [(1, {"reward/mean": 0.5}), (2, {"reward/mean": 0.75})]
+    assert {name for name, *_ in rows} == {"tiny"}
+    assert len({run_id for _, run_id, *_ in rows}) == 1
+    assert json.loads(config)["run"] == {"seed": 7}
+    assert b'{"text":"3 + 4","reward":1.0}' in rows[1][3]
+
+
+def test_tensorboard_events_read_back_and_a_resumed_run_hides_what_it_repeats(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    track = TrackConfig(trackers=("tensorboard",))
+    for resumed_from, steps in ((None, (1, 2, 3)), (1, (2,))):
+        (tracker,) = open_trackers(track, run_name="r", config={}, folder=tmp_path, resumed_from=resumed_from)
+        for step in steps:
+            tracker.log(step, {"reward/mean": step / 4})
+        tracker.samples(steps[-1], [{"text": "3 + 4", "reward": 1.0}])
+        tracker.finish()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
+    assert events.Tags()["tensors"] == ["samples/0/text_summary"]
