@@ -2,8 +2,8 @@
 
     python recipes/tiny.py --output src/groupwise/model/tiny
 
-Each worked answer tries one to three ways in its thinking, the last of which works, and then gives the
-equation. The puzzles are training puzzles only, so held-out ones stay unseen.
+The worked answers teach format and arithmetic, not judgement: each tries one to four ways in its thinking and
+then answers with the last, right or wrong. The puzzles are training puzzles only, so held-out ones stay unseen.
 """
 
 from __future__ import annotations
@@ -95,30 +95,37 @@ def attempt(rng: random.Random, numbers: list[int]) -> Attempt:
     return lines, expression[1:-1], value
 
 
-def worked_answer(rng: random.Random, example: Example, *, tries: list[float]) -> str:
-    """Thinking that tries a few ways and ends with one that works, then the equation."""
+def worked_answer(rng: random.Random, example: Example, *, patience: list[float], insight: float) -> str:
+    """Thinking that tries a few ways, then the last one as the answer: often right, often given up too early.
+
+    `patience` weighs how many ways are tried at most, all different; each works with a chance of `insight`,
+    and the first that works is the last.
+    """
     numbers, target = list(example["numbers"]), example["target"]
-    failures = rng.choices(range(len(tries)), tries)[0]
+    most = rng.choices(range(1, len(patience) + 1), patience)[0]
     thoughts: list[str] = []
-    while len(thoughts) < failures:
-        lines, _, value = attempt(rng, numbers)
-        if value != target and value < 1000:
-            thoughts.append(",".join(lines))
     while True:
-        lines, expression, value = attempt(rng, numbers)
-        if value == target:
-            thoughts.append(",".join(lines))
+        works = rng.random() < insight
+        while True:
+            lines, expression, value = attempt(rng, numbers)
+            thought = ",".join(lines)
+            if (value == target) == works and value < 1000 and thought not in thoughts:
+                break
+        thoughts.append(thought)
+        if works or len(thoughts) == most:
             return "\n".join(thoughts) + f"</think>\n<answer>{expression}</answer>"
 
 
-def samples(policy: Policy, seed: int, *, options: dict[str, object], tries: list[float]) -> Iterator[Sample]:
+def samples(
+    policy: Policy, seed: int, *, options: dict[str, object], patience: list[float], insight: float
+) -> Iterator[Sample]:
     """Worked training puzzles without end."""
     puzzles = countdown(**options).examples  # type: ignore[arg-type]
     rng = random.Random(seed)
     index = 0
     while True:
         example = puzzles.train(index, seed=seed)  # type: ignore[union-attr]
-        answer = policy.tokenizer(worked_answer(rng, example, tries=tries), add_special_tokens=False)["input_ids"]
+        answer = policy.tokenizer(worked_answer(rng, example, patience=patience, insight=insight), add_special_tokens=False)["input_ids"]
         yield worked_sample(policy.encode(countdown_prompt(example)), [*answer, policy.tokenizer.eos_token_id], group=index)
         index += 1
 
@@ -126,14 +133,15 @@ def samples(policy: Policy, seed: int, *, options: dict[str, object], tries: lis
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--rate", type=float, default=2e-3)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--largest", type=int, default=20)
+    parser.add_argument("--width", type=int, default=192)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--largest", type=int, default=50)
     parser.add_argument("--numbers", type=int, nargs=2, default=(3, 3))
-    parser.add_argument("--tries", type=float, nargs="+", default=[3, 2, 1])
+    parser.add_argument("--patience", type=float, nargs="+", default=[1, 1, 1, 1])
+    parser.add_argument("--insight", type=float, default=0.3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -143,8 +151,8 @@ def main() -> None:
     policy = Policy(model, tokenizer)
     print(f"{sum(p.numel() for p in policy.trainable().values()):,} parameters")
     options: dict[str, object] = {"numbers": list(arguments.numbers), "largest": arguments.largest}
-    source = samples(policy, 1, options=options, tries=arguments.tries)
-    optimizer = torch.optim.AdamW(policy.trainable().values(), lr=arguments.rate, weight_decay=0.01)
+    source = samples(policy, 1, options=options, patience=arguments.patience, insight=arguments.insight)
+    optimizer = torch.optim.AdamW(policy.trainable().values(), betas=(0.9, 0.98), weight_decay=0.01)
     started = time.time()
     for step in range(arguments.steps):
         warm, done = min(1.0, (step + 1) / 100), step / arguments.steps
@@ -153,7 +161,7 @@ def main() -> None:
             rate=arguments.rate * warm * (0.5 * (1 + math.cos(math.pi * done)) + 0.02),
             max_grad_norm=1.0, micro_batch_tokens=65536,
         )  # fmt: skip
-        if step % 200 == 199:
+        if step % 50 == 49:
             print(f"step {step + 1}: loss {loss:.3f}, {time.time() - started:.0f} s", flush=True)
     task = countdown(**options)  # type: ignore[arg-type]
     result = evaluate(

@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 import os
+from typing import Any
+
+import pytest
 
 # Set before anything imports torch or transformers, which read these once.
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
+
+
+@pytest.fixture
+def small_policy() -> Any:
+    """A policy of two random layers with grouped query heads and the built-in tokenizer, in float32."""
+    from small_models import policy_of, small_model
+
+    return policy_of(small_model())

@@ -27,7 +27,18 @@ LAYERS = [
         "engine",
         "algo",
     ),
-    *("rollout", "tasks", "learner", "evaluate", "training", "evolve", "report", "cli", "__init__", "__main__"),
+    *(
+        "rollout",
+        "tasks",
+        "learner",
+        "evaluate",
+        "training",
+        "evolve",
+        "report",
+        "cli",
+        "__init__",
+        "__main__",
+    ),
 ]
 """Low to high: a module imports only from layers before its own."""
 WITHOUT_TORCH = {"errors", "records", "config", "tracking", "rewards", "tasks", "cli", "__init__", "__main__"}
@@ -164,7 +175,7 @@ OBJECTS = {"model", "task", "run", "engine", "rollout"}
 def derived() -> dict[str, set[str]]:
     """Return what each property of a section reads: "optim.updates" -> {"optim.epochs", …}."""
     reads: dict[str, set[str]] = {}
-    for node in tree("config/sections.py").body:
+    for node in (*tree("config/sections.py").body, *tree("config/surroundings.py").body):
         if isinstance(node, ast.ClassDef) and node.name in SECTION_OF_CLASS:
             section = SECTION_OF_CLASS[node.name]
             for function in node.body:

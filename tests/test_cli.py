@@ -43,7 +43,7 @@ def trained(monkeypatch) -> list[tuple[Config, dict[str, Any]]]:
     """Put a recorder in the place of training; it holds what each call was given."""
     calls: list[tuple[Config, dict[str, Any]]] = []
     recorder = SimpleNamespace(train=lambda config, **rest: calls.append((config, rest)))
-    monkeypatch.setitem(sys.modules, "groupwise.train", recorder)
+    monkeypatch.setitem(sys.modules, "groupwise.training", recorder)
     return calls
 
 
@@ -93,6 +93,12 @@ def test_a_question_is_answered_before_torch_is_imported(light, words, shown):
         (["train", "mine.py"], "no such task file: mine.py"),
         (["train", "mine.py", "--task", "countdown"], "one run has one task; leave out all but mine.py"),
         (["eval", "tiny", "--samples", "0"], "--samples must be at least 1; got 0"),
+        (["eval", "."], ". holds neither a run (config.yaml) nor a model (config.json, adapter_config.json)"),
+        (
+            ["eval", "no/such/run"],
+            "no/such/run is neither the folder of a run or a model nor the name of a model",
+        ),
+        (["eval", "tiny", "--data", "no.jsonl"], "no such file: no.jsonl"),
     ],
 )
 def test_a_mistake_gets_one_sentence_before_torch_is_imported(light, words, sentence):
@@ -211,46 +217,89 @@ def test_a_resumed_run_keeps_its_own_settings_except_those_given_anew(trained, t
     ],
 )
 def test_each_kind_of_failure_has_its_exit_code(monkeypatch, capsys, error, code, printed):
-    monkeypatch.setitem(sys.modules, "groupwise.train", raising(error))
+    monkeypatch.setitem(sys.modules, "groupwise.training", raising(error))
     assert cli.main(["train"]) == code
     assert capsys.readouterr().err == printed
 
 
 def test_a_bug_is_not_dressed_up_as_the_users_mistake(monkeypatch):
-    monkeypatch.setitem(sys.modules, "groupwise.train", raising(ZeroDivisionError()))
+    monkeypatch.setitem(sys.modules, "groupwise.training", raising(ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):
         cli.main(["train"])
 
 
-def test_evaluating_passes_every_option_on_and_prints_json(monkeypatch, capsys):
-    def evaluate_command(target: str, **options: object) -> dict[str, object]:
-        return {"target": target, **options}
+REPORT = {
+    "task": "countdown",
+    "model": "tiny",
+    "prompts": 4,
+    "samples": 2,
+    "seed": 0,
+    "greedy": {"mean": 0.5, "low": 0.15, "high": 0.85},
+    "avg@2": {"mean": 0.25, "low": 0.05, "high": 0.7},
+    "pass@2": {"mean": 0.5, "low": 0.15, "high": 0.85},
+    "length": 12.25,
+    "failed": 1,
+}
+
+
+@pytest.fixture
+def measured(monkeypatch) -> list[dict[str, Any]]:
+    """Put a recorder in the place of evaluation; it holds what each call was given."""
+    calls: list[dict[str, Any]] = []
+
+    def evaluate_command(target: str, **options: Any) -> dict[str, Any]:
+        calls.append({"target": target, **options})
+        return REPORT
 
     stand_in = SimpleNamespace(evaluate_command=evaluate_command)
     monkeypatch.setitem(sys.modules, "groupwise.evaluate.command", stand_in)
-    words = [
-        "--task",
-        "countdown",
-        "--data",
-        "d",
-        "--samples",
-        "2",
-        "--examples",
-        "3",
-        "--seed",
-        "4",
-        "--json",
+    return calls
+
+
+def test_evaluating_passes_every_option_on_and_prints_json(measured, capsys):
+    options = "--task countdown --data d --samples 2 --examples 3 --seed 4 rollout.max_tokens=9 --json"
+    assert cli.main(["eval", "tiny", *options.split()]) == 0
+    assert json.loads(capsys.readouterr().out) == REPORT
+    assert measured == [
+        {
+            "target": "tiny",
+            "task": "countdown",
+            "data": "d",
+            "samples": 2,
+            "examples": 3,
+            "seed": 4,
+            "overrides": ["rollout.max_tokens=9"],
+        }
     ]
-    assert cli.main(["eval", "tiny", *words]) == 0
-    assert json.loads(capsys.readouterr().out) == {
-        "target": "tiny",
-        "task": "countdown",
-        "data": "d",
-        "samples": 2,
-        "examples": 3,
-        "seed": 4,
-        "as_json": True,
-    }
+
+
+def test_an_evaluation_is_printed_for_people(measured, capsys):
+    assert cli.main(["eval", "tiny"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "countdown · tiny · 4 prompts, seed 0",
+        "",
+        "  greedy   50.0 % [15.0, 85.0]",
+        "  avg@2    25.0 % [5.0, 70.0]",
+        "  pass@2   50.0 % [15.0, 85.0]",
+        "",
+        "  12.2 tokens an answer, 1 answers could not be scored",
+    ]
+
+
+def test_what_training_changed_stands_beside_the_accuracy():
+    change = {"mean": 0.2, "low": 0.1, "high": 0.3, "improved": 3, "worsened": 1, "p_value": 0.6}
+    lines = list(cli.evaluation_lines(REPORT | {"change": {"greedy": change}, "saved": "runs/a/eval/x.json"}))
+    assert lines[2] == "  greedy   50.0 % [15.0, 85.0]     +20.0 points [+10.0, +30.0] since before training"
+    assert lines[-1] == "  saved in runs/a/eval/x.json, answers to read beside it"
+
+
+def test_a_run_of_a_task_from_python_is_resumed_there(trained, tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("task: {name: capitals}")
+    assert cli.main(["train", "--resume", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        f"error: the task 'capitals' of {tmp_path} was defined in Python: go on there, "
+        f"by groupwise.train(task, resume='{tmp_path}')\n"
+    )
 
 
 def test_every_built_in_task_is_listed_with_one_line(capsys):

@@ -314,9 +314,9 @@ def random_config(chance: random.Random) -> Config:
             section, key = name.split(".")
             try:
                 changed = replace(getattr(config, section), **{key: random_setting(chance, name)})
+                config = replace(config, **{section: changed})
             except ConfigError:  # a bound this draw does not know: keep the default
                 continue
-            config = replace(config, **{section: changed})
     return config
 
 
@@ -350,3 +350,35 @@ def test_differences_name_the_setting_and_both_values():
 
 def test_every_section_of_the_configuration_is_read():
     assert list(SECTIONS) == [field.name for field in fields(Config)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ["algo.overlong_buffer=9", "rollout.max_tokens=8"],
+            "algo.overlong_buffer must be at most rollout.max_tokens, which is 8; got 9",
+        ),
+        (
+            ["optim.minibatches=5", "rollout.prompts=4"],
+            "optim.minibatches must be at most rollout.prompts, which is 4; got 5",
+        ),
+    ],
+)
+def test_settings_of_two_sections_that_cannot_go_together_are_refused(overrides, sentence):
+    with pytest.raises(ConfigError) as caught:
+        read_config(overrides=overrides)
+    assert str(caught.value) == sentence
+
+
+def test_clips_of_the_usual_size_are_noticed_with_gspo_only():
+    assert list(read_config(overrides=["algo.loss=dapo"]).notices()) == []
+    assert list(read_config(overrides=["algo.loss=gspo", "algo.clip_low=3e-4"]).notices()) == []
+    (notice,) = read_config(overrides=["algo.loss=gspo"]).notices()
+    assert "algo.clip_low=3e-4 and algo.clip_high=4e-4" in notice
+
+
+def test_keywords_count_over_a_file(tmp_path):
+    path = written(tmp_path, "run: {max_steps: 3, seed: 2}")
+    config = config_from_keywords(path, max_steps=5, optim={"epochs": 2})
+    assert (config.run.max_steps, config.run.seed, config.optim.epochs) == (5, 2, 2)

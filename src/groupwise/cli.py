@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from groupwise.config import FLAGS, Config, dump_config, read_config
-from groupwise.config.sections import between
+from groupwise.config.checks import between
 from groupwise.errors import ConfigError, InvariantError
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
@@ -34,6 +35,8 @@ start = partial(typer.Option, show_default=False, rich_help_panel="Starting poin
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 2 the user's mistake, 3 a broken promise, 130 Ctrl-C."""
+    # Read when torch starts its threads: idle ones that spin would take the cores that others need.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         code = app(args=arguments, prog_name="groupwise", standalone_mode=False)
     except USAGE_ERROR as error:
@@ -110,8 +113,14 @@ def train(
     """Train a model. Without arguments: the built-in model learns Countdown on this machine."""
     flags = {name: context.params[name] for name in FLAGS if context.params[name] not in (None, (), [])}
     settings = training_config(words or [], config=config, resume=resume, flags=flags)
-    from groupwise.tasks import load_task
+    from groupwise.tasks import TASKS, load_task
 
+    name = settings.task.name
+    if resume is not None and name not in TASKS and not name.endswith(".py"):
+        raise ConfigError(
+            f"the task {name!r} of {resume} was defined in Python: go on there, by "
+            f"groupwise.train(task, resume={str(resume)!r})"
+        )
     loaded = load_task(settings.task)  # before torch, so that a mistake in a task file is answered at once
     from groupwise.training import train as run_training
 
@@ -143,28 +152,51 @@ def training_config(
     return read_config(config, overrides=overrides, flags=flags)
 
 
-@app.command(name="eval")
+@app.command(name="eval", epilog="Anything else is set as section.key=value, such as rollout.max_tokens=512.")
 def evaluate(
-    target: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run's folder, or a model by name.")],
+    target: Annotated[
+        str, typer.Argument(metavar="RUN|MODEL", help="A run, checkpoint, adapter or model: folder or name.")
+    ],
+    words: Annotated[list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings.")] = None,
     task: Annotated[str | None, typer.Option(help="A task; for a run, its own by default.")] = None,
     data: Annotated[str | None, typer.Option(help="Examples from a file or a Hugging Face dataset.")] = None,
-    samples: Annotated[int, typer.Option(help="Sampled answers to each prompt (avg@k, pass@k).")] = 8,
+    samples: Annotated[
+        int | None, typer.Option(help="Sampled answers to each prompt (avg@k, pass@k).")
+    ] = None,
     examples: Annotated[int | None, typer.Option(help="Use only this many examples.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Of the sampling.")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as JSON and nothing else.")
     ] = False,
 ) -> None:
-    """Measure the held-out accuracy of a run or a model, with 95 % intervals."""
+    """Measure held-out accuracy, with 95 % intervals; of a run, also what training changed."""
     between("--samples", samples, 1)
     between("--examples", examples, 1)
     from groupwise.evaluate.command import evaluate_command
 
-    result = evaluate_command(
-        target, task=task, data=data, samples=samples, examples=examples, seed=seed, as_json=as_json
+    report = evaluate_command(
+        target, task=task, data=data, samples=samples, examples=examples, seed=seed, overrides=words or []
     )
-    if as_json:
-        print(json.dumps(result))
+    for line in [json.dumps(report)] if as_json else evaluation_lines(report):
+        print(line)
+
+
+def evaluation_lines(report: dict[str, Any]) -> Iterator[str]:
+    """Write what `evaluate_command` found for people."""
+    from groupwise.evaluate.statistics import Difference, Interval
+
+    yield f"{report['task']} · {report['model']} · {report['prompts']} prompts, seed {report['seed']}"
+    yield ""
+    changes = report.get("change", {})
+    for name in ("greedy", f"avg@{report['samples']}", f"pass@{report['samples']}"):
+        line = f"  {name:<9}{Interval(**report[name])!s:<22}"
+        if name in changes:
+            line += f"  {Difference(**changes[name])} since before training"
+        yield line.rstrip()
+    yield ""
+    yield f"  {report['length']:.1f} tokens an answer, {report['failed']} answers could not be scored"
+    if "saved" in report:
+        yield f"  saved in {report['saved']}, answers to read beside it"
 
 
 @app.command()

@@ -10,7 +10,7 @@ from groupwise.records import Completion, Rollout, Sample
 
 
 def check_token_exact(rollout: Rollout, completion: Completion, *, end_tokens: frozenset[int]) -> None:
-    """The ids to train are the ids that were sampled, and the mask covers them all, the end token included."""
+    """The ids to train are the ids that were sampled; the mask covers all of them, the end token included."""
     chosen = tuple(token for token, trained in zip(rollout.tokens, rollout.trained, strict=True) if trained)
     if chosen != completion.tokens:
         raise InvariantError(
@@ -41,8 +41,8 @@ def check_gap(gap: float, *, limit: float) -> None:
     """Sampler and trainer give the sampled tokens the same log-probabilities, but for rounding."""
     if not gap <= limit:
         raise InvariantError(
-            f"sampler and trainer disagree by {gap:.4f} nats a token (algo.max_gap is {limit:g}): look at the "
-            f"attention mask, positions, temperature and dtype, or at weights that generation did not see"
+            f"sampler and trainer disagree by {gap:.4f} nats a token (algo.max_gap is {limit:g}): look at "
+            f"positions, attention mask, temperature and dtype, or at weights that generation did not see"
         )
 
 

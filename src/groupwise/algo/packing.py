@@ -1,15 +1,18 @@
 """Samples to packed micro-batches: no padding, each group's prompt once, bounded by a token budget.
 
-Axes: T tokens of the packed row, N trained tokens.
+Axes: T tokens of the packed row, S samples, A tokens behind the prompts, N trained tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from groupwise.model.packed import PackedLayout
@@ -61,47 +64,46 @@ def micro_batches(samples: Sequence[Sample], *, budget: int) -> list[list[int]]:
 
 def pack(samples: Sequence[Sample], *, device: torch.device) -> MicroBatch:
     """Lay samples out as one row; members of a group must be neighbours."""
-    tokens: list[int] = []
-    positions: list[int] = []
-    predictor: list[int] = []
-    targets: list[int] = []
-    sampled: list[float] = []
-    advantages: list[float] = []
-    sequence: list[int] = []
-    shapes: list[tuple[int, list[int]]] = []
-    number = 0
-    for _, members in groupby(samples, key=lambda sample: sample.group):
-        lengths: list[int] = []
-        prefix: tuple[int, ...] = ()
-        for sample in members:
-            own = sample.tokens[sample.prefix : -1]
-            if not lengths:
-                prefix = sample.tokens[: sample.prefix]
-                tokens += prefix
-                positions += range(len(prefix))
-                prompt_end = len(tokens) - 1
-            assert sample.tokens[: sample.prefix] == prefix, "samples of one group share their prompt"
-            start = len(tokens)
-            tokens += own
-            positions += range(len(prefix), len(prefix) + len(own))
-            lengths.append(len(own))
-            for at in range(sample.prefix, len(sample.tokens)):
-                if sample.trained[at]:
-                    offset = at - sample.prefix
-                    predictor.append(start + offset - 1 if offset else prompt_end)
-                    targets.append(sample.tokens[at])
-                    sampled.append(sample.logprobs[at])
-                    advantages.append(sample.advantages[at])
-                    sequence.append(number)
-            number += 1
-        shapes.append((len(prefix), lengths))
+    groups = [list(members) for _, members in groupby(samples, key=lambda sample: sample.group)]
+    prompts = [group[0].tokens[: group[0].prefix] for group in groups]
+    for prompt, group in zip(prompts, groups, strict=True):
+        shared = all(sample.tokens[: sample.prefix] == prompt for sample in group)
+        assert shared, "samples of one group share their prompt"
+    own = [sample.tokens[sample.prefix : -1] for sample in samples]
+    positions = [range(len(p)) for p in prompts] + [range(s.prefix, len(s.tokens) - 1) for s in samples]
+    sequence_A, predictor_A = _answers(groups)
+
+    def answers(name: str, dtype: type[np.generic]) -> NDArray[Any]:
+        values = chain.from_iterable(getattr(sample, name)[sample.prefix :] for sample in samples)
+        return np.fromiter(values, dtype)
+
+    trained_A = answers("trained", np.bool_)
+
+    def move(array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
     return MicroBatch(
-        tokens_T=torch.tensor(tokens, device=device),
-        positions_T=torch.tensor(positions, device=device),
-        layout=PackedLayout.build(shapes, device=device),
-        predictor_N=torch.tensor(predictor, device=device),
-        targets_N=torch.tensor(targets, device=device),
-        sampled_N=torch.tensor(sampled, device=device),
-        advantages_N=torch.tensor(advantages, device=device),
-        sequence_N=torch.tensor(sequence, device=device),
+        tokens_T=move(np.fromiter(chain(*prompts, *own), np.int64)),
+        positions_T=move(np.fromiter(chain(*positions), np.int64)),
+        layout=PackedLayout.build(
+            [(g[0].prefix, [len(sample.tokens) - sample.prefix - 1 for sample in g]) for g in groups],
+            device=device,
+        ),
+        predictor_N=move(predictor_A[trained_A]),
+        targets_N=move(answers("tokens", np.int64)[trained_A]),
+        sampled_N=move(answers("logprobs", np.float32)[trained_A]),
+        advantages_N=move(answers("advantages", np.float32)[trained_A]),
+        sequence_N=move(sequence_A[trained_A]),
     )
+
+
+def _answers(groups: Sequence[Sequence[Sample]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """For every token behind a prompt: its sample, and where in the row it is predicted."""
+    sizes_S = np.array([len(sample.tokens) - sample.prefix for group in groups for sample in group])
+    sequence_A = np.repeat(np.arange(len(sizes_S)), sizes_S)
+    prompt_ends = np.cumsum([group[0].prefix for group in groups]) - 1
+    # Members follow the last prompt without their last tokens: one token less for each member before.
+    predictor_A = prompt_ends[-1] + np.arange(len(sequence_A)) - sequence_A
+    # But a first token is predicted at the end of its prompt.
+    predictor_A[np.cumsum(sizes_S) - sizes_S] = np.repeat(prompt_ends, [len(group) for group in groups])
+    return sequence_A, predictor_A

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from groupwise.config.sections import between
+from groupwise.config.checks import between
 from groupwise.config.values import convert
 
 FLAGS = {

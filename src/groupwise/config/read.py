@@ -37,14 +37,17 @@ def read_config(
     return build(settings)
 
 
-def config_from_keywords(**keywords: object) -> Config:
-    """Return the configuration for `train(max_steps=10, optim={"epochs": 2})`: flags and whole sections."""
+def config_from_keywords(path: Path | None = None, /, **keywords: object) -> Config:
+    """Return the configuration for `train(max_steps=10, optim={"epochs": 2})`: flags and whole sections.
+
+    They count over the settings in a YAML file when there is one.
+    """
     flags: dict[str, object] = {}
     sections: dict[str, object] = {}
     for name, value in keywords.items():
         whole = name in SECTIONS and (isinstance(value, Mapping) or name not in FLAGS)
         (sections if whole else flags)[name] = value
-    settings: dict[str, Any] = {}
+    settings = read_file(path) if path is not None else {}
     take_flags(settings, flags)
     take_sections(settings, sections)
     return build(settings)

@@ -1,4 +1,4 @@
-"""Every setting, one frozen dataclass a section, documented where it is declared.
+"""Every setting, one frozen dataclass a section, documented where it is declared: here and in `surroundings`.
 
 A value of None means "chosen for you": `resolve` replaces it before the run starts, and the run
 folder's config.yaml records what was chosen.
@@ -6,26 +6,32 @@ folder's config.yaml records what was chosen.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from groupwise.config.checks import between, one_of
+from groupwise.config.surroundings import EngineConfig, EvaluateConfig, RunConfig, TrackConfig
 from groupwise.errors import ConfigError
 from groupwise.records import Sampling
 
+__all__ = [
+    "TINY",
+    "AlgoConfig",
+    "Config",
+    "EngineConfig",
+    "EvaluateConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "TaskConfig",
+    "TrackConfig",
+]
+
 TINY = "tiny"
 """The name of the built-in model."""
-
-
-def one_of(setting: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{setting} must be one of {', '.join(choices)}; got {value!r}")
-
-
-def between(setting: str, value: float | None, low: float, high: float = float("inf")) -> None:
-    if value is not None and not low <= value <= high:
-        bound = f"at least {low:g}" if high == float("inf") else f"between {low:g} and {high:g}"
-        raise ConfigError(f"{setting} must be {bound}; got {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +120,7 @@ class RolloutConfig:
         between("rollout.refill", self.refill, 0)
         if self.temperature <= 0:
             raise ConfigError(
-                f"rollout.temperature must be positive (a greedy group has no variety); got {self.temperature!r}"
+                f"rollout.temperature must be positive, greedy groups have no variety; got {self.temperature}"
             )
         between("rollout.top_p", self.top_p, 1e-6, 1.0)
         between("rollout.top_k", self.top_k, 0)
@@ -143,7 +149,7 @@ class AlgoConfig:
     """How rewards become gradients."""
 
     advantage: str = "grpo"
-    """grpo (mean, std), dr_grpo (mean), rloo (mean of the others), gdpo (each reward on its own, then weighted)."""
+    """grpo (mean, std), dr_grpo (mean), rloo (mean of the others), gdpo (each reward alone, weighted)."""
     loss: str = "dapo"
     """grpo, bnpo, dapo, dr_grpo, gspo, cispo: see docs/algorithms.md."""
     clip_low: float = 0.2
@@ -183,6 +189,7 @@ class AlgoConfig:
         between("algo.max_gap", self.max_gap, 0.0)
 
 
+GSPO_WIDEST_CLIP = 0.01
 SCHEDULES = ("constant", "linear", "cosine")
 
 
@@ -224,78 +231,6 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """The in-process generator."""
-
-    max_sequences: int = 512
-    """Sequences decoded at once."""
-    block_size: int = 16
-    """Tokens in one block of the KV cache."""
-    kv_tokens: int | None = None
-    """Size of the KV cache in tokens. None: room for `max_sequences` of the longest kind."""
-
-    def __post_init__(self) -> None:
-        between("engine.max_sequences", self.max_sequences, 1)
-        between("engine.block_size", self.block_size, 1)
-        between("engine.kv_tokens", self.kv_tokens, 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluateConfig:
-    """Held-out accuracy, before, during and after."""
-
-    every: int = 20
-    """Steps between evaluations; 0: only before and after. Turned off whole by `skip`."""
-    samples: int = 8
-    """Sampled answers to each held-out prompt (avg@k, pass@k), at the training temperature."""
-    during: int = 128
-    """Held-out examples in an evaluation during the run; before and after use all."""
-    skip: bool = False
-
-    def __post_init__(self) -> None:
-        between("evaluate.every", self.every, 0)
-        between("evaluate.samples", self.samples, 1)
-        between("evaluate.during", self.during, 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig:
-    """The run and its folder."""
-
-    max_steps: int = 60
-    seed: int = 0
-    output_dir: str = "runs"
-    name: str | None = None
-    """Folder under output_dir. None: task, model and time."""
-    save_every: int = 10
-    """Steps between checkpoints (one is also written at the end and on Ctrl-C)."""
-    keep_last: int = 2
-    keep_best: bool = True
-    """Also keep the checkpoint with the best held-out accuracy."""
-
-    def __post_init__(self) -> None:
-        between("run.max_steps", self.max_steps, 1)
-        between("run.save_every", self.save_every, 1)
-        between("run.keep_last", self.keep_last, 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrackConfig:
-    """Where metrics go besides the run folder."""
-
-    trackers: tuple[str, ...] | None = None
-    """trackio, wandb, tensorboard. None: trackio when it is installed."""
-    project: str = "groupwise"
-    rollouts_every: int = 1
-    """Steps between Parquet files of rollouts."""
-
-    def __post_init__(self) -> None:
-        for name in self.trackers or ():
-            one_of("track.trackers", name, ("trackio", "wandb", "tensorboard"))
-        between("track.rollouts_every", self.rollouts_every, 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """A whole run."""
 
@@ -309,6 +244,28 @@ class Config:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     run: RunConfig = field(default_factory=RunConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
+
+    def __post_init__(self) -> None:
+        """Check what two sections must agree on."""
+        for setting, value, other, limit in (
+            (
+                "algo.overlong_buffer",
+                self.algo.overlong_buffer,
+                "rollout.max_tokens",
+                self.rollout.max_tokens,
+            ),
+            ("optim.minibatches", self.optim.minibatches, "rollout.prompts", self.rollout.prompts),
+        ):
+            if value > limit:
+                raise ConfigError(f"{setting} must be at most {other}, which is {limit}; got {value}")
+
+    def notices(self) -> Iterator[str]:
+        """Yield a sentence for each setting that is allowed but hardly ever meant."""
+        if self.algo.loss == "gspo" and self.algo.clip_low > GSPO_WIDEST_CLIP:
+            yield (
+                f"algo.clip_low={self.algo.clip_low:g} hardly ever clips with algo.loss=gspo, whose ratios "
+                "are of whole answers: its paper takes algo.clip_low=3e-4 and algo.clip_high=4e-4"
+            )
 
     def resolve(self) -> Config:
         """Replace every None that depends on other settings alone by the value it stands for."""

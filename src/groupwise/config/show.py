@@ -8,10 +8,10 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
-from groupwise.config import sections
+from groupwise.config import sections, surroundings
 from groupwise.config import text as yaml_text
 from groupwise.config.sections import Config
 
@@ -61,7 +61,8 @@ def comment(text: str) -> list[str]:
 def documentation() -> dict[str, dict[str, str]]:
     """Return the docstrings of the section classes: class -> setting -> text, the class's own under ""."""
     described: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(sections)).body:
+    sources = (inspect.getsource(module) for module in (sections, surroundings))
+    for node in chain.from_iterable(ast.parse(source).body for source in sources):
         if isinstance(node, ast.ClassDef):
             described[node.name] = {"": ast.get_docstring(node) or ""}
             for field, text in pairwise(node.body):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class BlockPool:
-    """A fixed number of blocks, handed out lowest number first so that equal runs get equal blocks."""
+    """A fixed number of blocks; equal runs get equal blocks."""
 
     def __init__(self, count: int, *, block_size: int) -> None:
         self.count = count
@@ -35,14 +35,13 @@ class BlockPool:
 class Prefix:
     """A prompt in the cache, shared by every running member of its group.
 
-    Members write behind it in blocks of their own, so a shared block is never written again.
+    Members write behind it in blocks of their own, so a shared block is never written again. Blocks
+    and logits come with the first member and go with the last.
     """
 
     tokens: tuple[int, ...]
     blocks: list[int] = field(default_factory=list)
     users: int = 0
     """Members running on it now."""
-    waiting: int = 0
-    """Members that will still start from it."""
     logits_V: Tensor | None = None
-    """Of the token after the prompt; kept while members wait."""
+    """Of the token after the prompt."""

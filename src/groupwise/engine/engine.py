@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from groupwise.config.sections import EngineConfig
 from groupwise.engine.blocks import BlockPool
 from groupwise.engine.runner import Runner
 from groupwise.engine.sampler import draw, uniforms
 from groupwise.engine.scheduler import Scheduler, Sequence
+from groupwise.engine.stopping import StopStrings
 from groupwise.errors import ConfigError
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Finish, Request, Sampling
@@ -24,48 +28,46 @@ class Engine:
     def __init__(self, policy: Policy, config: EngineConfig) -> None:
         self.policy = policy
         self.config = config
+        self.preempted = 0
+        """Sequences that the last call started over for lack of blocks: engine.kv_tokens is small."""
         self._runner: Runner | None = None
-        self._end = np.array(sorted(policy.end_tokens))
+        self._stop_strings = StopStrings(policy)
+        self._end_tokens = np.array(sorted(policy.end_tokens), dtype=np.int64)
 
     @torch.no_grad()
     def generate(self, requests: SequenceOf[Request], sampling: Sampling) -> list[list[Completion]]:
         """Return each request's completions, in the order of its seeds."""
-        self._check_length(requests, sampling)
-        pool, runner = self._cache_for(requests, sampling)
-        members = sum(len(request.seeds) for request in requests)
-        slots = min(self.config.max_sequences, members)
+        if not requests:
+            return []
+        self._check_context(requests, sampling)
+        slots = min(self.config.max_sequences, sum(len(request.seeds) for request in requests))
+        pool = BlockPool(self._blocks(requests, sampling, slots), block_size=self.config.block_size)
+        runner = self._runner_with(pool)
         scheduler = Scheduler(requests, slots=slots, pool=pool, max_tokens=sampling.max_tokens)
-        results: list[list[Completion | None]] = [[None] * len(request.seeds) for request in requests]
-        was_training = self.policy.model.training
-        self.policy.model.eval()
-        try:
+        finished: dict[tuple[int, int], Completion] = {}
+        with evaluating(self.policy.model):
             while scheduler.waiting or scheduler.running:
-                for sequence, reason in self._step(scheduler, runner, sampling):
-                    results[sequence.request][sequence.member] = scheduler.finish(sequence, reason)
-        finally:
-            self.policy.model.train(was_training)
+                logits_RV = self._next_logits(scheduler, runner)
+                self._draw(scheduler, logits_RV, sampling)
+                for sequence, reason in self._ended(scheduler, sampling):
+                    finished[sequence.request, sequence.member] = scheduler.finish(sequence, reason)
         assert pool.free == pool.count, "blocks leaked"
-        return [[completion for completion in group if completion is not None] for group in results]
+        self.preempted = scheduler.preempted
+        return [[finished[r, m] for m in range(len(request.seeds))] for r, request in enumerate(requests)]
 
-    def _step(
-        self, scheduler: Scheduler, runner: Runner, sampling: Sampling
-    ) -> list[tuple[Sequence, Finish]]:
-        """One token for every running sequence; returns those that ended with it."""
+    def _next_logits(self, scheduler: Scheduler, runner: Runner) -> Tensor:
+        """Run those that are under way, let others join, and return the next token's logits of all."""
         scheduler.make_room()
-        rows: list[Tensor] = [runner.decode(scheduler)] if scheduler.running else []
-        admitted = scheduler.admit()
-        fresh = dict.fromkeys(s.prefix for s in admitted if s.prefix.logits_V is None)
+        rows = [runner.decode(scheduler)] if scheduler.running else []
+        joined = scheduler.admit()
+        fresh = dict.fromkeys(s.prefix for s in joined if s.prefix.logits_V is None)
         runner.prefill(list(fresh))
-        rows += [s.prefix.logits_V[None] for s in admitted if s.prefix.logits_V is not None]
-        for sequence in admitted:
-            if not sequence.prefix.waiting:
-                sequence.prefix.logits_V = None
-        return self._draw(scheduler, torch.cat(rows), sampling)
+        rows += [s.prefix.logits_V[None] for s in joined if s.prefix.logits_V is not None]
+        return torch.cat(rows)
 
-    def _draw(
-        self, scheduler: Scheduler, logits_RV: Tensor, sampling: Sampling
-    ) -> list[tuple[Sequence, Finish]]:
-        slots = np.array([sequence.slot for sequence in scheduler.running])
+    def _draw(self, scheduler: Scheduler, logits_RV: Tensor, sampling: Sampling) -> None:
+        """Add one token to every running sequence."""
+        slots = scheduler.slots()
         at = scheduler.length[slots]
         noise = uniforms(scheduler.seed[slots], at.astype(np.uint64))
         drawn = draw(logits_RV, sampling, torch.from_numpy(noise).to(logits_RV.device))
@@ -74,51 +76,60 @@ class Engine:
         scheduler.logprobs[slots, at] = logprobs
         scheduler.entropies[slots, at] = entropies
         scheduler.length[slots] += 1
-        ended = np.isin(tokens, self._end)
-        stopped = self._hit_stop_string(scheduler, sampling) if sampling.stop else np.zeros_like(ended)
-        done = ended | stopped | (at + 1 >= sampling.max_tokens)
-        running = list(scheduler.running)
+
+    def _ended(self, scheduler: Scheduler, sampling: Sampling) -> list[tuple[Sequence, Finish]]:
+        """The running sequences whose last token ends them."""
+        slots = scheduler.slots()
+        length = scheduler.length[slots]
+        end: NDArray[np.bool_] = np.isin(scheduler.tokens[slots, length - 1], self._end_tokens)
+        stop = np.zeros_like(end)
+        if sampling.stop:
+            written = (scheduler.tokens[slot, :n] for slot, n in zip(slots, length, strict=True))
+            stop = self._stop_strings.hits(written, sampling.stop)
+        done = np.flatnonzero(end | stop | (length >= sampling.max_tokens))
         return [
-            (running[row], "end" if ended[row] else "stop" if stopped[row] else "length")
-            for row in np.flatnonzero(done)
+            (scheduler.running[row], "end" if end[row] else "stop" if stop[row] else "length") for row in done
         ]
 
-    def _hit_stop_string(
-        self, scheduler: Scheduler, sampling: Sampling
-    ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Whether each running sequence's text now holds a stop string.
-
-        A token adds at least one character of text or completes one, so looking at as many last
-        tokens as the longest stop string has bytes is enough.
-        """
-        reach = max(len(stop.encode()) for stop in sampling.stop) + 1
-        hits = []
-        for sequence in scheduler.running:
-            length = scheduler.length[sequence.slot]
-            text = self.policy.decode(scheduler.tokens[sequence.slot, max(0, length - reach) : length].tolist())
-            hits.append(any(stop in text for stop in sampling.stop))
-        return np.array(hits)
-
-    def _cache_for(self, requests: SequenceOf[Request], sampling: Sampling) -> tuple[BlockPool, Runner]:
-        """Reuse the cache of the last call when it is large enough."""
-        size = self.config.block_size
-        per_member = -(-sampling.max_tokens // size)
+    def _blocks(self, requests: SequenceOf[Request], sampling: Sampling, slots: int) -> int:
+        """The cache's size: all that could be needed at once, or what the user allows."""
+        size, allowed = self.config.block_size, self.config.kv_tokens
         prompts = sorted((-(-len(request.prompt) // size) for request in requests), reverse=True)
-        slots = min(self.config.max_sequences, sum(len(request.seeds) for request in requests))
-        needed = slots * per_member + sum(prompts[:slots])
-        if self.config.kv_tokens is not None:
-            needed = min(needed, -(-self.config.kv_tokens // size))
-        if self._runner is None or self._runner.cache.keys.shape[1] < needed:
-            self._runner = None
-            self._runner = Runner(self.policy, blocks=needed, block_size=size)
-        blocks = self._runner.cache.keys.shape[1]
-        return BlockPool(blocks, block_size=size), self._runner
+        answer = -(-sampling.max_tokens // size)
+        most, least = slots * answer + sum(prompts[:slots]), answer + prompts[0]
+        if allowed is None:
+            return most
+        if allowed // size < least:
+            raise ConfigError(
+                f"engine.kv_tokens={allowed} cannot hold the longest prompt and rollout.max_tokens="
+                f"{sampling.max_tokens}; raise it to at least {least * size}"
+            )
+        return min(most, allowed // size)
 
-    def _check_length(self, requests: SequenceOf[Request], sampling: Sampling) -> None:
+    def _runner_with(self, pool: BlockPool) -> Runner:
+        """Reuse the memory of the last call when it is large enough."""
+        if self._runner is None or self._runner.blocks < pool.count:
+            self._runner = None  # free the old cache before taking the new one
+            self._runner = Runner(self.policy, blocks=pool.count, block_size=pool.block_size)
+        return self._runner
+
+    def _check_context(self, requests: SequenceOf[Request], sampling: Sampling) -> None:
         longest = max(len(request.prompt) for request in requests)
         limit = self.policy.context_length
         if longest + sampling.max_tokens > limit:
             raise ConfigError(
-                f"a prompt of {longest} tokens and rollout.max_tokens={sampling.max_tokens} exceed the model's "
-                f"context of {limit}; lower rollout.max_tokens"
+                f"a prompt of {longest} tokens and rollout.max_tokens={sampling.max_tokens} exceed the "
+                f"model's context of {limit}; lower rollout.max_tokens"
             )
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """No dropout inside the block; afterwards every module is in the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

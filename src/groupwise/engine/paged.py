@@ -28,6 +28,7 @@ class KVCache:
         self, *, layers: int, blocks: int, block_size: int, heads: int, size: int, like: Tensor
     ) -> None:
         shape = (layers, blocks, block_size, heads, size)
+        # Zeros, not whatever the memory held: masked places are read too, and nothing hides a NaN.
         self.keys = torch.zeros(shape, dtype=like.dtype, device=like.device)
         self.values = torch.zeros(shape, dtype=like.dtype, device=like.device)
         self.block_size = block_size
@@ -39,11 +40,17 @@ class KVCache:
 
     def read(self, layer: int, table_RB: Tensor) -> tuple[Tensor, Tensor]:
         """Return the (k_RKLD, v_RKLD) of whole blocks."""
-        rows, per_row = table_RB.shape
-        return tuple(  # type: ignore[return-value]
-            pool[layer].index_select(0, table_RB.flatten()).unflatten(0, (rows, per_row)).flatten(1, 2).transpose(1, 2)
-            for pool in (self.keys, self.values)
-        )
+        return _gather(self.keys[layer], table_RB), _gather(self.values[layer], table_RB)
+
+
+def _gather(blocks_NBKD: Tensor, table_RB: Tensor) -> Tensor:
+    rows = _take(blocks_NBKD, table_RB)
+    return rows.flatten(1, 2).transpose(1, 2)
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    """x[index] along the first axis; index_select copies whole rows, which indexing does not."""
+    return x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +65,7 @@ class PagedLayout:
     prompt_PB: Tensor
     prompt_mask_P11S: Tensor
     grid_PG: Tensor
-    """Which row is which member of which prompt; R where there is none."""
+    """Which row is which member of which prompt; any row where there is none."""
     member_R: Tensor
     """Each row's place in the flattened grid."""
 
@@ -66,84 +73,71 @@ class PagedLayout:
     def build(cls, cache: KVCache, scheduler: Scheduler, *, like: Tensor) -> PagedLayout:
         """Lay out the scheduler's running sequences; each one's last sampled token is the new one."""
         size = cache.block_size
-        slots = np.array([sequence.slot for sequence in scheduler.running])
+        slots = scheduler.slots()
+        rows = np.arange(len(slots))
         new = scheduler.length[slots] - 1
         own = scheduler.tables[slots, : int(new.max()) // size + 1]
-        places = own[np.arange(len(slots)), new // size] * size + new % size
-        own_mask = _mask(new + 1, own.shape[1] * size)
-        prefixes = list(dict.fromkeys(sequence.prefix for sequence in scheduler.running))
-        number = {id(prefix): p for p, prefix in enumerate(prefixes)}
-        prompt_of = np.array([number[id(sequence.prefix)] for sequence in scheduler.running])
-        order = np.argsort(prompt_of, kind="stable")
-        counts = np.bincount(prompt_of)
-        member = np.empty(len(slots), dtype=np.int64)
-        member[order] = np.arange(len(slots)) - np.repeat(np.cumsum(counts) - counts, counts)
-        grid = np.full((len(prefixes), int(counts.max())), len(slots))
-        grid[prompt_of, member] = np.arange(len(slots))
-        prompts, prompt_mask = _prompt_tables(prefixes, size)
+        places = own[rows, new // size] * size + new % size
+
+        # A group's members are neighbours, so its rows begin where the request changes.
+        request = scheduler.request[slots]
+        first = np.flatnonzero(np.diff(request, prepend=-1))
+        members = np.diff(first, append=len(rows))
+        prompt_of = np.repeat(np.arange(len(first)), members)
+        member_of = rows - first[prompt_of]
+        grid = np.zeros((len(first), int(members.max())), dtype=np.int64)
+        grid[prompt_of, member_of] = rows
+
+        lengths = scheduler.prompt_length[request[first]]
+        prompts = scheduler.prompt_tables[request[first], : -(-int(lengths.max()) // size)]
 
         def move(array: NDArray[np.int64]) -> Tensor:
             return torch.from_numpy(array).to(like.device)
-
-        def additive(mask: NDArray[np.bool_]) -> Tensor:
-            hidden = torch.from_numpy(~mask).to(like.device)
-            return torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill_(
-                hidden, float("-inf")
-            )[:, None, None]
 
         return cls(
             cache=cache,
             places_R=move(places),
             own_RB=move(own),
-            own_mask_R11L=additive(own_mask),
+            own_mask_R11L=_mask(move(new + 1), own.shape[1] * size, like=like),
             prompt_PB=move(prompts),
-            prompt_mask_P11S=additive(prompt_mask),
+            prompt_mask_P11S=_mask(move(lengths), prompts.shape[1] * size, like=like),
             grid_PG=move(grid),
-            member_R=move(prompt_of * grid.shape[1] + member),
+            member_R=move(prompt_of * grid.shape[1] + member_of),
         )
 
     def attend(self, q_1HRD: Tensor, k_1KRD: Tensor, v_1KRD: Tensor, *, layer: int, scale: float) -> Tensor:
         """Store the new keys and values and return the attention output_1RHD."""
-        key_heads = k_1KRD.shape[1]
+        _, key_heads, rows, size = k_1KRD.shape
         self.cache.write(layer, k_1KRD[0].transpose(0, 1), v_1KRD[0].transpose(0, 1), self.places_R)
         # Query heads that share a key head become queries of it: no key is read twice.
-        q_RKFD = q_1HRD[0].transpose(0, 1).unflatten(1, (key_heads, -1))
-        own = attend(q_RKFD, *self.cache.read(layer, self.own_RB), causal=False, mask=self.own_mask_R11L, scale=scale)
-        shared = self._attend_prompts(q_RKFD, layer, scale)
-        output_RKFD, _ = merge(own, shared)
+        q_RKFD = q_1HRD[0].transpose(0, 1).reshape(rows, key_heads, -1, size)
+        k_RKLD, v_RKLD = self.cache.read(layer, self.own_RB)
+        own = attend(q_RKFD, k_RKLD, v_RKLD, causal=False, mask=self.own_mask_R11L, scale=scale)
+        output_RKFD, _ = merge(own, self._attend_prompts(q_RKFD, layer, scale))
         return output_RKFD.flatten(1, 2)[None]
 
     def _attend_prompts(self, q_RKFD: Tensor, layer: int, scale: float) -> tuple[Tensor, Tensor]:
         """All members of a group as queries of its one prompt; back in row order."""
-        (prompts, members), per_head = self.grid_PG.shape, q_RKFD.shape[2]
-        padded = torch.cat([q_RKFD, q_RKFD.new_zeros(1, *q_RKFD.shape[1:])])
-        q_PKGFD = padded[self.grid_PG].transpose(1, 2)
+        prompts, members = self.grid_PG.shape
+        _, key_heads, per_head, _ = q_RKFD.shape
+        q_PKGFD = _take(q_RKFD, self.grid_PG).transpose(1, 2)
+        k_PKSD, v_PKSD = self.cache.read(layer, self.prompt_PB)
         output, lse = attend(
-            q_PKGFD.flatten(2, 3),
-            *self.cache.read(layer, self.prompt_PB),
-            causal=False,
-            mask=self.prompt_mask_P11S,
-            scale=scale,
+            q_PKGFD.flatten(2, 3), k_PKSD, v_PKSD, causal=False, mask=self.prompt_mask_P11S, scale=scale
         )
 
         def rows(x: Tensor) -> Tensor:
-            return x.unflatten(2, (members, per_head)).transpose(1, 2).flatten(0, 1)[self.member_R]
+            x_PKGFD = x.view(prompts, key_heads, members, per_head, -1)
+            return _take(x_PKGFD.transpose(1, 2).flatten(0, 1), self.member_R)
 
-        return rows(output), rows(lse)
-
-
-def _prompt_tables(prefixes: list[Prefix], size: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    table = np.zeros((len(prefixes), max(len(prefix.blocks) for prefix in prefixes)), dtype=np.int64)
-    for p, prefix in enumerate(prefixes):
-        table[p, : len(prefix.blocks)] = prefix.blocks
-    lengths = np.array([len(prefix.tokens) for prefix in prefixes])
-    return table, _mask(lengths, table.shape[1] * size)
+        return rows(output), rows(lse).squeeze(-1)
 
 
-def _mask(lengths: NDArray[np.int64], width: int) -> NDArray[np.bool_]:
-    """True on the first `length` places of each row."""
-    visible: NDArray[np.bool_] = np.arange(width)[None] < lengths[:, None]
-    return visible
+def _mask(lengths_N: Tensor, width: int, *, like: Tensor) -> Tensor:
+    """0 on the first `length` places of each row, -inf behind them: [N, 1, 1, width]."""
+    hidden = torch.arange(width, device=like.device) >= lengths_N[:, None]
+    mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
+    return mask.masked_fill_(hidden, float("-inf"))[:, None, None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,8 +152,7 @@ class PrefillLayout:
     def build(cls, cache: KVCache, prefixes: Sequence[Prefix], *, like: Tensor) -> PrefillLayout:
         size = cache.block_size
         places = [
-            np.array(prefix.blocks)[np.arange(len(prefix.tokens)) // size] * size
-            + np.arange(len(prefix.tokens)) % size
+            (np.array(prefix.blocks)[:, None] * size + np.arange(size)).flatten()[: len(prefix.tokens)]
             for prefix in prefixes
         ]
         return cls(

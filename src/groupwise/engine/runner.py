@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from groupwise.engine.blocks import Prefix
@@ -22,6 +23,7 @@ class Runner:
 
     def __init__(self, policy: Policy, *, blocks: int, block_size: int) -> None:
         self.policy = policy
+        self.blocks = blocks
         self.cache = KVCache(
             layers=policy.layers,
             blocks=blocks,
@@ -54,8 +56,8 @@ class Runner:
 
     def decode(self, scheduler: Scheduler) -> Tensor:
         """Feed every running sequence its last token and return the logits_RV of the next."""
-        slots = np.array([sequence.slot for sequence in scheduler.running])
-        prompt = np.array([len(sequence.prefix.tokens) for sequence in scheduler.running])
+        slots = scheduler.slots()
+        prompt = scheduler.prompt_length[scheduler.request[slots]]
         last = scheduler.length[slots] - 1
         layout = PagedLayout.build(self.cache, scheduler, like=self.policy.head_weight)
         hidden_RM = self.policy.hidden(
@@ -63,5 +65,5 @@ class Runner:
         )
         return self.policy.logits(hidden_RM)
 
-    def _move(self, array: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
+    def _move(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self.policy.device)

@@ -11,9 +11,9 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from groupwise.engine.blocks import BlockPool, Prefix
-from groupwise.errors import ConfigError
 from groupwise.records import Completion, Finish, Request
 
 
@@ -27,75 +27,77 @@ class Sequence:
     prefix: Prefix
     blocks: list[int] = field(default_factory=list)
     slot: int = -1
+    """-1: not running."""
 
 
 class Scheduler:
-    """Continuous batching: a finished sequence's slot and blocks go to the next in line at once."""
+    """Continuous batching: a finished sequence's slot and blocks go to the next in line at once.
 
-    def __init__(self, requests: SequenceOf[Request], *, slots: int, pool: BlockPool, max_tokens: int) -> None:
+    The pool must hold the longest prompt and `max_tokens` behind it: then the oldest sequence always
+    gets on, and everyone is the oldest some day.
+    """
+
+    def __init__(
+        self, requests: SequenceOf[Request], *, slots: int, pool: BlockPool, max_tokens: int
+    ) -> None:
         self.pool = pool
-        self.max_tokens = max_tokens
-        self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        """In order of admission, so members of a group are neighbours."""
+        """Ordered by request and member, always: who joins comes after, who is preempted is the last."""
+        self.waiting: deque[Sequence] = deque()
         for r, request in enumerate(requests):
-            prefix = Prefix(tokens=request.prompt, waiting=len(request.seeds))
-            for m, seed in enumerate(request.seeds):
-                self.waiting.append(Sequence(r, m, seed, prefix))
+            prefix = Prefix(tokens=request.prompt)
+            self.waiting.extend(Sequence(r, m, seed, prefix) for m, seed in enumerate(request.seeds))
+        self.preempted = 0
+        """How often a sequence had to start over."""
+        self._crowded = False
         self._free_slots = list(range(slots - 1, -1, -1))
+        self.request = np.zeros(slots, dtype=np.int64)
+        self.seed = np.zeros(slots, dtype=np.uint64)
         self.length = np.zeros(slots, dtype=np.int64)
         """Tokens sampled so far."""
-        self.seed = np.zeros(slots, dtype=np.uint64)
+        self.room = np.zeros(slots, dtype=np.int64)
+        """Tokens that fit in its own blocks."""
         self.tables = np.zeros((slots, pool.blocks_for(max_tokens)), dtype=np.int64)
         """Own blocks of each slot; entries past its length are stale and masked."""
         self.tokens = np.zeros((slots, max_tokens), dtype=np.int64)
         self.logprobs = np.zeros((slots, max_tokens), dtype=np.float32)
         self.entropies = np.zeros((slots, max_tokens), dtype=np.float32)
+        self.prompt_length = np.array([len(request.prompt) for request in requests])
+        """By request, as are the blocks of its prompt."""
+        self.prompt_tables = np.zeros(
+            (len(requests), pool.blocks_for(int(self.prompt_length.max()))), dtype=np.int64
+        )
+
+    def slots(self) -> NDArray[np.int64]:
+        """The slot of every running sequence, in order."""
+        return np.array([sequence.slot for sequence in self.running], dtype=np.int64)
 
     def admit(self) -> list[Sequence]:
-        """Start waiting sequences while slots and blocks last; each has room for its first block."""
-        admitted: list[Sequence] = []
-        while self.waiting and self._free_slots:
-            sequence = self.waiting[0]
-            prefix = sequence.prefix
-            prompt_blocks = 0 if prefix.blocks else self.pool.blocks_for(len(prefix.tokens))
+        """Start waiting sequences while slots and blocks last; each has room for its first block.
+
+        After a preemption nobody starts until somebody finishes: the others need the room to grow.
+        """
+        already = len(self.running)
+        while self.waiting and self._free_slots and not (self._crowded and self.running):
+            prefix = self.waiting[0].prefix
+            prompt_blocks = 0 if prefix.users else self.pool.blocks_for(len(prefix.tokens))
             if self.pool.free < prompt_blocks + 1:
                 break
-            self.waiting.popleft()
-            prefix.blocks = prefix.blocks or self.pool.take(prompt_blocks)
-            prefix.users += 1
-            prefix.waiting -= 1
-            sequence.slot = self._free_slots.pop()
-            self.length[sequence.slot] = 0
-            self.seed[sequence.slot] = sequence.seed
-            self._grow(sequence)
-            self.running.append(sequence)
-            admitted.append(sequence)
-        if not self.running and self.waiting:
-            needed = self.pool.blocks_for(len(self.waiting[0].prefix.tokens)) + 1
-            raise ConfigError(
-                f"the KV cache has {self.pool.count} blocks and one prompt needs {needed}; raise engine.kv_tokens"
-            )
-        return admitted
+            self._start(self.waiting.popleft(), prompt_blocks)
+        assert self.running or not self.waiting, "the pool cannot hold one sequence"
+        return self.running[already:]
 
     def make_room(self) -> None:
-        """Give every running sequence a place for its next token, preempting the newest when blocks run out.
+        """Give every running sequence a place for its last token, preempting the newest when blocks run out.
 
         A preempted sequence starts over later; its noise depends on position alone, so it draws the
         same tokens again.
         """
-        for sequence in list(self.running):
-            if sequence.slot < 0 or self.length[sequence.slot] < len(sequence.blocks) * self.pool.block_size:
-                continue
-            while not self.pool.free:
-                newest = self.running[-1]
-                if newest is sequence and len(self.running) == 1:
-                    raise ConfigError("the KV cache cannot hold even one sequence; raise engine.kv_tokens")
-                self._stop(newest)
-                newest.prefix.waiting += 1
-                self.waiting.appendleft(newest)
-                if newest is sequence:
-                    break
+        slots = self.slots()
+        full = np.flatnonzero(self.length[slots] > self.room[slots])
+        for sequence in [self.running[row] for row in full]:
+            while sequence.slot >= 0 and not self.pool.free:
+                self._preempt(self.running[-1])
             if sequence.slot >= 0:
                 self._grow(sequence)
 
@@ -108,21 +110,41 @@ class Scheduler:
             entropies=tuple(self.entropies[slot, :length].tolist()),
             finish=reason,
         )
-        self._stop(sequence)
+        self._release(sequence)
+        self._crowded = False
         return completion
+
+    def _start(self, sequence: Sequence, prompt_blocks: int) -> None:
+        prefix, slot = sequence.prefix, self._free_slots.pop()
+        if not prefix.users:
+            prefix.blocks = self.pool.take(prompt_blocks)
+            self.prompt_tables[sequence.request, :prompt_blocks] = prefix.blocks
+        prefix.users += 1
+        sequence.slot = slot
+        self.request[slot], self.seed[slot] = sequence.request, sequence.seed
+        self.length[slot] = self.room[slot] = 0
+        self._grow(sequence)
+        self.running.append(sequence)
 
     def _grow(self, sequence: Sequence) -> None:
         (block,) = self.pool.take(1)
         self.tables[sequence.slot, len(sequence.blocks)] = block
         sequence.blocks.append(block)
+        self.room[sequence.slot] += self.pool.block_size
 
-    def _stop(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence) -> None:
+        self._release(sequence)
+        self.waiting.appendleft(sequence)
+        self.preempted += 1
+        self._crowded = True
+
+    def _release(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self.pool.give_back(sequence.blocks)
         self._free_slots.append(sequence.slot)
         sequence.blocks, sequence.slot = [], -1
         prefix = sequence.prefix
         prefix.users -= 1
-        if prefix.users == 0:
+        if not prefix.users:
             self.pool.give_back(prefix.blocks)
             prefix.blocks, prefix.logits_V = [], None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from groupwise.evaluate.statistics import (
     pass_at_k,
     wilson,
 )
-from groupwise.records import Example, Group, Sampling
+from groupwise.records import Example, Group, Rollout, Sampling
 from groupwise.rewards.score import score_group
 from groupwise.rollout.collect import Codec, Generate, collect
 from groupwise.tasks.task import Task
@@ -24,35 +24,33 @@ from groupwise.tasks.task import Task
 class Evaluation:
     """What the policy can do on prompts it never trained on."""
 
+    examples: tuple[str, ...]
+    """Fingerprints of the examples: what pairs two evaluations."""
     greedy_right: tuple[bool, ...]
-    """For each prompt, whether the greedy answer is right."""
-    sampled_right: tuple[tuple[bool, ...], ...]
-    """For each prompt, whether each of its sampled answers is right."""
-    greedy_groups: tuple[Group, ...]
-    sampled_groups: tuple[Group, ...]
-
-    @property
-    def samples(self) -> int:
-        return len(self.sampled_right[0])
+    """For each example, whether the greedy answer is right."""
+    sampled_right: tuple[int, ...]
+    """For each example, how many of its sampled answers are right."""
+    samples: int
+    """Sampled answers to each example."""
+    failed: int
+    """Answers that could not be scored; they count as wrong."""
+    length: float
+    """Mean tokens of a sampled answer."""
+    answers: tuple[Group, ...] = ()
+    """The greedy answers, to read; not kept in JSON."""
 
     @property
     def averages(self) -> list[float]:
-        """Share of right samples, by prompt."""
-        return [sum(right) / len(right) for right in self.sampled_right]
+        """Share of right samples, by example."""
+        return [right / self.samples for right in self.sampled_right]
 
-    @property
-    def greedy(self) -> Interval:
-        return wilson(sum(self.greedy_right), len(self.greedy_right))
-
-    @property
-    def average(self) -> Interval:
-        """avg@k."""
-        return mean_interval(self.averages)
-
-    @property
-    def passing(self) -> Interval:
-        """pass@k: at least one of k samples is right."""
-        return mean_interval([pass_at_k(len(r), sum(r), len(r)) for r in self.sampled_right])
+    def intervals(self) -> dict[str, Interval]:
+        passing = [pass_at_k(self.samples, right, self.samples) for right in self.sampled_right]
+        return {
+            "greedy": wilson(sum(self.greedy_right), len(self.greedy_right)),
+            f"avg@{self.samples}": mean_interval(self.averages),
+            f"pass@{self.samples}": mean_interval(passing),
+        }
 
     def metrics(self) -> dict[str, float]:
         values: dict[str, float] = {}
@@ -60,28 +58,31 @@ class Evaluation:
             values[f"eval/{name}"] = interval.mean
             values[f"eval/{name}_low"] = interval.low
             values[f"eval/{name}_high"] = interval.high
-        failed = sum(r.error is not None for g in self.sampled_groups for r in g.rollouts)
-        lengths = [r.length for g in self.sampled_groups for r in g.rollouts]
-        return {**values, "eval/failed": float(failed), "eval/length": sum(lengths) / len(lengths)}
-
-    def intervals(self) -> dict[str, Interval]:
-        return {
-            "greedy": self.greedy,
-            f"avg@{self.samples}": self.average,
-            f"pass@{self.samples}": self.passing,
-        }
+        return {**values, "eval/failed": float(self.failed), "eval/length": self.length}
 
     def summary(self) -> str:
         return " · ".join(f"{name} {interval}" for name, interval in self.intervals().items())
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but the transcripts; `greedy_right` and `averages` allow paired comparison later."""
+        """Return everything but the answers; `from_json` reads it back."""
         return {
-            "prompts": len(self.greedy_right),
             **self.metrics(),
+            "samples": self.samples,
+            "examples": list(self.examples),
             "greedy_right": [int(right) for right in self.greedy_right],
-            "averages": self.averages,
+            "sampled_right": list(self.sampled_right),
         }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Evaluation:
+        return cls(
+            examples=tuple(record["examples"]),
+            greedy_right=tuple(bool(right) for right in record["greedy_right"]),
+            sampled_right=tuple(record["sampled_right"]),
+            samples=record["samples"],
+            failed=int(record["eval/failed"]),
+            length=record["eval/length"],
+        )
 
 
 def evaluate(
@@ -100,7 +101,7 @@ def evaluate(
     The same seed gives the same noise whenever it is called, so two evaluations can be paired.
     """
 
-    def answers(how: Sampling, count: int) -> tuple[Group, ...]:
+    def answers(how: Sampling, count: int) -> list[Group]:
         groups = collect(
             examples,
             ask=task.ask,
@@ -110,37 +111,63 @@ def evaluate(
             group_size=count,
             seed_parts=(seed, "evaluate"),
         )
-        return tuple(
-            score_group(group, rewards=task.rewards, weights=task.weights, seconds=seconds) for group in groups
-        )
+        return [
+            score_group(group, rewards=task.rewards, weights=task.weights, seconds=seconds)
+            for group in groups
+        ]
 
     greedy = answers(replace(sampling, temperature=0.0), 1)
     sampled = answers(sampling, samples)
+    drawn = [rollout for group in sampled for rollout in group.rollouts]
     return Evaluation(
+        examples=tuple(example.fingerprint for example in examples),
         greedy_right=tuple(task.is_right(group.rollouts[0]) for group in greedy),
-        sampled_right=tuple(tuple(task.is_right(r) for r in group.rollouts) for group in sampled),
-        greedy_groups=greedy,
-        sampled_groups=sampled,
+        sampled_right=tuple(sum(map(task.is_right, group.rollouts)) for group in sampled),
+        samples=samples,
+        failed=sum(r.error is not None for group in (*greedy, *sampled) for r in group.rollouts),
+        length=sum(rollout.length for rollout in drawn) / len(drawn),
+        answers=tuple(greedy),
     )
 
 
 def compare(before: Evaluation, after: Evaluation) -> dict[str, Difference]:
-    """The change on the same prompts, greedy and sampled."""
-    return {
-        "greedy": paired_difference([float(r) for r in before.greedy_right], [float(r) for r in after.greedy_right]),
-        f"avg@{after.samples}": paired_difference(before.averages, after.averages),
-    }
+    """Return the change on the examples that both have, greedy and, with equally many samples, sampled.
+
+    Empty when there are too few such examples to say anything.
+    """
+
+    def change(earlier: Sequence[float], later: Sequence[float]) -> Difference:
+        old = dict(zip(before.examples, earlier, strict=True))
+        new = dict(zip(after.examples, later, strict=True))
+        shared = [example for example in new if example in old]
+        return paired_difference([old[e] for e in shared], [new[e] for e in shared])
+
+    if len(set(before.examples) & set(after.examples)) < 2:
+        return {}
+    changes = {"greedy": change(before.greedy_right, after.greedy_right)}
+    if before.samples == after.samples:
+        changes[f"avg@{after.samples}"] = change(before.averages, after.averages)
+    return changes
 
 
 def transcripts(result: Evaluation, *, count: int) -> str:
-    """The first greedy answers with their prompts and rewards, to read."""
-    blocks = []
-    for group, right in list(zip(result.greedy_groups, result.greedy_right, strict=True))[:count]:
-        (rollout,) = group.rollouts
-        asked = rollout.prompt if isinstance(rollout.prompt, str) else rollout.prompt[-1]["content"]
-        if not isinstance(rollout.prompt, str):
-            asked = "\n".join(f"[{message['role']}] {message['content']}" for message in rollout.prompt)
-        rewards = ", ".join(f"{name} {value:g}" for name, value in rollout.rewards.items())
-        verdict = "right" if right else f"wrong ({rollout.error})" if rollout.error else "wrong"
-        blocks.append(f"{asked}\n--- answer\n{rollout.text}\n--- {verdict}; {rewards}; ended by {rollout.finish}\n")
-    return ("=" * 78 + "\n").join(blocks)
+    """Return the first greedy answers with their prompts and rewards, to read."""
+    assert result.answers, "an evaluation read from JSON has no answers"
+    pairs = list(zip(result.answers, result.greedy_right, strict=True))[:count]
+    return ("=" * 78 + "\n").join(transcript(group.rollouts[0], right=right) for group, right in pairs)
+
+
+def transcript(rollout: Rollout, *, right: bool) -> str:
+    rewards = ", ".join(f"{name} {value:g}" for name, value in rollout.rewards.items())
+    verdict = "right" if right else f"wrong ({rollout.error})" if rollout.error else "wrong"
+    return (
+        f"{as_text(rollout)}\n--- answer\n{rollout.text}\n"
+        f"--- {verdict}; {rewards or 'no reward'}; ended by {rollout.finish}\n"
+    )
+
+
+def as_text(rollout: Rollout) -> str:
+    """Return the prompt as one text, with the role before each message of a chat."""
+    if isinstance(rollout.prompt, str):
+        return rollout.prompt
+    return "\n".join(f"[{message['role']}] {message['content']}" for message in rollout.prompt)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ class Learner:
             betas=(optim.beta1, optim.beta2),
             eps=optim.eps,
             weight_decay=optim.weight_decay,
+            fused=True,
         )
         self.settings = LossSettings(
             kind=algo.loss,
@@ -80,9 +82,9 @@ class Learner:
                 done = [self._backward(part) for part in parts]
                 reports += [metrics for _, metrics in done]
                 losses.append(sum(loss for loss, _ in done))
+                check_finite("the loss", losses[-1])
                 gap = averages(merge(metrics for _, metrics in done))["policy/gap"]
                 check_gap(gap, limit=self.algo.max_gap)
-                check_finite("the loss", losses[-1])
                 norms.append(self._step())
         return {
             **averages(merge(reports)),
@@ -112,6 +114,8 @@ class Learner:
             tokens=tokens,
             max_tokens=self.sampling.max_tokens,
         )
+        # With one update, the policy before it is the policy now: no pass needed. Dropout makes it another.
+        old_pass = self.optim.updates > 1 or self.policy.has_dropout
         prepared: list[list[_Part]] = []
         for minibatch, sample_weights in zip(divided, weights, strict=True):
             parts: list[_Part] = []
@@ -124,8 +128,7 @@ class Learner:
                     _Part(
                         batch=batch,
                         weights_N=weights_S[batch.sequence_N],
-                        # With one update, the policy before it is the policy now: no pass needed.
-                        old_N=self._fixed_logprobs(self.policy, batch) if self.optim.updates > 1 else None,
+                        old_N=self._fixed_logprobs(self.policy, batch) if old_pass else None,
                         reference_N=self._reference_logprobs(batch) if self.algo.beta else None,
                     )
                 )
@@ -135,7 +138,12 @@ class Learner:
     def _logprobs(self, policy: Policy, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         hidden_TM = policy.hidden(batch.tokens_T, batch.positions_T, batch.layout)
         return token_logprobs(
-            hidden_TM[batch.predictor_N], policy.head_weight, policy.head_bias, batch.targets_N, self.sampling
+            hidden_TM.index_select(0, batch.predictor_N),
+            policy.head_weight,
+            policy.head_bias,
+            batch.targets_N,
+            self.sampling,
+            entropy_gradient=self.algo.entropy_bonus != 0,
         )
 
     @torch.no_grad()
@@ -192,7 +200,4 @@ def split_groups(samples: Sequence[Sample], count: int) -> list[list[Sample]]:
     count = min(count, len(groups))
     ordered = list(groups.values())
     bounds = [round(i * len(ordered) / count) for i in range(count + 1)]
-    return [
-        [sample for group in ordered[start:end] for sample in group]
-        for start, end in zip(bounds[:-1], bounds[1:], strict=True)
-    ]
+    return [[sample for group in ordered[start:end] for sample in group] for start, end in pairwise(bounds)]

@@ -44,7 +44,12 @@ def supervised_step(
         batch = pack([samples[i] for i in indices], device=policy.device)
         hidden_TM = policy.hidden(batch.tokens_T, batch.positions_T, batch.layout)
         logprobs_N, _ = token_logprobs(
-            hidden_TM[batch.predictor_N], policy.head_weight, policy.head_bias, batch.targets_N, Sampling()
+            hidden_TM.index_select(0, batch.predictor_N),
+            policy.head_weight,
+            policy.head_bias,
+            batch.targets_N,
+            Sampling(),
+            entropy_gradient=False,
         )
         loss = -logprobs_N.sum() / tokens
         loss.backward()  # type: ignore[no-untyped-call]

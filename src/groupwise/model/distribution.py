@@ -5,6 +5,8 @@ Axes: N tokens, V vocabulary.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -14,9 +16,10 @@ from groupwise.records import Sampling
 def scaled_logits(logits_NV: Tensor, sampling: Sampling, *, keep_N: Tensor | None = None) -> Tensor:
     """Return float32 logits whose softmax is the sampling distribution; tokens never drawn have -inf.
 
-    Order: temperature, then top-k, top-p and min-p, each on what the one before left. `keep_N` names
-    a token of each row that stays possible: when training, the token that was drawn, which rounding
-    or an update since may have put just outside.
+    Order: temperature, then top-k, top-p and min-p, each on what the one before left; equals of the
+    k-th token all stay. A greedy choice is measured by the distribution at temperature 1, untruncated.
+    `keep_N` names a token of each row that stays possible: when training, the token that was drawn,
+    which rounding or an update since may have put just outside.
     """
     logits_NV = logits_NV.float()
     if sampling.greedy:
@@ -36,10 +39,10 @@ def scaled_logits(logits_NV: Tensor, sampling: Sampling, *, keep_N: Tensor | Non
         short_NV = sorted_NV.cumsum(-1) - sorted_NV < sampling.top_p
         allowed_NV &= torch.zeros_like(short_NV).scatter(1, order_NV, short_NV)
     if sampling.min_p > 0.0:
-        probs_NV = logits_NV.masked_fill(~allowed_NV, float("-inf")).softmax(-1)
-        allowed_NV &= probs_NV >= sampling.min_p * probs_NV.amax(-1, keepdim=True)
+        # The ratio to the likeliest is a difference of logits, whatever else was left out.
+        allowed_NV &= logits_NV >= logits_NV.amax(-1, keepdim=True) + math.log(sampling.min_p)
     if keep_N is not None:
-        allowed_NV = allowed_NV.scatter(1, keep_N[:, None], True)
+        allowed_NV.scatter_(1, keep_N[:, None], True)
     return logits_NV.masked_fill(~allowed_NV, float("-inf"))
 
 

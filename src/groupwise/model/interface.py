@@ -26,7 +26,14 @@ class Layout(Protocol):
 
 
 def _attention(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, _mask: Tensor | None, *, layout: Layout, **options: Any
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    _mask: Tensor | None,
+    *,
+    layout: Layout,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     for option in UNSUPPORTED:
         assert options.get(option) is None, f"attention with {option} is not supported"

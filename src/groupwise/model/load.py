@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from groupwise.config.sections import TINY, LoraConfig, ModelConfig
+from groupwise.config.sections import LoraConfig, ModelConfig
 from groupwise.errors import ConfigError
 from groupwise.model import interface
 from groupwise.model.packed import PackedLayout
 from groupwise.model.policy import Policy
-
-TINY_FOLDER = Path(__file__).parent / "tiny"
+from groupwise.model.source import TINY_FOLDER, first_line, model_folder
 
 
 def load_policy(
@@ -25,16 +24,19 @@ def load_policy(
 
     The frozen copy is always the model that `model.name` names, so a resumed run keeps its anchor.
     """
+    keep_quiet()
     device = torch.device(model.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = getattr(torch, model.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     if device.type == "cpu":
         keep_freed_memory()
-    source = str(TINY_FOLDER) if model.name == TINY else model.name
+    source = model_folder(model.name)
     tokenizer = _tokenizer(source)
-    whole = str(trained) if trained is not None and not lora.r else source
+    whole = trained if trained is not None and not lora.r else source
     policy_model = _causal_model(whole, dtype, device)
     check_attention(policy_model, name=model.name)
     if lora.r:
+        if source != TINY_FOLDER and not Path(model.name).expanduser().is_dir():
+            policy_model.name_or_path = model.name  # the adapter's files name their base as the user did
         policy_model = _with_adapter(policy_model, lora, trained)
     frozen = None
     if reference and not lora.r:
@@ -42,34 +44,61 @@ def load_policy(
         frozen.set_attn_implementation(interface.NAME)
     if model.gradient_checkpointing:
         policy_model.gradient_checkpointing_enable({"use_reentrant": False})
-        policy_model.enable_input_require_grads()
     return Policy(policy_model, tokenizer, reference=frozen)
 
 
-def _causal_model(source: str, dtype: torch.dtype, device: torch.device) -> Any:
+def keep_quiet() -> None:
+    """Stop transformers from drawing progress bars and notices over the live display.
+
+    Nothing is lost: what it would warn of while loading, `_causal_model` refuses.
+    """
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _causal_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load the model {source!r}: {_first_line(error)}") from error
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=dtype, use_safetensors=True, output_loading_info=True, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"cannot load the model in {folder}: {first_line(error)}") from error
+    model, report = loaded
+    lacking = sorted(report["missing_keys"])
+    if lacking:
+        raise ConfigError(
+            f"the weights in {folder} lack {len(lacking)} of the model's tensors, such as {lacking[0]}"
+        )
     return model.to(device)
 
 
-def _tokenizer(source: str) -> Any:
+def _tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load the tokenizer of {source!r}: {_first_line(error)}") from error
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"cannot load the tokenizer in {folder}: {first_line(error)}") from error
 
 
 def _with_adapter(model: Any, lora: LoraConfig, trained: Path | None) -> Any:
     import peft
 
+    assert lora.r is not None, "the config is resolved before a run starts"
+
     if trained is not None:
         return peft.PeftModel.from_pretrained(model, str(trained), is_trainable=True)
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    end_names = {name.rpartition(".")[2] for name, module in model.named_modules() if module in ends}
+    if end_names & {target.rpartition(".")[2] for target in lora.targets}:
+        raise ConfigError(
+            "lora.targets must leave the embeddings and the output layer alone; all-linear does"
+        )
     targets: str | list[str] = "all-linear" if lora.targets == ("all-linear",) else list(lora.targets)
     try:
         return peft.get_peft_model(
@@ -83,13 +112,13 @@ def _with_adapter(model: Any, lora: LoraConfig, trained: Path | None) -> Any:
             ),
         )
     except ValueError as error:
-        raise ConfigError(f"lora.targets {list(lora.targets)}: {_first_line(error)}") from error
+        raise ConfigError(f"lora.targets {list(lora.targets)}: {first_line(error)}") from error
 
 
 def check_attention(model: Any, *, name: str) -> None:
     """Switch the model to our attention, and refuse it if its logits then differ from its own.
 
-    Catches in one look what a list of supported architectures would have to spell out: sliding
+    Catches in one look what a list of supported architectures would have to spell out: short sliding
     windows, capped scores, scaled logits, modules that do not go through the interface.
     """
     interface.register()
@@ -104,10 +133,10 @@ def check_attention(model: Any, *, name: str) -> None:
             hidden_TM = policy.hidden(tokens_T, torch.arange(24, device=device), layout)
         except (ValueError, TypeError, AttributeError, AssertionError) as error:
             raise ConfigError(
-                f"the model {name!r} does not accept our attention: {_first_line(error)}"
+                f"the model {name!r} does not accept our attention: {first_line(error)}"
             ) from error
         difference = (policy.logits(hidden_TM).float() - own_TV).abs().max() / own_TV.abs().max()
-    limit = 1e-3 if own_TV.dtype == model.dtype else 5e-2
+    limit = 1e-3 if model.dtype == torch.float32 else 5e-2
     if not difference < limit:
         raise ConfigError(
             f"the model {name!r} computes attention or logits in a way that is not supported "
@@ -134,7 +163,3 @@ def keep_freed_memory() -> None:
     libc.mallopt(m_mmap_max, 0)
     libc.mallopt(m_trim_threshold, 2**31 - 1)
     libc.mallopt(m_top_pad, 64 << 20)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0][:300]

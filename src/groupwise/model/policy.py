@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.model.interface import Layout
+from groupwise.records import Message
 
 
 class Policy:
@@ -28,7 +29,7 @@ class Policy:
 
     @property
     def has_adapter(self) -> bool:
-        return hasattr(self.model, "peft_config")
+        return hasattr(self.model, "get_base_model")
 
     @property
     def device(self) -> torch.device:
@@ -58,7 +59,15 @@ class Policy:
 
     @property
     def context_length(self) -> int:
-        return int(getattr(self._causal.config, "max_position_embeddings", 1 << 30))
+        """Longest sequence: as far as positions go, and no further than a window that we do not compute."""
+        config = self._causal.config
+        limits = ("max_position_embeddings", "sliding_window", "attention_chunk_size")
+        return min(int(getattr(config, name, None) or 1 << 30) for name in limits)
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether training mode adds noise of its own."""
+        return any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.model.modules())
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout) -> Tensor:
         """Return the last hidden states_TM of one packed row."""
@@ -86,7 +95,7 @@ class Policy:
         """Trained parameters by name, in a stable order; tied weights once."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def encode(self, prompt: str | Sequence[Any]) -> tuple[int, ...]:
+    def encode(self, prompt: str | Sequence[Message]) -> tuple[int, ...]:
         """Tokens of a prompt: through the chat template when there is one.
 
         A last message of role assistant is a beginning that the policy continues.
@@ -94,7 +103,9 @@ class Policy:
         if self.tokenizer.chat_template is None:
             text = prompt if isinstance(prompt, str) else "\n".join(str(m["content"]) for m in prompt)
             return tuple(self.tokenizer(text)["input_ids"])
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        messages: list[Message] = (
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        )
         prefilled = messages[-1]["role"] == "assistant"
         text = self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=not prefilled, continue_final_message=prefilled
@@ -109,7 +120,8 @@ class Policy:
 
     def save(self, folder: Path) -> None:
         """Write the adapter or the whole model in Hugging Face layout, with its tokenizer."""
-        self.model.save_pretrained(folder, safe_serialization=True)
+        # PEFT would look the base model up online to see whether embeddings changed; they never do.
+        self.model.save_pretrained(folder, **({"save_embedding_layers": False} if self.has_adapter else {}))
         self.tokenizer.save_pretrained(folder)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from groupwise.engine.sampler import derive_seed
@@ -45,9 +46,9 @@ def collect(
     requests = [
         Request(
             prompt=codec.encode(prompt),
-            seeds=tuple(derive_seed(*seed_parts, example.fingerprint, member) for member in range(group_size)),
+            seeds=tuple(derive_seed(*seed_parts, *which, member) for member in range(group_size)),
         )
-        for example, prompt in zip(examples, prompts, strict=True)
+        for prompt, which in zip(prompts, _numbered(examples), strict=True)
     ]
     completions = engine.generate(requests, sampling)
     return [
@@ -60,6 +61,15 @@ def collect(
         )
         for example, prompt, request, members in zip(examples, prompts, requests, completions, strict=True)
     ]
+
+
+def _numbered(examples: Sequence[Example]) -> Iterator[tuple[str, int]]:
+    """Each example's fingerprint, and how many equal ones came before: a repeat gets noise of its own."""
+    seen: Counter[str] = Counter()
+    for example in examples:
+        fingerprint = example.fingerprint
+        yield fingerprint, seen[fingerprint]
+        seen[fingerprint] += 1
 
 
 def as_rollout(

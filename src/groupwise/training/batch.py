@@ -15,6 +15,7 @@ from groupwise.records import Example, Group, Sample
 from groupwise.rewards.score import score_group
 from groupwise.rollout.collect import Codec, Generate, collect
 from groupwise.tasks import Split, Task
+from groupwise.training.data import prompt_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +23,10 @@ class Batch:
     """What a step trains on, and what was drawn for it in vain."""
 
     groups: tuple[Group, ...]
-    replaced: tuple[Group, ...]
-    """Groups without signal that fresh ones took the place of."""
+    dropped: tuple[Group, ...]
+    """Groups without signal, not trained on."""
+    replaced: int
+    """Fresh groups that were drawn in the place of dropped ones."""
     cursor: int
     """Where in the training data the next step begins."""
     rollout_seconds: float
@@ -32,7 +35,7 @@ class Batch:
     @property
     def drawn(self) -> tuple[Group, ...]:
         """Every group, trained on or not: what the policy's rewards are measured on."""
-        return self.groups + self.replaced
+        return self.groups + self.dropped
 
 
 class Collector:
@@ -51,24 +54,25 @@ class Collector:
         rollout = self.config.rollout
         kept: list[Group] = []
         silent: list[Group] = []
-        times = [0.0, 0.0]
+        times = Times()
         for _ in range(1 + rollout.refill):
             missing = rollout.prompts - len(kept)
-            if not missing:
+            if not missing or too_many_failed(kept + silent, limit=self.config.task.max_failed):
                 break
             examples, cursor = self.split.take(cursor, missing)
-            groups = self._answer(examples, step=step, first=len(kept) + len(silent), times=times)
+            groups = self._answer(examples, step=step, drawn=kept + silent, times=times)
             kept += [group for group in groups if has_signal(group)]
             silent += [group for group in groups if not has_signal(group)]
-        self._check_failures(kept + silent)
-        if not rollout.refill:  # nothing was replaced: silent groups stay and count in the loss's mean
+        replaced = len(kept) + len(silent) - rollout.prompts
+        if not rollout.refill:  # nothing is dropped: silent groups stay and count in the loss's mean
             kept, silent = kept + silent, []
         return Batch(
             groups=tuple(kept),
-            replaced=tuple(silent),
+            dropped=tuple(silent),
+            replaced=replaced,
             cursor=cursor,
-            rollout_seconds=times[0],
-            reward_seconds=times[1],
+            rollout_seconds=times.rollout,
+            reward_seconds=times.reward,
         )
 
     def samples(self, batch: Batch) -> tuple[list[Sample], int, int]:
@@ -80,23 +84,31 @@ class Collector:
         sequences, tokens = batch_size(batch.groups, mask_truncated=algo.mask_truncated)
         return samples, sequences, tokens
 
-    def _answer(self, examples: Sequence[Example], *, step: int, first: int, times: list[float]) -> list[Group]:
+    def _answer(
+        self, examples: Sequence[Example], *, step: int, drawn: Sequence[Group], times: Times
+    ) -> list[Group]:
+        """Answer and score the examples; `drawn` are the step's earlier groups."""
         check_disjoint((prompt_key(self.task, example) for example in examples), self.held_out)
-        config, started = self.config, time.perf_counter()
+        started = time.perf_counter()
         groups = collect(
             examples,
             ask=self.task.ask,
             codec=self.codec,
             engine=self.engine,
-            sampling=config.rollout.sampling,
-            group_size=config.rollout.group_size,
-            # `first` tells apart the same example drawn twice in one step.
-            seed_parts=(config.run.seed, "train", step, first),
+            sampling=self.config.rollout.sampling,
+            group_size=self.config.rollout.group_size,
+            # The count tells apart one example drawn in two rounds of a step.
+            seed_parts=(self.config.run.seed, "train", step, len(drawn)),
         )
         answered = time.perf_counter()
-        scored = [self._score(group) for group in groups]
-        times[0] += answered - started
-        times[1] += time.perf_counter() - answered
+        scored: list[Group] = []
+        for group in groups:
+            scored.append(self._score(group))
+            # Slow failures, such as time-outs, are not waited for once there are too many.
+            if failures((*drawn, *scored)) > self.config.task.max_failed * rollouts_in((*drawn, *groups)):
+                break
+        times.rollout += answered - started
+        times.reward += time.perf_counter() - answered
         return scored
 
     def _score(self, group: Group) -> Group:
@@ -112,21 +124,37 @@ class Collector:
         )
         return with_advantages(group, kind=algo.advantage, weights=task.weights)
 
-    def _check_failures(self, groups: Sequence[Group]) -> None:
-        errors = [r.error for group in groups for r in group.rollouts if r.error is not None]
-        share = len(errors) / sum(len(group.rollouts) for group in groups)
-        if share > self.config.task.max_failed:
-            raise InvariantError(
-                f"{share:.0%} of the rollouts failed (task.max_failed is {self.config.task.max_failed:g}); "
-                f"the first: {errors[0]}"
-            )
+
+@dataclass(slots=True)
+class Times:
+    """Seconds spent so far in a step."""
+
+    rollout: float = 0.0
+    reward: float = 0.0
+
+
+def check_failures(batch: Batch, *, limit: float) -> None:
+    """Stop the run when too many rollouts of a step could not be scored."""
+    if too_many_failed(batch.drawn, limit=limit):
+        share = failures(batch.drawn) / rollouts_in(batch.drawn)
+        first = next(r.error for group in batch.drawn for r in group.rollouts if r.error is not None)
+        raise InvariantError(
+            f"{share:.0%} of the rollouts failed (task.max_failed is {limit:g}); the first: {first}"
+        )
+
+
+def too_many_failed(groups: Sequence[Group], *, limit: float) -> bool:
+    return failures(groups) > limit * rollouts_in(groups)
+
+
+def failures(groups: Sequence[Group]) -> int:
+    return sum(rollout.error is not None for group in groups for rollout in group.rollouts)
+
+
+def rollouts_in(groups: Sequence[Group]) -> int:
+    return sum(len(group.rollouts) for group in groups)
 
 
 def has_signal(group: Group) -> bool:
     """Whether the group moves the policy: some answer was better than another."""
     return any(rollout.advantage != 0.0 for rollout in group.rollouts)
-
-
-def prompt_key(task: Task, example: Example) -> str:
-    """What the policy sees of an example: two that look the same to it are the same."""
-    return str(task.ask(example))

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from groupwise.config.sections import Config
-from groupwise.evaluate.held_out import Evaluation, compare, evaluate, transcripts
+from groupwise.evaluate.held_out import Evaluation, compare, evaluate
+from groupwise.evaluate.saved import read_evaluation, write_evaluation
 from groupwise.invariants import check_undisturbed
 from groupwise.learner.learner import Learner
 from groupwise.model.policy import Policy
 from groupwise.records import Example
 from groupwise.rollout.collect import Generate
 from groupwise.tasks import Task
-from groupwise.tracking.files import write_atomically
-from groupwise.tracking.run_folder import RunFolder
-from groupwise.training.state import fingerprint
+from groupwise.tracking.run_folder import RunFolder, step_name
+from groupwise.training.state import State, fingerprint
 
-TRANSCRIPTS = 10
+BEFORE, AFTER = "before", "after"
 
 
 class Examiner:
@@ -35,20 +35,33 @@ class Examiner:
     ) -> None:
         self.config = config
         self.task = task
-        self.examples = examples
+        self.examples = () if config.evaluate.skip else examples
         self.codec = codec
         self.engine = engine
         self.folder = folder
         self.before: Evaluation | None = None
-        self.latest: Evaluation | None = None
+        self.after: Evaluation | None = None
 
-    def examine(self, name: str, *, learner: Learner, cursor: int) -> Evaluation:
+    def recall(self, state: State) -> None:
+        """Read back what an earlier session measured."""
+        if state.step > 0:
+            self.before = read_evaluation(self.folder, BEFORE)
+        if state.step >= self.config.run.max_steps:
+            self.after = read_evaluation(self.folder, AFTER)
+
+    def due(self, step: int) -> bool:
+        """Whether there is something to measure, and now is the time: before, after and every few steps."""
+        every = self.config.evaluate.every
+        ends = step in (0, self.config.run.max_steps)
+        return bool(self.examples) and (ends or (every > 0 and step % every == 0))
+
+    def examine(self, step: int, *, learner: Learner) -> Evaluation:
         """Evaluate on all held-out examples, or on the first few during the run, and write the result."""
-        whole = name in ("before", "after")
-        state = fingerprint(self.codec, learner, cursor=cursor)
+        ends = {0: BEFORE, self.config.run.max_steps: AFTER}
+        untouched = fingerprint(self.codec, learner)
         result = evaluate(
             self.task,
-            self.examples if whole else self.examples[: self.config.evaluate.during],
+            self.examples if step in ends else self.examples[: self.config.evaluate.during],
             codec=self.codec,
             engine=self.engine,
             sampling=self.config.rollout.sampling,
@@ -56,14 +69,13 @@ class Examiner:
             seed=self.config.run.seed,
             seconds=self.config.task.reward_seconds,
         )
-        check_undisturbed(state, fingerprint(self.codec, learner, cursor=cursor))
-        record = result.to_json()
-        if name == "before":
+        check_undisturbed(untouched, fingerprint(self.codec, learner))
+        about: dict[str, object] = {"step": step, "seed": self.config.run.seed}
+        if step == 0:
             self.before = result
-        if name == "after":
-            self.latest = result
-            if self.before is not None and len(self.examples) > 1:
-                record["change"] = {k: str(v) for k, v in compare(self.before, result).items()}
-        write_atomically(self.folder.evaluations / f"{name}.json", json.dumps(record, indent=1))
-        write_atomically(self.folder.evaluations / f"{name}.txt", transcripts(result, count=TRANSCRIPTS))
+        elif self.before is not None:
+            about["change"] = {name: asdict(change) for name, change in compare(self.before, result).items()}
+        if step in ends and step > 0:
+            self.after = result
+        write_evaluation(self.folder, ends.get(step, step_name(step)), result, about=about)
         return result

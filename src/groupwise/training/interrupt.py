@@ -5,22 +5,34 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType, TracebackType
 
 
 class Interrupt:
-    """While active, the first SIGINT or SIGTERM sets `asked`; the next SIGINT raises KeyboardInterrupt."""
+    """While active, the first SIGINT or SIGTERM is held back and sets `asked`; another SIGINT stops at once.
+
+    The signal that was held back takes its usual effect on leaving, so that whoever called sees the
+    run as interrupted: a KeyboardInterrupt, or the end of the process.
+    """
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        self.asked = False
+        self.held_back: int | None = None
         self._say = say
         self._before: dict[int, object] = {}
 
+    @property
+    def asked(self) -> bool:
+        return self.held_back is not None
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.asked = True
-        self._say("stopping after this step and saving; Ctrl-C again stops at once, losing this step")
+        if self.asked:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return
+        self.held_back = number
+        with suppress(RuntimeError):  # the signal came in the middle of printing another line
+            self._say("stopping after this step and saving; Ctrl-C again stops at once, losing this step")
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():  # elsewhere signals cannot be caught
@@ -33,3 +45,5 @@ class Interrupt:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+        if self.held_back is not None and error is None:
+            signal.raise_signal(self.held_back)

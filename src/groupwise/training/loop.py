@@ -6,16 +6,26 @@ from pathlib import Path
 
 from groupwise.config.sections import Config
 from groupwise.tasks import Task, leave_task_file, load_task
+from groupwise.tracking.display import open_display
 from groupwise.training.run import Run
+from groupwise.training.start import Start
 
 
 def train(config: Config, *, resume: Path | None = None, task: Task | None = None) -> Path:
     """Train, and return the run's folder. `resume` goes on, bit for bit, from a run's last checkpoint."""
     if task is not None:
         leave_task_file(task)
-    with Run.open(config.resolve(), task=task or load_task(config.task), resume=resume) as run:
+    task = task or load_task(config.task)
+    config = config.resolve()
+    start = Start.new(config, task=task.name) if resume is None else Start.again(resume, config)
+    if done := start.already_done(config):
+        start.lock.close()
+        open_display().message(done)
+        return start.folder.path
+
+    with Run(config, task=task, start=start) as run:
         for step in run.steps():
             batch = run.collect(step)  # 1 prompt, 2 rollout, 3 reward, 4 advantage
-            report = run.learn(batch)  # 5 loss, 6 update
+            report = run.learn(step, batch)  # 5 loss, 6 update
             run.track(step, batch, report)  # 7 log, evaluate, checkpoint
     return run.folder.path

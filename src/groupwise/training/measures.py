@@ -19,7 +19,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     metrics = {
         "advantage/zero_variance": silent / len(batch.drawn),
         "rollout/groups": float(len(batch.groups)),
-        "rollout/replaced": float(len(batch.replaced)),
+        "rollout/replaced": float(batch.replaced),
         "rollout/failed": 1 - len(valid) / len(rollouts),
         "rollout/length": fmean(rollout.length for rollout in rollouts),
         "rollout/length_max": float(max(rollout.length for rollout in rollouts)),

@@ -1,61 +1,67 @@
-"""A run: its parts, where it stands, and its folder."""
+"""A run: its parts, where it stands, and what each stage of a step does with them."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from types import TracebackType
 
+import torch
+
 from groupwise.algo.samples import keep_top_entropy
-from groupwise.config import Config, differences, dump_config, read_config
+from groupwise.config import Config
 from groupwise.engine.engine import Engine
-from groupwise.errors import CheckpointError
-from groupwise.evaluate.held_out import Evaluation
-from groupwise.learner.checkpoint import latest_checkpoint, prune
+from groupwise.engine.sampler import derive_seed
+from groupwise.learner.checkpoint import prune
 from groupwise.learner.learner import Learner
 from groupwise.model.load import load_policy
-from groupwise.tasks import Task
-from groupwise.tracking.display import open_display
-from groupwise.tracking.files import write_atomically
-from groupwise.tracking.log import log_to
-from groupwise.tracking.metrics import MetricsFile
-from groupwise.tracking.rollouts import remove_rollouts_after, write_rollouts
-from groupwise.tracking.run_folder import RunFolder
-from groupwise.tracking.summary import Summary
-from groupwise.tracking.trackers import open_trackers
-from groupwise.training.batch import Batch, Collector
+from groupwise.tasks import Split, Task
+from groupwise.training.batch import Batch, Collector, check_failures
+from groupwise.training.data import split_for
+from groupwise.training.ending import stats_of, summary_of
 from groupwise.training.examiner import Examiner
 from groupwise.training.interrupt import Interrupt
 from groupwise.training.measures import batch_metrics, speed_metrics
-from groupwise.training.state import State, load_learner, read_state, save_state
-
-MAY_CHANGE = ("run.max_steps", "run.save_every", "run.keep_", "run.output_dir", "run.name", "evaluate.", "track.")
-"""Settings that a resumed run may give anew: none of them changes what a step computes."""
+from groupwise.training.recorder import Recorder
+from groupwise.training.start import Start
+from groupwise.training.state import load_learner, save_state
 
 
 class Run:
     """Everything a step needs. Used as a context: leaving it writes the end of the run's story."""
 
-    def __init__(self, config: Config, *, task: Task, folder: RunFolder, checkpoint: Path | None) -> None:
+    def __init__(self, config: Config, *, task: Task, start: Start) -> None:
         self.config = config
-        self.task = task
-        self.folder = folder
-        self.state = State() if checkpoint is None else read_state(checkpoint)
-        self.resources = ExitStack()
-        self.resources.enter_context(folder.lock())
-        self.log = self.resources.enter_context(log_to(folder.log))
-        self.display = open_display()
-        self.resources.callback(self.display.close)
-        self.interrupt = self.resources.enter_context(Interrupt(self.display.message))
-        self.started = time.monotonic()
-        split = task.split(config.task, config.run.seed)
-        self.display.start(config.run.max_steps, f"{task.name} · {config.model.name}", done=self.state.step)
-        self.policy = load_policy(config.model, config.lora, trained=checkpoint, reference=config.algo.beta > 0)
-        self.engine = Engine(self.policy, config.engine)
+        self.folder = start.folder
+        self.state = start.state
+        with ExitStack() as resources:
+            resources.callback(start.withdraw)
+            resources.enter_context(start.lock)
+            split = split_for(config, task)
+            self.recorder = Recorder(
+                start.folder,
+                title=f"{task.name} · {config.model.name}",
+                total=config.run.max_steps,
+                done=start.state.step,
+            )
+            resources.callback(self.recorder.close)
+            self.interrupt = resources.enter_context(Interrupt(self.recorder.display.message))
+            self._load(task, split, start)
+            self.recorder.begin(config, done=self.state.step)
+            self._tell_the_beginning(split)
+            self.resources = resources.pop_all()
+        self.clock = time.monotonic()
+
+    def _load(self, task: Task, split: Split, start: Start) -> None:
+        """Make the parts: policy, engine and learner, and who collects and who examines."""
+        config = self.config
+        torch.manual_seed(derive_seed(config.run.seed, "adapters"))
+        self.policy = load_policy(
+            config.model, config.lora, trained=start.checkpoint, reference=config.algo.beta > 0
+        )
+        engine = Engine(self.policy, config.engine)
         self.learner = Learner(
             self.policy,
             algo=config.algo,
@@ -63,51 +69,43 @@ class Run:
             sampling=config.rollout.sampling,
             max_steps=config.run.max_steps,
         )
-        if checkpoint is not None:
-            load_learner(checkpoint, self.learner, self.state)
-        self.collector = Collector(config, task=task, split=split, codec=self.policy, engine=self.engine)
+        if start.checkpoint is not None:
+            load_learner(start.checkpoint, self.learner, start.state)
+        self.collector = Collector(config, task=task, split=split, codec=self.policy, engine=engine)
         self.examiner = Examiner(
-            config, task=task, examples=split.held_out, codec=self.policy, engine=self.engine, folder=folder
+            config, task=task, examples=split.held_out, codec=self.policy, engine=engine, folder=start.folder
         )
-        self.metrics = MetricsFile(folder.metrics)
-        self._forget_after_checkpoint()
-        self.trackers = open_trackers(
-            config.track,
-            run_name=folder.name,
-            config=asdict(config),
-            folder=folder.path,
-            resumed_from=self.state.step or None,
-        )
-        for tracker in self.trackers:
-            self.resources.callback(tracker.finish)
-        self.log.info("%s step %d", "resumed after" if checkpoint else "started at", self.state.step)
+        self.examiner.recall(start.state)
 
-    @classmethod
-    def open(cls, config: Config, *, task: Task, resume: Path | None) -> Run:
-        """A new run in a new folder, or an old one at its last checkpoint."""
-        if resume is None:
-            folder = RunFolder.create(
-                config.run.output_dir, name=config.run.name, task=task.name, model=config.model.name
-            )
-            write_atomically(folder.config, dump_config(config))
-            return cls(config, task=task, folder=folder, checkpoint=None)
-        folder = RunFolder.open(resume)
-        refuse_other_settings(folder, config)
-        write_atomically(folder.config, dump_config(config))
-        return cls(config, task=task, folder=folder, checkpoint=latest_checkpoint(folder.checkpoints))
+    def _tell_the_beginning(self, split: Split) -> None:
+        for notice in self.config.notices():
+            self.recorder.say(notice)
+        if split.dropped:
+            self.recorder.say(f"{split.dropped} examples are left out: each repeats another or is held out")
+        if not split.held_out:
+            self.recorder.say("there are no held-out examples: accuracy is not measured")
+        if self.examiner.before is not None:
+            self.recorder.evaluation("before", self.examiner.before)
 
     def steps(self) -> Iterator[int]:
         """Yield the steps that are left, measured before and after; stops early on Ctrl-C."""
-        if self.state.step == 0:
-            self._examine("before", step=0)
+        if self.state.step == 0 and not self.interrupt.asked:
+            self._examine(0)
         while self.state.step < self.config.run.max_steps and not self.interrupt.asked:
             yield self.state.step + 1
 
     def collect(self, step: int) -> Batch:
-        return self.collector.collect(step, cursor=self.state.cursor)
+        """Draw, score and compare answers, and write them down before anything else can go wrong."""
+        batch = self.collector.collect(step, cursor=self.state.cursor)
+        if step % self.config.track.rollouts_every == 0:
+            self.recorder.rollouts(step, batch)
+        check_failures(batch, limit=self.config.task.max_failed)
+        return batch
 
-    def learn(self, batch: Batch) -> dict[str, float]:
+    def learn(self, step: int, batch: Batch) -> dict[str, float]:
         """Update the policy and return what the update says of itself."""
+        # Dropout is the one noise that torch draws by itself: it derives from the step too.
+        torch.manual_seed(derive_seed(self.config.run.seed, "update", step))
         started = time.perf_counter()
         samples, sequences, tokens = self.collector.samples(batch)
         samples = keep_top_entropy(samples, share=self.config.algo.top_entropy)
@@ -116,50 +114,33 @@ class Run:
 
     def track(self, step: int, batch: Batch, report: dict[str, float]) -> None:
         """Log the step; evaluate and save when it is time to."""
-        metrics = {**batch_metrics(batch), **report}
-        now = time.monotonic()
-        self.state = replace(
-            self.state,
-            step=step,
-            cursor=batch.cursor,
-            updates=self.learner.updates,
-            seconds=self.state.seconds + now - self.started,
-        )
-        self.started = now
+        self.state = replace(self.state, step=step, cursor=batch.cursor, updates=self.learner.updates)
+        measured = self._examine(step)
+        if measured:
+            self.recorder.samples(step, batch)
+        self.recorder.step(step, {**batch_metrics(batch), **report, **measured})
         last = step == self.config.run.max_steps
-        if last or (self.config.evaluate.every and step % self.config.evaluate.every == 0):
-            metrics |= self._examine("after" if last else f"step-{step:06d}", step=step)
-        if step % self.config.track.rollouts_every == 0:
-            write_rollouts(self.folder.rollouts_at(step), step, batch.drawn)
-        self.metrics.append(step, metrics)
-        self.display.update(step, metrics)
-        self.log.info("step %d %s", step, json.dumps({k: round(v, 5) for k, v in metrics.items()}))
-        for tracker in self.trackers:
-            tracker.log(step, metrics)
         if last or step % self.config.run.save_every == 0 or self.interrupt.asked:
             self._save()
 
-    def _examine(self, name: str, *, step: int) -> dict[str, float]:
-        """Measure held-out accuracy without touching the training state."""
-        if self.config.evaluate.skip or not self.examiner.examples:
+    def _examine(self, step: int) -> dict[str, float]:
+        """Measure held-out accuracy if it is time to, without touching the training state."""
+        if not self.examiner.due(step):
             return {}
-        result = self.examiner.examine(name, learner=self.learner, cursor=self.state.cursor)
-        self.display.evaluation(name, result.intervals())
-        self.log.info("evaluation %s: %s", name, result.summary())
-        if step:
-            self.state = self.state.with_accuracy(result.average.mean)
+        result = self.examiner.examine(step, learner=self.learner)
+        last = step == self.config.run.max_steps
+        self.recorder.evaluation("before" if step == 0 else "after" if last else f"at step {step}", result)
+        if step > 0:
+            self.state = self.state.with_accuracy(sum(result.averages) / len(result.averages))
         return result.metrics()
 
     def _save(self) -> None:
-        path = save_state(self.folder.checkpoints, self.state, policy=self.policy, learner=self.learner)
+        now = time.monotonic()
+        self.state = replace(self.state, seconds=self.state.seconds + now - self.clock)
+        self.clock = now
+        save_state(self.folder.checkpoints, self.state, policy=self.policy, learner=self.learner)
         best = self.state.best_step if self.config.run.keep_best else None
         prune(self.folder.checkpoints, keep_last=self.config.run.keep_last, best=best)
-        self.log.info("saved %s", path)
-
-    def _forget_after_checkpoint(self) -> None:
-        """Drop what a killed session wrote after its last checkpoint: those steps are made again."""
-        self.metrics.truncate_after(self.state.step)
-        remove_rollouts_after(self.folder.rollouts, self.state.step)
 
     def __enter__(self) -> Run:
         return self
@@ -167,55 +148,13 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self.recorder.fail(error)
+            self.resources.__exit__(kind, error, trace)
+            return
         with self.resources:
-            if error is not None:
-                self.log.error("stopped by %s: %s", type(error).__name__, error)
-                return
-            summary = self._summary()
-            write_atomically(self.folder.stats, json.dumps(self._stats(summary), indent=1))
-            self.display.finish(summary)
-
-    def _summary(self) -> Summary:
-        done = self.state.step == self.config.run.max_steps
-        run = self.folder.path
-        before, after = self.examiner.before, self.examiner.latest
-        resume = (f"groupwise train --resume {run}", "goes on from here")
-        commands = (
-            (f"groupwise eval {run}", "measures it again on held-out examples"),
-            (
-                f"groupwise train --resume {run} run.max_steps={2 * self.config.run.max_steps}",
-                "trains on, exactly as if it had not stopped",
-            ),
-            ("groupwise train --seed 1", "the same with other noise: is the gain real?"),
-        )
-        return Summary(
-            headline=f"{self.state.step} steps done" if done else f"stopped after step {self.state.step}",
-            seconds=self.state.seconds,
-            folder=run,
-            before=before.intervals() if before else {},
-            after=after.intervals() if after else {},
-            next_commands=commands if done else (resume, commands[0], commands[2]),
-        )
-
-    def _stats(self, summary: Summary) -> dict[str, object]:
-        def as_json(result: Evaluation | None) -> dict[str, float] | None:
-            return result.metrics() if result else None
-
-        return {
-            "steps": self.state.step,
-            "optimizer_steps": self.state.updates,
-            "seconds": round(summary.seconds, 3),
-            "best_step": self.state.best_step,
-            "before": as_json(self.examiner.before),
-            "after": as_json(self.examiner.latest),
-        }
-
-
-def refuse_other_settings(folder: RunFolder, config: Config) -> None:
-    """A resumed run computes what it computed before: only settings around it may change."""
-    stored = read_config(folder.config)
-    changed = [line for line in differences(stored, config) if not line.startswith(MAY_CHANGE)]
-    if changed:
-        raise CheckpointError(
-            f"a resumed run keeps its settings, but these differ: {'; '.join(changed)}; start a new run instead"
-        )
+            before, after = self.examiner.before, self.examiner.after
+            self.recorder.end(
+                summary_of(self.config, self.state, folder=self.folder, before=before, after=after),
+                stats_of(self.state, before=before, after=after),
+            )

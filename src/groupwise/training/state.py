@@ -68,11 +68,12 @@ def load_learner(checkpoint: Path, learner: Learner, state: State) -> None:
     learner.updates = state.updates
 
 
-def fingerprint(policy: Policy, learner: Learner, *, cursor: int) -> tuple[object, ...]:
-    """A value that changes when the training state does: bit sums of the weights, and every counter."""
+def fingerprint(policy: Policy, learner: Learner) -> tuple[object, ...]:
+    """Return a value that changes when the training state does: bit sums of the weights, and counters."""
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = tuple(
-        int(p.detach().view(whole[p.element_size()]).sum(dtype=torch.int64)) for p in policy.trainable().values()
+        int(p.detach().view(whole[p.element_size()]).sum(dtype=torch.int64))
+        for p in policy.trainable().values()
     )
     gradients = any(p.grad is not None for p in policy.trainable().values())
-    return sums, gradients, policy.model.training, learner.updates, cursor, torch.random.get_rng_state().sum().item()
+    return sums, gradients, policy.model.training, learner.updates, torch.random.get_rng_state().sum().item()

@@ -1,0 +1,99 @@
+"""Our side of `against_trl`: the parts of `groupwise train`, put together as `training.run` does.
+
+python benchmarks/side_groupwise.py JOB.json RESULT.json
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from machine import peak_rss
+from workload import Job, Result, Step, digest, examples, read_job, split, task, write_result
+
+from groupwise.algo.samples import keep_top_entropy
+from groupwise.config.sections import (
+    AlgoConfig,
+    Config,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    RolloutConfig,
+    RunConfig,
+)
+from groupwise.engine.engine import Engine
+from groupwise.learner.learner import Learner
+from groupwise.model.load import load_policy
+from groupwise.training.batch import Collector
+
+
+def config_for(job: Job) -> Config:
+    return Config(
+        model=ModelConfig(name=job.model, dtype="float32", device="cpu"),
+        lora=LoraConfig(r=job.lora_r),
+        # Nothing is refilled: both sides draw the same number of answers.
+        rollout=RolloutConfig(
+            prompts=job.prompts, group_size=job.group_size, max_tokens=job.max_tokens, refill=0
+        ),
+        algo=AlgoConfig(loss="dapo", beta=0.0),
+        optim=OptimConfig(learning_rate=job.learning_rate),
+        run=RunConfig(seed=job.seed, max_steps=job.warm_up + job.steps),
+    ).resolve()
+
+
+def run(job: Job) -> Result:
+    torch.set_num_threads(job.threads)
+    config = config_for(job)
+    policy = load_policy(config.model, config.lora)
+    if job.fixed_length:
+        policy.end_tokens = frozenset()
+    engine = Engine(policy, config.engine)
+    learner = Learner(
+        policy,
+        algo=config.algo,
+        optim=config.optim,
+        sampling=config.rollout.sampling,
+        max_steps=config.run.max_steps,
+    )
+    collector = Collector(config, task=task(), split=split(job), codec=policy, engine=engine)
+    start_gb = peak_rss()
+    prompts = [policy.encode(task().ask(example)) for example in examples(job)]
+    steps: list[Step] = []
+    cursor = 0
+    for number in range(1, config.run.max_steps + 1):
+        started, cpu = time.perf_counter(), time.process_time()
+        batch = collector.collect(number, cursor=cursor)
+        collected = time.perf_counter()
+        samples, sequences, tokens = collector.samples(batch)
+        samples = keep_top_entropy(samples, share=config.algo.top_entropy)
+        learner.update(samples, sequences=sequences, tokens=tokens)
+        ended = time.perf_counter()
+        steps.append(
+            Step(
+                seconds=ended - started,
+                cpu_seconds=time.process_time() - cpu,
+                generating=batch.rollout_seconds,
+                scoring=collected - started - batch.rollout_seconds,
+                updating=ended - collected,
+                trained_tokens=sum(sample.length for sample in samples),
+                prompts=digest(prompts[cursor : batch.cursor]),
+            )
+        )
+        cursor = batch.cursor
+    trained = policy.trainable().values()
+    return Result(
+        steps=tuple(steps),
+        trained_parameters=sum(parameter.numel() for parameter in trained),
+        dtype=str(policy.head_weight.dtype),
+        prompt_tokens=max(map(len, prompts)),
+        start_gb=start_gb,
+        peak_gb=peak_rss(),
+        versions={"torch": torch.__version__, "transformers": transformers.__version__},
+    )
+
+
+if __name__ == "__main__":
+    write_result(Path(sys.argv[2]), run(read_job(Path(sys.argv[1]))))

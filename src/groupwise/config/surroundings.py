@@ -1,0 +1,79 @@
+"""The sections around the learning: the generator, evaluation, the run and its folder, tracking."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from groupwise.config.checks import between, one_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The in-process generator."""
+
+    max_sequences: int = 512
+    """Sequences decoded at once."""
+    block_size: int = 16
+    """Tokens in one block of the KV cache."""
+    kv_tokens: int | None = None
+    """Size of the KV cache in tokens. None: room for `max_sequences` of the longest kind."""
+
+    def __post_init__(self) -> None:
+        between("engine.max_sequences", self.max_sequences, 1)
+        between("engine.block_size", self.block_size, 1)
+        between("engine.kv_tokens", self.kv_tokens, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateConfig:
+    """Held-out accuracy, before, during and after."""
+
+    every: int = 20
+    """Steps between evaluations; 0: only before and after. Turned off whole by `skip`."""
+    samples: int = 8
+    """Sampled answers to each held-out prompt (avg@k, pass@k), at the training temperature."""
+    during: int = 128
+    """Held-out examples in an evaluation during the run; before and after use all."""
+    skip: bool = False
+
+    def __post_init__(self) -> None:
+        between("evaluate.every", self.every, 0)
+        between("evaluate.samples", self.samples, 1)
+        between("evaluate.during", self.during, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """The run and its folder."""
+
+    max_steps: int = 60
+    seed: int = 0
+    output_dir: str = "runs"
+    name: str | None = None
+    """Folder under output_dir. None: task, model and time."""
+    save_every: int = 10
+    """Steps between checkpoints (one is also written at the end and on Ctrl-C)."""
+    keep_last: int = 2
+    keep_best: bool = True
+    """Also keep the checkpoint with the best held-out accuracy."""
+
+    def __post_init__(self) -> None:
+        between("run.max_steps", self.max_steps, 1)
+        between("run.save_every", self.save_every, 1)
+        between("run.keep_last", self.keep_last, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackConfig:
+    """Where metrics go besides the run folder."""
+
+    trackers: tuple[str, ...] | None = None
+    """trackio, wandb, tensorboard. None: trackio when it is installed."""
+    project: str = "groupwise"
+    rollouts_every: int = 1
+    """Steps between Parquet files of rollouts."""
+
+    def __post_init__(self) -> None:
+        for name in self.trackers or ():
+            one_of("track.trackers", name, ("trackio", "wandb", "tensorboard"))
+        between("track.rollouts_every", self.rollouts_every, 1)

@@ -1,0 +1,84 @@
+"""What a user may name to be measured: a run, one of its checkpoints, an adapter, or a model."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise.config import read_config
+from groupwise.config.sections import TINY
+from groupwise.errors import ConfigError
+from groupwise.learner.checkpoint import CHECKSUMS, latest_checkpoint, verify
+from groupwise.tracking.run_folder import RunFolder
+
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+ADAPTER = "adapter_config.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The weights to measure, and the run they come from."""
+
+    name: str
+    """As the user wrote it."""
+    base: str | None = None
+    """The model by name; None: the run's own."""
+    trained: Path | None = None
+    """A folder with the weights, or the adapter on `base`, to measure."""
+    rank: int = 0
+    """Of that adapter; 0: `trained` is a whole model."""
+    run: RunFolder | None = None
+
+    @property
+    def description(self) -> str:
+        return str(self.trained or self.base)
+
+
+def find_target(name: str) -> Target:
+    """Tell what a name means; raise ConfigError when it means nothing."""
+    path = Path(name).expanduser()
+    if name != TINY and path.is_dir():
+        if (path / "config.yaml").is_file():
+            return of_run(name, RunFolder(path))
+        if (path / CHECKSUMS).is_file() and run_of(path).config.is_file():
+            return of_checkpoint(name, path)
+        if (path / ADAPTER).is_file():
+            adapter = read_json(path / ADAPTER)
+            return Target(name=name, base=adapter["base_model_name_or_path"], trained=path, rank=adapter["r"])
+        if (path / "config.json").is_file():
+            return Target(name=name, base=str(path))
+        raise ConfigError(f"{name} holds neither a run (config.yaml) nor a model (config.json, {ADAPTER})")
+    if path.exists() or not HUB_NAME.fullmatch(name):
+        raise ConfigError(f"{name} is neither the folder of a run or a model nor the name of a model")
+    return Target(name=name, base=name)
+
+
+def of_run(name: str, run: RunFolder) -> Target:
+    """A run is measured at its last checkpoint."""
+    checkpoint = latest_checkpoint(run.checkpoints)
+    if checkpoint is None:
+        raise ConfigError(f"{name} has no checkpoint yet: go on with groupwise train --resume {name}")
+    return of_checkpoint(name, checkpoint)
+
+
+def of_checkpoint(name: str, checkpoint: Path) -> Target:
+    """A checkpoint is checked; its run's settings say whether it holds an adapter, and on which model."""
+    verify(checkpoint)
+    run = run_of(checkpoint)
+    return Target(name=name, trained=checkpoint, rank=read_config(run.config).lora.r or 0, run=run)
+
+
+def run_of(checkpoint: Path) -> RunFolder:
+    """Return the folder that holds the folder `checkpoints`, whether or not it is a run's."""
+    return RunFolder(checkpoint.resolve().parent.parent)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    return record

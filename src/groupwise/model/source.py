@@ -1,0 +1,77 @@
+"""Where a model's files are: the built-in folder, the user's, or the Hugging Face cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from groupwise.config.sections import TINY
+from groupwise.errors import ConfigError
+
+TINY_FOLDER = Path(__file__).parent / "tiny"
+
+NEEDED = {
+    "config.json": ("config.json",),
+    "weights (*.safetensors)": ("*.safetensors",),
+    "a tokenizer (tokenizer.json)": ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json"),
+}
+"""What a model's folder must hold, and how it is recognised."""
+
+
+def model_folder(name: str) -> Path:
+    """Return the folder with everything that the model called `name` is loaded from.
+
+    A model that was downloaded before needs no network; another one is downloaded whole.
+    """
+    if name == TINY:
+        return TINY_FOLDER
+    path = Path(name).expanduser()
+    if path.is_dir():
+        lacking = missing_files(path)
+        if lacking:
+            raise ConfigError(f"the model folder {name} lacks {' and '.join(lacking)}")
+        return path
+    if path.exists() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ConfigError(f"model.name: {name} is not a folder; give {TINY}, a folder or a Hugging Face name")
+    return _cached(name) or _downloaded(name)
+
+
+def missing_files(folder: Path) -> list[str]:
+    """What a folder lacks to be loaded as a model."""
+    return [
+        what
+        for what, patterns in NEEDED.items()
+        if not any(next(folder.glob(pattern), None) for pattern in patterns)
+    ]
+
+
+def _cached(name: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(name, local_files_only=True))
+    except (OSError, ValueError):
+        return None
+    return folder if not missing_files(folder) else None
+
+
+def _downloaded(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=["*/*"]))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.name: {name} is neither a folder nor in the Hugging Face cache, "
+            f"and cannot be downloaded: {first_line(error)}"
+        ) from error
+    lacking = missing_files(folder)
+    if lacking:
+        raise ConfigError(f"the Hugging Face model {name} lacks {' and '.join(lacking)}")
+    return folder
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, as one sentence of ours can quote it."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:300]

@@ -1,0 +1,106 @@
+"""Everything a run says: on the screen, in its folder and to trackers."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any
+
+from groupwise.config import Config, dump_config
+from groupwise.evaluate.held_out import Evaluation, as_text
+from groupwise.tracking.display import open_display
+from groupwise.tracking.files import write_atomically
+from groupwise.tracking.log import log_to
+from groupwise.tracking.metrics import MetricsFile
+from groupwise.tracking.rollouts import remove_rollouts_after, write_rollouts
+from groupwise.tracking.run_folder import RunFolder
+from groupwise.tracking.summary import Summary
+from groupwise.tracking.trackers import Tracker, open_trackers
+from groupwise.training.batch import Batch
+
+logger = logging.getLogger(__name__)
+
+SAMPLE_ROWS = 4
+"""Rollouts that trackers get to show at an evaluation."""
+
+
+class Recorder:
+    """Shows the run from its making on, and writes once `begin` is called."""
+
+    def __init__(self, folder: RunFolder, *, title: str, total: int, done: int) -> None:
+        self.folder = folder
+        self.metrics = MetricsFile(folder.metrics)
+        self.trackers: list[Tracker] = []
+        self.resources = ExitStack()
+        self.display = open_display()
+        self.resources.callback(self.display.close)
+        self.display.start(total, title, done=done)
+
+    def begin(self, config: Config, *, done: int) -> None:
+        """Open the folder's files; forget what a killed session wrote after step `done`: it is made again."""
+        for folder in (self.folder.path, self.folder.rollouts):
+            for leftover in folder.glob(".*.tmp-*"):
+                leftover.unlink()
+        self.metrics.truncate_after(done)
+        remove_rollouts_after(self.folder.rollouts, done)
+        write_atomically(self.folder.config, dump_config(config))
+        self.resources.enter_context(log_to(self.folder.log))
+        self.trackers = open_trackers(
+            config.track,
+            run_name=self.folder.name,
+            config=asdict(config),
+            folder=self.folder.path,
+            resumed_from=done or None,
+        )
+        for tracker in self.trackers:
+            self.resources.callback(tracker.finish)
+        logger.info("%s step %d", "resumed after" if done else "started at", done)
+
+    def say(self, sentence: str) -> None:
+        """Say something that a reader of the screen or of the log should know."""
+        self.display.message(sentence)
+        logger.info(sentence)
+
+    def rollouts(self, step: int, batch: Batch) -> None:
+        write_rollouts(self.folder.rollouts_at(step), step, batch.drawn)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.metrics.append(step, metrics)
+        self.display.update(step, metrics)
+        logger.info(
+            "step %d %s", step, json.dumps({name: round(value, 5) for name, value in metrics.items()})
+        )
+        for tracker in self.trackers:
+            tracker.log(step, metrics)
+
+    def evaluation(self, when: str, result: Evaluation) -> None:
+        self.display.evaluation(when, result.intervals())
+        logger.info("evaluation %s: %s", when, result.summary())
+
+    def samples(self, step: int, batch: Batch) -> None:
+        for tracker in self.trackers:
+            tracker.samples(step, sample_rows(batch))
+
+    def end(self, summary: Summary, stats: Mapping[str, object]) -> None:
+        write_atomically(self.folder.stats, json.dumps(stats, indent=1))
+        self.display.finish(summary)
+
+    def fail(self, error: BaseException) -> None:
+        """Note why the run did not come to its end."""
+        logger.error("stopped by %s: %s", type(error).__name__, error)
+        if isinstance(error, KeyboardInterrupt):
+            self.display.message(f"stopped at once; groupwise train --resume {self.folder.path} goes on")
+
+    def close(self) -> None:
+        self.resources.close()
+
+
+def sample_rows(batch: Batch) -> list[dict[str, Any]]:
+    """Return an answer to each of the first prompts, to read."""
+    rollouts = [group.rollouts[0] for group in batch.drawn[:SAMPLE_ROWS]]
+    return [
+        {"prompt": as_text(r), "text": r.text, "reward": r.reward, "error": r.error or ""} for r in rollouts
+    ]

@@ -1,0 +1,90 @@
+"""Where a run begins: in a new folder, or at the last checkpoint of an old one."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from groupwise.config import Config, differences, read_config
+from groupwise.errors import CheckpointError
+from groupwise.learner.checkpoint import latest_checkpoint
+from groupwise.tracking.run_folder import RunFolder
+from groupwise.training.state import State, read_state
+
+MAY_CHANGE = ("run.max_steps", "run.save_every", "run.keep_", "evaluate.", "track.")
+"""Settings that a resumed run may give anew: none of them changes what a step computes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """A run's folder, claimed for this process, and where in it to go on. Nothing is written yet."""
+
+    folder: RunFolder
+    lock: IO[str]
+    """Held until it is closed."""
+    state: State
+    checkpoint: Path | None
+    """None: from the very beginning."""
+
+    @classmethod
+    def new(cls, config: Config, *, task: str) -> Start:
+        folder = RunFolder.create(
+            config.run.output_dir, name=config.run.name, task=task, model=config.model.name
+        )
+        return cls(folder=folder, lock=folder.lock(), state=State(), checkpoint=None)
+
+    @classmethod
+    def again(cls, path: Path, config: Config) -> Start:
+        """Go on after the last checkpoint, every byte of it checked, or anew when there is none."""
+        folder = RunFolder.open(path)
+        lock = folder.lock()
+        try:
+            refuse_other_settings(read_config(folder.config), config)
+            checkpoint = latest_checkpoint(folder.checkpoints)
+            state = State() if checkpoint is None else read_state(checkpoint)
+        except BaseException:
+            lock.close()
+            raise
+        return cls(folder=folder, lock=lock, state=state, checkpoint=checkpoint)
+
+    def already_done(self, config: Config) -> str | None:
+        """Say so when no step is left and the last session told its story to the end."""
+        if self.state.step < config.run.max_steps or steps_in(self.folder.stats) != self.state.step:
+            return None
+        return (
+            f"{self.folder.path} is finished: its {self.state.step} steps are done; to train on, "
+            f"groupwise train --resume {self.folder.path} run.max_steps={2 * self.state.step}"
+        )
+
+    def withdraw(self) -> None:
+        """Take a new folder back if nothing came of it: a mistake leaves no empty run behind."""
+        if not self.folder.config.exists():
+            with suppress(OSError):
+                (self.folder.path / ".lock").unlink(missing_ok=True)
+                self.folder.path.rmdir()
+
+
+def refuse_other_settings(stored: Config, config: Config) -> None:
+    """A resumed run computes what it computed before: only settings around it may change."""
+    changed = [line for line in differences(stored, config) if not line.startswith(MAY_CHANGE)]
+    if changed:
+        raise CheckpointError(
+            f"a resumed run keeps its settings, but these differ: {'; '.join(changed)}; start a new run"
+        )
+    if stored.run.max_steps != config.run.max_steps and stored.optim.schedule != "constant":
+        raise CheckpointError(
+            f"run.max_steps cannot change where optim.schedule={stored.optim.schedule}, whose learning "
+            "rate has been falling towards the last step; start a new run"
+        )
+
+
+def steps_in(stats: Path) -> int | None:
+    """Return the steps that the last session to end well says were done."""
+    try:
+        steps: int = json.loads(stats.read_text(encoding="utf-8"))["steps"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return steps

@@ -1,0 +1,72 @@
+"""What `import groupwise as gw` offers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import groupwise as gw
+from groupwise.config import read_config
+from small_runs import run_command, traces
+
+
+def lucky(rollout: gw.Rollout, example: gw.Example) -> float:
+    return sum(map(ord, rollout.text)) % 3 / 2
+
+
+TASK = gw.Task(
+    name="lucky",
+    examples=[{"n": n} for n in range(9)],
+    prompt=lambda row: f"{row['n']}?",
+    rewards={"lucky": lucky},
+)
+SMALL: dict[str, Any] = {
+    "max_tokens": 5,
+    "batch_size": 2,
+    "group_size": 3,
+    "no_trackio": True,
+    "skip_evaluation": True,
+    "model": {"device": "cpu"},
+}
+
+
+def test_every_public_name_exists():
+    assert [name for name in gw.__all__ if not hasattr(gw, name)] == []
+
+
+def test_importing_the_package_does_not_import_torch():
+    code = "import groupwise, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_run_goes_on_from_python_with_its_own_settings(tmp_path):
+    whole = gw.train(TASK, max_steps=4, output_dir=tmp_path, run_name="whole", run={"save_every": 2}, **SMALL)
+    run = gw.train(TASK, max_steps=2, output_dir=tmp_path, run_name="part", run={"save_every": 2}, **SMALL)
+    assert gw.train(TASK, resume=run, max_steps=4) == run
+    assert traces(run) == traces(whole)
+    assert read_config(run / "config.yaml").rollout.max_tokens == 5
+
+
+def test_resuming_refuses_other_settings_and_folders_that_are_no_runs(tmp_path):
+    run = gw.train(TASK, max_steps=1, output_dir=tmp_path, run_name="run", **SMALL)
+    with pytest.raises(gw.ConfigError, match=r"these differ: optim\.epochs: 1 → 2"):
+        gw.train(TASK, resume=run, optim={"epochs": 2})
+    with pytest.raises(gw.ConfigError, match="there is no run folder"):
+        gw.train(TASK, resume=tmp_path / "none")
+
+
+def test_a_run_of_a_task_from_python_cannot_be_resumed_from_the_shell(tmp_path):
+    run = gw.train(TASK, max_steps=1, output_dir=tmp_path, run_name="run", **SMALL)
+    ended = run_command("train", "--resume", str(run))
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert "the task 'lucky' of" in ended.err
+    assert "was defined in Python" in ended.err
+
+
+@pytest.mark.parametrize("wrong", [{"max_step": 1}, {"optim": {"epoch": 2}}, {"learning_rate": "fast"}])
+def test_a_wrong_setting_is_a_config_error(wrong):
+    with pytest.raises(gw.ConfigError):
+        gw.train(TASK, **wrong)

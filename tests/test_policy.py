@@ -1,0 +1,257 @@
+"""A policy is a Hugging Face model in and out; what cannot work is refused in one sentence."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, MistralConfig
+
+from groupwise.config.sections import LoraConfig, ModelConfig
+from groupwise.errors import ConfigError
+from groupwise.model.load import TINY_FOLDER, check_attention, load_policy
+from groupwise.model.packed import PackedLayout
+from groupwise.model.policy import Policy
+from small_models import policy_of, small_model, tiny_tokenizer
+
+FULL = LoraConfig(r=0)
+CPU = torch.device("cpu")
+
+
+def model_config(name: object = "tiny", **settings: Any) -> ModelConfig:
+    return ModelConfig(name=str(name), device="cpu", **{"dtype": "float32", **settings})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the built-in model's folder, to break."""
+    return Path(shutil.copytree(TINY_FOLDER, tmp_path / "model"))
+
+
+def our_logits(policy: Policy, tokens: Tensor) -> Tensor:
+    layout = PackedLayout.build([(len(tokens), ())], device=CPU)
+    with torch.no_grad():
+        return policy.logits(policy.hidden(tokens, torch.arange(len(tokens)), layout))
+
+
+TOKENS = torch.arange(40, 70)
+
+
+def test_a_plain_prompt_goes_through_the_chat_template() -> None:
+    policy, tokenizer = policy_of(small_model()), tiny_tokenizer()
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "1 + 1"}], tokenize=False, add_generation_prompt=True
+    )
+    assert tokenizer.decode(policy.encode("1 + 1")) == text
+    assert "1 + 1" in text
+
+
+def test_a_last_message_of_the_assistant_is_continued_not_closed() -> None:
+    policy, tokenizer = policy_of(small_model()), tiny_tokenizer()
+    asked = [{"role": "user", "content": "1 + 1"}]
+    prefilled = [*asked, {"role": "assistant", "content": "Let me see. "}]
+    assert policy.encode(prefilled) == policy.encode(asked) + tuple(
+        tokenizer("Let me see. ", add_special_tokens=False)["input_ids"]
+    )
+    assert policy.encode(prefilled)[-1] not in policy.end_tokens
+
+
+def test_without_a_chat_template_the_text_itself_is_the_prompt() -> None:
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.chat_template = None
+    policy = Policy(small_model(), tokenizer)
+    assert policy.decode(policy.encode("1 + 1")) == "1 + 1"
+    both = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1"}]
+    assert policy.decode(policy.encode(both)) == "Be brief.\n1 + 1"
+
+
+def test_decoding_gives_back_the_text_without_the_end_token() -> None:
+    policy, tokenizer = policy_of(small_model()), tiny_tokenizer()
+    tokens = tokenizer("a  b .", add_special_tokens=False)["input_ids"]
+    assert policy.decode([*tokens, tokenizer.eos_token_id]) == "a  b ."
+
+
+@pytest.mark.parametrize(("named", "expected"), [([5, 9], {5, 9}), (7, {7}), (None, set())])
+def test_every_end_token_that_the_files_name_ends_an_answer(named: Any, expected: set[int]) -> None:
+    model = small_model()
+    model.generation_config.eos_token_id = named
+    assert Policy(model, tiny_tokenizer()).end_tokens == expected | {tiny_tokenizer().eos_token_id}
+
+
+def test_trainable_parameters_are_all_of_them_or_the_adapters() -> None:
+    full = policy_of(small_model(tie_word_embeddings=True))
+    assert "model.embed_tokens.weight" in full.trainable()
+    assert "lm_head.weight" not in full.trainable()  # tied: once
+    adapted = load_policy(model_config(), LoraConfig(r=2))
+    assert adapted.trainable()
+    assert all("lora_" in name for name in adapted.trainable())
+    assert all(p.dtype == torch.float32 for p in adapted.trainable().values())
+
+
+def test_adapters_of_a_half_precision_model_keep_full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    policy = load_policy(model_config(dtype="bfloat16"), LoraConfig(r=2))
+    assert policy.head_weight.dtype == torch.bfloat16
+    assert {p.dtype for p in policy.trainable().values()} == {torch.float32}
+
+
+def test_a_saved_model_loads_with_transformers_alone(tmp_path: Path) -> None:
+    policy = load_policy(model_config(), FULL)
+    with torch.no_grad():
+        for parameter in policy.trainable().values():
+            parameter += 0.01
+    policy.save(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        expected = loaded(TOKENS[None]).logits[0]
+    torch.testing.assert_close(our_logits(policy, TOKENS), expected, rtol=1e-4, atol=1e-4)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.chat_template == tiny_tokenizer().chat_template
+    again = load_policy(model_config(), FULL, trained=tmp_path)
+    assert torch.equal(our_logits(again, TOKENS), our_logits(policy, TOKENS))
+
+
+def test_a_saved_adapter_loads_with_peft_alone(tmp_path: Path) -> None:
+    policy = load_policy(model_config(), LoraConfig(r=2))
+    with torch.no_grad():
+        for parameter in policy.trainable().values():
+            parameter += 0.1
+    policy.save(tmp_path)
+    assert not list(tmp_path.glob("model*.safetensors"))
+    base = AutoModelForCausalLM.from_pretrained(TINY_FOLDER, dtype=torch.float32)
+    with torch.no_grad():
+        plain = base(TOKENS[None]).logits[0]
+        adapted = peft.PeftModel.from_pretrained(base, tmp_path)(TOKENS[None]).logits[0]
+    ours = our_logits(policy, TOKENS)
+    assert (ours - plain).abs().max() > 1e-3
+    torch.testing.assert_close(ours, adapted, rtol=1e-4, atol=1e-4)
+    with policy.reference() as reference:
+        torch.testing.assert_close(our_logits(reference, TOKENS), plain, rtol=1e-4, atol=1e-4)
+    again = load_policy(model_config(), LoraConfig(r=2), trained=tmp_path)
+    assert torch.equal(our_logits(again, TOKENS), ours)
+    assert again.trainable().keys() == policy.trainable().keys()
+
+
+def test_the_reference_of_a_full_policy_stays_the_model_that_was_named(tmp_path: Path) -> None:
+    first = load_policy(model_config(), FULL)
+    before = our_logits(first, TOKENS)
+    with torch.no_grad():
+        first.head_weight.add_(0.05)
+    first.save(tmp_path)
+    resumed = load_policy(model_config(), FULL, trained=tmp_path, reference=True)
+    assert not torch.equal(our_logits(resumed, TOKENS), before)
+    with resumed.reference() as reference:
+        assert torch.equal(our_logits(reference, TOKENS), before)
+        assert not reference.trainable()
+
+
+def test_nothing_is_printed_while_loading_and_saving(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    load_policy(model_config(), FULL).save(tmp_path)
+    load_policy(model_config(), FULL, trained=tmp_path, reference=True)
+    load_policy(model_config(), LoraConfig(r=2)).save(tmp_path / "adapter")
+    assert capfd.readouterr() == ("", "")
+
+
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MistralConfig(**SHAPE, sliding_window=4),
+        Gemma2Config(**SHAPE, attn_logit_softcapping=1.0, final_logit_softcapping=None, sliding_window=4096),
+        Gemma2Config(**SHAPE, attn_logit_softcapping=None, final_logit_softcapping=1.0, sliding_window=4096),
+    ],
+    ids=["short sliding window", "capped scores", "capped logits"],
+)
+def test_a_model_that_computes_something_else_is_refused(config: Any) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with pytest.raises(ConfigError, match=r"the model 'odd' .*(not supported|does not accept)"):
+        check_attention(model, name="odd")
+
+
+def test_a_long_sliding_window_bounds_the_context() -> None:
+    torch.manual_seed(0)
+    config = MistralConfig(**SHAPE, sliding_window=48, max_position_embeddings=4096)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    assert policy_of(model).context_length == 48
+
+
+@pytest.mark.parametrize(
+    ("removed", "missing"),
+    [
+        (("config.json",), "config.json"),
+        (("model.safetensors",), "weights"),
+        (("tokenizer.json",), "a tokenizer"),
+        (("config.json", "model.safetensors"), r"config.json and weights"),
+    ],
+)
+def test_an_incomplete_folder_is_refused_by_what_it_lacks(
+    folder: Path, removed: tuple[str, ...], missing: str
+) -> None:
+    for name in removed:
+        (folder / name).unlink()
+    with pytest.raises(ConfigError, match=f"lacks {missing}"):
+        load_policy(model_config(folder), FULL)
+
+
+def test_damaged_weights_are_refused(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match="cannot load the model in"):
+        load_policy(model_config(folder), FULL)
+
+
+def test_weights_that_lack_a_tensor_are_refused_not_made_up(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] += 1
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"lack 9 of the model's tensors, such as model\.layers"):
+        load_policy(model_config(folder), FULL)
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "a/b/c", "~/nowhere/at/all"])
+def test_a_folder_that_is_not_there_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="is not a folder"):
+        load_policy(model_config(name), FULL)
+
+
+@pytest.mark.parametrize("name", ["no-such-owner/no-such-model", "tinny"])
+def test_a_hub_name_without_network_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is neither a folder nor in the Hugging Face cache"):
+        load_policy(model_config(name), FULL)
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (("lm_head",), "output layer"),
+        (("q_proj", "embed_tokens"), "embeddings"),
+        (("no_such_module",), "no_such_module"),
+    ],
+)
+def test_adapter_targets_that_cannot_work_are_refused(targets: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_policy(model_config(), LoraConfig(r=2, targets=targets))

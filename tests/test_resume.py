@@ -1,0 +1,190 @@
+"""A run that was killed, interrupted or extended ends as if it had never stopped, bit for bit."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from small_runs import (
+    INTERRUPT,
+    KILL,
+    SMALL,
+    TERMINATE,
+    Blow,
+    lasting_metrics,
+    run_command,
+    task_file,
+    traces,
+)
+
+VARIANTS = {
+    "full": ("algo.beta=0.1", "optim.epochs=2", "optim.minibatches=2", "rollout.refill=2"),
+    "lora": ("lora.r=4", "algo.beta=0.1", "rollout.refill=1", "optim.schedule=linear"),
+}
+
+
+def words(folder: Path, name: str, *more: str) -> list[str]:
+    return ["train", str(folder / "luck.py"), f"run.output_dir={folder}", f"run.name={name}", *SMALL, *more]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    task_file(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(place) -> dict[str, Path]:
+    for name, settings in VARIANTS.items():
+        assert run_command(*words(place, f"whole-{name}", *settings)).code == 0
+    return {name: place / f"whole-{name}" for name in VARIANTS}
+
+
+def assert_same(run: Path, whole: Path, *, besides: str = "nothing") -> None:
+    """Compare two runs but for the checkpoint that only an interrupted one has."""
+    found = {name: content for name, content in traces(run).items() if besides not in name}
+    expected = traces(whole)
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if found[name] != expected[name]] == []
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_killed_at_any_moment_and_resumed_it_gives_the_same_bits(place, uninterrupted, variant):
+    whole = uninterrupted[variant]
+    assert any(row["rollout/replaced"] > 0 for row in lasting_metrics(whole))
+    run = place / f"killed-{variant}"
+    rng = random.Random(variant)
+    blows = [
+        Blow("rollouts/", KILL, nth=2),  # in step 1 or 2: before the first checkpoint
+        Blow(".step-000002.tmp-", KILL, nth=rng.randint(2, 6)),  # inside the writing of a checkpoint
+        Blow(f"{run.name}/", KILL, nth=rng.randint(10, 60)),  # anywhere
+        Blow(".step-000004.tmp-", KILL, nth=3),  # inside the writing of the last one
+    ]
+    start = words(place, run.name, *VARIANTS[variant])
+    codes = [run_command(*start, blows=[blows[0]]).code]
+    codes += [run_command("train", "--resume", str(run), blows=[blow]).code for blow in blows[1:]]
+    assert codes == [-KILL] * len(blows)
+    assert run_command("train", "--resume", str(run)).code == 0
+    assert_same(run, whole)
+    assert not list(run.glob("**/.*tmp*"))
+
+
+def test_one_interrupt_finishes_the_step_saves_and_exits_with_130(place, uninterrupted):
+    run = place / "interrupted"
+    ended = run_command(
+        *words(place, run.name, *VARIANTS["full"]), blows=[Blow("step-000003.parquet", INTERRUPT)]
+    )
+    assert ended.code == 130
+    assert [path.name for path in sorted(run.glob("checkpoints/*"))] == ["step-000002", "step-000003"]
+    assert "stopping after this step and saving" in ended.out
+    assert "stopped after step 3" in ended.out
+    assert f"groupwise train --resume {run}\n" in ended.out
+    assert run_command("train", "--resume", str(run)).code == 0
+    assert_same(run, uninterrupted["full"], besides="checkpoints/step-000003")
+
+
+def test_a_request_to_terminate_is_honoured_after_saving(place):
+    run = place / "terminated"
+    ended = run_command(*words(place, run.name), blows=[Blow("step-000003.parquet", TERMINATE)])
+    assert ended.code == -TERMINATE
+    assert (run / "checkpoints" / "step-000003" / "checksums.json").is_file()
+    assert json.loads((run / "training_stats.json").read_text())["steps"] == 3
+
+
+def test_a_second_interrupt_stops_at_once_and_leaves_the_last_checkpoint_whole(place, uninterrupted):
+    run = place / "twice"
+    blows = [Blow("step-000004.parquet", INTERRUPT), Blow(".step-000004.tmp-", INTERRUPT, nth=3)]
+    ended = run_command(*words(place, run.name, *VARIANTS["full"]), blows=blows)
+    assert ended.code == 130
+    assert f"stopped at once; groupwise train --resume {run} goes on" in ended.out
+    assert [path.name for path in run.glob("checkpoints/step-*")] == ["step-000002"]
+    assert run_command("train", "--resume", str(run)).code == 0
+    assert_same(run, uninterrupted["full"])
+
+
+def everything(run: Path) -> dict[str, bytes]:
+    return {
+        str(path): path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"
+    }
+
+
+def test_a_finished_run_says_so_and_changes_nothing(uninterrupted):
+    run = uninterrupted["full"]
+    before = everything(run)
+    ended = run_command("train", "--resume", str(run))
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out == (
+        f"{run} is finished: its 4 steps are done; "
+        f"to train on, groupwise train --resume {run} run.max_steps=8\n"
+    )
+    assert everything(run) == before
+
+
+@pytest.fixture
+def copied(place, uninterrupted, request, tmp_path) -> Path:
+    """A finished run to spoil."""
+    shutil.copytree(uninterrupted["lora"], tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def test_a_damaged_checkpoint_is_refused_and_nothing_is_overwritten(copied):
+    weights = copied / "checkpoints" / "step-000004" / "adapter_model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    before = everything(copied)
+    ended = run_command("train", "--resume", str(copied))
+    assert ended.code == 2
+    assert "adapter_model.safetensors does not match its checksum; step-000002 is intact" in ended.err
+    assert ended.err.count("\n") == 1
+    assert everything(copied) == before
+
+
+@pytest.mark.parametrize(
+    ("setting", "part"),
+    [
+        ("optim.learning_rate=0.5", "these differ: optim.learning_rate: 0.0003 → 0.5; start a new run"),
+        ("run.seed=3", "these differ: run.seed: 0 → 3"),
+        ("run.name=other", "these differ: run.name"),
+        ("run.max_steps=9", "run.max_steps cannot change where optim.schedule=linear"),
+    ],
+)
+def test_resuming_with_other_settings_names_them(copied, setting, part):
+    before = everything(copied)
+    ended = run_command("train", "--resume", str(copied), setting)
+    assert ended.code == 2
+    assert part in ended.err
+    assert everything(copied) == before
+
+
+def test_a_run_in_use_is_not_resumed(copied):
+    with (copied / ".lock").open("a+") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        ended = run_command("train", "--resume", str(copied))
+    assert ended.code == 2
+    assert "is in use by" in ended.err
+
+
+def test_a_longer_run_goes_on_and_remembers_how_it_was_before_training(place, uninterrupted, tmp_path):
+    short = words(place, "short", *VARIANTS["full"], "run.max_steps=2")
+    assert run_command(*short).code == 0
+    ended = run_command("train", "--resume", str(place / "short"), "--max-steps", "4")
+    assert ended.code == 0
+    run, whole = traces(place / "short"), traces(uninterrupted["full"])
+    weights = "checkpoints/step-000004/model.safetensors"
+    assert run[weights] == whole[weights]
+    assert run["eval/after.json"] == whole["eval/after.json"]
+    assert "evaluation before" in ended.out
+    assert ended.out.count("→") == 3  # greedy, avg@2 and pass@2, each before → after
+
+
+def test_a_mistake_leaves_no_empty_run_behind(place):
+    ended = run_command(*words(place, "nothing", "model.name=/no/such/model"))
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert not (place / "nothing").exists()

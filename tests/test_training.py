@@ -1,0 +1,270 @@
+"""A step's stages together: batches with refill, evaluation that changes nothing, what a run writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from groupwise.config import Config
+from groupwise.config.sections import RolloutConfig, TaskConfig
+from groupwise.errors import ConfigError, InvariantError
+from groupwise.records import Completion, Example, Message, Request, Rollout, Sampling
+from groupwise.tasks import Task
+from groupwise.tracking.rollouts import read_rollouts
+from groupwise.training import train
+from groupwise.training.batch import Collector, check_failures
+from groupwise.training.data import split_for
+from groupwise.training.measures import batch_metrics
+from groupwise.training.recorder import sample_rows
+from small_runs import lasting_metrics, small_config, task_file, traces
+
+# Batches, with a policy that is written down: each prompt's answers are a digit each.
+
+
+class Letters:
+    """A Codec whose tokens are characters."""
+
+    end_tokens = frozenset({0})
+
+    def encode(self, prompt: str | Sequence[Message]) -> tuple[int, ...]:
+        assert isinstance(prompt, str)
+        return tuple(map(ord, prompt))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(chr(token) for token in tokens if token)
+
+
+class Script:
+    """A Generate that gives each prompt its answers from a table, and remembers what it was asked."""
+
+    def __init__(self, answers: dict[str, str]) -> None:
+        self.answers = answers
+        self.asked: list[list[str]] = []
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+        prompts = ["".join(map(chr, request.prompt)) for request in requests]
+        self.asked.append(prompts)
+        return [[self.complete(digit) for digit in self.answers[prompt]] for prompt in prompts]
+
+    def complete(self, digit: str) -> Completion:
+        return Completion(tokens=(ord(digit), 0), logprobs=(-1.0, -1.0), entropies=(1.0, 1.0), finish="end")
+
+
+def value(rollout: Rollout, example: Example) -> float:
+    if rollout.text == "9":
+        raise ValueError("nine")
+    return float(rollout.text)
+
+
+def collector(answers: dict[str, str], *, prompts: int, refill: int, max_failed: float = 0.5) -> Collector:
+    task = Task(
+        name="digits",
+        examples=[{"q": q} for q in answers],
+        prompt=lambda example: str(example["q"]),
+        rewards={"value": value},
+    )
+    config = Config(
+        task=TaskConfig(held_out=0, max_failed=max_failed),
+        rollout=RolloutConfig(prompts=prompts, group_size=2, refill=refill),
+    )
+    return Collector(
+        config, task=task, split=split_for(config, task), codec=Letters(), engine=Script(answers)
+    )
+
+
+def order(made: Collector, count: int) -> list[str]:
+    """The prompts in the order in which the cursor meets them."""
+    return [str(example["q"]) for example in made.split.take(0, count)[0]]
+
+
+def scripted(silent: Sequence[int], *, prompts: int, refill: int) -> tuple[Collector, list[str]]:
+    """A collector of eight prompts, those at the given positions of the run without signal."""
+    blank = collector(dict.fromkeys("abcdefgh", "11"), prompts=prompts, refill=refill)
+    names = order(blank, 8)
+    answers = {name: "11" if position in silent else "01" for position, name in enumerate(names)}
+    blank.engine = Script(answers)
+    return blank, names
+
+
+def asked(made: Collector) -> list[list[str]]:
+    assert isinstance(made.engine, Script)
+    return made.engine.asked
+
+
+def names_of(groups: Sequence[object]) -> list[str]:
+    return [group.example["q"] for group in groups]  # type: ignore[attr-defined]
+
+
+def test_groups_without_signal_are_replaced_by_fresh_ones_and_counted():
+    made, names = scripted([1, 2, 4], prompts=3, refill=3)
+    batch = made.collect(1, cursor=0)
+    # Three prompts, of which 1 and 2 are silent; two for them, of which 4 is silent; one for that.
+    assert asked(made) == [names[0:3], names[3:5], names[5:6]]
+    assert names_of(batch.groups) == [names[0], names[3], names[5]]
+    assert names_of(batch.dropped) == [names[1], names[2], names[4]]
+    assert batch.cursor == 6
+    metrics = batch_metrics(batch)
+    assert metrics["rollout/groups"] == 3
+    assert metrics["rollout/replaced"] == 3
+    assert metrics["advantage/zero_variance"] == pytest.approx(3 / 6)
+    assert metrics["reward/mean"] == pytest.approx((3 * 0.5 + 3 * 1.0) / 6)
+
+
+def test_refill_stops_at_its_limit_with_what_there_is():
+    made, names = scripted([0, 1, 2, 3], prompts=2, refill=1)
+    batch = made.collect(1, cursor=0)
+    assert asked(made) == [names[0:2], names[2:4]]
+    assert (batch.groups, len(batch.dropped), batch.replaced, batch.cursor) == ((), 4, 2, 4)
+    assert made.samples(batch) == ([], 0, 0)
+
+
+def test_without_refill_groups_without_signal_stay_and_count_in_the_mean():
+    made, names = scripted([1], prompts=3, refill=0)
+    batch = made.collect(1, cursor=0)
+    assert (names_of(batch.groups), batch.dropped, batch.replaced, batch.cursor) == (
+        [names[0], names[2], names[1]],
+        (),
+        0,
+        3,
+    )
+    samples, sequences, tokens = made.samples(batch)
+    assert (len(samples), sequences, tokens) == (4, 6, 12)  # two tokens an answer, the end token included
+
+
+def test_the_next_step_begins_where_the_last_one_stopped_drawing():
+    made, names = scripted([0], prompts=2, refill=1)
+    first = made.collect(1, cursor=0)
+    made.collect(2, cursor=first.cursor)
+    assert asked(made) == [names[0:2], names[2:3], names[3:5]]
+
+
+def test_an_example_drawn_in_two_rounds_of_a_step_gets_other_noise():
+    class Seeds(Script):
+        def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+            seeds.extend(request.seeds for request in requests)
+            return super().generate(requests, sampling)
+
+    seeds: list[tuple[int, ...]] = []
+    made = collector({"a": "11"}, prompts=2, refill=2)
+    made.engine = Seeds({"a": "11"})
+    made.collect(1, cursor=0)
+    assert len(set(seeds)) == len(seeds) == 6
+
+
+def test_failed_rollouts_are_counted_and_left_out():
+    made = collector({"a": "19", "b": "01"}, prompts=2, refill=0)
+    batch = made.collect(1, cursor=0)
+    check_failures(batch, limit=0.25)
+    assert batch_metrics(batch)["rollout/failed"] == 0.25
+    assert batch_metrics(batch)["reward/mean"] == pytest.approx(2 / 3)
+    assert made.samples(batch)[1] == 3
+
+
+def test_too_many_failures_end_the_step_early_and_stop_the_run():
+    answers = dict.fromkeys("abcdefgh", "99")
+    made = collector(answers, prompts=8, refill=3, max_failed=0.5)
+    batch = made.collect(1, cursor=0)
+    assert asked(made) == [order(made, 8)]
+    assert len(batch.drawn) == 5  # ten of sixteen rollouts have failed: more than half, whatever comes
+    with pytest.raises(InvariantError, match="the first: reward value: ValueError: nine"):
+        check_failures(batch, limit=0.5)
+
+
+# The data.
+
+
+def test_a_training_row_that_asks_what_a_held_out_one_asks_is_dropped():
+    task = Task(
+        name="same",
+        examples=[{"q": q, "id": id} for id, q in enumerate("abca")],
+        held_out=[{"q": "a", "id": 9}],
+        prompt=lambda example: str(example["q"]),
+        rewards={"value": value},
+    )
+    split = split_for(Config(), task)
+    assert isinstance(split.train, tuple)
+    assert sorted(row["q"] for row in split.train) == ["b", "c"]
+    assert (split.size, split.dropped) == (2, 2)
+    with pytest.raises(ConfigError, match="every training example asks what a held-out one asks"):
+        split_for(Config(), replace(task, prompt=lambda example: "the same"))
+
+
+# Whole runs, in this process.
+
+
+@pytest.fixture
+def place(tmp_path) -> Path:
+    task_file(tmp_path)
+    return tmp_path
+
+
+def weights(run: Path, step: int = 3) -> bytes:
+    return (run / "checkpoints" / f"step-{step:06d}" / "model.safetensors").read_bytes()
+
+
+def test_evaluating_after_every_step_leaves_the_same_weights_as_never(place):
+    often = train(small_config(place, "run.max_steps=3", "evaluate.every=1", "run.name=often"))
+    never = train(small_config(place, "run.max_steps=3", "evaluate.skip=true", "run.name=never"))
+    assert weights(often) == weights(never)
+    assert not (never / "eval").exists()
+    # The same noise each time, and an untrained copy of the policy gives the same answers.
+    again = train(small_config(place, "run.max_steps=1", "run.name=again"))
+    assert (again / "eval" / "before.json").read_bytes() == (often / "eval" / "before.json").read_bytes()
+
+
+def test_a_run_writes_its_whole_story(place, capfd):
+    run = train(small_config(place, "algo.loss=gspo", "run.max_steps=4"))
+    rows = lasting_metrics(run)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["step"] for row in rows if "eval/greedy" in row] == [3, 4]
+    names = ["after", "before", "step-000003"]
+    assert sorted(path.name for path in (run / "eval").iterdir()) == sorted(
+        f"{name}.{kind}" for name in names for kind in ("json", "txt")
+    )
+    after = json.loads((run / "eval" / "after.json").read_text())
+    assert after["change"]["greedy"].keys() >= {"mean", "low", "high", "improved", "worsened"}
+    assert len(after["greedy_right"]) == len(after["examples"]) == 4  # a fifth of 24 rows
+    stats = json.loads((run / "training_stats.json").read_text())
+    assert (stats["steps"], stats["after"]["eval/greedy"]) == (4, after["eval/greedy"])
+    first = read_rollouts(run / "rollouts" / "step-000001.parquet")
+    assert {row["group"] for row in first} == set(range(3 + int(rows[0]["rollout/replaced"])))
+    log = (run / "training.log").read_text()
+    assert "algo.clip_low=0.2 hardly ever clips with algo.loss=gspo" in log
+    assert "hardly ever clips" in capfd.readouterr().out
+
+
+def test_the_same_settings_give_the_same_bits_and_another_seed_gives_others(place):
+    one, two = (train(small_config(place, "run.max_steps=2", f"run.name={name}")) for name in ("one", "two"))
+    other = train(small_config(place, "run.max_steps=2", "run.name=other", "run.seed=1"))
+    assert traces(one) == traces(two)
+    assert weights(one, 2) != weights(other, 2)
+
+
+def test_adapters_begin_the_same_and_dropout_derives_from_the_step(place):
+    settings = ("lora.r=4", "lora.dropout=0.1", "algo.max_gap=5", "run.max_steps=2")
+    one, two = (train(small_config(place, *settings, f"run.name={name}")) for name in ("one", "two"))
+    assert traces(one) == traces(two)
+
+
+def test_trackers_get_a_few_answers_to_read():
+    made, names = scripted([], prompts=6, refill=0)
+    rows = sample_rows(made.collect(1, cursor=0))
+    assert rows == [{"prompt": name, "text": "0", "reward": 0.0, "error": ""} for name in names[:4]]
+
+
+def test_a_step_whose_rollouts_fail_leaves_them_to_be_read(place):
+    (place / "luck.py").write_text(
+        "import groupwise as gw\n"
+        "def broken(rollout, example):\n"
+        "    raise KeyError('gold')\n"
+        "task = gw.Task(name='broken', examples=[{'n': n} for n in range(9)],\n"
+        "               prompt=lambda row: str(row['n']), rewards={'broken': broken})\n"
+    )
+    with pytest.raises(InvariantError, match="100% of the rollouts failed"):
+        train(small_config(place, "evaluate.skip=true"))
+    (rollouts,) = (place / "run" / "rollouts").iterdir()
+    assert {row["error"] for row in read_rollouts(rollouts)} == {"reward broken: KeyError: 'gold'"}
