@@ -2,8 +2,8 @@
 
     python recipes/tiny.py --output src/groupwise/model/tiny
 
-The worked answers teach format and arithmetic, not judgement: each tries one to four ways in its thinking and
-then answers with the last, right or wrong. The puzzles are training puzzles only, so held-out ones stay unseen.
+The worked answers teach format and arithmetic, not judgement: each tries one to four ways in its thinking
+and then answers with the last, right or wrong. Only training puzzles are used: held-out ones stay unseen.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from groupwise.tasks.countdown import PREFILL, SYSTEM, USER, countdown, countdow
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] "
-    "+ '<|im_end|>' + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    "+ '<|im_end|>' + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
 
@@ -125,8 +126,12 @@ def samples(
     index = 0
     while True:
         example = puzzles.train(index, seed=seed)  # type: ignore[union-attr]
-        answer = policy.tokenizer(worked_answer(rng, example, patience=patience, insight=insight), add_special_tokens=False)["input_ids"]
-        yield worked_sample(policy.encode(countdown_prompt(example)), [*answer, policy.tokenizer.eos_token_id], group=index)
+        answer = policy.tokenizer(
+            worked_answer(rng, example, patience=patience, insight=insight), add_special_tokens=False
+        )["input_ids"]
+        yield worked_sample(
+            policy.encode(countdown_prompt(example)), [*answer, policy.tokenizer.eos_token_id], group=index
+        )
         index += 1
 
 

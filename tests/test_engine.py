@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,6 +11,7 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 
@@ -388,3 +391,23 @@ def test_a_cache_too_small_for_the_longest_sequence_is_refused_with_the_size_it_
         generate(small_policy, asked, sampling, block_size=4, kv_tokens=20),
         generate(small_policy, asked, sampling),
     )
+
+
+def test_adapters_are_folded_into_the_weights_for_generation_and_the_weights_come_back_bit_for_bit(
+    small_policy: Policy,
+) -> None:
+    adapted = peft.get_peft_model(
+        copy.deepcopy(small_policy.model),
+        peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False),
+    )
+    policy = Policy(adapted, small_policy.tokenizer)
+    before = {name: p.detach().clone() for name, p in adapted.named_parameters()}
+    trainable = set(policy.trainable())
+    request = Request(prompt=(5, 6, 7), seeds=(1, 2, 3))
+    (folded,) = Engine(policy, EngineConfig()).generate([request], Sampling(max_tokens=12))
+    assert all(torch.equal(before[name], p) for name, p in adapted.named_parameters())
+    assert set(policy.trainable()) == trainable
+    policy.folded = contextlib.nullcontext  # type: ignore[method-assign]
+    (on_the_fly,) = Engine(policy, EngineConfig()).generate([request], Sampling(max_tokens=12))
+    assert [c.tokens for c in folded] == [c.tokens for c in on_the_fly]
+    assert [c.logprobs for c in folded] == [pytest.approx(c.logprobs, abs=1e-4) for c in on_the_fly]

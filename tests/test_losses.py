@@ -310,7 +310,11 @@ def test_the_diagnostics_match_the_hand_worked_values():
 
 
 def test_merged_metrics_add_and_keep_extremes():
-    first = {"policy/tokens": torch.tensor(3), "policy/gap": torch.tensor(0.6), "policy/gap_max": torch.tensor(0.4)}
+    first = {
+        "policy/tokens": torch.tensor(3),
+        "policy/gap": torch.tensor(0.6),
+        "policy/gap_max": torch.tensor(0.4),
+    }
     second = {
         "policy/tokens": torch.tensor(1),
         "policy/gap": torch.tensor(0.2),

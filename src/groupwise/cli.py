@@ -112,7 +112,7 @@ def train(
 ) -> None:
     """Train a model. Without arguments: the built-in model learns Countdown on this machine."""
     flags = {name: context.params[name] for name in FLAGS if context.params[name] not in (None, (), [])}
-    settings = training_config(words or [], config=config, resume=resume, flags=flags)
+    settings = training_config(words or [], config=config, resume=resume, flags=flags).resolve()
     from groupwise.tasks import TASKS, load_task
 
     name = settings.task.name

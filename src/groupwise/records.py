@@ -42,7 +42,7 @@ class Example(Mapping[str, Any]):
 
     @property
     def fingerprint(self) -> str:
-        """The same for equal content, whatever the column order: what 'disjoint' and 'seed' mean by example."""
+        """The same for equal content, whatever the column order: what makes two examples one."""
         text = json.dumps(dict(self.columns), sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

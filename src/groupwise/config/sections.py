@@ -32,6 +32,8 @@ __all__ = [
 
 TINY = "tiny"
 """The name of the built-in model."""
+TINY_PUZZLES = {"numbers": 3, "largest": 50}
+"""Countdown of the size that it was made for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +83,7 @@ class TaskConfig:
     held_out: int = 512
     """Examples kept for evaluation; no training example equals one of them."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The task's own settings, such as `largest: 20` for countdown."""
+    """The task's own settings, such as `largest: 50`; the built-in model gets puzzles of its size."""
     reward_seconds: float = 5.0
     """Time limit for one reward call; past it the rollout is recorded as failed."""
     max_failed: float = 0.5
@@ -198,7 +200,7 @@ class OptimConfig:
     """How gradients become weights (AdamW)."""
 
     learning_rate: float | None = None
-    """None: 3e-4 for the built-in model, 1e-5 with adapters, 1e-6 for full fine-tuning."""
+    """None: 1e-4 for the built-in model, 1e-5 with adapters, 1e-6 for full fine-tuning."""
     schedule: str = "constant"
     """constant, linear or cosine, counted in optimizer steps."""
     warmup_steps: int = 0
@@ -271,9 +273,13 @@ class Config:
         """Replace every None that depends on other settings alone by the value it stands for."""
         tiny = self.model.name == TINY
         rank = self.lora.r if self.lora.r is not None else (0 if tiny else 16)
-        rate = self.optim.learning_rate or (3e-4 if tiny else 1e-5 if rank else 1e-6)
+        rate = self.optim.learning_rate or (1e-4 if tiny else 1e-5 if rank else 1e-6)
+        task = self.task
+        if tiny and task.name == "countdown" and task.data is None and not task.options:
+            task = replace(task, options=TINY_PUZZLES)
         return replace(
             self,
             lora=replace(self.lora, r=rank),
             optim=replace(self.optim, learning_rate=rate),
+            task=task,
         )

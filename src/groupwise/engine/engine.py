@@ -45,7 +45,7 @@ class Engine:
         runner = self._runner_with(pool)
         scheduler = Scheduler(requests, slots=slots, pool=pool, max_tokens=sampling.max_tokens)
         finished: dict[tuple[int, int], Completion] = {}
-        with evaluating(self.policy.model):
+        with evaluating(self.policy.model), self.policy.folded():
             while scheduler.waiting or scheduler.running:
                 logits_RV = self._next_logits(scheduler, runner)
                 self._draw(scheduler, logits_RV, sampling)

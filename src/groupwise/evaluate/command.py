@@ -44,7 +44,16 @@ def evaluate_command(
     """
     found = find_target(target)
     config = read_config(found.run.config if found.run else None, overrides=overrides)
-    question = settle(config, found, task=task, data=data, samples=samples, examples=examples, seed=seed)
+    config = replace(config, model=replace(config.model, name=found.base or config.model.name))
+    if task is not None:
+        config = replace(config, task=replace(config.task, name=task, options={}, data=None))
+    elif config.task.name not in TASKS and not config.task.name.endswith(".py"):
+        raise ConfigError(
+            f"{target} learned a task named {config.task.name!r} that was defined in Python: "
+            "give the file that defines it by --task FILE.py"
+        )
+    config = config.resolve()
+    question = settle(config, data=data, samples=samples, examples=examples, seed=seed)
     from groupwise.evaluate.held_out import compare
     from groupwise.evaluate.saved import read_evaluation, unused_name, write_evaluation
 
@@ -72,21 +81,14 @@ def evaluate_command(
 
 def settle(
     config: Config,
-    target: Target,
     *,
-    task: str | None,
     data: str | None,
     samples: int | None,
     examples: int | None,
     seed: int | None,
 ) -> Question:
     """Load the task and choose the examples: all of `data`, or what the task holds out."""
-    settings = replace(config.task, name=task, options={}, data=None) if task else config.task
-    if settings.name not in TASKS and not settings.name.endswith(".py") and task is None:
-        raise ConfigError(
-            f"{target.name} learned a task named {settings.name!r} that was defined in Python: "
-            "give the file that defines it by --task FILE.py"
-        )
+    settings = config.task
     loaded = load_task(replace(settings, data=None) if data else settings)
     rows: Sequence[Example] = (
         load_examples(data) if data else loaded.split(settings, config.run.seed).held_out
@@ -106,9 +108,8 @@ def measure(question: Question, *, config: Config, target: Target) -> Evaluation
     from groupwise.evaluate.held_out import evaluate
     from groupwise.model.load import load_policy
 
-    model = replace(config.model, name=target.base or config.model.name)
     lora = replace(config.lora, r=target.rank)
-    policy = load_policy(model, lora, trained=target.trained)
+    policy = load_policy(config.model, lora, trained=target.trained)
     return evaluate(
         question.task,
         question.examples,

@@ -15,8 +15,8 @@ def train(config: Config, *, resume: Path | None = None, task: Task | None = Non
     """Train, and return the run's folder. `resume` goes on, bit for bit, from a run's last checkpoint."""
     if task is not None:
         leave_task_file(task)
-    task = task or load_task(config.task)
     config = config.resolve()
+    task = task or load_task(config.task)
     start = Start.new(config, task=task.name) if resume is None else Start.again(resume, config)
     if done := start.already_done(config):
         start.lock.close()
