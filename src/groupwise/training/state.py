@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from groupwise.learner.checkpoint import load_optimizer, optimizer_tensors, verify, write_checkpoint
 from groupwise.learner.learner import Learner
@@ -69,11 +70,15 @@ def load_learner(checkpoint: Path, learner: Learner, state: State) -> None:
 
 
 def fingerprint(policy: Policy, learner: Learner) -> tuple[object, ...]:
-    """Return a value that changes when the training state does: bit sums of the weights, and counters."""
-    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = tuple(
-        int(p.detach().view(whole[p.element_size()]).sum(dtype=torch.int64))
-        for p in policy.trainable().values()
-    )
-    gradients = any(p.grad is not None for p in policy.trainable().values())
-    return sums, gradients, policy.model.training, learner.updates, torch.random.get_rng_state().sum().item()
+    """Return a value that changes when the training state does: bit sums of all tensors, counters, noise."""
+    moments = (tensor for state in learner.optimizer.state.values() for tensor in state.values())
+    sums = tuple(bit_sum(tensor) for tensor in (*policy.model.parameters(), *moments))
+    gradients = any(p.grad is not None for p in policy.model.parameters())
+    noise = torch.random.get_rng_state().numpy().tobytes()
+    return sums, gradients, policy.model.training, learner.updates, noise
+
+
+def bit_sum(tensor: Tensor) -> int:
+    """Return the sum of a tensor's values read as whole numbers: any flipped bit changes it."""
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return int(tensor.detach().view(whole[tensor.element_size()]).sum(dtype=torch.int64))
