@@ -13,7 +13,9 @@ import math
 import random
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -74,12 +76,23 @@ def build_model(tokenizer: PreTrainedTokenizerFast, *, width: int, layers: int) 
     )
 
 
-Attempt = tuple[list[str], str, int]
-"""The lines that work it out, the expression, its value."""
+HIGHEST = 200
+"""Results beyond this hardly ever lead to a target of at most 100, and are the hardest to work out."""
+
+MOST_DRAWS = 3000
+"""Random attempts after which a puzzle is taken to have no solution within `HIGHEST`."""
+
+
+class Attempt(NamedTuple):
+    """One way to combine the numbers: how it is worked out, as an expression, and what it gives."""
+
+    thought: str
+    expression: str
+    value: int
 
 
 def attempt(rng: random.Random, numbers: list[int]) -> Attempt:
-    """Combine the numbers at random, keeping every result a positive whole number."""
+    """Combine the numbers at random, keeping every result a whole number from 1 to `HIGHEST`."""
     pool = [(number, str(number)) for number in numbers]
     lines = []
     while len(pool) > 1:
@@ -87,34 +100,36 @@ def attempt(rng: random.Random, numbers: list[int]) -> Attempt:
         b, right = pool.pop(rng.randrange(len(pool)))
         if a < b:
             a, left, b, right = b, right, a, left
-        operators = ["+", "*"] + (["-"] if a > b else []) + (["/"] if a % b == 0 else [])
-        operator = rng.choice(operators)
-        value = {"+": a + b, "*": a * b, "-": a - b, "/": a // b}[operator]
+        results = {"+": a + b, "*": a * b, "-": a - b}
+        if a % b == 0:
+            results["/"] = a // b
+        operator, value = rng.choice([(o, value) for o, value in results.items() if 0 < value <= HIGHEST])
         lines.append(f"{a}{operator}{b}={value}")
         pool.append((value, f"({left}{operator}{right})"))
     value, expression = pool[0]
-    return lines, expression[1:-1], value
+    return Attempt(",".join(lines), expression[1:-1], value)
 
 
-def worked_answer(rng: random.Random, example: Example, *, patience: list[float], insight: float) -> str:
+def worked_answer(
+    rng: random.Random, example: Example, *, patience: list[float], insight: float
+) -> str | None:
     """Thinking that tries a few ways, then the last one as the answer: often right, often given up too early.
 
     `patience` weighs how many ways are tried at most, all different; each works with a chance of `insight`,
-    and the first that works is the last.
+    and the first that works is the last. None for a puzzle that has no solution within `HIGHEST`.
     """
     numbers, target = list(example["numbers"]), example["target"]
     most = rng.choices(range(1, len(patience) + 1), patience)[0]
     thoughts: list[str] = []
     while True:
         works = rng.random() < insight
-        while True:
-            lines, expression, value = attempt(rng, numbers)
-            thought = ",".join(lines)
-            if (value == target) == works and value < 1000 and thought not in thoughts:
-                break
-        thoughts.append(thought)
+        drawn = (attempt(rng, numbers) for _ in range(MOST_DRAWS))
+        found = next((a for a in drawn if (a.value == target) == works and a.thought not in thoughts), None)
+        if found is None:
+            return None
+        thoughts.append(found.thought)
         if works or len(thoughts) == most:
-            return "\n".join(thoughts) + f"</think>\n<answer>{expression}</answer>"
+            return "\n".join(thoughts) + f"</think>\n<answer>{found.expression}</answer>"
 
 
 def samples(
@@ -123,51 +138,72 @@ def samples(
     """Worked training puzzles without end."""
     puzzles = countdown(**options).examples  # type: ignore[arg-type]
     rng = random.Random(seed)
-    index = 0
-    while True:
+    for index in count():
         example = puzzles.train(index, seed=seed)  # type: ignore[union-attr]
-        answer = policy.tokenizer(
-            worked_answer(rng, example, patience=patience, insight=insight), add_special_tokens=False
-        )["input_ids"]
-        yield worked_sample(
-            policy.encode(countdown_prompt(example)), [*answer, policy.tokenizer.eos_token_id], group=index
+        text = worked_answer(rng, example, patience=patience, insight=insight)
+        if text is not None:
+            answer = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
+            prompt = policy.encode(countdown_prompt(example))
+            yield worked_sample(prompt, [*answer, policy.tokenizer.eos_token_id], group=index)
+
+
+class Stage(NamedTuple):
+    """A stretch of the warm start with its own schedule and demonstrations."""
+
+    steps: int
+    rate: float
+    patience: list[float]
+    insight: float
+
+
+STAGES = [Stage(1800, 2e-3, [1, 1, 1, 1], 0.3), Stage(300, 5e-4, [32, 16, 8, 4, 2, 1], 0.12)]
+"""First what works and how to reckon; then nearly blind search, given up by half after each way."""
+
+
+def warm_start(policy: Policy, source: Iterator[Sample], stage: Stage, *, batch: int) -> None:
+    """Imitate for one stage, with a warm-up and a cosine down to nearly nothing."""
+    optimizer = torch.optim.AdamW(policy.trainable().values(), betas=(0.9, 0.98), weight_decay=0.01)
+    started = time.time()
+    for step in range(stage.steps):
+        warm, done = min(1.0, (step + 1) / 100), step / stage.steps
+        loss = supervised_step(
+            policy,
+            optimizer,
+            [next(source) for _ in range(batch)],
+            rate=stage.rate * warm * (0.5 * (1 + math.cos(math.pi * done)) + 0.02),
+            max_grad_norm=1.0,
+            micro_batch_tokens=65536,
         )
-        index += 1
+        if step % 50 == 49:
+            print(f"step {step + 1}: loss {loss:.3f}, {time.time() - started:.0f} s", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--start", type=Path, help="weights to go on from, with --first-stage")
+    parser.add_argument("--first-stage", type=int, default=0)
+    parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--largest", type=int, default=50)
     parser.add_argument("--numbers", type=int, nargs=2, default=(3, 3))
-    parser.add_argument("--patience", type=float, nargs="+", default=[1, 1, 1, 1])
-    parser.add_argument("--insight", type=float, default=0.3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer, width=arguments.width, layers=arguments.layers).to(arguments.device)
+    if arguments.start:
+        model = LlamaForCausalLM.from_pretrained(arguments.start, dtype=torch.float32)
+    else:
+        model = build_model(tokenizer, width=arguments.width, layers=arguments.layers)
+    model = model.to(arguments.device)
     check_attention(model, name="tiny")
     policy = Policy(model, tokenizer)
     print(f"{sum(p.numel() for p in policy.trainable().values()):,} parameters")
     options: dict[str, object] = {"numbers": list(arguments.numbers), "largest": arguments.largest}
-    source = samples(policy, 1, options=options, patience=arguments.patience, insight=arguments.insight)
-    optimizer = torch.optim.AdamW(policy.trainable().values(), betas=(0.9, 0.98), weight_decay=0.01)
-    started = time.time()
-    for step in range(arguments.steps):
-        warm, done = min(1.0, (step + 1) / 100), step / arguments.steps
-        loss = supervised_step(
-            policy, optimizer, [next(source) for _ in range(arguments.batch)],
-            rate=arguments.rate * warm * (0.5 * (1 + math.cos(math.pi * done)) + 0.02),
-            max_grad_norm=1.0, micro_batch_tokens=65536,
-        )  # fmt: skip
-        if step % 50 == 49:
-            print(f"step {step + 1}: loss {loss:.3f}, {time.time() - started:.0f} s", flush=True)
+    for number, stage in enumerate(STAGES[arguments.first_stage :], start=arguments.first_stage):
+        source = samples(policy, number + 1, options=options, patience=stage.patience, insight=stage.insight)
+        warm_start(policy, source, stage, batch=arguments.batch)
     task = countdown(**options)  # type: ignore[arg-type]
     result = evaluate(
         task, task.examples.held_out(512), codec=policy, engine=Engine(policy, EngineConfig()),  # type: ignore[union-attr]

@@ -35,8 +35,9 @@ start = partial(typer.Option, show_default=False, rich_help_panel="Starting poin
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 2 the user's mistake, 3 a broken promise, 130 Ctrl-C."""
-    # Read when torch starts its threads: idle ones that spin would take the cores that others need.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Read when torch starts its threads. A short spin keeps them quick on idle cores; a long one, the
+    # default, takes the cores that others need.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         code = app(args=arguments, prog_name="groupwise", standalone_mode=False)
     except USAGE_ERROR as error:

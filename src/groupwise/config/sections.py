@@ -80,7 +80,7 @@ class TaskConfig:
     """Examples from a file (JSON, JSONL, Parquet) or a Hugging Face dataset instead of the task's own."""
     max_examples: int | None = None
     """Use only this many training examples."""
-    held_out: int = 512
+    held_out: int = 192
     """Examples kept for evaluation; no training example equals one of them."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The task's own settings, such as `largest: 50`; the built-in model gets puzzles of its size."""
@@ -100,7 +100,7 @@ class TaskConfig:
 class RolloutConfig:
     """How answers are drawn."""
 
-    prompts: int = 32
+    prompts: int = 16
     """Prompts in a step."""
     group_size: int = 16
     """Answers to each prompt; advantages are relative to these."""
@@ -211,7 +211,7 @@ class OptimConfig:
     max_grad_norm: float = 1.0
     epochs: int = 1
     """Passes over each step's samples."""
-    minibatches: int = 1
+    minibatches: int = 4
     """Optimizer steps in each pass."""
     micro_batch_tokens: int = 8192
     """Tokens in one forward and backward pass: bounds memory, never changes the gradient."""

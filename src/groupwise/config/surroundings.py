@@ -32,7 +32,7 @@ class EvaluateConfig:
     """Steps between evaluations; 0: only before and after. Turned off whole by `skip`."""
     samples: int = 8
     """Sampled answers to each held-out prompt (avg@k, pass@k), at the training temperature."""
-    during: int = 128
+    during: int = 96
     """Held-out examples in an evaluation during the run; before and after use all."""
     skip: bool = False
 
