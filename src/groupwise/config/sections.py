@@ -100,13 +100,13 @@ class TaskConfig:
 class RolloutConfig:
     """How answers are drawn."""
 
-    prompts: int = 16
+    prompts: int = 24
     """Prompts in a step."""
     group_size: int = 16
     """Answers to each prompt; advantages are relative to these."""
-    max_tokens: int = 128
+    max_tokens: int = 112
     """Longest answer."""
-    temperature: float = 1.0
+    temperature: float = 0.8
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
@@ -211,7 +211,7 @@ class OptimConfig:
     max_grad_norm: float = 1.0
     epochs: int = 1
     """Passes over each step's samples."""
-    minibatches: int = 4
+    minibatches: int = 2
     """Optimizer steps in each pass."""
     micro_batch_tokens: int = 8192
     """Tokens in one forward and backward pass: bounds memory, never changes the gradient."""
