@@ -135,7 +135,7 @@ def test_the_configuration_it_prints_reads_back_as_the_defaults(capsys, tmp_path
 def test_training_without_arguments_uses_the_defaults(trained):
     assert cli.main(["train"]) == 0
     (config, rest), *others = trained
-    assert (config, rest["resume"], rest["task"].name, others) == (Config(), None, "countdown", [])
+    assert (config, rest["resume"], rest["task"].name, others) == (Config().resolve(), None, "countdown", [])
 
 
 def test_the_command_offers_exactly_the_flags_of_the_table():
@@ -173,7 +173,7 @@ def test_every_flag_reaches_its_setting(trained, tmp_path):
     assert {flag.removeprefix("--").replace("-", "_") for flag in given} == FLAGS.keys()
     words = [word for flag, (value, _) in given.items() for word in (flag, value) if word is not None]
     assert cli.main(["train", *words]) == 0
-    assert trained[0][0] == read_config(overrides=[override for _, override in given.values()])
+    assert trained[0][0] == read_config(overrides=[override for _, override in given.values()]).resolve()
 
 
 def test_trackers_can_be_given_one_by_one_and_turned_off(trained):

@@ -382,3 +382,19 @@ def test_keywords_count_over_a_file(tmp_path):
     path = written(tmp_path, "run: {max_steps: 3, seed: 2}")
     config = config_from_keywords(path, max_steps=5, optim={"epochs": 2})
     assert (config.run.max_steps, config.run.seed, config.optim.epochs) == (5, 2, 2)
+
+
+def test_the_built_in_model_gets_the_settings_that_were_made_for_it():
+    tiny = Config().resolve()
+    assert (tiny.lora.r, tiny.optim.learning_rate, tiny.optim.minibatches) == (0, 1e-4, 2)
+    assert tiny.task.options == {"numbers": 3, "largest": 50}
+    other = read_config(overrides=["model.name=some/model"]).resolve()
+    assert (other.lora.r, other.optim.learning_rate, other.optim.minibatches) == (16, 1e-5, 1)
+    assert other.task.options == {}
+
+
+def test_what_the_user_sets_is_not_chosen_for_them():
+    given = ["lora.r=4", "optim.learning_rate=1e-3", "optim.minibatches=3", "task.options.largest=9"]
+    config = read_config(overrides=given)
+    assert config.resolve() == config
+    assert read_config(overrides=["rollout.prompts=1"]).resolve().optim.minibatches == 1

@@ -149,7 +149,7 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_overwritten(copied):
 @pytest.mark.parametrize(
     ("setting", "part"),
     [
-        ("optim.learning_rate=0.5", "these differ: optim.learning_rate: 0.0003 → 0.5; start a new run"),
+        ("optim.learning_rate=0.5", "these differ: optim.learning_rate: 0.0001 → 0.5; start a new run"),
         ("run.seed=3", "these differ: run.seed: 0 → 3"),
         ("run.name=other", "these differ: run.name"),
         ("run.max_steps=9", "run.max_steps cannot change where optim.schedule=linear"),

@@ -104,7 +104,7 @@ def naive_gradients(
     plain: Any, reference: Any, samples: Sequence[Sample], algo: AlgoConfig, optim: OptimConfig
 ) -> list[Gradients]:
     """The same by a plain loop: log-probs before any update, then one optimizer step a mini-batch."""
-    minibatches = split_groups(samples, optim.minibatches)
+    minibatches = split_groups(samples, optim.minibatches or 1)
     with torch.no_grad():
         old = [measure(plain, minibatch, SAMPLING).logprobs for minibatch in minibatches]
         anchor = [measure(reference, minibatch, SAMPLING).logprobs for minibatch in minibatches]

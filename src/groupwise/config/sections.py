@@ -211,8 +211,8 @@ class OptimConfig:
     max_grad_norm: float = 1.0
     epochs: int = 1
     """Passes over each step's samples."""
-    minibatches: int = 2
-    """Optimizer steps in each pass."""
+    minibatches: int | None = None
+    """Optimizer steps in each pass. None: 2 for the built-in model, 1 for any other."""
     micro_batch_tokens: int = 8192
     """Tokens in one forward and backward pass: bounds memory, never changes the gradient."""
 
@@ -229,7 +229,7 @@ class OptimConfig:
     @property
     def updates(self) -> int:
         """Optimizer steps per training step."""
-        return self.epochs * self.minibatches
+        return self.epochs * (self.minibatches or 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,7 +256,7 @@ class Config:
                 "rollout.max_tokens",
                 self.rollout.max_tokens,
             ),
-            ("optim.minibatches", self.optim.minibatches, "rollout.prompts", self.rollout.prompts),
+            ("optim.minibatches", self.optim.minibatches or 1, "rollout.prompts", self.rollout.prompts),
         ):
             if value > limit:
                 raise ConfigError(f"{setting} must be at most {other}, which is {limit}; got {value}")
@@ -274,12 +274,13 @@ class Config:
         tiny = self.model.name == TINY
         rank = self.lora.r if self.lora.r is not None else (0 if tiny else 16)
         rate = self.optim.learning_rate or (1e-4 if tiny else 1e-5 if rank else 1e-6)
+        minibatches = self.optim.minibatches or (min(2, self.rollout.prompts) if tiny else 1)
         task = self.task
         if tiny and task.name == "countdown" and task.data is None and not task.options:
             task = replace(task, options=TINY_PUZZLES)
         return replace(
             self,
             lora=replace(self.lora, r=rank),
-            optim=replace(self.optim, learning_rate=rate),
+            optim=replace(self.optim, learning_rate=rate, minibatches=minibatches),
             task=task,
         )

@@ -106,7 +106,7 @@ class Learner:
 
     def _prepare(self, samples: Sequence[Sample], *, sequences: int, tokens: int) -> list[list[_Part]]:
         """Split into mini-batches of whole groups, pack them, and run the passes that precede any update."""
-        divided = split_groups(samples, self.optim.minibatches)
+        divided = split_groups(samples, self.optim.minibatches or 1)
         weights = token_weights(
             self.algo.loss,
             [[sample.length for sample in minibatch] for minibatch in divided],
