@@ -153,12 +153,6 @@ class Group:
         """The rollouts that did not fail."""
         return tuple(rollout for rollout in self.rollouts if rollout.error is None)
 
-    @property
-    def has_signal(self) -> bool:
-        """Whether its members differ in reward: without that there is nothing to learn from."""
-        rewards = [rollout.reward for rollout in self.valid]
-        return len(rewards) >= 2 and max(rewards) - min(rewards) > 1e-6
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:

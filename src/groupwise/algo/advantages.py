@@ -101,7 +101,7 @@ def overlong_penalty(length: int, *, max_tokens: int, buffer: int, penalty: floa
 def with_overlong_penalty(group: Group, *, max_tokens: int, buffer: int, penalty: float) -> Group:
     """Return the group with the penalty as one more reward part of each valid member.
 
-    As a part of its own it shows in the metrics, counts in `Group.has_signal` and is normalised
+    As a part of its own it shows in the metrics, tells apart members of equal reward and is normalised
     like any other by `gdpo`.
     """
     if buffer == 0:
