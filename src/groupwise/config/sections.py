@@ -80,7 +80,7 @@ class TaskConfig:
     """Examples from a file (JSON, JSONL, Parquet) or a Hugging Face dataset instead of the task's own."""
     max_examples: int | None = None
     """Use only this many training examples."""
-    held_out: int = 192
+    held_out: int = 128
     """Examples kept for evaluation; no training example equals one of them."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The task's own settings, such as `largest: 50`; the built-in model gets puzzles of its size."""
@@ -213,7 +213,7 @@ class OptimConfig:
     """Passes over each step's samples."""
     minibatches: int | None = None
     """Optimizer steps in each pass. None: 2 for the built-in model, 1 for any other."""
-    micro_batch_tokens: int = 8192
+    micro_batch_tokens: int = 4096
     """Tokens in one forward and backward pass: bounds memory, never changes the gradient."""
 
     def __post_init__(self) -> None:

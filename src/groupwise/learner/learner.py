@@ -114,10 +114,10 @@ class Learner:
             tokens=tokens,
             max_tokens=self.sampling.max_tokens,
         )
-        # With one update, the policy before it is the policy now: no pass needed. Dropout makes it another.
-        old_pass = self.optim.updates > 1 or self.policy.has_dropout
         prepared: list[list[_Part]] = []
         for minibatch, sample_weights in zip(divided, weights, strict=True):
+            # Before the first update the old policy is the policy now, unless dropout makes it another.
+            old_pass = bool(prepared) or self.optim.epochs > 1 or self.policy.has_dropout
             parts: list[_Part] = []
             for indices in micro_batches(minibatch, budget=self.optim.micro_batch_tokens):
                 members = [minibatch[i] for i in indices]

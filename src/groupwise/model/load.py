@@ -12,6 +12,7 @@ import torch
 from groupwise.config.sections import LoraConfig, ModelConfig
 from groupwise.errors import ConfigError
 from groupwise.model import interface
+from groupwise.model.adapter import adapt_in_place
 from groupwise.model.packed import PackedLayout
 from groupwise.model.policy import Policy
 from groupwise.model.source import TINY_FOLDER, first_line, model_folder
@@ -38,6 +39,7 @@ def load_policy(
         if source != TINY_FOLDER and not Path(model.name).expanduser().is_dir():
             policy_model.name_or_path = model.name  # the adapter's files name their base as the user did
         policy_model = _with_adapter(policy_model, lora, trained)
+        adapt_in_place(policy_model)
     frozen = None
     if reference and not lora.r:
         frozen = _causal_model(source, dtype, device).requires_grad_(False).eval()

@@ -1,0 +1,64 @@
+"""LoRA in fewer passes over memory, on PEFT's own modules and weights.
+
+PEFT computes `base(x) + B(A(x)) * scaling`: three results the size of the output, and as many gradients.
+Here the low-rank product is added into the large one while it is computed, forward and backward.
+
+Axes: N tokens, I inputs, O outputs, R rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def adapt_in_place(model: nn.Module) -> None:
+    """Give every plain LoRA layer the shorter passes; others (dropout, variants, quantized) keep PEFT's."""
+    from peft.tuners.lora import Linear
+
+    for module in model.modules():
+        if type(module) is not Linear or module.lora_variant:
+            continue
+        without_dropout = all(isinstance(dropout, nn.Identity) for dropout in module.lora_dropout.values())
+        same_type = {p.dtype for p in module.parameters()} == {module.base_layer.weight.dtype}
+        if without_dropout and same_type and not module.base_layer.weight.requires_grad:
+            module.forward = _forward(module)  # type: ignore[assignment, method-assign]
+
+
+def _forward(layer: Any) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        base = layer.base_layer
+        if layer.disable_adapters or layer.merged:
+            output: Tensor = base(x)
+            return output
+        (name,) = layer.active_adapters
+        a_RI, b_OR = layer.lora_A[name].weight, layer.lora_B[name].weight
+        x_NI = x.flatten(0, -2)
+        y_NO: Tensor = _AdaptedLinear.apply(x_NI, base.weight, base.bias, a_RI, b_OR, layer.scaling[name])  # type: ignore[no-untyped-call]
+        return y_NO.view(*x.shape[:-1], -1)
+
+    return forward
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    """x Wᵀ + bias + scale · (x Aᵀ) Bᵀ; W and bias are frozen."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_NI: Tensor, w_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scale: float
+    ) -> Tensor:
+        low_NR = x_NI @ a_RI.T
+        ctx.save_for_backward(x_NI, w_OI, a_RI, b_OR, low_NR)
+        ctx.scale = scale
+        return nn.functional.linear(x_NI, w_OI, bias_O).addmm_(low_NR, b_OR.T, alpha=scale)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_NI, w_OI, a_RI, b_OR, low_NR = ctx.saved_tensors
+        dy_NO = grads[0]
+        dlow_NR = (dy_NO @ b_OR).mul_(ctx.scale)
+        dx_NI = (dy_NO @ w_OI).addmm_(dlow_NR, a_RI) if ctx.needs_input_grad[0] else None
+        return dx_NI, None, None, dlow_NR.T @ x_NI, (dy_NO.T @ low_NR).mul_(ctx.scale), None

@@ -1,0 +1,83 @@
+"""Our LoRA passes against PEFT's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+
+from groupwise.model.adapter import adapt_in_place
+
+RANK, SCALE = 3, 4 / 3
+
+
+class Block(nn.Module):
+    def __init__(self, *, bias: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(5, 7, bias=bias)
+        self.down = nn.Linear(7, 2, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def adapted(*, bias: bool = True, dropout: float = 0.0) -> Any:
+    """A block under LoRA whose B is not zero, so that the adapters matter."""
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=RANK, lora_alpha=4, lora_dropout=dropout, target_modules=["up", "down"])
+    model = peft.get_peft_model(Block(bias=bias), config)  # type: ignore[arg-type]
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    return model
+
+
+def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    model(x).sin().sum().backward()
+    assert x.grad is not None
+    trained = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"x": x.grad, **trained}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(4, 5), (1, 6, 5), (2, 3, 5)])
+def test_output_and_every_gradient_are_those_of_peft(bias: bool, shape: tuple[int, ...]) -> None:
+    model, x = adapted(bias=bias), torch.randn(shape)
+    theirs, their_gradients = model(x), gradients(model, x)
+    adapt_in_place(model)
+    ours, our_gradients = model(x), gradients(model, x)
+    torch.testing.assert_close(ours, theirs)
+    assert our_gradients.keys() == their_gradients.keys()
+    assert len(our_gradients) == 5
+    for name, gradient in our_gradients.items():
+        torch.testing.assert_close(gradient, their_gradients[name], msg=name)
+
+
+def test_the_low_rank_product_is_scaled_and_added() -> None:
+    model = adapted()
+    adapt_in_place(model)
+    layer, x = model.base_model.model.up, torch.randn(1, 5)
+    delta = SCALE * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    by_hand = x @ (layer.base_layer.weight + delta).T + layer.base_layer.bias
+    torch.testing.assert_close(layer(x), by_hand)
+
+
+def test_with_adapters_off_the_base_answers() -> None:
+    model, x = adapted(), torch.randn(2, 5)
+    adapt_in_place(model)
+    with model.disable_adapter():
+        off = model(x)
+    torch.manual_seed(0)
+    torch.testing.assert_close(off, Block(bias=True)(x))
+    assert not torch.allclose(off, model(x))
+
+
+def test_a_layer_with_dropout_keeps_the_pass_that_knows_it() -> None:
+    model, x = adapted(dropout=0.5).train(), torch.randn(64, 5)
+    adapt_in_place(model)
+    assert not torch.equal(model(x), model(x))
