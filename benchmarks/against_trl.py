@@ -26,7 +26,7 @@ chance between the sides, so the table gives the trained tokens of both.
 group: no group is without signal and no advantage is zero, so neither side leaves anything out.
 
 **TRL at its best.** No gradient checkpointing (its default, which costs it a forward pass), no logging,
-no saving, no shuffling; several micro-batch sizes, with and without the allocator settings that keep
+no saving, no shuffling; several micro-batch sizes, with the allocator settings that keep
 freed memory in the process (glibc hands every large tensor back to the kernel otherwise; our side sets the
 same by itself when it starts). Each is measured in full, and the ratios are against the fastest.
 `as it comes` is TRL with its own defaults for all of these (micro-batch 8, checkpointing), to be read as

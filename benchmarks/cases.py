@@ -60,7 +60,7 @@ TINY = Case(
     prompts=32,
     group_size=16,
     max_tokens=128,
-    trl_settings=(Setting(64, True), Setting(128, True), Setting(64, False), AS_IT_COMES),
+    trl_settings=(Setting(64, True), Setting(128, True), Setting(256, True), AS_IT_COMES),
 )
 SMOLLM2 = Case(
     model="smollm2",
@@ -68,7 +68,7 @@ SMOLLM2 = Case(
     prompts=8,
     group_size=8,
     max_tokens=64,
-    trl_settings=(Setting(8, True), Setting(16, True), Setting(8, False), AS_IT_COMES),
+    trl_settings=(Setting(8, True), Setting(16, True), AS_IT_COMES),
 )
 CASES = {
     "tiny-full": TINY,

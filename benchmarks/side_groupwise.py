@@ -36,7 +36,11 @@ def config_for(job: Job) -> Config:
         lora=LoraConfig(r=job.lora_r),
         # Nothing is refilled: both sides draw the same number of answers.
         rollout=RolloutConfig(
-            prompts=job.prompts, group_size=job.group_size, max_tokens=job.max_tokens, refill=0
+            prompts=job.prompts,
+            group_size=job.group_size,
+            max_tokens=job.max_tokens,
+            temperature=1.0,
+            refill=0,
         ),
         algo=AlgoConfig(loss="dapo", beta=0.0),
         optim=OptimConfig(learning_rate=job.learning_rate),

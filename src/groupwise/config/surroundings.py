@@ -28,7 +28,7 @@ class EngineConfig:
 class EvaluateConfig:
     """Held-out accuracy, before, during and after."""
 
-    every: int = 15
+    every: int = 12
     """Steps between evaluations; 0: only before and after. Turned off whole by `skip`."""
     samples: int = 8
     """Sampled answers to each held-out prompt (avg@k, pass@k), at the training temperature."""
@@ -46,7 +46,7 @@ class EvaluateConfig:
 class RunConfig:
     """The run and its folder."""
 
-    max_steps: int = 45
+    max_steps: int = 36
     seed: int = 0
     output_dir: str = "runs"
     name: str | None = None
