@@ -60,7 +60,7 @@ TINY = Case(
     prompts=32,
     group_size=16,
     max_tokens=128,
-    trl_settings=(Setting(64, True), Setting(128, True), Setting(256, True), AS_IT_COMES),
+    trl_settings=(Setting(128, True), Setting(256, True), AS_IT_COMES),
 )
 SMOLLM2 = Case(
     model="smollm2",

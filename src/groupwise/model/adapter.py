@@ -8,7 +8,7 @@ Axes: N tokens, I inputs, O outputs, R rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -25,22 +25,20 @@ def adapt_in_place(model: nn.Module) -> None:
         without_dropout = all(isinstance(dropout, nn.Identity) for dropout in module.lora_dropout.values())
         same_type = {p.dtype for p in module.parameters()} == {module.base_layer.weight.dtype}
         if without_dropout and same_type and not module.base_layer.weight.requires_grad:
-            module.forward = _forward(module)  # type: ignore[assignment, method-assign]
+            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
 
 
-def _forward(layer: Any) -> Callable[[Tensor], Tensor]:
-    def forward(x: Tensor) -> Tensor:
-        base = layer.base_layer
-        if layer.disable_adapters or layer.merged:
-            output: Tensor = base(x)
-            return output
-        (name,) = layer.active_adapters
-        a_RI, b_OR = layer.lora_A[name].weight, layer.lora_B[name].weight
-        x_NI = x.flatten(0, -2)
-        y_NO: Tensor = _AdaptedLinear.apply(x_NI, base.weight, base.bias, a_RI, b_OR, layer.scaling[name])  # type: ignore[no-untyped-call]
-        return y_NO.view(*x.shape[:-1], -1)
-
-    return forward
+def _forward(layer: Any, x: Tensor) -> Tensor:
+    base = layer.base_layer
+    if layer.disable_adapters or layer.merged:
+        output: Tensor = base(x)
+        return output
+    (name,) = layer.active_adapters
+    a_RI, b_OR = layer.lora_A[name].weight, layer.lora_B[name].weight
+    y_NO: Tensor = _AdaptedLinear.apply(  # type: ignore[no-untyped-call]
+        x.flatten(0, -2), base.weight, base.bias, a_RI, b_OR, layer.scaling[name]
+    )
+    return y_NO.view(*x.shape[:-1], -1)
 
 
 class _AdaptedLinear(torch.autograd.Function):

@@ -1,0 +1,58 @@
+"""RMSNorm in fewer passes over memory than autograd makes of it, on a CPU in float32.
+
+A small model spends a tenth of its update in norms, all of it waiting for memory.
+
+Axes: N tokens, M hidden size.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def shorten_norms(model: nn.Module) -> None:
+    """Give every module that computes a plain RMSNorm the shorter passes; others stay as they are."""
+    for module in model.modules():
+        weight: Any = getattr(module, "weight", None)
+        plain = isinstance(getattr(module, "variance_epsilon", None), float) and weight.dim() == 1
+        if plain and weight.device.type == "cpu" and weight.dtype == torch.float32 and _same(module):
+            module.forward = MethodType(_forward, module)
+
+
+def _forward(module: Any, x: Tensor) -> Tensor:
+    y: Tensor = _RMSNorm.apply(x, module.weight, module.variance_epsilon)  # type: ignore[no-untyped-call]
+    return y
+
+
+@torch.no_grad()
+def _same(module: Any) -> bool:
+    """Whether the module is what its attributes look like: some add 1 to the weight, for one."""
+    x_NM = torch.linspace(-2.0, 3.0, 2 * len(module.weight)).view(2, -1)
+    return torch.allclose(module(x_NM), _forward(module, x_NM), rtol=1e-4, atol=1e-6)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """y = w · x̂ with x̂ = x / √(mean x² + ε)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_M: Tensor, eps: float) -> Tensor:
+        square: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+        scale = square.div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight_M, scale)
+        return (x * scale).mul_(weight_M)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """dx = scale · (w dy - x̂ · mean(w dy · x̂)), where the mean is over the hidden size."""
+        x, weight_M, scale = ctx.saved_tensors
+        dy, unit = grads[0], x * scale
+        dweight = None
+        if ctx.needs_input_grad[1]:
+            dweight = torch.linalg.vecdot(dy.flatten(0, -2), unit.flatten(0, -2), dim=0)
+        pull = dy * weight_M
+        along = torch.linalg.vecdot(pull, unit).unsqueeze(-1).div_(x.shape[-1])
+        return pull.sub_(unit.mul_(along)).mul_(scale), dweight, None
