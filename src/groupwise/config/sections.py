@@ -213,7 +213,7 @@ class OptimConfig:
     """Passes over each step's samples."""
     minibatches: int | None = None
     """Optimizer steps in each pass. None: 2 for the built-in model, 1 for any other."""
-    micro_batch_tokens: int = 4096
+    micro_batch_tokens: int = 2048
     """Tokens in one forward and backward pass: bounds memory, never changes the gradient."""
 
     def __post_init__(self) -> None:
