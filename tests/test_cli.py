@@ -18,6 +18,7 @@ from groupwise import cli
 from groupwise.config import FLAGS, Config, dump_config, read_config
 from groupwise.errors import CheckpointError, ConfigError, InvariantError
 from groupwise.tasks import TASKS
+from groupwise.tracking import trackers
 
 
 @pytest.fixture
@@ -40,7 +41,8 @@ def light(tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 @pytest.fixture
 def trained(monkeypatch) -> list[tuple[Config, dict[str, Any]]]:
-    """Put a recorder in the place of training; it holds what each call was given."""
+    """Put a recorder in the place of training; it holds what each call was given. All trackers exist."""
+    monkeypatch.setattr(trackers, "find_spec", lambda name: True)
     calls: list[tuple[Config, dict[str, Any]]] = []
     recorder = SimpleNamespace(train=lambda config, **rest: calls.append((config, rest)))
     monkeypatch.setitem(sys.modules, "groupwise.training", recorder)
@@ -91,6 +93,15 @@ def test_a_question_is_answered_before_torch_is_imported(light, words, shown):
             "unknown task 'countdwn'; did you mean 'countdown'? (or give the path of a .py file)",
         ),
         (["train", "mine.py"], "no such task file: mine.py"),
+        (
+            ["train", "--model", "./mine"],
+            "model.name: ./mine is not a folder; give tiny, a folder or a Hugging Face name",
+        ),
+        (
+            ["train", "--model", "."],
+            "the model folder . lacks config.json and weights (*.safetensors) and a tokenizer "
+            "(tokenizer.json)",
+        ),
         (["train", "mine.py", "--task", "countdown"], "one run has one task; leave out all but mine.py"),
         (["eval", "tiny", "--samples", "0"], "--samples must be at least 1; got 0"),
         (["eval", "."], ". holds neither a run (config.yaml) nor a model (config.json, adapter_config.json)"),

@@ -114,7 +114,9 @@ def train(
     """Train a model. Without arguments: the built-in model learns Countdown on this machine."""
     flags = {name: context.params[name] for name in FLAGS if context.params[name] not in (None, (), [])}
     settings = training_config(words or [], config=config, resume=resume, flags=flags).resolve()
+    from groupwise.model.source import local_folder
     from groupwise.tasks import TASKS, load_task
+    from groupwise.tracking.trackers import tracker_names
 
     name = settings.task.name
     if resume is not None and name not in TASKS and not name.endswith(".py"):
@@ -122,7 +124,10 @@ def train(
             f"the task {name!r} of {resume} was defined in Python: go on there, by "
             f"groupwise.train(task, resume={str(resume)!r})"
         )
-    loaded = load_task(settings.task)  # before torch, so that a mistake in a task file is answered at once
+    # Before torch, so that a mistake in any of these is answered at once.
+    loaded = load_task(settings.task)
+    tracker_names(settings.track)
+    local_folder(settings.model.name)
     from groupwise.training import train as run_training
 
     run_training(settings, resume=resume, task=loaded)
