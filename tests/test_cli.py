@@ -300,7 +300,10 @@ def test_an_evaluation_is_printed_for_people(measured, capsys):
 def test_what_training_changed_stands_beside_the_accuracy():
     change = {"mean": 0.2, "low": 0.1, "high": 0.3, "improved": 3, "worsened": 1, "p_value": 0.6}
     lines = list(cli.evaluation_lines(REPORT | {"change": {"greedy": change}, "saved": "runs/a/eval/x.json"}))
-    assert lines[2] == "  greedy   50.0 % [15.0, 85.0]     +20.0 points [+10.0, +30.0] since before training"
+    assert lines[1:3] == [
+        "                                   since before training",
+        "  greedy   50.0 % [15.0, 85.0]     +20.0 points [+10.0, +30.0]",
+    ]
     assert lines[-1] == "  saved in runs/a/eval/x.json, answers to read beside it"
 
 

@@ -192,12 +192,12 @@ def evaluation_lines(report: dict[str, Any]) -> Iterator[str]:
     from groupwise.evaluate.statistics import Difference, Interval
 
     yield f"{report['task']} · {report['model']} · {report['prompts']} prompts, seed {report['seed']}"
-    yield ""
     changes = report.get("change", {})
+    yield f"{'':<35}since before training" if changes else ""
     for name in ("greedy", f"avg@{report['samples']}", f"pass@{report['samples']}"):
         line = f"  {name:<9}{Interval(**report[name])!s:<22}"
         if name in changes:
-            line += f"  {Difference(**changes[name])} since before training"
+            line += f"  {Difference(**changes[name])}"
         yield line.rstrip()
     yield ""
     yield f"  {report['length']:.1f} tokens an answer, {report['failed']} answers could not be scored"
