@@ -18,6 +18,7 @@ from groupwise import cli
 from groupwise.config import FLAGS, Config, dump_config, read_config
 from groupwise.errors import CheckpointError, ConfigError, InvariantError
 from groupwise.tasks import TASKS
+from groupwise.tracking import trackers
 
 
 @pytest.fixture
@@ -40,7 +41,8 @@ def light(tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 @pytest.fixture
 def trained(monkeypatch) -> list[tuple[Config, dict[str, Any]]]:
-    """Put a recorder in the place of training; it holds what each call was given."""
+    """Put a recorder in the place of training; it holds what each call was given. All trackers exist."""
+    monkeypatch.setattr(trackers, "find_spec", lambda name: True)
     calls: list[tuple[Config, dict[str, Any]]] = []
     recorder = SimpleNamespace(train=lambda config, **rest: calls.append((config, rest)))
     monkeypatch.setitem(sys.modules, "groupwise.training", recorder)
@@ -91,6 +93,15 @@ def test_a_question_is_answered_before_torch_is_imported(light, words, shown):
             "unknown task 'countdwn'; did you mean 'countdown'? (or give the path of a .py file)",
         ),
         (["train", "mine.py"], "no such task file: mine.py"),
+        (
+            ["train", "--model", "./mine"],
+            "model.name: ./mine is not a folder; give tiny, a folder or a Hugging Face name",
+        ),
+        (
+            ["train", "--model", "."],
+            "the model folder . lacks config.json and weights (*.safetensors) and a tokenizer "
+            "(tokenizer.json)",
+        ),
         (["train", "mine.py", "--task", "countdown"], "one run has one task; leave out all but mine.py"),
         (["eval", "tiny", "--samples", "0"], "--samples must be at least 1; got 0"),
         (["eval", "."], ". holds neither a run (config.yaml) nor a model (config.json, adapter_config.json)"),
@@ -289,7 +300,10 @@ def test_an_evaluation_is_printed_for_people(measured, capsys):
 def test_what_training_changed_stands_beside_the_accuracy():
     change = {"mean": 0.2, "low": 0.1, "high": 0.3, "improved": 3, "worsened": 1, "p_value": 0.6}
     lines = list(cli.evaluation_lines(REPORT | {"change": {"greedy": change}, "saved": "runs/a/eval/x.json"}))
-    assert lines[2] == "  greedy   50.0 % [15.0, 85.0]     +20.0 points [+10.0, +30.0] since before training"
+    assert lines[1:3] == [
+        "                                   since before training",
+        "  greedy   50.0 % [15.0, 85.0]     +20.0 points [+10.0, +30.0]",
+    ]
     assert lines[-1] == "  saved in runs/a/eval/x.json, answers to read beside it"
 
 

@@ -266,7 +266,7 @@ def test_a_task_that_is_only_trained_and_never_named_is_found_too(tmp_path):
         ("x = 1\n", "defines no `task`"),
         ("task = 3\n", "`task` must be a groupwise.Task; got int"),
         ("\n\nx = undefined\n", "broken.py, line 3: NameError"),
-        ("x = (\n", "broken.py, line 1: SyntaxError"),
+        ("x = (\n", "broken.py, line 1: SyntaxError: '\\(' was never closed$"),
         ("from groupwise.tasks import Task\nTask(name='')", "missing"),
     ],
 )

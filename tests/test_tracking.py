@@ -4,11 +4,13 @@ import json
 import logging
 import math
 import os
+import pty
 import socket
 import sqlite3
+import struct
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -336,7 +338,7 @@ class Recorder:
 
 def guarded(tracker: Tracker, tmp_path: Path) -> Tracker:
     opening = Opening(project="p", run_name="r", config={}, folder=tmp_path, resumed_from=None)
-    return trackers.Guarded("recorder", lambda _: tracker, opening)
+    return trackers.Guarded("recorder", lambda _: tracker, opening, warn=trackers.logger.warning)
 
 
 def test_trackers_get_finite_values_only(tmp_path: Path) -> None:
@@ -390,18 +392,21 @@ from pathlib import Path
 from groupwise.config.sections import TrackConfig
 from groupwise.tracking.trackers import open_trackers
 assert "trackio" not in sys.modules, "imported before it is used"
-for resumed_from, value in ((None, 0.5), (1, 0.75)):
+for resumed_from, steps in ((None, (1, 2)), (1, (2, 3))):
     (tracker,) = open_trackers(
         TrackConfig(project="countdown"), run_name="tiny", config={"run": {"seed": 7}},
         folder=Path(sys.argv[1]), resumed_from=resumed_from,
     )
-    tracker.log(1 if resumed_from is None else 2, {"reward/mean": value, "policy/kl": float("nan")})
-    tracker.samples(1, [{"text": "3 + 4", "reward": 1.0}])
+    for step in steps:
+        tracker.log(step, {"reward/mean": step / 4, "policy/kl": float("nan")})
+        tracker.samples(step, [{"text": "3 + 4", "reward": 1.0}])
     tracker.finish()
 """
 
 
-def test_trackio_writes_its_own_file_says_nothing_and_goes_on_with_a_resumed_run(tmp_path: Path) -> None:
+def test_trackio_writes_its_own_file_says_nothing_and_holds_each_step_of_a_resumed_run_once(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("trackio")
     with socket.create_server(("127.0.0.1", 0)) as hub:
         # With a token, trackio by itself asks the Hub for the user's name.
@@ -419,11 +424,104 @@ def test_trackio_writes_its_own_file_says_nothing_and_goes_on_with_a_resumed_run
         rows = database.execute("select run_name, run_id, step, metrics from metrics order by id").fetchall()
         (config,) = database.execute("select config from configs").fetchone()
     logged = [(step, json.loads(metrics)) for _, _, step, metrics in rows if b"samples" not in metrics]
-    assert logged == [(1, {"reward/mean": 0.5}), (2, {"reward/mean": 0.75})]
+    assert logged == [(step, {"reward/mean": step / 4}) for step in (1, 2, 3)]
+    assert len(rows) == 2 * len(logged)
     assert {name for name, *_ in rows} == {"tiny"}
     assert len({run_id for _, run_id, *_ in rows}) == 1
     assert json.loads(config)["run"] == {"seed": 7}
     assert b'{"text":"3 + 4","reward":1.0}' in rows[1][3]
+
+
+WANDB = """
+import sys
+from pathlib import Path
+from groupwise.config.sections import TrackConfig
+from groupwise.tracking.trackers import open_trackers
+assert "wandb" not in sys.modules, "imported before it is used"
+(tracker,) = open_trackers(
+    TrackConfig(trackers=("wandb",), project="countdown"), run_name="tiny", config={"run": {"seed": 7}},
+    folder=Path(sys.argv[1]), resumed_from=int(sys.argv[2]) or None, warn=print,
+)
+for step in map(int, sys.argv[3:]):
+    tracker.log(step, {"reward/mean": step / 4, "policy/kl": float("nan")})
+    tracker.samples(step, [{"text": "3 + 4", "reward": 1.0}])
+tracker.finish()
+"""
+
+
+def wandb_session(folder: Path, *words: str, mode: str, terminal: int = subprocess.DEVNULL) -> str:
+    """What a session with no account prints; `terminal` is where wandb could ask for one."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    outcome = subprocess.run(
+        [sys.executable, "-c", WANDB, str(folder), *words],
+        env=kept | {"HOME": str(folder), "WANDB_MODE": mode, "TERM": "xterm"},
+        stdin=terminal,
+        stdout=subprocess.PIPE,
+        stderr=terminal,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return outcome.stdout
+
+
+def wandb_records(path: Path) -> Iterator[Any]:
+    """What a .wandb file holds: after 7 bytes, blocks of 32 kB with pieces of records."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, record = path.read_bytes(), 7, b""
+    while at < len(data):
+        left = -at % 32768
+        if 0 < left < 7:  # no room for another header in this block
+            at += left
+            continue
+        _, length, piece = struct.unpack_from("<IHB", data, at)
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if piece in (1, 4):  # whole, or the last of its pieces
+            yield Record.FromString(record)
+            record = b""
+
+
+def test_wandb_gets_metrics_config_and_samples_and_goes_on_with_a_resumed_run(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    for words in (("0", "1", "2"), ("1", "2", "3")):
+        assert wandb_session(tmp_path, *words, mode="offline") == ""
+    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
+    sessions = [list(wandb_records(path)) for path in files]
+    runs = [next(record.run for record in session if record.HasField("run")) for session in sessions]
+    assert [(run.run_id, run.display_name, run.project) for run in runs] == [
+        ((tmp_path / "wandb" / "id").read_text(), "tiny", "countdown")
+    ] * 2
+    assert [{i.key: i.value_json for i in run.config.update}["run"] for run in runs] == ['{"seed":7}'] * 2
+    histories = [[record.history for record in session if record.HasField("history")] for session in sessions]
+    assert [
+        [(history.step.num, values["reward/mean"]) for history in one for values in [wandb_values(history)]]
+        for one in histories
+    ] == [[(1, "0.25"), (2, "0.5")], [(2, "0.5"), (3, "0.75")]]
+    table = files[0].parent / "files" / json.loads(wandb_values(histories[0][0])["samples/path"])
+    assert json.loads(table.read_text())["data"] == [["3 + 4", 1.0]]
+
+
+def wandb_values(history: Any) -> dict[str, str]:
+    return {item.key or "/".join(item.nested_key): item.value_json for item in history.item}
+
+
+def test_wandb_without_an_account_is_off_and_asks_nobody(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    keyboard, terminal = pty.openpty()
+    try:
+        said = wandb_session(tmp_path, "0", "1", mode="online", terminal=terminal)
+    finally:
+        os.close(keyboard)
+        os.close(terminal)
+    assert said.startswith("wandb failed and is off for the rest of this run: UsageError('No API key")
+    assert said.count("\n") == 1
+
+
+def test_an_id_for_wandb_is_made_once_for_each_run_folder(tmp_path: Path) -> None:
+    first, again, other = (trackers.lasting_id(tmp_path / name / "id") for name in ("a", "a", "b"))
+    assert first == again != other
 
 
 def test_tensorboard_events_read_back_and_a_resumed_run_hides_what_it_repeats(tmp_path: Path) -> None:

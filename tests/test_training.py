@@ -5,22 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from groupwise.config import Config
+from groupwise.config import Config, read_config
 from groupwise.config.sections import RolloutConfig, TaskConfig
 from groupwise.errors import ConfigError, InvariantError
 from groupwise.records import Completion, Example, Message, Request, Rollout, Sampling
 from groupwise.tasks import Task
+from groupwise.tracking import trackers
 from groupwise.tracking.rollouts import read_rollouts
+from groupwise.tracking.run_folder import RunFolder
+from groupwise.tracking.trackers import Metrics, Opening, Rows
 from groupwise.training import train
 from groupwise.training.batch import Collector, check_failures
 from groupwise.training.data import split_for
+from groupwise.training.ending import next_commands
 from groupwise.training.measures import batch_metrics
 from groupwise.training.recorder import sample_rows
-from small_runs import lasting_metrics, small_config, task_file, traces
+from small_runs import Files, lasting_metrics, small_config, task_file, traces
 
 # Batches, with a policy that is written down: each prompt's answers are a digit each.
 
@@ -268,3 +273,74 @@ def test_a_step_whose_rollouts_fail_leaves_them_to_be_read(place):
         train(small_config(place, "evaluate.skip=true"))
     (rollouts,) = (place / "run" / "rollouts").iterdir()
     assert {row["error"] for row in read_rollouts(rollouts)} == {"reward broken: KeyError: 'gold'"}
+
+
+# The last words
+
+
+def next_words(config: Config) -> list[str]:
+    return [words for words, _ in next_commands(config.resolve(), RunFolder(Path("runs/x")), done=True)]
+
+
+def test_the_next_commands_repeat_this_run_whatever_its_settings() -> None:
+    usual = ["groupwise eval runs/x", "groupwise train --resume runs/x run.max_steps=90"]
+    assert next_words(Config()) == [*usual, "groupwise train --seed 1"]
+    assert next_words(read_config(overrides=["run.seed=3"]))[-1] == "groupwise train --seed 4"
+    changed = read_config(overrides=["algo.beta=0.1", "run.name=mine"])
+    assert next_words(changed)[-1] == (
+        "groupwise train --config runs/x/config.yaml --seed 1 --run-name mine-seed-1"
+    )
+
+
+def test_a_task_made_in_python_is_measured_by_naming_its_file() -> None:
+    assert next_words(Config(task=TaskConfig(name="digits"))) == ["groupwise eval runs/x --task FILE.py"]
+
+
+# Trackers
+
+
+class Unreliable:
+    """A tracker whose server goes away at one kind of call."""
+
+    def __init__(self, opening: Opening, *, at: str) -> None:
+        self.at = at
+        self.reach("open")
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        self.reach("log")
+
+    def samples(self, step: int, rows: Rows) -> None:
+        self.reach("samples")
+
+    def finish(self) -> None:
+        self.reach("finish")
+
+    def reach(self, call: str) -> None:
+        if call == self.at:
+            raise ConnectionError("server gone")
+
+
+@pytest.fixture(scope="module")
+def untracked(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    folder = tmp_path_factory.mktemp("untracked")
+    task_file(folder)
+    return traces(train(small_config(folder)))
+
+
+@pytest.mark.parametrize("call", ["open", "log", "samples", "finish", "never"])
+def test_a_tracker_that_fails_is_told_of_once_and_changes_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    untracked: Files,
+    call: str,
+) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda name: True)
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", partial(Unreliable, at=call))
+    task_file(tmp_path)
+    run = train(small_config(tmp_path, "track.trackers=[wandb]"))
+    assert traces(run) == untracked
+    sentence = "wandb failed and is off for the rest of this run: ConnectionError('server gone')"
+    told = 0 if call == "never" else 1
+    assert capsys.readouterr().out.count(sentence) == told
+    assert (run / "training.log").read_text().count(f"WARNING {sentence}") == told

@@ -114,7 +114,9 @@ def train(
     """Train a model. Without arguments: the built-in model learns Countdown on this machine."""
     flags = {name: context.params[name] for name in FLAGS if context.params[name] not in (None, (), [])}
     settings = training_config(words or [], config=config, resume=resume, flags=flags).resolve()
+    from groupwise.model.source import local_folder
     from groupwise.tasks import TASKS, load_task
+    from groupwise.tracking.trackers import tracker_names
 
     name = settings.task.name
     if resume is not None and name not in TASKS and not name.endswith(".py"):
@@ -122,7 +124,10 @@ def train(
             f"the task {name!r} of {resume} was defined in Python: go on there, by "
             f"groupwise.train(task, resume={str(resume)!r})"
         )
-    loaded = load_task(settings.task)  # before torch, so that a mistake in a task file is answered at once
+    # Before torch, so that a mistake in any of these is answered at once.
+    loaded = load_task(settings.task)
+    tracker_names(settings.track)
+    local_folder(settings.model.name)
     from groupwise.training import train as run_training
 
     run_training(settings, resume=resume, task=loaded)
@@ -187,12 +192,12 @@ def evaluation_lines(report: dict[str, Any]) -> Iterator[str]:
     from groupwise.evaluate.statistics import Difference, Interval
 
     yield f"{report['task']} · {report['model']} · {report['prompts']} prompts, seed {report['seed']}"
-    yield ""
     changes = report.get("change", {})
+    yield f"{'':<35}since before training" if changes else ""
     for name in ("greedy", f"avg@{report['samples']}", f"pass@{report['samples']}"):
         line = f"  {name:<9}{Interval(**report[name])!s:<22}"
         if name in changes:
-            line += f"  {Difference(**changes[name])} since before training"
+            line += f"  {Difference(**changes[name])}"
         yield line.rstrip()
     yield ""
     yield f"  {report['length']:.1f} tokens an answer, {report['failed']} answers could not be scored"

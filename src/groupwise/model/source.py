@@ -22,6 +22,11 @@ def model_folder(name: str) -> Path:
 
     A model that was downloaded before needs no network; another one is downloaded whole.
     """
+    return local_folder(name) or _cached(name) or _downloaded(name)
+
+
+def local_folder(name: str) -> Path | None:
+    """Return the folder of a model that is not named as on Hugging Face; raise when it lacks something."""
     if name == TINY:
         return TINY_FOLDER
     path = Path(name).expanduser()
@@ -32,7 +37,7 @@ def model_folder(name: str) -> Path:
         return path
     if path.exists() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ConfigError(f"model.name: {name} is not a folder; give {TINY}, a folder or a Hugging Face name")
-    return _cached(name) or _downloaded(name)
+    return None
 
 
 def missing_files(folder: Path) -> list[str]:

@@ -37,7 +37,7 @@ def countdown(
     largest: int = 99,
     targets: Sequence[int] = (10, 100),
 ) -> Task:
-    """Make the task: puzzles without end, each one solvable.
+    """Reach a target from given numbers by + − × ÷: endless, all solvable.
 
     `numbers`: how many, or the least and the most; from 1 to `largest`; `targets`: least and most.
     """

@@ -91,7 +91,8 @@ def task_from_file(path: Path) -> Task:
     except GroupwiseError:
         raise
     except Exception as error:
-        raise ConfigError(f"{where(error, path)}: {type(error).__name__}: {error}") from error
+        said = error.msg if isinstance(error, SyntaxError) else error
+        raise ConfigError(f"{where(error, path)}: {type(error).__name__}: {said}") from error
     finally:
         loading_task_file.reset(token)
     task = named_task(module, path) or trained

@@ -7,7 +7,7 @@ import io
 import logging
 import math
 import os
-import re
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -17,12 +17,14 @@ from typing import Any, Protocol
 
 from groupwise.config.sections import TrackConfig
 from groupwise.errors import ConfigError
+from groupwise.tracking.files import write_atomically
 
 logger = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float]
 Rows = Sequence[Mapping[str, Any]]
 """Sampled rollouts to read, all with the same columns."""
+Warn = Callable[[str], None]
 
 
 class Tracker(Protocol):
@@ -54,25 +56,33 @@ def open_trackers(
     config: Mapping[str, Any],
     folder: Path,
     resumed_from: int | None = None,
+    warn: Warn = logger.warning,
 ) -> list[Tracker]:
     """Open the trackers the user named, or trackio when none is named and it is installed."""
-    names = track.trackers
-    if names is None:
-        names = ("trackio",) if find_spec("trackio") else ()
-    for name in names:
-        if find_spec(name) is None:
-            raise ConfigError(f"track.trackers names {name}, which is not installed: pip install {name}")
     opening = Opening(
         project=track.project, run_name=run_name, config=config, folder=folder, resumed_from=resumed_from
     )
-    return [Guarded(name, TRACKERS[name], opening) for name in names]
+    return [Guarded(name, TRACKERS[name], opening, warn=warn) for name in tracker_names(track)]
+
+
+def tracker_names(track: TrackConfig) -> tuple[str, ...]:
+    """Return the trackers to open; one that is named must be installed."""
+    if track.trackers is None:
+        return ("trackio",) if find_spec("trackio") else ()
+    for name in track.trackers:
+        if find_spec(name) is None:
+            raise ConfigError(f"track.trackers names {name}, which is not installed: pip install {name}")
+    return track.trackers
 
 
 class Guarded:
-    """A tracker whose first failure is logged and turns it off: training goes on without it."""
+    """A tracker whose first failure is told and turns it off: training goes on without it."""
 
-    def __init__(self, name: str, open_tracker: Callable[[Opening], Tracker], opening: Opening) -> None:
+    def __init__(
+        self, name: str, open_tracker: Callable[[Opening], Tracker], opening: Opening, *, warn: Warn
+    ) -> None:
         self.name = name
+        self.warn = warn
         self.tracker: Tracker | None = None
         with self.guard():
             self.tracker = open_tracker(opening)
@@ -101,7 +111,7 @@ class Guarded:
             yield
         except Exception as error:
             self.tracker = None
-            logger.warning("%s failed and is off for the rest of this run: %r", self.name, error)
+            self.warn(f"{self.name} failed and is off for the rest of this run: {error!r}")
 
 
 class Trackio:
@@ -112,6 +122,8 @@ class Trackio:
         # in the main context once more when the process exits, with a message.
         with redirect_stdout(io.StringIO()), local_only():
             self.run = contextvars.copy_context().run(self.open, opening)
+        # A killed run, resumed, makes some steps once more: those that trackio holds, it holds for good.
+        self.first_step: int = getattr(self.run, "_next_step", 0)
 
     @staticmethod
     def open(opening: Opening) -> Any:
@@ -128,12 +140,14 @@ class Trackio:
         )
 
     def log(self, step: int, metrics: Metrics) -> None:
-        self.run.log(dict(metrics), step=step)
+        if step >= self.first_step:
+            self.run.log(dict(metrics), step=step)
 
     def samples(self, step: int, rows: Rows) -> None:
         import trackio
 
-        self.run.log({"samples": trackio.Table(**columns_and_data(rows))}, step=step)
+        if step >= self.first_step:
+            self.run.log({"samples": trackio.Table(**columns_and_data(rows))}, step=step)
 
     def finish(self) -> None:
         with redirect_stdout(io.StringIO()):
@@ -162,14 +176,23 @@ class Wandb:
     def __init__(self, opening: Opening) -> None:
         import wandb
 
+        settings = wandb.Settings(
+            console="off",
+            silent=True,
+            # When its server is gone, wandb by itself waits for it without end before the process may end.
+            finish_timeout=FINISH_SECONDS,
+            finish_timeout_raises=True,
+        )
+        # For the whole process: told to the run alone, wandb asks for a missing key under the live display.
+        wandb.setup(settings)
         self.run = wandb.init(
             project=opening.project,
             name=opening.run_name,
-            id=re.sub(r"[^\w.-]", "-", opening.run_name),
+            id=lasting_id(opening.folder / "wandb" / "id"),
             resume="allow",
             config=dict(opening.config),
             dir=str(opening.folder),
-            settings=wandb.Settings(console="off", silent=True),
+            settings=settings,
         )
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -182,6 +205,17 @@ class Wandb:
 
     def finish(self) -> None:
         self.run.finish()
+
+
+FINISH_SECONDS = 60.0
+"""Time that Weights & Biases gets to send what is left; `wandb sync` sends the rest later."""
+
+
+def lasting_id(path: Path) -> str:
+    """An id kept with the run: its name may have belonged to another run, which must not be continued."""
+    if not path.is_file():
+        write_atomically(path, secrets.token_hex(4))
+    return path.read_text(encoding="utf-8")
 
 
 class TensorBoard:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from groupwise.config import Config
 from groupwise.evaluate.held_out import Evaluation
+from groupwise.tasks import TASKS
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.tracking.summary import Summary
 from groupwise.training.state import State
@@ -37,13 +40,25 @@ def summary_of(
 
 
 def next_commands(config: Config, folder: RunFolder, *, done: bool) -> tuple[tuple[str, str], ...]:
-    """Return three commands to try, each with what it does."""
+    """Return up to three commands to try, each with what it does."""
+    if config.task.name not in TASKS and not config.task.name.endswith(".py"):
+        # The task lives in the caller's program; the command line is told where.
+        words = f"groupwise eval {folder.path} --task FILE.py"
+        return ((words, "measures it again; FILE.py is the file that defines the task"),)
     resume = f"groupwise train --resume {folder.path}"
     measure = (f"groupwise eval {folder.path}", "measures it again on held-out examples")
-    again = (f"groupwise train --seed {config.run.seed + 1}", "the same with other noise: is the gain real?")
+    again = (same_again(config, folder), "the same with other noise: is the gain real?")
     if not done:
         return (resume, "goes on from here"), measure, again
     if config.optim.schedule != "constant":
         return measure, again
     longer = (f"{resume} run.max_steps={2 * config.run.max_steps}", "trains on from here")
     return measure, longer, again
+
+
+def same_again(config: Config, folder: RunFolder) -> str:
+    """Return the command for a run with the same settings and the next seed."""
+    seed = config.run.seed + 1
+    usual = replace(config, run=replace(config.run, seed=0)) == Config().resolve()
+    command = f"groupwise train{'' if usual else f' --config {folder.config}'} --seed {seed}"
+    return command if config.run.name is None else f"{command} --run-name {config.run.name}-seed-{seed}"

@@ -32,7 +32,7 @@ class Interrupt:
             return
         self.held_back = number
         with suppress(RuntimeError):  # the signal came in the middle of printing another line
-            self._say("stopping after this step and saving; Ctrl-C again stops at once, losing this step")
+            self._say("stopping after this step and saving; Ctrl-C again stops now and loses it")
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():  # elsewhere signals cannot be caught

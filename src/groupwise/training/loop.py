@@ -7,6 +7,7 @@ from pathlib import Path
 from groupwise.config.sections import Config
 from groupwise.tasks import Task, leave_task_file, load_task
 from groupwise.tracking.display import open_display
+from groupwise.tracking.trackers import tracker_names
 from groupwise.training.run import Run
 from groupwise.training.start import Start
 
@@ -17,6 +18,7 @@ def train(config: Config, *, resume: Path | None = None, task: Task | None = Non
         leave_task_file(task)
     config = config.resolve()
     task = task or load_task(config.task)
+    tracker_names(config.track)  # a missing one is found before a folder is made
     start = Start.new(config, task=task.name) if resume is None else Start.again(resume, config)
     if done := start.already_done(config):
         start.lock.close()

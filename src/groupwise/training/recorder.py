@@ -54,6 +54,7 @@ class Recorder:
             config=asdict(config),
             folder=self.folder.path,
             resumed_from=done or None,
+            warn=self.warn,
         )
         for tracker in self.trackers:
             self.resources.callback(tracker.finish)
@@ -63,6 +64,11 @@ class Recorder:
         """Say something that a reader of the screen or of the log should know."""
         self.display.message(sentence)
         logger.info(sentence)
+
+    def warn(self, sentence: str) -> None:
+        """Say that something went wrong that the run can do without."""
+        self.display.message(sentence)
+        logger.warning(sentence)
 
     def rollouts(self, step: int, batch: Batch) -> None:
         write_rollouts(self.folder.rollouts_at(step), step, batch.drawn)

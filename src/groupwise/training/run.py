@@ -116,9 +116,9 @@ class Run:
         """Log the step; evaluate and save when it is time to."""
         self.state = replace(self.state, step=step, cursor=batch.cursor, updates=self.learner.updates)
         measured = self._examine(step)
+        self.recorder.step(step, {**batch_metrics(batch), **report, **measured})
         if measured:
             self.recorder.samples(step, batch)
-        self.recorder.step(step, {**batch_metrics(batch), **report, **measured})
         last = step == self.config.run.max_steps
         if last or step % self.config.run.save_every == 0 or self.interrupt.asked:
             self._save()
