@@ -199,7 +199,7 @@ def same_chain_and_other(chain: Node, other: Node) -> bool:
     _, parts, relations = chain
     if set(relations) <= {"=", "≈"}:
         named, *rest = parts
-        if named[0] == "name" or is_call(named):
+        if is_named(named):
             return all(same_node(part, other) for part in rest)
         # Nothing is named, so every side must be worth the same.
         return not names(parts) and all(same_node(part, other) for part in parts)
@@ -207,9 +207,11 @@ def same_chain_and_other(chain: Node, other: Node) -> bool:
     return bool(interval is not None and other[0] == "tuple" and same_node(interval, other))
 
 
-def is_call(node: Node) -> bool:
-    """Tell whether this is written f(x)."""
-    return node[0] == "*" and node[1][0] == "name" and node[2][0] == "name"
+def is_named(node: Node) -> bool:
+    """Tell whether this only names something: `x`, `AB`, `f(x)`, `(x, y)`."""
+    if node[0] == "tuple":
+        return all(part[0] == "name" for part in node[3:])
+    return bool(node[0] == "name" or (node[0] == "*" and node[1][0] == "name" and node[2][0] == "name"))
 
 
 def as_interval(parts: tuple[Node, ...], relations: tuple[str, ...]) -> Node | None:

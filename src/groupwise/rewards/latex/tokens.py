@@ -37,7 +37,7 @@ TYPOGRAPHIC = str.maketrans(
 SPACING = re.compile(
     r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits)(?![a-zA-Z])\.?|\\quad|\\qquad"
 )
-NEGATIVE_SPACE = re.compile(r"\\!|\{,\}")
+GROUPED = re.compile(r"(?<=\d)(?:\\!)*(?:,(?:\\!)+|\{,\}|\\,)(?:\\!)*(?=\d{3}(?!\d))")
 SPACE = re.compile(r"(\\\\)|\\[,;:> ]|~")
 """Spacing commands, but not the second half of the `\\\\` that ends a matrix row."""
 HALF_OF_DAY = re.compile(r"\b([ap])\.\s?m\b\.?")
@@ -48,7 +48,7 @@ STYLE = re.compile(
 )
 FRACTION = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
 PHANTOM = re.compile(r"\\[hv]?phantom(?![a-zA-Z])\s*(?:\{[^{}]*\}|\S)")
-MATH_MODE = re.compile(r"^(?:\$\$?|\\\(|\\\[)\s*(.*?)\s*(?:\$\$?|\\\)|\\\])$", re.DOTALL)
+MATH_MODES = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 TOKEN = re.compile(
     r"\s*(?:"
     r"\\(?:text|mbox|hbox|textbf|textit|textrm|textsf|textnormal|emph)\s*\{(?P<words>[^{}]*)\}"
@@ -77,26 +77,40 @@ def clean(text: str) -> str:
     """Return the text without styling, spacing, currency and thousands separators."""
     if len(text) > MAX_CHARACTERS:
         raise Malformed("longer than any answer")
-    text = text.translate(TYPOGRAPHIC).strip().rstrip(".,; \n")
-    while (inside := MATH_MODE.match(text)) and "$" not in inside[1]:
-        text = inside[1].strip().rstrip(".,; ")
-    text = re.sub(r",\\[!,]\s*(?=\d{3})", ",", text)
-    if grouped := NEGATIVE_SPACE.sub("", text):
-        # With its spacing gone, `10,\!000` is a number anywhere; `(1,000)` without it may be a pair.
-        text = grouped if grouped == text else ungroup(text)
+    text = ungroup(text.translate(TYPOGRAPHIC))
     text = SPACE.sub(lambda space: space[1] or " ", text)
+    text = without_math_mode(trimmed(text))
     text = STYLED_WORDS.sub(r"\\text{\1}", HALF_OF_DAY.sub(r"\1m", text))
     text = SPACING.sub("", PHANTOM.sub("", text))
     text = FRACTION.sub(r"\\frac", STYLE.sub("", text))
     text = text.replace(r"\$", "").replace("$", "").replace(r"\%", "%").replace(r"\#", "")
     if not any(bracket in text for bracket in "([{") or not re.search(r"[(\[][^()\[\]]*,", text):
         text = THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
-    return text.strip().rstrip(".,; ")
+    return trimmed(text)
+
+
+def without_math_mode(text: str) -> str:
+    r"""Take off one pair of `$…$` or `\(…\)` around the whole."""
+    for opening, closing in MATH_MODES:
+        inside = text.removeprefix(opening).removesuffix(closing)
+        if len(text) - len(inside) == len(opening) + len(closing) and closing not in inside.replace(
+            r"\$", ""
+        ):
+            return trimmed(inside)
+    return text
+
+
+def trimmed(text: str) -> str:
+    """Drop space around the text and punctuation at its end."""
+    return text.strip().rstrip(".,; \n")
 
 
 def ungroup(text: str) -> str:
-    """Join the digits of `10,\\!000` and `10{,}000`, and drop what negative space is left."""
-    text = re.sub(r"(?<=\d)(?:\\!)*(?:,(?:\\!)+|\{,\})(?:\\!)*(?=\d{3})", "", text)
+    r"""Join the digits of `10,\!000`, `10{,}000` and `10\,000`, and drop what negative space is left.
+
+    With its spacing this is a number anywhere; `(1,000)` without it may be a pair.
+    """
+    text = GROUPED.sub("", text)
     return text.replace(r"\!", "").replace("{,}", ",")
 
 
