@@ -14,7 +14,6 @@ from rewritings import (
     FRACTION,
     INTEGER,
     INTERVAL,
-    LIST,
     MATRIX,
     PAIR,
     PERCENT,
@@ -24,6 +23,7 @@ from rewritings import (
     UNIT,
     WORD,
     Rule,
+    is_list,
     plain,
     shown,
 )
@@ -125,7 +125,7 @@ def circle(gold: str) -> Iterator[str]:
 
 def sequence(gold: str) -> Iterator[str]:
     ordered = bool(PAIR.fullmatch(plain(gold)))
-    listed = bool(LIST.fullmatch(gold)) and r"\text" not in gold and not re.fullmatch(r"[\d,]+", gold)
+    listed = is_list(gold)
     if not (ordered or listed):
         return
     parts = [part.strip() for part in (plain(gold)[1:-1] if ordered else gold).split(",")]

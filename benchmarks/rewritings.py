@@ -47,7 +47,10 @@ def shown(value: Fraction) -> str:
     return rf"{sign}\frac{{{abs(value.numerator)}}}{{{value.denominator}}}"
 
 
-# Rewritings
+def is_list(gold: str) -> bool:
+    """Tell whether commas separate values here, and not thousands or words."""
+    grouped = re.search(r",\\!|\d,\d{3}(?!\d)", gold)
+    return bool(LIST.fullmatch(gold)) and r"\text" not in gold and not grouped
 
 
 def wrapping(gold: str) -> Iterator[str]:
@@ -60,7 +63,7 @@ def wrapping(gold: str) -> Iterator[str]:
 
 
 def words_before(gold: str) -> Iterator[str]:
-    if is_value(gold):
+    if is_value(gold) and not gold.endswith("."):
         yield rf"\text{{The answer is }} {gold}"
         yield rf"x = {gold}"
         yield rf"{gold} \text{{ units}}"
@@ -85,7 +88,7 @@ def styled_fraction(gold: str) -> Iterator[str]:
         yield gold.replace(r"\frac{", r"\dfrac{")
         yield gold.replace(r"\frac{", r"\tfrac{")
         yield re.sub(r"\\frac\{(\d)\}\{(\d)\}", r"\\frac\1\2", gold)
-        yield re.sub(r"\\frac\{(\d+)\}\{(\d+)\}(?![\w\\({^])", r"{\1}/{\2}", gold) if gold[0] != "(" else gold
+        yield re.sub(r"(?<![\d)} ])\\frac\{(\d+)\}\{(\d+)\}(?![\w\\({^])", r"{\1}/{\2}", gold)
 
 
 def braced_power(gold: str) -> Iterator[str]:
@@ -183,7 +186,7 @@ def circle(gold: str) -> Iterator[str]:
 
 
 def collection(gold: str) -> Iterator[str]:
-    if LIST.fullmatch(gold) and r"\text" not in gold and not re.fullmatch(r"\d{1,3}(,\d{3})+", gold):
+    if is_list(gold):
         parts = [part.strip() for part in gold.split(",")]
         yield ", ".join(reversed(parts))
         yield rf"\{{{','.join(parts)}\}}"
@@ -254,7 +257,9 @@ def worded(gold: str) -> Iterator[str]:
 def reordered(gold: str) -> Iterator[str]:
     if POLYNOMIAL.fullmatch(gold) and ("+" in gold or "-" in gold[1:]):
         terms = [term.replace(" ", "") for term in TERM.findall(gold.replace("^{", "^{"))]
-        if all("{-" not in term for term in terms) and "".join(terms) == gold.replace(" ", ""):
+        if all(term.count("{") == term.count("}") for term in terms) and "".join(terms) == gold.replace(
+            " ", ""
+        ):
             turned = [term if term[0] in "+-" else f"+{term}" for term in reversed(terms)]
             yield "".join(turned).removeprefix("+")
             yield f"({gold})"

@@ -112,11 +112,11 @@ def test_any_two_texts_can_be_compared(predicted, truth):
     assert isinstance(verdict.correct, bool)
 
 
-@given(LATEX)
+@given(st.integers(), st.integers(-50, 50))
 @settings(max_examples=200, deadline=None)
-def test_what_is_read_at_all_equals_itself_with_spaces_around(text):
-    once = verify_boxed(boxed(text), text)
-    assert verify_boxed(boxed(f" {text} "), text).correct == once.correct
+def test_whole_numbers_are_equal_exactly_when_they_are(number, off):
+    assert verify_boxed(boxed(f"{number:,}"), str(number + off)).correct == (off == 0)
+    assert (stated_number(f"{number:,}") == number) == (abs(number) < 10**50)
 
 
 @given(st.text())

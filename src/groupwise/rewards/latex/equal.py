@@ -47,6 +47,8 @@ def read(text: str) -> list[Item]:
 def same_items(ours: list[Item], theirs: list[Item]) -> bool:
     """Compare two lists of items in any order; a set is the list of what is in it."""
     ours, theirs = opened(ours), opened(theirs)
+    if len(theirs) == 1 and len(ours) > 1 and all(item.node and item.node[0] == "chain" for item in ours):
+        theirs = parted(theirs[0])  # `x < 2 or x > 3` says what a union does
     if len(ours) != len(theirs):
         return False
     return matched(ours, theirs, same_item)
@@ -58,6 +60,12 @@ def opened(items: list[Item]) -> list[Item]:
         if node is not None:
             return [Item(member) for member in node]
     return items
+
+
+def parted(item: Item) -> list[Item]:
+    """Return the parts of a union."""
+    node = item.node
+    return [Item(part) for part in node[1:]] if node is not None and node[0] == "union" else [item]
 
 
 def members(node: Node) -> tuple[Node, ...] | None:

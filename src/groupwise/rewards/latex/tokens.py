@@ -37,12 +37,14 @@ TYPOGRAPHIC = str.maketrans(
 SPACING = re.compile(
     r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits)(?![a-zA-Z])\.?|\\quad|\\qquad"
 )
-GROUPED = re.compile(r"(?<=\d)(?:\\!)*(?:,(?:\\!)+|\{,\}|\\,)(?:\\!)*(?=\d{3}(?!\d))")
+GROUPED = re.compile(r"(?<=\d)(?:\\!)*(?:,(?:\\! ?)+|\{,\}|\\,)(?:\\!)*(?=\d{3}(?!\d))")
 SPACE = re.compile(r"(\\\\)|\\[,;:> ]|~")
 """Spacing commands, but not the second half of the `\\\\` that ends a matrix row."""
 HALF_OF_DAY = re.compile(r"\b([ap])\.\s?m\b\.?")
 STYLED_WORDS = re.compile(r"\\(?:mathrm|operatorname|rm)\s*\{([a-zA-Z. ]{2,})\}")
 THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\s*\{(\d{1,30})\}")
+BRACKETED_LIST = re.compile(r"(?:[(\[]|\\\{)[^()\[\]]*,")
 STYLE = re.compile(
     r"\\(?:mathbf|mathrm|mathit|mathsf|mathbb|boldsymbol|bm|rm|bf|operatorname)(?![a-zA-Z])\*?"
 )
@@ -52,7 +54,7 @@ MATH_MODES = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 TOKEN = re.compile(
     r"\s*(?:"
     r"\\(?:text|mbox|hbox|textbf|textit|textrm|textsf|textnormal|emph)\s*\{(?P<words>[^{}]*)\}"
-    r"|(?P<number>\d+(?:\.\d+)?|\.\d+)"
+    r"|(?P<number>\d+\.\d+[eE][-+]?\d{1,3}|\d+[eE]\d{1,3}|\d+(?:\.\d+)?|\.\d+)"
     r"|(?P<run>[a-zA-Z]{2,})"
     r"|(?P<letter>[a-zA-Z])"
     r"|(?P<command>\\(?:[a-zA-Z]+|.))"
@@ -82,11 +84,19 @@ def clean(text: str) -> str:
     text = without_math_mode(trimmed(text))
     text = STYLED_WORDS.sub(r"\\text{\1}", HALF_OF_DAY.sub(r"\1m", text))
     text = SPACING.sub("", PHANTOM.sub("", text))
-    text = FRACTION.sub(r"\\frac", STYLE.sub("", text))
+    text = REPEATING.sub(repeating, FRACTION.sub(r"\\frac", STYLE.sub("", text)))
     text = text.replace(r"\$", "").replace("$", "").replace(r"\%", "%").replace(r"\#", "")
-    if not any(bracket in text for bracket in "([{") or not re.search(r"[(\[][^()\[\]]*,", text):
+    if not BRACKETED_LIST.search(text):
         text = THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
     return trimmed(text)
+
+
+def repeating(decimal: re.Match[str]) -> str:
+    r"""Write `0.1\overline{6}` as a fraction."""
+    whole, fixed, period = decimal.groups()
+    below = 10 ** len(fixed) * (10 ** len(period) - 1)
+    above = int(f"{whole}{fixed}" or "0") * (10 ** len(period) - 1) + int(period)
+    return rf"\frac{{{above}}}{{{below}}}"
 
 
 def without_math_mode(text: str) -> str:
