@@ -16,6 +16,7 @@ from groupwise.rewards import score_group
 from groupwise.rewards.boxed import last_box
 from groupwise.rewards.math_answer import LENIENT, Scores, score_boxed, score_boxed_batch, verify_boxed
 from groupwise.rewards.symbolic import SECONDS, SymbolicComparer
+from groupwise.rewards.time_limit import TimeLimitReached, time_limit
 from groupwise.tasks import load_task
 from groupwise.tasks.math import math
 
@@ -161,6 +162,18 @@ def test_a_comparison_that_hangs_costs_its_time_limit_and_the_next_one_works():
         comparer.stop()
 
 
+def test_an_interrupted_question_does_not_leave_its_reply_to_the_next():
+    comparer = SymbolicComparer()
+    try:
+        assert comparer.equal(r"\lfloor 3.5 \rfloor", "3")
+        with pytest.raises(TimeLimitReached), time_limit(0.1):
+            comparer.equal(r"\sum_{k=1}^{10^9} \frac{1}{k^2}", "3")
+        assert comparer.equal(r"\lfloor 4.5 \rfloor", "4")
+        assert not comparer.equal(r"\lfloor 4.5 \rfloor", "5")
+    finally:
+        comparer.stop()
+
+
 def test_math_verify_is_asked_for_by_name(monkeypatch):
     monkeypatch.setattr("groupwise.rewards.symbolic.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'groupwise\[math\]'"):
@@ -202,3 +215,10 @@ def test_the_columns_of_math_and_of_graded_rows_are_read(tmp_path):
     task = load_task(TaskConfig(name="math", data=str(path)))
     assert [example["answer"] for example in task.examples] == [r"\frac{1}{2}", "7"]
     assert [example["question"] for example in task.examples] == ["What?", "What?"]
+
+
+def test_a_solution_without_a_box_is_no_gold(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"problem": "What?", "solution": "It follows. " * 60}))
+    with pytest.raises(ConfigError, match=r"line 1, column 'solution': expected an answer, or a solution"):
+        load_task(TaskConfig(name="math", data=str(path)))

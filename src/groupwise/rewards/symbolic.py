@@ -46,14 +46,17 @@ class SymbolicComparer:
         process = self.process
         assert process is not None
         assert process.stdin is not None
+        self.ready = self.ready or self.reply(START_SECONDS) is not None
         try:
-            if not self.ready:
-                self.ready = self.reply(START_SECONDS) is not None
             process.stdin.write(json.dumps({"predicted": predicted, "truth": truth}) + "\n")
             process.stdin.flush()
             answer = self.reply(REPLY_SECONDS)
         except (BrokenPipeError, ValueError):
             answer = None
+        except BaseException:
+            # Interrupted between question and answer: the next question must not get this one's reply.
+            self.stop()
+            raise
         if answer is None:
             self.stop()
         return answer

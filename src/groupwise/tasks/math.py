@@ -21,6 +21,8 @@ SYSTEM = (
     r"explanations. Always provide your final answer in \boxed{} format."
 )
 REQUEST = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+LONGEST_ANSWER = 500
+"""Characters beyond which a gold answer is a solution that forgot its box."""
 SCORINGS = {"strict": Scores(), "lenient": LENIENT}
 
 
@@ -67,7 +69,10 @@ def math(
 
 def gold_answer(value: Any) -> str:
     """Read the true answer, which may stand in a box, alone or at the end of a solution."""
-    return truth_of(text(value))
+    answer = truth_of(text(value))
+    if len(answer) > LONGEST_ANSWER:
+        raise ValueError(r"expected an answer, or a solution that ends in \boxed{answer}")
+    return answer
 
 
 def math_prompt(example: Example) -> list[Message]:
