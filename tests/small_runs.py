@@ -26,6 +26,7 @@ task = gw.Task(
     examples=[{"n": n} for n in range(24)],
     prompt=lambda example: f"{example['n']} + 1",
     rewards={"luck": luck},
+    perfect=1.0,
 )
 """
 """A task that any policy gets right now and then, so that groups with and without signal both occur."""
@@ -57,7 +58,7 @@ def traces(run: Path) -> Files:
     paths = [
         path
         for path in sorted(run.rglob("*"))
-        if path.name in kept or path.parent.name in ("rollouts", "eval")
+        if path.name in kept or path.parent.name in ("rollouts", "completions", "eval")
     ]
     files: Files = {path.relative_to(run).as_posix(): path.read_bytes() for path in paths}
     return files | {"metrics": lasting_metrics(run)}

@@ -10,6 +10,7 @@ from groupwise.config.sections import TaskConfig
 from groupwise.errors import ConfigError
 from groupwise.records import Example, Group, Rollout
 from groupwise.rewards import evaluate_expression, score_group
+from groupwise.tasks import load_task
 from groupwise.tasks.countdown import Puzzles, countdown, is_held_out, solves
 from groupwise.tasks.puzzles import Puzzle, Step, draw_puzzle, render, solutions
 
@@ -286,3 +287,33 @@ def test_drawing_gives_none_rather_than_a_target_out_of_range():
     drawn = [draw_puzzle(rng, count=3, largest=99, targets=(50, 51)) for _ in range(300)]
     assert None in drawn
     assert {puzzle.target for puzzle in drawn if puzzle} == {50, 51}
+
+
+@pytest.mark.parametrize(("level", "count"), [(1, 3), (2, 4), (3, 5), (4, 6)])
+def test_a_level_is_a_number_of_numbers_and_every_puzzle_has_a_solution(level, count):
+    task = countdown(level=level)
+    split = task.split(TaskConfig(held_out=20), seed=0)
+    for example in (*split.take(0, 20)[0], *split.held_out):
+        assert len(example["numbers"]) == count
+        assert solves(example["solution"], numbers=example["numbers"], target=example["target"])
+        assert reward(task.gold(example), **example) == (1, 1)
+
+
+def test_a_level_that_is_none_or_beside_numbers_is_refused():
+    for bad in (0, 5, "2"):
+        with pytest.raises(ConfigError, match="countdown: level must be whole numbers from 1 to 4"):
+            countdown(level=bad)
+    with pytest.raises(ConfigError, match="level and numbers say the same"):
+        countdown(level=1, numbers=3)
+
+
+def test_rows_of_the_public_data_are_checked(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"nums": [44, 19, 35], "target": 98}\n{"nums": [1, "2"], "target": 3}\n')
+    with pytest.raises(ConfigError, match="line 2, column 'nums': expected a whole number"):
+        load_task(TaskConfig(data=str(path)))
+    path.write_text('{"nums": [44, 19, 35], "target": 98}\n')
+    task = load_task(TaskConfig(data=str(path)))
+    (example,) = task.examples
+    assert example["numbers"] == [44, 19, 35]
+    assert reward(task.gold(example), **example) == (1, 1)  # solved by search

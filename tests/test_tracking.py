@@ -21,10 +21,11 @@ from groupwise.config.sections import TrackConfig
 from groupwise.errors import ConfigError
 from groupwise.records import Example, Group, Rollout
 from groupwise.tracking import trackers
+from groupwise.tracking.completions import write_completions
 from groupwise.tracking.files import write_atomically
 from groupwise.tracking.log import log_to
 from groupwise.tracking.metrics import MetricsFile, read_metrics
-from groupwise.tracking.rollouts import read_rollouts, remove_rollouts_after, write_rollouts
+from groupwise.tracking.rollouts import read_rollouts, remove_steps_after, write_rollouts
 from groupwise.tracking.run_folder import RunFolder, step_name, step_of
 from groupwise.tracking.trackers import Opening, Rows, Tracker, open_trackers
 
@@ -285,13 +286,21 @@ def test_the_same_rollouts_give_the_same_bytes(tmp_path: Path) -> None:
 def test_resuming_removes_the_rollouts_of_later_steps_only(tmp_path: Path) -> None:
     for name in ("step-000009.parquet", "step-000010.parquet", "step-000011.parquet", "notes.txt"):
         (tmp_path / name).write_text("")
-    remove_rollouts_after(tmp_path, 10)
+    remove_steps_after(tmp_path, 10)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "notes.txt",
         "step-000009.parquet",
         "step-000010.parquet",
     ]
-    remove_rollouts_after(tmp_path / "absent", 10)
+    remove_steps_after(tmp_path / "absent", 10)
+
+
+def test_perfect_answers_are_written_to_be_read_and_others_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "completions" / "step-000010.txt"
+    write_completions(path, [group(reward=1.9)], perfect=2.0)
+    assert not path.exists()
+    write_completions(path, [group(reward=1.9), group(reward=2.0), group(reward=2.0, error="x")], perfect=2.0)
+    assert path.read_text() == f"Prompt 3 + 4 = ?\né 7\n{'=' * 50}\n"
 
 
 # The log

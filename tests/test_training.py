@@ -237,6 +237,9 @@ def test_a_run_writes_its_whole_story(place, capfd):
     assert (stats["steps"], stats["after"]["eval/greedy"]) == (4, after["eval/greedy"])
     first = read_rollouts(run / "rollouts" / "step-000001.parquet")
     assert {row["group"] for row in first} == set(range(3 + int(rows[0]["rollout/replaced"])))
+    lucky = sum(row["reward"] == 1.0 for row in first)
+    completions = run / "completions" / "step-000001.txt"
+    assert (completions.read_text().count("=" * 50) if lucky else 0) == lucky
     log = (run / "training.log").read_text()
     assert "algo.clip_low=0.2 hardly ever clips with algo.loss=gspo" in log
     assert "hardly ever clips" in capfd.readouterr().out

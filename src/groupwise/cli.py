@@ -205,6 +205,39 @@ def evaluation_lines(report: dict[str, Any]) -> Iterator[str]:
         yield f"  saved in {report['saved']}, answers to read beside it"
 
 
+@app.command(epilog="Anything else is set as section.key=value, such as task.options.scoring=lenient.")
+def verify(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="TASK_FILE|SECTION.KEY=VALUE", help="A Python file with a `task`; any settings."
+        ),
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="A built-in task; all of them by default.")] = None,
+    data: Annotated[str | None, typer.Option(help="Golds from a file or a Hugging Face dataset.")] = None,
+    examples: Annotated[int, typer.Option(help="Gold answers to check.")] = 100,
+    pairs: Annotated[
+        str | None, typer.Option(help="Score the rows {completion, answer} of this file instead.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line for each check.")] = False,
+) -> int:
+    """Test rewards on known cases, on gold answers or on your own pairs. Exit code 1: something failed."""
+    between("--examples", examples, 1)
+    flags = {name: value for name, value in (("task", task), ("data", data)) if value is not None}
+    settings = training_config(words or [], config=None, resume=None, flags=flags)
+    from groupwise.tasks.self_test import self_test
+
+    named = task is not None or any(word.endswith(".py") for word in words or [])
+    if pairs is not None and not named:
+        raise ConfigError("--pairs needs the task that scores them: --task NAME or a task file")
+    config = settings.task if named else None
+    failed = False
+    for line in self_test(config, pairs=pairs, examples=examples, as_json=as_json):
+        failed = failed or not line.ok
+        print(line.text)
+    return 1 if failed else 0
+
+
 @app.command()
 def tasks() -> None:
     """List the built-in tasks."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from groupwise.errors import ConfigError
 
 
@@ -14,3 +16,8 @@ def between(setting: str, value: float | None, low: float, high: float = float("
     if value is not None and not low <= value <= high:
         bound = f"at least {low:g}" if high == float("inf") else f"between {low:g} and {high:g}"
         raise ConfigError(f"{setting} must be {bound}; got {value!r}")
+
+
+def finite(setting: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"{setting} must be a number; got {value!r}")

@@ -78,6 +78,10 @@ class TaskConfig:
     """A built-in task, or the path of a Python file that defines `task`."""
     data: str | None = None
     """Examples from a file (JSON, JSONL, Parquet) or a Hugging Face dataset instead of the task's own."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """What the data calls a column of the task: `{question: problem}`."""
+    test_data: str | None = None
+    """Held-out examples, `owner/name:subset@test` for example. None: some of `data` are kept back."""
     max_examples: int | None = None
     """Use only this many training examples."""
     held_out: int = 128

@@ -11,7 +11,7 @@ from groupwise.config import Config, read_config
 from groupwise.errors import ConfigError
 from groupwise.evaluate.target import Target, find_target
 from groupwise.records import Example
-from groupwise.tasks import TASKS, Task, load_examples, load_task
+from groupwise.tasks import TASKS, Task, load_rows, load_task, without_data
 
 if TYPE_CHECKING:
     from groupwise.evaluate.held_out import Evaluation
@@ -46,7 +46,7 @@ def evaluate_command(
     config = read_config(found.run.config if found.run else None, overrides=overrides)
     config = replace(config, model=replace(config.model, name=found.base or config.model.name))
     if task is not None:
-        config = replace(config, task=replace(config.task, name=task, options={}, data=None))
+        config = replace(config, task=without_data(replace(config.task, name=task, options={})))
     elif config.task.name not in TASKS and not config.task.name.endswith(".py"):
         raise ConfigError(
             f"{target} learned a task named {config.task.name!r} that was defined in Python: "
@@ -89,9 +89,11 @@ def settle(
 ) -> Question:
     """Load the task and choose the examples: all of `data`, or what the task holds out."""
     settings = config.task
-    loaded = load_task(replace(settings, data=None) if data else settings)
+    loaded = load_task(without_data(settings) if data else settings)
     rows: Sequence[Example] = (
-        load_examples(data) if data else loaded.split(settings, config.run.seed).held_out
+        load_rows(data, task=loaded, config=settings)
+        if data
+        else loaded.split(settings, config.run.seed).held_out
     )
     if not rows:
         raise ConfigError(f"task {loaded.name} holds no examples out: give some by --data FILE")

@@ -1,6 +1,9 @@
 """Verifiers for untrusted model output, and running them over groups."""
 
 from groupwise.rewards.arithmetic import Arithmetic, evaluate_expression
+from groupwise.rewards.boxed import last_box
+from groupwise.rewards.math_answer import score_boxed, verify_boxed
+from groupwise.rewards.numbers import stated_number
 from groupwise.rewards.score import RewardFunction, score_group
 from groupwise.rewards.tags import final_answer, is_well_formed
 from groupwise.rewards.text import length
@@ -11,6 +14,10 @@ __all__ = [
     "evaluate_expression",
     "final_answer",
     "is_well_formed",
+    "last_box",
     "length",
+    "score_boxed",
     "score_group",
+    "stated_number",
+    "verify_boxed",
 ]

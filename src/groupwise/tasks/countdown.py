@@ -6,12 +6,14 @@ import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from groupwise.errors import ConfigError
 from groupwise.records import Example, Message, Rollout
 from groupwise.rewards.arithmetic import evaluate_expression
 from groupwise.rewards.tags import final_answer, is_well_formed
-from groupwise.tasks.puzzles import Puzzle, draw_puzzle
+from groupwise.tasks.columns import Column
+from groupwise.tasks.puzzles import Puzzle, draw_puzzle, solutions
 from groupwise.tasks.task import Task
 
 SYSTEM = (
@@ -26,6 +28,8 @@ USER = (
 )
 PREFILL = "Let me solve this step by step.\n<think>"
 
+LEVELS = {1: 3, 2: 4, 3: 5, 4: 6}
+"""How many numbers a puzzle of each level has."""
 HELD_OUT_ONE_IN = 8
 MAX_DRAWS = 20_000
 """Draws without a puzzle after which the settings are taken to allow none."""
@@ -33,14 +37,21 @@ MAX_DRAWS = 20_000
 
 def countdown(
     *,
-    numbers: int | Sequence[int] = (3, 4),
+    level: int | None = None,
+    numbers: int | Sequence[int] | None = None,
     largest: int = 99,
     targets: Sequence[int] = (10, 100),
 ) -> Task:
     """Reach a target from given numbers by + − × ÷: endless, all solvable.
 
-    `numbers`: how many, or the least and the most; from 1 to `largest`; `targets`: least and most.
+    `level`: 1 to 4, with 3 to 6 numbers; or `numbers`: how many, or the least and the most, (3, 4) when
+    neither is given. They lie from 1 to `largest`; `targets`: least and most.
     """
+    if level is not None:
+        if numbers is not None:
+            raise ConfigError("countdown: level and numbers say the same; give one of them")
+        numbers = LEVELS[pair("level", [level, level], low=1, high=len(LEVELS))[0]]
+    numbers = (3, 4) if numbers is None else numbers
     puzzles = Puzzles(
         counts=pair("numbers", [numbers, numbers] if isinstance(numbers, int) else numbers, low=2, high=6),
         largest=pair("largest", [largest, largest], low=1, high=10**6)[1],
@@ -53,7 +64,36 @@ def countdown(
         prompt=countdown_prompt,
         rewards={"format": format_reward, "equation": equation_reward},
         accuracy="equation",
+        columns={
+            "numbers": Column(read=whole_numbers, names=("numbers", "nums")),
+            "target": Column(read=whole_number),
+        },
+        predicted=final_answer,
+        gold=gold_completion,
+        perfect=2.0,
     )
+
+
+def whole_number(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError("expected a whole number")
+    return value
+
+
+def whole_numbers(value: Any) -> list[int]:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        raise ValueError("expected a list of whole numbers")
+    return [whole_number(number) for number in value]
+
+
+def gold_completion(example: Example) -> str:
+    """Solve the puzzle and answer in the format that the prompt asks for."""
+    numbers, target = numbers_and_target(example)
+    known = example.get("solution")
+    solution = known or next((found.expression for found in solutions(numbers, target)), None)
+    if solution is None:
+        raise ConfigError(f"countdown: {numbers} cannot make {target}")
+    return f"I try {solution}.</think>\n<answer>{solution}</answer>"
 
 
 def pair(option: str, values: object, *, low: int, high: int) -> tuple[int, int]:

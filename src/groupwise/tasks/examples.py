@@ -11,58 +11,79 @@ from typing import IO, Any
 
 from groupwise.errors import ConfigError
 from groupwise.records import Example
+from groupwise.tasks.columns import Columns, read_columns
 
 Rows = Iterable[Mapping[str, Any]]
+Located = Iterator[tuple[str, object]]
+"""Rows as they were found, each with where that was: "rows.jsonl, line 3"."""
 
-HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?")
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?(@[\w.-]+)?")
 
 
-def load_examples(source: str | Path | Rows | Callable[[], Rows], *, split: str = "train") -> list[Example]:
+def load_examples(
+    source: str | Path | Rows | Callable[[], Rows], *, split: str = "train", columns: Columns | None = None
+) -> list[Example]:
     """Read every example of a source.
 
     A source is the path of a JSON list (.json), of JSON lines (.jsonl), either gzipped (.gz), or of
-    a Parquet file; the name of a Hugging Face dataset, `owner/name` or `owner/name:subset`, of which
-    `split` is read; a list or generator of dicts; or a function that returns one.
+    a Parquet file; the name of a Hugging Face dataset, `owner/name`, `owner/name:subset` or
+    `owner/name:subset@split`; a list or generator of dicts; or a function that returns one.
+    `columns` are checked and brought under the names they have here.
     """
+    name, rows = locate(source, split=split)
+    examples = [as_example(row, where=where, columns=columns or {}) for where, row in rows]
+    if not examples:
+        raise ConfigError(f"{name}: there are no examples")
+    return examples
+
+
+def locate(source: str | Path | Rows | Callable[[], Rows], *, split: str) -> tuple[str, Located]:
+    """Return what to call a source and its rows, read as they are asked for."""
     if not isinstance(source, str | Path):
         rows = source() if callable(source) else source
-        return as_examples(rows, source=getattr(source, "__name__", "examples"))
+        name = getattr(source, "__name__", "examples")
+        return name, numbered(rows, source=name)
     path = Path(source).expanduser()
     kind = path.name.removesuffix(".gz").rpartition(".")[2]
     if kind in READERS:
-        return read_file(path, READERS[kind])
+        return str(path), read_file(path, READERS[kind])
     if path.exists():
         raise ConfigError(f"cannot read {path}: give a .json, .jsonl, .jsonl.gz or .parquet file")
     if isinstance(source, str) and HUB_NAME.fullmatch(source):
-        return read_hub(source, split=split)
+        return source, read_hub(source, split=split)
     raise ConfigError(f"no such file: {path}")
 
 
 def as_examples(rows: Rows, *, source: str) -> list[Example]:
     """Turn rows into Examples; the error for a bad one names `source` and the row, counted from 1."""
-    if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
-        raise ConfigError(f"{source}: expected a list of dicts, got {type(rows).__name__}")
-    examples = [as_example(row, where=f"{source}, row {number}") for number, row in enumerate(rows, start=1)]
+    examples = [as_example(row, where=where) for where, row in numbered(rows, source=source)]
     if not examples:
         raise ConfigError(f"{source}: there are no examples")
     return examples
 
 
-def as_example(row: object, *, where: str) -> Example:
-    if isinstance(row, Example):
+def numbered(rows: Any, *, source: str) -> Located:
+    if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
+        raise ConfigError(f"{source}: expected a list of dicts, got {type(rows).__name__}")
+    for number, row in enumerate(rows, start=1):
+        yield f"{source}, row {number}", row
+
+
+def as_example(row: object, *, where: str, columns: Columns | None = None) -> Example:
+    if isinstance(row, Example) and not columns:
         return row
     if not isinstance(row, Mapping):
         raise ConfigError(f"{where}: expected a dict of columns, got {type(row).__name__}")
     if not all(isinstance(column, str) for column in row):
         raise ConfigError(f"{where}: column names must be strings, got {list(row)}")
-    return Example(dict(row))
+    return Example(read_columns(row, columns or {}, where=where))
 
 
-def read_file(path: Path, read: Callable[[Path], list[Example]]) -> list[Example]:
+def read_file(path: Path, read: Callable[[Path], Located]) -> Located:
     if not path.is_file():
         raise ConfigError(f"no such file: {path}")
     try:
-        return read(path)
+        yield from read(path)
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
 
@@ -71,18 +92,20 @@ def open_text(path: Path) -> IO[str]:
     return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
 
 
-def read_json(path: Path) -> list[Example]:
+def read_json(path: Path) -> Located:
     with open_text(path) as file:
         try:
             rows = json.load(file)
+        except UnicodeDecodeError:
+            raise
         except ValueError as error:
             raise ConfigError(f"{path}: not JSON: {error}") from error
-    return as_examples(rows, source=str(path))
+    return numbered(rows, source=str(path))
 
 
-def read_json_lines(path: Path) -> list[Example]:
-    def parsed(lines: Iterable[str]) -> Iterator[Example]:
-        for number, line in enumerate(lines, start=1):
+def read_json_lines(path: Path) -> Located:
+    with open_text(path) as file:
+        for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             where = f"{path}, line {number}"
@@ -90,13 +113,10 @@ def read_json_lines(path: Path) -> list[Example]:
                 row = json.loads(line)
             except ValueError as error:
                 raise ConfigError(f"{where}: not JSON: {error}") from error
-            yield as_example(row, where=where)
-
-    with open_text(path) as file:
-        return as_examples(parsed(file), source=str(path))
+            yield where, row
 
 
-def read_parquet(path: Path) -> list[Example]:
+def read_parquet(path: Path) -> Located:
     import pyarrow
     import pyarrow.parquet
 
@@ -104,17 +124,17 @@ def read_parquet(path: Path) -> list[Example]:
         rows = pyarrow.parquet.read_table(path).to_pylist()
     except pyarrow.ArrowException as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
-    return as_examples(rows, source=str(path))
+    return numbered(rows, source=str(path))
 
 
-READERS: dict[str, Callable[[Path], list[Example]]] = {
+READERS: dict[str, Callable[[Path], Located]] = {
     "json": read_json,
     "jsonl": read_json_lines,
     "parquet": read_parquet,
 }
 
 
-def read_hub(source: str, *, split: str) -> list[Example]:
+def read_hub(source: str, *, split: str) -> Located:
     """Read a split of a Hugging Face dataset."""
     try:
         import datasets
@@ -122,12 +142,13 @@ def read_hub(source: str, *, split: str) -> list[Example]:
         raise ConfigError(
             f"no file named {source!r}; to read it as a Hugging Face dataset: pip install datasets"
         ) from None
-    name, _, subset = source.partition(":")
+    name, _, chosen_split = source.partition("@")
+    name, _, subset = name.partition(":")
     try:
-        rows = datasets.load_dataset(name, subset or None, split=split)
+        rows = datasets.load_dataset(name, subset or None, split=chosen_split or split)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"no file named {source!r}, nor can the Hugging Face dataset be loaded: {reason}"
         ) from error
-    return as_examples(rows, source=source)
+    return numbered(rows, source=source)

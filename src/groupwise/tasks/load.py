@@ -16,11 +16,15 @@ from typing import Any
 
 from groupwise.config.sections import TaskConfig
 from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.records import Example
+from groupwise.tasks.columns import renamed
 from groupwise.tasks.countdown import countdown
 from groupwise.tasks.examples import load_examples
+from groupwise.tasks.gsm8k import gsm8k
+from groupwise.tasks.math import math
 from groupwise.tasks.task import Task, closest
 
-TASKS: dict[str, Callable[..., Task]] = {"countdown": countdown}
+TASKS: dict[str, Callable[..., Task]] = {"countdown": countdown, "gsm8k": gsm8k, "math": math}
 """Every built-in task; its keyword arguments are its options."""
 
 loading_task_file: ContextVar[bool] = ContextVar("loading_task_file", default=False)
@@ -55,9 +59,30 @@ def load_task(config: TaskConfig) -> Task:
     else:
         hint = closest(config.name, TASKS)
         raise ConfigError(f"unknown task {config.name!r}{hint} (or give the path of a .py file)")
+    return with_data(task, config)
+
+
+def with_data(task: Task, config: TaskConfig) -> Task:
+    """Return the task on the data that the configuration names."""
+    if config.data is None and config.test_data is None and config.columns:
+        raise ConfigError("task.columns names the columns of task.data, which is not given")
     if config.data is not None:
-        task = replace(task, examples=load_examples(config.data))
+        task = replace(task, examples=load_rows(config.data, task=task, config=config), held_out=None)
+    if config.test_data is not None:
+        rows = load_rows(config.test_data, task=task, config=config, split="test")
+        task = replace(task, held_out=rows)
     return task
+
+
+def without_data(config: TaskConfig) -> TaskConfig:
+    """Return the configuration on the task's own examples."""
+    return replace(config, data=None, test_data=None, columns={})
+
+
+def load_rows(source: str, *, task: Task, config: TaskConfig, split: str = "train") -> list[Example]:
+    """Read examples of a task, their columns checked and renamed as the configuration says."""
+    columns = renamed(task.columns, config.columns, task=task.name)
+    return load_examples(source, split=split, columns=columns)
 
 
 def built_in(name: str, options: Mapping[str, Any]) -> Task:

@@ -12,6 +12,7 @@ from groupwise.config.sections import TaskConfig
 from groupwise.errors import ConfigError
 from groupwise.records import Example, Message, Rollout
 from groupwise.rewards.score import RewardFunction
+from groupwise.tasks.columns import Columns
 from groupwise.tasks.examples import as_examples
 from groupwise.tasks.split import Split, Stream, split_rows, split_stream
 
@@ -35,6 +36,14 @@ class Task:
     """Examples for evaluation. None: some are kept back from `examples`."""
     accuracy: str | None = None
     """The reward that says whether an answer is right (1 or more). None: the first."""
+    columns: Columns = field(default_factory=dict)
+    """What rows must hold, checked and renamed when they are read from `task.data`."""
+    predicted: Callable[[str], str | None] | None = None
+    """The answer that a completion states, to show and to count."""
+    gold: Callable[[Example], str] | None = None
+    """A completion that is right, by which rewards are tested. None: the column `answer` as it stands."""
+    perfect: float | None = None
+    """The reward of an answer with nothing left to improve; each one is kept to read."""
     tools: Sequence[Callable[..., Any]] = ()
     """Typed functions that the policy may call."""
 

@@ -56,9 +56,9 @@ def read_rollouts(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def remove_rollouts_after(folder: Path, step: int) -> None:
+def remove_steps_after(folder: Path, step: int) -> None:
     """Forget the files of later steps: a resumed run writes them again."""
-    for path in folder.glob("step-*.parquet"):
+    for path in folder.glob("step-*"):
         found = step_of(path.name)
         if found is not None and found > step:
             path.unlink()

@@ -92,6 +92,13 @@ class RunFolder:
         return self.rollouts / f"{step_name(step)}.parquet"
 
     @property
+    def completions(self) -> Path:
+        return self.path / "completions"
+
+    def completions_at(self, step: int) -> Path:
+        return self.completions / f"{step_name(step)}.txt"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

@@ -11,11 +11,12 @@ from typing import Any
 
 from groupwise.config import Config, dump_config
 from groupwise.evaluate.held_out import Evaluation, as_text
+from groupwise.tracking.completions import write_completions
 from groupwise.tracking.display import open_display
 from groupwise.tracking.files import write_atomically
 from groupwise.tracking.log import log_to
 from groupwise.tracking.metrics import MetricsFile
-from groupwise.tracking.rollouts import remove_rollouts_after, write_rollouts
+from groupwise.tracking.rollouts import remove_steps_after, write_rollouts
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.tracking.summary import Summary
 from groupwise.tracking.trackers import Tracker, open_trackers
@@ -41,11 +42,12 @@ class Recorder:
 
     def begin(self, config: Config, *, done: int) -> None:
         """Open the folder's files; forget what a killed session wrote after step `done`: it is made again."""
-        for folder in (self.folder.path, self.folder.rollouts):
+        for folder in (self.folder.path, self.folder.rollouts, self.folder.completions):
             for leftover in folder.glob(".*.tmp-*"):
                 leftover.unlink()
         self.metrics.truncate_after(done)
-        remove_rollouts_after(self.folder.rollouts, done)
+        remove_steps_after(self.folder.rollouts, done)
+        remove_steps_after(self.folder.completions, done)
         write_atomically(self.folder.config, dump_config(config))
         self.resources.enter_context(log_to(self.folder.log))
         self.trackers = open_trackers(
@@ -72,6 +74,10 @@ class Recorder:
 
     def rollouts(self, step: int, batch: Batch) -> None:
         write_rollouts(self.folder.rollouts_at(step), step, batch.drawn)
+
+    def completions(self, step: int, batch: Batch, *, perfect: float | None) -> None:
+        if perfect is not None:
+            write_completions(self.folder.completions_at(step), batch.drawn, perfect=perfect)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.metrics.append(step, metrics)

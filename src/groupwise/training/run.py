@@ -99,6 +99,7 @@ class Run:
         batch = self.collector.collect(step, cursor=self.state.cursor)
         if step % self.config.track.rollouts_every == 0:
             self.recorder.rollouts(step, batch)
+            self.recorder.completions(step, batch, perfect=self.collector.task.perfect)
         check_failures(batch, limit=self.config.task.max_failed)
         return batch
 
