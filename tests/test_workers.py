@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from itertools import chain
 from typing import Any
 
 import peft
@@ -50,7 +51,8 @@ def weights_after(workers: Workers, batch: list[Sample], **optim: Any) -> dict[s
     learner = Learner(
         policy,
         algo=AlgoConfig(max_gap=100.0),
-        optim=OptimConfig(learning_rate=1e-3, **optim),
+        # With so large an eps a step is the gradient and little else: rounding stays rounding.
+        optim=OptimConfig(learning_rate=1e-1, eps=1.0, **optim),
         sampling=Sampling(max_tokens=16),
         max_steps=5,
     )
@@ -90,7 +92,7 @@ def test_an_update_by_several_workers_gives_the_weights_of_an_update_by_one(opti
     before = policy_of(small_model()).trainable()
     assert any(not torch.equal(alone[name], before[name]) for name in alone)
     for name, weight in alone.items():
-        torch.testing.assert_close(together[name], weight, rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(together[name], weight, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_an_update_by_several_workers_gives_the_same_bits_every_time() -> None:
@@ -107,7 +109,7 @@ def test_engines_side_by_side_write_what_one_engine_writes(small_policy: Policy,
     alone = Engine(small_policy, EngineConfig()).generate(asked, sampling)
     together = SideBySide(small_policy, EngineConfig(), Workers(3)).generate(asked, sampling)
     assert tokens(together) == tokens(alone)
-    for ours, theirs in zip(sum(together, []), sum(alone, []), strict=True):
+    for ours, theirs in zip(chain(*together), chain(*alone), strict=True):
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
         assert ours.finish == theirs.finish
 

@@ -31,9 +31,7 @@ class SideBySide:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
         """Return each request's completions, in the order of its seeds."""
-        shares = [
-            (engine, requests[first :: len(self.engines)]) for first, engine in enumerate(self.engines)
-        ]
+        shares = [(engine, requests[first :: len(self.engines)]) for first, engine in enumerate(self.engines)]
 
         def run(share: tuple[Engine, Sequence[Request]]) -> list[list[Completion]]:
             engine, asked = share

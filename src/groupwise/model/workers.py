@@ -30,7 +30,9 @@ class Workers:
         self.count = count
         self._pool: ThreadPoolExecutor | None = None
         if count > 1:
-            # Of torch's threads, those that a thread uses are its own affair: the caller keeps all of them.
+            # How many threads torch uses is each thread's own affair, once it has been asked: so the caller
+            # keeps its number when the workers name theirs.
+            torch.get_num_threads()
             self._pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
 
     @classmethod
