@@ -24,7 +24,7 @@ from groupwise.config.sections import (
     RolloutConfig,
     RunConfig,
 )
-from groupwise.engine.side_by_side import engine_for
+from groupwise.engine.engine import Engine
 from groupwise.learner.learner import Learner
 from groupwise.model.load import load_policy
 from groupwise.training.batch import Collector
@@ -54,7 +54,7 @@ def run(job: Job) -> Result:
     policy = load_policy(config.model, config.lora)
     if job.fixed_length:
         policy.end_tokens = frozenset()
-    engine = engine_for(policy, config.engine)
+    engine = Engine(policy, config.engine)
     learner = Learner(
         policy,
         algo=config.algo,

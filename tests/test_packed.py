@@ -195,24 +195,6 @@ def test_a_sample_over_the_budget_gets_a_micro_batch_of_its_own() -> None:
     assert micro_batches(samples, budget=1) == [[0], [1], [2]]
 
 
-def test_micro_batches_for_several_workers_are_as_many_for_each_and_of_like_size() -> None:
-    samples = [sample((5, 6), (7,) * 4, group=0) for _ in range(40)]
-
-    def sizes(**settings: int) -> list[int]:
-        return [len(batch) for batch in micro_batches(samples, **settings)]
-
-    assert sizes(budget=100) == [24, 16]  # 2 + 24 × 4 = 98 tokens
-    assert sizes(budget=100, multiple_of=2) == [21, 19]  # half of the 164 tokens, and at most a sample more
-    assert sizes(budget=1000, multiple_of=2) == [21, 19]
-    assert sizes(budget=60, multiple_of=2) == [11, 11, 11, 7]
-    assert sizes(budget=10, multiple_of=2) == [2] * 20
-
-
-def test_fewer_samples_than_workers_stay_together() -> None:
-    samples = [sample((5, 6), (7,) * 4, group=0) for _ in range(3)]
-    assert micro_batches(samples, budget=100, multiple_of=4) == [[0, 1, 2]]
-
-
 def test_micro_batches_bring_the_members_of_a_group_together() -> None:
     samples = [sample((5,), (7, 2), group=g) for g in (1, 0, 1, 0)]
     assert micro_batches(samples, budget=100) == [[1, 3, 0, 2]]

@@ -41,24 +41,12 @@ class MicroBatch:
     """Which sample of the micro-batch a trained token belongs to."""
 
 
-def micro_batches(samples: Sequence[Sample], *, budget: int, multiple_of: int = 1) -> list[list[int]]:
+def micro_batches(samples: Sequence[Sample], *, budget: int) -> list[list[int]]:
     """Split samples into micro-batches of at most `budget` tokens, as lists of their indices.
 
     Members of a group stay neighbours, and a shared prompt counts once in each micro-batch that
-    holds it. A sample larger than the budget gets a micro-batch of its own. There are as few as
-    can be and, where samples are small enough, a `multiple_of` a number, all of like size.
+    holds it. A sample larger than the budget gets a micro-batch of its own.
     """
-    batches = _fill(samples, budget)
-    if multiple_of == 1 or len(samples) < multiple_of:
-        return batches
-    count = -(-len(batches) // multiple_of) * multiple_of
-    sizes = [_cost(samples, batch) for batch in batches]
-    largest = max(len(sample.tokens) for sample in samples)
-    return _fill(samples, min(budget, sum(sizes) // count + largest))
-
-
-def _fill(samples: Sequence[Sample], budget: int) -> list[list[int]]:
-    """One micro-batch after the other, each as full as the budget allows."""
     batches: list[list[int]] = []
     size, group = 0, None
     for index in sorted(range(len(samples)), key=lambda i: samples[i].group):
@@ -72,12 +60,6 @@ def _fill(samples: Sequence[Sample], budget: int) -> list[list[int]]:
         size += cost
         group = sample.group
     return batches
-
-
-def _cost(samples: Sequence[Sample], batch: Sequence[int]) -> int:
-    """Tokens of a micro-batch, each group's prompt once."""
-    prompts = {samples[i].group: samples[i].prefix for i in batch}
-    return sum(len(samples[i].tokens) - samples[i].prefix for i in batch) + sum(prompts.values())
 
 
 def pack(samples: Sequence[Sample], *, device: torch.device) -> MicroBatch:

@@ -106,7 +106,7 @@ def settle(
 
 
 def measure(question: Question, *, config: Config, target: Target) -> Evaluation:
-    from groupwise.engine.side_by_side import engine_for
+    from groupwise.engine.engine import Engine
     from groupwise.evaluate.held_out import evaluate
     from groupwise.model.load import load_policy
 
@@ -116,7 +116,7 @@ def measure(question: Question, *, config: Config, target: Target) -> Evaluation
         question.task,
         question.examples,
         codec=policy,
-        engine=engine_for(policy, config.engine),
+        engine=Engine(policy, config.engine),
         sampling=config.rollout.sampling,
         samples=question.samples,
         seed=question.seed,

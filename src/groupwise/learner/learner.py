@@ -17,7 +17,6 @@ from groupwise.invariants import check_finite, check_gap, check_targets
 from groupwise.learner.schedule import learning_rate
 from groupwise.model.logprobs import token_logprobs
 from groupwise.model.policy import Policy
-from groupwise.model.workers import Workers
 from groupwise.records import Sample, Sampling
 
 
@@ -42,7 +41,6 @@ class Learner:
         self.algo = algo
         self.optim = optim
         self.sampling = sampling
-        self.workers = Workers.suited_to(policy)
         self.total_updates = max_steps * optim.updates
         self.updates = 0
         """Optimizer steps made so far: what the schedule counts."""
@@ -81,7 +79,7 @@ class Learner:
         norms: list[float] = []
         for _ in range(self.optim.epochs):
             for parts in minibatches:
-                done = self._accumulate(parts)
+                done = [self._backward(part) for part in parts]
                 reports += [metrics for _, metrics in done]
                 losses.append(sum(loss for loss, _ in done))
                 check_finite("the loss", losses[-1])
@@ -121,9 +119,7 @@ class Learner:
             # Before the first update the old policy is the policy now, unless dropout makes it another.
             old_pass = bool(prepared) or self.optim.epochs > 1 or self.policy.has_dropout
             parts: list[_Part] = []
-            for indices in micro_batches(
-                minibatch, budget=self.optim.micro_batch_tokens, multiple_of=self.workers.count
-            ):
+            for indices in micro_batches(minibatch, budget=self.optim.micro_batch_tokens):
                 members = [minibatch[i] for i in indices]
                 batch = pack(members, device=self.policy.device)
                 check_targets(members, batch.targets_N.tolist())
@@ -163,26 +159,7 @@ class Learner:
         with self.policy.reference() as reference:
             return self._fixed_logprobs(reference, batch)
 
-    def _accumulate(self, parts: Sequence[_Part]) -> list[tuple[float, dict[str, Tensor]]]:
-        """Add up the parts' gradients in their order, whoever is done first, and return (loss, metrics)."""
-        parameters = list(self.policy.trainable().values())
-
-        def work(part: _Part) -> tuple[float, dict[str, Tensor], Sequence[Tensor]]:
-            loss, metrics = self._loss(part)
-            if self.workers.count == 1:  # straight into .grad: no second copy of the gradients
-                loss.backward()  # type: ignore[no-untyped-call]
-                return float(loss.detach()), metrics, ()
-            gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
-            return float(loss.detach()), metrics, gradients
-
-        done = []
-        for loss, metrics, gradients in self.workers.map(work, parts):
-            for parameter, gradient in zip(parameters, gradients, strict=False):
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-            done.append((loss, metrics))
-        return done
-
-    def _loss(self, part: _Part) -> tuple[Tensor, dict[str, Tensor]]:
+    def _backward(self, part: _Part) -> tuple[float, dict[str, Tensor]]:
         batch = part.batch
         logprobs_N, entropy_N = self._logprobs(self.policy, batch)
         loss, metrics = policy_loss(
@@ -198,7 +175,8 @@ class Learner:
             ),
             self.settings,
         )
-        return loss, {name: value.detach() for name, value in metrics.items()}
+        loss.backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach()), {name: value.detach() for name, value in metrics.items()}
 
     def _step(self) -> float:
         """Clip, step, count; returns the gradient's norm before clipping."""

@@ -25,7 +25,6 @@ class Policy:
         self._decoder = self._causal.get_decoder()
         self._head: nn.Linear = self._causal.get_output_embeddings()
         self._frozen = reference
-        self._is_folded = False
         self.end_tokens = _end_tokens(self._causal, tokenizer)
 
     @property
@@ -97,15 +96,13 @@ class Policy:
         """Add the adapters into the weights they adapt: no extra products for each generated token.
 
         The weights come back bit for bit, since the originals are set aside rather than subtracted from.
-        Left alone in bfloat16, whose rounding would swallow part of a small adapter. Inside another such
-        block there is nothing left to do.
+        Left alone in bfloat16, whose rounding would swallow part of a small adapter.
         """
         layers = [module for module in self.model.modules() if hasattr(module, "get_delta_weight")]
-        if not layers or self._is_folded or self.head_weight.dtype != torch.float32:
+        if not layers or self.head_weight.dtype != torch.float32:
             yield
             return
         weights: list[tuple[nn.Parameter, Tensor]] = []
-        self._is_folded = True
         try:
             with torch.no_grad(), self.model.disable_adapter():
                 for layer in layers:
@@ -116,7 +113,6 @@ class Policy:
         finally:
             for weight, original in weights:
                 weight.data = original
-            self._is_folded = False
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Trained parameters by name, in a stable order; tied weights once."""

@@ -12,8 +12,8 @@ import torch
 
 from groupwise.algo.samples import keep_top_entropy
 from groupwise.config import Config
+from groupwise.engine.engine import Engine
 from groupwise.engine.sampler import derive_seed
-from groupwise.engine.side_by_side import engine_for
 from groupwise.learner.checkpoint import prune
 from groupwise.learner.learner import Learner
 from groupwise.model.load import load_policy
@@ -61,7 +61,7 @@ class Run:
         self.policy = load_policy(
             config.model, config.lora, trained=start.checkpoint, reference=config.algo.beta > 0
         )
-        engine = engine_for(self.policy, config.engine)
+        engine = Engine(self.policy, config.engine)
         self.learner = Learner(
             self.policy,
             algo=config.algo,
