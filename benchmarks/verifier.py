@@ -125,6 +125,20 @@ def gsm8k_times(rows: Sequence[Example]) -> Times:
     return timed(list(pairs), score)
 
 
+def gsm8k_perfect(rows: Sequence[Example]) -> int:
+    """Return how many golds, written as the prompt asks, get every reward in full."""
+    task = gsm8k()
+    assert task.gold is not None
+    totals = [
+        sum(
+            task.weights.get(name, 1.0) * reward(rollout(task.gold(row)), row)
+            for name, reward in task.rewards.items()
+        )
+        for row in rows
+    ]
+    return sum(total == task.perfect for total in totals)
+
+
 def math_times(golds: Sequence[str]) -> Times:
     """All rewards of the task on other ways to write gold answers, behind 2,000 characters of reasoning."""
     task = math()
@@ -190,6 +204,8 @@ def main() -> None:
             print(f"  not: {name}: {failure}")
         if tally.by_rule:
             print(f"  by rule: {tally.by_rule}")
+
+    print(f"  gsm8k: {gsm8k_perfect(rows):,} of {len(rows):,} golds get every reward in full")
 
     integers = [gold for gold in golds if gold.lstrip("-").isdigit()]
     repeated = (rows * (GSM8K_CHECKS // len(rows) + 1))[: 100 if options.quick else GSM8K_CHECKS]
