@@ -16,7 +16,6 @@ import argparse
 import json
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -31,6 +30,7 @@ from groupwise.config.sections import TaskConfig
 from groupwise.records import Example, Rollout
 from groupwise.rewards.latex import equal
 from groupwise.rewards.math_answer import verify_boxed
+from groupwise.rewards.numbers import stated_number
 from groupwise.rewards.symbolic import comparer
 from groupwise.tasks import load_examples
 from groupwise.tasks.gsm8k import gsm8k
@@ -47,7 +47,7 @@ class Tally:
     total: int = 0
     wrong: int = 0
     undecided: int = 0
-    by_rule: Counter[str] = field(default_factory=Counter)
+    by_rule: dict[str, int] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
     def add(self, rule: str, other: str, gold: str, *, wanted: bool) -> None:
@@ -56,7 +56,7 @@ class Tally:
         self.undecided += verdict.error is not None
         if verdict.correct is not wanted:
             self.wrong += 1
-            self.by_rule[rule] += 1
+            self.by_rule[rule] = self.by_rule.get(rule, 0) + 1
             self.failures.append(f"{rule}: {other!r} for {gold!r}")
 
     @property
@@ -94,6 +94,7 @@ def timed(calls: Sequence[str], work: Callable[[str], object]) -> Times:
     """Time each call alone, with nothing remembered from before."""
     verify_boxed.cache_clear()
     equal.read.cache_clear()
+    stated_number.cache_clear()
     took = []
     for call in calls:
         started = time.perf_counter()
@@ -122,6 +123,20 @@ def gsm8k_times(rows: Sequence[Example]) -> Times:
             reward(text, row)
 
     return timed(list(pairs), score)
+
+
+def gsm8k_perfect(rows: Sequence[Example]) -> int:
+    """Return how many golds, written as the prompt asks, get every reward in full."""
+    task = gsm8k()
+    assert task.gold is not None
+    totals = [
+        sum(
+            task.weights.get(name, 1.0) * reward(rollout(task.gold(row)), row)
+            for name, reward in task.rewards.items()
+        )
+        for row in rows
+    ]
+    return sum(total == task.perfect for total in totals)
 
 
 def math_times(golds: Sequence[str]) -> Times:
@@ -188,7 +203,9 @@ def main() -> None:
         for failure in tally.failures[: options.failures]:
             print(f"  not: {name}: {failure}")
         if tally.by_rule:
-            print(f"  by rule: {dict(tally.by_rule)}")
+            print(f"  by rule: {tally.by_rule}")
+
+    print(f"  gsm8k: {gsm8k_perfect(rows):,} of {len(rows):,} golds get every reward in full")
 
     integers = [gold for gold in golds if gold.lstrip("-").isdigit()]
     repeated = (rows * (GSM8K_CHECKS // len(rows) + 1))[: 100 if options.quick else GSM8K_CHECKS]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from functools import lru_cache
 
 from groupwise.rewards.arithmetic import evaluate_expression
 
@@ -19,6 +20,7 @@ SUPERSCRIPTS = tuple("⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 NAME = re.compile(r"(?:[^\W\d]|\s)*")
 
 
+@lru_cache(maxsize=4096)  # several rewards read the same answer
 def stated_number(text: str) -> Fraction | None:
     """Return the number that a short text states; None when it states none, or several.
 
