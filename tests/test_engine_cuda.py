@@ -13,8 +13,10 @@ import torch
 
 import interpreted  # noqa: F401  (before any kernel is imported)
 from groupwise.config.sections import EngineConfig
+from groupwise.engine.cuda import layout
 from groupwise.engine.cuda import runner as cuda_runner
 from groupwise.engine.cuda.fused import fused_forward
+from groupwise.engine.cuda.state import StepState
 from groupwise.engine.engine import Engine
 from groupwise.errors import InvariantError
 from groupwise.model.policy import Policy
@@ -45,17 +47,17 @@ def both(
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("key_heads", [1, 4])
+@pytest.mark.parametrize("key_heads", [1, 2])
 def test_the_fused_forward_pass_writes_what_the_cpu_writes(kind, key_heads):
     policy = policy_of(small_model(kind, key_heads=key_heads))
-    gpu, _ = both(policy, requests((1, 16, 23), (2, 3, 1)), Sampling(max_tokens=5))
+    gpu, _ = both(policy, requests((1, 17), (2, 1)), Sampling(max_tokens=3))
     assert gpu._graph_runner is not None
     assert gpu._graph_runner.fused
 
 
 def test_a_model_that_is_not_fused_runs_as_it_is(small_policy, monkeypatch):
     monkeypatch.setattr(cuda_runner, "fused_forward", lambda _: None)
-    gpu, _ = both(small_policy, requests((3, 17), (2, 1)), Sampling(max_tokens=4))
+    gpu, _ = both(small_policy, requests((3, 17), (2, 1)), Sampling(max_tokens=3))
     assert gpu._graph_runner is not None
     assert not gpu._graph_runner.fused
 
@@ -71,39 +73,51 @@ def test_a_model_that_computes_something_else_is_not_fused(small_policy):
     "sampling", [Sampling(temperature=0.0), Sampling(temperature=0.7), Sampling(top_k=9, top_p=0.9)], ids=str
 )
 def test_every_kind_of_sampling_draws_the_same(small_policy, sampling):
-    sampling = Sampling(**{**{f: getattr(sampling, f) for f in sampling.__slots__}, "max_tokens": 5})
-    both(small_policy, requests((5, 9), (2, 2)), sampling)
+    sampling = Sampling(**{**{f: getattr(sampling, f) for f in sampling.__slots__}, "max_tokens": 3})
+    both(small_policy, requests((5, 9), (2, 1)), sampling)
 
 
 def test_long_prompts_and_answers_are_read_in_parts(small_policy, monkeypatch):
-    from groupwise.engine.cuda import layout
-
-    monkeypatch.setattr(layout, "BLOCK", 16)
-    gpu, _ = both(small_policy, requests((70, 40), (3, 1)), Sampling(max_tokens=36), block_size=4)
+    for name, value in {"PROMPT_BLOCK": 4, "LEAST": 4, "OWN_SPLIT": (4, 1, 1)}.items():
+        monkeypatch.setattr(layout, name, value)
+    gpu, _ = both(small_policy, requests((24, 5), (2, 1)), Sampling(max_tokens=7), block_size=4)
     assert gpu._graph_runner is not None
-    prompt, own = (layout._splits(n, programs=4 * 2) for n in (70, 36))
-    assert prompt > 1
-    assert own > 1
+    assert {built.own_splits for built in gpu._graph_runner._layouts} == {1, 4}
+    assert {built.splits for built in gpu._graph_runner._layouts} == {2}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "parts"),
+    [
+        ([100] * 400, 1),  # nobody has much to read
+        ([500] * 400, 1),  # all the same, and enough to keep a GPU busy
+        ([500] * 399 + [1000], 4),  # one would keep the others waiting
+        ([500] * 8, 4),  # too few
+        ([2000] * 8, 16),
+    ],
+)
+def test_rows_are_split_when_there_are_few_of_them_or_some_are_much_longer(lengths, parts):
+    assert layout.own_splits(np.array(lengths), key_heads=2) == parts
 
 
 def test_more_sequences_than_slots_take_turns(small_policy):
-    asked = requests((5, 20, 3, 8), (3, 2, 2, 3))
-    gpu, _ = both(small_policy, asked, Sampling(max_tokens=6), max_sequences=3)
+    asked = requests((5, 20, 3), (3, 2, 2))
+    gpu, _ = both(small_policy, asked, Sampling(max_tokens=4), max_sequences=3)
     assert gpu.occupancy > 0.8
 
 
 def test_preempted_sequences_write_the_same_when_they_start_over(small_policy):
-    gpu, _ = both(small_policy, requests((9, 16), (3, 2)), Sampling(max_tokens=16), kv_tokens=48, block_size=4)
+    gpu, _ = both(small_policy, requests((4, 3), (2, 1)), Sampling(max_tokens=8), kv_tokens=20, block_size=4)
     assert gpu.preempted > 0
 
 
 def test_answers_end_at_the_end_token_and_at_stop_strings(small_policy):
     torch.nn.init.zeros_(small_policy.head_weight)  # every token is equally likely
     small_policy.end_tokens = frozenset(range(0, 272, 9))
-    _, answers = both(small_policy, requests((3, 4), (4, 4)), Sampling(max_tokens=12))
+    _, answers = both(small_policy, requests((3, 4), (3, 2)), Sampling(max_tokens=8))
     assert {c.finish for group in answers for c in group} == {"end", "length"}
     text = tiny_tokenizer().decode(answers[0][0].tokens, skip_special_tokens=True)
-    _, answers = both(small_policy, requests((3, 4), (4, 4)), Sampling(max_tokens=12, stop=(text[1],)))
+    _, answers = both(small_policy, requests((3, 4), (3, 2)), Sampling(max_tokens=8, stop=(text[1],)))
     assert "stop" in {c.finish for group in answers for c in group}
 
 
@@ -149,11 +163,11 @@ def test_rows_are_captured_in_few_sizes_that_waste_little():
 
 
 def test_a_group_larger_than_a_tile_takes_several():
-    from groupwise.engine.cuda.state import StepState
-
     state = StepState(
         slots=6, members=2, prompt_blocks=1, own_blocks=1, idle_block=9, device=torch.device("cpu")
     )
+    state.host_prompt_length[[0, 2, 4, 5]] = [30, 30, 30, 31]
     state.set_rows(np.array([4, 0, 2, 5]), np.array([7, 7, 7, 8]))
     assert state.host_rows[:6].tolist() == [4, 0, 2, 5, 6, 6]
-    assert state.host_tiles.tolist()[:4] == [[0, 1], [2, -1], [3, -1], [-1, -1]]
+    # The slot whose prompt it is, the prompt's length, and the rows of its members.
+    assert state.host_tiles.tolist()[:4] == [[4, 30, 0, 1], [2, 30, 2, -1], [5, 31, 3, -1], [-1] * 4]

@@ -36,7 +36,7 @@ class Engine:
         self.preempted = 0
         """Sequences that the last call started over for lack of blocks: engine.kv_tokens is small."""
         self.occupancy = 1.0
-        """Share of the slots that the last call on a GPU used, over all its steps."""
+        """Of the slots that could be taken in the last call on a GPU, the share that drew a token."""
         self._runner: Runner | None = None
         self._graph_runner: GraphRunner | None = None
         self._stop_strings = StopStrings(policy)
@@ -87,9 +87,9 @@ class Engine:
         runner = self._graph_runner_for(scheduler)
         with nullcontext() if runner.fused else self.policy.folded():
             runner.refresh()
-            ahead = Ahead(scheduler, runner, sampling, self._end_tokens, self._stop_strings)
+            ahead = Ahead(scheduler, runner, sampling, self.policy.end_tokens, self._stop_strings)
             finished = ahead.run()
-        self.occupancy = ahead.occupied / max(1, ahead.offered)
+        self.occupancy = ahead.drawn / max(1, ahead.offered)
         return finished
 
     def _next_logits(self, scheduler: Scheduler, runner: Runner) -> Tensor:

@@ -22,8 +22,8 @@ from groupwise.engine.stopping import StopStrings
 from groupwise.invariants import check_finite
 from groupwise.records import Completion, Finish, Sampling
 
-AHEAD = 2
-"""Steps issued before the results of one are looked at. With stop strings, which need text: none."""
+AHEAD = 4
+"""Draws issued before the results of one are looked at. With stop strings, which need text: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,11 @@ class Ahead:
     scheduler: Scheduler
     runner: GraphRunner
     sampling: Sampling
-    end_tokens: NDArray[np.int64]
+    end_tokens: frozenset[int]
     stop_strings: StopStrings
     finished: dict[tuple[int, int], Completion] = field(default_factory=dict)
-    occupied: int = 0
-    """Rows that ran, over all steps; and the rows there would have been with every slot taken."""
+    drawn: int = 0
+    """Tokens of decoding steps; and how many there would be with every slot full while sequences last."""
     offered: int = 0
     _issued: deque[Issued] = field(default_factory=deque)
 
@@ -77,8 +77,8 @@ class Ahead:
         if len(slots):
             self.runner.step(self.scheduler, slots, self.sampling)
             self._issue(slots)
-            self.occupied += len(slots)
-            self.offered += len(self.scheduler.length)
+            unfinished = len(self.scheduler.running) + len(self.scheduler.waiting)
+            self.offered += min(unfinished, len(self.scheduler.length))
         return len(slots)
 
     def _join(self) -> int:
@@ -115,6 +115,7 @@ class Ahead:
         scheduler = self.scheduler
         still = scheduler.tenant[issued.slots] == issued.tenant
         slots, at = issued.slots[still], issued.at[still]
+        self.drawn += int((at > 0).sum())
         done, tokens = issued.status[:2].numpy()[:, slots]
         logprobs, entropies = issued.status[2:].view(torch.float32).numpy()[:, slots]
         check_finite("the entropy of the policy", float(entropies.sum()))
@@ -131,7 +132,7 @@ class Ahead:
         by_slot = {sequence.slot: sequence for sequence in scheduler.running}
         for row in ended:
             scheduler.length[slots[row]] = at[row] + 1
-            end = bool(np.isin(tokens[row], self.end_tokens))
+            end = int(tokens[row]) in self.end_tokens
             self._finish(by_slot[int(slots[row])], "end" if end else "stop" if stop[row] else "length")
 
     def _finish(self, sequence: Sequence, reason: Finish) -> None:

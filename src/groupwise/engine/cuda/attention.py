@@ -44,46 +44,50 @@ def _attend_stretch(
     return best, total, acc
 
 
-@triton.jit(do_not_specialize=["table_width", "splits"])
+@triton.jit(do_not_specialize=["table_width", "splits", "tiles"])
 def attend_prompts(
-    Q, KEYS, VALUES, SHARE, LSE, ROWS, TILES, PROMPT_LENGTH, PROMPT_TABLE,
-    scale, q_row, q_head, table_width, splits,
+    Q, KEYS, VALUES, SHARE, LSE, TILES, PROMPT_TABLE,
+    scale, q_row, q_head, table_width, splits, tiles,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, MEMBERS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program a (tile of members of one prompt, key head, split of the prompt)."""
-    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first = tl.load(TILES + tile * MEMBERS)
-    if first < 0:
-        return
-    slot = tl.load(ROWS + first)
-    length = tl.load(PROMPT_LENGTH + slot)
-    chunk = tl.cdiv(tl.cdiv(length, splits), BLOCK) * BLOCK
-    begin = split * chunk
-    end = tl.minimum(begin + chunk, length)
+    """Programs go through the tiles (members of one prompt), each for one key head and split of the prompt.
 
+    A tile is the slot whose prompt it is (-1: no more tiles), the prompt's length, and the members' rows.
+    How many tiles are in use is not known when the grid is captured.
+    """
+    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUPED: tl.constexpr = HEADS // KEY_HEADS
     lanes, dims = tl.arange(0, TILE), tl.arange(0, DIM)
     member = lanes // GROUPED
-    row = tl.load(TILES + tile * MEMBERS + member, mask=member < MEMBERS, other=-1)
     query_head = head * GROUPED + lanes % GROUPED
-    used = row >= 0
-    mask = used[:, None] & (dims[None, :] < SIZE)
-    q = tl.load(Q + row[:, None] * q_row + query_head[:, None] * q_head + dims[None, :], mask=mask, other=0.0)
-    best = tl.full([TILE], float("-inf"), tl.float32)
-    total = tl.zeros([TILE], tl.float32)
-    acc = tl.zeros([TILE, DIM], tl.float32)
-    best, total, acc = _attend_stretch(
-        q, best, total, acc,
-        KEYS, VALUES, PROMPT_TABLE + slot * table_width, begin, end, head, scale,
-        KEY_HEADS, SIZE, DIM, PAGE, BLOCK,
-    )  # fmt: skip
-    some = total > 0
-    share = (row * HEADS + query_head) * splits + split
-    tl.store(LSE + share, tl.where(some, best + tl.log2(tl.where(some, total, 1.0)), float("-inf")), mask=used)
-    tl.store(
-        SHARE + share[:, None] * SIZE + dims[None, :], acc / tl.where(some, total, 1.0)[:, None], mask=mask
-    )
+    slot = tl.load(TILES + tile * (MEMBERS + 2))
+    while slot >= 0:
+        length = tl.load(TILES + tile * (MEMBERS + 2) + 1)
+        row = tl.load(TILES + tile * (MEMBERS + 2) + 2 + member, mask=member < MEMBERS, other=-1)
+        chunk = tl.cdiv(tl.cdiv(length, splits), BLOCK) * BLOCK
+        begin = split * chunk
+        end = tl.minimum(begin + chunk, length)
+
+        used = row >= 0
+        mask = used[:, None] & (dims[None, :] < SIZE)
+        where = row[:, None] * q_row + query_head[:, None] * q_head + dims[None, :]
+        q = tl.load(Q + where, mask=mask, other=0.0)
+        best = tl.full([TILE], float("-inf"), tl.float32)
+        total = tl.zeros([TILE], tl.float32)
+        acc = tl.zeros([TILE, DIM], tl.float32)
+        best, total, acc = _attend_stretch(
+            q, best, total, acc,
+            KEYS, VALUES, PROMPT_TABLE + slot * table_width, begin, end, head, scale,
+            KEY_HEADS, SIZE, DIM, PAGE, BLOCK,
+        )  # fmt: skip
+        some = total > 0
+        total = tl.where(some, total, 1.0)
+        share = (row * HEADS + query_head) * splits + split
+        tl.store(LSE + share, tl.where(some, best + tl.log2(total), float("-inf")), mask=used)
+        tl.store(SHARE + share[:, None] * SIZE + dims[None, :], acc / total[:, None], mask=mask)
+        tile += tl.num_programs(0)
+        slot = tl.load(TILES + tile * (MEMBERS + 2), mask=tile < tiles, other=-1)
 
 
 @triton.jit(do_not_specialize=["table_width", "splits", "own_splits"])
@@ -91,16 +95,18 @@ def attend_own(
     Q, KEYS, VALUES, SHARE, LSE, OUT, OWN_SHARE, OWN_LSE, ROWS, LENGTH, TABLE,
     scale, q_row, q_head, table_width, splits, own_splits,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr, WHOLE: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, PADDED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """One program a (row, key head, split of the row's own tokens).
 
     WHOLE: there is one split, which starts from the prompt's shares and writes the output itself.
+    LENGTH is by row, and no split is shorter than LEAST.
     """
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(ROWS + row)
-    length = tl.load(LENGTH + slot)
-    chunk = tl.cdiv(tl.cdiv(length, own_splits), BLOCK) * BLOCK
+    length = tl.load(LENGTH + row)
+    # A short row has no use for every split.
+    chunk = tl.cdiv(tl.maximum(tl.cdiv(length, own_splits), LEAST), BLOCK) * BLOCK
     begin = split * chunk
     end = tl.minimum(begin + chunk, length)
 
@@ -109,6 +115,10 @@ def attend_own(
     used = lanes < GROUPED
     query_head = head * GROUPED + lanes
     mask = used[:, None] & (dims[None, :] < SIZE)
+    share = (row * HEADS + query_head) * own_splits + split
+    if begin >= end:
+        tl.store(OWN_LSE + share, tl.full([PADDED], float("-inf"), tl.float32), mask=used)
+        return
     q = tl.load(Q + row * q_row + query_head[:, None] * q_head + dims[None, :], mask=mask, other=0.0)
     best = tl.full([PADDED], float("-inf"), tl.float32)
     total = tl.zeros([PADDED], tl.float32)
@@ -122,15 +132,12 @@ def attend_own(
         KEYS, VALUES, TABLE + slot * table_width, begin, end, head, scale,
         KEY_HEADS, SIZE, DIM, PAGE, BLOCK,
     )  # fmt: skip
-    some = total > 0
-    acc = acc / tl.where(some, total, 1.0)[:, None]
+    acc = acc / total[:, None]
     if WHOLE:
         where = (row * HEADS + query_head)[:, None] * SIZE + dims[None, :]
         tl.store(OUT + where, acc.to(OUT.dtype.element_ty), mask=mask)
     else:
-        share = (row * HEADS + query_head) * own_splits + split
-        lse = tl.where(some, best + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
-        tl.store(OWN_LSE + share, lse, mask=used)
+        tl.store(OWN_LSE + share, best + tl.log2(total), mask=used)
         tl.store(OWN_SHARE + share[:, None] * SIZE + dims[None, :], acc, mask=mask)
 
 
@@ -143,7 +150,9 @@ def _add_shares(
     for split in range(0, splits):
         share = first * splits + split
         lse = tl.load(LSE + share, mask=used, other=0.0)
-        part = tl.load(SHARE + share[:, None] * SIZE + dims[None, :], mask=mask, other=0.0)
+        # Nothing was written where a split is empty.
+        there = mask & (lse > float("-inf"))[:, None]
+        part = tl.load(SHARE + share[:, None] * SIZE + dims[None, :], mask=there, other=0.0)
         new_best = tl.maximum(best, lse)
         # A split may be empty, and the first too: -inf minus -inf is no number.
         safe = tl.where(new_best == float("-inf"), 0.0, new_best)

@@ -8,12 +8,14 @@ Axes: R rows of the step, T prompt tokens, H query heads, K key heads, D head si
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import log2
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -23,12 +25,32 @@ from groupwise.engine.cuda.state import StepState
 from groupwise.engine.paged import KVCache
 from groupwise.model.packed import Grid, alike
 
-BLOCK = 64
-"""Keys that a program looks at in one go."""
+OWN = (32, 2, 2)
+"""Own keys that a program looks at in one go, its warps and stages: small, so that many share a processor."""
+OWN_SPLIT = (64, 4, 3)
+"""The same where rows are split, and there is less to do than there are processors."""
+PROMPT_BLOCK = 64
+"""Keys of a prompt in one go."""
+FORK = True
+LEAST = 128
+"""Own keys that are worth a program."""
 TILE = 64
 """Queries (members × query heads of a key head) that share one read of a prompt."""
-PROGRAMS = 1024
-"""Programs that fill a GPU; with fewer rows, each one's own tokens are split over several."""
+TILE_PROGRAMS = 128
+"""Programs that go through the tiles, about one a processor."""
+BUSY = 512
+"""Programs that keep a GPU busy."""
+
+
+def own_splits(lengths_R: NDArray[np.int64], *, key_heads: int) -> int:
+    """In how many parts to read each row's own tokens: 1, 4 or 16.
+
+    One when rows keep the GPU busy and none takes much longer than the others.
+    """
+    longest, busy = int(lengths_R.max()), len(lengths_R) * key_heads >= BUSY
+    if longest <= LEAST or (busy and longest <= 1.5 * lengths_R.mean() + LEAST):
+        return 1
+    return 4 if busy or longest <= 4 * LEAST else 16
 
 
 def members_of_a_tile(heads: int, key_heads: int, largest_group: int) -> int:
@@ -49,14 +71,16 @@ class DecodeLayout:
     own_splits: int
     shares: Tensor
     """[rows, H, splits + own splits, D] and the log-sum-exps behind them, flat, float32."""
+    side: torch.cuda.Stream | None
 
     @classmethod
     def build(
-        cls, cache: KVCache, state: StepState, *, rows: int, heads: int, longest_prompt: int, most_tokens: int
+        cls, cache: KVCache, state: StepState, *, rows: int, heads: int, own_splits: int
     ) -> DecodeLayout:
         key_heads, size = cache.keys.shape[-2:]
-        splits = _splits(longest_prompt, programs=rows * key_heads)
-        own_splits = _splits(most_tokens, programs=rows * key_heads)
+        longest = state.prompt_width * cache.block_size
+        # Groups make for far fewer tiles than rows.
+        splits = max(1, min(BUSY * 8 // (rows * key_heads), longest // (4 * PROMPT_BLOCK), 16))
         shares = torch.zeros(rows * heads * (splits + own_splits) * (size + 1), device=cache.keys.device)
         return cls(
             cache=cache,
@@ -66,6 +90,7 @@ class DecodeLayout:
             splits=splits,
             own_splits=own_splits,
             shares=shares,
+            side=torch.cuda.Stream() if cache.keys.is_cuda else None,
         )
 
     def attend(self, q_1HRD: Tensor, k_1KRD: Tensor, v_1KRD: Tensor, *, layer: int, scale: float) -> Tensor:
@@ -95,66 +120,97 @@ class DecodeLayout:
 
     def read(self, q_RHD: Tensor, _k: Tensor, _v: Tensor, *, layer: int, scale: float) -> Tensor:
         """Return the attention output_RHD over what is stored."""
-        state, keys, values = self.state, self.cache.keys[layer], self.cache.values[layer]
-        rows, heads, size = q_RHD.shape
         assert q_RHD.stride(2) == 1, "heads lie in one piece"
-        key_heads = keys.shape[-2]
-        grouped = heads // key_heads
+        output_RHD = torch.empty(q_RHD.shape, dtype=q_RHD.dtype, device=q_RHD.device)
+        scale *= log2(np.e)
+        if self.own_splits == 1:
+            self._read_prompts(q_RHD, layer, scale)
+            self._read_own(q_RHD, output_RHD, layer, scale)
+            return output_RHD
+        # Nobody waits for anybody until the shares are added up.
+        with self._beside():
+            self._read_prompts(q_RHD, layer, scale)
+        self._read_own(q_RHD, output_RHD, layer, scale)
+        self._wait()
+        heads, size = q_RHD.shape[1:]
         share, lse, own_share, own_lse = self._parts(size)
-        output_RHD = torch.empty(rows, heads, size, dtype=q_RHD.dtype, device=q_RHD.device)
-        shape = {
-            "HEADS": heads,
-            "KEY_HEADS": key_heads,
-            "SIZE": size,
-            "DIM": kernels.padded(size),
-            "PAGE": self.cache.block_size,
-            "BLOCK": BLOCK,
-        }
-        scale, strides = scale * log2(np.e), (q_RHD.stride(0), q_RHD.stride(1))
+        kernels.launch(
+            kernels.join_shares,
+            (self.rows,),
+            share, lse, own_share, own_lse, output_RHD, self.splits, self.own_splits,
+            HEADS=heads,
+            SIZE=size,
+            DIM=kernels.padded(size),
+            PADDED=kernels.padded(heads, least=1),
+            num_warps=4,
+        )  # fmt: skip
+        return output_RHD
+
+    def _read_prompts(self, q_RHD: Tensor, layer: int, scale: float) -> None:
+        state, keys, values = self.state, self.cache.keys[layer], self.cache.values[layer]
+        shape = self._shape(q_RHD)
+        share, lse, _, _ = self._parts(shape["SIZE"])
         kernels.launch(
             kernels.attend_prompts,
-            (rows, key_heads, self.splits),
-            q_RHD, keys, values, share, lse, state.rows, state.tiles, state.prompt_length, state.prompt_table,
-            scale, *strides, state.prompt_width, self.splits,
+            (min(self.rows, TILE_PROGRAMS), shape["KEY_HEADS"], self.splits),
+            q_RHD, keys, values, share, lse, state.tiles, state.prompt_table,
+            scale, q_RHD.stride(0), q_RHD.stride(1), state.prompt_width, self.splits, state.slots,
             **shape,
+            BLOCK=PROMPT_BLOCK,
             MEMBERS=state.members,
-            TILE=kernels.padded(state.members * grouped),
+            TILE=kernels.padded(state.members * (self.heads // shape["KEY_HEADS"])),
             num_warps=4,
             num_stages=2,
         )  # fmt: skip
+
+    def _read_own(self, q_RHD: Tensor, output_RHD: Tensor, layer: int, scale: float) -> None:
+        state, keys, values = self.state, self.cache.keys[layer], self.cache.values[layer]
+        shape = self._shape(q_RHD)
+        share, lse, own_share, own_lse = self._parts(shape["SIZE"])
+        block, warps, stages = OWN if self.own_splits == 1 else OWN_SPLIT
         kernels.launch(
             kernels.attend_own,
-            (rows, key_heads, self.own_splits),
-            q_RHD, keys, values, share, lse, output_RHD, own_share, own_lse, state.rows, state.length, state.table,
-            scale, *strides, state.own_width, self.splits, self.own_splits,
+            (self.rows, shape["KEY_HEADS"], self.own_splits),
+            q_RHD, keys, values, share, lse, output_RHD, own_share, own_lse,
+            state.rows, state.row_length, state.table,
+            scale, q_RHD.stride(0), q_RHD.stride(1), state.own_width, self.splits, self.own_splits,
             **shape,
-            PADDED=kernels.padded(grouped),
+            BLOCK=block,
+            LEAST=LEAST,
+            PADDED=kernels.padded(self.heads // shape["KEY_HEADS"]),
             WHOLE=self.own_splits == 1,
-            num_warps=4,
-            num_stages=3,
+            num_warps=warps,
+            num_stages=stages,
         )  # fmt: skip
-        if self.own_splits > 1:
-            kernels.launch(
-                kernels.join_shares,
-                (rows,),
-                share, lse, own_share, own_lse, output_RHD, self.splits, self.own_splits,
-                HEADS=heads,
-                SIZE=size,
-                DIM=kernels.padded(size),
-                PADDED=kernels.padded(heads, least=1),
-                num_warps=4,
-            )  # fmt: skip
-        return output_RHD
+
+    def _shape(self, q_RHD: Tensor) -> dict[str, int]:
+        _, heads, size = q_RHD.shape
+        return {
+            "HEADS": heads,
+            "KEY_HEADS": self.cache.keys.shape[-2],
+            "SIZE": size,
+            "DIM": kernels.padded(size),
+            "PAGE": self.cache.block_size,
+        }
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Launch on a second stream, next to what follows."""
+        if self.side is None or not FORK:
+            yield
+            return
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            yield
+
+    def _wait(self) -> None:
+        if self.side is not None and FORK:
+            torch.cuda.current_stream().wait_stream(self.side)
 
     def _parts(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         first, own = self.rows * self.heads * self.splits, self.rows * self.heads * self.own_splits
         share, own_share, lse, own_lse = self.shares.split([first * size, own * size, first, own])
         return share, lse, own_share, own_lse
-
-
-def _splits(tokens: int, *, programs: int) -> int:
-    """In how many parts to read `tokens`: enough to fill the GPU, none shorter than two blocks."""
-    return max(1, min(PROGRAMS // programs, -(-tokens // (2 * BLOCK)), 16))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from groupwise.engine.blocks import Prefix
 from groupwise.engine.cuda import sampling as kernels
 from groupwise.engine.cuda.attention import launch, padded
 from groupwise.engine.cuda.fused import fused_forward
-from groupwise.engine.cuda.layout import DecodeLayout, PromptLayout, members_of_a_tile
+from groupwise.engine.cuda.layout import DecodeLayout, PromptLayout, members_of_a_tile, own_splits
 from groupwise.engine.cuda.state import StepState
 from groupwise.engine.paged import KVCache
 from groupwise.engine.runner import PREFILL_TOKENS
@@ -84,9 +85,9 @@ class GraphRunner:
             device=self.device,
         )
         self._ends = _end_tokens(policy)
-        self._graphs: dict[tuple[int, Sampling], Callable[[], None]] = {}
+        self._graphs: dict[tuple[int, int, Sampling], Callable[[], None]] = {}
         self._layouts: list[DecodeLayout] = []
-        self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self._pool: Any = None
         self._addresses: tuple[int, ...] = ()
 
     @property
@@ -100,9 +101,13 @@ class GraphRunner:
             self._fused.refresh()
         addresses = tuple(p.data_ptr() for p in self.policy.model.parameters())
         if addresses != self._addresses:
-            self._graphs.clear()
-            self._layouts.clear()
+            self._drop_graphs()
             self._addresses = addresses
+
+    def _drop_graphs(self) -> None:
+        self._graphs.clear()
+        self._layouts.clear()
+        self._pool = None  # it went with its last graph
 
     def prefill(self, prefixes: Sequence[Prefix]) -> None:
         """Compute prompts into their blocks and leave the next token's logits on each."""
@@ -142,7 +147,8 @@ class GraphRunner:
     def step(self, scheduler: Scheduler, slots_R: NDArray[np.int64], sampling: Sampling) -> None:
         """Add one token to the sequences in these slots, unless they have ended."""
         state = self.state
-        graph = self._graph(bucket(len(slots_R), most=state.slots), sampling)
+        parts = own_splits(scheduler.length[slots_R], key_heads=self.policy.key_heads)
+        graph = self._graph(bucket(len(slots_R), most=state.slots), parts, sampling)
         width = scheduler.tables.shape[1]
         state.host_table[: len(scheduler.tables), :width] = scheduler.tables
         state.set_rows(slots_R, scheduler.request[slots_R])
@@ -158,16 +164,11 @@ class GraphRunner:
         arrived.record()
         return copy, arrived
 
-    def _graph(self, rows: int, sampling: Sampling) -> Callable[[], None]:
-        key = (rows, replace(sampling, stop=()))
+    def _graph(self, rows: int, parts: int, sampling: Sampling) -> Callable[[], None]:
+        key = (rows, parts, replace(sampling, stop=()))
         if key not in self._graphs:
             layout = DecodeLayout.build(
-                self.cache,
-                self.state,
-                rows=rows,
-                heads=self.policy.heads,
-                longest_prompt=self.room.prompt_blocks * self.block_size,
-                most_tokens=self.room.own_blocks * self.block_size,
+                self.cache, self.state, rows=rows, heads=self.policy.heads, own_splits=parts
             )
             self._layouts.append(layout)  # a graph keeps addresses, not tensors
             self._graphs[key] = self._captured(lambda: self._step(layout, sampling))
@@ -176,6 +177,7 @@ class GraphRunner:
     def _captured(self, step: Callable[[], None]) -> Callable[[], None]:
         if self.device.type != "cuda":
             return step
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         self.state.idle()
         step()  # compiles kernels and takes workspaces, which must not happen while capturing
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -193,7 +195,7 @@ class GraphRunner:
             kernels.open_step,
             (rows,),
             state.rows, state.length, state.token, state.prompt_length, state.table,
-            state.tokens, state.positions, state.places, state.own_width,
+            state.tokens, state.positions, state.places, state.row_length, state.own_width,
             PAGE=self.block_size,
             num_warps=1,
         )  # fmt: skip
@@ -220,7 +222,8 @@ class GraphRunner:
             (rows, chunks),
             logits_RV, best, best_at, total, weighted, scale, vocabulary, chunks,
             CHUNK=kernels.CHUNK,
-            num_warps=8,
+            GREEDY=sampling.greedy,
+            num_warps=4,
         )  # fmt: skip
         launch(
             kernels.close_step,

@@ -18,12 +18,14 @@ CHUNK = 4096
 
 @triton.jit(do_not_specialize=["table_width"])
 def open_step(
-    ROWS, LENGTH, TOKEN, PROMPT_LENGTH, TABLE, TOKENS, POSITIONS, PLACES, table_width, PAGE: tl.constexpr
+    ROWS, LENGTH, TOKEN, PROMPT_LENGTH, TABLE, TOKENS, POSITIONS, PLACES, ROW_LENGTH, table_width,
+    PAGE: tl.constexpr,
 ):  # fmt: skip
     """One program a row: its last token, where that stands, and where its key and value go."""
     row = tl.program_id(0)
     slot = tl.load(ROWS + row)
     last = tl.load(LENGTH + slot) - 1
+    tl.store(ROW_LENGTH + row, last + 1)
     block = tl.load(TABLE + slot * table_width + last // PAGE).to(tl.int64)
     tl.store(TOKENS + row, tl.load(TOKEN + slot).to(tl.int64))
     tl.store(POSITIONS + row, (tl.load(PROMPT_LENGTH + slot) + last).to(tl.int64))
@@ -32,19 +34,23 @@ def open_step(
 
 @triton.jit
 def sum_chunks(
-    LOGITS, BEST, BEST_AT, TOTAL, WEIGHTED, inverse_temperature, vocabulary, chunks, CHUNK: tl.constexpr
+    LOGITS, BEST, BEST_AT, TOTAL, WEIGHTED, inverse_temperature, vocabulary, chunks,
+    CHUNK: tl.constexpr, GREEDY: tl.constexpr,
 ):  # fmt: skip
-    """One program a (row, chunk): its largest scaled logit and where, Σ exp and Σ exp · logit from there."""
+    """One program a (row, chunk): its largest scaled logit (GREEDY: where), Σ exp and Σ exp · logit from there."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(LOGITS + row.to(tl.int64) * vocabulary + at, mask=at < vocabulary, other=float("-inf"))
     x = x.to(tl.float32) * inverse_temperature
-    best, best_at = tl.max(x, 0, return_indices=True)
+    to = row * chunks + chunk
+    if GREEDY:
+        best, best_at = tl.max(x, 0, return_indices=True)
+        tl.store(BEST_AT + to, chunk * CHUNK + best_at)
+    else:
+        best = tl.max(x, 0)
     safe = tl.where(best == float("-inf"), 0.0, best)
     weight = tl.exp(x - safe)
-    to = row * chunks + chunk
     tl.store(BEST + to, best)
-    tl.store(BEST_AT + to, chunk * CHUNK + best_at)
     tl.store(TOTAL + to, tl.sum(weight, 0))
     # A token that is never drawn adds nothing, though its logit is -inf.
     tl.store(WEIGHTED + to, tl.sum(tl.where(x == float("-inf"), 0.0, weight * (x - safe)), 0))

@@ -29,14 +29,14 @@ class StepState:
         every = _aligned(slots + 1)
         sizes = [
             _aligned(size)
-            for size in (slots, slots * members, every, every * prompt_blocks, every * own_blocks)
+            for size in (slots, slots * (members + 2), every, every * prompt_blocks, every * own_blocks)
         ]
         self._host = np.zeros(sum(sizes), dtype=np.int32)
         self._device = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         ends = np.cumsum(sizes)[:-1].tolist()
         rows, tiles, prompt_lengths, prompt_tables, tables = np.split(self._host, ends)
         self.host_rows = rows
-        self.host_tiles = tiles[: slots * members].reshape(slots, members)
+        self.host_tiles = tiles[: slots * (members + 2)].reshape(slots, members + 2)
         self.host_prompt_length = prompt_lengths
         self.host_prompt_table = prompt_tables[: every * prompt_blocks].reshape(every, prompt_blocks)
         self.host_table = tables[: every * own_blocks].reshape(every, own_blocks)
@@ -55,6 +55,7 @@ class StepState:
         """By row, for the step under way: what is fed, where it stands, where its key and value go."""
         self.positions = torch.zeros(slots, dtype=torch.int64, device=device)
         self.places = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.row_length = torch.zeros(slots, dtype=torch.int32, device=device)
 
         self.host_table[slots] = idle_block
         self.idle()
@@ -74,9 +75,12 @@ class StepState:
         sizes = np.diff(first, append=count)
         member = rows - np.repeat(first, sizes)
         # A group larger than a tile takes several.
-        new = member % self.members == 0
+        place = member % self.members
+        tile, slot = np.cumsum(place == 0) - 1, slots_R[place == 0]
         self.host_tiles[:] = -1
-        self.host_tiles[np.cumsum(new) - 1, member % self.members] = rows
+        self.host_tiles[: len(slot), 0] = slot
+        self.host_tiles[: len(slot), 1] = self.host_prompt_length[slot]
+        self.host_tiles[tile, 2 + place] = rows
 
     def push(self) -> None:
         """Send the host's side to the device, in the order of the stream."""
