@@ -8,7 +8,7 @@ Models are random, in the shape of Qwen2.5 (bfloat16): speed does not depend on 
 workload is groups of 8 answers to prompts of 128 tokens.
 
 1. **Start.** From weights in memory to the first tokens: kernels compiled, one graph captured.
-2. **Fixed length.** 512 answers of exactly 512 tokens, plain and with a LoRA of rank 16 on every linear layer.
+2. **Fixed length.** 512 answers of exactly 512 tokens, plain and with a LoRA of rank 16 on all linear layers.
    The best of two calls; the first one also captures graphs.
 3. **Long tail.** Lengths are geometric, mean 200, cut at 1024: every 200th id of the vocabulary ends an
    answer, and a random model draws nearly evenly. Once with as many answers as slots, where no slot is
@@ -146,9 +146,14 @@ class Bench:
         self.speeds[name] = tokens / seconds
         shown = "" if occupancy is None else f"{occupancy:.0%}"
         self.rows.append([name, f"{tokens / seconds:,.0f}", f"{seconds:.2f}", shown, f"{peak:.1f}", gap])
-        print(f"{self.shape} · {name}: {tokens / seconds:,.0f} tok/s in {seconds:.2f} s {shown} {gap}", flush=True)
+        print(
+            f"{self.shape} · {name}: {tokens / seconds:,.0f} tok/s in {seconds:.2f} s {shown} {gap}",
+            flush=True,
+        )
 
-    def rollouts(self, name: str, policy: Policy, *, sequences: int, longest: int, measure_gap: bool = False) -> None:
+    def rollouts(
+        self, name: str, policy: Policy, *, sequences: int, longest: int, measure_gap: bool = False
+    ) -> None:
         """Draw twice on one engine and note the faster call."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -175,7 +180,11 @@ class Bench:
 
         def draw(count: int) -> None:
             model.generate(
-                prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=count, min_new_tokens=count, **options
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                max_new_tokens=count,
+                min_new_tokens=count,
+                **options,
             )
 
         with torch.no_grad():
@@ -229,7 +238,9 @@ def main() -> None:
     keep_quiet()
     about = machine(threads=torch.get_num_threads(), torch=torch.__version__)
     if torch.cuda.is_available():
-        about = f"{torch.cuda.get_device_name()} · Python {platform.python_version()} · torch {torch.__version__}"
+        about = (
+            f"{torch.cuda.get_device_name()} · Python {platform.python_version()} · torch {torch.__version__}"
+        )
     print(f"{about} · transformers {transformers.__version__}", flush=True)
     shapes, size = (["quick"], QUICK) if options.quick else (options.shapes, FULL)
     header = ["Workload", "tok/s", "s", "slots drawing", "peak GiB", "gap: mean abs Δ, KL"]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import peft
 import pytest
 import torch
+import transformers
 
 import interpreted  # noqa: F401  (before any kernel is imported)
 from groupwise.config.sections import EngineConfig
@@ -55,6 +57,36 @@ def test_the_fused_forward_pass_writes_what_the_cpu_writes(kind, key_heads):
     assert gpu._graph_runner.fused
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 272,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "fused"),
+    [
+        (transformers.MistralConfig(**SIZES, head_dim=8, sliding_window=None), True),
+        (transformers.GPT2Config(vocab_size=272, n_embd=32, n_layer=2, n_head=4, n_positions=256), False),
+        (transformers.PhiConfig(**SIZES), False),
+        (transformers.GemmaConfig(**SIZES, head_dim=8), False),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_every_family_writes_what_the_cpu_writes_fused_or_not(config, fused):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    gpu, _ = both(policy_of(model), requests((3, 17), (2, 1)), Sampling(max_tokens=2))
+    assert gpu._graph_runner is not None
+    assert gpu._graph_runner.fused == fused
+
+
 def test_a_model_that_is_not_fused_runs_as_it_is(small_policy, monkeypatch):
     monkeypatch.setattr(cuda_runner, "fused_forward", lambda _: None)
     gpu, _ = both(small_policy, requests((3, 17), (2, 1)), Sampling(max_tokens=3))
@@ -78,7 +110,7 @@ def test_every_kind_of_sampling_draws_the_same(small_policy, sampling):
 
 
 def test_long_prompts_and_answers_are_read_in_parts(small_policy, monkeypatch):
-    for name, value in {"PROMPT_BLOCK": 4, "LEAST": 4, "OWN_SPLIT": (4, 1, 1)}.items():
+    for name, value in {"PROMPT_BLOCK": 4, "LEAST": 4, "BLOCK": 4}.items():
         monkeypatch.setattr(layout, name, value)
     gpu, _ = both(small_policy, requests((24, 5), (2, 1)), Sampling(max_tokens=7), block_size=4)
     assert gpu._graph_runner is not None
@@ -130,9 +162,32 @@ def test_a_second_call_reuses_the_runner_and_sees_changed_weights(small_policy):
     after = gpu.generate(requests((3,), (2,)), Sampling(max_tokens=4))
     assert gpu._graph_runner is runner
     assert after != before
-    assert_same(after, Engine(small_policy, EngineConfig()).generate(requests((3,), (2,)), Sampling(max_tokens=4)))
+    assert_same(
+        after, Engine(small_policy, EngineConfig()).generate(requests((3,), (2,)), Sampling(max_tokens=4))
+    )
     gpu.release()
     assert gpu._graph_runner is None
+
+
+@pytest.mark.parametrize(
+    ("held", "free", "most", "blocks"),
+    [
+        (0, 80, 50, 50),  # all that is asked for
+        (0, 80, 200, 80),  # all that fits
+        (80, 16, 200, 80),  # a fifth more would fit: not worth a new cache and new graphs
+        (80, 60, 200, 140),  # much more would
+        (80, 16, 60, 60),  # the cache there is holds it
+        (0, 2, 200, 10),  # what one answer needs, come what may
+    ],
+)
+def test_the_cache_is_sized_by_what_is_free_and_kept_when_little_is_to_gain(
+    small_policy, held, free, most, blocks
+):
+    engine = OnGPU(small_policy, EngineConfig())
+    engine._affordable_blocks = lambda: free  # type: ignore[method-assign]
+    if held:
+        engine._graph_runner = SimpleNamespace(room=SimpleNamespace(blocks=held))  # type: ignore[assignment]
+    assert engine._fitting(most, least=10) == blocks
 
 
 def test_adapters_are_folded_into_copies_and_the_weights_are_not_touched(small_policy):

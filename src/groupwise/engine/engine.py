@@ -135,7 +135,7 @@ class Engine:
         answer = -(-sampling.max_tokens // size)
         most, least = slots * answer + sum(prompts[:slots]), answer + prompts[0]
         if allowed is None:
-            return min(most, max(least, self._affordable_blocks())) if self._accelerated else most
+            return self._fitting(most, least) if self._accelerated else most
         if allowed // size < least:
             raise ConfigError(
                 f"engine.kv_tokens={allowed} cannot hold the longest prompt and rollout.max_tokens="
@@ -160,14 +160,19 @@ class Engine:
             self._graph_runner = GraphRunner(self.policy, room, block_size=self.config.block_size)
         return self._graph_runner
 
+    def _fitting(self, most: int, least: int) -> int:
+        """As many blocks as are asked for and fit; no new cache for one that is little larger."""
+        held = 0 if self._graph_runner is None else self._graph_runner.room.blocks
+        blocks = min(most, max(least, held + self._affordable_blocks()))
+        return held if least <= held < blocks <= 1.25 * held else blocks
+
     def _affordable_blocks(self) -> int:
         """Blocks that fit into what is free of the GPU, a fifth of it left for everything else."""
         free, _ = torch.cuda.mem_get_info(self.policy.device)
         free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         token = 2 * self.policy.layers * self.policy.key_heads * self.policy.head_size
         block = token * self.config.block_size * self.policy.head_weight.element_size()
-        held = 0 if self._graph_runner is None else self._graph_runner.room.blocks
-        return held + int(0.8 * free) // block
+        return int(0.8 * free) // block
 
     def _check_context(self, requests: SequenceOf[Request], sampling: Sampling) -> None:
         longest = max(len(request.prompt) for request in requests)

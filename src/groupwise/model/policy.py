@@ -34,7 +34,8 @@ class Policy:
     @property
     def decoder(self) -> nn.Module:
         """The model without its output layer."""
-        return self._decoder
+        decoder: nn.Module = self._decoder
+        return decoder
 
     @property
     def heads(self) -> int:

@@ -98,9 +98,7 @@ class Ahead:
     def _issue(self, slots: NDArray[np.int64]) -> None:
         scheduler = self.scheduler
         status, arrived = self.runner.status()
-        self._issued.append(
-            Issued(slots, scheduler.length[slots], scheduler.tenant[slots], status, arrived)
-        )
+        self._issued.append(Issued(slots, scheduler.length[slots], scheduler.tenant[slots], status, arrived))
         scheduler.length[slots] += 1
 
     def _look(self, *, keep: int) -> None:

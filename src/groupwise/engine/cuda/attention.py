@@ -9,6 +9,8 @@ stretches may be split over programs, and then `_join` adds up the shares.
 Names: a *slot* is a sequence's place in the state, a *row* its place in this step's batch.
 """
 
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
 from __future__ import annotations
 
 from typing import Any

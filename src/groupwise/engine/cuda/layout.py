@@ -25,13 +25,10 @@ from groupwise.engine.cuda.state import StepState
 from groupwise.engine.paged import KVCache
 from groupwise.model.packed import Grid, alike
 
-OWN = (32, 2, 2)
-"""Own keys that a program looks at in one go, its warps and stages: small, so that many share a processor."""
-OWN_SPLIT = (64, 4, 3)
-"""The same where rows are split, and there is less to do than there are processors."""
+BLOCK = 32
+"""Own keys that a program looks at in one go: few, so that many programs share a processor."""
 PROMPT_BLOCK = 64
-"""Keys of a prompt in one go."""
-FORK = True
+"""The same of a prompt, where there is more to do with each key."""
 LEAST = 128
 """Own keys that are worth a program."""
 TILE = 64
@@ -72,6 +69,7 @@ class DecodeLayout:
     shares: Tensor
     """[rows, H, splits + own splits, D] and the log-sum-exps behind them, flat, float32."""
     side: torch.cuda.Stream | None
+    """Where prompts are read while rows read their own tokens in parts."""
 
     @classmethod
     def build(
@@ -90,7 +88,7 @@ class DecodeLayout:
             splits=splits,
             own_splits=own_splits,
             shares=shares,
-            side=torch.cuda.Stream() if cache.keys.is_cuda else None,
+            side=torch.cuda.Stream() if cache.keys.is_cuda else None,  # type: ignore[no-untyped-call]
         )
 
     def attend(self, q_1HRD: Tensor, k_1KRD: Tensor, v_1KRD: Tensor, *, layer: int, scale: float) -> Tensor:
@@ -167,7 +165,6 @@ class DecodeLayout:
         state, keys, values = self.state, self.cache.keys[layer], self.cache.values[layer]
         shape = self._shape(q_RHD)
         share, lse, own_share, own_lse = self._parts(shape["SIZE"])
-        block, warps, stages = OWN if self.own_splits == 1 else OWN_SPLIT
         kernels.launch(
             kernels.attend_own,
             (self.rows, shape["KEY_HEADS"], self.own_splits),
@@ -175,12 +172,12 @@ class DecodeLayout:
             state.rows, state.row_length, state.table,
             scale, q_RHD.stride(0), q_RHD.stride(1), state.own_width, self.splits, self.own_splits,
             **shape,
-            BLOCK=block,
+            BLOCK=BLOCK,
             LEAST=LEAST,
             PADDED=kernels.padded(self.heads // shape["KEY_HEADS"]),
             WHOLE=self.own_splits == 1,
-            num_warps=warps,
-            num_stages=stages,
+            num_warps=2,
+            num_stages=2,
         )  # fmt: skip
 
     def _shape(self, q_RHD: Tensor) -> dict[str, int]:
@@ -196,7 +193,7 @@ class DecodeLayout:
     @contextmanager
     def _beside(self) -> Iterator[None]:
         """Launch on a second stream, next to what follows."""
-        if self.side is None or not FORK:
+        if self.side is None:
             yield
             return
         self.side.wait_stream(torch.cuda.current_stream())
@@ -204,12 +201,12 @@ class DecodeLayout:
             yield
 
     def _wait(self) -> None:
-        if self.side is not None and FORK:
+        if self.side is not None:
             torch.cuda.current_stream().wait_stream(self.side)
 
     def _parts(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         first, own = self.rows * self.heads * self.splits, self.rows * self.heads * self.own_splits
-        share, own_share, lse, own_lse = self.shares.split([first * size, own * size, first, own])
+        share, own_share, lse, own_lse = torch.split(self.shares, [first * size, own * size, first, own])
         return share, lse, own_share, own_lse
 
 

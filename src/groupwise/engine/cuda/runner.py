@@ -159,7 +159,8 @@ class GraphRunner:
         """What the last draw left, on its way to the host, and when it will be there."""
         if self.device.type != "cuda":
             return self.state.status.clone(), None
-        copy, arrived = torch.empty_like(self.state.status, device="cpu", pin_memory=True), torch.cuda.Event()
+        copy = torch.empty_like(self.state.status, device="cpu", pin_memory=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copy.copy_(self.state.status, non_blocking=True)
         arrived.record()
         return copy, arrived
@@ -180,7 +181,8 @@ class GraphRunner:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         self.state.idle()
         step()  # compiles kernels and takes workspaces, which must not happen while capturing
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

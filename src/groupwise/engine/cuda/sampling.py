@@ -8,6 +8,8 @@ The noise is the splitmix64 number of (seed, position) that `engine.sampler` dra
 sums are in float64 as there: the tokens are the same but for rounding of the logits.
 """
 
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
 from __future__ import annotations
 
 import triton
@@ -37,7 +39,7 @@ def sum_chunks(
     LOGITS, BEST, BEST_AT, TOTAL, WEIGHTED, inverse_temperature, vocabulary, chunks,
     CHUNK: tl.constexpr, GREEDY: tl.constexpr,
 ):  # fmt: skip
-    """One program a (row, chunk): its largest scaled logit (GREEDY: where), Σ exp and Σ exp · logit from there."""
+    """One program a (row, chunk): its largest scaled logit (GREEDY: and where), Σ exp and Σ exp · logit."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(LOGITS + row.to(tl.int64) * vocabulary + at, mask=at < vocabulary, other=float("-inf"))

@@ -40,7 +40,9 @@ class StepState:
         self.host_prompt_length = prompt_lengths
         self.host_prompt_table = prompt_tables[: every * prompt_blocks].reshape(every, prompt_blocks)
         self.host_table = tables[: every * own_blocks].reshape(every, own_blocks)
-        self.rows, self.tiles, self.prompt_length, self.prompt_table, self.table = self._device.tensor_split(ends)
+        self.rows, self.tiles, self.prompt_length, self.prompt_table, self.table = self._device.tensor_split(
+            ends
+        )
 
         self.seed = torch.zeros(every, dtype=torch.int64, device=device)
         self.length = torch.ones(every, dtype=torch.int32, device=device)

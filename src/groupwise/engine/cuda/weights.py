@@ -24,7 +24,9 @@ class Matrix:
         self.bias: Tensor | None = base[0].bias
         if self._copied:
             rows = sum(part.out_features for part in base)
-            self.weight = torch.empty(rows, base[0].in_features, dtype=self.weight.dtype, device=self.weight.device)
+            self.weight = torch.empty(
+                rows, base[0].in_features, dtype=self.weight.dtype, device=self.weight.device
+            )
             if self.bias is not None:
                 self.bias = torch.empty(rows, dtype=self.weight.dtype, device=self.weight.device)
         self.refresh()
