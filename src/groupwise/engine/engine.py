@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,6 +23,9 @@ from groupwise.errors import ConfigError
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Finish, Request, Sampling
 
+if TYPE_CHECKING:
+    from groupwise.engine.cuda.runner import GraphRunner
+
 
 class Engine:
     """Continues prompts with the policy, in groups that share their prompt's blocks."""
@@ -30,7 +35,10 @@ class Engine:
         self.config = config
         self.preempted = 0
         """Sequences that the last call started over for lack of blocks: engine.kv_tokens is small."""
+        self.occupancy = 1.0
+        """Of the slots that could be taken in the last call on a GPU, the share that drew a token."""
         self._runner: Runner | None = None
+        self._graph_runner: GraphRunner | None = None
         self._stop_strings = StopStrings(policy)
         self._end_tokens = np.array(sorted(policy.end_tokens), dtype=np.int64)
 
@@ -42,18 +50,47 @@ class Engine:
         self._check_context(requests, sampling)
         slots = min(self.config.max_sequences, sum(len(request.seeds) for request in requests))
         pool = BlockPool(self._blocks(requests, sampling, slots), block_size=self.config.block_size)
-        runner = self._runner_with(pool)
         scheduler = Scheduler(requests, slots=slots, pool=pool, max_tokens=sampling.max_tokens)
+        with evaluating(self.policy.model):
+            run = self._run_ahead if self._accelerated else self._run
+            finished = run(scheduler, sampling)
+        assert pool.free == pool.count, "blocks leaked"
+        self.preempted = scheduler.preempted
+        return [[finished[r, m] for m in range(len(request.seeds))] for r, request in enumerate(requests)]
+
+    def release(self) -> None:
+        """Give back the memory of the cache, and of all that was made for it, until the next call."""
+        self._runner = self._graph_runner = None
+        if self.policy.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @property
+    def _accelerated(self) -> bool:
+        return self.policy.device.type == "cuda" and find_spec("triton") is not None
+
+    def _run(self, scheduler: Scheduler, sampling: Sampling) -> dict[tuple[int, int], Completion]:
+        """Step by step, on any device."""
+        runner = self._runner_with(scheduler.pool)
         finished: dict[tuple[int, int], Completion] = {}
-        with evaluating(self.policy.model), self.policy.folded():
+        with self.policy.folded():
             while scheduler.waiting or scheduler.running:
                 logits_RV = self._next_logits(scheduler, runner)
                 self._draw(scheduler, logits_RV, sampling)
                 for sequence, reason in self._ended(scheduler, sampling):
                     finished[sequence.request, sequence.member] = scheduler.finish(sequence, reason)
-        assert pool.free == pool.count, "blocks leaked"
-        self.preempted = scheduler.preempted
-        return [[finished[r, m] for m in range(len(request.seeds))] for r, request in enumerate(requests)]
+        return finished
+
+    def _run_ahead(self, scheduler: Scheduler, sampling: Sampling) -> dict[tuple[int, int], Completion]:
+        """In CUDA graphs, with the host a few steps ahead."""
+        from groupwise.engine.cuda.ahead import Ahead
+
+        runner = self._graph_runner_for(scheduler)
+        with nullcontext() if runner.fused else self.policy.folded():
+            runner.refresh()
+            ahead = Ahead(scheduler, runner, sampling, self.policy.end_tokens, self._stop_strings)
+            finished = ahead.run()
+        self.occupancy = ahead.drawn / max(1, ahead.offered)
+        return finished
 
     def _next_logits(self, scheduler: Scheduler, runner: Runner) -> Tensor:
         """Run those that are under way, let others join, and return the next token's logits of all."""
@@ -98,7 +135,7 @@ class Engine:
         answer = -(-sampling.max_tokens // size)
         most, least = slots * answer + sum(prompts[:slots]), answer + prompts[0]
         if allowed is None:
-            return most
+            return self._fitting(most, least) if self._accelerated else most
         if allowed // size < least:
             raise ConfigError(
                 f"engine.kv_tokens={allowed} cannot hold the longest prompt and rollout.max_tokens="
@@ -112,6 +149,30 @@ class Engine:
             self._runner = None  # free the old cache before taking the new one
             self._runner = Runner(self.policy, blocks=pool.count, block_size=pool.block_size)
         return self._runner
+
+    def _graph_runner_for(self, scheduler: Scheduler) -> GraphRunner:
+        """Reuse the memory and the graphs of the last call when they are large enough."""
+        from groupwise.engine.cuda.runner import GraphRunner, Room
+
+        room = Room.of(scheduler)
+        if self._graph_runner is None or not self._graph_runner.room.holds(room):
+            self._graph_runner = None  # free the old cache before taking the new one
+            self._graph_runner = GraphRunner(self.policy, room, block_size=self.config.block_size)
+        return self._graph_runner
+
+    def _fitting(self, most: int, least: int) -> int:
+        """As many blocks as are asked for and fit; no new cache for one that is little larger."""
+        held = 0 if self._graph_runner is None else self._graph_runner.room.blocks
+        blocks = min(most, max(least, held + self._affordable_blocks()))
+        return held if least <= held < blocks <= 1.25 * held else blocks
+
+    def _affordable_blocks(self) -> int:
+        """Blocks that fit into what is free of the GPU, a fifth of it left for everything else."""
+        free, _ = torch.cuda.mem_get_info(self.policy.device)
+        free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        token = 2 * self.policy.layers * self.policy.key_heads * self.policy.head_size
+        block = token * self.config.block_size * self.policy.head_weight.element_size()
+        return int(0.8 * free) // block
 
     def _check_context(self, requests: SequenceOf[Request], sampling: Sampling) -> None:
         longest = max(len(request.prompt) for request in requests)

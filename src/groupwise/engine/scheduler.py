@@ -49,7 +49,11 @@ class Scheduler:
             self.waiting.extend(Sequence(r, m, seed, prefix) for m, seed in enumerate(request.seeds))
         self.preempted = 0
         """How often a sequence had to start over."""
+        self.tenant = np.zeros(slots, dtype=np.int64)
+        """How many sequences have left each slot: tells whose a late result is."""
         self._crowded = False
+        self._prepared: list[Prefix] = []
+        """Prompts that got blocks before any member runs."""
         self._free_slots = list(range(slots - 1, -1, -1))
         self.request = np.zeros(slots, dtype=np.int64)
         self.seed = np.zeros(slots, dtype=np.uint64)
@@ -72,6 +76,11 @@ class Scheduler:
         """The slot of every running sequence, in order."""
         return np.array([sequence.slot for sequence in self.running], dtype=np.int64)
 
+    @property
+    def vacant(self) -> int:
+        """Slots that nobody has."""
+        return len(self._free_slots)
+
     def admit(self) -> list[Sequence]:
         """Start waiting sequences while slots and blocks last; each has room for its first block.
 
@@ -80,12 +89,31 @@ class Scheduler:
         already = len(self.running)
         while self.waiting and self._free_slots and not (self._crowded and self.running):
             prefix = self.waiting[0].prefix
-            prompt_blocks = 0 if prefix.users else self.pool.blocks_for(len(prefix.tokens))
-            if self.pool.free < prompt_blocks + 1:
+            needed = 1 + (0 if prefix.blocks else self.pool.blocks_for(len(prefix.tokens)))
+            while self.pool.free < needed and self._reclaim(but=prefix):
+                pass
+            if self.pool.free < needed:
                 break
-            self._start(self.waiting.popleft(), prompt_blocks)
+            self._start(self.waiting.popleft())
         assert self.running or not self.waiting, "the pool cannot hold one sequence"
         return self.running[already:]
+
+    def prepare(self, tokens: int) -> list[Prefix]:
+        """Give blocks to prompts next in line, `tokens` of them or one prompt, to be computed together.
+
+        A quarter of the pool is left to those who run.
+        """
+        prepared: list[Prefix] = []
+        for prefix in dict.fromkeys(sequence.prefix for sequence in self.waiting):
+            if prefix.blocks:
+                continue
+            blocks, tokens = self.pool.blocks_for(len(prefix.tokens)), tokens - len(prefix.tokens)
+            if (prepared and tokens < 0) or self.pool.free - blocks < self.pool.count // 4:
+                break
+            prefix.blocks = self.pool.take(blocks)
+            prepared.append(prefix)
+        self._prepared += prepared
+        return prepared
 
     def make_room(self) -> None:
         """Give every running sequence a place for its last token, preempting the newest when blocks run out.
@@ -97,7 +125,8 @@ class Scheduler:
         full = np.flatnonzero(self.length[slots] > self.room[slots])
         for sequence in [self.running[row] for row in full]:
             while sequence.slot >= 0 and not self.pool.free:
-                self._preempt(self.running[-1])
+                if not self._reclaim():
+                    self._preempt(self.running[-1])
             if sequence.slot >= 0:
                 self._grow(sequence)
 
@@ -114,11 +143,14 @@ class Scheduler:
         self._crowded = False
         return completion
 
-    def _start(self, sequence: Sequence, prompt_blocks: int) -> None:
+    def _start(self, sequence: Sequence) -> None:
         prefix, slot = sequence.prefix, self._free_slots.pop()
+        if not prefix.blocks:
+            prefix.blocks = self.pool.take(self.pool.blocks_for(len(prefix.tokens)))
+        elif prefix in self._prepared:
+            self._prepared.remove(prefix)
         if not prefix.users:
-            prefix.blocks = self.pool.take(prompt_blocks)
-            self.prompt_tables[sequence.request, :prompt_blocks] = prefix.blocks
+            self.prompt_tables[sequence.request, : len(prefix.blocks)] = prefix.blocks
         prefix.users += 1
         sequence.slot = slot
         self.request[slot], self.seed[slot] = sequence.request, sequence.seed
@@ -138,7 +170,18 @@ class Scheduler:
         self.preempted += 1
         self._crowded = True
 
+    def _reclaim(self, *, but: Prefix | None = None) -> bool:
+        """Take back the blocks of a prepared prompt, the last in line first; False if there is none."""
+        for prefix in reversed(self._prepared):
+            if prefix is not but:
+                self._prepared.remove(prefix)
+                self.pool.give_back(prefix.blocks)
+                prefix.blocks, prefix.logits_V = [], None
+                return True
+        return False
+
     def _release(self, sequence: Sequence) -> None:
+        self.tenant[sequence.slot] += 1
         self.running.remove(sequence)
         self.pool.give_back(sequence.blocks)
         self._free_slots.append(sequence.slot)

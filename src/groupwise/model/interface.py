@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 NAME = "groupwise"
 
@@ -42,6 +41,9 @@ def _attention(
 
 
 def register() -> None:
-    """Make `groupwise` a name that `set_attn_implementation` knows; the layouts do their own masking."""
+    """Make `groupwise` a name that `set_attn_implementation` knows.
+
+    Attention without a mask function of its own gets no mask, which is right: the layouts do their own
+    masking, and looking for one would make a GPU wait.
+    """
     AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, lambda *_, **__: None)

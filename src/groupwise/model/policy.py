@@ -32,6 +32,16 @@ class Policy:
         return hasattr(self.model, "get_base_model")
 
     @property
+    def decoder(self) -> nn.Module:
+        """The model without its output layer."""
+        decoder: nn.Module = self._decoder
+        return decoder
+
+    @property
+    def heads(self) -> int:
+        return int(self._causal.config.num_attention_heads)
+
+    @property
     def device(self) -> torch.device:
         return self._head.weight.device
 

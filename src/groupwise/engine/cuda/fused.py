@@ -1,0 +1,188 @@
+"""The forward pass of the common decoder layer, with everything between its matrix products fused.
+
+Pre-norm layers with RMSNorm, rotary attention and a gated SiLU (Llama, Qwen, Mistral, SmolLM …) are
+taken apart into their weights and run as four matrix products and four small kernels a layer. Nothing is
+assumed that is not checked: `fused_forward` compares the result with the module's own, and a model
+that differs generates with the module itself.
+
+Axes: T tokens, M hidden size, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from groupwise.engine.blocks import Prefix
+from groupwise.engine.cuda import pointwise as kernels
+from groupwise.engine.cuda.attention import launch, padded
+from groupwise.engine.cuda.layout import DecodeLayout, PromptLayout
+from groupwise.engine.cuda.weights import Matrix
+from groupwise.engine.paged import KVCache
+from groupwise.model.policy import Policy
+from groupwise.tracking.log import LOGGER
+
+CHECKED_TOKENS = 24
+LIMITS = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 1e-2}
+"""Far above rounding, which a deep random model blows up, and far below another function."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    weight: Tensor
+    eps: float
+
+    @classmethod
+    def of(cls, module: Any) -> Norm:
+        return cls(module.weight, float(module.variance_epsilon))
+
+
+class FusedLayer:
+    """The weights of one decoder layer, in the order in which they are used."""
+
+    def __init__(self, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.before_attention = Norm.of(layer.input_layernorm)
+        self.qkv = Matrix(attention.q_proj, attention.k_proj, attention.v_proj)
+        normed = hasattr(attention, "q_norm")
+        self.q_norm = Norm.of(attention.q_norm) if normed else None
+        self.k_norm = Norm.of(attention.k_norm) if normed else None
+        self.output = Matrix(attention.o_proj)
+        self.before_mlp = Norm.of(layer.post_attention_layernorm)
+        self.gate_up = Matrix(mlp.gate_proj, mlp.up_proj)
+        self.down = Matrix(mlp.down_proj)
+        self.scale = float(attention.scaling)
+
+    def refresh(self) -> None:
+        for matrix in (self.qkv, self.output, self.gate_up, self.down):
+            matrix.refresh()
+
+
+class FusedForward:
+    """`Policy.hidden` in fewer, larger steps."""
+
+    def __init__(self, policy: Policy) -> None:
+        decoder: Any = policy.decoder
+        self._embedding: Tensor = decoder.embed_tokens.weight
+        self._rotary = decoder.rotary_emb
+        self._layers = [FusedLayer(layer) for layer in decoder.layers]
+        self._norm = Norm.of(decoder.norm)
+        self._key_heads, self._size = policy.key_heads, policy.head_size
+
+    def refresh(self) -> None:
+        """Take over the policy's weights as they are now."""
+        for layer in self._layers:
+            layer.refresh()
+
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: DecodeLayout | PromptLayout) -> Tensor:
+        x_TM = nn.functional.embedding(tokens_T, self._embedding)
+        cos_1TD, sin_1TD = self._rotary(x_TM[None], positions_T[None])
+        assert cos_1TD.shape[-1] == self._size, "rotary embeddings of part of a head are not fused"
+        delta_TM: Tensor | None = None
+        for number, layer in enumerate(self._layers):
+            h_TM = _add_norm(x_TM, delta_TM, layer.before_attention)
+            qkv_TN = layer.qkv(h_TM)
+            self._rotate_and_store(qkv_TN, cos_1TD, sin_1TD, layer, layout, number)
+            heads = qkv_TN.shape[1] // self._size - 2 * self._key_heads
+            qkv_TND = qkv_TN.view(len(qkv_TN), -1, self._size)
+            parts = torch.split(qkv_TND, [heads, self._key_heads, self._key_heads], dim=1)
+            mixed_THD = layout.read(*parts, layer=number, scale=layer.scale)
+            delta_TM = layer.output(mixed_THD.flatten(1))
+            h_TM = _add_norm(x_TM, delta_TM, layer.before_mlp)
+            delta_TM = layer.down(_silu_and_multiply(layer.gate_up(h_TM)))
+        return _add_norm(x_TM, delta_TM, self._norm)
+
+    def _rotate_and_store(
+        self,
+        qkv_TN: Tensor,
+        cos_1TD: Tensor,
+        sin_1TD: Tensor,
+        layer: FusedLayer,
+        layout: DecodeLayout | PromptLayout,
+        number: int,
+    ) -> None:
+        heads = qkv_TN.shape[1] // self._size - 2 * self._key_heads
+        q_norm, k_norm = layer.q_norm or layer.before_mlp, layer.k_norm or layer.before_mlp
+        launch(
+            kernels.rotate_and_store,
+            (len(qkv_TN),),
+            qkv_TN, cos_1TD, sin_1TD, q_norm.weight, k_norm.weight,
+            layout.cache.keys[number], layout.cache.values[number], layout.places, q_norm.eps,
+            HEADS=heads,
+            KEY_HEADS=self._key_heads,
+            SIZE=self._size,
+            HALF=padded(self._size // 2, least=1),
+            PADDED=padded(heads + self._key_heads, least=1),
+            PADDED_KEYS=padded(self._key_heads, least=1),
+            NORMED=layer.q_norm is not None,
+            num_warps=4,
+        )  # fmt: skip
+
+
+def _add_norm(x_TM: Tensor, delta_TM: Tensor | None, norm: Norm) -> Tensor:
+    """Add `delta` to the residual stream in place and return it normalised."""
+    out_TM = torch.empty_like(x_TM)
+    size = x_TM.shape[1]
+    launch(
+        kernels.add_norm,
+        (len(x_TM),),
+        x_TM, x_TM if delta_TM is None else delta_TM, norm.weight, out_TM, norm.eps,
+        ADD=delta_TM is not None,
+        SIZE=size,
+        PADDED=padded(size, least=1),
+        num_warps=4 if size <= 4096 else 8,
+    )  # fmt: skip
+    return out_TM
+
+
+def _silu_and_multiply(gate_up_TN: Tensor) -> Tensor:
+    size, block = gate_up_TN.shape[1] // 2, 1024
+    out_TN = torch.empty(len(gate_up_TN), size, dtype=gate_up_TN.dtype, device=gate_up_TN.device)
+    launch(
+        kernels.silu_and_multiply,
+        (len(out_TN), -(-size // block)),
+        gate_up_TN, out_TN,
+        SIZE=size,
+        BLOCK=block,
+        num_warps=4,
+    )  # fmt: skip
+    return out_TN
+
+
+@torch.no_grad()
+def fused_forward(policy: Policy) -> FusedForward | None:
+    """The fused forward pass of this policy, or None where that is not the same function."""
+    try:
+        fused = FusedForward(policy)
+        difference = _difference(policy, fused)
+    except (AttributeError, AssertionError, TypeError, ValueError, RuntimeError) as error:
+        LOGGER.info("generating with the model's own layers, which are not of the fused kind: %s", error)
+        return None
+    if not difference <= LIMITS[policy.head_weight.dtype]:
+        LOGGER.info("generating with the model's own layers: fused ones differ by %.1e", difference)
+        return None
+    LOGGER.info("generating with fused layers%s", ", adapters folded in" if policy.has_adapter else "")
+    return fused
+
+
+def _difference(policy: Policy, fused: FusedForward) -> float:
+    """How far the hidden states of a short prompt differ from the module's, relative to their size."""
+    weight = policy.head_weight
+    cache = KVCache(
+        layers=policy.layers,
+        blocks=1,
+        block_size=CHECKED_TOKENS,
+        heads=policy.key_heads,
+        size=policy.head_size,
+        like=weight,
+    )
+    prefix = Prefix(tokens=tuple(range(CHECKED_TOKENS)), blocks=[0])
+    layout = PromptLayout.build(cache, [prefix], device=weight.device)
+    tokens_T = torch.arange(3, 3 + CHECKED_TOKENS, device=weight.device) % weight.shape[0]
+    positions_T = torch.arange(CHECKED_TOKENS, device=weight.device)
+    own_TM = policy.hidden(tokens_T, positions_T, layout).float()
+    other_TM = fused.hidden(tokens_T, positions_T, layout).float()
+    return float((own_TM - other_TM).norm() / own_TM.norm())

@@ -1,0 +1,251 @@
+"""What attention means on a GPU while generating: one decoding step, and packed prompts.
+
+Both are layouts like those of `engine.paged`: the Hugging Face module reaches them through its
+attention, the fused forward pass calls them directly.
+
+Axes: R rows of the step, T prompt tokens, H query heads, K key heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import log2
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from groupwise.engine.blocks import Prefix
+from groupwise.engine.cuda import attention as kernels
+from groupwise.engine.cuda.state import StepState
+from groupwise.engine.paged import KVCache
+from groupwise.model.packed import Grid, alike
+
+BLOCK = 32
+"""Own keys that a program looks at in one go: few, so that many programs share a processor."""
+PROMPT_BLOCK = 64
+"""The same of a prompt, where there is more to do with each key."""
+LEAST = 128
+"""Own keys that are worth a program."""
+TILE = 64
+"""Queries (members × query heads of a key head) that share one read of a prompt."""
+TILE_PROGRAMS = 128
+"""Programs that go through the tiles, about one a processor."""
+BUSY = 512
+"""Programs that keep a GPU busy."""
+
+
+def own_splits(lengths_R: NDArray[np.int64], *, key_heads: int) -> int:
+    """In how many parts to read each row's own tokens: 1, 4 or 16.
+
+    One when rows keep the GPU busy and none takes much longer than the others.
+    """
+    longest, busy = int(lengths_R.max()), len(lengths_R) * key_heads >= BUSY
+    if longest <= LEAST or (busy and longest <= 1.5 * lengths_R.mean() + LEAST):
+        return 1
+    return 4 if busy or longest <= 4 * LEAST else 16
+
+
+def members_of_a_tile(heads: int, key_heads: int, largest_group: int) -> int:
+    """How many members of a group share a read of their prompt."""
+    return min(largest_group, max(1, TILE // (heads // key_heads)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeLayout:
+    """One decoding step of the first `rows` rows of the state."""
+
+    cache: KVCache
+    state: StepState
+    rows: int
+    heads: int
+    splits: int
+    """Parts that a prompt is read in."""
+    own_splits: int
+    shares: Tensor
+    """[rows, H, splits + own splits, D] and the log-sum-exps behind them, flat, float32."""
+    side: torch.cuda.Stream | None
+    """Where prompts are read while rows read their own tokens in parts."""
+
+    @classmethod
+    def build(
+        cls, cache: KVCache, state: StepState, *, rows: int, heads: int, own_splits: int
+    ) -> DecodeLayout:
+        key_heads, size = cache.keys.shape[-2:]
+        longest = state.prompt_width * cache.block_size
+        # Groups make for far fewer tiles than rows.
+        splits = max(1, min(BUSY * 8 // (rows * key_heads), longest // (4 * PROMPT_BLOCK), 16))
+        shares = torch.zeros(rows * heads * (splits + own_splits) * (size + 1), device=cache.keys.device)
+        return cls(
+            cache=cache,
+            state=state,
+            rows=rows,
+            heads=heads,
+            splits=splits,
+            own_splits=own_splits,
+            shares=shares,
+            side=torch.cuda.Stream() if cache.keys.is_cuda else None,  # type: ignore[no-untyped-call]
+        )
+
+    def attend(self, q_1HRD: Tensor, k_1KRD: Tensor, v_1KRD: Tensor, *, layer: int, scale: float) -> Tensor:
+        """Store the new keys and values and return the attention output_1RHD."""
+        self.store(k_1KRD[0].transpose(0, 1), v_1KRD[0].transpose(0, 1), layer=layer)
+        q_RHD = q_1HRD[0].transpose(0, 1)
+        return self.read(q_RHD, k_1KRD, v_1KRD, layer=layer, scale=scale)[None]
+
+    @property
+    def places(self) -> Tensor:
+        return self.state.places
+
+    def store(self, k_RKD: Tensor, v_RKD: Tensor, *, layer: int) -> None:
+        _, key_heads, size = k_RKD.shape
+        assert k_RKD.stride(2) == v_RKD.stride(2) == 1, "heads lie in one piece"
+        kernels.launch(
+            kernels.store_keys,
+            (self.rows,),
+            k_RKD, v_RKD, self.cache.keys[layer], self.cache.values[layer], self.state.places,
+            k_RKD.stride(0), k_RKD.stride(1), v_RKD.stride(0), v_RKD.stride(1),
+            KEY_HEADS=key_heads,
+            SIZE=size,
+            DIM=kernels.padded(size),
+            PADDED=kernels.padded(key_heads, least=1),
+            num_warps=1,
+        )  # fmt: skip
+
+    def read(self, q_RHD: Tensor, _k: Tensor, _v: Tensor, *, layer: int, scale: float) -> Tensor:
+        """Return the attention output_RHD over what is stored."""
+        assert q_RHD.stride(2) == 1, "heads lie in one piece"
+        output_RHD = torch.empty(q_RHD.shape, dtype=q_RHD.dtype, device=q_RHD.device)
+        scale *= log2(np.e)
+        if self.own_splits == 1:
+            self._read_prompts(q_RHD, layer, scale)
+            self._read_own(q_RHD, output_RHD, layer, scale)
+            return output_RHD
+        # Nobody waits for anybody until the shares are added up.
+        with self._beside():
+            self._read_prompts(q_RHD, layer, scale)
+        self._read_own(q_RHD, output_RHD, layer, scale)
+        self._wait()
+        heads, size = q_RHD.shape[1:]
+        share, lse, own_share, own_lse = self._parts(size)
+        kernels.launch(
+            kernels.join_shares,
+            (self.rows,),
+            share, lse, own_share, own_lse, output_RHD, self.splits, self.own_splits,
+            HEADS=heads,
+            SIZE=size,
+            DIM=kernels.padded(size),
+            PADDED=kernels.padded(heads, least=1),
+            num_warps=4,
+        )  # fmt: skip
+        return output_RHD
+
+    def _read_prompts(self, q_RHD: Tensor, layer: int, scale: float) -> None:
+        state, keys, values = self.state, self.cache.keys[layer], self.cache.values[layer]
+        shape = self._shape(q_RHD)
+        share, lse, _, _ = self._parts(shape["SIZE"])
+        kernels.launch(
+            kernels.attend_prompts,
+            (min(self.rows, TILE_PROGRAMS), shape["KEY_HEADS"], self.splits),
+            q_RHD, keys, values, share, lse, state.tiles, state.prompt_table,
+            scale, q_RHD.stride(0), q_RHD.stride(1), state.prompt_width, self.splits, state.slots,
+            **shape,
+            BLOCK=PROMPT_BLOCK,
+            MEMBERS=state.members,
+            TILE=kernels.padded(state.members * (self.heads // shape["KEY_HEADS"])),
+            num_warps=4,
+            num_stages=2,
+        )  # fmt: skip
+
+    def _read_own(self, q_RHD: Tensor, output_RHD: Tensor, layer: int, scale: float) -> None:
+        state, keys, values = self.state, self.cache.keys[layer], self.cache.values[layer]
+        shape = self._shape(q_RHD)
+        share, lse, own_share, own_lse = self._parts(shape["SIZE"])
+        kernels.launch(
+            kernels.attend_own,
+            (self.rows, shape["KEY_HEADS"], self.own_splits),
+            q_RHD, keys, values, share, lse, output_RHD, own_share, own_lse,
+            state.rows, state.row_length, state.table,
+            scale, q_RHD.stride(0), q_RHD.stride(1), state.own_width, self.splits, self.own_splits,
+            **shape,
+            BLOCK=BLOCK,
+            LEAST=LEAST,
+            PADDED=kernels.padded(self.heads // shape["KEY_HEADS"]),
+            WHOLE=self.own_splits == 1,
+            num_warps=2,
+            num_stages=2,
+        )  # fmt: skip
+
+    def _shape(self, q_RHD: Tensor) -> dict[str, int]:
+        _, heads, size = q_RHD.shape
+        return {
+            "HEADS": heads,
+            "KEY_HEADS": self.cache.keys.shape[-2],
+            "SIZE": size,
+            "DIM": kernels.padded(size),
+            "PAGE": self.cache.block_size,
+        }
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Launch on a second stream, next to what follows."""
+        if self.side is None:
+            yield
+            return
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            yield
+
+    def _wait(self) -> None:
+        if self.side is not None:
+            torch.cuda.current_stream().wait_stream(self.side)
+
+    def _parts(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        first, own = self.rows * self.heads * self.splits, self.rows * self.heads * self.own_splits
+        share, own_share, lse, own_lse = torch.split(self.shares, [first * size, own * size, first, own])
+        return share, lse, own_share, own_lse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLayout:
+    """Prompts computed as one packed row, their keys and values stored on the way."""
+
+    cache: KVCache
+    grid: Grid
+    places: Tensor
+
+    @classmethod
+    def build(cls, cache: KVCache, prefixes: Sequence[Prefix], *, device: torch.device) -> PromptLayout:
+        size = cache.block_size
+        lengths = np.array([len(prefix.tokens) for prefix in prefixes])
+        places = [
+            (np.array(prefix.blocks)[:, None] * size + np.arange(size)).flatten()[: len(prefix.tokens)]
+            for prefix in prefixes
+        ]
+        return cls(
+            cache=cache,
+            grid=Grid.build(np.cumsum(lengths) - lengths, lengths, alike(lengths[:, None]), device=device),
+            places=torch.from_numpy(np.concatenate(places)).to(device),
+        )
+
+    def attend(self, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, *, layer: int, scale: float) -> Tensor:
+        q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (q_1HTD, k_1KTD, v_1KTD))
+        self.store(k_TKD, v_TKD, layer=layer)
+        return self.read(q_THD, k_TKD, v_TKD, layer=layer, scale=scale)[None]
+
+    def store(self, k_TKD: Tensor, v_TKD: Tensor, *, layer: int) -> None:
+        self.cache.write(layer, k_TKD, v_TKD, self.places)
+
+    def read(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, layer: int, scale: float) -> Tensor:
+        """Causal attention within each prompt; what fills up a shorter one is only seen by itself."""
+        blocks = zip(*map(self.grid.lay, (q_THD, k_TKD, v_TKD)), strict=True)
+        return self.grid.back(
+            [
+                scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+                for q, k, v in blocks
+            ]
+        )

@@ -1,0 +1,260 @@
+"""The policy's forward pass and the draw of the next token, a CUDA graph for each number of rows.
+
+Without a GPU the same steps run one kernel at a time, which is how tests check them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from groupwise.engine.blocks import Prefix
+from groupwise.engine.cuda import sampling as kernels
+from groupwise.engine.cuda.attention import launch, padded
+from groupwise.engine.cuda.fused import fused_forward
+from groupwise.engine.cuda.layout import DecodeLayout, PromptLayout, members_of_a_tile, own_splits
+from groupwise.engine.cuda.state import StepState
+from groupwise.engine.paged import KVCache
+from groupwise.engine.runner import PREFILL_TOKENS
+from groupwise.engine.scheduler import Scheduler
+from groupwise.model.distribution import scaled_logits
+from groupwise.model.policy import Policy
+from groupwise.records import Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What a runner has memory for."""
+
+    slots: int
+    blocks: int
+    prompt_blocks: int
+    own_blocks: int
+    largest_group: int
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> Room:
+        """Powers of two where the next call may ask for a little more than this one."""
+        groups = Counter(sequence.request for sequence in scheduler.waiting)
+        return cls(
+            slots=len(scheduler.length),
+            blocks=scheduler.pool.count,
+            prompt_blocks=padded(scheduler.prompt_tables.shape[1], least=1),
+            own_blocks=padded(scheduler.tables.shape[1], least=1),
+            largest_group=padded(max(groups.values()), least=1),
+        )
+
+    def holds(self, other: Room) -> bool:
+        return (
+            self.slots >= other.slots
+            and self.blocks >= other.blocks
+            and self.prompt_blocks >= other.prompt_blocks
+            and self.own_blocks >= other.own_blocks
+            and self.largest_group >= other.largest_group
+        )
+
+
+class GraphRunner:
+    """Runs prompts and decoding steps over static state; what a step needs is on the device already."""
+
+    def __init__(self, policy: Policy, room: Room, *, block_size: int) -> None:
+        self.policy, self.room, self.block_size = policy, room, block_size
+        self.device = policy.device
+        self._fused = fused_forward(policy)
+        self.cache = KVCache(
+            layers=policy.layers,
+            blocks=room.blocks + 1,
+            block_size=block_size,
+            heads=policy.key_heads,
+            size=policy.head_size,
+            like=policy.head_weight,
+        )
+        self.state = StepState(
+            slots=room.slots,
+            members=members_of_a_tile(policy.heads, policy.key_heads, room.largest_group),
+            prompt_blocks=room.prompt_blocks,
+            own_blocks=room.own_blocks,
+            idle_block=room.blocks,
+            device=self.device,
+        )
+        self._ends = _end_tokens(policy)
+        self._graphs: dict[tuple[int, int, Sampling], Callable[[], None]] = {}
+        self._layouts: list[DecodeLayout] = []
+        self._pool: Any = None
+        self._addresses: tuple[int, ...] = ()
+
+    @property
+    def fused(self) -> bool:
+        """Whether the forward pass is the fused one; it reads copies of the weights, adapters folded in."""
+        return self._fused is not None
+
+    def refresh(self) -> None:
+        """Take over the policy's weights as they are now; graphs of weights that have moved are dropped."""
+        if self._fused is not None:
+            self._fused.refresh()
+        addresses = tuple(p.data_ptr() for p in self.policy.model.parameters())
+        if addresses != self._addresses:
+            self._drop_graphs()
+            self._addresses = addresses
+
+    def _drop_graphs(self) -> None:
+        self._graphs.clear()
+        self._layouts.clear()
+        self._pool = None  # it went with its last graph
+
+    def prefill(self, prefixes: Sequence[Prefix]) -> None:
+        """Compute prompts into their blocks and leave the next token's logits on each."""
+        batch: list[Prefix] = []
+        for prefix in prefixes:
+            if batch and sum(len(p.tokens) for p in batch) + len(prefix.tokens) > PREFILL_TOKENS:
+                self._prefill(batch)
+                batch = []
+            batch.append(prefix)
+        if batch:
+            self._prefill(batch)
+
+    def _prefill(self, prefixes: Sequence[Prefix]) -> None:
+        lengths = [len(prefix.tokens) for prefix in prefixes]
+        tokens = np.concatenate([np.array(prefix.tokens) for prefix in prefixes])
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        layout = PromptLayout.build(self.cache, prefixes, device=self.device)
+        hidden_TM = self._hidden(self._move(tokens), self._move(positions), layout)
+        logits_PV = self.policy.logits(hidden_TM[self._move(np.cumsum(lengths) - 1)])
+        for prefix, logits_V in zip(prefixes, logits_PV, strict=True):
+            prefix.logits_V = logits_V
+
+    def join(
+        self, scheduler: Scheduler, slots_J: NDArray[np.int64], prefixes: Sequence[Prefix], sampling: Sampling
+    ) -> None:
+        """Begin sequences in these slots, each with the first token after its prompt."""
+        state = self.state
+        request_J = scheduler.request[slots_J]
+        state.host_prompt_length[slots_J] = scheduler.prompt_length[request_J]
+        width = scheduler.prompt_tables.shape[1]
+        state.host_prompt_table[slots_J, :width] = scheduler.prompt_tables[request_J]
+        rows_J = self._move(slots_J)
+        state.start(rows_J, self._move(scheduler.seed[slots_J].astype(np.int64)))
+        logits_JV = torch.stack([p.logits_V for p in prefixes if p.logits_V is not None])
+        self._sample(logits_JV, rows_J.to(torch.int32), sampling)
+
+    def step(self, scheduler: Scheduler, slots_R: NDArray[np.int64], sampling: Sampling) -> None:
+        """Add one token to the sequences in these slots, unless they have ended."""
+        state = self.state
+        parts = own_splits(scheduler.length[slots_R], key_heads=self.policy.key_heads)
+        graph = self._graph(bucket(len(slots_R), most=state.slots), parts, sampling)
+        width = scheduler.tables.shape[1]
+        state.host_table[: len(scheduler.tables), :width] = scheduler.tables
+        state.set_rows(slots_R, scheduler.request[slots_R])
+        state.push()
+        graph()
+
+    def status(self) -> tuple[Tensor, torch.cuda.Event | None]:
+        """What the last draw left, on its way to the host, and when it will be there."""
+        if self.device.type != "cuda":
+            return self.state.status.clone(), None
+        copy = torch.empty_like(self.state.status, device="cpu", pin_memory=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copy.copy_(self.state.status, non_blocking=True)
+        arrived.record()
+        return copy, arrived
+
+    def _graph(self, rows: int, parts: int, sampling: Sampling) -> Callable[[], None]:
+        key = (rows, parts, replace(sampling, stop=()))
+        if key not in self._graphs:
+            layout = DecodeLayout.build(
+                self.cache, self.state, rows=rows, heads=self.policy.heads, own_splits=parts
+            )
+            self._layouts.append(layout)  # a graph keeps addresses, not tensors
+            self._graphs[key] = self._captured(lambda: self._step(layout, sampling))
+        return self._graphs[key]
+
+    def _captured(self, step: Callable[[], None]) -> Callable[[], None]:
+        if self.device.type != "cuda":
+            return step
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        self.state.idle()
+        step()  # compiles kernels and takes workspaces, which must not happen while capturing
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            step()
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        return graph.replay
+
+    def _step(self, layout: DecodeLayout, sampling: Sampling) -> None:
+        state, rows = self.state, layout.rows
+        launch(
+            kernels.open_step,
+            (rows,),
+            state.rows, state.length, state.token, state.prompt_length, state.table,
+            state.tokens, state.positions, state.places, state.row_length, state.own_width,
+            PAGE=self.block_size,
+            num_warps=1,
+        )  # fmt: skip
+        hidden_RM = self._hidden(state.tokens[:rows], state.positions[:rows], layout)
+        self._sample(self.policy.logits(hidden_RM), state.rows, sampling)
+
+    def _hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: DecodeLayout | PromptLayout) -> Tensor:
+        forward = self.policy.hidden if self._fused is None else self._fused.hidden
+        return forward(tokens_T, positions_T, layout)
+
+    def _sample(self, logits_RV: Tensor, rows_R: Tensor, sampling: Sampling) -> None:
+        """Draw the next token of each row and move its sequence on."""
+        state = self.state
+        scale = 1.0 if sampling.greedy else 1.0 / sampling.temperature
+        if sampling.truncates and not sampling.greedy:
+            logits_RV, scale = scaled_logits(logits_RV, sampling), 1.0
+        logits_RV = logits_RV.contiguous()
+        rows, vocabulary = logits_RV.shape
+        chunks = -(-vocabulary // kernels.CHUNK)
+        best, total, weighted = torch.empty(3, rows, chunks, device=self.device)
+        best_at = torch.empty(rows, chunks, dtype=torch.int32, device=self.device)
+        launch(
+            kernels.sum_chunks,
+            (rows, chunks),
+            logits_RV, best, best_at, total, weighted, scale, vocabulary, chunks,
+            CHUNK=kernels.CHUNK,
+            GREEDY=sampling.greedy,
+            num_warps=4,
+        )  # fmt: skip
+        launch(
+            kernels.close_step,
+            (rows,),
+            logits_RV, best, best_at, total, weighted, rows_R, state.seed, state.length,
+            state.token, state.done, state.logprob, state.entropy, self._ends,
+            scale, vocabulary, chunks, sampling.max_tokens,
+            CHUNK=kernels.CHUNK,
+            CHUNKS=padded(chunks, least=2),
+            PADDED_ENDS=len(self._ends),
+            GREEDY=sampling.greedy,
+            num_warps=8,
+        )  # fmt: skip
+
+    def _move(self, array: NDArray[np.int64]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        if self.device.type != "cuda":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+def _end_tokens(policy: Policy) -> Tensor:
+    """The tokens that end an answer, filled up with one that does not exist."""
+    ends = sorted(policy.end_tokens)
+    filled = [*ends, *[-1] * (padded(len(ends), least=2) - len(ends))]
+    return torch.tensor(filled, dtype=torch.int32, device=policy.device)
+
+
+def bucket(rows: int, *, most: int) -> int:
+    """The number of rows a graph is captured for: few enough graphs, few enough idle rows."""
+    step = 1 if rows <= 2 else 4 if rows <= 16 else 16 if rows <= 64 else 64
+    return min(most, -(-rows // step) * step)
