@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from groupwise.config.sections import AlgoConfig, OptimConfig
-from groupwise.learner.learner import Learner, split_groups
+from groupwise.learner.learner import Learner, split_groups, suited_tokens
 from groupwise.learner.schedule import learning_rate
 from groupwise.model.policy import Policy
 from groupwise.records import Sample, Sampling
@@ -174,3 +174,20 @@ def test_dropout_is_kept_out_of_what_the_policy_was() -> None:
     report = trained.update(samples, sequences=2, tokens=4)
     assert report["policy/gap"] < 1e-5  # the sampler's and the trainer's policy, both without dropout
     assert report["policy/kl_old"] > 1e-3  # the pass that learns has it
+
+
+def test_a_pass_is_as_large_as_the_activations_of_the_model_allow() -> None:
+    # Two layers, each ten vectors of 32 and five of 48, four bytes a number.
+    policy = policy_of(small_model())
+    assert policy.activation_bytes == 2 * (10 * 32 + 5 * 48) * 4
+    assert suited_tokens(policy) == 4096
+    policy._causal.config.intermediate_size = 1 << 18  # 5 × 2¹⁸ × 4 bytes in each of two layers, about 10 MB
+    assert suited_tokens(policy) == 1024
+    policy._causal.config.intermediate_size = 1 << 16
+    assert suited_tokens(policy) == (4 << 30) // (2 * (10 * 32 + 5 * (1 << 16)) * 4)
+
+
+def test_with_gradient_checkpointing_only_one_layer_keeps_everything() -> None:
+    model = small_model()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert policy_of(model).activation_bytes == (10 * 32 + 5 * 48 + 2 * 32) * 4

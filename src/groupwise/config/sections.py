@@ -217,8 +217,8 @@ class OptimConfig:
     """Passes over each step's samples."""
     minibatches: int | None = None
     """Optimizer steps in each pass. None: 2 for the built-in model, 1 for any other."""
-    micro_batch_tokens: int = 2048
-    """Tokens in one forward and backward pass: bounds memory, never changes the gradient."""
+    micro_batch_tokens: int | None = None
+    """Tokens in one forward and backward pass: bounds memory, never changes the gradient. None: by model."""
 
     def __post_init__(self) -> None:
         one_of("optim.schedule", self.schedule, SCHEDULES)

@@ -19,6 +19,9 @@ from groupwise.model.logprobs import token_logprobs
 from groupwise.model.policy import Policy
 from groupwise.records import Sample, Sampling
 
+CPU_ACTIVATIONS = 4 << 30
+"""Bytes for the activations of one pass on a CPU, where larger passes are hardly faster."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
@@ -41,6 +44,7 @@ class Learner:
         self.algo = algo
         self.optim = optim
         self.sampling = sampling
+        self.micro_batch_tokens = optim.micro_batch_tokens or suited_tokens(policy)
         self.total_updates = max_steps * optim.updates
         self.updates = 0
         """Optimizer steps made so far: what the schedule counts."""
@@ -119,7 +123,7 @@ class Learner:
             # Before the first update the old policy is the policy now, unless dropout makes it another.
             old_pass = bool(prepared) or self.optim.epochs > 1 or self.policy.has_dropout
             parts: list[_Part] = []
-            for indices in micro_batches(minibatch, budget=self.optim.micro_batch_tokens):
+            for indices in micro_batches(minibatch, budget=self.micro_batch_tokens):
                 members = [minibatch[i] for i in indices]
                 batch = pack(members, device=self.policy.device)
                 check_targets(members, batch.targets_N.tolist())
@@ -190,6 +194,16 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         self.updates += 1
         return norm
+
+
+def suited_tokens(policy: Policy) -> int:
+    """Tokens whose activations fit into a share of memory that is the same whenever a run is resumed."""
+    if policy.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(policy.device).total_memory
+        share, most = memory // 4, 32768
+    else:
+        share, most = CPU_ACTIVATIONS, 4096
+    return min(max(share // policy.activation_bytes, 1024), most)
 
 
 def split_groups(samples: Sequence[Sample], count: int) -> list[list[Sample]]:

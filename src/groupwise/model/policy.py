@@ -75,6 +75,20 @@ class Policy:
         return min(int(getattr(config, name, None) or 1 << 30) for name in limits)
 
     @property
+    def activation_bytes(self) -> int:
+        """About what one token leaves behind in a forward pass for the backward pass.
+
+        A layer keeps some ten vectors of its width and some five of its inner width; with gradient
+        checkpointing, one vector, and the rest of one layer at a time.
+        """
+        config = self._causal.config
+        width = int(config.hidden_size)
+        inner = int(getattr(config, "intermediate_size", None) or 4 * width)
+        layer = 10 * width + 5 * inner
+        kept = layer + self.layers * width if self.model.is_gradient_checkpointing else self.layers * layer
+        return kept * self.head_weight.element_size()
+
+    @property
     def has_dropout(self) -> bool:
         """Whether training mode adds noise of its own."""
         return any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.model.modules())

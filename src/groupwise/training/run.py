@@ -61,7 +61,7 @@ class Run:
         self.policy = load_policy(
             config.model, config.lora, trained=start.checkpoint, reference=config.algo.beta > 0
         )
-        engine = Engine(self.policy, config.engine)
+        self.engine = engine = Engine(self.policy, config.engine)
         self.learner = Learner(
             self.policy,
             algo=config.algo,
@@ -110,6 +110,8 @@ class Run:
         started = time.perf_counter()
         samples, sequences, tokens = self.collector.samples(batch)
         samples = keep_top_entropy(samples, share=self.config.algo.top_entropy)
+        if self.policy.device.type == "cuda":
+            self.engine.release()  # its cache takes what is free of the GPU: the update needs that now
         report = self.learner.update(samples, sequences=sequences, tokens=tokens)
         return {**report, **speed_metrics(batch, update_seconds=time.perf_counter() - started)}
 
