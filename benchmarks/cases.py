@@ -68,7 +68,7 @@ SMOLLM2 = Case(
     prompts=8,
     group_size=8,
     max_tokens=64,
-    trl_settings=(Setting(8, True), Setting(16, True), AS_IT_COMES),
+    trl_settings=(Setting(8, True), Setting(16, True)),
 )
 CASES = {
     "tiny-full": TINY,
