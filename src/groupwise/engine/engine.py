@@ -72,7 +72,7 @@ class Engine:
         """Step by step, on any device."""
         runner = self._runner_with(scheduler.pool)
         finished: dict[tuple[int, int], Completion] = {}
-        with self.policy.folded():
+        with runner.ready():
             while scheduler.waiting or scheduler.running:
                 logits_RV = self._next_logits(scheduler, runner)
                 self._draw(scheduler, logits_RV, sampling)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from groupwise.engine.blocks import Prefix
+from groupwise.engine.lean import lean_forward
 from groupwise.engine.paged import KVCache, PagedLayout, PrefillLayout
 from groupwise.engine.scheduler import Scheduler
 from groupwise.model.policy import Policy
@@ -19,11 +21,13 @@ PREFILL_TOKENS = 8192
 
 
 class Runner:
-    """Runs the policy module itself, so what generates is what is trained."""
+    """Runs the policy module itself, or a lean form of it, so what generates is what is trained."""
 
     def __init__(self, policy: Policy, *, blocks: int, block_size: int) -> None:
         self.policy = policy
         self.blocks = blocks
+        self.lean = lean_forward(policy)
+        self._hidden = policy.hidden if self.lean is None else self.lean.hidden
         self.cache = KVCache(
             layers=policy.layers,
             blocks=blocks,
@@ -32,6 +36,13 @@ class Runner:
             size=policy.head_size,
             like=policy.head_weight,
         )
+
+    def ready(self) -> AbstractContextManager[None]:
+        """Take over the policy's weights, with its adapters folded in, for as long as the block lasts."""
+        if self.lean is None:
+            return self.policy.folded()
+        self.lean.refresh()
+        return nullcontext()
 
     def prefill(self, prefixes: Sequence[Prefix]) -> None:
         """Compute prompts into their blocks and leave the next token's logits on each."""
@@ -49,7 +60,7 @@ class Runner:
         positions = np.concatenate([np.arange(len(prefix.tokens)) for prefix in prefixes])
         ends = np.cumsum([len(prefix.tokens) for prefix in prefixes]) - 1
         layout = PrefillLayout.build(self.cache, prefixes, like=self.policy.head_weight)
-        hidden_TM = self.policy.hidden(self._move(tokens), self._move(positions), layout)
+        hidden_TM = self._hidden(self._move(tokens), self._move(positions), layout)
         logits_PV = self.policy.logits(hidden_TM[self._move(ends)])
         for prefix, logits_V in zip(prefixes, logits_PV, strict=True):
             prefix.logits_V = logits_V
@@ -60,9 +71,7 @@ class Runner:
         prompt = scheduler.prompt_length[scheduler.request[slots]]
         last = scheduler.length[slots] - 1
         layout = PagedLayout.build(self.cache, scheduler, like=self.policy.head_weight)
-        hidden_RM = self.policy.hidden(
-            self._move(scheduler.tokens[slots, last]), self._move(prompt + last), layout
-        )
+        hidden_RM = self._hidden(self._move(scheduler.tokens[slots, last]), self._move(prompt + last), layout)
         return self.policy.logits(hidden_RM)
 
     def _move(self, array: NDArray[np.int64]) -> Tensor:

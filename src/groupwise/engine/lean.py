@@ -1,0 +1,104 @@
+"""The forward pass of the common decoder layer on a CPU, in fewer and larger steps than the module's.
+
+A step of decoding is some hundred small operations, and each costs a call and a wait for all threads.
+Layers with RMSNorm, rotary attention and a gated SiLU (Llama, Qwen2, Mistral, SmolLM …) are run as four
+matrix products with little between them. Nothing is assumed that is not checked: `lean_forward` compares
+the result with the module's own, and a model that differs generates with the module itself.
+
+Axes: T tokens, M hidden size, H query heads, K key heads, D head size, I inner size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from groupwise.engine.cuda.weights import Matrix
+from groupwise.model.interface import Layout
+from groupwise.model.packed import PackedLayout
+from groupwise.model.policy import Policy
+
+CHECKED_TOKENS = 24
+
+
+class LeanLayer:
+    """The weights of one decoder layer, in the order in which they are used."""
+
+    def __init__(self, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        assert not hasattr(attention, "q_norm"), "normed queries are not lean"
+        assert isinstance(mlp.act_fn, nn.SiLU) or type(mlp.act_fn).__name__ == "SiLUActivation"
+        self.before_attention, self.before_mlp = layer.input_layernorm, layer.post_attention_layernorm
+        self.qkv = Matrix(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.output = Matrix(attention.o_proj)
+        self.gate_up = Matrix(mlp.gate_proj, mlp.up_proj)
+        self.down = Matrix(mlp.down_proj)
+        self.scale = float(attention.scaling)
+
+
+class LeanForward:
+    """`Policy.hidden` without gradients."""
+
+    def __init__(self, policy: Policy) -> None:
+        decoder: Any = policy.decoder
+        self._embedding: Tensor = decoder.embed_tokens.weight
+        self._rotary = decoder.rotary_emb
+        self._layers = [LeanLayer(layer) for layer in decoder.layers]
+        self._norm = decoder.norm
+        self._key_heads, self._size = policy.key_heads, policy.head_size
+
+    def refresh(self) -> None:
+        """Take over the policy's weights as they are now."""
+        for layer in self._layers:
+            for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                matrix.refresh()
+
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout) -> Tensor:
+        """Return the last hidden states_TM of one packed row."""
+        x_TM = nn.functional.embedding(tokens_T, self._embedding)
+        cos_1TD, sin_1TD = self._rotary(x_TM[None], positions_T[None])
+        cos_T1D, sin_T1D = cos_1TD[0, :, None], sin_1TD[0, :, None]
+        for number, layer in enumerate(self._layers):
+            qkv_TND = layer.qkv(_normed(x_TM, layer.before_attention)).view(len(x_TM), -1, self._size)
+            q_1HTD, k_1KTD, v_1KTD = self._heads(qkv_TND, cos_T1D, sin_T1D)
+            mixed_1THD = layout.attend(q_1HTD, k_1KTD, v_1KTD, layer=number, scale=layer.scale)
+            x_TM += layer.output(mixed_1THD[0].flatten(1))
+            gate_TI, up_TI = layer.gate_up(_normed(x_TM, layer.before_mlp)).chunk(2, dim=1)
+            x_TM += layer.down(nn.functional.silu(gate_TI, inplace=True).mul_(up_TI))
+        return _normed(x_TM, self._norm)
+
+    def _heads(self, qkv_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotate queries and keys, in one go, and part them from the values."""
+        half = self._size // 2
+        straight_TND, values_TKD = qkv_TND[:, : -self._key_heads], qkv_TND[:, -self._key_heads :]
+        turned_TND = straight_TND * cos_T1D
+        turned_TND[..., :half].addcmul_(straight_TND[..., half:], sin_T1D[..., :half], value=-1)
+        turned_TND[..., half:].addcmul_(straight_TND[..., :half], sin_T1D[..., half:])
+        queries_THD, keys_TKD = turned_TND[:, : -self._key_heads], turned_TND[:, -self._key_heads :]
+        return tuple(x.transpose(0, 1)[None] for x in (queries_THD, keys_TKD, values_TKD))  # type: ignore[return-value]
+
+
+def _normed(x_TM: Tensor, norm: Any) -> Tensor:
+    square_T1: Tensor = torch.linalg.vector_norm(x_TM, dim=-1, keepdim=True).square_()
+    scale_T1 = square_T1.div_(x_TM.shape[1]).add_(norm.variance_epsilon).rsqrt_()
+    return (x_TM * scale_T1).mul_(norm.weight)
+
+
+@torch.no_grad()
+def lean_forward(policy: Policy) -> LeanForward | None:
+    """The lean forward pass of this policy, or None where that is not the same function."""
+    weight = policy.head_weight
+    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+        return None
+    try:
+        lean = LeanForward(policy)
+        layout = PackedLayout.build([(10, (CHECKED_TOKENS - 10,))], device=weight.device)
+        tokens_T = torch.arange(3, 3 + CHECKED_TOKENS) % weight.shape[0]
+        positions_T = torch.arange(CHECKED_TOKENS)
+        own_TM = policy.hidden(tokens_T, positions_T, layout)
+        difference = lean.hidden(tokens_T, positions_T, layout) - own_TM
+        return lean if difference.norm() <= 1e-4 * own_TM.norm() else None
+    except (AttributeError, AssertionError, TypeError, ValueError, RuntimeError):
+        return None
