@@ -47,12 +47,12 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """dx = scale · (w dy - x̂ · mean(w dy · x̂)), where the mean is over the hidden size."""
+        """dx = scale · w dy - x · scale³ · mean(w dy · x), where the mean is over the hidden size."""
         x, weight_M, scale = ctx.saved_tensors
-        dy, unit = grads[0], x * scale
-        dweight = None
-        if ctx.needs_input_grad[1]:
-            dweight = torch.linalg.vecdot(dy.flatten(0, -2), unit.flatten(0, -2), dim=0)
-        pull = dy * weight_M
-        along = torch.linalg.vecdot(pull, unit).unsqueeze(-1).div_(x.shape[-1])
-        return pull.sub_(unit.mul_(along)).mul_(scale), dweight, None
+        dy = grads[0]
+        along_NM = (dy * x).flatten(0, -2)
+        scale_N = scale.flatten()
+        dweight = scale_N @ along_NM if ctx.needs_input_grad[1] else None
+        pull = (along_NM @ weight_M).mul_(scale_N.pow(3)).div_(-x.shape[-1]).view(scale.shape)
+        dx = torch.mul(dy, scale, out=along_NM.view(dy.shape)).mul_(weight_M)
+        return dx.addcmul_(x, pull), dweight, None
