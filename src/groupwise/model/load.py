@@ -13,6 +13,7 @@ from groupwise.config.sections import LoraConfig, ModelConfig
 from groupwise.errors import ConfigError
 from groupwise.model import interface
 from groupwise.model.adapter import adapt_in_place
+from groupwise.model.gates import shorten_gates
 from groupwise.model.norms import shorten_norms
 from groupwise.model.packed import PackedLayout
 from groupwise.model.policy import Policy
@@ -54,8 +55,10 @@ def load_policy(
 
 
 def _shorten(model: Any) -> None:
+    """Where a module is of a kind we know, its training passes take less time and memory."""
     shorten_norms(model)
     shorten_rotation(model)
+    shorten_gates(model)
 
 
 def keep_quiet() -> None:

@@ -1,4 +1,4 @@
-"""Rotary attention in fewer passes over memory than autograd makes of it, on a CPU in float32.
+"""Rotary attention in fewer passes over memory than autograd makes of it.
 
 transformers turns queries and keys with five operations each, and autograd needs six more to go back;
 two do, either way.
@@ -25,7 +25,7 @@ def shorten_rotation(model: nn.Module) -> None:
     for module in model.modules():
         if all(hasattr(module, part) for part in PARTS):
             weight: Any = module.o_proj.weight  # type: ignore[union-attr]
-            if weight.device.type == "cpu" and weight.dtype == torch.float32 and _same(module):
+            if (weight.device.type == "cuda" or weight.dtype == torch.float32) and _same(module):
                 module.forward = MethodType(_forward, module)
 
 
@@ -86,14 +86,18 @@ def _forward(
 @torch.no_grad()
 def _same(module: Any) -> bool:
     """Whether the module is what its attributes look like: some norm their queries, for one."""
-    tokens = 6
-    layout = PackedLayout.build([(4, (2,))], device=torch.device("cpu"))
+    tokens, weight = 6, module.o_proj.weight
+    layout = PackedLayout.build([(4, (2,))], device=weight.device)
     x_1TM = torch.linspace(-2.0, 3.0, tokens * module.q_proj.in_features).sin().view(1, tokens, -1)
-    angles_1TD = torch.linspace(0.0, 5.0, tokens * module.head_dim).view(1, tokens, -1)
-    told = {"position_embeddings": (angles_1TD.cos(), angles_1TD.sin()), "layout": layout}
+    angles_1TD = torch.linspace(0.0, 5.0, tokens * module.head_dim // 2).view(1, tokens, -1).repeat(1, 1, 2)
+    told = {
+        "position_embeddings": (angles_1TD.cos().to(weight), angles_1TD.sin().to(weight)),
+        "layout": layout,
+    }
     try:
-        own_1TM, _ = module(x_1TM, attention_mask=None, **told)
-        short_1TM, _ = _forward(module, x_1TM, **told)  # type: ignore[arg-type]
+        own_1TM, _ = module(x_1TM.to(weight), attention_mask=None, **told)
+        short_1TM, _ = _forward(module, x_1TM.to(weight), **told)  # type: ignore[arg-type]
     except (TypeError, RuntimeError, AttributeError):
         return False
-    return torch.allclose(own_1TM, short_1TM, rtol=1e-4, atol=1e-5)
+    rounding = max(16 * torch.finfo(weight.dtype).eps, 1e-4)
+    return bool((own_1TM - short_1TM).norm() <= rounding * own_1TM.norm())
