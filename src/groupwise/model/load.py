@@ -38,7 +38,7 @@ def load_policy(
     whole = trained if trained is not None and not lora.r else source
     policy_model = _causal_model(whole, dtype, device)
     check_attention(policy_model, name=model.name)
-    _shorten(policy_model)
+    shorten_passes(policy_model)
     if lora.r:
         if source != TINY_FOLDER and not Path(model.name).expanduser().is_dir():
             policy_model.name_or_path = model.name  # the adapter's files name their base as the user did
@@ -48,13 +48,13 @@ def load_policy(
     if reference and not lora.r:
         frozen = _causal_model(source, dtype, device).requires_grad_(False).eval()
         frozen.set_attn_implementation(interface.NAME)
-        _shorten(frozen)
+        shorten_passes(frozen)
     if model.gradient_checkpointing:
         policy_model.gradient_checkpointing_enable({"use_reentrant": False})
     return Policy(policy_model, tokenizer, reference=frozen)
 
 
-def _shorten(model: Any) -> None:
+def shorten_passes(model: Any) -> None:
     """Where a module is of a kind we know, its training passes take less time and memory."""
     shorten_norms(model)
     shorten_rotation(model)

@@ -68,9 +68,14 @@ def _forward(
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
     *,
-    layout: Layout,
-    **_options: Any,
-) -> tuple[Tensor, None]:
+    layout: Layout | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    if layout is None:  # not our call: transformers' `generate`, for one
+        own: tuple[Tensor, Tensor | None] = type(module).forward(
+            module, hidden_states, position_embeddings, attention_mask, **options
+        )
+        return own
     x_TM = hidden_states[0]
     q_TND, k_TND, v_TND = (
         project(x_TM).unflatten(-1, (-1, module.head_dim))
