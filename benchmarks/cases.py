@@ -90,7 +90,7 @@ QWEN = Case(
     prompts=16,
     group_size=8,
     max_tokens=512,
-    trl_settings=(Setting(16, False), Setting(16, False, recompute=True), AS_IT_COMES),
+    trl_settings=(Setting(16, False), AS_IT_COMES),
     device="cuda",
     prompt_words=128,
 )

@@ -9,9 +9,9 @@ update is `Learner.update`: packing, forward, backward, clipping, AdamW.
 1. **Parity.** The gradients of a small float32 model against those of the same update in bfloat16, whose
    attention goes another way on a GPU.
 2. **Size of a pass.** 128 answers of 512 tokens to 16 prompts of 128, in micro-batches of several sizes.
-3. **Shared prompt.** Groups of 8, prompts of 2,048 tokens, answers of 256, a group in one pass. "Repeated"
-   gives each answer a group of its own, so that its prompt is computed with it. Memory is what the update
-   adds to what was held before it.
+3. **Shared prompt.** Groups of 8, prompts of 2,048 tokens, answers of 256. "Repeated" gives each answer a
+   group of its own, so that its prompt is computed with it. Memory is what the update adds to what was held
+   before it, with a group in one pass.
 4. **Where the time goes**: the longest kernels of one update.
 """
 
@@ -90,29 +90,23 @@ def sizes_of_a_pass(policy: Policy, samples: Sequence[Sample], sizes: Sequence[i
 
 
 def shared_prompt(policy: Policy, *, prompt: int, answer: int, repeats: int) -> None:
+    """Times in passes of the size that the learner chooses; memory with a group in one pass."""
     samples = batch(groups=4, prompt=prompt, answer=answer, vocabulary=len(policy.head_weight))
     rows, results = [], []
-    for name, work, size in (
+    for name, work, group in (
         ("shared", samples, prompt + 8 * answer),
         ("repeated", repeated(samples), 8 * (prompt + answer)),
     ):
-        learner = new_learner(policy)
-        learner.micro_batch_tokens = size
-        results.append(measured(learner, work, repeats=repeats))
-        seconds, added, norm = results[-1]
+        seconds, _, norm = measured(new_learner(policy), work, repeats=repeats)
+        in_one_pass = new_learner(policy)
+        in_one_pass.micro_batch_tokens = group
+        _, added, _ = measured(in_one_pass, work, repeats=1)
+        results.append((seconds, max(added, 1e-9), norm))
         rows.append([name, f"{seconds:.3f}", f"{added:.2f}", f"{norm:.4f}"])
-    shared, apart = results
-    rows.append(
-        [
-            "ratio",
-            f"{apart[0] / shared[0]:.2f} ×",
-            f"{apart[1] / max(shared[1], 1e-9):.2f} ×",
-            f"{apart[2] / shared[2]:.4f}",
-        ]
-    )
-    print(
-        markdown((f"prompt {prompt:,}, answer {answer}", "s", "GiB added", "gradient norm"), rows), flush=True
-    )
+    ratios = [apart / shared for shared, apart in zip(*results, strict=True)]
+    rows.append(["ratio", f"{ratios[0]:.2f} ×", f"{ratios[1]:.2f} ×", f"{ratios[2]:.4f}"])
+    header = (f"prompt {prompt:,}, answer {answer}", "s", "GiB added", "gradient norm")
+    print(markdown(header, rows), flush=True)
 
 
 def longest_kernels(policy: Policy, samples: Sequence[Sample], *, size: int) -> None:

@@ -51,11 +51,10 @@ class _AdaptedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x_NI: Tensor, w_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scale: float
     ) -> Tensor:
-        ctx.adapter_type = a_RI.dtype
+        ctx.scale, ctx.adapter_type = scale, a_RI.dtype
         a_RI, b_OR = a_RI.to(x_NI.dtype), b_OR.to(x_NI.dtype)
         low_NR = x_NI @ a_RI.T
         ctx.save_for_backward(x_NI, w_OI, a_RI, b_OR, low_NR)
-        ctx.scale = scale
         return nn.functional.linear(x_NI, w_OI, bias_O).addmm_(low_NR, b_OR.T, alpha=scale)
 
     @staticmethod
@@ -64,6 +63,13 @@ class _AdaptedLinear(torch.autograd.Function):
         dy_NO = grads[0]
         dlow_NR = (dy_NO @ b_OR).mul_(ctx.scale)
         dx_NI = (dy_NO @ w_OI).addmm_(dlow_NR, a_RI) if ctx.needs_input_grad[0] else None
-        da_RI = (dlow_NR.T @ x_NI).to(ctx.adapter_type)
-        db_OR = (dy_NO.T @ low_NR).to(ctx.adapter_type).mul_(ctx.scale)
+        da_RI = _product(dlow_NR.T, x_NI, ctx.adapter_type)
+        db_OR = _product(dy_NO.T, low_NR, ctx.adapter_type).mul_(ctx.scale)
         return dx_NI, None, None, da_RI, db_OR, None
+
+
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """A matrix product in the precision it is kept in: a GPU sums in float32 anyway."""
+    if left.is_cuda and left.dtype != dtype == torch.float32:
+        return torch.mm(left, right, out_dtype=dtype)
+    return (left @ right).to(dtype)
