@@ -199,6 +199,11 @@ def evaluation_lines(report: dict[str, Any]) -> Iterator[str]:
         if name in changes:
             line += f"  {Difference(**changes[name])}"
         yield line.rstrip()
+    for name, interval in report["rewards"].items():
+        line = f"  {name:<9}{Interval(**interval)!s:<22}"
+        if f"reward/{name}" in changes:
+            line += f"  {Difference(**changes[f'reward/{name}'])}"
+        yield line.rstrip()
     yield ""
     yield f"  {report['length']:.1f} tokens an answer, {report['failed']} answers could not be scored"
     if "saved" in report:

@@ -12,6 +12,7 @@ from typing import Any
 
 from groupwise.config.checks import between, one_of
 from groupwise.config.surroundings import EngineConfig, EvaluateConfig, RunConfig, TrackConfig
+from groupwise.config.tools import ToolsConfig
 from groupwise.errors import ConfigError
 from groupwise.records import Sampling
 
@@ -27,6 +28,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "TaskConfig",
+    "ToolsConfig",
     "TrackConfig",
 ]
 
@@ -244,6 +246,7 @@ class Config:
     lora: LoraConfig = field(default_factory=LoraConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    tools: ToolsConfig = field(default_factory=ToolsConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

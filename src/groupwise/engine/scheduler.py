@@ -30,6 +30,17 @@ class Sequence:
     """-1: not running."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class More:
+    """What may be added while sequences run: how many requests, and how long a prompt."""
+
+    requests: int = 0
+    longest: int = 0
+
+
+NONE = More()
+
+
 class Scheduler:
     """Continuous batching: a finished sequence's slot and blocks go to the next in line at once.
 
@@ -38,15 +49,14 @@ class Scheduler:
     """
 
     def __init__(
-        self, requests: SequenceOf[Request], *, slots: int, pool: BlockPool, max_tokens: int
+        self, requests: SequenceOf[Request], *, slots: int, pool: BlockPool, max_tokens: int, more: More = NONE
     ) -> None:
         self.pool = pool
         self.running: list[Sequence] = []
         """Ordered by request and member, always: who joins comes after, who is preempted is the last."""
         self.waiting: deque[Sequence] = deque()
-        for r, request in enumerate(requests):
-            prefix = Prefix(tokens=request.prompt)
-            self.waiting.extend(Sequence(r, m, seed, prefix) for m, seed in enumerate(request.seeds))
+        self._requests = 0
+        """Added so far."""
         self.preempted = 0
         """How often a sequence had to start over."""
         self.tenant = np.zeros(slots, dtype=np.int64)
@@ -66,11 +76,23 @@ class Scheduler:
         self.tokens = np.zeros((slots, max_tokens), dtype=np.int64)
         self.logprobs = np.zeros((slots, max_tokens), dtype=np.float32)
         self.entropies = np.zeros((slots, max_tokens), dtype=np.float32)
-        self.prompt_length = np.array([len(request.prompt) for request in requests])
+        longest = max(more.longest, *(len(request.prompt) for request in requests), 0)
+        self.prompt_length = np.zeros(len(requests) + more.requests, dtype=np.int64)
         """By request, as are the blocks of its prompt."""
-        self.prompt_tables = np.zeros(
-            (len(requests), pool.blocks_for(int(self.prompt_length.max()))), dtype=np.int64
-        )
+        self.prompt_tables = np.zeros((len(self.prompt_length), pool.blocks_for(longest)), dtype=np.int64)
+        self.add(requests)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, requests: SequenceOf[Request]) -> None:
+        """Let more requests wait; they are numbered on."""
+        for r, request in enumerate(requests, start=self._requests):
+            self.prompt_length[r] = len(request.prompt)
+            prefix = Prefix(tokens=request.prompt)
+            self.waiting.extend(Sequence(r, m, seed, prefix) for m, seed in enumerate(request.seeds))
+        self._requests += len(requests)
 
     def slots(self) -> NDArray[np.int64]:
         """The slot of every running sequence, in order."""

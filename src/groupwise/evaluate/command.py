@@ -67,6 +67,7 @@ def evaluate_command(
         "samples": question.samples,
         "seed": question.seed,
         **{name: asdict(interval) for name, interval in result.intervals().items()},
+        "rewards": {name: asdict(interval) for name, interval in result.reward_intervals().items()},
         "failed": result.failed,
         "length": result.length,
     }
@@ -109,6 +110,7 @@ def measure(question: Question, *, config: Config, target: Target) -> Evaluation
     from groupwise.engine.engine import Engine
     from groupwise.evaluate.held_out import evaluate
     from groupwise.model.load import load_policy
+    from groupwise.rollout.collect import Tools
 
     lora = replace(config.lora, r=target.rank)
     policy = load_policy(config.model, lora, trained=target.trained)
@@ -121,4 +123,5 @@ def measure(question: Question, *, config: Config, target: Target) -> Evaluation
         samples=question.samples,
         seed=question.seed,
         seconds=config.task.reward_seconds,
+        tools=Tools.of(question.task.tools, config.tools),
     )

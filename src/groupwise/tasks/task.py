@@ -54,8 +54,6 @@ class Task:
             raise ConfigError(
                 f"task {self.name}: prompt must be a function of an example; got {self.prompt!r}"
             )
-        if self.tools:
-            raise ConfigError(f"task {self.name}: tools are not supported yet by `train`")
         self.check_rewards()
         if not isinstance(self.examples, Stream):
             rows = as_examples(self.examples, source=f"task {self.name}: examples")

@@ -12,7 +12,7 @@ from groupwise.invariants import check_undisturbed
 from groupwise.learner.learner import Learner
 from groupwise.model.policy import Policy
 from groupwise.records import Example
-from groupwise.rollout.collect import Generate
+from groupwise.rollout.collect import Generate, Tools
 from groupwise.tasks import Task
 from groupwise.tracking.run_folder import RunFolder, step_name
 from groupwise.training.state import State, fingerprint
@@ -38,6 +38,7 @@ class Examiner:
         self.examples = () if config.evaluate.skip else examples
         self.codec = codec
         self.engine = engine
+        self.tools = Tools.of(task.tools, config.tools)
         self.folder = folder
         self.before: Evaluation | None = None
         self.after: Evaluation | None = None
@@ -68,6 +69,7 @@ class Examiner:
             samples=self.config.evaluate.samples,
             seed=self.config.run.seed,
             seconds=self.config.task.reward_seconds,
+            tools=self.tools,
         )
         check_undisturbed(untouched, fingerprint(self.codec, learner))
         about: dict[str, object] = {"step": step, "seed": self.config.run.seed}
