@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from groupwise.config.checks import between, one_of
-from groupwise.config.surroundings import EngineConfig, EvaluateConfig, RunConfig, TrackConfig
+from groupwise.config.surroundings import EngineConfig, EvaluateConfig, RunConfig, SftConfig, TrackConfig
 from groupwise.errors import ConfigError
 from groupwise.records import Sampling
 
 __all__ = [
+    "NO_TASK",
     "TINY",
     "AlgoConfig",
     "Config",
@@ -26,12 +27,15 @@ __all__ = [
     "OptimConfig",
     "RolloutConfig",
     "RunConfig",
+    "SftConfig",
     "TaskConfig",
     "TrackConfig",
 ]
 
 TINY = "tiny"
 """The name of the built-in model."""
+NO_TASK = "none"
+"""The task of a warm start from rows alone."""
 TINY_PUZZLES = {"numbers": 3, "largest": 50}
 """Countdown of the size that it was made for."""
 
@@ -204,7 +208,8 @@ class OptimConfig:
     """How gradients become weights (AdamW)."""
 
     learning_rate: float | None = None
-    """None: 1e-4 for the built-in model, 1e-5 with adapters, 1e-6 for full fine-tuning."""
+    """None: 1e-4 for the built-in model, 1e-5 with adapters, 1e-6 for full fine-tuning; in a warm start 5e-4,
+    2e-4 and 2e-5."""
     schedule: str = "constant"
     """constant, linear or cosine, counted in optimizer steps."""
     warmup_steps: int = 0
@@ -247,6 +252,7 @@ class Config:
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     run: RunConfig = field(default_factory=RunConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
@@ -277,7 +283,8 @@ class Config:
         """Replace every None that depends on other settings alone by the value it stands for."""
         tiny = self.model.name == TINY
         rank = self.lora.r if self.lora.r is not None else (0 if tiny else 16)
-        rate = self.optim.learning_rate or (1e-4 if tiny else 1e-5 if rank else 1e-6)
+        rates = (5e-4, 2e-4, 2e-5) if self.run.kind == "sft" else (1e-4, 1e-5, 1e-6)
+        rate = self.optim.learning_rate or rates[0 if tiny else 1 if rank else 2]
         minibatches = self.optim.minibatches or (min(2, self.rollout.prompts) if tiny else 1)
         task = self.task
         if tiny and task.name == "countdown" and task.data is None and not task.options:
