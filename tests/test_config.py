@@ -251,6 +251,7 @@ CHOICES = {
     "algo.kl": KL_ESTIMATORS,
     "algo.correction": CORRECTIONS,
     "optim.schedule": SCHEDULES,
+    "run.kind": ("grpo", "sft"),
     "track.trackers": ("trackio", "wandb", "tensorboard"),
 }
 AWKWARD = (
