@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from smollm2 import smollm2_folder
+from groupwise.model.smollm2 import smollm2_folder
 from workload import Job
 
 TINY_FOLDER = Path(__file__).parent.parent / "src" / "groupwise" / "model" / "tiny"

@@ -246,6 +246,8 @@ def test_a_wrong_keyword_is_explained(keywords, message):
 
 CHOICES = {
     "model.dtype": ("float32", "bfloat16"),
+    "model.quantization": ("nf4", "int8"),
+    "lora.preset": tuple(LORA_PRESETS),
     "algo.advantage": ADVANTAGES,
     "algo.loss": LOSSES,
     "algo.kl": KL_ESTIMATORS,

@@ -1,4 +1,5 @@
-"""Every setting, one frozen dataclass a section, documented where it is declared: here and in `surroundings`.
+"""Every setting, one frozen dataclass a section, documented where it is declared: here, in `model` and in
+`surroundings`.
 
 A value of None means "chosen for you": `resolve` replaces it before the run starts, and the run
 folder's config.yaml records what was chosen.
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from groupwise.config.checks import between, one_of
+from groupwise.config.model import TINY, LoraConfig, ModelConfig
 from groupwise.config.surroundings import EngineConfig, EvaluateConfig, RunConfig, SftConfig, TrackConfig
 from groupwise.errors import ConfigError
 from groupwise.records import Sampling
@@ -32,46 +34,10 @@ __all__ = [
     "TrackConfig",
 ]
 
-TINY = "tiny"
-"""The name of the built-in model."""
 NO_TASK = "none"
 """The task of a warm start from rows alone."""
 TINY_PUZZLES = {"numbers": 3, "largest": 50}
 """Countdown of the size that it was made for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """Which policy to train."""
-
-    name: str = TINY
-    """`tiny` (built in), a Hugging Face name, or a folder."""
-    dtype: str | None = None
-    """float32 or bfloat16. None: bfloat16 on a GPU, float32 on a CPU."""
-    device: str | None = None
-    """cpu, cuda or cuda:N. None: the GPU when there is one."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
-
-    def __post_init__(self) -> None:
-        if self.dtype is not None:
-            one_of("model.dtype", self.dtype, ("float32", "bfloat16"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraConfig:
-    """Low-rank adapters (PEFT)."""
-
-    r: int | None = None
-    """Rank; 0 trains every weight. None: 0 for the built-in model, 16 for any other."""
-    alpha: int = 32
-    dropout: float = 0.0
-    targets: tuple[str, ...] = ("all-linear",)
-    """Module names, or `all-linear`."""
-
-    def __post_init__(self) -> None:
-        between("lora.r", self.r, 0)
-        between("lora.dropout", self.dropout, 0.0, 0.99)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,6 +225,10 @@ class Config:
 
     def __post_init__(self) -> None:
         """Check what two sections must agree on."""
+        if self.lora.r == 0 and self.model.quantization is not None:
+            raise ConfigError(
+                "model.quantization freezes the weights: train adapters on them (lora.r), not all of them"
+            )
         for setting, value, other, limit in (
             (
                 "algo.overlong_buffer",
