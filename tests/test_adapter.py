@@ -81,3 +81,28 @@ def test_a_layer_with_dropout_keeps_the_pass_that_knows_it() -> None:
     model, x = adapted(dropout=0.5).train(), torch.randn(64, 5)
     adapt_in_place(model)
     assert not torch.equal(model(x), model(x))
+
+
+def test_adapters_in_float32_beside_half_precision_train_in_float32() -> None:
+    model = adapted().to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
+    exact, x = adapted(), torch.randn(64, 5)
+    adapt_in_place(model)
+    assert model(x.bfloat16()).dtype == torch.bfloat16
+    ours, theirs = gradients(model, x.bfloat16()), gradients(exact, x)
+    for name in theirs:
+        assert ours[name].dtype == (torch.bfloat16 if name == "x" else torch.float32)
+        assert (ours[name].float() - theirs[name]).norm() < 0.02 * theirs[name].norm(), name
+
+
+def test_a_layer_stored_the_other_way_round_keeps_the_pass_that_knows_it() -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    block = nn.Sequential(Conv1D(7, 5))
+    model = peft.get_peft_model(block, peft.LoraConfig(r=2, target_modules=["0"], fan_in_fan_out=True))  # type: ignore[arg-type]
+    x = torch.randn(3, 5)
+    theirs = model(x)
+    adapt_in_place(model)
+    torch.testing.assert_close(model(x), theirs)

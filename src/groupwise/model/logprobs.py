@@ -10,6 +10,7 @@ Axes: N trained tokens, C tokens of a chunk, M hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -35,9 +36,17 @@ def token_logprobs(
 
     The log-probabilities carry gradient; the entropy does so when `entropy_gradient` asks for it.
     """
-    logprobs_N, entropy_N = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NM, weight_VM, bias_V, tokens_N, sampling, entropy_gradient
-    )
+    fused = hidden_NM.device.type == "cuda" and find_spec("triton") is not None
+    if fused and not sampling.truncates and not entropy_gradient:
+        from groupwise.model.fused_logprobs import FusedTokenLogprobs
+
+        logprobs_N, entropy_N = FusedTokenLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden_NM, weight_VM, bias_V, tokens_N, sampling.temperature or 1.0
+        )
+    else:
+        logprobs_N, entropy_N = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden_NM, weight_VM, bias_V, tokens_N, sampling, entropy_gradient
+        )
     return logprobs_N, entropy_N
 
 
