@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from groupwise.model.smollm2 import smollm2_folder
 from workload import Job
+
+from groupwise.model.smollm2 import smollm2_folder
 
 TINY_FOLDER = Path(__file__).parent.parent / "src" / "groupwise" / "model" / "tiny"
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from groupwise.config import FLAGS, Config, config_from_keywords, differences, dump_config, read_config
+from groupwise.config.model import LORA_PRESETS
 from groupwise.config.read import SECTIONS, TYPES, closest
 from groupwise.config.sections import (
     ADVANTAGES,

@@ -14,6 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
+from groupwise.commands.merge import merge
+from groupwise.commands.quantize import quantize
 from groupwise.commands.sft import sft
 from groupwise.config import FLAGS, Config, dump_config, read_config
 from groupwise.config.checks import between
@@ -160,6 +162,8 @@ def training_config(
 
 
 app.command(epilog="Anything else is set as section.key=value, such as optim.schedule=cosine.")(sft)
+app.command()(merge)
+app.command()(quantize)
 
 
 @app.command(name="eval", epilog="Anything else is set as section.key=value, such as rollout.max_tokens=512.")

@@ -76,7 +76,9 @@ class LoraConfig:
         between("lora.alpha", self.alpha, 1)
         between("lora.dropout", self.dropout, 0.0, 0.99)
         if not self.targets:
-            raise ConfigError("lora.targets names no module; all-linear names every one that can have adapters")
+            raise ConfigError(
+                "lora.targets names no module; all-linear names every one that can have adapters"
+            )
 
 
 def preset_settings(preset: object) -> dict[str, Any]:

@@ -27,6 +27,7 @@ def smollm2_folder() -> Path:
     unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         unpack(source, unfinished)
+        unfinished.chmod(0o755)
         unfinished.rename(target)  # a folder that exists is a folder that is whole
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)

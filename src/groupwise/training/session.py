@@ -51,7 +51,7 @@ class Session:
             self.interrupt = resources.enter_context(Interrupt(self.recorder.display.message))
             self._load(start)
             self.recorder.begin(config, done=self.state.step)
-            for notice in (*config.notices(), *self.data_notices()):
+            for notice in (*config.notices(), *self.policy.notices(), *self.data_notices()):
                 self.recorder.say(notice)
             if self.examiner.before is not None:
                 self.recorder.evaluation("before", self.examiner.before)
