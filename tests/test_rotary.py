@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -25,12 +27,12 @@ POSITIONS_T = torch.tensor([0, 1, 2, 3, 4, 4, 5, 4, 5])
 GROUPS = [(4, (1, 2, 2))]
 
 
-def small_model(config: type) -> nn.Module:
+def small_model(config: type) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config(**SIZES))
     interface.register()
     model.set_attn_implementation(interface.NAME)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def output_and_gradients(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
@@ -72,3 +74,13 @@ def test_a_turn_worked_by_hand() -> None:
     sin_T1D = torch.tensor([[[1.0, 0.0, 1.0, 0.0]]])
     turned = turn(x_TND, cos_T1D, *sine_halves(sin_T1D))
     torch.testing.assert_close(turned, torch.tensor([[[-3.0, 2.0, 1.0, 4.0]]]))
+
+
+def test_without_a_layout_the_module_answers_as_transformers_wrote_it() -> None:
+    model = small_model(LlamaConfig)
+    model.set_attn_implementation("sdpa")
+    own = model.generate(TOKENS_T[None], max_new_tokens=5, do_sample=False)
+    model.set_attn_implementation(interface.NAME)
+    shorten_rotation(model)
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(model.generate(TOKENS_T[None], max_new_tokens=5, do_sample=False), own)

@@ -54,13 +54,11 @@ class _AdaptedLinear(torch.autograd.Function):
         ctx: Any, x_NI: Tensor, base: Any, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scale: float
     ) -> Tensor:
         # The base is kept, not its weight: one that is quantized is unpacked again for the backward pass.
-        ctx.base = base
+        ctx.base, ctx.scale, ctx.adapter_type = base, scale, a_RI.dtype
         w_OI = plain_weight(base).to(x_NI.dtype)
-        ctx.adapter_type = a_RI.dtype
         a_RI, b_OR = a_RI.to(x_NI.dtype), b_OR.to(x_NI.dtype)
         low_NR = x_NI @ a_RI.T
         ctx.save_for_backward(x_NI, a_RI, b_OR, low_NR)
-        ctx.scale = scale
         return nn.functional.linear(x_NI, w_OI, bias_O).addmm_(low_NR, b_OR.T, alpha=scale)
 
     @staticmethod
@@ -70,6 +68,13 @@ class _AdaptedLinear(torch.autograd.Function):
         w_OI = plain_weight(ctx.base).to(dy_NO.dtype)
         dlow_NR = (dy_NO @ b_OR).mul_(ctx.scale)
         dx_NI = (dy_NO @ w_OI).addmm_(dlow_NR, a_RI) if ctx.needs_input_grad[0] else None
-        da_RI = (dlow_NR.T @ x_NI).to(ctx.adapter_type)
-        db_OR = (dy_NO.T @ low_NR).to(ctx.adapter_type).mul_(ctx.scale)
+        da_RI = _product(dlow_NR.T, x_NI, ctx.adapter_type)
+        db_OR = _product(dy_NO.T, low_NR, ctx.adapter_type).mul_(ctx.scale)
         return dx_NI, None, None, da_RI, db_OR, None
+
+
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """A matrix product in the precision it is kept in: a GPU sums in float32 anyway."""
+    if left.is_cuda and left.dtype != dtype == torch.float32:
+        return torch.mm(left, right, out_dtype=dtype)
+    return (left @ right).to(dtype)

@@ -43,7 +43,7 @@ def load_policy(
     if is_quantized_model(policy_model) and not lora.r:
         raise ConfigError(f"the weights of {model.name} are quantized and frozen: train adapters (lora.r=16)")
     check_attention(policy_model, name=model.name)
-    _shorten(policy_model)
+    shorten_passes(policy_model)
     if lora.r:
         if model.name not in (TINY, SMOLLM2) and not Path(model.name).expanduser().is_dir():
             policy_model.name_or_path = model.name  # the adapter's files name their base as the user did
@@ -53,13 +53,13 @@ def load_policy(
     if reference and not lora.r:
         frozen = causal_model(source, dtype, device).requires_grad_(False).eval()
         frozen.set_attn_implementation(interface.NAME)
-        _shorten(frozen)
+        shorten_passes(frozen)
     if model.gradient_checkpointing:
         policy_model.gradient_checkpointing_enable({"use_reentrant": False})
     return Policy(policy_model, tokenizer, reference=frozen)
 
 
-def _shorten(model: Any) -> None:
+def shorten_passes(model: Any) -> None:
     """Where a module is of a kind we know, its training passes take less time and memory."""
     shorten_norms(model)
     shorten_rotation(model)

@@ -10,13 +10,13 @@ Axes: N trained tokens, C tokens of a chunk, M hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from groupwise.model.distribution import scaled_logits
+from groupwise.model.kernels import has_kernels
 from groupwise.records import Sampling
 
 CHUNK_LOGITS = 1 << 23
@@ -36,8 +36,7 @@ def token_logprobs(
 
     The log-probabilities carry gradient; the entropy does so when `entropy_gradient` asks for it.
     """
-    fused = hidden_NM.device.type == "cuda" and find_spec("triton") is not None
-    if fused and not sampling.truncates and not entropy_gradient:
+    if has_kernels(hidden_NM) and not sampling.truncates and not entropy_gradient:
         from groupwise.model.fused_logprobs import FusedTokenLogprobs
 
         logprobs_N, entropy_N = FusedTokenLogprobs.apply(  # type: ignore[no-untyped-call]

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from groupwise.model.attend import merge
+from groupwise.model.kernels import has_kernels
 from groupwise.model.padded import Integers, PaddedAttention
 from groupwise.model.varlen import VarlenAttention, fits
 
@@ -92,10 +93,14 @@ class _PackedAttention(torch.autograd.Function):
         prompts, members = slice(layout.prompt_tokens), slice(layout.prompt_tokens, None)
         output_THD, lse_TH = within.attend(q_THD, k_TKD, v_TKD, scale=scale)
         if across is not None:
-            output_THD[members], lse_TH[members] = merge(
-                (output_THD[members], lse_TH[members]),
-                across.attend(q_THD[members], k_TKD[prompts], v_TKD[prompts], scale=scale),
-            )
+            own = output_THD[members], lse_TH[members]
+            other = across.attend(q_THD[members], k_TKD[prompts], v_TKD[prompts], scale=scale)
+            if has_kernels(q_THD):
+                from groupwise.model.pointwise import merge_into
+
+                merge_into(*own, *other)
+            else:
+                output_THD[members], lse_TH[members] = merge(own, other)
         ctx.save_for_backward(q_THD, k_TKD, v_TKD, output_THD, lse_TH)
         ctx.within, ctx.across, ctx.prompts, ctx.members, ctx.scale = within, across, prompts, members, scale
         return output_THD

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.model.interface import Layout
+from groupwise.model.kernels import has_kernels
 from groupwise.model.packed import PackedLayout
 
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling", "layer_idx")
@@ -52,14 +53,22 @@ class _Turn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-        first, second = sine_halves(sin_T1D)
-        ctx.save_for_backward(cos_T1D, first, second)
-        return turn(x_TND, cos_T1D, first, second)
+        ctx.save_for_backward(cos_T1D, sin_T1D)
+        return _turned(x_TND, cos_T1D, sin_T1D, back=False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        cos_T1D, first, second = ctx.saved_tensors
-        return turn(grads[0], cos_T1D, second, first), None, None
+        cos_T1D, sin_T1D = ctx.saved_tensors
+        return _turned(grads[0], cos_T1D, sin_T1D, back=True), None, None
+
+
+def _turned(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, *, back: bool) -> Tensor:
+    if has_kernels(x_TND):
+        from groupwise.model import pointwise
+
+        return pointwise.turn(x_TND, cos_T1D[:, 0], sin_T1D[:, 0], back=back)
+    first, second = sine_halves(sin_T1D)
+    return turn(x_TND, cos_T1D, second, first) if back else turn(x_TND, cos_T1D, first, second)
 
 
 def _forward(
@@ -68,9 +77,14 @@ def _forward(
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
     *,
-    layout: Layout,
-    **_options: Any,
-) -> tuple[Tensor, None]:
+    layout: Layout | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    if layout is None:  # not our call: transformers' `generate`, for one
+        own: tuple[Tensor, Tensor | None] = type(module).forward(
+            module, hidden_states, position_embeddings, attention_mask, **options
+        )
+        return own
     x_TM = hidden_states[0]
     q_TND, k_TND, v_TND = (
         project(x_TM).unflatten(-1, (-1, module.head_dim))
