@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.config import Config, read_config
+from groupwise.config.sections import NO_TASK
 from groupwise.errors import ConfigError
 from groupwise.evaluate.target import Target, find_target
 from groupwise.records import Example
@@ -47,6 +48,8 @@ def evaluate_command(
     config = replace(config, model=replace(config.model, name=found.base or config.model.name))
     if task is not None:
         config = replace(config, task=without_data(replace(config.task, name=task, options={})))
+    elif config.task.name == NO_TASK:
+        raise ConfigError(f"{target} was trained on rows alone: say what to measure by --task")
     elif config.task.name not in TASKS and not config.task.name.endswith(".py"):
         raise ConfigError(
             f"{target} learned a task named {config.task.name!r} that was defined in Python: "

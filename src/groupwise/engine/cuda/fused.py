@@ -45,15 +45,16 @@ class FusedLayer:
 
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
+        like = layer.input_layernorm.weight
         self.before_attention = Norm.of(layer.input_layernorm)
-        self.qkv = Matrix(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.qkv = Matrix(attention.q_proj, attention.k_proj, attention.v_proj, like=like)
         normed = hasattr(attention, "q_norm")
         self.q_norm = Norm.of(attention.q_norm) if normed else None
         self.k_norm = Norm.of(attention.k_norm) if normed else None
-        self.output = Matrix(attention.o_proj)
+        self.output = Matrix(attention.o_proj, like=like)
         self.before_mlp = Norm.of(layer.post_attention_layernorm)
-        self.gate_up = Matrix(mlp.gate_proj, mlp.up_proj)
-        self.down = Matrix(mlp.down_proj)
+        self.gate_up = Matrix(mlp.gate_proj, mlp.up_proj, like=like)
+        self.down = Matrix(mlp.down_proj, like=like)
         self.scale = float(attention.scaling)
 
     def refresh(self) -> None:
@@ -65,6 +66,7 @@ class FusedForward:
     """`Policy.hidden` in fewer, larger steps."""
 
     def __init__(self, policy: Policy) -> None:
+        assert policy.unpacks, "no room for unpacked weights"
         decoder: Any = policy.decoder
         self._embedding: Tensor = decoder.embed_tokens.weight
         self._rotary = decoder.rotary_emb
