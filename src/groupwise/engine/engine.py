@@ -110,6 +110,7 @@ class Engine:
         with evaluating(self.policy.model):
             run = self._run_ahead if self._accelerated else self._run
             run(scheduler, sampling, partner)
+        scheduler.drop_histories()
         assert pool.free == pool.count, "blocks leaked"
         self.preempted = scheduler.preempted
 
@@ -181,15 +182,14 @@ class Engine:
             (scheduler.running[row], "end" if end[row] else "stop" if stop[row] else "length") for row in done
         ]
 
-    def _blocks(
-        self, requests: SequenceOf[Request], sampling: Sampling, slots: int, more: More
-    ) -> int:
+    def _blocks(self, requests: SequenceOf[Request], sampling: Sampling, slots: int, more: More) -> int:
         """The cache's size: all that could be needed at once, or what the user allows."""
         size, allowed = self.config.block_size, self.config.kv_tokens
         lengths = [len(request.prompt) for request in requests] + [more.longest] * min(slots, more.requests)
         prompts = sorted((-(-length // size) for length in lengths), reverse=True)
         answer = -(-sampling.max_tokens // size)
         most, least = slots * answer + sum(prompts[:slots]), answer + prompts[0]
+        most += min(slots, more.requests) * least  # what finished turns leave for the next
         if allowed is None:
             return self._fitting(most, least) if self._accelerated else most
         if allowed // size < least:

@@ -115,5 +115,3 @@ def best(
     order = candidates[np.argsort(-scores_N[candidates], kind="stable")][:count]
     chosen = [int(number) for number in order if scores_N[number] > above]
     return chosen, [float(scores_N[number]) for number in chosen]
-
-
