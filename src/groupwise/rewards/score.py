@@ -24,7 +24,7 @@ from typing import Any, SupportsFloat
 
 from groupwise.errors import RolloutError
 from groupwise.records import Example, Group, Rollout
-from groupwise.rewards.time_limit import TimeLimitReached, time_limit
+from groupwise.rewards.time_limit import Limit, TimeLimitReached, TimeLimits
 
 RewardFunction = Callable[..., Any]
 Outcome = float | None | RolloutError
@@ -83,11 +83,12 @@ def score_each(
     function: RewardFunction, rollouts: Sequence[Rollout], example: Example, seconds: float
 ) -> list[Outcome]:
     outcomes: list[Outcome] = []
-    for rollout in rollouts:
-        try:
-            outcomes.append(finite(call(function, rollout, example, seconds=seconds)))
-        except RolloutError as error:
-            outcomes.append(error)
+    with TimeLimits(seconds) as limit:
+        for rollout in rollouts:
+            try:
+                outcomes.append(finite(call(function, rollout, example, limit=limit)))
+            except RolloutError as error:
+                outcomes.append(error)
     return outcomes
 
 
@@ -95,7 +96,8 @@ def score_together(
     function: RewardFunction, rollouts: Sequence[Rollout], example: Example, seconds: float
 ) -> list[Outcome]:
     try:
-        values = call(function, seconds=seconds, **batch_arguments(function, rollouts, example))
+        with TimeLimits(seconds) as limit:
+            values = call(function, limit=limit, **batch_arguments(function, rollouts, example))
         try:
             values = list(values)
         except TypeError:
@@ -137,14 +139,14 @@ def as_trl(rollout: Rollout) -> tuple[Any, Any]:
     return messages, [{"role": "assistant", "content": prefill + rollout.text}]
 
 
-def call(function: RewardFunction, *arguments: Any, seconds: float, **columns: Any) -> Any:
+def call(function: RewardFunction, *arguments: Any, limit: Limit, **columns: Any) -> Any:
     """Call a reward within the time limit; whatever goes wrong is a RolloutError."""
     try:
-        with time_limit(seconds):
+        with limit:
             result = function(*arguments, **columns)
             return asyncio.run(completed(result)) if inspect.isawaitable(result) else result
     except TimeLimitReached:
-        raise RolloutError(f"took longer than {seconds:g} s") from None
+        raise RolloutError(f"took longer than {limit.seconds:g} s") from None
     except Exception as error:
         raise RolloutError(f"{type(error).__name__}: {error}") from error
 
@@ -157,7 +159,7 @@ def finite(value: Any) -> float | None:
     """Return a reward as a float, None as None, and refuse everything else."""
     if value is None:
         return None
-    if not isinstance(value, SupportsFloat):
+    if not isinstance(value, float | SupportsFloat):  # in this order: asking the protocol is slow
         raise RolloutError(f"returned {type(value).__name__}, not a number")
     try:
         number = float(value)
