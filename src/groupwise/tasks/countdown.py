@@ -64,6 +64,7 @@ def countdown(
         prompt=countdown_prompt,
         rewards={"format": format_reward, "equation": equation_reward},
         accuracy="equation",
+        format="format",
         columns={
             "numbers": Column(read=whole_numbers, names=("numbers", "nums")),
             "target": Column(read=whole_number),

@@ -96,11 +96,13 @@ def gsm8k(
         # Accuracy is read from `correct` alone; the graded scores are what is learned from.
         weights={"format": 0.0} if strict else {"correct": 0.0},
         accuracy="correct",
+        format="format",
         columns={
             "question": Column(read=text, names=("question", "problem"), judges=False),
             "answer": Column(read=gold_answer, names=("answer", "ground_truth", "solution")),
         },
         predicted=solution_of,
+        alike=same_number,
         gold=gold_completion,
         perfect=1.0 if strict else perfect,
     )
@@ -193,6 +195,12 @@ def is_right(rollout: Rollout, example: Example) -> bool:
     """Tell whether the one solution block states the one right number."""
     solution = solution_of(rollout.text)
     return solution is not None and stated_number(solution) == gold_of(example)
+
+
+def same_number(one: str, other: str) -> bool:
+    """Tell whether two solutions state the same number, or the same text without one."""
+    number = stated_number(one)
+    return one == other if number is None else number == stated_number(other)
 
 
 def answer_score(rollout: Rollout, gold: Fraction, scores: Scores) -> float:

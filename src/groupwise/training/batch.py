@@ -15,7 +15,6 @@ from groupwise.records import Example, Group, Sample
 from groupwise.rewards.score import score_group
 from groupwise.rollout.collect import Codec, Generate, collect
 from groupwise.tasks import Split, Task
-from groupwise.training.data import prompt_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +46,7 @@ class Collector:
         self.split = split
         self.codec = codec
         self.engine = engine
-        self.held_out = {prompt_key(task, example) for example in split.held_out}
+        self.held_out = {task.asks(example) for example in split.held_out}
 
     def collect(self, step: int, *, cursor: int) -> Batch:
         """Draw prompts until enough groups have signal, or `rollout.refill` rounds are used up."""
@@ -88,7 +87,7 @@ class Collector:
         self, examples: Sequence[Example], *, step: int, drawn: Sequence[Group], times: Times
     ) -> list[Group]:
         """Answer and score the examples; `drawn` are the step's earlier groups."""
-        check_disjoint((prompt_key(self.task, example) for example in examples), self.held_out)
+        check_disjoint((self.task.asks(example) for example in examples), self.held_out)
         started = time.perf_counter()
         groups = collect(
             examples,
