@@ -1,0 +1,365 @@
+"""How SmolLM2-135M learns to reason on one GPU: a short warm start on worked answers, then GRPO.
+
+    python recipes/smollm2.py countdown --model FOLDER --output results
+    python recipes/smollm2.py words --model FOLDER --output results
+    python recipes/smollm2.py gsm8k --model FOLDER --output results --data TRAIN.jsonl --test TEST.jsonl
+    python recipes/smollm2.py countdown --quick --output /tmp/quick    # does it run? Built-in model, a CPU
+
+`benchmarks/smollm2.py` makes the folder. The warm start is supervised and stops as soon as sampled answers to
+training examples are right often enough, so that GRPO has something to compare; it is made once for a task.
+Each seed then trains with GRPO for `--seconds`, and is measured before and after on held-out examples that
+neither has seen. All is float32 (TF32 products on a GPU): small learning rates vanish in bfloat16 weights.
+
+Every seed leaves a run folder: config.yaml, metrics.jsonl (the curve), eval/before and after with answers to
+read; no checkpoints. TASK.json has everything in the table, and the curve of each seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from traces import worked_answer
+
+from groupwise.config import Config, read_config
+from groupwise.config.sections import LoraConfig
+from groupwise.engine.engine import Engine
+from groupwise.evaluate.held_out import Evaluation, compare, evaluate
+from groupwise.evaluate.saved import write_evaluation
+from groupwise.evaluate.statistics import Interval
+from groupwise.learner.learner import suited_tokens
+from groupwise.learner.supervised import supervised_step, worked_sample
+from groupwise.model.load import load_policy
+from groupwise.model.policy import Policy
+from groupwise.records import Example, Sample
+from groupwise.rewards.score import score_group
+from groupwise.rollout.collect import collect
+from groupwise.tasks import Split, Task, load_task
+from groupwise.tasks.verify import gold_of
+from groupwise.training.run import Run
+from groupwise.training.start import Start
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+from machine import machine, markdown
+
+Demonstrate = Callable[[random.Random, Task, Example], list[str]]
+
+
+def searches(rng: random.Random, task: Task, example: Example) -> list[str]:
+    """Four searches for one puzzle, most given up early; all four share the prompt's computation."""
+    found = [worked_answer(rng, example, patience=[4, 4, 3, 2, 1, 1], insight=0.2) for _ in range(4)]
+    return [text for text in found if text is not None]
+
+
+def golds(rng: random.Random, task: Task, example: Example) -> list[str]:
+    return [gold_of(task, example)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """A task, and how it is taught."""
+
+    overrides: tuple[str, ...]
+    demonstrate: Demonstrate
+    prompts: int
+    """Examples in a supervised step."""
+    warm_steps: int
+    """At most."""
+    target: float
+    """Share of right sampled answers at which the warm start has done enough."""
+
+
+STUDIES = {
+    "countdown": Study(
+        overrides=(
+            "task.name=countdown",
+            "task.options.numbers=3",
+            "task.options.largest=50",
+            "rollout.max_tokens=192",
+        ),
+        demonstrate=searches,
+        prompts=64,
+        warm_steps=300,
+        target=0.25,
+    ),
+    "words": Study(
+        overrides=("task.name=gsm8k", "rollout.max_tokens=128"),
+        demonstrate=golds,
+        prompts=128,
+        warm_steps=200,
+        target=0.35,
+    ),
+    "gsm8k": Study(
+        overrides=("task.name=gsm8k", "rollout.max_tokens=256"),
+        demonstrate=golds,
+        prompts=64,
+        warm_steps=300,
+        target=0.08,
+    ),
+}
+WARM_SEED = 1000
+"""Of the examples of the warm start."""
+PROBED = 256
+"""Training examples by which it is judged."""
+ENDLESS = 100_000
+"""Steps: the clock ends the run."""
+
+
+def settings(study: Study, options: argparse.Namespace, *, model: str, seed: int) -> Config:
+    words = [
+        f"model.name={model}",
+        "model.dtype=float32",
+        "lora.r=0",
+        *study.overrides,
+        f"task.held_out={options.held_out}",
+        f"rollout.prompts={options.prompts}",
+        f"rollout.group_size={options.group_size}",
+        "rollout.temperature=1.0",
+        "rollout.refill=1",
+        f"optim.learning_rate={options.learning_rate}",
+        "optim.minibatches=2",
+        "optim.warmup_steps=4",
+        f"run.seed={seed}",
+        f"run.name={options.task}-seed-{seed}",
+        f"run.output_dir={options.output}",
+        f"run.max_steps={ENDLESS}",
+        f"run.save_every={ENDLESS}",
+        f"track.rollouts_every={ENDLESS}",
+        "track.trackers=[]",
+        "evaluate.skip=true",
+    ]
+    if options.data:
+        words += [f"task.data={options.data}"]
+    if options.test:
+        words += [f"task.test_data={options.test}"]
+    return read_config(overrides=[*words, *options.set]).resolve()
+
+
+def measure(policy: Policy, engine: Engine, task: Task, split: Split, config: Config) -> Evaluation:
+    return evaluate(
+        task,
+        split.held_out,
+        codec=policy,
+        engine=engine,
+        sampling=config.rollout.sampling,
+        samples=config.evaluate.samples,
+        seed=config.run.seed,
+        seconds=config.task.reward_seconds,
+    )
+
+
+def demonstrations(
+    policy: Policy, task: Task, split: Split, demonstrate: Demonstrate, *, prompts: int
+) -> Iterator[list[Sample]]:
+    """Batches of worked answers to training examples, without end."""
+    rng = random.Random("demonstrations")
+    index = 0
+    while True:
+        batch: list[Sample] = []
+        for _ in range(prompts):
+            example = split.at(index)
+            index += 1
+            prompt = policy.encode(task.ask(example))
+            for text in demonstrate(rng, task, example):
+                answer = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
+                answer = [*answer, policy.tokenizer.eos_token_id]
+                batch.append(worked_sample(prompt, answer, group=index))
+        yield batch
+
+
+def success(policy: Policy, engine: Engine, task: Task, config: Config, *, count: int) -> float:
+    """Return how often one sampled answer to a training example is right."""
+    split = task.split(config.task, WARM_SEED + 1)
+    groups = collect(
+        [split.at(position) for position in range(count)],
+        ask=task.ask,
+        codec=policy,
+        engine=engine,
+        sampling=config.rollout.sampling,
+        group_size=1,
+        seed_parts=(0, "probe"),
+    )
+    scored = [score_group(g, rewards=task.rewards, weights=task.weights, seconds=5.0) for g in groups]
+    return statistics.fmean(task.is_right(group.rollouts[0]) for group in scored)
+
+
+def warm_start(
+    policy: Policy, engine: Engine, task: Task, config: Config, study: Study, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Imitate worked answers until enough sampled ones are right."""
+    batches = demonstrations(
+        policy,
+        task,
+        task.split(config.task, WARM_SEED),
+        study.demonstrate,
+        prompts=options.warm_prompts or study.prompts,
+    )
+    optimizer = torch.optim.AdamW(policy.trainable().values(), betas=(0.9, 0.98), weight_decay=0.01)
+    steps = options.warm_steps or study.warm_steps
+    target = study.target if options.warm_target is None else options.warm_target
+    started = time.monotonic()
+    right, step, traces = 0.0, 0, 0
+    while step < steps and right < target and time.monotonic() - started < options.warm_seconds:
+        batch = next(batches)
+        warm, done = min(1.0, (step + 1) / 20), step / steps
+        loss = supervised_step(
+            policy,
+            optimizer,
+            batch,
+            rate=options.warm_rate * warm * (0.45 * (1 + math.cos(math.pi * done)) + 0.1),
+            max_grad_norm=1.0,
+            micro_batch_tokens=suited_tokens(policy),
+        )
+        step, traces = step + 1, traces + len(batch)
+        if step % 20 == 0 or step == steps:
+            right = success(policy, engine, task, config, count=min(PROBED, 4 * options.held_out))
+            seconds = time.monotonic() - started
+            print(f"warm start, step {step}: loss {loss:.3f}, {right:.1%} right, {seconds:.0f} s", flush=True)
+    return {"steps": step, "traces": traces, "right": right, "seconds": time.monotonic() - started}
+
+
+def reinforce(
+    task: Task, study: Study, options: argparse.Namespace, *, model: str, seed: int
+) -> dict[str, Any]:
+    """Train one seed until its time is over; measure before and after."""
+    config = settings(study, options, model=model, seed=seed)
+    with Run(config, task=task, start=Start.new(config, task=task.name)) as run:
+        split = task.split(config.task, seed)
+        before = measure(run.policy, run.engine, task, split, config)
+        write_evaluation(run.folder.evaluations, "before", before, about={"seed": seed})
+        started = time.monotonic()
+        for step in run.steps():
+            batch = run.collect(step)
+            run.track(step, batch, run.learn(step, batch))
+            if step >= options.steps or time.monotonic() - started > options.seconds:
+                break
+        seconds = time.monotonic() - started
+        after = measure(run.policy, run.engine, task, split, config)
+        changes = {name: asdict(change) for name, change in compare(before, after).items()}
+        write_evaluation(run.folder.evaluations, "after", after, about={"seed": seed, "change": changes})
+        curve = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
+    accuracy = f"reward/{task.accuracy}/mean"
+    return {
+        "seed": seed,
+        "steps": len(curve),
+        "seconds": seconds,
+        "before": {name: asdict(value) for name, value in before.intervals().items()},
+        "after": {name: asdict(value) for name, value in after.intervals().items()},
+        "change": changes,
+        "length": {"before": before.length, "after": after.length},
+        "step_seconds": statistics.median(row["time/step"] for row in curve),
+        "scoring_share": statistics.median(row["time/reward"] / row["time/step"] for row in curve),
+        "gap": max((row["policy/gap"] for row in curve if "policy/gap" in row), default=None),
+        "curve": [
+            {
+                "step": row["step"],
+                "right": row.get(accuracy),
+                "length": row["rollout/length"],
+                "entropy": row.get("policy/entropy"),
+                "zero_variance": row["advantage/zero_variance"],
+            }
+            for row in curve
+        ],
+    }
+
+
+def free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def table(plain: Evaluation, seeds: list[dict[str, Any]]) -> str:
+    names = list(plain.intervals())
+    rows = [["as it comes", *map(str, plain.intervals().values()), f"{plain.length:.0f}", "", ""]]
+    for one in seeds:
+        for when, steps, seconds in (("before", "", ""), ("after", one["steps"], one["step_seconds"])):
+            shown = [str(Interval(**one[when][name])) for name in names]
+            length = f"{one['length'][when]:.0f}"
+            took = f"{seconds:.2f}" if seconds else ""
+            rows.append([f"seed {one['seed']} {when} GRPO", *shown, length, str(steps), took])
+    return markdown(("policy", *names, "tokens an answer", "steps", "s a step"), rows)
+
+
+def study(options: argparse.Namespace) -> None:
+    torch.set_float32_matmul_precision("high")
+    about = machine(threads=torch.get_num_threads(), torch=torch.__version__)
+    if torch.cuda.is_available():
+        about = f"{torch.cuda.get_device_name()} · {about}"
+    print(about, flush=True)
+    options.output.mkdir(parents=True, exist_ok=True)
+    chosen = STUDIES[options.task]
+    config = settings(chosen, options, model=options.model, seed=WARM_SEED)
+    task = load_task(config.task)
+    with tempfile.TemporaryDirectory() as folder:
+        policy = load_policy(config.model, LoraConfig(r=0))
+        engine = Engine(policy, config.engine)
+        plain = measure(policy, engine, task, task.split(config.task, WARM_SEED), config)
+        print(f"as it comes: {plain.summary()}", flush=True)
+        warm = warm_start(policy, engine, task, config, chosen, options)
+        policy.save(Path(folder))
+        del policy, engine
+        free_memory()
+        seeds = []
+        for seed in options.seeds:
+            seeds.append(reinforce(task, chosen, options, model=folder, seed=seed))
+            free_memory()
+            result = {"machine": about, "plain": plain.metrics(), "warm": warm, "seeds": seeds}
+            (options.output / f"{options.task}.json").write_text(json.dumps(result, indent=1))
+    print()
+    print(table(plain, seeds))
+    shares = [f"{one['scoring_share']:.1%}" for one in seeds]
+    print(f"\nwarm start: {warm['steps']} steps, {warm['traces']} worked answers, {warm['seconds']:.0f} s")
+    print(f"scoring {options.prompts * options.group_size} completions: {', '.join(shares)} of a step")
+    for one in seeds:
+        change = one["change"]["greedy"]
+        print(f"seed {one['seed']}: greedy {100 * change['mean']:+.1f} points, p = {change['p_value']:.1e}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=str(__doc__).partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("task", choices=STUDIES)
+    parser.add_argument("--model", default="tiny", help="a folder in Hugging Face layout")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--data", help="training rows instead of generated ones")
+    parser.add_argument("--test", help="held-out rows")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seconds", type=float, default=75.0, help="of GRPO for each seed")
+    parser.add_argument("--steps", type=int, default=100, help="of GRPO, at most")
+    parser.add_argument("--learning-rate", type=float, default=3e-5)
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--group-size", type=int, default=16)
+    parser.add_argument("--held-out", type=int, default=256)
+    parser.add_argument("--warm-rate", type=float, default=5e-4)
+    parser.add_argument("--warm-prompts", type=int, help="in a supervised step; by task unless given")
+    parser.add_argument("--warm-steps", type=int, help="at most; by task unless given")
+    parser.add_argument(
+        "--warm-target", type=float, help="share right at which it ends; by task unless given"
+    )
+    parser.add_argument("--warm-seconds", type=float, default=90.0)
+    parser.add_argument("--set", nargs="*", default=[], metavar="SECTION.KEY=VALUE", help="any other setting")
+    parser.add_argument("--quick", action="store_true", help="a smoke run")
+    options = parser.parse_args()
+    if options.quick:
+        options.prompts, options.group_size, options.held_out = 4, 4, 8
+        options.seeds, options.seconds, options.steps = options.seeds[:2], 20.0, 3
+        options.warm_steps, options.warm_prompts = 2, 4
+    study(options)
+
+
+if __name__ == "__main__":
+    main()
