@@ -299,6 +299,11 @@ def study(options: argparse.Namespace) -> None:
     if torch.cuda.is_available():
         about = f"{torch.cuda.get_device_name()} · {about}"
     print(about, flush=True)
+    taken = [
+        name for seed in options.seeds if (name := options.output / f"{options.task}-seed-{seed}").exists()
+    ]
+    if taken:
+        raise SystemExit(f"{taken[0]} is there already: choose another --output")
     options.output.mkdir(parents=True, exist_ok=True)
     chosen = STUDIES[options.task]
     config = settings(chosen, options, model=options.model, seed=WARM_SEED)

@@ -271,7 +271,7 @@ def measured(monkeypatch) -> list[dict[str, Any]]:
 def test_evaluating_passes_every_option_on_and_prints_json(measured, capsys):
     options = (
         "--task countdown --data d --samples 2 --examples 3 --seed 4 rollout.max_tokens=9 --json "
-        "--benchmark gsm8k --benchmark math500 --data-dir files --output results"
+        "--benchmark gsm8k --benchmark math500 --data-dir files --output results --strategy best-of:4"
     )
     assert cli.main(["eval", "tiny", *options.split()]) == 0
     assert json.loads(capsys.readouterr().out) == REPORT
@@ -285,6 +285,7 @@ def test_evaluating_passes_every_option_on_and_prints_json(measured, capsys):
             "examples": 3,
             "seed": 4,
             "output": "results",
+            "strategies": ["best-of:4"],
             "overrides": ["evaluate.data_dir=files", "rollout.max_tokens=9"],
         }
     ]

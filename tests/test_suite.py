@@ -143,3 +143,15 @@ def test_a_run_is_not_measured_on_rows_it_trained_on(tmp_path):
     (report,) = evaluate_command(str(run), data=str(data), samples=2)
     assert (report["prompts"], report["left_out"]) == (4, 16)  # a fifth was held out
     assert "  16 examples were left out: the run was trained on them" in report_lines(report)
+
+
+def test_strategies_are_measured_beside_the_rest():
+    with pytest.raises(ConfigError, match="unknown strategy"):
+        evaluate_command("tiny", strategies=["wurst-of:8"], overrides=SHORT)
+    (report,) = evaluate_command(
+        "tiny", strategies=["single", "best-of:2"], samples=2, examples=3, overrides=SHORT
+    )
+    assert report["strategies"]["single"]["accuracy"] == report["greedy"]
+    assert report["strategies"]["best-of:2"]["tokens"] == 16.0
+    lines = list(report_lines(report))
+    assert "  best-of:2           0.0 % [0.0, 56.1]                    16.0" in lines

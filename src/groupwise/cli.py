@@ -174,6 +174,13 @@ def evaluate(
     samples: Annotated[
         int | None, typer.Option(help="Sampled answers to each prompt (avg@k, maj@k, pass@k).")
     ] = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[:N]",
+            help="Also measure self-consistency, best-of, budget or tpo against the tokens they spend.",
+        ),
+    ] = None,
     examples: Annotated[int | None, typer.Option(help="Use only this many examples.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the sampling.")] = None,
     output: Annotated[str | None, typer.Option(help="Save the results in this folder.")] = None,
@@ -196,6 +203,7 @@ def evaluate(
         examples=examples,
         seed=seed,
         output=output,
+        strategies=strategy or (),
         overrides=[*([f"evaluate.data_dir={data_dir}"] if data_dir else []), *(words or [])],
     )
     for report in reports:

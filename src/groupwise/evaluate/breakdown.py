@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from groupwise.evaluate.votes import ballots, majority
 from groupwise.records import Group, Rollout
-from groupwise.tasks.task import Task
+from groupwise.tasks.task import Prompt, Task
 from groupwise.tasks.verify import truth_of
 
 
@@ -40,7 +40,7 @@ def question(task: Task, greedy: Group, sampled: Group) -> Question:
     stated = [states(task, rollout) for rollout in sampled.rollouts]
     chosen = majority(stated, task.alike)
     return Question(
-        asked=asked(best),
+        asked=question_in(best.prompt),
         truth=truth_of(task, greedy.example),
         greedy=states(task, best),
         greedy_right=task.is_right(best),
@@ -56,9 +56,9 @@ def states(task: Task, rollout: Rollout) -> str | None:
     return task.predicted(rollout.text) if task.predicted else rollout.text.strip()
 
 
-def asked(rollout: Rollout) -> str:
+def question_in(prompt: Prompt) -> str:
     """Return the question alone: the last message that is the user's."""
-    if isinstance(rollout.prompt, str):
-        return rollout.prompt
-    questions = [str(message["content"]) for message in rollout.prompt if message["role"] == "user"]
-    return questions[-1] if questions else str(rollout.prompt)
+    if isinstance(prompt, str):
+        return prompt
+    questions = [str(message["content"]) for message in prompt if message["role"] == "user"]
+    return questions[-1] if questions else str(prompt)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.config import Config, read_config
 from groupwise.errors import ConfigError
+from groupwise.evaluate.strategies.named import strategy_named
 from groupwise.evaluate.suite import benchmark_named, source_of
 from groupwise.evaluate.target import Target, find_target
 from groupwise.evaluate.unseen import unseen
@@ -16,7 +17,9 @@ from groupwise.records import Example, Sampling
 from groupwise.tasks import TASKS, Task, load_rows, load_task, without_data
 
 if TYPE_CHECKING:
+    from groupwise.engine.engine import Engine
     from groupwise.evaluate.held_out import Evaluation
+    from groupwise.model.policy import Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +31,8 @@ class Wish:
     seed: int | None = None
     output: str | None = None
     """A folder for the results. None: a run's own, or none."""
+    strategies: Sequence[str] = ()
+    """Test-time strategies to measure besides, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +71,19 @@ def evaluate_command(
         exams = [benchmark_exam(name, found, overrides, wish) for name in benchmarks]
     else:
         exams = [task_exam(found, overrides, wish, task=task, data=data)]
-    take = open_target(found, settings(found, overrides).resolve())
-    return [report(exam, take(exam), target=found, wish=wish) for exam in exams]
+    for name in wish.strategies:
+        strategy_named(name)  # a wrong one is found before anything heavy loads
+    policy, engine = load_target(found, settings(found, overrides).resolve())
+    return [
+        report(
+            exam,
+            take(exam, policy, engine),
+            spendings(exam, policy, engine, wish.strategies),
+            target=found,
+            wish=wish,
+        )
+        for exam in exams
+    ]
 
 
 def settings(target: Target, overrides: Sequence[str]) -> Config:
@@ -133,32 +149,45 @@ def settle(name: str | None, config: Config, target: Target, *, data: str | None
     )
 
 
-def open_target(target: Target, config: Config) -> Callable[[Exam], Evaluation]:
-    """Load the policy once and return what measures it."""
+def load_target(target: Target, config: Config) -> tuple[Policy, Engine]:
     from groupwise.engine.engine import Engine
-    from groupwise.evaluate.held_out import evaluate
     from groupwise.model.load import load_policy
 
-    lora = replace(config.lora, r=target.rank)
-    policy = load_policy(config.model, lora, trained=target.trained)
-    engine = Engine(policy, config.engine)
-
-    def take(exam: Exam) -> Evaluation:
-        return evaluate(
-            exam.task,
-            exam.examples,
-            codec=policy,
-            engine=engine,
-            sampling=exam.sampling,
-            samples=exam.samples,
-            seed=exam.seed,
-            seconds=exam.reward_seconds,
-        )
-
-    return take
+    policy = load_policy(config.model, replace(config.lora, r=target.rank), trained=target.trained)
+    return policy, Engine(policy, config.engine)
 
 
-def report(exam: Exam, result: Evaluation, *, target: Target, wish: Wish) -> dict[str, Any]:
+def take(exam: Exam, policy: Policy, engine: Engine) -> Evaluation:
+    from groupwise.evaluate.held_out import evaluate
+
+    return evaluate(
+        exam.task,
+        exam.examples,
+        codec=policy,
+        engine=engine,
+        sampling=exam.sampling,
+        samples=exam.samples,
+        seed=exam.seed,
+        seconds=exam.reward_seconds,
+    )
+
+
+def spendings(exam: Exam, policy: Policy, engine: Engine, names: Sequence[str]) -> dict[str, Any]:
+    """Return what each test-time strategy reaches and spends."""
+    from groupwise.evaluate.spending import spend
+    from groupwise.evaluate.strategies import Draws
+
+    draws = Draws(codec=policy, engine=engine, sampling=exam.sampling, seed=exam.seed)
+    found = {
+        name: spend(strategy_named(name), exam.task, exam.examples, draws=draws, seconds=exam.reward_seconds)
+        for name in names
+    }
+    return {name: {"accuracy": asdict(one.accuracy), "tokens": one.tokens} for name, one in found.items()}
+
+
+def report(
+    exam: Exam, result: Evaluation, strategies: dict[str, Any], *, target: Target, wish: Wish
+) -> dict[str, Any]:
     """Return what was found, for scripts and for `report_lines`, saved where it belongs."""
     from groupwise.evaluate.held_out import compare
     from groupwise.evaluate.saved import read_evaluation, unused_name, write_evaluation
@@ -176,6 +205,7 @@ def report(exam: Exam, result: Evaluation, *, target: Target, wish: Wish) -> dic
         **{name: asdict(interval) for name, interval in result.details().items()},
         "failed": result.failed,
         "length": result.length,
+        **({"strategies": strategies} if strategies else {}),
     }
     if before is not None and (changes := compare(before, result)):
         about["change"] = {name: asdict(change) for name, change in changes.items()}

@@ -21,12 +21,24 @@ def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
                 line += f"  {Difference(**changes[name])}"
             yield line.rstrip()
     yield ""
+    yield from strategy_lines(report)
     yield from question_lines(report)
     yield f"  {report['length']:.1f} tokens an answer, {report['failed']} answers could not be scored"
     if report.get("left_out"):
         yield f"  {report['left_out']} examples were left out: the run was trained on them"
     if "saved" in report:
         yield f"  saved in {report['saved']}, answers to read beside it"
+
+
+def strategy_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """Set the accuracy of test-time strategies against the tokens they spend."""
+    strategies = report.get("strategies", {})
+    if not strategies:
+        return
+    yield f"  {'strategy':<20}{'accuracy':<24}{'tokens a question':>17}"
+    for name, one in strategies.items():
+        yield f"  {name:<20}{Interval(**one['accuracy'])!s:<24}{one['tokens']:>17.1f}"
+    yield ""
 
 
 def question_lines(report: Mapping[str, Any]) -> Iterator[str]:

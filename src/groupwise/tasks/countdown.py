@@ -11,7 +11,7 @@ from typing import Any
 from groupwise.errors import ConfigError
 from groupwise.records import Example, Message, Rollout
 from groupwise.rewards.arithmetic import evaluate_expression
-from groupwise.rewards.tags import final_answer, is_well_formed
+from groupwise.rewards.tags import END_THINK, final_answer, is_well_formed
 from groupwise.tasks.columns import Column
 from groupwise.tasks.puzzles import Puzzle, draw_puzzle, solutions
 from groupwise.tasks.task import Task
@@ -70,6 +70,7 @@ def countdown(
             "target": Column(read=whole_number),
         },
         predicted=final_answer,
+        ends_thinking=END_THINK,
         gold=gold_completion,
         perfect=2.0,
     )

@@ -103,6 +103,7 @@ def gsm8k(
         },
         predicted=solution_of,
         alike=same_number,
+        ends_thinking=END,
         gold=gold_completion,
         perfect=1.0 if strict else perfect,
     )

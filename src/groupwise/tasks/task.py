@@ -45,6 +45,8 @@ class Task:
     """The answer that a completion states, to show and to vote on."""
     alike: Callable[[str, str], bool] = operator.eq
     """Whether two stated answers are one and the same, when they are counted as votes."""
+    ends_thinking: str | None = None
+    """What completions have between thinking and answering, such as `</think>`."""
     gold: Callable[[Example], str] | None = None
     """A completion that is right, by which rewards are tested. None: the column `answer` as it stands."""
     perfect: float | None = None
