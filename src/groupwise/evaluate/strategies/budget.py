@@ -1,4 +1,4 @@
-"""Budget forcing: thinking lengthened by holding its end back, shortened by writing it (s1, arXiv 2501.19393)."""
+"""Budget forcing (s1, arXiv 2501.19393): thinking is lengthened by holding its end back, or cut short."""
 
 from __future__ import annotations
 

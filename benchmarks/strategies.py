@@ -1,13 +1,13 @@
 """Accuracy against tokens spent at test time: one answer, majority, best of n, longer thinking, TPO.
 
-    python benchmarks/test_time.py --plot docs/test_time.svg
-    python benchmarks/test_time.py --quick                       # does it run? The figures mean nothing
+    python benchmarks/strategies.py --plot docs/strategies.svg
+    python benchmarks/strategies.py --quick                      # does it run? The figures mean nothing
 
-The strategies of `groupwise.evaluate.strategies` on Countdown's held-out puzzles, all by the same policy. Tokens
-are all that the policy wrote for a question, comparisons and advice included. Best-of-n and TPO choose by the
-task's own rewards, which need no gold answer here: the puzzle itself tells whether an equation solves it. Budget
-forcing writes a line break where thinking would end, which the built-in model reads as another way to try;
-`Wait` is no word of its.
+The strategies of `groupwise.evaluate.strategies` on Countdown's held-out puzzles, all by the same policy.
+Tokens are all that the policy wrote for a question, comparisons and advice included. Best of n and TPO choose
+by the task's own rewards, which need no gold answer here: the puzzle itself tells whether an equation solves
+it. Budget forcing writes a line break where thinking would end, which the built-in model reads as another way
+to try; `Wait` is no word of its.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 from machine import machine, markdown
+from svg import Point, draw
 
 from groupwise.config.sections import EngineConfig, LoraConfig, ModelConfig
 from groupwise.engine.engine import Engine
@@ -50,47 +51,6 @@ def strategies() -> dict[str, dict[int, Strategy]]:
 
 
 Curves = Mapping[str, Mapping[int, Spending]]
-COLOURS = ("#444444", "#1f77b4", "#2ca02c", "#d62728", "#9467bd")
-WIDTH, HEIGHT, LEFT, BOTTOM = 640, 400, 60, 50
-
-
-def plot(curves: Curves) -> str:
-    """Draw accuracy over tokens, the latter on a logarithmic axis, with 95 % intervals."""
-    spent = [one.tokens for curve in curves.values() for one in curve.values()]
-    low, high = torch.tensor(min(spent) * 0.8).log2().item(), torch.tensor(max(spent) * 1.25).log2().item()
-
-    def across(tokens: float) -> float:
-        share = (torch.tensor(tokens).log2().item() - low) / (high - low)
-        return LEFT + share * (WIDTH - LEFT - 20)
-
-    def up(accuracy: float) -> float:
-        return (HEIGHT - BOTTOM) * (1 - accuracy) + 10 * accuracy
-
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">',
-             f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>']  # fmt: skip
-    for percent in range(0, 101, 20):
-        y = up(percent / 100)
-        parts += [f'<line x1="{LEFT}" x2="{WIDTH - 20}" y1="{y:.1f}" y2="{y:.1f}" stroke="#dddddd"/>',
-                  f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{percent} %</text>']  # fmt: skip
-    for power in range(int(low) + 1, int(high) + 1):
-        x = across(2.0**power)
-        parts += [f'<line x1="{x:.1f}" x2="{x:.1f}" y1="10" y2="{HEIGHT - BOTTOM}" stroke="#eeeeee"/>',
-                  f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{2**power}</text>']  # fmt: skip
-    parts.append(
-        f'<text x="{(WIDTH + LEFT) / 2}" y="{HEIGHT - 12}" text-anchor="middle">tokens a question</text>'
-    )
-    for number, (name, curve) in enumerate(curves.items()):
-        colour = COLOURS[number % len(COLOURS)]
-        points = [(across(one.tokens), one.accuracy) for one in curve.values()]
-        line = " ".join(f"{x:.1f},{up(accuracy.mean):.1f}" for x, accuracy in points)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        for x, accuracy in points:
-            parts += [f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{up(accuracy.low):.1f}" y2="{up(accuracy.high):.1f}" stroke="{colour}"/>',
-                      f'<circle cx="{x:.1f}" cy="{up(accuracy.mean):.1f}" r="4" fill="{colour}"/>']  # fmt: skip
-        y = 24 + 16 * number
-        parts += [f'<circle cx="{LEFT + 14}" cy="{y - 4}" r="4" fill="{colour}"/>',
-                  f'<text x="{LEFT + 24}" y="{y}">{name}</text>']  # fmt: skip
-    return "\n".join([*parts, "</svg>", ""])
 
 
 def rows(curves: Curves) -> list[Sequence[str]]:
@@ -141,7 +101,11 @@ def main() -> None:
     print()
     print(markdown(("strategy", "n", "accuracy", "tokens a question"), rows(curves)))
     if options.plot:
-        options.plot.write_text(plot(curves), encoding="utf-8")
+        points = {
+            name: [Point(one.tokens, one.accuracy) for one in curve.values()]
+            for name, curve in curves.items()
+        }
+        options.plot.write_text(draw(points, axis="tokens a question"), encoding="utf-8")
     if options.json:
         record = {name: {n: asdict(one) for n, one in curve.items()} for name, curve in curves.items()}
         options.json.write_text(json.dumps({"machine": about, "curves": record}, indent=1), encoding="utf-8")
