@@ -45,7 +45,7 @@ def strategies() -> dict[str, dict[int, Strategy]]:
         "one greedy answer": {1: single},
         "self-consistency": {n: strategy_named(f"self-consistency:{n}") for n in COUNTS},
         "best of n": {n: strategy_named(f"best-of:{n}") for n in COUNTS},
-        "budget forcing": {n: budget_forcing(n, wait="\n", thinking=512) for n in WAITS},
+        "budget forcing": {n: budget_forcing(n, wait="\n") for n in WAITS},
         "TPO, rounds of 4": {n: strategy_named(f"tpo:{n}") for n in ROUNDS},
     }
 

@@ -71,6 +71,7 @@ def countdown(
         },
         predicted=final_answer,
         ends_thinking=END_THINK,
+        difficulty=difficulty,
         gold=gold_completion,
         perfect=2.0,
     )
@@ -86,6 +87,13 @@ def whole_numbers(value: Any) -> list[int]:
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         raise ValueError("expected a list of whole numbers")
     return [whole_number(number) for number in value]
+
+
+def difficulty(example: Example) -> str:
+    """How many numbers there are, and which operations a known solution needs."""
+    numbers, _ = numbers_and_target(example)
+    needed = "".join(sorted(set(str(example.get("solution", ""))) & set("+-*/")))
+    return f"{len(numbers)} numbers {needed}".rstrip()
 
 
 def gold_completion(example: Example) -> str:

@@ -104,6 +104,7 @@ def gsm8k(
         predicted=solution_of,
         alike=same_number,
         ends_thinking=END,
+        difficulty=difficulty,
         gold=gold_completion,
         perfect=1.0 if strict else perfect,
     )
@@ -142,6 +143,12 @@ def gold_of(example: Example) -> Fraction:
 
 def gsm8k_prompt(example: Example) -> list[Message]:
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": example["question"]}]
+
+
+def difficulty(example: Example) -> str | None:
+    """How many lines a known solution has, less the one with the answer."""
+    solution = str(example.get("solution") or example["answer"])
+    return f"{solution.strip().count(chr(10))} steps" if "####" in solution else None
 
 
 def gold_completion(example: Example) -> str:

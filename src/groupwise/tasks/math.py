@@ -66,6 +66,7 @@ def math(
         },
         predicted=last_box,
         alike=alike,
+        difficulty=difficulty,
         gold=lambda example: rf"\boxed{{{example['answer']}}}",
         perfect=scores.right,
     )
@@ -77,6 +78,12 @@ def gold_answer(value: Any) -> str:
     if len(answer) > LONGEST_ANSWER:
         raise ValueError(r"expected an answer, or a solution that ends in \boxed{answer}")
     return answer
+
+
+def difficulty(example: Example) -> str | None:
+    """The level and the subject, as far as the row has them."""
+    named = [str(example[column]) for column in ("level", "subject") if example.get(column) is not None]
+    return " ".join(named) or None
 
 
 def math_prompt(example: Example) -> list[Message]:

@@ -49,6 +49,8 @@ class Task:
     """What completions have between thinking and answering, such as `</think>`."""
     gold: Callable[[Example], str] | None = None
     """A completion that is right, by which rewards are tested. None: the column `answer` as it stands."""
+    difficulty: Callable[[Example], str | None] | None = None
+    """What makes examples alike to a curriculum, which learns how often each kind succeeds."""
     perfect: float | None = None
     """The reward of an answer with nothing left to improve; each one is kept to read."""
     tools: Sequence[Callable[..., Any]] = ()

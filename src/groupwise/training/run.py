@@ -96,7 +96,7 @@ class Run:
 
     def collect(self, step: int) -> Batch:
         """Draw, score and compare answers, and write them down before anything else can go wrong."""
-        batch = self.collector.collect(step, cursor=self.state.cursor)
+        batch = self.collector.collect(step, cursor=self.state.cursor, rates=self.state.rates)
         if step % self.config.track.rollouts_every == 0:
             self.recorder.rollouts(step, batch)
             self.recorder.completions(step, batch, perfect=self.collector.task.perfect)
@@ -117,7 +117,9 @@ class Run:
 
     def track(self, step: int, batch: Batch, report: dict[str, float]) -> None:
         """Log the step; evaluate and save when it is time to."""
-        self.state = replace(self.state, step=step, cursor=batch.cursor, updates=self.learner.updates)
+        self.state = replace(
+            self.state, step=step, cursor=batch.cursor, rates=batch.rates, updates=self.learner.updates
+        )
         measured = self._examine(step)
         self.recorder.step(step, {**batch_metrics(batch), **report, **measured})
         if measured:

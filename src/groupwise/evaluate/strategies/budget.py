@@ -37,20 +37,21 @@ def budget_forcing(
 ) -> Strategy:
     """Hold the end of thinking back `waits` times, then let the policy answer; all greedy.
 
-    Each time the policy wants to stop thinking, `wait` is written instead and it goes on. `thinking` tokens
-    in all are allowed (None: as many as an answer may have); when they are used up the end is written for it.
+    Each time the policy wants to stop thinking, `wait` is written instead and it goes on. A stretch may take
+    `thinking` tokens (None: as many as an answer may have); when they are used up, thinking is over.
     """
 
     def answer(prompts: Sequence[Prompt], draws: Draws, judge: Judge) -> list[Answer]:
         end = judge.ends_thinking
         greedy = replace(draws.sampling, temperature=0.0)
-        allowed = thinking or greedy.max_tokens
+        stop = greedy.stop if end is None else (*greedy.stop, end)
+        stretch = replace(greedy, max_tokens=thinking or greedy.max_tokens, stop=stop)
         thoughts = [Thought(prompt) for prompt in prompts]
         for held_back in range(waits + 1):
-            going = [one for one in thoughts if one.ended and one.tokens < allowed]
+            going = [one for one in thoughts if one.ended]
             for one in going if held_back else ():
                 one.text += wait
-            think(going, draws, greedy, end=end, allowed=allowed)
+            think(going, draws, stretch, end=end)
         if end is not None:
             conclude(thoughts, draws, replace(greedy, max_tokens=answering), end=end)
         return [settled(one) for one in thoughts]
@@ -58,19 +59,12 @@ def budget_forcing(
     return answer
 
 
-def think(
-    thoughts: Sequence[Thought], draws: Draws, sampling: Sampling, *, end: str | None, allowed: int
-) -> None:
-    """Let each go on until it wants to stop or its budget is used up: one call for each budget left."""
-    stop = sampling.stop if end is None else (*sampling.stop, end)
-    for left in sorted({allowed - one.tokens for one in thoughts}):
-        group = [one for one in thoughts if allowed - one.tokens == left]
-        limited = replace(sampling, max_tokens=left, stop=stop)
-        drawn = draws.draw(
-            [begun(t.prompt, t.text) for t in group], count=1, purpose="think", sampling=limited
-        )
-        for one, (rollout,) in zip(group, drawn, strict=True):
-            one.goes_on(rollout, end)
+def think(thoughts: Sequence[Thought], draws: Draws, sampling: Sampling, *, end: str | None) -> None:
+    """Let each go on until it wants to stop or has used its tokens up."""
+    prompts = [begun(one.prompt, one.text) for one in thoughts]
+    drawn = draws.draw(prompts, count=1, purpose="think", sampling=sampling)
+    for one, (rollout,) in zip(thoughts, drawn, strict=True):
+        one.goes_on(rollout, end)
 
 
 def conclude(thoughts: Sequence[Thought], draws: Draws, sampling: Sampling, *, end: str) -> None:
