@@ -8,7 +8,8 @@
 `benchmarks/smollm2.py` makes the folder. The warm start is supervised and stops as soon as sampled answers to
 training examples are right often enough, so that GRPO has something to compare; it is made once for a task.
 Each seed then trains with GRPO for `--seconds`, and is measured before and after on held-out examples that
-neither has seen. All is float32 (TF32 products on a GPU): small learning rates vanish in bfloat16 weights.
+neither has seen. Both train adapters in float32 on a model that is bfloat16 on a GPU, where the small steps
+of GRPO would vanish in the rounding of the weights; those of the warm start are merged in at its end.
 
 Every seed leaves a run folder: config.yaml, metrics.jsonl (the curve), eval/before and after with answers to
 read; no checkpoints. TASK.json has everything in the table, and the curve of each seed.
@@ -34,7 +35,6 @@ import torch
 from traces import worked_answer
 
 from groupwise.config import Config, read_config
-from groupwise.config.sections import LoraConfig
 from groupwise.engine.engine import Engine
 from groupwise.evaluate.held_out import Evaluation, compare, evaluate
 from groupwise.evaluate.saved import write_evaluation
@@ -120,8 +120,8 @@ ENDLESS = 100_000
 def settings(study: Study, options: argparse.Namespace, *, model: str, seed: int) -> Config:
     words = [
         f"model.name={model}",
-        "model.dtype=float32",
-        "lora.r=0",
+        f"lora.r={options.lora_r}",
+        f"lora.alpha={options.lora_r}",
         *study.overrides,
         f"task.held_out={options.held_out}",
         f"rollout.prompts={options.prompts}",
@@ -230,6 +230,12 @@ def warm_start(
     return {"steps": step, "traces": traces, "right": right, "seconds": time.monotonic() - started}
 
 
+def save_merged(policy: Policy, folder: Path) -> None:
+    """Write the model with the adapters added into its weights."""
+    policy.model.merge_and_unload().save_pretrained(folder)
+    policy.tokenizer.save_pretrained(folder)
+
+
 def reinforce(
     task: Task, study: Study, options: argparse.Namespace, *, model: str, seed: int
 ) -> dict[str, Any]:
@@ -294,7 +300,6 @@ def table(plain: Evaluation, seeds: list[dict[str, Any]]) -> str:
 
 
 def study(options: argparse.Namespace) -> None:
-    torch.set_float32_matmul_precision("high")
     about = machine(threads=torch.get_num_threads(), torch=torch.__version__)
     if torch.cuda.is_available():
         about = f"{torch.cuda.get_device_name()} · {about}"
@@ -309,12 +314,13 @@ def study(options: argparse.Namespace) -> None:
     config = settings(chosen, options, model=options.model, seed=WARM_SEED)
     task = load_task(config.task)
     with tempfile.TemporaryDirectory() as folder:
-        policy = load_policy(config.model, LoraConfig(r=0))
+        torch.manual_seed(0)  # the adapters' first weights
+        policy = load_policy(config.model, config.lora)
         engine = Engine(policy, config.engine)
         plain = measure(policy, engine, task, task.split(config.task, WARM_SEED), config)
         print(f"as it comes: {plain.summary()}", flush=True)
         warm = warm_start(policy, engine, task, config, chosen, options)
-        policy.save(Path(folder))
+        save_merged(policy, Path(folder))
         del policy, engine
         free_memory()
         seeds = []
@@ -345,11 +351,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--seconds", type=float, default=75.0, help="of GRPO for each seed")
     parser.add_argument("--steps", type=int, default=100, help="of GRPO, at most")
-    parser.add_argument("--learning-rate", type=float, default=3e-5)
+    parser.add_argument("--lora-r", type=int, default=64, help="rank of the adapters")
+    parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--held-out", type=int, default=256)
-    parser.add_argument("--warm-rate", type=float, default=5e-4)
+    parser.add_argument("--warm-rate", type=float, default=1.5e-3)
     parser.add_argument("--warm-prompts", type=int, help="in a supervised step; by task unless given")
     parser.add_argument("--warm-steps", type=int, help="at most; by task unless given")
     parser.add_argument(
