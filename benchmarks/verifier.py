@@ -34,7 +34,8 @@ from groupwise.rewards.numbers import stated_number
 from groupwise.rewards.score import score_group
 from groupwise.rewards.symbolic import comparer
 from groupwise.tasks import load_examples
-from groupwise.tasks.gsm8k import gsm8k
+from groupwise.tasks.gsm8k import gold_number, gsm8k
+from groupwise.tasks.gsm8k import read as read_worked
 from groupwise.tasks.math import math
 
 SCORED_COMPLETIONS = 512
@@ -97,6 +98,8 @@ def timed(calls: Sequence[str], work: Callable[[str], object]) -> Times:
     verify_boxed.cache_clear()
     equal.read.cache_clear()
     stated_number.cache_clear()
+    read_worked.cache_clear()
+    gold_number.cache_clear()
     took = []
     for call in calls:
         started = time.perf_counter()

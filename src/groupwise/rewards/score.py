@@ -44,17 +44,18 @@ def score_group(
     """
     parts: dict[int, dict[str, float]] = {i: {} for i, r in enumerate(group.rollouts) if r.error is None}
     errors: dict[int, str] = {}
-    for name, function in rewards.items():
-        members = [index for index in parts if index not in errors]
-        if not members:
-            break
-        rollouts = [group.rollouts[index] for index in members]
-        run = score_together if takes_batches(function) else score_each
-        for index, outcome in zip(members, run(function, rollouts, group.example, seconds), strict=True):
-            if isinstance(outcome, RolloutError):
-                errors[index] = f"reward {name}: {outcome}"
-            elif outcome is not None:
-                parts[index][name] = outcome
+    with TimeLimits(seconds) as limit:
+        for name, function in rewards.items():
+            members = [index for index in parts if index not in errors]
+            if not members:
+                break
+            rollouts = [group.rollouts[index] for index in members]
+            run = score_together if takes_batches(function) else score_each
+            for index, outcome in zip(members, run(function, rollouts, group.example, limit), strict=True):
+                if isinstance(outcome, RolloutError):
+                    errors[index] = f"reward {name}: {outcome}"
+                elif outcome is not None:
+                    parts[index][name] = outcome
 
     def scored(index: int, rollout: Rollout) -> Rollout:
         if index not in parts:
@@ -80,24 +81,22 @@ def takes_batches(function: RewardFunction) -> bool:
 
 
 def score_each(
-    function: RewardFunction, rollouts: Sequence[Rollout], example: Example, seconds: float
+    function: RewardFunction, rollouts: Sequence[Rollout], example: Example, limit: Limit
 ) -> list[Outcome]:
     outcomes: list[Outcome] = []
-    with TimeLimits(seconds) as limit:
-        for rollout in rollouts:
-            try:
-                outcomes.append(finite(call(function, rollout, example, limit=limit)))
-            except RolloutError as error:
-                outcomes.append(error)
+    for rollout in rollouts:
+        try:
+            outcomes.append(finite(call(function, rollout, example, limit=limit)))
+        except RolloutError as error:
+            outcomes.append(error)
     return outcomes
 
 
 def score_together(
-    function: RewardFunction, rollouts: Sequence[Rollout], example: Example, seconds: float
+    function: RewardFunction, rollouts: Sequence[Rollout], example: Example, limit: Limit
 ) -> list[Outcome]:
     try:
-        with TimeLimits(seconds) as limit:
-            values = call(function, limit=limit, **batch_arguments(function, rollouts, example))
+        values = call(function, limit=limit, **batch_arguments(function, rollouts, example))
         try:
             values = list(values)
         except TypeError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 from groupwise.config.checks import finite, one_of
@@ -134,9 +135,14 @@ def gold_answer(value: Any) -> str:
 def gold_of(example: Example) -> Fraction:
     """Return the number that is right for an example."""
     try:
-        number = stated_number(gold_answer(example["answer"]))
+        return gold_number(text(example["answer"]))
     except (KeyError, ValueError) as error:
         raise ConfigError(f"a gsm8k example needs a number in `answer`: {error.args[0]}") from None
+
+
+@lru_cache(maxsize=4096)
+def gold_number(answer: str) -> Fraction:
+    number = stated_number(gold_answer(answer))
     assert number is not None
     return number
 
@@ -157,18 +163,40 @@ def gold_completion(example: Example) -> str:
     return f"{START}\n{working}\n{END}\n\n{SOLUTION}\n{example['answer']}\n{END_SOLUTION}"
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What there is to see in a completion, whatever the question."""
+
+    exact: bool
+    """Whether it is in the exact format."""
+    tags_once: int
+    number: Fraction | None
+    """The one number that its one solution block states."""
+
+
+@lru_cache(maxsize=4096)
+def read(completion: str) -> Reading:
+    """Read a completion, once for all rewards."""
+    return Reading(
+        exact=is_exact(completion, least_working=LEAST_WORKING),
+        tags_once=tags_once(completion),
+        number=stated_number(solution_of(completion) or ""),
+    )
+
+
 def graded_rewards(scores: Scores) -> dict[str, RewardFunction]:
     """Make the four rewards and the verdict beside them."""
 
     def format(rollout: Rollout, example: Example) -> float:
-        return scores.format if well_formed(rollout) else 0.0
+        return scores.format if read(rollout.text).exact else 0.0
 
     def tags(rollout: Rollout, example: Example) -> float:
-        once = tags_once(rollout.text)
+        once = read(rollout.text).tags_once
         return scores.tag * (once - (len(TAGS) - once))
 
     def answer(rollout: Rollout, example: Example) -> float:
-        return answer_score(rollout, gold_of(example), scores) if well_formed(rollout) else 0.0
+        found = read(rollout.text)
+        return answer_score(found.number, gold_of(example), scores) if found.exact else 0.0
 
     def number(rollout: Rollout, example: Example) -> float:
         return scores.number if is_right(rollout, example) else 0.0
@@ -183,10 +211,10 @@ def strict_rewards() -> dict[str, RewardFunction]:
     """Make the one reward of 0 or 1, and the format as a mere metric."""
 
     def correct(rollout: Rollout, example: Example) -> float:
-        return float(well_formed(rollout) and is_right(rollout, example))
+        return float(read(rollout.text).exact and is_right(rollout, example))
 
     def format(rollout: Rollout, example: Example) -> float:
-        return float(well_formed(rollout))
+        return float(read(rollout.text).exact)
 
     return named(correct, format)
 
@@ -195,14 +223,9 @@ def named(*functions: Callable[[Rollout, Example], float]) -> dict[str, RewardFu
     return {function.__name__: function for function in functions}
 
 
-def well_formed(rollout: Rollout) -> bool:
-    return is_exact(rollout.text, least_working=LEAST_WORKING)
-
-
 def is_right(rollout: Rollout, example: Example) -> bool:
     """Tell whether the one solution block states the one right number."""
-    solution = solution_of(rollout.text)
-    return solution is not None and stated_number(solution) == gold_of(example)
+    return read(rollout.text).number == gold_of(example)
 
 
 def same_number(one: str, other: str) -> bool:
@@ -211,9 +234,8 @@ def same_number(one: str, other: str) -> bool:
     return one == other if number is None else number == stated_number(other)
 
 
-def answer_score(rollout: Rollout, gold: Fraction, scores: Scores) -> float:
+def answer_score(stated: Fraction | None, gold: Fraction, scores: Scores) -> float:
     """Grade a formatted answer by how far off it is, sign included; 0 has no near misses."""
-    stated = stated_number(solution_of(rollout.text) or "")
     if stated is None:
         return scores.wrong
     if stated == gold:
