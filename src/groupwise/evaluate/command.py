@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.config import Config, read_config
 from groupwise.errors import ConfigError
-from groupwise.evaluate.strategies.named import strategy_named
 from groupwise.evaluate.suite import benchmark_named, source_of
 from groupwise.evaluate.target import Target, find_target
 from groupwise.evaluate.unseen import unseen
@@ -19,6 +18,7 @@ from groupwise.tasks import TASKS, Task, load_rows, load_task, without_data
 if TYPE_CHECKING:
     from groupwise.engine.engine import Engine
     from groupwise.evaluate.held_out import Evaluation
+    from groupwise.evaluate.strategies import Strategy
     from groupwise.model.policy import Policy
 
 
@@ -71,14 +71,15 @@ def evaluate_command(
         exams = [benchmark_exam(name, found, overrides, wish) for name in benchmarks]
     else:
         exams = [task_exam(found, overrides, wish, task=task, data=data)]
-    for name in wish.strategies:
-        strategy_named(name)  # a wrong one is found before anything heavy loads
+    from groupwise.evaluate.strategies import strategy_named
+
+    strategies = {name: strategy_named(name) for name in wish.strategies}
     policy, engine = load_target(found, settings(found, overrides).resolve())
     return [
         report(
             exam,
             take(exam, policy, engine),
-            spendings(exam, policy, engine, wish.strategies),
+            spendings(exam, policy, engine, strategies),
             target=found,
             wish=wish,
         )
@@ -172,15 +173,17 @@ def take(exam: Exam, policy: Policy, engine: Engine) -> Evaluation:
     )
 
 
-def spendings(exam: Exam, policy: Policy, engine: Engine, names: Sequence[str]) -> dict[str, Any]:
+def spendings(
+    exam: Exam, policy: Policy, engine: Engine, strategies: Mapping[str, Strategy]
+) -> dict[str, Any]:
     """Return what each test-time strategy reaches and spends."""
     from groupwise.evaluate.spending import spend
     from groupwise.evaluate.strategies import Draws
 
     draws = Draws(codec=policy, engine=engine, sampling=exam.sampling, seed=exam.seed)
     found = {
-        name: spend(strategy_named(name), exam.task, exam.examples, draws=draws, seconds=exam.reward_seconds)
-        for name in names
+        name: spend(strategy, exam.task, exam.examples, draws=draws, seconds=exam.reward_seconds)
+        for name, strategy in strategies.items()
     }
     return {name: {"accuracy": asdict(one.accuracy), "tokens": one.tokens} for name, one in found.items()}
 
