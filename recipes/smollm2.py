@@ -20,27 +20,26 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-from traces import worked_answer
 
 from groupwise.config import Config, read_config
+from groupwise.config.sections import OptimConfig
 from groupwise.engine.engine import Engine
 from groupwise.evaluate.held_out import Evaluation, compare, evaluate
 from groupwise.evaluate.saved import write_evaluation
 from groupwise.evaluate.statistics import Interval
-from groupwise.learner.learner import suited_tokens
-from groupwise.learner.supervised import supervised_step, worked_sample
+from groupwise.learner.supervised import Imitator, worked_sample
 from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
 from groupwise.records import Example, Sample
@@ -54,27 +53,16 @@ from groupwise.training.start import Start
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 from machine import machine, markdown
 
-Demonstrate = Callable[[random.Random, Task, Example], list[str]]
-
-
-def searches(rng: random.Random, task: Task, example: Example) -> list[str]:
-    """Four searches for one puzzle, most given up early; all four share the prompt's computation."""
-    found = [worked_answer(rng, example, patience=[4, 4, 3, 2, 1, 1], insight=0.2) for _ in range(4)]
-    return [text for text in found if text is not None]
-
-
-def golds(rng: random.Random, task: Task, example: Example) -> list[str]:
-    return [gold_of(task, example)]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
     """A task, and how it is taught."""
 
     overrides: tuple[str, ...]
-    demonstrate: Demonstrate
     prompts: int
     """Examples in a supervised step."""
+    answers: int
+    """Worked answers to each, which share the prompt's computation."""
     warm_steps: int
     """At most."""
     target: float
@@ -87,24 +75,26 @@ STUDIES = {
             "task.name=countdown",
             "task.options.numbers=3",
             "task.options.largest=50",
+            "task.options.patience=[4, 4, 3, 2, 1, 1]",
+            "task.options.insight=0.2",
             "rollout.max_tokens=192",
         ),
-        demonstrate=searches,
         prompts=64,
+        answers=4,
         warm_steps=300,
         target=0.25,
     ),
     "words": Study(
         overrides=("task.name=gsm8k", "rollout.max_tokens=128"),
-        demonstrate=golds,
         prompts=128,
+        answers=1,
         warm_steps=200,
         target=0.35,
     ),
     "gsm8k": Study(
         overrides=("task.name=gsm8k", "rollout.max_tokens=256"),
-        demonstrate=golds,
         prompts=64,
+        answers=1,
         warm_steps=300,
         target=0.08,
     ),
@@ -162,22 +152,25 @@ def measure(policy: Policy, engine: Engine, task: Task, split: Split, config: Co
 
 
 def demonstrations(
-    policy: Policy, task: Task, split: Split, demonstrate: Demonstrate, *, prompts: int
+    policy: Policy, task: Task, split: Split, *, prompts: int, answers: int
 ) -> Iterator[list[Sample]]:
     """Batches of worked answers to training examples, without end."""
     rng = random.Random("demonstrations")
-    index = 0
-    while True:
+    for start in count(step=prompts):
         batch: list[Sample] = []
-        for _ in range(prompts):
-            example = split.at(index)
-            index += 1
+        for place in range(start, start + prompts):
+            example = split.at(place)
             prompt = policy.encode(task.ask(example))
-            for text in demonstrate(rng, task, example):
-                answer = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
-                answer = [*answer, policy.tokenizer.eos_token_id]
-                batch.append(worked_sample(prompt, answer, group=index))
+            for text in [worked(task, example, rng) for _ in range(answers)]:
+                if text is not None:
+                    tokens = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
+                    answer = [*tokens, policy.tokenizer.eos_token_id]
+                    batch.append(worked_sample(prompt, answer, group=place))
         yield batch
+
+
+def worked(task: Task, example: Example, rng: random.Random) -> str | None:
+    return gold_of(task, example) if task.worked is None else task.worked(example, rng)
 
 
 def success(policy: Policy, engine: Engine, task: Task, config: Config, *, count: int) -> float:
@@ -204,31 +197,28 @@ def warm_start(
         policy,
         task,
         task.split(config.task, WARM_SEED),
-        study.demonstrate,
         prompts=options.warm_prompts or study.prompts,
+        answers=study.answers,
     )
-    optimizer = torch.optim.AdamW(policy.trainable().values(), betas=(0.9, 0.98), weight_decay=0.01)
     steps = options.warm_steps or study.warm_steps
     target = study.target if options.warm_target is None else options.warm_target
+    optim = OptimConfig(learning_rate=options.warm_rate, schedule="cosine", warmup_steps=20, beta2=0.98)
+    learner = Imitator(policy, optim=optim, max_steps=steps)
     started = time.monotonic()
-    right, step, traces = 0.0, 0, 0
-    while step < steps and right < target and time.monotonic() - started < options.warm_seconds:
+    right, traces = 0.0, 0
+    while learner.updates < steps and right < target and time.monotonic() - started < options.warm_seconds:
         batch = next(batches)
-        warm, done = min(1.0, (step + 1) / 20), step / steps
-        loss = supervised_step(
-            policy,
-            optimizer,
-            batch,
-            rate=options.warm_rate * warm * (0.45 * (1 + math.cos(math.pi * done)) + 0.1),
-            max_grad_norm=1.0,
-            micro_batch_tokens=suited_tokens(policy),
-        )
-        step, traces = step + 1, traces + len(batch)
-        if step % 10 == 0 or step == steps:
+        loss = learner.update(batch)["sft/loss"]
+        traces += len(batch)
+        if learner.updates % 10 == 0 or learner.updates == steps:
             right = success(policy, engine, task, config, count=min(PROBED, 4 * options.held_out))
-            seconds = time.monotonic() - started
-            print(f"warm start, step {step}: loss {loss:.3f}, {right:.1%} right, {seconds:.0f} s", flush=True)
-    return {"steps": step, "traces": traces, "right": right, "seconds": time.monotonic() - started}
+            print(
+                f"warm start, step {learner.updates}: loss {loss:.3f}, {right:.1%} right, "
+                f"{time.monotonic() - started:.0f} s",
+                flush=True,
+            )
+    seconds = time.monotonic() - started
+    return {"steps": learner.updates, "traces": traces, "right": right, "seconds": seconds}
 
 
 def save_merged(policy: Policy, folder: Path) -> None:

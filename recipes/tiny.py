@@ -2,8 +2,8 @@
 
     python recipes/tiny.py --output src/groupwise/model/tiny
 
-The worked answers (`traces.py`) teach format and arithmetic, not judgement. Only training puzzles are used:
-held-out ones stay unseen. Minutes on a GPU, about half an hour on two cores.
+The worked answers (`tasks/worked_puzzles.py`) teach format and arithmetic, not judgement.
+Only training puzzles are used: held-out ones stay unseen. Minutes on a GPU, about half an hour on two cores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from traces import worked_answer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from groupwise.config.sections import EngineConfig
@@ -30,6 +29,7 @@ from groupwise.model.load import check_attention
 from groupwise.model.policy import Policy
 from groupwise.records import Sample, Sampling
 from groupwise.tasks.countdown import PREFILL, SYSTEM, USER, countdown, countdown_prompt
+from groupwise.tasks.worked_puzzles import worked_answer
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] "
@@ -85,7 +85,7 @@ def samples(
     rng = random.Random(seed)
     for index in count():
         example = puzzles.train(index, seed=seed)  # type: ignore[union-attr]
-        text = worked_answer(rng, example, patience=patience, insight=insight)
+        text = worked_answer(rng, example["numbers"], example["target"], patience=patience, insight=insight)
         if text is not None:
             answer = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
             prompt = policy.encode(countdown_prompt(example))

@@ -14,6 +14,9 @@ from typing import Annotated, Any
 
 import typer
 
+from groupwise.commands.merge import merge
+from groupwise.commands.quantize import quantize
+from groupwise.commands.sft import sft
 from groupwise.config import FLAGS, Config, dump_config, read_config
 from groupwise.config.checks import between
 from groupwise.errors import ConfigError, InvariantError
@@ -156,6 +159,11 @@ def training_config(
         if not config.is_file():
             raise ConfigError(f"{resume} is not the folder of a run: it has no config.yaml")
     return read_config(config, overrides=overrides, flags=flags)
+
+
+app.command(epilog="Anything else is set as section.key=value, such as optim.schedule=cosine.")(sft)
+app.command()(merge)
+app.command()(quantize)
 
 
 @app.command(name="eval", epilog="Anything else is set as section.key=value, such as rollout.max_tokens=512.")

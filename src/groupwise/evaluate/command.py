@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.config import Config, read_config
+from groupwise.config.sections import NO_TASK
+from groupwise.config.tools import ToolsConfig
 from groupwise.errors import ConfigError
 from groupwise.evaluate.suite import benchmark_named, source_of
 from groupwise.evaluate.target import Target, find_target
@@ -48,6 +50,7 @@ class Exam:
     samples: int
     seed: int
     reward_seconds: float
+    tools: ToolsConfig
 
 
 def evaluate_command(
@@ -105,6 +108,8 @@ def task_exam(
     config = settings(target, overrides)
     if task is not None:
         config = other_task(config, task, overrides)
+    elif config.task.name == NO_TASK:
+        raise ConfigError(f"{target.name} was trained on rows alone: say what to measure by --task")
     elif config.task.name not in TASKS and not config.task.name.endswith(".py"):
         raise ConfigError(
             f"{target.name} learned a task named {config.task.name!r} that was defined in Python: "
@@ -147,6 +152,7 @@ def settle(name: str | None, config: Config, target: Target, *, data: str | None
         samples=config.evaluate.samples if wish.samples is None else wish.samples,
         seed=config.run.seed if wish.seed is None else wish.seed,
         reward_seconds=learn.reward_seconds,
+        tools=config.tools,
     )
 
 
@@ -160,6 +166,7 @@ def load_target(target: Target, config: Config) -> tuple[Policy, Engine]:
 
 def take(exam: Exam, policy: Policy, engine: Engine) -> Evaluation:
     from groupwise.evaluate.held_out import evaluate
+    from groupwise.rollout.collect import Tools
 
     return evaluate(
         exam.task,
@@ -170,6 +177,7 @@ def take(exam: Exam, policy: Policy, engine: Engine) -> Evaluation:
         samples=exam.samples,
         seed=exam.seed,
         seconds=exam.reward_seconds,
+        tools=Tools.of(exam.task.tools, exam.tools),
     )
 
 
@@ -206,6 +214,7 @@ def report(
         "seed": exam.seed,
         **{name: asdict(interval) for name, interval in result.intervals().items()},
         **{name: asdict(interval) for name, interval in result.details().items()},
+        "rewards": {name: asdict(interval) for name, interval in result.reward_intervals().items()},
         "failed": result.failed,
         "length": result.length,
         **({"strategies": strategies} if strategies else {}),

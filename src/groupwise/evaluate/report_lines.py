@@ -20,6 +20,12 @@ def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
             if name in changes:
                 line += f"  {Difference(**changes[name])}"
             yield line.rstrip()
+    for name, interval in report.get("rewards", {}).items():
+        if name not in report:
+            line = f"  {name:<9}{Interval(**interval)!s:<22}"
+            if f"reward/{name}" in changes:
+                line += f"  {Difference(**changes[f'reward/{name}'])}"
+            yield line.rstrip()
     yield ""
     yield from strategy_lines(report)
     yield from question_lines(report)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import operator
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +52,8 @@ class Task:
     """A completion that is right, by which rewards are tested. None: the column `answer` as it stands."""
     difficulty: Callable[[Example], str | None] | None = None
     """What makes examples alike to a curriculum, which learns how often each kind succeeds."""
+    worked: Callable[[Example, random.Random], str | None] | None = None
+    """An answer to imitate in a warm start, or None where an example has none. None: the gold."""
     perfect: float | None = None
     """The reward of an answer with nothing left to improve; each one is kept to read."""
     tools: Sequence[Callable[..., Any]] = ()
@@ -63,8 +66,6 @@ class Task:
             raise ConfigError(
                 f"task {self.name}: prompt must be a function of an example; got {self.prompt!r}"
             )
-        if self.tools:
-            raise ConfigError(f"task {self.name}: tools are not supported yet by `train`")
         self.check_rewards()
         if not isinstance(self.examples, Stream):
             rows = as_examples(self.examples, source=f"task {self.name}: examples")

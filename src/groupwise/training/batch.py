@@ -13,7 +13,7 @@ from groupwise.errors import InvariantError
 from groupwise.invariants import check_disjoint
 from groupwise.records import Example, Group, Sample
 from groupwise.rewards.score import score_group
-from groupwise.rollout.collect import Codec, Generate, collect
+from groupwise.rollout.collect import Codec, Generate, Tools, collect
 from groupwise.tasks import Split, Task
 from groupwise.training.curriculum import NOTHING_KNOWN, Rates, check_kinds, choose, updated
 
@@ -35,6 +35,8 @@ class Batch:
     """Training examples that the curriculum did not ask."""
     rollout_seconds: float
     reward_seconds: float
+    tool_seconds: float = 0.0
+    """Of the rollouts' time, what tools took; beside the generator it may overlap."""
 
     @property
     def drawn(self) -> tuple[Group, ...]:
@@ -53,6 +55,7 @@ class Collector:
         self.engine = engine
         if config.rollout.curriculum > 1:
             check_kinds(task, split)
+        self.tools = Tools.of(task.tools, config.tools)
         self.held_out = {task.asks(example) for example in split.held_out}
 
     def collect(self, step: int, *, cursor: int, rates: Rates = NOTHING_KNOWN) -> Batch:
@@ -87,6 +90,7 @@ class Collector:
             passed_over=passed_over,
             rollout_seconds=times.rollout,
             reward_seconds=times.reward,
+            tool_seconds=times.tools,
         )
 
     def samples(self, batch: Batch) -> tuple[list[Sample], int, int]:
@@ -121,8 +125,11 @@ class Collector:
             group_size=self.config.rollout.group_size,
             # The count tells apart one example drawn in two rounds of a step.
             seed_parts=(self.config.run.seed, "train", step, len(drawn)),
+            tools=self.tools,
         )
         answered = time.perf_counter()
+        if self.tools is not None:
+            times.tools += self.tools.toolbox.seconds_since_asked()
         scored: list[Group] = []
         for group in groups:
             scored.append(self._score(group))
@@ -153,6 +160,7 @@ class Times:
 
     rollout: float = 0.0
     reward: float = 0.0
+    tools: float = 0.0
 
 
 def check_failures(batch: Batch, *, limit: float) -> None:

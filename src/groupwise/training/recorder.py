@@ -100,11 +100,12 @@ class Recorder:
         write_atomically(self.folder.stats, json.dumps(stats, indent=1))
         self.display.finish(summary)
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, *, command: str) -> None:
         """Note why the run did not come to its end."""
         logger.error("stopped by %s: %s", type(error).__name__, error)
         if isinstance(error, KeyboardInterrupt):
-            self.display.message(f"stopped at once; groupwise train --resume {self.folder.path} goes on")
+            resume = f"groupwise {command} --resume {self.folder.path}"
+            self.display.message(f"stopped at once; {resume} goes on")
 
     def close(self) -> None:
         self.resources.close()
@@ -114,5 +115,6 @@ def sample_rows(batch: Batch) -> list[dict[str, Any]]:
     """Return an answer to each of the first prompts, to read."""
     rollouts = [group.rollouts[0] for group in batch.drawn[:SAMPLE_ROWS]]
     return [
-        {"prompt": as_text(r), "text": r.text, "reward": r.reward, "error": r.error or ""} for r in rollouts
+        {"prompt": as_text(r), "text": r.transcript, "reward": r.reward, "error": r.error or ""}
+        for r in rollouts
     ]

@@ -1,16 +1,15 @@
-"""Worked Countdown answers to imitate: they teach format and arithmetic, not judgement.
+"""Worked answers to Countdown puzzles, for a warm start: thinking that tries a few ways, then an answer.
 
-Each tries a few ways in its thinking and then answers with the last, right or wrong. Ways that fail are
-tried in alphabetical order, so that the last one tells what is left to try; a small model cannot remember
-them all and would repeat itself.
+They teach format and arithmetic, not judgement: the answer is the last way tried, right or wrong. Ways that
+fail are tried in alphabetical order, so that the last one tells what is left to try; a small model cannot
+remember them all and would repeat itself.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import NamedTuple
-
-from groupwise.records import Example
 
 HIGHEST = 200
 """Results beyond this hardly ever lead to a target of at most 100, and are the hardest to work out."""
@@ -27,7 +26,7 @@ class Attempt(NamedTuple):
     value: int
 
 
-def attempt(rng: random.Random, numbers: list[int]) -> Attempt:
+def attempt(rng: random.Random, numbers: Sequence[int]) -> Attempt:
     """Combine the numbers at random, keeping every result a whole number from 1 to `HIGHEST`."""
     pool = [(number, str(number)) for number in numbers]
     lines = []
@@ -39,7 +38,8 @@ def attempt(rng: random.Random, numbers: list[int]) -> Attempt:
         results = {"+": a + b, "*": a * b, "-": a - b}
         if a % b == 0:
             results["/"] = a // b
-        operator, value = rng.choice([(o, value) for o, value in results.items() if 0 < value <= HIGHEST])
+        possible = [(o, value) for o, value in results.items() if 0 < value <= HIGHEST]
+        operator, value = rng.choice(possible or [("+", a + b)])
         lines.append(f"{a}{operator}{b}={value}")
         pool.append((value, f"({left}{operator}{right})"))
     value, expression = pool[0]
@@ -47,14 +47,13 @@ def attempt(rng: random.Random, numbers: list[int]) -> Attempt:
 
 
 def worked_answer(
-    rng: random.Random, example: Example, *, patience: list[float], insight: float
+    rng: random.Random, numbers: Sequence[int], target: int, *, patience: Sequence[float], insight: float
 ) -> str | None:
     """Thinking that tries a few ways, then the last one as the answer: often right, often given up too early.
 
     `patience` weighs how many ways are tried at most, all different; each works with a chance of `insight`,
     and the one that works ends it. None for a puzzle that has no solution within `HIGHEST`.
     """
-    numbers, target = list(example["numbers"]), example["target"]
     most = rng.choices(range(1, len(patience) + 1), patience)[0]
     tried: dict[str, Attempt] = {}
     works = False
