@@ -123,7 +123,7 @@ def test_a_turn_goes_on_from_what_the_cache_has_and_writes_the_same(
     reused = converse(Engine(small_policy, EngineConfig(**settings)), asked, turns=3, told=True)
     assert len(reused.answers) == 6 * 3
     same_answers(reused, fresh)
-    assert sum(map(sum, computed)) <= in_full  # with little room, all is computed again
-    if "kv_tokens" not in settings:
+    assert sum(map(sum, computed)) <= in_full  # with little room, some is computed again
+    if settings in ({}, {"block_size": 4}):
         # Three prompts whole; then each turn computes what was read, and the last token that was written.
         assert sum(map(sum, computed)) == 5 + 16 + 37 + 6 * 2 * (len(TOOL) + 1)
