@@ -11,7 +11,7 @@ from groupwise.config import read_config
 from groupwise.errors import ConfigError
 from groupwise.evaluate.breakdown import question
 from groupwise.evaluate.command import evaluate_command
-from groupwise.evaluate.report_lines import report_lines
+from groupwise.evaluate.report_lines import kind_lines, report_lines
 from groupwise.evaluate.suite import BENCHMARKS, benchmark_named, source_of
 from groupwise.evaluate.unseen import unseen
 from groupwise.evaluate.votes import ballots, majority
@@ -61,6 +61,16 @@ def test_a_question_is_broken_down():
     assert (found.truth, found.greedy, found.greedy_right) == ("2", "3", False)
     assert (found.right, found.formatted, found.majority_right) == (2, 3, True)
     assert dict(found.votes) == {"2": 2, "3": 1}
+    assert found.kind is None
+
+
+def test_kinds_of_questions_are_set_beside_each_other_the_easiest_first():
+    rows = [{"kind": "hard", "right": 0}, {"kind": "easy", "right": 4}, {"kind": "hard", "right": 1}]
+    assert list(kind_lines(rows, samples=4)) == [
+        "    easy                        100.0 % of 1",
+        "    hard                         12.5 % of 2",
+    ]
+    assert list(kind_lines(rows[:1], samples=4)) == []
 
 
 def test_every_benchmark_has_a_task_that_says_how_to_vote_and_what_the_format_is():
