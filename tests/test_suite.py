@@ -143,16 +143,23 @@ def test_rows_of_a_stream_that_were_drawn_are_left_out():
 
 
 def test_a_run_is_not_measured_on_rows_it_trained_on(tmp_path):
-    rows = [{"question": f"{n} + 1?", "answer": f"{n + 1}"} for n in range(20)]
+    rows = [{"asked": f"{n} + 1?", "answer": f"{n + 1}"} for n in range(20)]
     data = tmp_path / "rows.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)))
-    words = ["task.name=gsm8k", f"task.data={data}", "run.max_steps=1", "rollout.prompts=2",
-             "rollout.group_size=2", "evaluate.skip=true", "track.trackers=[]", f"run.output_dir={tmp_path}",
+    words = ["task.name=gsm8k", f"task.data={data}", "task.columns={question: asked}", "run.max_steps=1",
+             "rollout.prompts=2", "rollout.group_size=2", "evaluate.skip=true", "track.trackers=[]", f"run.output_dir={tmp_path}",
              "run.name=run", *SHORT]  # fmt: skip
     run = train(read_config(overrides=words))
     (report,) = evaluate_command(str(run), data=str(data), samples=2)
     assert (report["prompts"], report["left_out"]) == (4, 16)  # a fifth was held out
     assert "  16 examples were left out: the run was trained on them" in report_lines(report)
+    # A benchmark has columns of its own, and may hold a row that was trained on.
+    trained = {row["asked"] for row in rows} - {question["asked"] for question in report["questions"]}
+    asked = [{"question": one, "answer": "1"} for one in ("new?", min(trained))]
+    (tmp_path / "gsm8k_test.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    overrides = [f"evaluate.data_dir={tmp_path}"]
+    (report,) = evaluate_command(str(run), benchmarks=["gsm8k"], samples=2, overrides=overrides)
+    assert [question["asked"] for question in report["questions"]] == ["new?"]
 
 
 def test_strategies_are_measured_beside_the_rest():
