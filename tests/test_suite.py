@@ -147,8 +147,8 @@ def test_a_run_is_not_measured_on_rows_it_trained_on(tmp_path):
     data = tmp_path / "rows.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)))
     words = ["task.name=gsm8k", f"task.data={data}", "task.columns={question: asked}", "run.max_steps=1",
-             "rollout.prompts=2", "rollout.group_size=2", "evaluate.skip=true", "track.trackers=[]", f"run.output_dir={tmp_path}",
-             "run.name=run", *SHORT]  # fmt: skip
+             "rollout.prompts=2", "rollout.group_size=2", "evaluate.skip=true", "track.trackers=[]",
+             f"run.output_dir={tmp_path}", "run.name=run", *SHORT]  # fmt: skip
     run = train(read_config(overrides=words))
     (report,) = evaluate_command(str(run), data=str(data), samples=2)
     assert (report["prompts"], report["left_out"]) == (4, 16)  # a fifth was held out
