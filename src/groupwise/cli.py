@@ -176,9 +176,11 @@ def evaluate(
     data: Annotated[str | None, typer.Option(help="Examples from a file or a Hugging Face dataset.")] = None,
     benchmark: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="gsm8k, math500 or countdown; repeatable. From the hub, or:"),
+        typer.Option(metavar="NAME", help="gsm8k, math500 or countdown; repeatable."),
     ] = None,
-    data_dir: Annotated[str | None, typer.Option(help="The folder with the benchmarks' files.")] = None,
+    data_dir: Annotated[
+        str | None, typer.Option(help="Read benchmarks from this folder, not from the hub.")
+    ] = None,
     samples: Annotated[
         int | None, typer.Option(help="Sampled answers to each prompt (avg@k, maj@k, pass@k).")
     ] = None,
