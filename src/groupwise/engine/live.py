@@ -82,6 +82,12 @@ class LiveEngine:
         running = len(self.scheduler.running)
         return running, sum(self._open.copy().values()) - running
 
+    @property
+    def jobs(self) -> frozenset[Job]:
+        """Everything under way or waiting."""
+        with self._changed:
+            return frozenset(self._open)
+
     def start(self) -> None:
         self._thread.start()
 
