@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from groupwise.commands.chat import chat
+from groupwise.commands.doctor import doctor
 from groupwise.commands.merge import merge
 from groupwise.commands.quantize import quantize
 from groupwise.commands.serve import serve
@@ -165,6 +166,7 @@ def training_config(
 
 app.command(epilog="Anything else is set as section.key=value, such as optim.schedule=cosine.")(sft)
 app.command(epilog="Anything else is set as section.key=value, such as model.dtype=bfloat16.")(chat)
+app.command()(doctor)
 app.command()(merge)
 app.command()(quantize)
 app.command(epilog="Anything else is set as section.key=value, such as model.dtype=bfloat16.")(serve)
