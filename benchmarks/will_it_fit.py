@@ -4,8 +4,8 @@
     python benchmarks/will_it_fit.py --grid gpu --json will_it_fit_gpu.json
 
 Each case is a process of its own that trains two steps on answers of full length (random weights do not know
-how to end one) after `groupwise doctor` has said what a step will take. Memory is what the metrics report: the
-most that the process held on a CPU, the most that torch had allocated on a GPU. `--quick`: two small cases.
+how to end one) after `groupwise doctor` has said what a step will take. Memory is what the metrics report:
+the most that the process held on a CPU, that torch had allocated on a GPU. `--quick`: two small cases.
 """
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """A weight in nf4: four bits, and for every 64 of them a scale of eight, themselves scaled by 256."""
 CUDA_CONTEXT = 0
 """Counted in no figure: torch.cuda.max_memory_allocated leaves the context out, about 0.5 GB."""
+CHUNKS_LEFT = 12
+"""Chunks of logits whose memory a CPU's heap does not use again, being in pieces by then: measured."""
 CPU_PASS, GPU_PASS = 4096, 32768
 """Most tokens of one pass of the update, where the settings do not say."""
 
@@ -149,10 +151,13 @@ def updating_parts(
     tokens = min(step, pass_tokens(config, shape, size, place))
     kept = activation_numbers(config, shape)
     yield Part(name="activations", bytes=tokens * kept * size, generating=False)
-    # A layer that is differentiated has its vectors' gradients beside it; a chunk of logits is there thrice.
+    # A layer that is differentiated has its vectors' gradients beside it.
     layer = layer_numbers(shape) if config.model.gradient_checkpointing else 0
-    passing = tokens * (layer + 4 * shape.width + 3 * shape.inner) * size + 3 * 4 * CHUNK_LOGITS
+    passing = tokens * (layer + 4 * shape.width + 3 * shape.inner) * size
     yield Part(name="backward pass", bytes=passing, generating=False)
+    answers = tokens * rollout.group_size * rollout.max_tokens * rollout.prompts / step
+    chunks = min(answers * shape.vocabulary / CHUNK_LOGITS, CHUNKS_LEFT if place.kind == "cpu" else 3)
+    yield Part(name="logits", bytes=chunks * 4 * CHUNK_LOGITS, generating=False)
 
 
 def pass_tokens(config: Config, shape: Shape, size: int, place: Place) -> int:
