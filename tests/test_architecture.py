@@ -171,7 +171,7 @@ def test_zip_says_whether_lengths_must_agree(module):
 SECTIONS = get_type_hints(Config)
 SETTINGS = [f"{section}.{field.name}" for section, cls in SECTIONS.items() for field in fields(cls)]
 SECTION_OF_CLASS = {cls.__name__: section for section, cls in SECTIONS.items()}
-OBJECTS = {"model", "task", "run", "engine", "rollout"}
+OBJECTS = {"model", "task", "run", "engine", "rollout", "tools"}
 """Sections whose name, as a plain variable, more likely is the model, task or run itself."""
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from groupwise.config.checks import between, one_of
 from groupwise.config.model import TINY, LoraConfig, ModelConfig
 from groupwise.config.surroundings import EngineConfig, EvaluateConfig, RunConfig, SftConfig, TrackConfig
+from groupwise.config.tools import ToolsConfig
 from groupwise.errors import ConfigError
 from groupwise.records import Sampling
 
@@ -31,6 +32,7 @@ __all__ = [
     "RunConfig",
     "SftConfig",
     "TaskConfig",
+    "ToolsConfig",
     "TrackConfig",
 ]
 
@@ -88,12 +90,15 @@ class RolloutConfig:
     """Strings that end an answer."""
     refill: int = 1
     """Rounds of fresh prompts that may replace groups without signal, in each step."""
+    curriculum: int = 1
+    """Candidates for each prompt, of which those of medium success so far are asked. 1: all are."""
 
     def __post_init__(self) -> None:
         between("rollout.prompts", self.prompts, 1)
         between("rollout.group_size", self.group_size, 2)
         between("rollout.max_tokens", self.max_tokens, 1)
         between("rollout.refill", self.refill, 0)
+        between("rollout.curriculum", self.curriculum, 1)
         if self.temperature <= 0:
             raise ConfigError(
                 f"rollout.temperature must be positive, greedy groups have no variety; got {self.temperature}"
@@ -223,6 +228,7 @@ class Config:
     lora: LoraConfig = field(default_factory=LoraConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    tools: ToolsConfig = field(default_factory=ToolsConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

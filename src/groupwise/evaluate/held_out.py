@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
+from groupwise.evaluate.breakdown import Question, question_by_question
 from groupwise.evaluate.statistics import (
     Difference,
     Interval,
@@ -16,7 +18,7 @@ from groupwise.evaluate.statistics import (
 )
 from groupwise.records import Example, Group, Rollout, Sampling
 from groupwise.rewards.score import score_group
-from groupwise.rollout.collect import Codec, Generate, collect
+from groupwise.rollout.collect import Codec, Generate, Tools, collect
 from groupwise.tasks.task import Task
 
 
@@ -36,8 +38,16 @@ class Evaluation:
     """Answers that could not be scored; they count as wrong."""
     length: float
     """Mean tokens of a sampled answer."""
+    majority_right: tuple[bool, ...] = ()
+    """For each example, whether most of its sampled answers agree on the right one."""
+    formatted: tuple[int, ...] = ()
+    """For each example, how many of its sampled answers have the form asked for; empty: none was."""
+    rewards: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Each reward by name: for each example, its mean over the sampled answers that have it, else 0."""
     answers: tuple[Group, ...] = ()
     """The greedy answers, to read; not kept in JSON."""
+    questions: tuple[Question, ...] = ()
+    """Everything example by example, to read; not read back from JSON."""
 
     @property
     def averages(self) -> list[float]:
@@ -52,13 +62,33 @@ class Evaluation:
             f"pass@{self.samples}": mean_interval(passing),
         }
 
+    def details(self) -> dict[str, Interval]:
+        """Return what is measured besides accuracy: the majority's, and keeping to the form."""
+        found: dict[str, Interval] = {}
+        if self.majority_right:
+            right = sum(self.majority_right)
+            found[f"maj@{self.samples}"] = wilson(right, len(self.majority_right))
+        if self.formatted:
+            found["format"] = mean_interval([count / self.samples for count in self.formatted])
+        return found
+
     def metrics(self) -> dict[str, float]:
         values: dict[str, float] = {}
-        for name, interval in self.intervals().items():
+        for name, interval in {**self.intervals(), **self.details()}.items():
             values[f"eval/{name}"] = interval.mean
             values[f"eval/{name}_low"] = interval.low
             values[f"eval/{name}_high"] = interval.high
+        for name, by_example in self.rewards.items():
+            values[f"eval/reward/{name}"] = fmean(by_example)
         return {**values, "eval/failed": float(self.failed), "eval/length": self.length}
+
+    def reward_intervals(self) -> dict[str, Interval]:
+        """Of every reward that lies between 0 and 1."""
+        return {
+            name: mean_interval(values)
+            for name, values in self.rewards.items()
+            if values and min(values) >= 0 and max(values) <= 1
+        }
 
     def summary(self) -> str:
         return " · ".join(f"{name} {interval}" for name, interval in self.intervals().items())
@@ -71,6 +101,10 @@ class Evaluation:
             "examples": list(self.examples),
             "greedy_right": [int(right) for right in self.greedy_right],
             "sampled_right": list(self.sampled_right),
+            "majority_right": [int(right) for right in self.majority_right],
+            "formatted": list(self.formatted),
+            "rewards": {name: list(values) for name, values in self.rewards.items()},
+            "questions": [asdict(question) for question in self.questions],
         }
 
     @classmethod
@@ -79,9 +113,12 @@ class Evaluation:
             examples=tuple(record["examples"]),
             greedy_right=tuple(bool(right) for right in record["greedy_right"]),
             sampled_right=tuple(record["sampled_right"]),
+            majority_right=tuple(bool(right) for right in record.get("majority_right", ())),
+            formatted=tuple(record.get("formatted", ())),
             samples=record["samples"],
             failed=int(record["eval/failed"]),
             length=record["eval/length"],
+            rewards={name: tuple(values) for name, values in record.get("rewards", {}).items()},
         )
 
 
@@ -95,6 +132,7 @@ def evaluate(
     samples: int,
     seed: int,
     seconds: float,
+    tools: Tools | None = None,
 ) -> Evaluation:
     """Answer every example once greedily and `samples` times as in training, and score the answers.
 
@@ -110,6 +148,7 @@ def evaluate(
             sampling=how,
             group_size=count,
             seed_parts=(seed, "evaluate"),
+            tools=tools,
         )
         return [
             score_group(group, rewards=task.rewards, weights=task.weights, seconds=seconds)
@@ -119,15 +158,29 @@ def evaluate(
     greedy = answers(replace(sampling, temperature=0.0), 1)
     sampled = answers(sampling, samples)
     drawn = [rollout for group in sampled for rollout in group.rollouts]
+    questions = question_by_question(task, greedy, sampled)
     return Evaluation(
         examples=tuple(example.fingerprint for example in examples),
-        greedy_right=tuple(task.is_right(group.rollouts[0]) for group in greedy),
-        sampled_right=tuple(sum(map(task.is_right, group.rollouts)) for group in sampled),
+        greedy_right=tuple(question.greedy_right for question in questions),
+        sampled_right=tuple(question.right for question in questions),
+        majority_right=tuple(question.majority_right for question in questions) if task.predicted else (),
+        formatted=tuple(question.formatted for question in questions) if task.format else (),
         samples=samples,
         failed=sum(r.error is not None for group in (*greedy, *sampled) for r in group.rollouts),
         length=sum(rollout.length for rollout in drawn) / len(drawn),
+        rewards=mean_rewards(sampled),
         answers=tuple(greedy),
+        questions=tuple(questions),
     )
+
+
+def mean_rewards(groups: Sequence[Group]) -> dict[str, tuple[float, ...]]:
+    """Return each reward's mean over the members of each group; a failed member counts as 0."""
+    names = dict.fromkeys(name for group in groups for rollout in group.rollouts for name in rollout.rewards)
+    return {
+        name: tuple(fmean(rollout.rewards.get(name, 0.0) for rollout in group.rollouts) for group in groups)
+        for name in names
+    }
 
 
 def compare(before: Evaluation, after: Evaluation) -> dict[str, Difference]:
@@ -147,6 +200,8 @@ def compare(before: Evaluation, after: Evaluation) -> dict[str, Difference]:
     changes = {"greedy": change(before.greedy_right, after.greedy_right)}
     if before.samples == after.samples:
         changes[f"avg@{after.samples}"] = change(before.averages, after.averages)
+        for name in before.rewards.keys() & after.rewards.keys():
+            changes[f"reward/{name}"] = change(before.rewards[name], after.rewards[name])
     return changes
 
 
@@ -161,7 +216,7 @@ def transcript(rollout: Rollout, *, right: bool) -> str:
     rewards = ", ".join(f"{name} {value:g}" for name, value in rollout.rewards.items())
     verdict = "right" if right else f"wrong ({rollout.error})" if rollout.error else "wrong"
     return (
-        f"{as_text(rollout)}\n--- answer\n{rollout.text}\n"
+        f"{as_text(rollout)}\n--- answer\n{rollout.transcript}\n"
         f"--- {verdict}; {rewards or 'no reward'}; ended by {rollout.finish}\n"
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from groupwise.errors import ConfigError
 from groupwise.model.interface import Layout
 from groupwise.model.lora import base_of, effective_weight, is_adapted
 from groupwise.model.quantized import is_quantized
+from groupwise.model.template import between_turns, render
 from groupwise.records import Message
 
 
@@ -172,21 +174,33 @@ class Policy:
         """Trained parameters by name, in a stable order; tied weights once."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def encode(self, prompt: str | Sequence[Message]) -> tuple[int, ...]:
+    def encode(
+        self, prompt: str | Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[int, ...]:
         """Tokens of a prompt: through the chat template when there is one.
 
-        A last message of role assistant is a beginning that the policy continues.
+        A last message of role assistant is a beginning that the policy continues. `tools`: schemas of the
+        functions that it may call.
         """
         if self.tokenizer.chat_template is None:
+            if tools:
+                raise ConfigError("the model has no chat template: it cannot be given tools")
             text = prompt if isinstance(prompt, str) else "\n".join(str(m["content"]) for m in prompt)
             return tuple(self.tokenizer(text)["input_ids"])
         messages: list[Message] = (
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         )
-        prefilled = messages[-1]["role"] == "assistant"
-        text = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=not prefilled, continue_final_message=prefilled
-        )
+        return self._tokens(render(self.tokenizer, messages, tools=tools))
+
+    def encode_results(self, results: Sequence[str], *, prefill: str, ended: bool) -> tuple[int, ...]:
+        """Tokens from the end of a turn to the beginning of the next: what tools answered, and the glue.
+
+        `ended`: the turn has its end token; one that was stopped gets it here, untrained.
+        """
+        text = between_turns(self.tokenizer, results, prefill=prefill)
+        return self._tokens(text if ended else self.tokenizer.eos_token + text)
+
+    def _tokens(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, tokens: Sequence[int]) -> str:

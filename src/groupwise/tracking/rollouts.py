@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ SCHEMA = pa.schema(
         "member": pa.int32(),
         "prompt": pa.string(),  # JSON: a list of messages, or a string
         "text": pa.string(),
+        "turns": pa.string(),  # JSON: text and calls of each turn; empty for a task without tools
         "tokens": pa.list_(pa.int32()),
         "trained": pa.list_(pa.bool_()),
         "logprobs": pa.list_(pa.float32()),
@@ -34,7 +36,11 @@ SCHEMA = pa.schema(
         "example": pa.string(),  # JSON: the columns
     }
 )
-COPIED = [name for name in SCHEMA.names if name in field_names(Rollout) and name not in ("prompt", "rewards")]
+COPIED = [
+    name
+    for name in SCHEMA.names
+    if name in field_names(Rollout) and name not in ("prompt", "rewards", "turns")
+]
 """Columns that are fields of a Rollout as they are."""
 
 
@@ -53,6 +59,7 @@ def read_rollouts(path: Path) -> list[dict[str, Any]]:
         row["prompt"] = json.loads(row["prompt"])
         row["example"] = json.loads(row["example"])
         row["rewards"] = dict(row["rewards"])
+        row["turns"] = json.loads(row["turns"])
     return found
 
 
@@ -72,6 +79,7 @@ def rows(step: int, groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
                 "step": step,
                 "group": index,
                 "prompt": as_json(rollout.prompt),
+                "turns": as_json([asdict(turn) for turn in rollout.turns]),
                 "rewards": list(rollout.rewards.items()),
                 "example": example,
                 **{name: getattr(rollout, name) for name in COPIED},

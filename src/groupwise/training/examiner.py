@@ -11,7 +11,7 @@ from groupwise.evaluate.saved import read_evaluation, write_evaluation
 from groupwise.invariants import check_undisturbed
 from groupwise.model.policy import Policy
 from groupwise.records import Example
-from groupwise.rollout.collect import Generate
+from groupwise.rollout.collect import Generate, Tools
 from groupwise.tasks import Task
 from groupwise.tracking.run_folder import RunFolder, step_name
 from groupwise.training.state import Optimizing, State, fingerprint
@@ -37,6 +37,7 @@ class Examiner:
         self.examples = () if config.evaluate.skip else examples
         self.codec = codec
         self.engine = engine
+        self.tools = Tools.of(task.tools, config.tools)
         self.folder = folder
         self.before: Evaluation | None = None
         self.after: Evaluation | None = None
@@ -68,6 +69,7 @@ class Examiner:
             samples=self.config.evaluate.samples,
             seed=self.config.run.seed,
             seconds=self.config.task.reward_seconds,
+            tools=self.tools,
         )
         check_undisturbed(untouched, fingerprint(self.codec, learner))
         about: dict[str, object] = {"step": step, "seed": self.config.run.seed}
@@ -77,5 +79,5 @@ class Examiner:
             about["change"] = {name: asdict(change) for name, change in compare(self.before, result).items()}
         if step in ends and step > 0:
             self.after = result
-        write_evaluation(self.folder, ends.get(step, step_name(step)), result, about=about)
+        write_evaluation(self.folder.evaluations, ends.get(step, step_name(step)), result, about=about)
         return result
