@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from groupwise.config import Config
-from groupwise.engine.runner import PREFILL_TOKENS
+from groupwise.engine.prefill import PREFILL_TOKENS
 from groupwise.model.logprobs import CHUNK_LOGITS
 from groupwise.training.shape import Shape
 
