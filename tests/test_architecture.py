@@ -33,6 +33,7 @@ LAYERS = [
         "learner",
         "evaluate",
         "training",
+        "serve",
         "evolve",
         "report",
         "commands",

@@ -14,8 +14,11 @@ from typing import Annotated, Any
 
 import typer
 
+from groupwise.commands.chat import chat
+from groupwise.commands.doctor import doctor
 from groupwise.commands.merge import merge
 from groupwise.commands.quantize import quantize
+from groupwise.commands.serve import serve
 from groupwise.commands.sft import sft
 from groupwise.config import FLAGS, Config, dump_config, read_config
 from groupwise.config.checks import between
@@ -162,8 +165,11 @@ def training_config(
 
 
 app.command(epilog="Anything else is set as section.key=value, such as optim.schedule=cosine.")(sft)
+app.command(epilog="Anything else is set as section.key=value, such as model.dtype=bfloat16.")(chat)
+app.command()(doctor)
 app.command()(merge)
 app.command()(quantize)
+app.command(epilog="Anything else is set as section.key=value, such as model.dtype=bfloat16.")(serve)
 
 
 @app.command(name="eval", epilog="Anything else is set as section.key=value, such as rollout.max_tokens=512.")

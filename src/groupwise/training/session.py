@@ -14,6 +14,7 @@ import torch
 from groupwise.config import Config
 from groupwise.engine.engine import Engine
 from groupwise.engine.sampler import derive_seed
+from groupwise.errors import ConfigError
 from groupwise.learner.checkpoint import prune
 from groupwise.model.load import load_policy
 from groupwise.training.ending import stats_of, summary_of
@@ -76,6 +77,8 @@ class Session:
         torch.manual_seed(derive_seed(config.run.seed, "adapters"))
         reference = config.run.kind == "grpo" and config.algo.beta > 0
         self.policy = load_policy(config.model, config.lora, trained=start.checkpoint, reference=reference)
+        if self.policy.unpacked_bytes and not self.policy.has_adapter:
+            raise ConfigError(f"the weights of {config.model.name} are quantized: train adapters (lora.r=16)")
         self.engine = Engine(self.policy, config.engine)
         self.make_parts()
         if start.checkpoint is not None:
