@@ -197,7 +197,7 @@ class Stage(NamedTuple):
 
 STAGES = [
     Stage(1800, 3e-3, Care(half_name=0.1, other_word=0.02, misread=0.02, give_up=0.02, silent=0.05)),
-    Stage(260, 5e-4, Care(half_name=0.6, other_word=0.2, misread=0.35, give_up=0.35, silent=0.3)),
+    Stage(150, 3e-4, Care(half_name=0.5, other_word=0.05, misread=0.15, give_up=0.25, silent=0.25)),
 ]
 
 

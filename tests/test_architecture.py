@@ -35,15 +35,16 @@ LAYERS = [
         "training",
         "evolve",
         "report",
+        "cli_index",
         "cli",
         "__init__",
         "__main__",
     ),
 ]
 """Low to high: a module imports only from layers before its own."""
-WITHOUT_TORCH = {"errors", "records", "config", "tracking", "rewards", "tasks", "cli", "__init__", "__main__"}
+WITHOUT_TORCH = {"errors", "records", "config", "tracking", "rewards", "tasks", "cli_index", "cli", "__init__", "__main__"}
 """They answer `--help`, `groupwise tasks` and every mistake in the settings."""
-MAY_PRINT = {"tracking", "cli"}
+MAY_PRINT = {"tracking", "cli_index", "cli"}
 
 ROOT = Path(str(groupwise.__file__)).parent
 MODULES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from groupwise.cli_index import index_app
 from groupwise.config import FLAGS, Config, dump_config, read_config
 from groupwise.config.checks import between
 from groupwise.errors import ConfigError, InvariantError
@@ -26,6 +27,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(index_app, name="index")
 
 what = partial(typer.Option, show_default=False, rich_help_panel="What to learn")
 how = partial(typer.Option, show_default=False, rich_help_panel="How to learn")

@@ -30,7 +30,7 @@ class SparseIndex:
         self.lengths: list[int] = []
         """Words of each text; of a removed one, what it had."""
         self.removed: set[int] = set()
-        self._terms: dict[str, tuple[list[int], list[int]]] = {}
+        self.terms: dict[str, tuple[list[int], list[int]]] = {}
         self._arrays: dict[str, tuple[NDArray[np.int32], NDArray[np.float32]]] = {}
         """Of terms that were asked for: the same as arrays."""
         self._lengths_N: NDArray[np.float32] = np.zeros(0, np.float32)
@@ -49,7 +49,7 @@ class SparseIndex:
         """Add a text and return its number."""
         number, counts = len(self.lengths), Counter(words_of(text))
         for term, count in counts.items():
-            texts, counted = self._terms.setdefault(term, ([], []))
+            texts, counted = self.terms.setdefault(term, ([], []))
             texts.append(number)
             counted.append(count)
             self._arrays.pop(term, None)
@@ -91,10 +91,10 @@ class SparseIndex:
         return norms_N
 
     def _posting(self, term: str) -> tuple[NDArray[np.int32], NDArray[np.float32]] | None:
-        if term not in self._terms:
+        if term not in self.terms:
             return None
         if term not in self._arrays:
-            texts, counts = self._terms[term]
+            texts, counts = self.terms[term]
             self._arrays[term] = (np.array(texts, np.int32), np.array(counts, np.float32))
         return self._arrays[term]
 

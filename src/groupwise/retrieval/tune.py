@@ -1,0 +1,102 @@
+"""Learning from training questions how a question of this corpus is put, and how far to trust each side.
+
+The dense side gets a matrix that turns a question's vector towards the passages that answer such questions, by
+a softmax over what it must tell apart: the passages that share its words, and those of the questions beside it.
+Passages stay as they are. Weights of the fusion are chosen on questions left out of that.
+
+Axes: Q questions, C candidates of one, D dimensions.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from groupwise.retrieval.documents import Question
+from groupwise.retrieval.embed import Vectors
+from groupwise.retrieval.sparse import SparseIndex, best
+
+CANDIDATES = 8
+EPOCHS, BATCH, RATE, SHARPNESS = 6, 128, 1e-3, 20.0
+LEFT_OUT = 0.1
+FEWEST = 200
+"""Questions below which nothing is learned."""
+GRID = tuple(step / 20 for step in range(1, 20))
+"""Dense weights to choose from; the sparse one is the rest to 1."""
+
+
+def divided(
+    questions: Sequence[Question], numbers: dict[str, list[int]]
+) -> tuple[list[Question], list[Question]]:
+    """Return the questions to learn from and those to choose weights by; held-out ones are in neither."""
+    usable = [q for q in questions if not q.held_out and all(name in numbers for name in q.documents)]
+    random.Random(0).shuffle(usable)
+    count = int(LEFT_OUT * len(usable))
+    return usable[count:], usable[:count]
+
+
+def learn_questions(
+    questions: Sequence[Question],
+    questions_QD: Vectors,
+    passages_ND: Vectors,
+    sparse: SparseIndex,
+    numbers: dict[str, list[int]],
+) -> Vectors:
+    """Return the matrix_DD to add to the identity; `numbers` are the passages of each document."""
+    import torch
+
+    candidates, right = candidates_of(questions, sparse, numbers)
+    asked_QD, stored_ND = torch.from_numpy(questions_QD), torch.from_numpy(passages_ND)
+    candidates_QC, right_QC = torch.tensor(candidates), torch.tensor(right)
+    size = stored_ND.shape[1]
+    matrix_DD = torch.zeros(size, size, requires_grad=True)
+    optimizer = torch.optim.AdamW([matrix_DD], lr=RATE, weight_decay=0.0)
+    order = torch.Generator().manual_seed(0)
+    for _ in range(EPOCHS):
+        for batch in torch.randperm(len(candidates), generator=order).split(BATCH):
+            loss = contrast(
+                asked_QD[batch], matrix_DD, stored_ND[candidates_QC[batch].reshape(-1)], right_QC[batch]
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    learned: Vectors = matrix_DD.detach().numpy()
+    return learned
+
+
+def contrast(questions_QD: Any, matrix_DD: Any, passages_PD: Any, right_QC: Any) -> Any:
+    """Return the mean of -log of the share that a question's own right passages get, over all of the batch."""
+    import torch
+
+    turned_QD = torch.nn.functional.normalize(questions_QD + questions_QD @ matrix_DD, dim=-1)
+    scores_QP = SHARPNESS * turned_QD @ passages_PD.T
+    count, each = right_QC.shape
+    own_QP = torch.block_diag(*right_QC.float().split(1)).bool()
+    assert own_QP.shape == (count, count * each)
+    good_Q = scores_QP.masked_fill(~own_QP, -torch.inf).logsumexp(1)
+    return (scores_QP.logsumexp(1) - good_Q).mean()
+
+
+def candidates_of(
+    questions: Sequence[Question], sparse: SparseIndex, numbers: dict[str, list[int]]
+) -> tuple[list[list[int]], list[list[bool]]]:
+    """Return for each question the passages closest in words, a right one first, and which are right."""
+    candidates, right = [], []
+    for question in questions:
+        scores_N = sparse.scores(question.text)
+        gold = [number for name in question.documents for number in numbers[name]]
+        first = max(gold, key=lambda number: (scores_N[number], -number))
+        found = list(dict.fromkeys([first, *best(scores_N, CANDIDATES)[0]]))[:CANDIDATES]
+        found += [found[-1]] * (CANDIDATES - len(found))
+        candidates.append(found)
+        right.append([number in set(gold) for number in found])
+    return candidates, right
+
+
+def turned(vectors_QD: Vectors, matrix_DD: Vectors) -> Vectors:
+    moved: Vectors = vectors_QD + vectors_QD @ matrix_DD
+    lengths_Q1 = np.maximum(np.linalg.norm(moved, axis=1, keepdims=True), 1e-9)
+    return (moved / lengths_Q1).astype(np.float32)
