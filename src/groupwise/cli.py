@@ -84,7 +84,7 @@ def train(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="TASK_FILE|SECTION.KEY=VALUE", help="A Python file with a `task`; any settings."
+            metavar="TASK|SECTION.KEY=VALUE", help="A task, built in or a Python file; any settings."
         ),
     ] = None,
     config: Annotated[Path | None, start(help="Settings from a YAML file.")] = None,
@@ -139,13 +139,14 @@ def train(
 def training_config(
     words: Sequence[str], *, config: Path | None, resume: Path | None, flags: dict[str, Any]
 ) -> Config:
-    """Sort the free words into a task file and overrides, and read the settings they add up to."""
+    """Sort the free words into a task and overrides, and read the settings they add up to."""
     overrides = [word for word in words if "=" in word]
-    files = [word for word in words if "=" not in word and word.endswith(".py")]
+    # A built-in task may stand without --task; what is none of them is refused below.
+    files = [word for word in words if "=" not in word and (word.endswith(".py") or word.isidentifier())]
     for word in words:
         if word not in overrides and word not in files:
             raise ConfigError(
-                f"cannot tell what {word!r} is: a task file ends in .py, a built-in task follows --task, "
+                f"cannot tell what {word!r} is: a task file ends in .py, a built-in task is one word, "
                 "a setting is written section.key=value"
             )
     if len(files) > 1 or (files and "task" in flags):
@@ -218,7 +219,7 @@ def verify(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="TASK_FILE|SECTION.KEY=VALUE", help="A Python file with a `task`; any settings."
+            metavar="TASK|SECTION.KEY=VALUE", help="A task, built in or a Python file; any settings."
         ),
     ] = None,
     task: Annotated[str | None, typer.Option(help="A built-in task; all of them by default.")] = None,
@@ -244,6 +245,21 @@ def verify(
         failed = failed or not line.ok
         print(line.text)
     return 1 if failed else 0
+
+
+@app.command()
+def doctor(
+    template: Annotated[
+        str, typer.Option(metavar="MODEL", help="Prove that this model's chat template is append-only.")
+    ],
+) -> int:
+    """Look for trouble before it costs a run. Exit code 1: there is some."""
+    from groupwise.model.source import model_folder
+    from groupwise.model.template import template_verdict
+
+    fine, sentence = template_verdict(model_folder(template))
+    print(f"{template}: {sentence}")
+    return 0 if fine else 1
 
 
 @app.command()

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from groupwise.config.built_in import BUILT_IN, TINY, TINY_PUZZLES, TINY_SEARCH
 from groupwise.config.checks import between, one_of
-from groupwise.config.surroundings import EngineConfig, EvaluateConfig, RunConfig, TrackConfig
-from groupwise.config.tools import ToolsConfig
+from groupwise.config.surroundings import EngineConfig, EvaluateConfig, RunConfig, ToolsConfig, TrackConfig
 from groupwise.errors import ConfigError
 from groupwise.records import Sampling
 
@@ -32,18 +32,13 @@ __all__ = [
     "TrackConfig",
 ]
 
-TINY = "tiny"
-"""The name of the built-in model."""
-TINY_PUZZLES = {"numbers": 3, "largest": 50}
-"""Countdown of the size that it was made for."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Which policy to train."""
 
     name: str = TINY
-    """`tiny` (built in), a Hugging Face name, or a folder."""
+    """`tiny` or `tiny-search` (built in), a Hugging Face name, or a folder."""
     dtype: str | None = None
     """float32 or bfloat16. None: bfloat16 on a GPU, float32 on a CPU."""
     device: str | None = None
@@ -147,6 +142,7 @@ class RolloutConfig:
 
 
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "gdpo")
+COMBINATIONS = ("sum", "uniform", "std", "pca", "l2")
 LOSSES = ("grpo", "bnpo", "dapo", "dr_grpo", "gspo", "cispo")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -158,6 +154,10 @@ class AlgoConfig:
 
     advantage: str = "grpo"
     """grpo (mean, std), dr_grpo (mean), rloo (mean of the others), gdpo (each reward alone, weighted)."""
+    combine: str = "sum"
+    """How a group's rewards become one: sum (weighted), uniform, std, pca, l2: see docs/algorithms.md."""
+    mean_filter: bool = False
+    """Train only on answers whose rewards all lie on one side of their means in the group."""
     loss: str = "dapo"
     """grpo, bnpo, dapo, dr_grpo, gspo, cispo: see docs/algorithms.md."""
     clip_low: float = 0.2
@@ -184,6 +184,7 @@ class AlgoConfig:
 
     def __post_init__(self) -> None:
         one_of("algo.advantage", self.advantage, ADVANTAGES)
+        one_of("algo.combine", self.combine, COMBINATIONS)
         one_of("algo.loss", self.loss, LOSSES)
         one_of("algo.kl", self.kl, KL_ESTIMATORS)
         one_of("algo.correction", self.correction, CORRECTIONS)
@@ -278,7 +279,10 @@ class Config:
 
     def resolve(self) -> Config:
         """Replace every None that depends on other settings alone by the value it stands for."""
-        tiny = self.model.name == TINY
+        model = self.model
+        if model.name == TINY and self.task.name == "search_qa":
+            model = replace(model, name=TINY_SEARCH)
+        tiny = model.name in BUILT_IN
         rank = self.lora.r if self.lora.r is not None else (0 if tiny else 16)
         rate = self.optim.learning_rate or (1e-4 if tiny else 1e-5 if rank else 1e-6)
         minibatches = self.optim.minibatches or (min(2, self.rollout.prompts) if tiny else 1)
@@ -287,6 +291,7 @@ class Config:
             task = replace(task, options=TINY_PUZZLES)
         return replace(
             self,
+            model=model,
             lora=replace(self.lora, r=rank),
             optim=replace(self.optim, learning_rate=rate, minibatches=minibatches),
             task=task,

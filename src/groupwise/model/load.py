@@ -18,7 +18,7 @@ from groupwise.model.norms import shorten_norms
 from groupwise.model.packed import PackedLayout
 from groupwise.model.policy import Policy
 from groupwise.model.rotary import shorten_rotation
-from groupwise.model.source import TINY_FOLDER, first_line, model_folder
+from groupwise.model.source import FOLDERS, first_line, model_folder
 
 
 def load_policy(
@@ -40,7 +40,7 @@ def load_policy(
     check_attention(policy_model, name=model.name)
     shorten_passes(policy_model)
     if lora.r:
-        if source != TINY_FOLDER and not Path(model.name).expanduser().is_dir():
+        if source not in FOLDERS.values() and not Path(model.name).expanduser().is_dir():
             policy_model.name_or_path = model.name  # the adapter's files name their base as the user did
         policy_model = _with_adapter(policy_model, lora, trained)
         adapt_in_place(policy_model)

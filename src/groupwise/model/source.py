@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from groupwise.config.sections import TINY
+from groupwise.config.built_in import BUILT_IN
 from groupwise.errors import ConfigError
 
-TINY_FOLDER = Path(__file__).parent / "tiny"
+FOLDERS = {name: Path(__file__).parent / name.replace("-", "_") for name in BUILT_IN}
+TINY_FOLDER = FOLDERS["tiny"]
 
 NEEDED = {
     "config.json": ("config.json",),
@@ -27,8 +28,8 @@ def model_folder(name: str) -> Path:
 
 def local_folder(name: str) -> Path | None:
     """Return the folder of a model that is not named as on Hugging Face; raise when it lacks something."""
-    if name == TINY:
-        return TINY_FOLDER
+    if name in FOLDERS:
+        return FOLDERS[name]
     path = Path(name).expanduser()
     if path.is_dir():
         lacking = missing_files(path)
@@ -36,7 +37,7 @@ def local_folder(name: str) -> Path | None:
             raise ConfigError(f"the model folder {name} lacks {' and '.join(lacking)}")
         return path
     if path.exists() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise ConfigError(f"model.name: {name} is not a folder; give {TINY}, a folder or a Hugging Face name")
+        raise ConfigError(f"model.name: {name} is not a folder; give {' or '.join(BUILT_IN)}, a folder or a Hugging Face name")
     return None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from groupwise.errors import ConfigError
@@ -126,3 +127,23 @@ def first_difference(tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] = ())
         at = next((i for i, (a, b) in enumerate(zip(tokens, at_once, strict=False)) if a != b), len(at_once))
         return f"at token {at}: turn by turn {tokens[at : at + 5]}, at once {at_once[at : at + 5]}"
     return None
+
+
+def template_verdict(folder: Path) -> tuple[bool, str]:
+    """Tell whether the chat template in a model's folder lets a conversation with tools grow token by token."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if tokenizer.chat_template is None:
+        return False, "there is no chat template: tools and conversations are out of reach"
+    manner = "its own form" if knows_tools(tokenizer) else "the Hermes form, as user turns"
+    try:
+        difference = first_difference(tokenizer)
+    except ConfigError as error:
+        return False, str(error)
+    if difference is None:
+        return True, f"turn by turn and at once give the same tokens; tools are shown in {manner}"
+    return False, (
+        f"turn by turn differs from at once {difference}; training keeps the tokens that were sampled, "
+        "but a server that renders each conversation anew shows the model another one"
+    )

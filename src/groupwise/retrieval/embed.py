@@ -97,7 +97,8 @@ class Lsa:
         rank = min(self.dimensions, *rows_NW.shape)
         with torch.no_grad():
             directions_WD, values_D = principal_directions(rows_NW, rank)
-        self.projection_WD = (directions_WD / values_D.clamp_min(1e-6).sqrt()).numpy()
+        projection_WD = (directions_WD / values_D.clamp_min(1e-6).sqrt()).numpy()
+        self.projection_WD = projection_WD.astype(np.float16).astype(np.float32)  # as it is saved
 
     def passages(self, texts: Sequence[str]) -> Vectors:
         return self._project([Counter(words_of(text)) for text in texts])

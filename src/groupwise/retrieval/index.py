@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -171,6 +172,10 @@ class Index:
     def documents(self) -> list[str]:
         return list(self._numbers)
 
+    def embed(self, texts: Sequence[str]) -> Vectors:
+        """Return vectors of any texts, to compare them with each other."""
+        return self._embedding.queries(texts)
+
     def add(self, documents: Iterable[Document]) -> int:
         """Add documents, replacing those of the same name, and return how many chunks are new.
 
@@ -211,10 +216,13 @@ class Index:
         found = []
         for start in range(0, len(queries), QUERIES):
             some = queries[start : start + QUERIES]
-            dense = self._dense(some, 2 * count) if side != "sparse" else [Ranking((), ())] * len(some)
-            sparse = self._words(some, 2 * count) if side != "dense" else [Ranking((), ())] * len(some)
-            for left, right in zip(dense, sparse, strict=True):
-                found.append(self._hits(left, right, count, side, manifest))
+            nothing = [Ranking((), ())] * len(some)
+            # Products and selections leave the interpreter free for the words.
+            with ThreadPoolExecutor(1) as beside:
+                dense = beside.submit(self._dense, some, 2 * count) if side != "sparse" else None
+                sparse = self._words(some, 2 * count) if side != "dense" else nothing
+                for left, right in zip(dense.result() if dense else nothing, sparse, strict=True):
+                    found.append(self._hits(left, right, count, side, manifest))
         return found
 
     def _hits(self, dense: Ranking, sparse: Ranking, count: int, side: str, manifest: Manifest) -> list[Hit]:
@@ -244,7 +252,8 @@ class Index:
         scores_QN: NDArray[np.float32] = asked_QD @ self._vectors_ND.T
         if self._sparse.removed:
             scores_QN[:, list(self._sparse.removed)] = -np.inf
-        return [Ranking(*best(scores_N, count)) for scores_N in scores_QN]
+        # A query of which the embedding knows no word is no closer to one chunk than to another.
+        return [Ranking(*best(scores_N, count, above=0.0)) for scores_N in scores_QN]
 
     def _words(self, queries: Sequence[str], count: int) -> list[Ranking]:
         return [Ranking(*self._sparse.search(query, count)) for query in queries]
