@@ -42,7 +42,18 @@ LAYERS = [
     ),
 ]
 """Low to high: a module imports only from layers before its own."""
-WITHOUT_TORCH = {"errors", "records", "config", "tracking", "rewards", "tasks", "cli_index", "cli", "__init__", "__main__"}
+WITHOUT_TORCH = {
+    "errors",
+    "records",
+    "config",
+    "tracking",
+    "rewards",
+    "tasks",
+    "cli_index",
+    "cli",
+    "__init__",
+    "__main__",
+}
 """They answer `--help`, `groupwise tasks` and every mistake in the settings."""
 MAY_PRINT = {"tracking", "cli_index", "cli"}
 

@@ -58,7 +58,18 @@ HERE = Manners(allow_private=True, pause=0.0, back_off=0.01, largest=10_000, tim
 
 def test_pages_are_fetched_once_and_what_fails_says_why(site, tmp_path):
     root, asked = site
-    paths = ["/fox", "/fox", "/old", "/flaky", "/404-facts", "/secret/x", "/loop", "/gone", "/image", "/large"]
+    paths = [
+        "/fox",
+        "/fox",
+        "/old",
+        "/flaky",
+        "/404-facts",
+        "/secret/x",
+        "/loop",
+        "/gone",
+        "/image",
+        "/large",
+    ]
     found = fetch_pages([root + path for path in paths], PageCache(tmp_path), HERE)
     assert {url.removeprefix(root) for url in found.texts} == {"/fox", "/old", "/flaky", "/404-facts"}
     assert found.texts[f"{root}/fox"].startswith("Foxes eat mice")

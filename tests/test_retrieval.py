@@ -21,7 +21,7 @@ from groupwise.retrieval.fusion import Ranking, fuse
 from groupwise.retrieval.index import Index, Manifest
 from groupwise.retrieval.measure import ndcg, reciprocal_rank
 from groupwise.retrieval.postings import load_postings, save_postings
-from groupwise.retrieval.sparse import B, K1, SparseIndex, best
+from groupwise.retrieval.sparse import K1, B, SparseIndex, best
 from groupwise.retrieval.words import words_of
 
 # Chunks
@@ -34,11 +34,14 @@ def test_the_context_names_what_is_there_and_three_synonyms():
 
 def test_chunks_end_at_sentences_within_the_budget():
     text = "One two three. Four five six. Seven eight nine."
-    assert list(pieces(text, room=8, spans=plain_spans)) == ["One two three. Four five six. ", "Seven eight nine."]
+    assert list(pieces(text, room=8, spans=plain_spans)) == [
+        "One two three. Four five six. ",
+        "Seven eight nine.",
+    ]
     assert list(pieces("a b c d e", room=2, spans=plain_spans)) == ["a b ", "c d ", "e"]  # no sentence end
 
 
-@given(st.text(alphabet="ab .!?\n\")é", max_size=300), st.integers(min_value=1, max_value=12))
+@given(st.text(alphabet='ab .!?\n")é', max_size=300), st.integers(min_value=1, max_value=12))
 @settings(max_examples=200, deadline=None)
 def test_nothing_is_lost_and_no_chunk_is_over_budget(text, room):
     parts = list(pieces(text, room=room, spans=plain_spans))
@@ -134,7 +137,13 @@ def test_fusion_by_hand():
 
 
 def test_lsa_finds_words_that_keep_company():
-    texts = ["heart attack pain", "cardiac attack pain", "heart cardiac", "tree leaf green", "leaf tree wood"] * 3
+    texts = [
+        "heart attack pain",
+        "cardiac attack pain",
+        "heart cardiac",
+        "tree leaf green",
+        "leaf tree wood",
+    ] * 3
     lsa = Lsa(dimensions=4)
     lsa.fit(texts)
     heart, cardiac, tree = lsa.queries(["heart", "cardiac", "tree"])

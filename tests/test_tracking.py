@@ -264,9 +264,7 @@ def test_rollouts_come_back_with_every_token_and_reward(tmp_path: Path) -> None:
         "turns": [
             {
                 "text": "hm",
-                "calls": [
-                    {"name": "add", "arguments": {"a": 3}, "result": "7", "found": [], "error": None}
-                ],
+                "calls": [{"name": "add", "arguments": {"a": 3}, "result": "7", "found": [], "error": None}],
             },
             {"text": "é 7", "calls": []},
         ],

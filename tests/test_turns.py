@@ -8,8 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from small_models import small_model, tiny_tokenizer
-from test_collect import END, Letters
 
 from groupwise.algo.samples import to_sample
 from groupwise.config.sections import EngineConfig
@@ -19,6 +17,8 @@ from groupwise.errors import ConfigError, RolloutError
 from groupwise.model.template import first_difference, knows_tools
 from groupwise.records import Completion, Example, Request, Sampling
 from groupwise.rollout.collect import Tools, collect
+from small_models import small_model, tiny_tokenizer
+from test_collect import END, Letters
 
 
 class Talk(Letters):
@@ -43,7 +43,9 @@ class Script:
         line = self.lines[len(self.asked)][: sampling.max_tokens]
         self.asked.append(list(requests))
         finish = "end" if line[-1] == END else "length"
-        one = Completion(tokens=line, logprobs=(-0.5,) * len(line), entropies=(0.1,) * len(line), finish=finish)
+        one = Completion(
+            tokens=line, logprobs=(-0.5,) * len(line), entropies=(0.1,) * len(line), finish=finish
+        )
         return [[one] * len(request.seeds) for request in requests]
 
 
@@ -112,9 +114,7 @@ def test_the_last_turn_makes_no_call_and_the_stream_ends_in_sampled_tokens():
 def test_no_turn_begins_without_room_for_it():
     line = call("x")
     needed = len(line) + 1 + len("|X|") + 100
-    fits, short = (
-        talked(Script(line, "done"), size=1, max_tokens=room)[0] for room in (needed, needed - 1)
-    )
+    fits, short = (talked(Script(line, "done"), size=1, max_tokens=room)[0] for room in (needed, needed - 1))
     assert (len(fits.turns), fits.finish) == (2, "end")
     assert (len(short.turns), short.finish, short.trained[-1]) == (1, "length", True)
 
@@ -182,7 +182,9 @@ def test_what_is_trained_has_the_log_probabilities_of_a_plain_forward_pass(small
     import torch
 
     engine = Engine(chatty(small_policy), EngineConfig())
-    rollouts = talked(engine, codec=Babbling(small_policy), turn_tokens=12, max_turns=3, max_tokens=400, size=3)
+    rollouts = talked(
+        engine, codec=Babbling(small_policy), turn_tokens=12, max_turns=3, max_tokens=400, size=3
+    )
     assert any(len(rollout.turns) == 3 for rollout in rollouts)
     for rollout in rollouts:
         sample = to_sample(replace(rollout, advantage=1.0), group=0)

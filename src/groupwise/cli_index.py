@@ -109,7 +109,8 @@ def search(
 def evaluate(
     index: IndexFolder,
     questions: Annotated[
-        Path | None, typer.Option(help="A JSONL file of {question, documents}; else the index's held-out ones.")
+        Path | None,
+        typer.Option(help="A JSONL file of {question, documents}; else the index's held-out ones."),
     ] = None,
     count: Count = 5,
     fusion: Fusion = None,
@@ -174,7 +175,9 @@ def highlighted(text: str, wanted: set[str]) -> str:
 
     if not sys.stdout.isatty():
         return text
-    return re.sub(r"[^\W_]+", lambda m: f"\033[1m{m[0]}\033[0m" if set(words_of(m[0])) & wanted else m[0], text)
+    return re.sub(
+        r"[^\W_]+", lambda m: f"\033[1m{m[0]}\033[0m" if set(words_of(m[0])) & wanted else m[0], text
+    )
 
 
 def measure_lines(report: dict[str, Any]) -> Iterator[str]:

@@ -90,7 +90,9 @@ def with_advantages(
     assert all(math.isfinite(rollout.reward) for rollout in group.valid), "a reward is not a finite number"
     compared = chosen(group.valid)
     advantages = dict(zip(map(id, compared), ADVANTAGES[kind](compared, weights), strict=True))
-    rollouts = tuple(replace(rollout, advantage=advantages.get(id(rollout), 0.0)) for rollout in group.rollouts)
+    rollouts = tuple(
+        replace(rollout, advantage=advantages.get(id(rollout), 0.0)) for rollout in group.rollouts
+    )
     return replace(group, rollouts=rollouts)
 
 

@@ -181,9 +181,7 @@ class Engine:
             (scheduler.running[row], "end" if end[row] else "stop" if stop[row] else "length") for row in done
         ]
 
-    def _blocks(
-        self, requests: SequenceOf[Request], sampling: Sampling, slots: int, more: More
-    ) -> int:
+    def _blocks(self, requests: SequenceOf[Request], sampling: Sampling, slots: int, more: More) -> int:
         """The cache's size: all that could be needed at once, or what the user allows."""
         size, allowed = self.config.block_size, self.config.kv_tokens
         lengths = [len(request.prompt) for request in requests] + [more.longest] * min(slots, more.requests)
@@ -234,9 +232,10 @@ class Engine:
         longest = max(len(request.prompt) for request in requests)
         limit = self.policy.context_length
         if more.longest + sampling.max_tokens > limit:
+            added = more.longest + sampling.max_tokens - longest
             raise ConfigError(
-                f"a prompt of {longest} tokens and the {more.longest + sampling.max_tokens - longest} that tools "
-                f"may add exceed the model's context of {limit}; lower tools.max_tokens"
+                f"a prompt of {longest} tokens and the {added} that turns and tools may add exceed the "
+                f"model's context of {limit}; lower tools.max_tokens"
             )
         if longest + sampling.max_tokens > limit:
             raise ConfigError(

@@ -49,7 +49,13 @@ class Scheduler:
     """
 
     def __init__(
-        self, requests: SequenceOf[Request], *, slots: int, pool: BlockPool, max_tokens: int, more: More = NONE
+        self,
+        requests: SequenceOf[Request],
+        *,
+        slots: int,
+        pool: BlockPool,
+        max_tokens: int,
+        more: More = NONE,
     ) -> None:
         self.pool = pool
         self.running: list[Sequence] = []

@@ -70,7 +70,7 @@ class Evaluation:
         return {
             name: mean_interval(values)
             for name, values in self.rewards.items()
-            if values and 0 <= min(values) and max(values) <= 1
+            if values and min(values) >= 0 and max(values) <= 1
         }
 
     def summary(self) -> str:

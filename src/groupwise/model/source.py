@@ -37,7 +37,9 @@ def local_folder(name: str) -> Path | None:
             raise ConfigError(f"the model folder {name} lacks {' and '.join(lacking)}")
         return path
     if path.exists() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise ConfigError(f"model.name: {name} is not a folder; give {' or '.join(BUILT_IN)}, a folder or a Hugging Face name")
+        raise ConfigError(
+            f"model.name: {name} is not a folder; give {', '.join(BUILT_IN)}, a folder or a Hugging Face name"
+        )
     return None
 
 

@@ -86,7 +86,9 @@ def local_rows(data: str) -> Path:
     try:
         rows = datasets.load_dataset(data, split="train")
     except Exception as error:
-        raise ConfigError(f"--data {data} is neither a file nor a dataset that can be loaded: {error}") from error
+        raise ConfigError(
+            f"--data {data} is neither a file nor a dataset that can be loaded: {error}"
+        ) from error
     path = Path(tempfile.mkdtemp()) / "rows.parquet"
     rows.to_parquet(path)
     return path

@@ -48,8 +48,11 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
         yield from pq.read_table(path).to_pylist()
         return
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-    with opened as lines:
+    with (
+        gzip.open(path, "rt", encoding="utf-8")
+        if path.suffix == ".gz"
+        else path.open(encoding="utf-8") as lines
+    ):
         for number, line in enumerate(lines, start=1):
             try:
                 row = json.loads(line)
@@ -80,7 +83,8 @@ def read_questions(path: Path) -> list[Question]:
         text, documents = row.get("question"), row.get("documents")
         if not isinstance(text, str) or not isinstance(documents, list) or not documents:
             raise ConfigError(
-                f"{path}, row {number}: a question needs `question` and a list `documents`; it has {sorted(row)}"
+                f"{path}, row {number}: a question needs `question` and a list `documents`; "
+                f"it has {sorted(row)}"
             )
         answers = (str(row["answer"]),) if row.get("answer") else ()
         questions.append(Question(text, tuple(map(str, documents)), answers, held_out=True))

@@ -240,7 +240,9 @@ class SentenceTransformer:
         try:
             self._model = Library(name)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"the embedding {name} cannot be loaded: {str(error).splitlines()[0]}") from error
+            raise ConfigError(
+                f"the embedding {name} cannot be loaded: {str(error).splitlines()[0]}"
+            ) from error
         prefixed = "e5" in Path(name).name.lower().replace("-", " ").split()
         self._before = ("passage: ", "query: ") if prefixed else ("", "")
 

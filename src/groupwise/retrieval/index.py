@@ -1,11 +1,11 @@
 """The index: chunks, their vectors and their words in one folder, searched from memory.
 
-    index/
-      manifest.json    what it was built with; written last, so a half-built index has none
-      chroma/ or chunks.jsonl, vectors.f32    the chunks
-      sparse.npz       postings of the chunks that were there when it was last built
-      turn.npy         what training questions taught the dense side
-      questions.jsonl  of a set of questions and answers
+index/
+  manifest.json    what it was built with; written last, so a half-built index has none
+  chroma/ or chunks.jsonl, vectors.f32    the chunks
+  sparse.npz       postings of the chunks that were there when it was last built
+  turn.npy         what training questions taught the dense side
+  questions.jsonl  of a set of questions and answers
 """
 
 from __future__ import annotations
@@ -91,13 +91,15 @@ class Index:
         *,
         questions: Sequence[Question] = (),
     ) -> Index:
-        """Chunk, embed and store documents in a new folder, and learn from questions that are not held out."""
+        """Chunk, embed and store documents in a new folder; learn from questions that are not held out."""
         if (folder / "manifest.json").exists():
             raise ConfigError(f"{folder} already holds an index; give another folder, or delete it first")
         if folder.exists() and any(folder.iterdir()):
             raise ConfigError(f"{folder} is not empty and holds no finished index; give an empty folder")
         folder.mkdir(parents=True, exist_ok=True)
-        index = cls(folder, manifest, store_named(manifest.store, folder), embedding_named(manifest.embedding))
+        index = cls(
+            folder, manifest, store_named(manifest.store, folder), embedding_named(manifest.embedding)
+        )
         chunks = list(index._chunks(documents))
         if not chunks:
             raise ConfigError("there is nothing to index: no document has any text")
@@ -115,12 +117,18 @@ class Index:
         try:
             manifest = Manifest(**json.loads((folder / "manifest.json").read_text(encoding="utf-8")))
         except FileNotFoundError:
-            raise ConfigError(f"{folder} holds no finished index: run groupwise index build --output {folder}") from None
+            raise ConfigError(
+                f"{folder} holds no finished index: run groupwise index build --output {folder}"
+            ) from None
         except (TypeError, ValueError):
             raise ConfigError(f"{folder / 'manifest.json'} is damaged: build the index anew") from None
         if manifest.format != FORMAT:
-            raise ConfigError(f"{folder} has format {manifest.format}, this version reads {FORMAT}: build it anew")
-        index = cls(folder, manifest, store_named(manifest.store, folder), embedding_named(manifest.embedding))
+            raise ConfigError(
+                f"{folder} has format {manifest.format}, this version reads {FORMAT}: build it anew"
+            )
+        index = cls(
+            folder, manifest, store_named(manifest.store, folder), embedding_named(manifest.embedding)
+        )
         try:
             index._embedding.load(folder)
             if manifest.learned:
@@ -140,9 +148,7 @@ class Index:
         if len(learned_from) < FEWEST:
             return
         asked_QD = self._embedding.queries([question.text for question in learned_from])
-        self._turn_DD = learn_questions(
-            learned_from, asked_QD, self._vectors_ND, self._sparse, self._numbers
-        )
+        self._turn_DD = learn_questions(learned_from, asked_QD, self._vectors_ND, self._sparse, self._numbers)
         np.save(self.folder / "turn.npy", self._turn_DD)
         self.manifest = replace(self.manifest, learned=True)
         if (self.manifest.dense_weight, self.manifest.sparse_weight) in (WEIGHTS, OFFLINE_WEIGHTS):

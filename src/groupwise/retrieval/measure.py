@@ -14,7 +14,7 @@ SIDES = ("dense", "sparse", "fused")
 
 
 def measure(index: Index, questions: Sequence[Question], *, count: int = 5, **weights: Any) -> dict[str, Any]:
-    """Ask every question on every side and return the means, over the `count` chunks that a search returns."""
+    """Ask every question on every side and return means over the `count` chunks that a search returns."""
     asked = [question.text for question in questions]
     report: dict[str, Any] = {"questions": len(questions), "count": count}
     for side in SIDES:

@@ -33,7 +33,7 @@ class SparseIndex:
         self.terms: dict[str, tuple[list[int], list[int]]] = {}
         """The texts that hold a term, and how often each does."""
         self._weighed: dict[str, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
-        """Of terms that were asked for: the texts, and what the term adds to each; until the corpus changes."""
+        """Of terms that were asked for, until the corpus changes: texts, and what the term adds to each."""
         self._norms_N: NDArray[np.float32] | None = None
 
     @classmethod
@@ -123,5 +123,3 @@ def best(
     order = candidates[np.argsort(-scores_N[candidates], kind="stable")][:count]
     chosen = [int(number) for number in order if scores_N[number] > above]
     return chosen, [float(scores_N[number]) for number in chosen]
-
-

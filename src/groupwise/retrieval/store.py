@@ -60,7 +60,9 @@ class FileStore:
                 chunks.append(Chunk(row["id"], row["document"], row["text"]))
         flat = np.fromfile(self.vectors, "<f4")
         if not chunks or len(flat) % len(chunks):
-            raise ConfigError(f"{self.vectors} does not fit the {len(chunks)} chunks beside it: build the index anew")
+            raise ConfigError(
+                f"{self.vectors} does not fit the {len(chunks)} chunks beside it: build the index anew"
+            )
         if self.deleted.is_file():
             for number in self.deleted.read_text().split():
                 chunks[int(number)] = None
@@ -76,7 +78,7 @@ class ChromaStore:
             from chromadb.config import Settings
         except ImportError:
             raise ConfigError(
-                "the store chroma needs an extra: pip install 'groupwise[retrieval]', or build with --store files"
+                "the store chroma needs an extra: pip install 'groupwise[retrieval]'; --store files does not"
             ) from None
         client = chromadb.PersistentClient(
             path=str(folder / "chroma"), settings=Settings(anonymized_telemetry=False)

@@ -1,8 +1,8 @@
 """Learning from training questions how a question of this corpus is put, and how far to trust each side.
 
-The dense side gets a matrix that turns a question's vector towards the passages that answer such questions, by
-a softmax over what it must tell apart: the passages that share its words, and those of the questions beside it.
-Passages stay as they are. Weights of the fusion are chosen on questions left out of that.
+The dense side gets a matrix that turns a question's vector towards the passages that answer such questions,
+by a softmax over what it must tell apart: the passages that share its words, and those of the questions
+beside it. Passages stay as they are. Weights of the fusion are chosen on questions left out of that.
 
 Axes: Q questions, C candidates of one, D dimensions.
 """
@@ -22,7 +22,7 @@ from groupwise.retrieval.sparse import SparseIndex, best
 CANDIDATES = 8
 EPOCHS, BATCH, RATE, SHARPNESS = 3, 128, 1e-3, 20.0
 DECAY = 0.01
-"""Of the squared entries, in the loss: what a matrix this large learns by heart is worth nothing elsewhere."""
+"""Of the squared entries, in the loss: what such a matrix learns by heart is worth nothing elsewhere."""
 LEFT_OUT_ONE_IN = 10
 FEWEST = 200
 """Questions below which nothing is learned."""
@@ -78,7 +78,7 @@ def learn_questions(
 
 
 def contrast(questions_QD: Any, matrix_DD: Any, passages_PD: Any, right_QC: Any) -> Any:
-    """Return the mean of -log of the share that a question's own right passages get, over all of the batch."""
+    """Return the mean of -log of the share that a question's own right passages get in the batch."""
     import torch
 
     turned_QD = torch.nn.functional.normalize(questions_QD + questions_QD @ matrix_DD, dim=-1)

@@ -42,7 +42,9 @@ class Judge:
     seconds: float = 60.0
     cache: Path | None = None
     """A folder; None: the judge forgets when the run ends."""
-    spent: dict[str, int] = field(default_factory=lambda: {"calls": 0, "prompt_tokens": 0, "completion_tokens": 0})
+    spent: dict[str, int] = field(
+        default_factory=lambda: {"calls": 0, "prompt_tokens": 0, "completion_tokens": 0}
+    )
     _known: dict[str, float] = field(default_factory=dict)
 
     def grade(self, question: str, reference: str, answer: str) -> float:
@@ -106,7 +108,9 @@ def judged(
 ) -> Callable[[Rollout, Example], float]:
     """Make a reward of a judge; its key is read from the environment, never from settings."""
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"the judge's address must be an http(s) URL such as http://localhost:8000/v1; got {url!r}")
+        raise ConfigError(
+            f"the judge's address must be an http(s) URL such as http://localhost:8000/v1; got {url!r}"
+        )
     judge = Judge(url, model, key=os.environ.get(key_variable), cache=cache)
 
     def verdict(rollout: Rollout, example: Example) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -84,4 +85,4 @@ def similar(*, golds: Golds, embed: Embed, baseline: float) -> Reward:
 def unrelated(texts: Sequence[str], embed: Embed) -> float:
     """Return the mean cosine of neighbouring texts, which are taken to have nothing to do with each other."""
     vectors = embed(texts)
-    return fmean(float(one @ other) for one, other in zip(vectors, vectors[1:], strict=False))
+    return fmean(float(one @ other) for one, other in pairwise(vectors))

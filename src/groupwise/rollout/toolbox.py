@@ -63,7 +63,9 @@ class Toolbox:
 
     def timed_out(self, wishes: Sequence[Wish]) -> tuple[Call, ...]:
         """The calls of a turn whose tools did not come back in time."""
-        return tuple(refused(wish, f"{wish.name} took longer than {self.seconds_each:g} s") for wish in wishes)
+        return tuple(
+            refused(wish, f"{wish.name} took longer than {self.seconds_each:g} s") for wish in wishes
+        )
 
     def _make(self, wish: Wish) -> Call:
         if wish.error is not None:
@@ -81,7 +83,9 @@ class Toolbox:
         except RolloutError:
             raise
         except Exception as error:
-            return refused(wish, f"{tool.name}: {error}" if str(error) else f"{tool.name}: {type(error).__name__}")
+            return refused(
+                wish, f"{tool.name}: {error}" if str(error) else f"{tool.name}: {type(error).__name__}"
+            )
         found = answer.names if isinstance(answer, Found) else ()
         text = shown(answer)
         if len(text) > self.characters:

@@ -87,7 +87,9 @@ def tool_of(function: Callable[..., Any]) -> Tool:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise ConfigError(f"tool {name}: every parameter must have a name; got {parameter}")
         if parameter.name not in hints:
-            raise ConfigError(f"tool {name}: say of what type {parameter.name} is, such as {parameter.name}: str")
+            raise ConfigError(
+                f"tool {name}: say of what type {parameter.name} is, such as {parameter.name}: str"
+            )
         json_schema(hints[parameter.name])
     documentation = inspect.getdoc(function) or ""
     if not documentation:
@@ -126,7 +128,9 @@ def json_schema(hint: Any) -> dict[str, Any]:
     if origin in (Union, types.UnionType):
         choices = [json_schema(one) for one in inner if one is not type(None)]
         return choices[0] if len(choices) == 1 else {"anyOf": choices}
-    raise ConfigError(f"a tool's parameter cannot be {hint!r}: use str, int, float, bool, Literal, list or dict")
+    raise ConfigError(
+        f"a tool's parameter cannot be {hint!r}: use str, int, float, bool, Literal, list or dict"
+    )
 
 
 def fits(value: Any, hint: Any) -> bool:

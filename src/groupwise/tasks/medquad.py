@@ -39,7 +39,7 @@ def medquad(
 ) -> Task:
     """Answer medical questions by searching an index that `groupwise index build` made of MedQuAD.
 
-    `index`: its folder; `results`: chunks that a search returns; `think`: begin each turn inside the thinking;
+    `index`: its folder; `results`: chunks that a search returns; `think`: begin each turn in the thinking;
     `judge`: base URL of an OpenAI-compatible server that grades answers, with `judge_model`.
     """
     from groupwise.retrieval.command import own_questions
@@ -115,4 +115,3 @@ def gold_answers(example: Example) -> Sequence[str]:
 def close_enough(rollout: Any, example: Example) -> float:
     """1 for an answer that shares enough words with a gold one: what accuracy counts."""
     return float(shares_words(golds=gold_answers)(rollout, example) >= CLOSE_ENOUGH)
-

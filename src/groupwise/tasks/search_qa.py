@@ -15,7 +15,8 @@ from groupwise.tasks.search_world import QUESTIONS, World, make_world
 from groupwise.tasks.task import Task
 
 SYSTEM = (
-    "You answer questions about people, towns and companies. You know none of them: search, one step at a time. "
+    "You answer questions about people, towns and companies. "
+    "You know none of them: search, one step at a time. "
     "Think in <think> </think> tags before each search and before the answer. "
     "Give the answer in <answer> </answer> tags."
 )

@@ -14,37 +14,42 @@ from functools import lru_cache
 
 from groupwise.retrieval.sparse import SparseIndex
 
-FIRST = (
+
+def listed(words: str) -> list[str]:
+    return words.split()
+
+
+FIRST = listed(
     "Ada Bela Cora Dana Edda Fina Gwen Hana Ilka Jana Kira Lena Mara Nora Olga Pia Rosa Sina Tara Ulla Vera "
     "Wilma Yara Zita Alex Boris Carl Dino Emil Felix Georg Hugo Ivo Jonas Karl Leo Max Nils Otto Paul Quin "
     "Rolf Sven Theo Udo Viktor Wim Xaver"
-).split()
-LAST = (
+)
+LAST = listed(
     "Abel Baum Celan Dorn Eckert Falk Grau Hahn Imhof Jung Klein Lang Moor Nagel Oster Pohl Quast Rau Sand "
     "Thal Uhl Velk Wolf Zorn Amsel Busch Clerk Drexel Ebner Frost Gabel Horn Issel Jost Krug Lamm Munk Noll "
     "Otter Pfau Reh Specht Trapp Urban Vogt Wendt Zahn Adler"
-).split()
-TOWNS = (
+)
+TOWNS = listed(
     "Arvel Bastow Corin Delmar Estry Fennick Garth Holm Isley Jarrow Kelby Lorne Marsk Norwin Orby Penwick "
-    "Quorn Redmar Selby Tolm Ulver Varn Wenlow Yarm Zennor Ashby Brill Cray Dunmor Elstow Fairn Glenby Harwin "
-    "Ickham Jura Kirn Lydd Moffat Nairn Oban"
-).split()
-RIVERS = (
+    "Quorn Redmar Selby Tolm Ulver Varn Wenlow Yarm Zennor Ashby Brill Cray Dunmor Elstow Fairn Glenby "
+    "Harwin Ickham Jura Kirn Lydd Moffat Nairn Oban"
+)
+RIVERS = listed(
     "Aln Bure Cam Dee Esk Fal Gade Hull Irt Jed Kent Lune Mole Nene Ouse Parr Ribble Severn Tay Ure Vyrn Wye "
     "Yare Avon Brue Clun Dove Exe Frome Greta"
-).split()
-COMPANIES = (
+)
+COMPANIES = listed(
     "Altex Borgo Cintra Dexa Elmo Fabrix Gloria Hexal Inkora Jupo Kolba Lumex Monda Nexo Orbis Palma Quadra "
     "Rondo Salto Temba Unico Vesta Wexa Xylo Zando Arko Bolero Cobra Delfi Exakt"
-).split()
-PRODUCTS = (
+)
+PRODUCTS = listed(
     "bells boats books boots bread candles carpets chairs cheese clocks coats gates glasses gloves hats ink "
     "kites knives lamps locks mirrors nets paper pipes ropes saddles soap tea toys wagons"
-).split()
-INSTRUMENTS = (
+)
+INSTRUMENTS = listed(
     "accordion banjo bassoon bugle cello clarinet cornet drums fiddle flute guitar harp horn lute mandolin "
     "oboe organ piano sitar trombone trumpet tuba viola zither"
-).split()
+)
 
 RELATIONS = {
     "town": "lives",

@@ -36,7 +36,11 @@ SCHEMA = pa.schema(
         "example": pa.string(),  # JSON: the columns
     }
 )
-COPIED = [name for name in SCHEMA.names if name in field_names(Rollout) and name not in ("prompt", "rewards", "turns")]
+COPIED = [
+    name
+    for name in SCHEMA.names
+    if name in field_names(Rollout) and name not in ("prompt", "rewards", "turns")
+]
 """Columns that are fields of a Rollout as they are."""
 
 

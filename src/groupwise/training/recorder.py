@@ -114,5 +114,6 @@ def sample_rows(batch: Batch) -> list[dict[str, Any]]:
     """Return an answer to each of the first prompts, to read."""
     rollouts = [group.rollouts[0] for group in batch.drawn[:SAMPLE_ROWS]]
     return [
-        {"prompt": as_text(r), "text": r.transcript, "reward": r.reward, "error": r.error or ""} for r in rollouts
+        {"prompt": as_text(r), "text": r.transcript, "reward": r.reward, "error": r.error or ""}
+        for r in rollouts
     ]
