@@ -224,7 +224,7 @@ async def is_public(host: str) -> bool:
         found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return False
-    addresses = [ipaddress.ip_address(entry[4][0].partition("%")[0]) for entry in found]
+    addresses = [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
     return bool(addresses) and all(address.is_global for address in addresses)
 
 

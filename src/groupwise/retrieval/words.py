@@ -7,9 +7,9 @@ import re
 WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")
 STOP_WORDS = frozenset(
     WORD.findall(
-        "a an and are as at be been but by can could did do does for from had has have how i if in into is it "
-        "its me my no not of on or our should so such than that the their them then there these they this to "
-        "was we were what when where which who whom why will with would you your"
+        "a an and are as at be been but by can could did do does for from had has have how i if in into is "
+        "it its me my no not of on or our should so such than that the their them then there these they "
+        "this to was we were what when where which who whom why will with would you your"
     )
 )
 

@@ -35,6 +35,9 @@ TASKS: dict[str, Callable[..., Task]] = {
 }
 """Every built-in task; its keyword arguments are its options."""
 
+NEEDS_FIRST: dict[str, str] = {"medquad": "groupwise index build"}
+"""Tasks that work on what the user made before, and the command that makes it."""
+
 loading_task_file: ContextVar[bool] = ContextVar("loading_task_file", default=False)
 
 
