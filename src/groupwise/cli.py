@@ -203,7 +203,7 @@ def evaluation_lines(report: dict[str, Any]) -> Iterator[str]:
         if name in changes:
             line += f"  {Difference(**changes[name])}"
         yield line.rstrip()
-    for name, interval in report["rewards"].items():
+    for name, interval in report.get("rewards", {}).items():
         line = f"  {name:<9}{Interval(**interval)!s:<22}"
         if f"reward/{name}" in changes:
             line += f"  {Difference(**changes[f'reward/{name}'])}"

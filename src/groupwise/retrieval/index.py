@@ -32,7 +32,7 @@ from groupwise.retrieval.tune import FEWEST, GRID, divided, learn_questions, tur
 FORMAT = 1
 RETURNED = 5
 """Chunks that a search returns unless told otherwise."""
-QUERIES = 256
+QUERIES = 512
 """Queries whose scores are held in memory at a time."""
 WEIGHTS = (0.8, 0.2)
 """Of the dense and the sparse side."""
@@ -281,7 +281,7 @@ class Index:
 
     def _take(self, chunks: Sequence[Chunk | None], vectors_ND: Vectors) -> None:
         """Hold these chunks; those that the sparse side does not know yet are counted."""
-        self._vectors_ND = vectors_ND
+        self._vectors_ND = np.asfortranarray(vectors_ND)  # searched by products with its transpose
         first, self.chunks = len(self.chunks), list(chunks)
         for number in range(first, len(chunks)):
             chunk = chunks[number]
