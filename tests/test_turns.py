@@ -11,7 +11,7 @@ import pytest
 
 from groupwise.algo.samples import to_sample
 from groupwise.config.sections import EngineConfig
-from groupwise.config.surroundings import ToolsConfig
+from groupwise.config.tools import ToolsConfig
 from groupwise.engine.engine import Engine
 from groupwise.errors import ConfigError, RolloutError
 from groupwise.model.template import first_difference, knows_tools

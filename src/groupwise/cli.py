@@ -6,7 +6,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -14,7 +14,11 @@ from typing import Annotated, Any
 
 import typer
 
-from groupwise.cli_index import index_app
+from groupwise.commands.doctor import doctor
+from groupwise.commands.index import index_app
+from groupwise.commands.merge import merge
+from groupwise.commands.quantize import quantize
+from groupwise.commands.sft import sft
 from groupwise.config import FLAGS, Config, dump_config, read_config
 from groupwise.config.checks import between
 from groupwise.errors import ConfigError, InvariantError
@@ -162,6 +166,12 @@ def training_config(
     return read_config(config, overrides=overrides, flags=flags)
 
 
+app.command(epilog="Anything else is set as section.key=value, such as optim.schedule=cosine.")(sft)
+app.command()(merge)
+app.command()(doctor)
+app.command()(quantize)
+
+
 @app.command(name="eval", epilog="Anything else is set as section.key=value, such as rollout.max_tokens=512.")
 def evaluate(
     target: Annotated[
@@ -170,48 +180,49 @@ def evaluate(
     words: Annotated[list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings.")] = None,
     task: Annotated[str | None, typer.Option(help="A task; for a run, its own by default.")] = None,
     data: Annotated[str | None, typer.Option(help="Examples from a file or a Hugging Face dataset.")] = None,
+    benchmark: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="gsm8k, math500 or countdown; repeatable. From the hub, or:"),
+    ] = None,
+    data_dir: Annotated[str | None, typer.Option(help="The folder with the benchmarks' files.")] = None,
     samples: Annotated[
-        int | None, typer.Option(help="Sampled answers to each prompt (avg@k, pass@k).")
+        int | None, typer.Option(help="Sampled answers to each prompt (avg@k, maj@k, pass@k).")
+    ] = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[:N]",
+            help="Also measure self-consistency, best-of, budget or tpo against the tokens they spend.",
+        ),
     ] = None,
     examples: Annotated[int | None, typer.Option(help="Use only this many examples.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the sampling.")] = None,
+    output: Annotated[str | None, typer.Option(help="Save the results in this folder.")] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as JSON and nothing else.")
+        bool, typer.Option("--json", help="Print each result as a line of JSON and nothing else.")
     ] = False,
 ) -> None:
     """Measure held-out accuracy, with 95 % intervals; of a run, also what training changed."""
     between("--samples", samples, 1)
     between("--examples", examples, 1)
     from groupwise.evaluate.command import evaluate_command
+    from groupwise.evaluate.report_lines import report_lines
 
-    report = evaluate_command(
-        target, task=task, data=data, samples=samples, examples=examples, seed=seed, overrides=words or []
+    reports = evaluate_command(
+        target,
+        task=task,
+        data=data,
+        benchmarks=benchmark or (),
+        samples=samples,
+        examples=examples,
+        seed=seed,
+        output=output,
+        strategies=strategy or (),
+        overrides=[*([f"evaluate.data_dir={data_dir}"] if data_dir else []), *(words or [])],
     )
-    for line in [json.dumps(report)] if as_json else evaluation_lines(report):
-        print(line)
-
-
-def evaluation_lines(report: dict[str, Any]) -> Iterator[str]:
-    """Write what `evaluate_command` found for people."""
-    from groupwise.evaluate.statistics import Difference, Interval
-
-    yield f"{report['task']} · {report['model']} · {report['prompts']} prompts, seed {report['seed']}"
-    changes = report.get("change", {})
-    yield f"{'':<35}since before training" if changes else ""
-    for name in ("greedy", f"avg@{report['samples']}", f"pass@{report['samples']}"):
-        line = f"  {name:<9}{Interval(**report[name])!s:<22}"
-        if name in changes:
-            line += f"  {Difference(**changes[name])}"
-        yield line.rstrip()
-    for name, interval in report.get("rewards", {}).items():
-        line = f"  {name:<9}{Interval(**interval)!s:<22}"
-        if f"reward/{name}" in changes:
-            line += f"  {Difference(**changes[f'reward/{name}'])}"
-        yield line.rstrip()
-    yield ""
-    yield f"  {report['length']:.1f} tokens an answer, {report['failed']} answers could not be scored"
-    if "saved" in report:
-        yield f"  saved in {report['saved']}, answers to read beside it"
+    for report in reports:
+        for line in [json.dumps(report)] if as_json else report_lines(report):
+            print(line)
 
 
 @app.command(epilog="Anything else is set as section.key=value, such as task.options.scoring=lenient.")
@@ -245,21 +256,6 @@ def verify(
         failed = failed or not line.ok
         print(line.text)
     return 1 if failed else 0
-
-
-@app.command()
-def doctor(
-    template: Annotated[
-        str, typer.Option(metavar="MODEL", help="Prove that this model's chat template is append-only.")
-    ],
-) -> int:
-    """Look for trouble before it costs a run. Exit code 1: there is some."""
-    from groupwise.model.source import model_folder
-    from groupwise.model.template import template_verdict
-
-    fine, sentence = template_verdict(model_folder(template))
-    print(f"{template}: {sentence}")
-    return 0 if fine else 1
 
 
 @app.command()

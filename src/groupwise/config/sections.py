@@ -1,4 +1,5 @@
-"""Every setting, one frozen dataclass a section, documented where it is declared: here and in `surroundings`.
+"""Every setting, one frozen dataclass a section, documented where it is declared: here, in `model` and in
+`surroundings`.
 
 A value of None means "chosen for you": `resolve` replaces it before the run starts, and the run
 folder's config.yaml records what was chosen.
@@ -10,13 +11,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from groupwise.config.built_in import BUILT_IN, TINY, TINY_PUZZLES, TINY_SEARCH
 from groupwise.config.checks import between, one_of
-from groupwise.config.surroundings import EngineConfig, EvaluateConfig, RunConfig, ToolsConfig, TrackConfig
+from groupwise.config.model import BUILT_IN, TINY, TINY_SEARCH, LoraConfig, ModelConfig
+from groupwise.config.surroundings import EngineConfig, EvaluateConfig, RunConfig, SftConfig, TrackConfig
+from groupwise.config.tools import ToolsConfig
 from groupwise.errors import ConfigError
 from groupwise.records import Sampling
 
 __all__ = [
+    "NO_TASK",
     "TINY",
     "AlgoConfig",
     "Config",
@@ -27,44 +30,16 @@ __all__ = [
     "OptimConfig",
     "RolloutConfig",
     "RunConfig",
+    "SftConfig",
     "TaskConfig",
     "ToolsConfig",
     "TrackConfig",
 ]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """Which policy to train."""
-
-    name: str = TINY
-    """`tiny` or `tiny-search` (built in), a Hugging Face name, or a folder."""
-    dtype: str | None = None
-    """float32 or bfloat16. None: bfloat16 on a GPU, float32 on a CPU."""
-    device: str | None = None
-    """cpu, cuda or cuda:N. None: the GPU when there is one."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
-
-    def __post_init__(self) -> None:
-        if self.dtype is not None:
-            one_of("model.dtype", self.dtype, ("float32", "bfloat16"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraConfig:
-    """Low-rank adapters (PEFT)."""
-
-    r: int | None = None
-    """Rank; 0 trains every weight. None: 0 for the built-in model, 16 for any other."""
-    alpha: int = 32
-    dropout: float = 0.0
-    targets: tuple[str, ...] = ("all-linear",)
-    """Module names, or `all-linear`."""
-
-    def __post_init__(self) -> None:
-        between("lora.r", self.r, 0)
-        between("lora.dropout", self.dropout, 0.0, 0.99)
+NO_TASK = "none"
+"""The task of a warm start from rows alone."""
+TINY_PUZZLES = {"numbers": 3, "largest": 50}
+"""Countdown of the size that it was made for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,12 +90,15 @@ class RolloutConfig:
     """Strings that end an answer."""
     refill: int = 1
     """Rounds of fresh prompts that may replace groups without signal, in each step."""
+    curriculum: int = 1
+    """Candidates for each prompt, of which those of medium success so far are asked. 1: all are."""
 
     def __post_init__(self) -> None:
         between("rollout.prompts", self.prompts, 1)
         between("rollout.group_size", self.group_size, 2)
         between("rollout.max_tokens", self.max_tokens, 1)
         between("rollout.refill", self.refill, 0)
+        between("rollout.curriculum", self.curriculum, 1)
         if self.temperature <= 0:
             raise ConfigError(
                 f"rollout.temperature must be positive, greedy groups have no variety; got {self.temperature}"
@@ -207,7 +185,8 @@ class OptimConfig:
     """How gradients become weights (AdamW)."""
 
     learning_rate: float | None = None
-    """None: 1e-4 for the built-in model, 1e-5 with adapters, 1e-6 for full fine-tuning."""
+    """None: 1e-4 for the built-in model, 1e-5 with adapters, 1e-6 for full fine-tuning; in a warm start 5e-4,
+    2e-4 and 2e-5."""
     schedule: str = "constant"
     """constant, linear or cosine, counted in optimizer steps."""
     warmup_steps: int = 0
@@ -251,12 +230,17 @@ class Config:
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     run: RunConfig = field(default_factory=RunConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
 
     def __post_init__(self) -> None:
         """Check what two sections must agree on."""
+        if self.lora.r == 0 and self.model.quantization is not None:
+            raise ConfigError(
+                "model.quantization freezes the weights: train adapters on them (lora.r), not all of them"
+            )
         for setting, value, other, limit in (
             (
                 "algo.overlong_buffer",
@@ -284,7 +268,8 @@ class Config:
             model = replace(model, name=TINY_SEARCH)
         tiny = model.name in BUILT_IN
         rank = self.lora.r if self.lora.r is not None else (0 if tiny else 16)
-        rate = self.optim.learning_rate or (1e-4 if tiny else 1e-5 if rank else 1e-6)
+        rates = (5e-4, 2e-4, 2e-5) if self.run.kind == "sft" else (1e-4, 1e-5, 1e-6)
+        rate = self.optim.learning_rate or rates[0 if tiny else 1 if rank else 2]
         minibatches = self.optim.minibatches or (min(2, self.rollout.prompts) if tiny else 1)
         task = self.task
         if tiny and task.name == "countdown" and task.data is None and not task.options:

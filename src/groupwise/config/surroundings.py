@@ -1,35 +1,11 @@
-"""The sections around the learning: tools, the generator, evaluation, the run and its folder, tracking."""
+"""The sections around the learning: the generator, evaluation, the run and its folder, tracking."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from groupwise.config.checks import between, one_of
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolsConfig:
-    """Conversations of tasks with tools; the others have one turn."""
-
-    max_turns: int = 4
-    """Turns of the policy in one rollout; `rollout.max_tokens` bounds each."""
-    max_calls: int = 8
-    """Tool calls in one rollout; a call past this is answered with an error."""
-    max_tokens: int = 640
-    """Tokens behind the prompt in all, results included; no turn begins without room for it."""
-    seconds: float = 10.0
-    """Time limit of one call."""
-    result_characters: int = 4000
-    """Longest result that the policy is shown; the rest is cut off."""
-    overlap: bool | None = None
-    """Run tools beside the generator. None: on a GPU, or when one is async; repeatable bits need false."""
-
-    def __post_init__(self) -> None:
-        between("tools.max_turns", self.max_turns, 1)
-        between("tools.max_calls", self.max_calls, 0)
-        between("tools.max_tokens", self.max_tokens, 1)
-        between("tools.seconds", self.seconds, 0.001)
-        between("tools.result_characters", self.result_characters, 1)
+from groupwise.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +36,8 @@ class EvaluateConfig:
     during: int = 96
     """Held-out examples in an evaluation during the run; before and after use all."""
     skip: bool = False
+    data_dir: str | None = None
+    """Folder with the files of `groupwise eval --benchmark`. None: they come from the Hugging Face hub."""
 
     def __post_init__(self) -> None:
         between("evaluate.every", self.every, 0)
@@ -68,9 +46,42 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SftConfig:
+    """Warm start (`groupwise sft`): what to imitate. Without `data` and `from_run`: the task's answers."""
+
+    data: str | None = None
+    """Rows {prompt, completion} or {messages}: a file (JSON, JSONL, Parquet) or a Hugging Face dataset."""
+    from_run: str | None = None
+    """The folder of a run whose best answers to imitate."""
+    min_reward: float | None = None
+    """What an answer of `from_run` must have earned. None: the highest reward of the run."""
+    per_prompt: int = 4
+    """Most answers to one prompt of `from_run`."""
+    batch: int = 32
+    """Demonstrations in a step."""
+    passes: int | None = None
+    """Passes over the demonstrations (`--epochs`); sets run.max_steps."""
+    max_length: int = 2048
+    """Longest demonstration in tokens; longer ones are left out."""
+
+    def __post_init__(self) -> None:
+        if self.data is not None and self.from_run is not None:
+            raise ConfigError("sft.data and sft.from_run both say what to imitate; give one of them")
+        between("sft.per_prompt", self.per_prompt, 1)
+        between("sft.batch", self.batch, 1)
+        between("sft.passes", self.passes, 1)
+        between("sft.max_length", self.max_length, 2)
+
+
+KINDS = ("grpo", "sft")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """The run and its folder."""
 
+    kind: str = "grpo"
+    """grpo (`groupwise train`) or sft (`groupwise sft`); the command sets it."""
     max_steps: int = 36
     seed: int = 0
     output_dir: str = "runs"
@@ -83,6 +94,7 @@ class RunConfig:
     """Also keep the checkpoint with the best held-out accuracy."""
 
     def __post_init__(self) -> None:
+        one_of("run.kind", self.kind, KINDS)
         between("run.max_steps", self.max_steps, 1)
         between("run.save_every", self.save_every, 1)
         between("run.keep_last", self.keep_last, 1)

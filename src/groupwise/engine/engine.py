@@ -110,6 +110,7 @@ class Engine:
         with evaluating(self.policy.model):
             run = self._run_ahead if self._accelerated else self._run
             run(scheduler, sampling, partner)
+        scheduler.drop_histories()
         assert pool.free == pool.count, "blocks leaked"
         self.preempted = scheduler.preempted
 
@@ -188,6 +189,7 @@ class Engine:
         prompts = sorted((-(-length // size) for length in lengths), reverse=True)
         answer = -(-sampling.max_tokens // size)
         most, least = slots * answer + sum(prompts[:slots]), answer + prompts[0]
+        most += min(slots, more.requests) * least  # what finished turns leave for the next
         if allowed is None:
             return self._fitting(most, least) if self._accelerated else most
         if allowed // size < least:

@@ -62,7 +62,13 @@ def build(
             report["pages"], texts = harvest.summary(), harvest.texts
         qa_set = read_qa_set(path, pages=texts)
         found, questions = list(qa_set.documents), qa_set.questions
-    index = Index.build(output, found, manifest, questions=questions)
+    index = Index.build(
+        output,
+        found,
+        manifest,
+        questions=questions,
+        choose=not {"dense_weight", "sparse_weight"} & chosen.keys(),
+    )
     if questions:
         write_questions(output / "questions.jsonl", questions)
     return report | {

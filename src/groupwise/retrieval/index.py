@@ -90,8 +90,12 @@ class Index:
         manifest: Manifest,
         *,
         questions: Sequence[Question] = (),
+        choose: bool = True,
     ) -> Index:
-        """Chunk, embed and store documents in a new folder; learn from questions that are not held out."""
+        """Chunk, embed and store documents in a new folder; learn from questions that are not held out.
+
+        `choose`: those questions also say how much each side of the fusion weighs.
+        """
         if (folder / "manifest.json").exists():
             raise ConfigError(f"{folder} already holds an index; give another folder, or delete it first")
         if folder.exists() and any(folder.iterdir()):
@@ -107,7 +111,7 @@ class Index:
         index._embedding.save(folder)
         index._append(chunks)
         save_postings(folder / "sparse.npz", index._sparse)
-        index._learn(questions)
+        index._learn(questions, choose=choose)
         index._finish()
         return index
 
@@ -142,8 +146,8 @@ class Index:
             raise ConfigError(f"{folder} is damaged ({error}): build the index anew") from error
         return index
 
-    def _learn(self, questions: Sequence[Question]) -> None:
-        """Turn the dense side to the corpus's questions and choose the weights of the fusion."""
+    def _learn(self, questions: Sequence[Question], *, choose: bool) -> None:
+        """Turn the dense side to the corpus's questions and, if asked to, `choose` the fusion's weights."""
         learned_from, chosen_by = divided(questions, self._numbers)
         if len(learned_from) < FEWEST:
             return
@@ -151,25 +155,21 @@ class Index:
         self._turn_DD = learn_questions(learned_from, asked_QD, self._vectors_ND, self._sparse, self._numbers)
         np.save(self.folder / "turn.npy", self._turn_DD)
         self.manifest = replace(self.manifest, learned=True)
-        if (self.manifest.dense_weight, self.manifest.sparse_weight) in (WEIGHTS, OFFLINE_WEIGHTS):
-            weight = self._best_weight(chosen_by)
+        if choose and chosen_by:
+            weight = max(GRID, key=lambda weight: self._found_high(chosen_by, weight))
             self.manifest = replace(self.manifest, dense_weight=weight, sparse_weight=round(1 - weight, 6))
 
-    def _best_weight(self, questions: Sequence[Question]) -> float:
-        """Return the dense weight under which the questions' documents are found highest."""
-        texts = [question.text for question in questions]
-        dense, sparse = self._dense(texts, 2 * RETURNED), self._words(texts, 2 * RETURNED)
-
-        def found_high(weight: float) -> float:
-            total = 0.0
-            for question, left, right in zip(questions, dense, sparse, strict=True):
-                hits = self._hits(left, right, RETURNED, "fused", replace(
-                    self.manifest, dense_weight=weight, sparse_weight=1 - weight))  # fmt: skip
-                ranks = [rank for rank, hit in enumerate(hits, 1) if hit.chunk.document in question.documents]
-                total += 1 / ranks[0] if ranks else 0.0
-            return total
-
-        return max(GRID, key=found_high)
+    def _found_high(self, questions: Sequence[Question], weight: float) -> float:
+        """Return how high the questions' documents are found with this dense weight, as a sum of 1 / rank."""
+        found = self.search_all(
+            [question.text for question in questions], dense_weight=weight, sparse_weight=1 - weight
+        )
+        return sum(
+            next(
+                (1 / rank for rank, hit in enumerate(hits, 1) if hit.chunk.document in question.documents), 0
+            )
+            for question, hits in zip(questions, found, strict=True)
+        )
 
     def __len__(self) -> int:
         return sum(chunk is not None for chunk in self.chunks)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from groupwise.config.surroundings import ToolsConfig
+from groupwise.config.tools import ToolsConfig
 from groupwise.engine.sampler import derive_seed
 from groupwise.invariants import check_stream_exact, check_token_exact
 from groupwise.records import Completion, Example, Group, Message, Request, Rollout, Sampling

@@ -61,6 +61,8 @@ class Conversations:
     """Tools run in threads beside the engine, and their order is the clock's; or between two of its steps."""
     _followed: list[tuple[int, int]] = field(default_factory=list)
     """The request and member behind each turn handed out."""
+    _last: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    """The engine's own numbers of each one's last turn."""
     _ready: list[Request] = field(default_factory=list)
     _running: dict[tuple[int, int], tuple[float, list[Wish]]] = field(default_factory=dict)
     """Calls in threads: since when, and which."""
@@ -72,6 +74,7 @@ class Conversations:
         """Take in one turn."""
         first = len(self.streams)
         which = (request, member) if request < first else self._followed[request - first]
+        self._last[which] = (request, member)
         stream = self.streams[which[0]][which[1]]
         stream.wrote(completion)
         text = self.codec.decode(completion.tokens)
@@ -144,7 +147,8 @@ class Conversations:
         stream.read(results)
         self._followed.append(which)
         seed = self.seed(*which, len(stream.turns))
-        self._ready.append(Request(prompt=(*stream.prompt, *stream.tokens), seeds=(seed,)))
+        prompt = (*stream.prompt, *stream.tokens)
+        self._ready.append(Request(prompt=prompt, seeds=(seed,), continues=self._last[which]))
 
 
 def prefill_of(prompt: Sequence[Message] | str) -> str:

@@ -100,11 +100,12 @@ class Recorder:
         write_atomically(self.folder.stats, json.dumps(stats, indent=1))
         self.display.finish(summary)
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, *, command: str) -> None:
         """Note why the run did not come to its end."""
         logger.error("stopped by %s: %s", type(error).__name__, error)
         if isinstance(error, KeyboardInterrupt):
-            self.display.message(f"stopped at once; groupwise train --resume {self.folder.path} goes on")
+            resume = f"groupwise {command} --resume {self.folder.path}"
+            self.display.message(f"stopped at once; {resume} goes on")
 
     def close(self) -> None:
         self.resources.close()

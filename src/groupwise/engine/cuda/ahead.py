@@ -8,6 +8,7 @@ device in the order it was issued, so whatever the host does then comes after th
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from groupwise.engine.cuda.runner import GraphRunner
-from groupwise.engine.runner import PREFILL_TOKENS
+from groupwise.engine.prefill import PREFILL_TOKENS
 from groupwise.engine.scheduler import Scheduler, Sequence
 from groupwise.engine.stopping import StopStrings
 from groupwise.invariants import check_finite
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 AHEAD = 4
 """Draws issued before the results of one are looked at. With stop strings, which need text: none."""
+
+
+DONE = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,8 @@ class Ahead:
     """Tokens of decoding steps; and how many there would be with every slot full while sequences last."""
     offered: int = 0
     _issued: deque[Issued] = field(default_factory=deque)
+    _computing: Iterator[None] = field(default_factory=lambda: iter(()))
+    """Prompts next in line: a pass of them between two steps."""
 
     def run(self) -> None:
         scheduler = self.scheduler
@@ -88,8 +94,9 @@ class Ahead:
     def _join(self) -> int:
         """Let waiting sequences start, and issue their first token."""
         scheduler = self.scheduler
-        if scheduler.waiting and not scheduler.waiting[0].prefix.blocks and scheduler.vacant:
-            self.runner.prefill(scheduler.prepare(PREFILL_TOKENS))
+        if next(self._computing, DONE) is DONE and self._next_in_line_waits():
+            self._computing = self.runner.prefill_passes(scheduler.prepare(PREFILL_TOKENS))
+            next(self._computing, DONE)
         joined = scheduler.admit()
         if not joined:
             return 0
@@ -98,6 +105,10 @@ class Ahead:
         self.runner.join(scheduler, slots, [sequence.prefix for sequence in joined], self.sampling)
         self._issue(slots)
         return len(joined)
+
+    def _next_in_line_waits(self) -> bool:
+        waiting = self.scheduler.waiting
+        return bool(waiting and self.scheduler.vacant and not waiting[0].prefix.blocks)
 
     def _issue(self, slots: NDArray[np.int64]) -> None:
         scheduler = self.scheduler
