@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from groupwise.errors import ConfigError
-from groupwise.retrieval.chunk import Spans, plain_spans
+from groupwise.retrieval.chunk import plain_spans
 from groupwise.retrieval.words import words_of
 
 Vectors = NDArray[np.float32]
@@ -34,8 +34,10 @@ class Embedding(Protocol):
     """What an index needs of an embedding."""
 
     name: str
-    spans: Spans
-    """Its tokenizer: how chunks are measured."""
+
+    def spans(self, text: str, /) -> Sequence[tuple[int, int]]:
+        """Its tokenizer: how chunks are measured."""
+        ...
 
     def fit(self, texts: Sequence[str]) -> None:
         """Learn from the corpus, if there is anything to learn."""
@@ -72,7 +74,6 @@ class Lsa:
     """
 
     name = LSA
-    spans: Spans = staticmethod(plain_spans)
 
     def __init__(self, dimensions: int = 384, rarest: int = 2) -> None:
         self.dimensions = dimensions
@@ -81,6 +82,9 @@ class Lsa:
         self.words: dict[str, int] = {}
         self.rarity_W = np.zeros(0, np.float32)
         self.projection_WD = np.zeros((0, 0), np.float32)
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        return plain_spans(text)
 
     def fit(self, texts: Sequence[str]) -> None:
         import torch

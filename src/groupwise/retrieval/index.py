@@ -244,12 +244,9 @@ class Index:
         else:
             merged = dense if side == "dense" else sparse
         ranks = [{n: rank for rank, n in enumerate(r.numbers, start=1)} for r in (dense, sparse)]
-        hits = []
-        for number, score in list(zip(merged.numbers, merged.scores, strict=True))[:count]:
-            chunk = self.chunks[number]
-            assert chunk is not None
-            hits.append(Hit(chunk, score, ranks[0].get(number), ranks[1].get(number)))
-        return hits
+        best_first = list(zip(merged.numbers, merged.scores, strict=True))[:count]
+        found = [(self.chunks[number], number, score) for number, score in best_first]
+        return [Hit(chunk, score, ranks[0].get(n), ranks[1].get(n)) for chunk, n, score in found if chunk]
 
     def _dense(self, queries: Sequence[str], count: int) -> list[Ranking]:
         asked_QD = self._embedding.queries(queries)

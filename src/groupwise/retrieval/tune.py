@@ -13,10 +13,8 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from groupwise.retrieval.documents import Question
-from groupwise.retrieval.embed import Vectors
+from groupwise.retrieval.embed import Vectors, unit
 from groupwise.retrieval.sparse import SparseIndex, best
 
 CANDIDATES = 8
@@ -65,7 +63,8 @@ def learn_questions(
     optimizer = torch.optim.AdamW([matrix_DD], lr=RATE, weight_decay=0.0)
     order = torch.Generator().manual_seed(0)
     for _ in range(EPOCHS):
-        for batch in torch.randperm(len(candidates), generator=order).split(BATCH):
+        shuffled_Q = torch.randperm(len(candidates), generator=order)
+        for batch in torch.tensor_split(shuffled_Q, -(-len(candidates) // BATCH)):
             loss = contrast(
                 asked_QD[batch], matrix_DD, stored_ND[candidates_QC[batch].reshape(-1)], right_QC[batch]
             )
@@ -84,8 +83,7 @@ def contrast(questions_QD: Any, matrix_DD: Any, passages_PD: Any, right_QC: Any)
     turned_QD = torch.nn.functional.normalize(questions_QD + questions_QD @ matrix_DD, dim=-1)
     scores_QP = SHARPNESS * turned_QD @ passages_PD.T
     count, each = right_QC.shape
-    own_QP = torch.block_diag(*right_QC.float().split(1)).bool()
-    assert own_QP.shape == (count, count * each)
+    own_QP = (torch.eye(count, dtype=torch.bool)[:, :, None] & right_QC[:, None, :]).view(count, count * each)
     good_Q = scores_QP.masked_fill(~own_QP, -torch.inf).logsumexp(1)
     return (scores_QP.logsumexp(1) - good_Q).mean()
 
@@ -108,5 +106,4 @@ def candidates_of(
 
 def turned(vectors_QD: Vectors, matrix_DD: Vectors) -> Vectors:
     moved: Vectors = vectors_QD + vectors_QD @ matrix_DD
-    lengths_Q1 = np.maximum(np.linalg.norm(moved, axis=1, keepdims=True), 1e-9)
-    return (moved / lengths_Q1).astype(np.float32)
+    return unit(moved)

@@ -85,7 +85,8 @@ class Questions:
 
     def held_out(self, count: int) -> list[Example]:
         """Return up to `count` different questions: fewer when the world is too small for that many."""
-        rng, found = random.Random("held out"), {}
+        rng = random.Random("held out")
+        found: dict[str, Example] = {}
         for _ in range(20 * count):
             example = self.draw(rng, held_out=True)
             found.setdefault(example["question"], example)
