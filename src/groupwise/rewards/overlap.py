@@ -21,6 +21,7 @@ Embed = Callable[[Sequence[str]], Any]
 WORD = re.compile(r"\w+")
 LONGEST = 2000
 """Words of an answer that are compared: the time of ROUGE-L grows with the product of both lengths."""
+HIGHEST_BASELINE = 0.95
 
 
 def words(text: str) -> list[str]:
@@ -70,6 +71,7 @@ def similar(*, golds: Golds, embed: Embed, baseline: float) -> Reward:
     Unrelated texts of one field are far from orthogonal, with some embeddings nearly parallel: without the
     baseline (see `unrelated`) everything would be rewarded about the same.
     """
+    floor = min(baseline, HIGHEST_BASELINE)
 
     def closeness(rollout: Rollout, example: Example) -> float:
         answer = last_word(rollout)
@@ -77,12 +79,14 @@ def similar(*, golds: Golds, embed: Embed, baseline: float) -> Reward:
             return 0.0
         vectors = embed([answer, *golds(example)])
         cosine = max(float(vectors[0] @ gold) for gold in vectors[1:])
-        return max(0.0, (cosine - baseline) / (1 - baseline))
+        return max(0.0, (cosine - floor) / (1 - floor))
 
     return closeness
 
 
 def unrelated(texts: Sequence[str], embed: Embed) -> float:
     """Return the mean cosine of neighbouring texts, which are taken to have nothing to do with each other."""
+    if len(texts) < 2:
+        return 0.0
     vectors = embed(texts)
     return fmean(float(one @ other) for one, other in pairwise(vectors))
