@@ -5,8 +5,8 @@
     groupwise train medquad --model warm task.options='{index: index}'
 
 The traces are made from training questions alone: think, search with some words of the question, read what
-the index returns, answer with the beginning of the gold answer. The queries are careless (words are left out at
-random), so that there is something left to learn.
+the index returns, answer with the beginning of the gold answer. The queries are careless (words are left
+out at random), so that there is something left to learn.
 """
 
 from __future__ import annotations
