@@ -156,20 +156,22 @@ class Index:
         np.save(self.folder / "turn.npy", self._turn_DD)
         self.manifest = replace(self.manifest, learned=True)
         if choose and chosen_by:
-            weight = max(GRID, key=lambda weight: self._found_high(chosen_by, weight))
+            texts = [question.text for question in chosen_by]
+            sides = list(zip(self._dense(texts, 2 * RETURNED), self._words(texts, 2 * RETURNED), strict=True))
+            weight = max(GRID, key=lambda weight: self._found_high(chosen_by, sides, weight))
             self.manifest = replace(self.manifest, dense_weight=weight, sparse_weight=round(1 - weight, 6))
 
-    def _found_high(self, questions: Sequence[Question], weight: float) -> float:
+    def _found_high(
+        self, questions: Sequence[Question], sides: Sequence[tuple[Ranking, Ranking]], weight: float
+    ) -> float:
         """Return how high the questions' documents are found with this dense weight, as a sum of 1 / rank."""
-        found = self.search_all(
-            [question.text for question in questions], dense_weight=weight, sparse_weight=1 - weight
-        )
-        return sum(
-            next(
-                (1 / rank for rank, hit in enumerate(hits, 1) if hit.chunk.document in question.documents), 0
-            )
-            for question, hits in zip(questions, found, strict=True)
-        )
+        manifest = replace(self.manifest, dense_weight=weight, sparse_weight=1 - weight)
+        total = 0.0
+        for question, (dense, sparse) in zip(questions, sides, strict=True):
+            hits = self._hits(dense, sparse, RETURNED, "fused", manifest)
+            right = (hit.chunk.document in question.documents for hit in hits)
+            total += next((1 / rank for rank, is_right in enumerate(right, start=1) if is_right), 0.0)
+        return total
 
     def __len__(self) -> int:
         return sum(chunk is not None for chunk in self.chunks)
