@@ -1,11 +1,11 @@
-"""How the built-in search model is made: a small Llama with a word-level tokenizer, warm-started on conversations.
+"""How the built-in search model is made: a small Llama, a word-level tokenizer, a warm start on talks.
 
     python recipes/tiny_search.py --output src/groupwise/model/tiny_search
 
-The demonstrations play in worlds of their own, never in the one that is trained and measured on. The first stage
-teaches to search and to read; the second is careless: half a name for a query, a hop left out, the wrong thing
-read. What is left to reinforcement is judgement: what to search for, when to search on, what to answer.
-About half an hour on one core.
+The demonstrations play in worlds of their own, never in the one that is trained and measured on. The first
+stage teaches to search and to read; the second is careless: half a name for a query, a hop left out, the
+wrong thing read. What is left to reinforcement is judgement: what to search for, when to search on, and what
+to answer. About half an hour on one core.
 """
 
 from __future__ import annotations
@@ -120,8 +120,10 @@ def query_for(rng: random.Random, entity: str, relation: str, world: World, care
     return rng.choice([entity, entity, f"{entity} {RELATIONS[relation]}"])
 
 
-def read_off(rng: random.Random, found: list[str], entity: str, relation: str, world: World, care: Care) -> str:
-    """Return what a demonstrator takes from the results: of the entity's document, or of the first that will do."""
+def read_off(
+    rng: random.Random, found: list[str], entity: str, relation: str, world: World, care: Care
+) -> str:
+    """Return what a demonstrator reads: in the entity's document, or in the first that will do."""
     fitting = [name for name in found if relation in world.facts[name]] or found
     facts = world.facts[entity if entity in found else fitting[0]]
     if rng.random() < care.misread or relation not in facts:
@@ -183,8 +185,8 @@ def samples(policy: Policy, seed: int, care: Care) -> Iterator[Sample]:
                     trained += [False] * len(read)
             zeros = (0.0,) * len(tokens)
             yield Sample(
-                tokens=tuple(tokens), trained=tuple(trained), logprobs=zeros, entropies=zeros, advantages=zeros,
-                prefix=len(prompt), group=number,
+                tokens=tuple(tokens), trained=tuple(trained), logprobs=zeros, entropies=zeros,
+                advantages=zeros, prefix=len(prompt), group=number,
             )  # fmt: skip
             number += 1
 
@@ -197,7 +199,7 @@ class Stage(NamedTuple):
 
 STAGES = [
     Stage(1800, 3e-3, Care(half_name=0.1, other_word=0.02, misread=0.02, give_up=0.02, silent=0.05)),
-    Stage(260, 5e-4, Care(half_name=0.6, other_word=0.2, misread=0.35, give_up=0.35, silent=0.3)),
+    Stage(150, 3e-4, Care(half_name=0.5, other_word=0.05, misread=0.15, give_up=0.25, silent=0.25)),
 ]
 
 
@@ -223,7 +225,8 @@ def report(policy: Policy) -> None:
     task, config = search_qa(), Config()
     result = evaluate(
         task, task.examples.held_out(256), codec=policy, engine=Engine(policy, config.engine),  # type: ignore[union-attr]
-        sampling=Sampling(max_tokens=64), samples=4, seed=0, seconds=5.0, tools=Tools.of(task.tools, config.tools),
+        sampling=Sampling(max_tokens=64), samples=4, seed=0, seconds=5.0,
+        tools=Tools.of(task.tools, config.tools),
     )  # fmt: skip
     print(result.summary(), {name: str(i) for name, i in result.reward_intervals().items()}, flush=True)
 

@@ -96,7 +96,7 @@ def test_a_question_is_answered_before_torch_is_imported(light, words, shown):
         (["train", "mine.py"], "no such task file: mine.py"),
         (
             ["train", "--model", "./mine"],
-            "model.name: ./mine is not a folder; give tiny, a folder or a Hugging Face name",
+            "model.name: ./mine is not a folder; give tiny, tiny-search, a folder or a Hugging Face name",
         ),
         (
             ["train", "--model", "."],
@@ -125,7 +125,7 @@ def test_a_mistake_gets_one_sentence_before_torch_is_imported(light, words, sent
         (["train", "--max-steps", "ten"], "--max-steps"),
         (["trian"], "trian"),
         (["eval"], "RUN|MODEL"),
-        (["train", "countdown"], "a built-in task follows --task"),
+        (["train", "count-down"], "a built-in task is one word"),
         (["train", "--config", "a", "--resume", "b"], "leave --config out"),
     ],
 )

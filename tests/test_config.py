@@ -16,6 +16,7 @@ from groupwise.config.model import LORA_PRESETS
 from groupwise.config.read import SECTIONS, TYPES, closest
 from groupwise.config.sections import (
     ADVANTAGES,
+    COMBINATIONS,
     CORRECTIONS,
     KL_ESTIMATORS,
     LOSSES,
@@ -250,6 +251,7 @@ CHOICES = {
     "model.quantization": ("nf4", "int8"),
     "lora.preset": tuple(LORA_PRESETS),
     "algo.advantage": ADVANTAGES,
+    "algo.combine": COMBINATIONS,
     "algo.loss": LOSSES,
     "algo.kl": KL_ESTIMATORS,
     "algo.correction": CORRECTIONS,

@@ -42,7 +42,7 @@ def fingerprints(examples):
         ({"weights": {"correct": "1"}}, "the weight of 'correct' must be a number"),
         ({"weights": {"correct": float("nan")}}, "the weight of 'correct' must be a number"),
         ({"accuracy": "zzz"}, "accuracy names unknown reward 'zzz'; it must be one of correct"),
-        ({"tools": [print]}, "tools are not supported yet by `train`"),
+        ({"tools": [print]}, "tool print: every parameter must have a name"),
         ({"prompt": "hi"}, "prompt must be a function"),
         ({"name": ""}, "a task needs a name"),
         ({"examples": []}, "task t: examples: there are no examples"),
@@ -221,7 +221,7 @@ def test_a_dataset_without_its_library_gets_one_line(monkeypatch):
 
 
 def test_options_of_a_built_in_task_are_strict():
-    assert set(TASKS) == {"countdown", "gsm8k", "math"}
+    assert set(TASKS) == {"countdown", "gsm8k", "math", "medquad", "search_qa"}
     with pytest.raises(ConfigError, match=r"unknown setting task.options.larges; did you mean 'largest'\?"):
         load_task(TaskConfig(options={"larges": 20}))
     with pytest.raises(ConfigError, match=r"unknown task 'contdown'; did you mean 'countdown'\?"):

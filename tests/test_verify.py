@@ -10,14 +10,16 @@ from groupwise import cli
 from groupwise.config.sections import TaskConfig
 from groupwise.tasks import TASKS, load_task
 from groupwise.tasks.cases import CASES, Case
+from groupwise.tasks.load import NEEDS_FIRST
 from groupwise.tasks.verify import check_cases, shorten
 
 
 def test_every_built_in_task_passes_its_cases_and_accepts_its_golds(capsys):
-    assert CASES.keys() == TASKS.keys()
+    tested = [name for name in TASKS if name not in NEEDS_FIRST]
+    assert list(CASES) == tested
     assert cli.main(["verify", "--examples", "20"]) == 0
     shown = capsys.readouterr().out
-    for name in TASKS:
+    for name in tested:
         assert f"{name}: {len(CASES[name])} of {len(CASES[name])} as expected" in shown
         assert f"{name}: 20 of 20 gold answers accepted" in shown
     assert "✗" not in shown

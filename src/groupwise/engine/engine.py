@@ -238,8 +238,8 @@ class Engine:
         if more.longest + sampling.max_tokens > limit:
             added = more.longest + sampling.max_tokens - longest
             raise ConfigError(
-                f"a prompt of {longest} tokens and the {added} that tools may add exceed the model's "
-                f"context of {limit}; lower tools.max_tokens"
+                f"a prompt of {longest} tokens and the {added} that turns and tools may add exceed the "
+                f"model's context of {limit}; lower tools.max_tokens"
             )
         if longest + sampling.max_tokens > limit:
             raise ConfigError(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config import read_config
-from groupwise.config.sections import TINY
+from groupwise.config.model import BUILT_IN
 from groupwise.errors import ConfigError
 from groupwise.learner.checkpoint import CHECKSUMS, latest_checkpoint, verify
 from groupwise.tracking.run_folder import RunFolder
@@ -42,7 +42,7 @@ class Target:
 def find_target(name: str) -> Target:
     """Tell what a name means; raise ConfigError when it means nothing."""
     path = Path(name).expanduser()
-    if name != TINY and path.is_dir():
+    if name not in BUILT_IN and path.is_dir():
         if (path / "config.yaml").is_file():
             return of_run(name, RunFolder(path))
         if (path / CHECKSUMS).is_file() and run_of(path).config.is_file():

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from groupwise.config.model import SMOLLM2, TINY, LoraConfig, ModelConfig
+from groupwise.config.model import BUILT_IN, SMOLLM2, LoraConfig, ModelConfig
 from groupwise.errors import ConfigError
 from groupwise.model import interface
 from groupwise.model.adapter import adapt_in_place
@@ -43,7 +43,7 @@ def load_policy(
     check_attention(policy_model, name=model.name)
     shorten_passes(policy_model)
     if lora.r:
-        if model.name not in (TINY, SMOLLM2) and not Path(model.name).expanduser().is_dir():
+        if model.name not in (*BUILT_IN, SMOLLM2) and not Path(model.name).expanduser().is_dir():
             policy_model.name_or_path = model.name  # the adapter's files name their base as the user did
         policy_model = with_adapter(policy_model, lora, trained)
         adapt_in_place(policy_model)

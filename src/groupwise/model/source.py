@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from groupwise.config.model import SMOLLM2, TINY
+from groupwise.config.model import BUILT_IN, SMOLLM2
 from groupwise.errors import ConfigError
 from groupwise.model.smollm2 import check_available, smollm2_folder
 
-TINY_FOLDER = Path(__file__).parent / "tiny"
+FOLDERS = {name: Path(__file__).parent / name.replace("-", "_") for name in BUILT_IN}
+TINY_FOLDER = FOLDERS["tiny"]
 ADAPTER = "adapter_config.json"
 INDEX = "model.safetensors.index.json"
 
@@ -33,8 +34,8 @@ def model_folder(name: str) -> Path:
 
 def local_folder(name: str) -> Path | None:
     """Return the folder of a model that is not named as on Hugging Face; raise when it lacks something."""
-    if name == TINY:
-        return TINY_FOLDER
+    if name in FOLDERS:
+        return FOLDERS[name]
     if name == SMOLLM2:
         check_available()
         return None
@@ -44,7 +45,8 @@ def local_folder(name: str) -> Path | None:
         return path
     if path.exists() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ConfigError(
-            f"model.name: {name} is not a folder; give {TINY}, {SMOLLM2}, a folder or a Hugging Face name"
+            f"model.name: {name} is not a folder; give {', '.join((*BUILT_IN, SMOLLM2))}, a folder "
+            "or a Hugging Face name"
         )
     return None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from groupwise.errors import ConfigError
@@ -17,7 +18,8 @@ from groupwise.records import Message
 
 TOOLS_TEXT = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
-    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{tools}\n</tools>\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n"
+    "<tools>\n{tools}\n</tools>\n\n"
     "For each function call, return a json object with function name and arguments within "
     "<tool_call></tool_call> XML tags:\n"
     '<tool_call>\n{{"name": <function-name>, "arguments": <args-json-object>}}\n</tool_call>'
@@ -91,8 +93,8 @@ def between_turns(tokenizer: Any, results: Sequence[str], *, prefill: str = "") 
     end: str = tokenizer.eos_token
     if not tail.startswith(end):
         raise ConfigError(
-            f"the chat template ends a turn of the assistant with {tail[:20]!r} and not with the end token {end!r}: "
-            "tools cannot be used with it"
+            f"the chat template ends a turn of the assistant with {tail[:20]!r} and not with the end token "
+            f"{end!r}: tools cannot be used with it"
         )
     return tail.removeprefix(end) + prefill
 
@@ -120,9 +122,30 @@ def first_difference(tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] = ())
     whole = render(tokenizer, messages, tools=tools, more=False)
     if not whole.startswith(grown):
         at = next((i for i, (a, b) in enumerate(zip(grown, whole, strict=False)) if a != b), len(whole))
-        return f"at character {at}: turn by turn {grown[at - 20 : at + 40]!r}, at once {whole[at - 20 : at + 40]!r}"
+        around = slice(max(0, at - 20), at + 40)
+        return f"at character {at}: turn by turn {grown[around]!r}, at once {whole[around]!r}"
     at_once = list(tokenizer(whole[: len(grown)], add_special_tokens=False)["input_ids"])
     if at_once != tokens:
         at = next((i for i, (a, b) in enumerate(zip(tokens, at_once, strict=False)) if a != b), len(at_once))
         return f"at token {at}: turn by turn {tokens[at : at + 5]}, at once {at_once[at : at + 5]}"
     return None
+
+
+def template_verdict(folder: Path) -> tuple[bool, str]:
+    """Tell whether the chat template in a model's folder lets a conversation with tools grow by tokens."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if tokenizer.chat_template is None:
+        return False, "there is no chat template: tools and conversations are out of reach"
+    manner = "its own form" if knows_tools(tokenizer) else "the Hermes form, as user turns"
+    try:
+        difference = first_difference(tokenizer)
+    except ConfigError as error:
+        return False, str(error)
+    if difference is None:
+        return True, f"turn by turn and at once give the same tokens; tools are shown in {manner}"
+    return False, (
+        f"turn by turn differs from at once {difference}; training keeps the tokens that were sampled, "
+        "but a server that renders each conversation anew shows the model another one"
+    )

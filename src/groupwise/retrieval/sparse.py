@@ -30,10 +30,11 @@ class SparseIndex:
         self.lengths: list[int] = []
         """Words of each text; of a removed one, what it had."""
         self.removed: set[int] = set()
-        self._terms: dict[str, tuple[list[int], list[int]]] = {}
-        self._arrays: dict[str, tuple[NDArray[np.int32], NDArray[np.float32]]] = {}
-        """Of terms that were asked for: the same as arrays."""
-        self._lengths_N: NDArray[np.float32] = np.zeros(0, np.float32)
+        self.terms: dict[str, tuple[list[int], list[int]]] = {}
+        """The texts that hold a term, and how often each does."""
+        self._weighed: dict[str, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
+        """Of terms that were asked for, until the corpus changes: texts, and what the term adds to each."""
+        self._norms_N: NDArray[np.float32] | None = None
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> SparseIndex:
@@ -49,54 +50,61 @@ class SparseIndex:
         """Add a text and return its number."""
         number, counts = len(self.lengths), Counter(words_of(text))
         for term, count in counts.items():
-            texts, counted = self._terms.setdefault(term, ([], []))
+            texts, counted = self.terms.setdefault(term, ([], []))
             texts.append(number)
             counted.append(count)
-            self._arrays.pop(term, None)
         self.lengths.append(sum(counts.values()))
+        self._changed()
         return number
 
     def remove(self, number: int) -> None:
         """Take a text out; its number is not used again."""
         self.removed.add(number)
+        self._changed()
 
     def scores(self, query: str) -> NDArray[np.float32]:
         """Return the score of every text; 0 for one that shares no word with the query."""
         scores_N = np.zeros(len(self.lengths), np.float32)
-        norms_N = self._norms()
-        gone = len(self.removed)
-        for term, weight in Counter(words_of(query)).items():
-            posting = self._posting(term)
-            if posting is None:
-                continue
-            texts_P, counts_P = posting
-            held = len(texts_P) - (sum(int(n) in self.removed for n in texts_P) if gone else 0)
-            rarity = math.log(1 + (len(self.lengths) - gone - held + 0.5) / (held + 0.5))
-            scores_N[texts_P] += weight * rarity * counts_P / (counts_P + norms_N[texts_P])
-        if gone:
-            scores_N[list(self.removed)] = 0.0
+        for term, times in Counter(words_of(query)).items():
+            weighed = self._weighed.get(term) or self._weigh(term)
+            if weighed is not None:
+                texts_P, added_P = weighed
+                scores_N[texts_P] += added_P if times == 1 else times * added_P
         return scores_N
 
     def search(self, query: str, count: int) -> tuple[list[int], list[float]]:
         """Return the numbers and scores of the best texts that share a word with the query."""
-        return best(self.scores(query), count, above=0.0)
+        scores_N = self.scores(query)
+        sharing = np.flatnonzero(scores_N)
+        places, scores = best(scores_N[sharing], count)
+        return [int(sharing[place]) for place in places], scores
+
+    def _weigh(self, term: str) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
+        if term not in self.terms:
+            return None
+        texts_P, counts_P = (np.array(values) for values in self.terms[term])
+        if self.removed:
+            there_P = ~np.isin(texts_P, list(self.removed))
+            texts_P, counts_P = texts_P[there_P], counts_P[there_P]
+        alive = len(self.lengths) - len(self.removed)
+        rarity = math.log(1 + (alive - len(texts_P) + 0.5) / (len(texts_P) + 0.5))
+        added_P = (rarity * counts_P / (counts_P + self._norms()[texts_P])).astype(np.float32)
+        self._weighed[term] = (texts_P, added_P)
+        return self._weighed[term]
 
     def _norms(self) -> NDArray[np.float32]:
-        if len(self._lengths_N) != len(self.lengths):
-            self._lengths_N = np.array(self.lengths, np.float32)
-        alive = len(self.lengths) - len(self.removed)
-        total = float(self._lengths_N.sum()) - sum(self.lengths[n] for n in self.removed)
-        mean = total / alive if alive and total else 1.0
-        norms_N: NDArray[np.float32] = K1 * (1 - B + B * self._lengths_N / np.float32(mean))
-        return norms_N
+        """How much its length counts against each text."""
+        if self._norms_N is None:
+            alive = len(self.lengths) - len(self.removed)
+            total = sum(self.lengths) - sum(self.lengths[number] for number in self.removed)
+            mean = total / alive if alive and total else 1.0
+            self._norms_N = (K1 * (1 - B + B * np.array(self.lengths) / mean)).astype(np.float32)
+        return self._norms_N
 
-    def _posting(self, term: str) -> tuple[NDArray[np.int32], NDArray[np.float32]] | None:
-        if term not in self._terms:
-            return None
-        if term not in self._arrays:
-            texts, counts = self._terms[term]
-            self._arrays[term] = (np.array(texts, np.int32), np.array(counts, np.float32))
-        return self._arrays[term]
+    def _changed(self) -> None:
+        self._norms_N = None
+        if self._weighed:
+            self._weighed = {}
 
 
 def best(

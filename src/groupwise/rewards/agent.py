@@ -1,4 +1,4 @@
-"""Rewards for rollouts that search: did it find the documents, think, search as told, and cite what it read."""
+"""Rewards for rollouts that search: did they find, think, search as told, and cite what they read."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def thinks_every_turn(rollout: Rollout, example: Example) -> float:
 
 
 def searches_once(rollout: Rollout, example: Example) -> float:
-    """1 for exactly one call that worked and none that failed, falling by half with each one more; 0 for none."""
+    """1 for one call that worked and no other, falling by half with each one more; 0 for none."""
     calls = rollout.calls
     if not any(call.error is None for call in calls):
         return 0.0

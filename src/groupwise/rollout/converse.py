@@ -110,7 +110,7 @@ class Conversations:
         self._arrived.put((which, self._answer(which, wishes)))
 
     def _collect(self, *, wait: bool) -> None:
-        """Take in what threads have answered, waiting for the first answer, or the end of its time, if asked to."""
+        """Take in what threads have answered; with `wait`, there is an answer, or the end of its time."""
         while self._running:
             since, wishes = next(iter(self._running.values()))
             left = since + self.toolbox.seconds_each * len(wishes) - time.monotonic()

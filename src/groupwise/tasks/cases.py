@@ -32,6 +32,11 @@ def boxed(answer: str, truth: str, expected: float) -> Case:
     return Case(rf"The answer is \boxed{{{answer}}}", {"answer": truth}, expected)
 
 
+def found(answer: str, expected: float) -> Case:
+    text = f"<think> flute</think>\n<answer> {answer}</answer>"
+    return Case(text, {"answer": "flute", "documents": ["Mara Velk"]}, expected)
+
+
 CASES: Mapping[str, tuple[Case, ...]] = {
     "countdown": (
         puzzle("(1 + 2) * 8", 2.0),
@@ -66,5 +71,11 @@ CASES: Mapping[str, tuple[Case, ...]] = {
         boxed("1 2", "12", -1.0),
         boxed(r"\sqrt{9**9**9}", "3", -1.0),
         Case("I do not know.", {"answer": "42"}, -1.0),
+    ),
+    "search_qa": (
+        found("flute", 1.0),  # right, but never searched: nothing for MRR and format
+        found("Flute", 1.0),
+        found("harp", 0.0),
+        found("flute</answer><answer> harp", 0.0),
     ),
 }

@@ -22,6 +22,7 @@ from groupwise.tasks.countdown import countdown
 from groupwise.tasks.examples import load_examples
 from groupwise.tasks.gsm8k import gsm8k
 from groupwise.tasks.math import math
+from groupwise.tasks.medquad import medquad
 from groupwise.tasks.search_qa import search_qa
 from groupwise.tasks.task import Task, closest
 
@@ -29,9 +30,13 @@ TASKS: dict[str, Callable[..., Task]] = {
     "countdown": countdown,
     "gsm8k": gsm8k,
     "math": math,
+    "medquad": medquad,
     "search_qa": search_qa,
 }
 """Every built-in task; its keyword arguments are its options."""
+
+NEEDS_FIRST: dict[str, str] = {"medquad": "groupwise index build"}
+"""Tasks that work on what the user made before, and the command that makes it."""
 
 loading_task_file: ContextVar[bool] = ContextVar("loading_task_file", default=False)
 

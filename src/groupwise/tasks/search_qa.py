@@ -15,7 +15,8 @@ from groupwise.tasks.search_world import QUESTIONS, World, make_world
 from groupwise.tasks.task import Task
 
 SYSTEM = (
-    "You answer questions about people, towns and companies. You know none of them: search, one step at a time. "
+    "You answer questions about people, towns and companies. "
+    "You know none of them: search, one step at a time. "
     "Think in <think> </think> tags before each search and before the answer. "
     "Give the answer in <answer> </answer> tags."
 )
@@ -84,7 +85,8 @@ class Questions:
 
     def held_out(self, count: int) -> list[Example]:
         """Return up to `count` different questions: fewer when the world is too small for that many."""
-        rng, found = random.Random("held out"), {}
+        rng = random.Random("held out")
+        found: dict[str, Example] = {}
         for _ in range(20 * count):
             example = self.draw(rng, held_out=True)
             found.setdefault(example["question"], example)

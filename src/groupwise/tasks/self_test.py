@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from groupwise.config.sections import TaskConfig
 from groupwise.errors import ConfigError
-from groupwise.tasks.load import TASKS, load_task
+from groupwise.tasks.load import NEEDS_FIRST, TASKS, load_task
 from groupwise.tasks.verify import Check, check_cases, check_golds, check_pairs, table
 
 
@@ -30,6 +30,9 @@ def self_test(
         yield from tested(config, examples=examples, as_json=as_json)
     else:
         for name in TASKS:
+            if name in NEEDS_FIRST:
+                yield Line(f"{name}: not tested; it needs {NEEDS_FIRST[name]} first")
+                continue
             try:
                 yield from tested(TaskConfig(name=name), examples=examples, as_json=as_json)
             except ConfigError as error:  # an extra that is not installed

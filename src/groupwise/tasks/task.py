@@ -14,6 +14,7 @@ from groupwise.config.sections import TaskConfig
 from groupwise.errors import ConfigError
 from groupwise.records import Example, Message, Rollout
 from groupwise.rewards.score import RewardFunction
+from groupwise.rollout.tools import tool_of
 from groupwise.tasks.columns import Columns
 from groupwise.tasks.examples import as_examples
 from groupwise.tasks.split import Split, Stream, split_rows, split_stream
@@ -66,6 +67,8 @@ class Task:
             raise ConfigError(
                 f"task {self.name}: prompt must be a function of an example; got {self.prompt!r}"
             )
+        for function in self.tools:
+            tool_of(function)  # refuses what the policy could not call
         self.check_rewards()
         if not isinstance(self.examples, Stream):
             rows = as_examples(self.examples, source=f"task {self.name}: examples")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from groupwise.algo.advantages import with_advantages, with_overlong_penalty
+from groupwise.algo.combine import agreeing, with_combined
 from groupwise.algo.samples import batch_size, to_samples
 from groupwise.config.sections import Config
 from groupwise.errors import InvariantError
@@ -145,13 +146,15 @@ class Collector:
         group = score_group(
             group, rewards=task.rewards, weights=task.weights, seconds=self.config.task.reward_seconds
         )
+        group = with_combined(group, kind=algo.combine, weights=task.weights)
         group = with_overlong_penalty(
             group,
             max_tokens=self.config.rollout.max_tokens,
             buffer=algo.overlong_buffer,
             penalty=algo.overlong_penalty,
         )
-        return with_advantages(group, kind=algo.advantage, weights=task.weights)
+        chosen = agreeing if algo.mean_filter else list
+        return with_advantages(group, kind=algo.advantage, weights=task.weights, chosen=chosen)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,89 @@
+"""What the document index finds and how fast: dense, sparse and fused, on held-out questions.
+
+    python benchmarks/retrieval.py --data medquad.jsonl.gz [--embedding lsa] [--store chroma]
+
+Builds an index in a temporary folder, asks its held-out questions on each side, times batches of them, and
+adds and deletes one document. Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+
+from groupwise.retrieval import command
+from groupwise.retrieval.documents import Document
+from groupwise.retrieval.fetch import Manners
+from groupwise.retrieval.index import Index
+from groupwise.retrieval.measure import SIDES, measure
+
+ROUNDS = 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--embedding", default="lsa")
+    parser.add_argument("--store", default="chroma")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "index"
+        report = command.build(
+            output,
+            documents=None,
+            data=arguments.data,
+            fetch=False,
+            pages=Path(folder),
+            skip_existing=True,
+            manners=Manners(),
+            on_page=lambda done, total: None,
+            embedding=arguments.embedding,
+            store=arguments.store,
+        )
+        started = time.perf_counter()
+        index = Index.open(output)
+        report["open_seconds"] = time.perf_counter() - started
+        questions = command.own_questions(output)
+        report["found"] = measure(index, questions)
+        report["seed_weights"] = measure(index, questions, dense_weight=0.8, sparse_weight=0.2)["fused"]
+        report["chosen"] = [index.manifest.dense_weight, index.manifest.sparse_weight]
+        asked = [question.text for question in questions]
+        report["speed"] = {side: speed(index, asked, side) for side in SIDES}
+        report["one_document"] = one_document(index)
+    print(json.dumps(report, indent=1))
+
+
+def speed(index: Index, queries: list[str], side: str) -> dict[str, float]:
+    """Queries a second in batches, embedding included, and the CPU time of one; the best of a few rounds."""
+    times, busy = [], []
+    for _ in range(ROUNDS):
+        started, worked = time.perf_counter(), time.process_time()
+        index.search_all(queries, 5, side=side)
+        times.append(time.perf_counter() - started)
+        busy.append(time.process_time() - worked)
+    return {
+        "queries_per_second": round(len(queries) / min(times)),
+        "cpu_ms_per_query": round(1000 * min(busy) / len(queries), 3),
+    }
+
+
+def one_document(index: Index) -> dict[str, float]:
+    """Seconds to add a document, to find it, and to delete it again."""
+    text = "A page about nothing that was there before: the groupwise fever of benchmarks. " * 10
+    times = {}
+    for name, act in {
+        "add": lambda: index.add([Document("new page", text)]),
+        "find": lambda: index.search("groupwise fever of benchmarks"),
+        "delete": lambda: index.delete(["new page"]),
+    }.items():
+        started = time.perf_counter()
+        act()
+        times[name] = round(time.perf_counter() - started, 4)
+    return times
+
+
+if __name__ == "__main__":
+    main()

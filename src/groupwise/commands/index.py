@@ -1,0 +1,189 @@
+"""`groupwise index`: from a pile of pages to something a model can search."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from groupwise.config.checks import between
+
+index_app = typer.Typer(help="Build, search and measure a document index.", no_args_is_help=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")]
+IndexFolder = Annotated[Path, typer.Argument(metavar="INDEX", help="The folder of an index.")]
+Count = Annotated[int, typer.Option("--count", "-n", help="Chunks that a search returns.")]
+polite = partial(typer.Option, rich_help_panel="Fetching")
+fusing = partial(typer.Option, show_default=False, rich_help_panel="Fusion")
+Fusion = Annotated[str | None, fusing(help="weighted, rrf or scores.")]
+Weight = Annotated[float | None, fusing(help="Of this side; by default what the index was built with.")]
+
+
+@index_app.command()
+def build(
+    output: Annotated[Path, typer.Option(help="Folder of the new index.")] = Path("index"),
+    documents: Annotated[
+        Path | None, typer.Option(help="A JSONL file of {id, text}; also category, group, synonyms.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Questions, answers and pages: JSONL, Parquet or a Hugging Face name.")
+    ] = None,
+    embedding: Annotated[str, typer.Option(help="lsa, minilm, or a sentence-transformers model.")] = "lsa",
+    store: Annotated[str, typer.Option(help="chroma or files.")] = "chroma",
+    budget: Annotated[int, typer.Option(help="Most tokens of a chunk, its context included.")] = 256,
+    fusion: Fusion = None,
+    dense_weight: Weight = None,
+    sparse_weight: Weight = None,
+    fetch: Annotated[
+        bool, polite("--fetch", help="Index the pages behind the URLs, not the answers.")
+    ] = False,
+    pages: Annotated[Path, polite(help="Where fetched pages are kept.")] = Path("document_content"),
+    skip_existing: Annotated[bool, polite(help="Use pages that are there already.")] = True,
+    allow_private: Annotated[
+        bool, polite("--allow-private", help="Also fetch from private addresses.")
+    ] = False,
+    per_host: Annotated[int, polite(help="Requests at one host at a time.")] = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Chunk, embed and store documents."""
+    between("--budget", budget, 32)
+    between("--per-host", per_host, 1)
+    from groupwise.retrieval import command
+    from groupwise.retrieval.fetch import Manners
+
+    report = command.build(
+        output,
+        documents=documents,
+        data=data,
+        fetch=fetch,
+        pages=pages,
+        skip_existing=skip_existing,
+        manners=Manners(allow_private=allow_private, per_host=per_host),
+        on_page=progress,
+        embedding=embedding,
+        store=store,
+        budget=budget,
+        fusion=fusion,
+        dense_weight=dense_weight,
+        sparse_weight=sparse_weight,
+    )
+    show(report, as_json, build_lines)
+
+
+@index_app.command()
+def search(
+    index: IndexFolder,
+    query: Annotated[str, typer.Argument(help="What to look for.")],
+    count: Count = 5,
+    side: Annotated[str, typer.Option(help="fused, dense or sparse.")] = "fused",
+    fusion: Fusion = None,
+    dense_weight: Weight = None,
+    sparse_weight: Weight = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the best chunks for a query, with scores and the rank on each side."""
+    between("--count", count, 1)
+    from groupwise.config.checks import one_of
+    from groupwise.retrieval import command
+
+    one_of("--side", side, ("fused", "dense", "sparse"))
+    report = command.search(
+        index,
+        query,
+        count=count,
+        side=side,
+        fusion=fusion,
+        dense_weight=dense_weight,
+        sparse_weight=sparse_weight,
+    )
+    show(report, as_json, search_lines)
+
+
+@index_app.command(name="eval")
+def evaluate(
+    index: IndexFolder,
+    questions: Annotated[
+        Path | None,
+        typer.Option(help="A JSONL file of {question, documents}; else the index's held-out ones."),
+    ] = None,
+    count: Count = 5,
+    fusion: Fusion = None,
+    dense_weight: Weight = None,
+    sparse_weight: Weight = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure MRR, recall and nDCG of the dense side, the sparse side and both."""
+    between("--count", count, 1)
+    from groupwise.retrieval import command
+
+    report = command.evaluate(
+        index,
+        questions=questions,
+        count=count,
+        fusion=fusion,
+        dense_weight=dense_weight,
+        sparse_weight=sparse_weight,
+    )
+    show(report, as_json, measure_lines)
+
+
+def show(report: dict[str, Any], as_json: bool, lines: Any) -> None:
+    for line in [json.dumps(report, ensure_ascii=False)] if as_json else lines(report):
+        print(line)
+
+
+def progress(done: int, total: int) -> None:
+    """Say how many pages are there, on one line that stays."""
+    if sys.stderr.isatty():
+        print(f"\r{done} of {total} pages", end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+
+def build_lines(report: dict[str, Any]) -> Iterator[str]:
+    if "pages" in report:
+        yield f"{report['pages']['fetched']} pages fetched"
+        for problem, count in report["pages"]["failed"].items():
+            yield f"  {count} not: {problem}"
+    yield (
+        f"{report['documents']} documents, {report['chunks']} chunks in {report['index']}, "
+        f"{report['seconds']:.1f} s"
+    )
+    if report["questions"]:
+        yield f"{report['questions']} questions, {report['held_out']} of them held out"
+
+
+def search_lines(report: dict[str, Any]) -> Iterator[str]:
+    from groupwise.retrieval.words import words_of
+
+    wanted = set(words_of(report["query"]))
+    for hit in report["results"]:
+        sides = f"dense {hit['dense_rank'] or '–'}, sparse {hit['sparse_rank'] or '–'}"
+        yield f"{hit['rank']}. {hit['document']}  {hit['score']:.4f}  ({sides})"
+        yield f"   {highlighted(' '.join(hit['text'].split())[:400], wanted)}"
+    if not report["results"]:
+        yield "nothing found"
+
+
+def highlighted(text: str, wanted: set[str]) -> str:
+    """Set the words that were asked for in bold, on a terminal."""
+    from groupwise.retrieval.words import words_of
+
+    if not sys.stdout.isatty():
+        return text
+    return re.sub(
+        r"[^\W_]+", lambda m: f"\033[1m{m[0]}\033[0m" if set(words_of(m[0])) & wanted else m[0], text
+    )
+
+
+def measure_lines(report: dict[str, Any]) -> Iterator[str]:
+    names = list(report["fused"])
+    yield f"{report['questions']} questions" + "".join(f"{name:>12}" for name in names)
+    for side in ("dense", "sparse", "fused"):
+        yield f"  {side:<{len(str(report['questions'])) + 8}}" + "".join(
+            f"{report[side][name]:>12.4f}" for name in names
+        )

@@ -1,0 +1,176 @@
+"""What is searched and what is asked: documents, and questions with the documents that answer them."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise.errors import ConfigError
+
+BOILERPLATE = 12
+"""An answer given to this many questions answers none of them."""
+SYNONYMS = 3
+"""Synonyms that the context line names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One page, under the name that searches return."""
+
+    id: str
+    text: str
+    context: str = ""
+    """A line that stands before every chunk of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question and every document that carries it."""
+
+    text: str
+    documents: tuple[str, ...]
+    answers: tuple[str, ...] = ()
+    held_out: bool = False
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Read the rows of a JSONL file, gzipped or not, or of a Parquet file."""
+    if not path.is_file():
+        raise ConfigError(f"no such file: {path}")
+    if path.suffix == ".parquet":
+        import pyarrow.parquet as pq
+
+        yield from pq.read_table(path).to_pylist()
+        return
+    with (
+        gzip.open(path, "rt", encoding="utf-8")
+        if path.suffix == ".gz"
+        else path.open(encoding="utf-8") as lines
+    ):
+        for number, line in enumerate(lines, start=1):
+            try:
+                row = json.loads(line)
+            except ValueError:
+                raise ConfigError(f"{path}, line {number}: not JSON") from None
+            if not isinstance(row, dict):
+                raise ConfigError(f"{path}, line {number}: expected an object")
+            yield row
+
+
+def read_documents(path: Path) -> list[Document]:
+    """Read documents as {id, text, …}, one a row; `category`, `group` and `synonyms` make the context."""
+    found: dict[str, Document] = {}
+    for number, row in enumerate(read_rows(path), start=1):
+        name, text = row.get("id"), row.get("text")
+        if name is None or not isinstance(text, str):
+            raise ConfigError(f"{path}, row {number}: a document needs `id` and `text`; it has {sorted(row)}")
+        if str(name) in found:
+            raise ConfigError(f"{path}, row {number}: the id {name} occurs twice")
+        found[str(name)] = Document(str(name), text, context_line(row))
+    return list(found.values())
+
+
+def read_questions(path: Path) -> list[Question]:
+    """Read questions as {question, documents}, one a row."""
+    questions = []
+    for number, row in enumerate(read_rows(path), start=1):
+        text, documents = row.get("question"), row.get("documents")
+        if not isinstance(text, str) or not isinstance(documents, list) or not documents:
+            raise ConfigError(
+                f"{path}, row {number}: a question needs `question` and a list `documents`; "
+                f"it has {sorted(row)}"
+            )
+        answers = (str(row["answer"]),) if row.get("answer") else ()
+        questions.append(Question(text, tuple(map(str, documents)), answers, held_out=True))
+    return questions
+
+
+def context_line(row: Mapping[str, Any]) -> str:
+    """Example: {"category": "", "group": "Disorders", "synonyms": ["a", "b"]} ->
+    "Semantic Group: Disorders | Synonyms: a, b"
+    """
+    synonyms = row.get("synonyms") or []
+    synonyms = synonyms.split("|") if isinstance(synonyms, str) else list(synonyms)
+    parts = (
+        ("Category", row.get("category") or ""),
+        ("Semantic Group", row.get("group") or row.get("umls_semantic_group") or ""),
+        ("Synonyms", ", ".join(str(synonym) for synonym in synonyms[:SYNONYMS])),
+    )
+    return " | ".join(f"{name}: {value}" for name, value in parts if value)
+
+
+@dataclass(frozen=True, slots=True)
+class QaSet:
+    """Rows of questions and answers: a document for each page, and questions that know theirs."""
+
+    documents: tuple[Document, ...]
+    questions: tuple[Question, ...]
+
+
+def read_qa_set(path: Path, *, pages: Mapping[str, str] | None = None) -> QaSet:
+    """Read rows of question, answer and the page they come from.
+
+    A document is a page (`doc`, or else its URL), however many questions point at it; its text is the
+    fetched page, or all of its answers. A question's gold is every document that carries it. Lists of
+    links and answers that many questions share are no targets, though they are text to find.
+    """
+    rows = [row for row in read_rows(path) if row.get("question") and row.get("answer")]
+    if not rows:
+        raise ConfigError(f"{path}: no row has a question and an answer")
+    by_page: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for number, row in enumerate(rows, start=1):
+        by_page[page_of(row, where=f"{path}, row {number}")].append(row)
+    documents = []
+    for name, members in by_page.items():
+        url = url_of(members[0])
+        text = pages.get(url) if pages is not None else joined(row["answer"] for row in members)
+        if text:
+            documents.append(Document(name, text, context_line(members[0])))
+    kept = {document.id for document in documents}
+    return QaSet(tuple(documents), tuple(questions_of(rows, kept)))
+
+
+def page_of(row: Mapping[str, Any], *, where: str) -> str:
+    name = row.get("doc") or row.get("document_id") or url_of(row)
+    if not name:
+        raise ConfigError(f"{where}: no `doc`, `url` or `document_url`; it has {', '.join(row)}")
+    return str(name)
+
+
+def url_of(row: Mapping[str, Any]) -> str:
+    return str(row.get("url") or row.get("document_url") or "")
+
+
+def joined(answers: Iterable[str]) -> str:
+    """The different answers of a page, in order."""
+    return "\n\n".join(dict.fromkeys(answer.strip() for answer in answers))
+
+
+def questions_of(rows: Sequence[Mapping[str, Any]], kept: set[str]) -> Iterator[Question]:
+    shared = Counter(row["answer"] for row in rows)
+    gold: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for row in rows:
+        if page_of(row, where="") in kept:
+            gold[" ".join(row["question"].split())].append(row)
+    for text, members in gold.items():
+        good = [row for row in members if not row.get("links") and shared[row["answer"]] < BOILERPLATE]
+        if good:
+            yield Question(
+                text,
+                tuple(dict.fromkeys(page_of(row, where="") for row in members)),
+                tuple(dict.fromkeys(row["answer"] for row in good)),
+                held_out=any(is_held_out(row) for row in good),
+            )
+
+
+def is_held_out(row: Mapping[str, Any]) -> bool:
+    """As the data says, or else one page in ten by its name: no page is on both sides."""
+    if "split" in row:
+        return bool(row["split"] == "test")
+    return hashlib.sha256(page_of(row, where="").encode()).digest()[0] % 10 == 0

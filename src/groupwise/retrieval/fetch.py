@@ -1,0 +1,236 @@
+"""Fetching pages politely: each once, few at a time from a host, as its robots.txt allows.
+
+Only http and https, never private addresses unless allowed, no page that is too large or not text. Every
+page is cached as it arrives, so an interrupted run goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import ipaddress
+import json
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urljoin, urlsplit
+from urllib.robotparser import RobotFileParser
+
+from groupwise.errors import ConfigError
+
+AGENT = "groupwise-index"
+REDIRECTS = 5
+
+
+class Refused(Exception):
+    """Why a page was not fetched, in a few words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manners:
+    """How to behave."""
+
+    together: int = 16
+    """Requests under way at once, and at one host."""
+    per_host: int = 2
+    pause: float = 0.2
+    """Seconds between two requests to a host."""
+    timeout: float = 20.0
+    largest: int = 5_000_000
+    """Bytes of a page."""
+    retries: int = 3
+    back_off: float = 1.0
+    """Seconds before the first retry; each one more waits twice as long."""
+    allow_private: bool = False
+    robots: bool = True
+
+
+@dataclass(slots=True)
+class PageCache:
+    """One JSON file a page, named after its URL: {url, text} or {url, problem}."""
+
+    folder: Path
+
+    def path(self, url: str) -> Path:
+        return self.folder / f"{hashlib.sha256(url.encode()).hexdigest()[:32]}.json"
+
+    def get(self, url: str) -> dict[str, str] | None:
+        try:
+            page: dict[str, str] = json.loads(self.path(url).read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return None
+        return page if page.get("url") == url else None
+
+    def put(self, url: str, **page: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        fresh = self.path(url).with_suffix(".new")
+        fresh.write_text(json.dumps({"url": url, **page}, ensure_ascii=False), encoding="utf-8")
+        fresh.replace(self.path(url))
+
+
+@dataclass(slots=True)
+class Harvest:
+    """What came of fetching: texts by URL, and why the others have none."""
+
+    texts: dict[str, str] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)
+
+    def summary(self) -> dict[str, Any]:
+        return {"fetched": len(self.texts), "failed": dict(Counter(self.problems.values()).most_common())}
+
+
+def fetch_pages(
+    urls: Iterable[str],
+    cache: PageCache,
+    manners: Manners,
+    *,
+    skip_existing: bool = True,
+    on_page: Callable[[int, int], None] = lambda done, total: None,
+) -> Harvest:
+    """Fetch each different URL once and return the main text of each page."""
+    try:
+        import httpx  # noqa: F401
+        import trafilatura  # noqa: F401
+    except ImportError:
+        raise ConfigError("fetching pages needs an extra: pip install 'groupwise[retrieval]'") from None
+    return asyncio.run(Fetcher(cache, manners).fetch(list(dict.fromkeys(urls)), skip_existing, on_page))
+
+
+class Fetcher:
+    """One run of fetching."""
+
+    def __init__(self, cache: PageCache, manners: Manners) -> None:
+        self.cache, self.manners = cache, manners
+        self._hosts: dict[str, asyncio.Semaphore] = {}
+        self._robots: dict[str, asyncio.Task[RobotFileParser | None]] = {}
+
+    async def fetch(
+        self, urls: list[str], skip_existing: bool, on_page: Callable[[int, int], None]
+    ) -> Harvest:
+        import httpx
+
+        harvest, done = Harvest(), 0
+        gate = asyncio.Semaphore(self.manners.together)
+        async with httpx.AsyncClient(timeout=self.manners.timeout, headers={"User-Agent": AGENT}) as client:
+
+            async def one(url: str) -> None:
+                nonlocal done
+                page = self.cache.get(url) if skip_existing else None
+                if page is None:
+                    async with gate:
+                        page = await self._page(client, url)
+                    self.cache.put(**page)
+                if "text" in page:
+                    harvest.texts[url] = page["text"]
+                else:
+                    harvest.problems[url] = page["problem"]
+                done += 1
+                on_page(done, len(urls))
+
+            await asyncio.gather(*map(one, urls))
+        return harvest
+
+    async def _page(self, client: Any, url: str) -> dict[str, str]:
+        try:
+            html = await self._html(client, url)
+        except Refused as reason:
+            return {"url": url, "problem": str(reason)}
+        text = await asyncio.to_thread(main_text, html)
+        return {"url": url, "text": text} if text else {"url": url, "problem": "no main text"}
+
+    async def _html(self, client: Any, url: str) -> str:
+        """Follow redirects ourselves: each address is checked before it is asked."""
+        for _ in range(REDIRECTS + 1):
+            await self._check(client, url)
+            status, location, body = await self._patiently(client, url)
+            if location is None:
+                if status >= 300:
+                    raise Refused(f"status {status}")
+                return body
+            url = urljoin(url, location)
+        raise Refused("too many redirects")
+
+    async def _patiently(self, client: Any, url: str) -> tuple[int, str | None, str]:
+        import httpx
+
+        host = self._hosts.setdefault(urlsplit(url).netloc, asyncio.Semaphore(self.manners.per_host))
+        for attempt in range(self.manners.retries + 1):
+            if attempt:
+                await asyncio.sleep(self.manners.back_off * 2 ** (attempt - 1))
+            last = attempt == self.manners.retries
+            async with host:
+                try:
+                    status, location, body = await self._once(client, url)
+                except httpx.TimeoutException:
+                    problem = "timed out"
+                except httpx.HTTPError as error:
+                    problem = type(error).__name__
+                else:
+                    if status not in (429, 500, 502, 503, 504) or last:
+                        return status, location, body
+                    problem = f"status {status}"
+                await asyncio.sleep(self.manners.pause)
+        raise Refused(problem)
+
+    async def _once(self, client: Any, url: str) -> tuple[int, str | None, str]:
+        async with client.stream("GET", url, follow_redirects=False) as response:
+            if response.is_redirect:
+                return response.status_code, response.headers["location"], ""
+            if response.status_code >= 300:
+                return response.status_code, None, ""
+            kind = response.headers.get("content-type", "text/html").partition(";")[0].strip()
+            if kind not in ("text/html", "application/xhtml+xml", "text/plain"):
+                raise Refused(f"type {kind}")
+            body = bytearray()
+            async for part in response.aiter_bytes():
+                body += part
+                if len(body) > self.manners.largest:
+                    raise Refused("too large")
+            return response.status_code, None, body.decode(response.encoding or "utf-8", errors="replace")
+
+    async def _check(self, client: Any, url: str) -> None:
+        """Refuse what must not be fetched."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise Refused("not http")
+        if not self.manners.allow_private and not await is_public(parts.hostname):
+            raise Refused("private or unknown address")
+        if self.manners.robots:
+            root = f"{parts.scheme}://{parts.netloc}"
+            if root not in self._robots:
+                self._robots[root] = asyncio.create_task(self._rules(client, root))
+            rules = await self._robots[root]
+            if rules is not None and not rules.can_fetch(AGENT, url):
+                raise Refused("robots.txt")
+
+    async def _rules(self, client: Any, root: str) -> RobotFileParser | None:
+        try:
+            status, _, body = await self._once(client, f"{root}/robots.txt")
+        except Exception:  # a host without rules that can be read has none
+            return None
+        if status >= 300:
+            return None
+        rules = RobotFileParser()
+        rules.parse(body.splitlines())
+        return rules
+
+
+async def is_public(host: str) -> bool:
+    """Tell whether every address of a host is one of the open internet."""
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    addresses = [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
+    return bool(addresses) and all(address.is_global for address in addresses)
+
+
+def main_text(html: str) -> str:
+    """Return a page's text without menus and footers; blank lines are collapsed."""
+    import trafilatura
+
+    text = trafilatura.extract(html, include_comments=False, favor_recall=True) or ""
+    return "\n".join(line.strip() for line in text.splitlines() if line.strip())

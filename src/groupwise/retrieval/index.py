@@ -1,0 +1,300 @@
+"""The index: chunks, their vectors and their words in one folder, searched from memory.
+
+index/
+  manifest.json    what it was built with; written last, so a half-built index has none
+  chroma/ or chunks.jsonl, vectors.f32    the chunks
+  sparse.npz       postings of the chunks that were there when it was last built
+  turn.npy         what training questions taught the dense side
+  questions.jsonl  of a set of questions and answers
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from groupwise.errors import ConfigError
+from groupwise.retrieval.chunk import Chunk, chunks_of
+from groupwise.retrieval.documents import Document, Question
+from groupwise.retrieval.embed import LSA, Embedding, Vectors, embedding_named
+from groupwise.retrieval.fusion import Ranking, fuse
+from groupwise.retrieval.postings import load_postings, save_postings
+from groupwise.retrieval.sparse import SparseIndex, best
+from groupwise.retrieval.store import Store, store_named
+from groupwise.retrieval.tune import FEWEST, GRID, divided, learn_questions, turned
+
+FORMAT = 1
+RETURNED = 5
+"""Chunks that a search returns unless told otherwise."""
+QUERIES = 512
+"""Queries whose scores are held in memory at a time."""
+WEIGHTS = (0.8, 0.2)
+"""Of the dense and the sparse side."""
+OFFLINE_WEIGHTS = (0.15, 0.85)
+"""The same with an embedding that knows nothing but the corpus, until questions tell better."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """How an index was built, and how it is searched."""
+
+    embedding: str = LSA
+    store: str = "chroma"
+    budget: int = 256
+    fusion: str = "weighted"
+    dense_weight: float = WEIGHTS[0]
+    sparse_weight: float = WEIGHTS[1]
+    learned: bool = False
+    """Whether training questions taught the dense side."""
+    source: str = ""
+    documents: int = 0
+    format: int = FORMAT
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """One chunk that a search found; ranks count from 1, None where that side did not find it."""
+
+    chunk: Chunk
+    score: float
+    dense_rank: int | None
+    sparse_rank: int | None
+
+
+class Index:
+    """Chunks in memory and in their store; `search` and `search_all` read, `add` and `delete` write."""
+
+    def __init__(self, folder: Path, manifest: Manifest, store: Store, embedding: Embedding) -> None:
+        self.folder, self.manifest = folder, manifest
+        self._store, self._embedding = store, embedding
+        self.chunks: list[Chunk | None] = []
+        self._vectors_ND: Vectors = np.zeros((0, 0), np.float32)
+        self._sparse = SparseIndex()
+        self._numbers: dict[str, list[int]] = {}
+        """Of each document."""
+        self._texts: set[str] = set()
+        self._turn_DD: Vectors | None = None
+        """What training questions taught the dense side."""
+
+    @classmethod
+    def build(
+        cls,
+        folder: Path,
+        documents: Iterable[Document],
+        manifest: Manifest,
+        *,
+        questions: Sequence[Question] = (),
+        choose: bool = True,
+    ) -> Index:
+        """Chunk, embed and store documents in a new folder; learn from questions that are not held out.
+
+        `choose`: those questions also say how much each side of the fusion weighs.
+        """
+        if (folder / "manifest.json").exists():
+            raise ConfigError(f"{folder} already holds an index; give another folder, or delete it first")
+        if folder.exists() and any(folder.iterdir()):
+            raise ConfigError(f"{folder} is not empty and holds no finished index; give an empty folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        index = cls(
+            folder, manifest, store_named(manifest.store, folder), embedding_named(manifest.embedding)
+        )
+        chunks = list(index._chunks(documents))
+        if not chunks:
+            raise ConfigError("there is nothing to index: no document has any text")
+        index._embedding.fit([chunk.text for chunk in chunks])
+        index._embedding.save(folder)
+        index._append(chunks)
+        save_postings(folder / "sparse.npz", index._sparse)
+        index._learn(questions, choose=choose)
+        index._finish()
+        return index
+
+    @classmethod
+    def open(cls, folder: Path) -> Index:
+        """Read an index; a folder without a finished one gives a ConfigError."""
+        try:
+            manifest = Manifest(**json.loads((folder / "manifest.json").read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{folder} holds no finished index: run groupwise index build --output {folder}"
+            ) from None
+        except (TypeError, ValueError):
+            raise ConfigError(f"{folder / 'manifest.json'} is damaged: build the index anew") from None
+        if manifest.format != FORMAT:
+            raise ConfigError(
+                f"{folder} has format {manifest.format}, this version reads {FORMAT}: build it anew"
+            )
+        index = cls(
+            folder, manifest, store_named(manifest.store, folder), embedding_named(manifest.embedding)
+        )
+        try:
+            index._embedding.load(folder)
+            if manifest.learned:
+                index._turn_DD = np.load(folder / "turn.npy", allow_pickle=False)
+            chunks, vectors_ND = index._store.load()
+            index._sparse = load_postings(folder / "sparse.npz")
+            index._take(chunks, vectors_ND)
+        except ConfigError:
+            raise
+        except (OSError, ValueError, KeyError, IndexError) as error:
+            raise ConfigError(f"{folder} is damaged ({error}): build the index anew") from error
+        return index
+
+    def _learn(self, questions: Sequence[Question], *, choose: bool) -> None:
+        """Turn the dense side to the corpus's questions and, if asked to, `choose` the fusion's weights."""
+        learned_from, chosen_by = divided(questions, self._numbers)
+        if len(learned_from) < FEWEST:
+            return
+        asked_QD = self._embedding.queries([question.text for question in learned_from])
+        self._turn_DD = learn_questions(learned_from, asked_QD, self._vectors_ND, self._sparse, self._numbers)
+        np.save(self.folder / "turn.npy", self._turn_DD)
+        self.manifest = replace(self.manifest, learned=True)
+        if choose and chosen_by:
+            texts = [question.text for question in chosen_by]
+            sides = list(zip(self._dense(texts, 2 * RETURNED), self._words(texts, 2 * RETURNED), strict=True))
+            weight = max(GRID, key=lambda weight: self._found_high(chosen_by, sides, weight))
+            self.manifest = replace(self.manifest, dense_weight=weight, sparse_weight=round(1 - weight, 6))
+
+    def _found_high(
+        self, questions: Sequence[Question], sides: Sequence[tuple[Ranking, Ranking]], weight: float
+    ) -> float:
+        """Return how high the questions' documents are found with this dense weight, as a sum of 1 / rank."""
+        manifest = replace(self.manifest, dense_weight=weight, sparse_weight=1 - weight)
+        total = 0.0
+        for question, (dense, sparse) in zip(questions, sides, strict=True):
+            hits = self._hits(dense, sparse, RETURNED, "fused", manifest)
+            right = (hit.chunk.document in question.documents for hit in hits)
+            total += next((1 / rank for rank, is_right in enumerate(right, start=1) if is_right), 0.0)
+        return total
+
+    def __len__(self) -> int:
+        return sum(chunk is not None for chunk in self.chunks)
+
+    @property
+    def documents(self) -> list[str]:
+        return list(self._numbers)
+
+    def embed(self, texts: Sequence[str]) -> Vectors:
+        """Return vectors of any texts, to compare them with each other."""
+        return self._embedding.queries(texts)
+
+    def add(self, documents: Iterable[Document]) -> int:
+        """Add documents, replacing those of the same name, and return how many chunks are new.
+
+        What is there stays as it is: only the new chunks are embedded and written.
+        """
+        documents = list(documents)
+        self.delete([document.id for document in documents])
+        chunks = list(self._chunks(documents))
+        if chunks:
+            self._append(chunks)
+        self._finish()
+        return len(chunks)
+
+    def delete(self, names: Iterable[str]) -> int:
+        """Take documents out and return how many chunks that were."""
+        numbers = [number for name in names for number in self._numbers.pop(name, [])]
+        if numbers:
+            self._store.delete(numbers)
+            for number in numbers:
+                chunk = self.chunks[number]
+                assert chunk is not None
+                self._texts.discard(chunk.text)
+                self.chunks[number] = None
+                self._sparse.remove(number)
+            self._vectors_ND[numbers] = 0.0
+            self._finish()
+        return len(numbers)
+
+    def search(self, query: str, count: int = RETURNED, **how: object) -> list[Hit]:
+        """Return the best chunks, in order."""
+        return self.search_all([query], count, **how)[0]  # type: ignore[arg-type]
+
+    def search_all(
+        self, queries: Sequence[str], count: int = RETURNED, *, side: str = "fused", **weights: float
+    ) -> list[list[Hit]]:
+        """Return the best chunks of every query; `side`: fused, dense or sparse."""
+        manifest = replace(self.manifest, **weights)  # type: ignore[arg-type]
+        found = []
+        for start in range(0, len(queries), QUERIES):
+            some = queries[start : start + QUERIES]
+            nothing = [Ranking((), ())] * len(some)
+            # Products and selections leave the interpreter free for the words.
+            with ThreadPoolExecutor(1) as beside:
+                dense = beside.submit(self._dense, some, 2 * count) if side != "sparse" else None
+                sparse = self._words(some, 2 * count) if side != "dense" else nothing
+                for left, right in zip(dense.result() if dense else nothing, sparse, strict=True):
+                    found.append(self._hits(left, right, count, side, manifest))
+        return found
+
+    def _hits(self, dense: Ranking, sparse: Ranking, count: int, side: str, manifest: Manifest) -> list[Hit]:
+        if side == "fused":
+            merged = fuse(
+                dense,
+                sparse,
+                count=count,
+                kind=manifest.fusion,
+                dense_weight=manifest.dense_weight,
+                sparse_weight=manifest.sparse_weight,
+            )
+        else:
+            merged = dense if side == "dense" else sparse
+        ranks = [{n: rank for rank, n in enumerate(r.numbers, start=1)} for r in (dense, sparse)]
+        best_first = list(zip(merged.numbers, merged.scores, strict=True))[:count]
+        found = [(self.chunks[number], number, score) for number, score in best_first]
+        return [Hit(chunk, score, ranks[0].get(n), ranks[1].get(n)) for chunk, n, score in found if chunk]
+
+    def _dense(self, queries: Sequence[str], count: int) -> list[Ranking]:
+        asked_QD = self._embedding.queries(queries)
+        if self._turn_DD is not None:
+            asked_QD = turned(asked_QD, self._turn_DD)
+        scores_QN: NDArray[np.float32] = asked_QD @ self._vectors_ND.T
+        if self._sparse.removed:
+            scores_QN[:, list(self._sparse.removed)] = -np.inf
+        # A query of which the embedding knows no word is no closer to one chunk than to another.
+        return [Ranking(*best(scores_N, count, above=0.0)) for scores_N in scores_QN]
+
+    def _words(self, queries: Sequence[str], count: int) -> list[Ranking]:
+        return [Ranking(*self._sparse.search(query, count)) for query in queries]
+
+    def _chunks(self, documents: Iterable[Document]) -> Iterator[Chunk]:
+        """Yield the chunks of documents; of chunks with the same text, the first."""
+        texts = set(self._texts)
+        for document in documents:
+            for chunk in chunks_of(document, budget=self.manifest.budget, spans=self._embedding.spans):
+                if chunk.text.strip() and chunk.text not in texts:
+                    texts.add(chunk.text)
+                    yield chunk
+
+    def _append(self, chunks: Sequence[Chunk]) -> None:
+        vectors_ND = self._embedding.passages([chunk.text for chunk in chunks])
+        self._store.add(chunks, vectors_ND)
+        self._take([*self.chunks, *chunks], np.concatenate([self._vectors_ND, vectors_ND])
+                   if self.chunks else vectors_ND)  # fmt: skip
+
+    def _take(self, chunks: Sequence[Chunk | None], vectors_ND: Vectors) -> None:
+        """Hold these chunks; those that the sparse side does not know yet are counted."""
+        self._vectors_ND = np.asfortranarray(vectors_ND)  # searched by products with its transpose
+        first, self.chunks = len(self.chunks), list(chunks)
+        for number in range(first, len(chunks)):
+            chunk = chunks[number]
+            if number >= len(self._sparse):
+                self._sparse.add(chunk.text if chunk is not None else "")
+            if chunk is None:
+                self._sparse.remove(number)
+            else:
+                self._numbers.setdefault(chunk.document, []).append(number)
+                self._texts.add(chunk.text)
+
+    def _finish(self) -> None:
+        self.manifest = replace(self.manifest, documents=len(self._numbers))
+        text = json.dumps(asdict(self.manifest), indent=1)
+        fresh = self.folder / "manifest.json.new"
+        fresh.write_text(text, encoding="utf-8")
+        fresh.replace(self.folder / "manifest.json")

@@ -1,0 +1,92 @@
+"""How much an answer shares with a right one: in words, in order, in meaning."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+from groupwise.records import Example, Rollout
+from groupwise.rewards.agent import last_word
+
+Reward = Callable[[Rollout, Example], float]
+Golds = Callable[[Example], Sequence[str]]
+"""The right answers of an example, of which any will do."""
+Embed = Callable[[Sequence[str]], Any]
+"""Texts to vectors of length 1."""
+
+WORD = re.compile(r"\w+")
+LONGEST = 2000
+"""Words of an answer that are compared: the time of ROUGE-L grows with the product of both lengths."""
+HIGHEST_BASELINE = 0.95
+
+
+def words(text: str) -> list[str]:
+    return WORD.findall(text.lower())[:LONGEST]
+
+
+def token_f1(answer: str, gold: str) -> float:
+    """Return the harmonic mean of precision and recall of words, repeats counted.
+
+    Example: "the red fox", "a red red fox" -> 2 shared, 2/3 and 2/4 -> 4/7
+    """
+    said, wanted = Counter(words(answer)), Counter(words(gold))
+    return harmonic((said & wanted).total(), said.total(), wanted.total())
+
+
+def rouge_l(answer: str, gold: str) -> float:
+    """Return the F1 of the longest common subsequence of words (Lin 2004).
+
+    Example: "a b c", "a x c" -> 2 in order, 2/3 and 2/3 -> 2/3
+    """
+    said, wanted = words(answer), words(gold)
+    row = [0] * (len(wanted) + 1)
+    for word in said:
+        before = 0
+        for place, other in enumerate(wanted, start=1):
+            before, row[place] = row[place], before + 1 if word == other else max(row[place], row[place - 1])
+    return harmonic(row[-1], len(said), len(wanted))
+
+
+def harmonic(shared: int, said: int, wanted: int) -> float:
+    return 2 * shared / (said + wanted) if shared else 0.0
+
+
+def shares_words(*, golds: Golds, measure: Callable[[str, str], float] = token_f1) -> Reward:
+    """Make a reward: the best overlap of the answer with a right one; a rollout without an answer gets 0."""
+
+    def overlap(rollout: Rollout, example: Example) -> float:
+        answer = last_word(rollout)
+        return max((measure(answer, gold) for gold in golds(example)), default=0.0) if answer else 0.0
+
+    return overlap
+
+
+def similar(*, golds: Golds, embed: Embed, baseline: float) -> Reward:
+    """Make a reward: the cosine of the answer and the closest right one, from 0 at `baseline` to 1.
+
+    Unrelated texts of one field are far from orthogonal, with some embeddings nearly parallel: without the
+    baseline (see `unrelated`) everything would be rewarded about the same.
+    """
+    floor = min(baseline, HIGHEST_BASELINE)
+
+    def closeness(rollout: Rollout, example: Example) -> float:
+        answer = last_word(rollout)
+        if not answer:
+            return 0.0
+        vectors = embed([answer, *golds(example)])
+        cosine = max(float(vectors[0] @ gold) for gold in vectors[1:])
+        return max(0.0, (cosine - floor) / (1 - floor))
+
+    return closeness
+
+
+def unrelated(texts: Sequence[str], embed: Embed) -> float:
+    """Return the mean cosine of neighbouring texts, which are taken to have nothing to do with each other."""
+    if len(texts) < 2:
+        return 0.0
+    vectors = embed(texts)
+    return fmean(float(one @ other) for one, other in pairwise(vectors))

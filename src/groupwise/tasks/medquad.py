@@ -1,0 +1,119 @@
+"""Medical questions over an index of pages: think, search once, answer from what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from groupwise.records import Example, Message
+from groupwise.rewards.agent import cites_well, mrr, recall, searches_once, thinks_every_turn
+from groupwise.rewards.judge import judged
+from groupwise.rewards.overlap import rouge_l, shares_words, similar, token_f1, unrelated
+from groupwise.rollout.tools import Found
+from groupwise.tasks.task import Task
+
+SYSTEM = """### Role
+You are an assistant that only answers questions about the medical document store.
+
+### Instructions
+- Use the search tool once and only once to find what the question needs, then answer from what it returned.
+- Plan and reason step by step every time, before using the tool and before giving the response.
+
+### Planning and Reasoning Format
+Every response begins with your reasoning between <think> and </think>, then the answer or the tool call."""
+PREFILL = "<think>\n"
+SHOWN = 900
+"""Characters of a chunk that a search shows."""
+CLOSE_ENOUGH = 0.3
+"""Token F1 with the gold answer from which an answer counts as right."""
+
+
+def medquad(
+    *,
+    index: str = "index",
+    results: int = 3,
+    think: bool = True,
+    judge: str | None = None,
+    judge_model: str = "gpt-4o-mini",
+) -> Task:
+    """Answer medical questions by searching an index that `groupwise index build` made of MedQuAD.
+
+    `index`: its folder; `results`: chunks that a search returns; `think`: begin each turn in the thinking;
+    `judge`: base URL of an OpenAI-compatible server that grades answers, with `judge_model`.
+    """
+    from groupwise.retrieval.command import own_questions
+    from groupwise.retrieval.index import Index
+
+    folder = Path(index).expanduser()
+    opened = Index.open(folder)
+    train, held_out = ([as_row(q) for q in own_questions(folder, held_out=side)] for side in (False, True))
+
+    def search(query: str) -> Found:
+        """Search the medical document store.
+
+        query: what to look for
+        """
+        hits = opened.search(query, results)
+        parts = [f"[{hit.chunk.document}] {hit.chunk.text[:SHOWN]}" for hit in hits]
+        return Found("\n\n".join(parts) or "Nothing found.", tuple(hit.chunk.document for hit in hits))
+
+    embed = opened.embed
+    # Neighbours come from one page; rows far apart have nothing to do with each other.
+    far_apart = train[:: max(1, len(train) // 256)]
+    baseline = unrelated([row["answers"][0] for row in far_apart], embed)
+    rewards: dict[str, Callable[..., Any]] = {
+        "close": close_enough,
+        "mrr": mrr(needed=gold_documents),
+        "recall": recall(needed=gold_documents, at=results),
+        "f1": shares_words(golds=gold_answers, measure=token_f1),
+        "rouge_l": shares_words(golds=gold_answers, measure=rouge_l),
+        "similarity": similar(golds=gold_answers, embed=embed, baseline=baseline),
+        "format": thinks_every_turn,
+        "once": searches_once,
+        "citation": cites_well,
+    }
+    if judge is not None:
+        rewards["judge"] = judged(url=judge, model=judge_model, golds=gold_answers)
+    return Task(
+        name="medquad",
+        examples=train,
+        held_out=held_out,
+        prompt=lambda example: medical_prompt(example, think=think),
+        rewards=rewards,
+        weights={"close": 0.0, "recall": 0.0, "rouge_l": 0.0, "format": 0.5, "once": 0.5, "citation": 0.0},
+        accuracy="close",
+        gold=lambda example: f"I know.</think>\n{example['answers'][0]}",
+        tools=[search],
+    )
+
+
+def as_row(question: Any) -> dict[str, Any]:
+    return {
+        "question": question.text,
+        "documents": list(question.documents),
+        "answers": list(question.answers),
+    }
+
+
+def medical_prompt(example: Example, *, think: bool) -> list[Message]:
+    messages: list[Message] = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": example["question"]},
+    ]
+    return [*messages, {"role": "assistant", "content": PREFILL}] if think else messages
+
+
+def gold_documents(example: Example) -> list[tuple[str, ...]]:
+    """Any page that carries the question will do."""
+    return [tuple(example["documents"])]
+
+
+def gold_answers(example: Example) -> Sequence[str]:
+    answers: Sequence[str] = example["answers"]
+    return answers
+
+
+def close_enough(rollout: Any, example: Example) -> float:
+    """1 for an answer that shares enough words with a gold one: what accuracy counts."""
+    return float(shares_words(golds=gold_answers)(rollout, example) >= CLOSE_ENOUGH)

@@ -1,0 +1,68 @@
+"""A judge behind an OpenAI-compatible server: asked once, bounded, never a silent 0."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from groupwise.errors import ConfigError, RolloutError
+from groupwise.rewards.judge import Judge, judged
+
+
+@pytest.fixture
+def server():
+    asked: list[dict] = []
+    says = ["I would say 7"]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            reply = {
+                "choices": [{"message": {"content": says[0]}}],
+                "usage": {"prompt_tokens": 50, "completion_tokens": 2, "total_tokens": 52},
+            }
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(reply).encode())
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    running = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=running.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{running.server_port}/v1", asked, says
+    running.shutdown()
+    running.server_close()
+
+
+def test_a_grade_is_asked_for_once_and_its_cost_is_counted(server, tmp_path):
+    url, asked, _ = server
+    judge = Judge(url, "m", cache=tmp_path)
+    assert judge.grade("q", "gold", "answer") == judge.grade("q", "gold", "answer") == 0.7
+    assert Judge(url, "m", cache=tmp_path).grade("q", "gold", "answer") == 0.7
+    assert len(asked) == 1
+    assert judge.spent == {"calls": 1, "prompt_tokens": 50, "completion_tokens": 2}
+    assert "<answer>\nanswer\n</answer>" in asked[0]["messages"][0]["content"]
+
+
+def test_what_is_sent_is_bounded(server):
+    url, asked, _ = server
+    judge = Judge(url, "m", characters=10, most_calls=1)
+    judge.grade("q", "g" * 1000, "a" * 1000)
+    assert len(asked[0]["messages"][0]["content"]) < 500
+    with pytest.raises(RolloutError, match="limit"):
+        judge.grade("q", "g", "another")
+
+
+def test_a_judge_that_fails_fails_the_rollout(server):
+    url, _, says = server
+    says[0] = "no idea"
+    with pytest.raises(RolloutError, match="no grade"):
+        Judge(url, "m").grade("q", "g", "a")
+    with pytest.raises(RolloutError, match="did not answer"):
+        Judge("http://127.0.0.1:9/v1", "m", seconds=1.0).grade("q", "g", "a")
+    with pytest.raises(ConfigError, match="http"):
+        judged(url="localhost:8000", model="m", golds=lambda e: [])

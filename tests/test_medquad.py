@@ -1,0 +1,72 @@
+"""Medical questions over a small index: prompt, tool and rewards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from groupwise.config.sections import TaskConfig
+from groupwise.errors import ConfigError
+from groupwise.records import Call, Example, Rollout, Turn
+from groupwise.retrieval.command import write_questions
+from groupwise.retrieval.documents import Document, Question
+from groupwise.retrieval.index import Index, Manifest
+from groupwise.rollout.calls import read_calls
+from groupwise.rollout.toolbox import Toolbox
+from groupwise.tasks import load_task
+
+DOCUMENTS = [
+    Document("fever", "Fever is a high temperature."),
+    Document("cough", "A cough clears the throat."),
+]
+QUESTIONS = (
+    Question("What is fever?", ("fever",), ("Fever is a high temperature.",)),
+    Question("What is a fever?", ("fever",), ("A high temperature.",)),
+    Question("What is a cough?", ("cough",), ("A cough clears the throat.",), held_out=True),
+)
+
+
+@pytest.fixture
+def task(tmp_path: Path):
+    Index.build(tmp_path / "index", DOCUMENTS, Manifest(store="files"))
+    write_questions(tmp_path / "index" / "questions.jsonl", QUESTIONS)
+    return load_task(TaskConfig(name="medquad", options={"index": str(tmp_path / "index"), "results": 1}))
+
+
+def test_the_prompt_asks_to_think_first_and_held_out_questions_stay_apart(task):
+    split = task.split(TaskConfig(), seed=0)
+    assert [example["question"] for example in split.held_out] == ["What is a cough?"]
+    system, user, prefill = task.ask(split.held_out[0])
+    assert "once and only once" in system["content"]
+    assert user["content"] == "What is a cough?"
+    assert prefill == {"role": "assistant", "content": "<think>\n"}
+
+
+def test_a_search_and_an_answer_are_rewarded(task):
+    toolbox = Toolbox.of(task.tools, seconds=5.0, characters=1000)
+    text = 'Look it up.</think>\n<tool_call>{"name": "search", "arguments": {"query": "fever"}}</tool_call>'
+    (call,) = toolbox.answer(read_calls(text), allowed=1)
+    assert call.found == ("fever",)
+    assert call.result.startswith("[fever] Fever is")
+    turns = (Turn(text=text, calls=(call,)), Turn(text="So.</think>\nFever is a high temperature. [fever]"))
+    rollout = Rollout(
+        prompt="?", text=turns[-1].text, tokens=(1, 2), trained=(False, True), logprobs=(0.0, -1.0),
+        entropies=(0.0, 0.0), prompt_length=1, finish="end", turns=turns,
+    )  # fmt: skip
+    example = Example({"question": "What is fever?", "documents": ["fever"], "answers": QUESTIONS[0].answers})
+    values = {name: reward(rollout, example) for name, reward in task.rewards.items()}
+    assert [values[name] for name in ("mrr", "recall", "format", "once", "citation", "close")] == [1.0] * 6
+    assert values["f1"] == pytest.approx(10 / 11)
+    assert values["similarity"] > 0.5
+    empty = Rollout(
+        prompt="?", text="?", tokens=(1, 2), trained=(False, True), logprobs=(0.0, -1.0),
+        entropies=(0.0, 0.0), prompt_length=1, finish="end",
+        turns=(Turn(text=text, calls=(Call(name="x"),)),),
+    )  # fmt: skip
+    assert task.rewards["f1"](empty, example) == 0.0
+
+
+def test_without_an_index_there_is_one_sentence(tmp_path):
+    with pytest.raises(ConfigError, match="groupwise index build"):
+        load_task(TaskConfig(name="medquad", options={"index": str(tmp_path)}))

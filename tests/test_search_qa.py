@@ -1,0 +1,88 @@
+"""Search and answer: the generated world, the task, and a whole small run with the built-in model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from groupwise.config import read_config
+from groupwise.errors import ConfigError
+from groupwise.records import Call, Example, Rollout, Turn
+from groupwise.tasks.search_qa import Questions, search_qa
+from groupwise.tasks.search_world import QUESTIONS, make_world
+from groupwise.tracking.rollouts import read_rollouts
+
+
+def test_every_answer_follows_from_the_documents_that_the_question_needs():
+    world = make_world(0, people=480)
+    for example in search_qa().examples.held_out(100):
+        *_, last = example["documents"]
+        assert example["answer"] in world.documents[last]
+        for document, following in zip(example["documents"], example["documents"][1:], strict=False):
+            assert following in world.documents[document]
+
+
+def test_the_held_out_part_shares_no_document_with_the_other():
+    stream = search_qa().examples
+    trained = {name for i in range(400) for name in stream.train(i, seed=0)["documents"]}
+    held_out = {name for example in stream.held_out(200) for name in example["documents"]}
+    assert not trained & held_out
+    assert stream.train(7, seed=1) == stream.train(7, seed=1) != stream.train(7, seed=2)
+
+
+def test_worlds_differ_and_a_search_for_a_name_mostly_finds_it():
+    one, other = make_world(0, people=100), make_world(1, people=100)
+    assert one.facts != other.facts
+    found = sum(name in one.search(name, 3) for name in one.facts)
+    assert found > 0.8 * len(one.facts)  # the mayor of three towns is hidden behind them
+
+
+def test_rewards_of_a_conversation_by_hand():
+    task = search_qa()
+    example = Example({"answer": "flute", "documents": ["Ada Abel", "Tolm"], "question": "?"})
+    turns = (
+        Turn(text="<think> x</think>", calls=(Call(name="search", found=("Tolm", "Ada Abel")),)),
+        Turn(text="<answer> Flute</answer>"),
+    )
+    rollout = Rollout(
+        prompt="?", text=turns[-1].text, tokens=(1, 2), trained=(False, True), logprobs=(0.0, -1.0),
+        entropies=(0.0, 0.0), prompt_length=1, finish="end", turns=turns,
+    )  # fmt: skip
+    values = {name: reward(rollout, example) for name, reward in task.rewards.items()}
+    assert values == {"answer": 1.0, "mrr": (0.5 + 1.0) / 2, "format": 0.5}
+
+
+def test_options_are_checked():
+    with pytest.raises(ConfigError, match="people"):
+        search_qa(people=3)
+    with pytest.raises(ConfigError, match="hops"):
+        search_qa(hops=[4])
+    assert {len(path) for path in search_qa(hops=[1]).examples.paths} == {1}
+    assert isinstance(search_qa().examples, Questions)
+    assert len(QUESTIONS) == 6
+
+
+SMALL = (
+    *("task.name=search_qa", "run.max_steps=2", "run.save_every=1", "track.trackers=[]", "model.device=cpu"),
+    *("rollout.prompts=2", "rollout.group_size=4", "rollout.max_tokens=40", "tools.max_tokens=400"),
+    *("evaluate.samples=2", "task.held_out=4", "task.options={people: 60}"),
+)
+
+
+def test_the_built_in_model_searches_reads_and_is_trained_on_what_it_wrote(tmp_path: Path):
+    from groupwise.training import train
+
+    config = read_config(overrides=[*SMALL, f"run.output_dir={tmp_path}", "run.name=run"]).resolve()
+    assert config.model.name == "tiny-search"
+    train(config)
+    rows = read_rollouts(tmp_path / "run" / "rollouts" / "step-000001.parquet")
+    assert any(call["found"] for row in rows for turn in row["turns"] for call in turn["calls"])
+    for row in rows:
+        read = len(row["tokens"]) - row["prompt_length"] - sum(row["trained"])
+        assert (read > 0) == (len(row["turns"]) > 1)
+        assert row["trained"][-1]
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[0]["rollout/calls"] > 0
+    assert "eval/reward/mrr" in metrics[-1]
