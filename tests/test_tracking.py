@@ -265,6 +265,7 @@ def test_rollouts_come_back_with_every_token_and_reward(tmp_path: Path) -> None:
         "logprobs": [0.0, 0.0, -0.5, -0.25],
         "entropies": [0.0, 0.0, 1.5, 0.75],
         "prompt_length": 2,
+        "length": 2,
         "rewards": {"correct": 1.0, "short": 0.1},
         "reward": 1.02,
         "advantage": -0.3,

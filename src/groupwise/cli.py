@@ -17,6 +17,7 @@ import typer
 from groupwise.config import FLAGS, Config, dump_config, read_config
 from groupwise.config.checks import between
 from groupwise.errors import ConfigError, InvariantError
+from groupwise.report.commands import add_commands
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 """Any word the parser rejects. Taken from here because typer's parser has moved between packages."""
@@ -253,3 +254,6 @@ def tasks() -> None:
 def config() -> None:
     """Print every setting with its default and its meaning: a YAML file to start from."""
     print(dump_config(Config()), end="")
+
+
+add_commands(app, say=print)

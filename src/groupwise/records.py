@@ -172,6 +172,8 @@ class Sample:
     """Leading tokens, none of them trained, that the samples of one group have in common."""
     group: int
     """Samples with the same number share their first `prefix` tokens."""
+    member: int = 0
+    """Which rollout of its group this is."""
 
     def __post_init__(self) -> None:
         same_length(self, "tokens", "trained", "logprobs", "entropies", "advantages")

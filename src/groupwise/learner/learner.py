@@ -27,6 +27,7 @@ CPU_ACTIVATIONS = 4 << 30
 class _Part:
     """A micro-batch with what the loss needs besides."""
 
+    samples: tuple[Sample, ...]
     batch: MicroBatch
     weights_N: Tensor
     old_N: Tensor | None
@@ -48,6 +49,8 @@ class Learner:
         self.total_updates = max_steps * optim.updates
         self.updates = 0
         """Optimizer steps made so far: what the schedule counts."""
+        self.seen: list[tuple[Sample, list[float]]] = []
+        """Each sample of the last update with the log-probabilities its last pass gave the trained tokens."""
         self.optimizer = torch.optim.AdamW(
             policy.trainable().values(),
             lr=optim.learning_rate,
@@ -74,6 +77,7 @@ class Learner:
         `sequences` and `tokens` count the whole batch, also what is not computed because its
         advantage is 0: they are the loss's denominators.
         """
+        self.seen = []
         if not samples:
             return {"policy/updates": 0.0}
         self.policy.model.train()
@@ -82,6 +86,7 @@ class Learner:
         losses: list[float] = []
         norms: list[float] = []
         for _ in range(self.optim.epochs):
+            self.seen = []
             for parts in minibatches:
                 done = [self._backward(part) for part in parts]
                 reports += [metrics for _, metrics in done]
@@ -130,6 +135,7 @@ class Learner:
                 weights_S = torch.tensor([sample_weights[i] for i in indices], device=self.policy.device)
                 parts.append(
                     _Part(
+                        samples=tuple(members),
                         batch=batch,
                         weights_N=weights_S[batch.sequence_N],
                         old_N=self._fixed_logprobs(self.policy, batch) if old_pass else None,
@@ -180,6 +186,9 @@ class Learner:
             self.settings,
         )
         loss.backward()  # type: ignore[no-untyped-call]
+        lengths = [sample.length for sample in part.samples]
+        each = torch.split(logprobs_N.detach().float().cpu(), lengths)
+        self.seen += [(sample, own_N.tolist()) for sample, own_N in zip(part.samples, each, strict=True)]
         return float(loss.detach()), {name: value.detach() for name, value in metrics.items()}
 
     def _step(self) -> float:

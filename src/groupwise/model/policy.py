@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from groupwise.model.interface import Layout
 from groupwise.records import Message
+from groupwise.tracking.files import write_atomically
 
 
 class Policy:
@@ -170,6 +171,11 @@ class Policy:
         # PEFT would look the base model up online to see whether embeddings changed; they never do.
         self.model.save_pretrained(folder, **({"save_embedding_layers": False} if self.has_adapter else {}))
         self.tokenizer.save_pretrained(folder)
+
+    def save_tokenizer(self, path: Path) -> None:
+        """Write the tokenizer alone, as the `tokenizers` library reads it."""
+        if (fast := getattr(self.tokenizer, "backend_tokenizer", None)) is not None:
+            write_atomically(path, fast.to_str())
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:

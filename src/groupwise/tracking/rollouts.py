@@ -26,6 +26,7 @@ SCHEMA = pa.schema(
         "logprobs": pa.list_(pa.float32()),
         "entropies": pa.list_(pa.float32()),
         "prompt_length": pa.int32(),
+        "length": pa.int32(),  # tokens the policy chose
         "rewards": pa.map_(pa.string(), pa.float64()),
         "reward": pa.float64(),
         "advantage": pa.float64(),
@@ -36,13 +37,27 @@ SCHEMA = pa.schema(
 )
 COPIED = [name for name in SCHEMA.names if name in field_names(Rollout) and name not in ("prompt", "rewards")]
 """Columns that are fields of a Rollout as they are."""
+ROWS_TOGETHER = 128
+"""Rows in a Parquet row group, at least: few enough to be read in a blink, and to be written in one."""
+REPEATING = ["prompt", "example", "finish", "error"]
+"""Columns with few different values, worth a dictionary."""
 
 
 def write_rollouts(path: Path, step: int, groups: Sequence[Group]) -> None:
-    """Write one row per rollout; the same groups always give the same bytes."""
+    """Write one row per rollout; the same groups always give the same bytes.
+
+    Few groups of answers share a Parquet row group, so that one can be read without most of the others.
+    """
     table = pa.Table.from_pylist(list(rows(step, groups)), schema=SCHEMA)
+    members = max((len(group.rollouts) for group in groups), default=1)
     buffer = pa.BufferOutputStream()
-    pq.write_table(table, buffer, compression="zstd")
+    pq.write_table(
+        table,
+        buffer,
+        compression="zstd",
+        row_group_size=members * -(-ROWS_TOGETHER // members),
+        use_dictionary=REPEATING,
+    )
     write_atomically(path, buffer.getvalue().to_pybytes())
 
 
@@ -74,6 +89,7 @@ def rows(step: int, groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
                 "prompt": as_json(rollout.prompt),
                 "rewards": list(rollout.rewards.items()),
                 "example": example,
+                "length": rollout.length,
                 **{name: getattr(rollout, name) for name in COPIED},
             }
 

@@ -40,20 +40,21 @@ def summary_of(
 
 
 def next_commands(config: Config, folder: RunFolder, *, done: bool) -> tuple[tuple[str, str], ...]:
-    """Return up to three commands to try, each with what it does."""
+    """Return a few commands to try, each with what it does."""
     if config.task.name not in TASKS and not config.task.name.endswith(".py"):
         # The task lives in the caller's program; the command line is told where.
         words = f"groupwise eval {folder.path} --task FILE.py"
         return ((words, "measures it again; FILE.py is the file that defines the task"),)
     resume = f"groupwise train --resume {folder.path}"
+    look = (f"groupwise watch {folder.path}", "shows it in the browser: curves, groups, tokens, alarms")
     measure = (f"groupwise eval {folder.path}", "measures it again on held-out examples")
     again = (same_again(config, folder), "the same with other noise: is the gain real?")
     if not done:
-        return (resume, "goes on from here"), measure, again
+        return (resume, "goes on from here"), look, measure
     if config.optim.schedule != "constant":
-        return measure, again
+        return look, measure, again
     longer = (f"{resume} run.max_steps={2 * config.run.max_steps}", "trains on from here")
-    return measure, longer, again
+    return look, measure, longer, again
 
 
 def same_again(config: Config, folder: RunFolder) -> str:

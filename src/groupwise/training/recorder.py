@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
 from groupwise.config import Config, dump_config
 from groupwise.evaluate.held_out import Evaluation, as_text
+from groupwise.records import Sample
+from groupwise.report.alarms import alarms
+from groupwise.report.history import MetricsTail, evaluations
+from groupwise.report.write import write_all
 from groupwise.tracking.completions import write_completions
 from groupwise.tracking.display import open_display
 from groupwise.tracking.files import write_atomically
@@ -20,6 +24,7 @@ from groupwise.tracking.rollouts import remove_steps_after, write_rollouts
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.tracking.summary import Summary
 from groupwise.tracking.trackers import Tracker, open_trackers
+from groupwise.tracking.updates import write_updates
 from groupwise.training.batch import Batch
 
 logger = logging.getLogger(__name__)
@@ -34,7 +39,11 @@ class Recorder:
     def __init__(self, folder: RunFolder, *, title: str, total: int, done: int) -> None:
         self.folder = folder
         self.metrics = MetricsFile(folder.metrics)
+        self.rows = MetricsTail(folder.metrics).rows
         self.trackers: list[Tracker] = []
+        self.told: set[str] = set()
+        """Alarms that were told, by name."""
+        self.reports = False
         self.resources = ExitStack()
         self.display = open_display()
         self.resources.callback(self.display.close)
@@ -42,13 +51,15 @@ class Recorder:
 
     def begin(self, config: Config, *, done: int) -> None:
         """Open the folder's files; forget what a killed session wrote after step `done`: it is made again."""
-        for folder in (self.folder.path, self.folder.rollouts, self.folder.completions):
+        by_step = (self.folder.rollouts, self.folder.updates, self.folder.completions)
+        for folder in (self.folder.path, *by_step):
             for leftover in folder.glob(".*.tmp-*"):
                 leftover.unlink()
         self.metrics.truncate_after(done)
-        remove_steps_after(self.folder.rollouts, done)
-        remove_steps_after(self.folder.completions, done)
+        for folder in by_step:
+            remove_steps_after(folder, done)
         write_atomically(self.folder.config, dump_config(config))
+        self.reports = config.track.report
         self.resources.enter_context(log_to(self.folder.log))
         self.trackers = open_trackers(
             config.track,
@@ -75,6 +86,9 @@ class Recorder:
     def rollouts(self, step: int, batch: Batch) -> None:
         write_rollouts(self.folder.rollouts_at(step), step, batch.drawn)
 
+    def updates(self, step: int, seen: Sequence[tuple[Sample, Sequence[float]]]) -> None:
+        write_updates(self.folder.updates_at(step), seen)
+
     def completions(self, step: int, batch: Batch, *, perfect: float | None) -> None:
         if perfect is not None:
             write_completions(self.folder.completions_at(step), batch.drawn, perfect=perfect)
@@ -87,6 +101,14 @@ class Recorder:
         )
         for tracker in self.trackers:
             tracker.log(step, metrics)
+        self.alarms()
+
+    def alarms(self) -> None:
+        """Tell each alarm the first time that it is raised."""
+        for alarm in alarms(self.rows(), evaluations(self.folder)):
+            if alarm.active and alarm.name not in self.told:
+                self.told.add(alarm.name)
+                self.warn(f"alarm at step {alarm.last}: {alarm.title}. {alarm.saw}")
 
     def evaluation(self, when: str, result: Evaluation) -> None:
         self.display.evaluation(when, result.intervals())
@@ -98,7 +120,16 @@ class Recorder:
 
     def end(self, summary: Summary, stats: Mapping[str, object]) -> None:
         write_atomically(self.folder.stats, json.dumps(stats, indent=1))
+        if self.reports:
+            self.report()
         self.display.finish(summary)
+
+    def report(self) -> None:
+        """Write report and plots; what goes wrong there does not take the run's result with it."""
+        try:
+            write_all(self.folder, own=True)
+        except Exception as error:
+            self.warn(f"no report was written ({error!r}); groupwise report {self.folder.path} tries again")
 
     def fail(self, error: BaseException) -> None:
         """Note why the run did not come to its end."""

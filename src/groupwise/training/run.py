@@ -50,6 +50,7 @@ class Run:
             self.interrupt = resources.enter_context(Interrupt(self.recorder.display.message))
             self._load(task, split, start)
             self.recorder.begin(config, done=self.state.step)
+            self.policy.save_tokenizer(self.folder.tokenizer)
             self._tell_the_beginning(split)
             self.resources = resources.pop_all()
         self.clock = time.monotonic()
@@ -113,6 +114,8 @@ class Run:
         if self.policy.device.type == "cuda":
             self.engine.release()  # its cache takes what is free of the GPU: the update needs that now
         report = self.learner.update(samples, sequences=sequences, tokens=tokens)
+        if step % self.config.track.rollouts_every == 0:
+            self.recorder.updates(step, self.learner.seen)
         return {**report, **speed_metrics(batch, update_seconds=time.perf_counter() - started)}
 
     def track(self, step: int, batch: Batch, report: dict[str, float]) -> None:

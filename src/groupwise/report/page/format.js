@@ -1,0 +1,26 @@
+// How numbers look to a reader.
+
+export function number(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  const size = Math.abs(value);
+  if (size === 0) return "0";
+  if (size >= 1000) return Math.round(value).toLocaleString("en");
+  if (size >= 100) return value.toFixed(0);
+  if (size >= 10) return value.toFixed(1);
+  if (size >= 1) return value.toFixed(2);
+  if (size >= 0.001) return value.toFixed(3);
+  return value.toExponential(1);
+}
+
+export const signed = (value) => (value > 0 ? "+" : value < 0 ? "−" : "") + number(Math.abs(value));
+
+export const percent = (value, digits = 1) =>
+  value === null || value === undefined ? "–" : `${(100 * value).toFixed(digits)} %`;
+
+export const plural = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
+
+export const ENDED = {
+  end: "ended by itself",
+  stop: "ended at a stop string",
+  length: "ran out of tokens",
+};
