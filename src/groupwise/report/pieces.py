@@ -11,6 +11,8 @@ from groupwise.tracking.run_folder import RunFolder
 
 UNFINISHED = "\ufffd"
 """What decoding gives for the first bytes of a character whose other bytes are in the next token."""
+LONGEST = 4
+"""Bytes of a character: after this many tokens there is nothing to wait for."""
 
 
 class Pieces:
@@ -62,14 +64,19 @@ def pieces(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> lis
     found: list[str] = []
     start = read = 0  # the last token that was told, and the first that was not
     for end in range(1, len(tokens) + 1):
-        before = decode(tokens[start:read])
-        text = decode(tokens[start:end])
-        unfinished = text.endswith(UNFINISHED) and end - read < 4
-        if unfinished or (not text.startswith(before) and end - read < 4):
+        text = added(tokens, start, read, end, decode)
+        if text.endswith(UNFINISHED) and end - read < LONGEST and end < len(tokens):
             found.append("")
             continue
-        found.append(text[len(before) :])
+        found.append(text)
         start, read = read, end
-    if tokens and read < len(tokens):
-        found[-1] = decode(tokens[start:])[len(decode(tokens[start:read])) :]
     return found
+
+
+def added(
+    tokens: Sequence[int], start: int, read: int, end: int, decode: Callable[[Sequence[int]], str]
+) -> str:
+    """Return what the tokens from `read` to `end` add to the text of those from `start` to `read`."""
+    before, text = decode(tokens[start:read]), decode(tokens[start:end])
+    # Broken bytes may read differently in company: then the tokens are taken by themselves.
+    return text[len(before) :] if text.startswith(before) else decode(tokens[read:end])

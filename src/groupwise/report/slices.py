@@ -100,7 +100,9 @@ class Slices:
         start, trained = row["prompt_length"], row["trained"]
         # One uninterrupted answer needs no tokens to be read; turns are told apart by the mask.
         turns = [] if all(trained[start:]) else self.pieces.turns(row["tokens"][start:], trained[start:])
-        kept = tidy({name: row[name] for name in LIST_COLUMNS if name not in ("prompt", "group")})
+        kept = tidy(
+            {name: row[name] for name in LIST_COLUMNS if name in row and name not in ("prompt", "group")}
+        )
         return {**kept, "text": row["text"], "turns": turns}
 
     def tokens(self, step: int, group: int, member: int) -> Found | None:

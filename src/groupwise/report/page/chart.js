@@ -2,7 +2,7 @@
 
 import uPlot from "./vendor/uplot/uPlot.esm.js";
 import { h, fill, css, save } from "./dom.js";
-import { number } from "./format.js";
+import { number, tick } from "./format.js";
 
 // A line: { label, steps, values, colour, dash, band: { low, high }, stacked, faint, show }
 
@@ -213,8 +213,8 @@ function settings(prepared, options) {
       },
     },
     axes: [
-      { ...axis, size: 28, space: 60, incrs: WHOLE, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? tick.toLocaleString("en") : "")) },
-      { ...axis, size: 52, space: 34, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : (options.tick ?? options.format)(tick))) },
+      { ...axis, size: 28, space: 60, incrs: WHOLE, values: (_, ticks) => ticks.map((step) => (Number.isInteger(step) ? step.toLocaleString("en") : "")) },
+      { ...axis, size: 52, space: 34, values: (_, ticks) => ticks.map((value) => (value === null ? "" : (options.tick ?? tick)(value))) },
     ],
     series: prepared.series,
     bands: prepared.bands,

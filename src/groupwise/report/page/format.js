@@ -12,6 +12,9 @@ export function number(value) {
   return value.toExponential(1);
 }
 
+// On an axis the digits that all ticks share say nothing.
+export const tick = (value) => (Math.abs(value) >= 1000 || (value !== 0 && Math.abs(value) < 0.001) ? number(value) : String(Number(value.toPrecision(3))));
+
 export const signed = (value) => (value > 0 ? "+" : value < 0 ? "−" : "") + number(Math.abs(value));
 
 export const percent = (value, digits = 1) =>

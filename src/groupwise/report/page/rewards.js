@@ -21,7 +21,7 @@ export async function rewards(root, app) {
     }
     picture = heat(found, choose);
     const note = found.of > found.steps.length ? `, ${found.steps.length} of ${found.of} steps read` : "";
-    fill(top, picture.card, h("p", { class: "quiet note" }, `Darker: more of the step's answers got that reward${note}. Click a step to see its groups.`));
+    fill(top, picture.card, h("p", { class: "quiet note" }, `The stronger the colour, the more of the step's answers got that reward${note}. Click a step to see its groups.`));
     picture.draw();
   }
 
