@@ -114,6 +114,11 @@ class Recorder:
         self.display.evaluation(when, result.intervals())
         logger.info("evaluation %s: %s", when, result.summary())
 
+    def baseline(self, metrics: Mapping[str, float]) -> None:
+        """Tell trackers what the policy could do before training: where every curve begins."""
+        for tracker in self.trackers:
+            tracker.log(0, metrics)
+
     def samples(self, step: int, batch: Batch) -> None:
         for tracker in self.trackers:
             tracker.samples(step, sample_rows(batch))

@@ -91,7 +91,7 @@ class Run:
     def steps(self) -> Iterator[int]:
         """Yield the steps that are left, measured before and after; stops early on Ctrl-C."""
         if self.state.step == 0 and not self.interrupt.asked:
-            self._examine(0)
+            self.recorder.baseline(self._examine(0))
         while self.state.step < self.config.run.max_steps and not self.interrupt.asked:
             yield self.state.step + 1
 
