@@ -47,8 +47,8 @@ def test_a_run_that_learns_raises_nothing() -> None:
         ("repeated", lambda s: {"rollout/repeated": 0.1 if s < 12 else 0.8}),
         ("same-answer", lambda s: {"rollout/same_answer": 0.0 if s < 12 else 0.6}),
         ("looping", lambda s: {"rollout/looping": 0.2}),
-        ("sampler-gap", lambda s: {"policy/gap": 0.03}),
-        ("sampler-gap", lambda s: {"policy/gap": 1e-4 if s < 15 else 0.01}),
+        ("sampler-gap", lambda s: {"policy/gap": 0.045}),
+        ("sampler-gap", lambda s: {"policy/gap": 1e-4 if s < 15 else 0.015}),
         ("policy-drift", lambda s: {"policy/kl": s / 10}),
         ("failures", lambda s: {"rollout/failed": 0.2}),
         ("mask", lambda s: {"rollout/mask_faults": 0.01 if s == 20 else 0.0}),
@@ -82,7 +82,7 @@ def test_an_alarm_says_what_it_saw_and_when_it_was_over() -> None:
 
 
 def test_alarms_that_still_hold_come_first() -> None:
-    change: Change = lambda s: {"rollout/mask_faults": float(s == 5), "policy/gap": 0.03}  # noqa: E731
+    change: Change = lambda s: {"rollout/mask_faults": float(s == 5), "policy/gap": 0.045}  # noqa: E731
     assert [(alarm.name, alarm.active) for alarm in alarms(rows(30, change))] == [
         ("sampler-gap", True),
         ("mask", False),

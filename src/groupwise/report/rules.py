@@ -211,9 +211,10 @@ def mask_faults(course: Course) -> Verdict:
 
 def sampler_gap(course: Course) -> Verdict:
     gap, begin = course.recent("policy/gap"), course.begin("policy/gap")
-    grown = course.settled() & (gap > 5 * begin) & (gap > 0.005)
+    # Rounding to bfloat16 alone makes a gap of a few hundredths; what grows is something else.
+    grown = course.settled() & (gap > 3 * begin) & (gap > 0.01)
     return (
-        (gap > 0.02) | grown,
+        (gap > 0.04) | grown,
         lambda i: (
             f"Sampler and trainer disagree by {gap[i]:.3g} nats a token; at the beginning it was {begin:.3g}."
         ),

@@ -15,6 +15,7 @@ from groupwise.records import Sample
 from groupwise.report.alarms import alarms
 from groupwise.report.history import MetricsTail, evaluations
 from groupwise.report.write import write_all
+from groupwise.tracking.behind import WriteBehind
 from groupwise.tracking.completions import write_completions
 from groupwise.tracking.display import open_display
 from groupwise.tracking.files import write_atomically
@@ -44,7 +45,9 @@ class Recorder:
         self.told: set[str] = set()
         """Alarms that were told, by name."""
         self.reports = False
+        self.behind = WriteBehind()
         self.resources = ExitStack()
+        self.resources.callback(self.behind.close)
         self.display = open_display()
         self.resources.callback(self.display.close)
         self.display.start(total, title, done=done)
@@ -84,14 +87,15 @@ class Recorder:
         logger.warning(sentence)
 
     def rollouts(self, step: int, batch: Batch) -> None:
-        write_rollouts(self.folder.rollouts_at(step), step, batch.drawn)
+        self.behind.submit(write_rollouts, self.folder.rollouts_at(step), step, batch.drawn)
 
     def updates(self, step: int, seen: Sequence[tuple[Sample, Sequence[float]]]) -> None:
-        write_updates(self.folder.updates_at(step), seen)
+        self.behind.submit(write_updates, self.folder.updates_at(step), seen)
 
     def completions(self, step: int, batch: Batch, *, perfect: float | None) -> None:
         if perfect is not None:
-            write_completions(self.folder.completions_at(step), batch.drawn, perfect=perfect)
+            path = self.folder.completions_at(step)
+            self.behind.submit(write_completions, path, batch.drawn, perfect=perfect)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.metrics.append(step, metrics)
@@ -124,6 +128,7 @@ class Recorder:
             tracker.samples(step, sample_rows(batch))
 
     def end(self, summary: Summary, stats: Mapping[str, object]) -> None:
+        self.behind.flush()
         write_atomically(self.folder.stats, json.dumps(stats, indent=1))
         if self.reports:
             self.report()

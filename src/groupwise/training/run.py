@@ -144,6 +144,7 @@ class Run:
         now = time.monotonic()
         self.state = replace(self.state, seconds=self.state.seconds + now - self.clock)
         self.clock = now
+        self.recorder.behind.flush()  # a checkpoint stands for everything before it, rollouts included
         save_state(self.folder.checkpoints, self.state, policy=self.policy, learner=self.learner)
         best = self.state.best_step if self.config.run.keep_best else None
         prune(self.folder.checkpoints, keep_last=self.config.run.keep_last, best=best)
