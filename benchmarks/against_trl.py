@@ -16,6 +16,10 @@ all linear layers (the numbers of trained parameters are compared).
 |--------------|-----------------------------|-------------------|---------|
 | tiny-…       | built in, Countdown prompts | 32 × 16           | 128     |
 | smollm2-…    | SmolLM2-135M-Instruct       | 8 × 8             | 64      |
+| qwen-lora    | Qwen2.5-1.5B shape, random  | 16 × 8            | 512     |
+
+The last one is for a GPU, in bfloat16, with prompts of 128 random words; lengths are fixed there, and memory
+is that of the GPU in the updates.
 
 **Two kinds of length.** `fixed`: every answer has exactly the longest length, so both sides generate and
 train the same number of tokens; TRL forbids the end token (`min_new_tokens`), ours does not stop at it.
@@ -54,6 +58,7 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
+import torch
 from cases import CASES, Case, Setting
 from machine import machine, markdown
 from workload import Job, Result, Step, read_result, write_job
@@ -223,7 +228,10 @@ def main() -> None:
     about = machine(threads=options.threads, torch=version("torch"))
     about += f" · transformers {version('transformers')} · trl {version('trl')}"
     print(about, flush=True)
-    cases, lengths, steps = options.cases or list(CASES), options.lengths or list(LENGTHS), options.steps
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    cases = options.cases or [name for name, case in CASES.items() if case.device == device]
+    lengths = options.lengths or (["fixed"] if device == "cuda" else list(LENGTHS))
+    steps = options.steps
     if options.quick:
         cases, lengths, steps = options.cases or QUICK_CASES, options.lengths or ["fixed"], 1
     compared = [

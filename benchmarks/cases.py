@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+from random_qwen import random_folder
 from smollm2 import smollm2_folder
 from workload import Job
 
@@ -23,7 +25,8 @@ class Setting:
     def __str__(self) -> str:
         if self == AS_IT_COMES:
             return "TRL as it comes"
-        return f"TRL, micro-batch {self.micro_batch}{', malloc' if self.keep_freed_memory else ''}"
+        notes = [", malloc"] * self.keep_freed_memory + [", checkpointing"] * self.recompute
+        return f"TRL, micro-batch {self.micro_batch}{''.join(notes)}"
 
 
 AS_IT_COMES = Setting(8, keep_freed_memory=False, recompute=True)
@@ -39,10 +42,14 @@ class Case:
     group_size: int
     max_tokens: int
     trl_settings: tuple[Setting, ...]
+    device: str = "cpu"
+    prompt_words: int = 0
 
     def job(self, *, fixed_length: bool, steps: int, threads: int) -> Job:
         return Job(
-            model=str(TINY_FOLDER if self.model == "tiny" else smollm2_folder()),
+            model=str(self._folder()),
+            device=self.device,
+            prompt_words=self.prompt_words,
             lora_r=self.lora_r,
             prompts=self.prompts,
             group_size=self.group_size,
@@ -52,6 +59,13 @@ class Case:
             steps=steps,
             threads=threads,
         )
+
+    def _folder(self) -> Path:
+        if self.model == "tiny":
+            return TINY_FOLDER
+        if self.model == "smollm2":
+            return smollm2_folder()
+        return random_folder(self.model, device=torch.device(self.device))
 
 
 TINY = Case(
@@ -70,9 +84,20 @@ SMOLLM2 = Case(
     max_tokens=64,
     trl_settings=(Setting(8, True), Setting(16, True)),
 )
+QWEN = Case(
+    model="1.5b",
+    lora_r=16,
+    prompts=16,
+    group_size=8,
+    max_tokens=512,
+    trl_settings=(Setting(16, False), AS_IT_COMES),
+    device="cuda",
+    prompt_words=128,
+)
 CASES = {
     "tiny-full": TINY,
     "tiny-lora": replace(TINY, lora_r=16),
     "smollm2-full": SMOLLM2,
     "smollm2-lora": replace(SMOLLM2, lora_r=16),
+    "qwen-lora": QWEN,
 }

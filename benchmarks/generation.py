@@ -38,22 +38,18 @@ import peft
 import torch
 import transformers
 from machine import machine, markdown
+from random_qwen import SHAPES, random_model
 
 from groupwise.config.sections import EngineConfig
 from groupwise.engine.engine import Engine
 from groupwise.engine.sampler import derive_seed
-from groupwise.model.load import check_attention, keep_quiet
+from groupwise.model.adapter import adapt_in_place
+from groupwise.model.load import check_attention, keep_quiet, shorten_passes
 from groupwise.model.packed import PackedLayout
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sampling
 
 GROUP = 8
-SHAPES = {
-    "quick": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "heads": (4, 2)},
-    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "heads": (14, 2)},
-    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "heads": (12, 2)},
-    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "heads": (28, 4)},
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,24 +73,9 @@ class NoTokenizer:
 
 
 def random_policy(shape: str, *, device: torch.device, lora: int = 0) -> Policy:
-    settings = dict(SHAPES[shape])
-    heads, key_heads = settings.pop("heads")
-    config = transformers.Qwen2Config(
-        vocab_size=512 if shape == "quick" else 151936,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
-        tie_word_embeddings=shape != "7b",
-        max_position_embeddings=32768,
-        bos_token_id=None,
-        eos_token_id=None,
-        **settings,
-    )
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
-    with device:
-        model: Any = transformers.Qwen2ForCausalLM(config).eval()
-    torch.set_default_dtype(torch.float32)
+    model: Any = random_model(shape, device=device)
     check_attention(model, name=shape)
+    shorten_passes(model)
     if lora:
         model = peft.get_peft_model(
             model, peft.LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear")
@@ -102,6 +83,7 @@ def random_policy(shape: str, *, device: torch.device, lora: int = 0) -> Policy:
         for name, parameter in model.named_parameters():
             if "lora_B" in name:  # as after some training: at the start, adapters do nothing
                 torch.nn.init.normal_(parameter, std=1e-3)
+        adapt_in_place(model)
     policy = Policy(model, NoTokenizer())
     policy.end_tokens = frozenset({-1})
     return policy

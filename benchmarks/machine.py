@@ -54,3 +54,20 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         return "| " + " | ".join(padded) + " |"
 
     return "\n".join([line(table[0]), line(rule), *(line(row) for row in table[1:])])
+
+
+def held(device: str) -> float:
+    """The most memory held, in GB: of the GPU since it was last reset, or of the process."""
+    if device != "cuda":
+        return peak_rss()
+    import torch
+
+    return torch.cuda.max_memory_allocated() / 1e9
+
+
+def settle(device: str) -> None:
+    """Wait until the device has done what it was asked."""
+    if device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()

@@ -36,7 +36,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from groupwise.config.sections import AlgoConfig, OptimConfig
 from groupwise.learner.learner import Learner
-from groupwise.model.load import check_attention, keep_freed_memory
+from groupwise.model.load import check_attention, keep_freed_memory, shorten_passes
 from groupwise.model.policy import Policy
 from groupwise.records import Sample, Sampling
 
@@ -80,6 +80,7 @@ def random_policy(layers: int) -> Policy:
         )
     )
     check_attention(model, name="a random Llama")
+    shorten_passes(model)
     return Policy(model, NoTokenizer())
 
 

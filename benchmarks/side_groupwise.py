@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from machine import peak_rss
+from machine import held, peak_rss, settle
 from workload import Job, Result, Step, digest, examples, read_job, split, task, write_result
 
 from groupwise.algo.samples import keep_top_entropy
@@ -30,9 +30,13 @@ from groupwise.model.load import load_policy
 from groupwise.training.batch import Collector
 
 
+def dtype(job: Job) -> str:
+    return "float32" if job.device == "cpu" else "bfloat16"
+
+
 def config_for(job: Job) -> Config:
     return Config(
-        model=ModelConfig(name=job.model, dtype="float32", device="cpu"),
+        model=ModelConfig(name=job.model, dtype=dtype(job), device=job.device),
         lora=LoraConfig(r=job.lora_r),
         # Nothing is refilled: both sides draw the same number of answers.
         rollout=RolloutConfig(
@@ -62,9 +66,9 @@ def run(job: Job) -> Result:
         sampling=config.rollout.sampling,
         max_steps=config.run.max_steps,
     )
-    collector = Collector(config, task=task(), split=split(job), codec=policy, engine=engine)
-    start_gb = peak_rss()
-    prompts = [policy.encode(task().ask(example)) for example in examples(job)]
+    collector = Collector(config, task=task(job), split=split(job), codec=policy, engine=engine)
+    start_gb, peak_gb = peak_rss(), 0.0
+    prompts = [policy.encode(task(job).ask(example)) for example in examples(job)]
     steps: list[Step] = []
     cursor = 0
     for number in range(1, config.run.max_steps + 1):
@@ -73,8 +77,13 @@ def run(job: Job) -> Result:
         collected = time.perf_counter()
         samples, sequences, tokens = collector.samples(batch)
         samples = keep_top_entropy(samples, share=config.algo.top_entropy)
+        if job.device == "cuda":
+            engine.release()
+            torch.cuda.reset_peak_memory_stats()
         learner.update(samples, sequences=sequences, tokens=tokens)
+        settle(job.device)
         ended = time.perf_counter()
+        peak_gb = max(peak_gb, held(job.device))
         steps.append(
             Step(
                 seconds=ended - started,
@@ -94,7 +103,7 @@ def run(job: Job) -> Result:
         dtype=str(policy.head_weight.dtype),
         prompt_tokens=max(map(len, prompts)),
         start_gb=start_gb,
-        peak_gb=peak_rss(),
+        peak_gb=peak_gb,
         versions={"torch": torch.__version__, "transformers": transformers.__version__},
     )
 

@@ -15,7 +15,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from machine import peak_rss
+from machine import held, peak_rss, settle
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -41,6 +41,10 @@ class TimedTrainer(GRPOTrainer):  # type: ignore[misc]
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Any:
         started = time.perf_counter()
         output = super()._generate_and_score_completions(inputs)
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()  # what follows is the update
         self.preparing = time.perf_counter() - started
         return output
 
@@ -54,12 +58,15 @@ class Stopwatch(TrainerCallback):
         self.started = self.cpu = 0.0
         self.steps: list[Step] = []
         self.longest_prompt = 0
+        self.peak_gb = 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.started, self.cpu = time.perf_counter(), time.process_time()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
+        settle(self.job.device)
         seconds = time.perf_counter() - self.started
+        self.peak_gb = max(self.peak_gb, held(self.job.device))
         trainer = self.trainer
         assert trainer is not None, "set before training starts"
         self.longest_prompt = max(self.longest_prompt, *map(len, trainer.prompt_ids))
@@ -80,8 +87,8 @@ def settings(job: Job, folder: str) -> GRPOConfig:
     """One optimizer step for each batch of answers, nothing logged, nothing saved."""
     return GRPOConfig(
         output_dir=folder,
-        use_cpu=True,
-        bf16=False,
+        use_cpu=job.device == "cpu",
+        bf16=job.device == "cuda",
         gradient_checkpointing=job.recompute,
         max_steps=job.warm_up + job.steps,
         per_device_train_batch_size=job.micro_batch,
@@ -115,7 +122,9 @@ def settings(job: Job, folder: str) -> GRPOConfig:
 def dataset(job: Job, tokenizer: Any) -> Dataset:
     """The same prompts as text: TRL's chat path cannot continue an answer that has begun."""
     texts = [
-        tokenizer.apply_chat_template(list(task().ask(example)), tokenize=False, continue_final_message=True)
+        asked
+        if isinstance(asked := task(job).ask(example), str)
+        else tokenizer.apply_chat_template(list(asked), tokenize=False, continue_final_message=True)
         for example in examples(job)
     ]
     return Dataset.from_list([{"prompt": text} for text in texts])
@@ -124,7 +133,9 @@ def dataset(job: Job, tokenizer: Any) -> Dataset:
 def run(job: Job) -> Result:
     torch.set_num_threads(job.threads)
     tokenizer = AutoTokenizer.from_pretrained(job.model)
-    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        job.model, dtype=torch.float32 if job.device == "cpu" else torch.bfloat16
+    )
     adapter = LoraConfig(
         r=job.lora_r, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
     )
@@ -149,7 +160,7 @@ def run(job: Job) -> Result:
         dtype=str(trained[0].dtype),
         prompt_tokens=stopwatch.longest_prompt,
         start_gb=start_gb,
-        peak_gb=peak_rss(),
+        peak_gb=stopwatch.peak_gb,
         versions={
             "torch": torch.__version__,
             "transformers": transformers.__version__,

@@ -92,7 +92,7 @@ def make_run(run: RunFolder, steps: int) -> None:
         groups = groups_of(template, step, share=step / steps)
         write_rollouts(run.rollouts_at(step), step, groups)
         samples = to_samples(groups, mask_truncated=False, keep_zero=False)
-        write_updates(run.updates_at(step), [(s, [x for x in s.logprobs if x]) for s in samples])
+        write_updates(run.updates_at(step), {(s.group, s.member): s.logprobs[PROMPT:] for s in samples})
         file.append(step, {**metrics(step, steps), **signs(groups)})
         if step % max(1, steps // 40) == 0:
             write_evaluation(run, step, share=step / steps)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +36,9 @@ class Job:
     """Steps that are made and not counted."""
     steps: int
     threads: int
+    device: str = "cpu"
+    prompt_words: int = 0
+    """Prompts of so many random words, each a token, for a random model; 0: Countdown's."""
     micro_batch: int = 0
     """Sequences in one forward and backward pass of TRL; ours are packed by tokens."""
     recompute: bool = False
@@ -76,6 +80,7 @@ class Result:
     start_gb: float
     """Held after loading the model, before the first step."""
     peak_gb: float
+    """Of the process, from its start; on a GPU of the updates, since generation takes what is free."""
     versions: dict[str, str]
 
 
@@ -97,18 +102,22 @@ def write_result(path: Path, result: Result) -> None:
     path.write_text(json.dumps(asdict(result)), encoding="utf-8")
 
 
-def task() -> Task:
-    """Countdown's puzzles and prompts, with a reward that tells every answer from every other."""
-    return Task(
-        name="countdown",
-        examples=countdown().examples,
-        prompt=countdown_prompt,
-        rewards={"digits": digits_reward},
-    )
+def task(job: Job) -> Task:
+    """Countdown's prompts or random words, with a reward that tells every answer from every other."""
+    rewards = {"digits": digits_reward}
+    if not job.prompt_words:
+        puzzles = countdown().examples
+        return Task(name="countdown", examples=puzzles, prompt=countdown_prompt, rewards=rewards)
+    rng = random.Random(job.seed)
+    rows = [
+        {"words": " ".join(f"w{rng.randrange(500)}" for _ in range(job.prompt_words))}
+        for _ in range(job.prompts * (job.warm_up + job.steps))
+    ]
+    return Task(name="words", examples=rows, prompt=lambda example: str(example["words"]), rewards=rewards)
 
 
 def split(job: Job) -> Split:
-    return task().split(TaskConfig(held_out=0), job.seed)
+    return task(job).split(TaskConfig(held_out=0), job.seed)
 
 
 def examples(job: Job) -> list[Example]:

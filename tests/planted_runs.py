@@ -110,7 +110,7 @@ def make_run(
         made = groups(step)
         write_rollouts(run.rollouts_at(step), step, made)
         samples = to_samples(made, mask_truncated=False, keep_zero=False)
-        write_updates(run.updates_at(step), [(s, [-0.4] * s.length) for s in samples])
+        write_updates(run.updates_at(step), {(s.group, s.member): [-0.4] * s.length for s in samples})
         file.append(step, {**metrics(step), **signs(made)})
     run.stats.write_text(json.dumps({"steps": steps, "seconds": 12.5}))
     return run

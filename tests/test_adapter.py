@@ -81,3 +81,27 @@ def test_a_layer_with_dropout_keeps_the_pass_that_knows_it() -> None:
     model, x = adapted(dropout=0.5).train(), torch.randn(64, 5)
     adapt_in_place(model)
     assert not torch.equal(model(x), model(x))
+
+
+def test_adapters_keep_their_own_precision_and_the_products_are_in_the_models() -> None:
+    model, exact, x = adapted(), adapted(), torch.randn(64, 5)
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name:
+            parameter.data = parameter.data.double()
+    adapt_in_place(model)
+    assert model(x.double()).dtype == torch.float64
+    ours, theirs = gradients(model, x.double()), gradients(exact, x)
+    for name in theirs:
+        assert ours[name].dtype == (torch.float64 if name == "x" else torch.float32)
+        torch.testing.assert_close(ours[name].float(), theirs[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_a_layer_stored_the_other_way_round_keeps_the_pass_that_knows_it() -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    block = nn.Sequential(Conv1D(7, 5))
+    model = peft.get_peft_model(block, peft.LoraConfig(r=2, target_modules=["0"], fan_in_fan_out=True))  # type: ignore[arg-type]
+    x = torch.randn(3, 5)
+    theirs = model(x)
+    adapt_in_place(model)
+    torch.testing.assert_close(model(x), theirs)

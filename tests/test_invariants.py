@@ -23,7 +23,7 @@ from groupwise.config.sections import (
 from groupwise.engine.engine import Engine
 from groupwise.errors import InvariantError
 from groupwise.invariants import check_finite, check_gap, check_token_exact
-from groupwise.learner import learner as learner_module
+from groupwise.learner import part as part_module
 from groupwise.learner.learner import Learner
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Example, Request, Rollout, Sample, Sampling
@@ -109,7 +109,7 @@ def test_wrong_positions_in_the_trainer_stop_the_run(policy: Policy, monkeypatch
         packed = pack(batch, device=device)
         return replace(packed, positions_T=packed.positions_T * 2)
 
-    monkeypatch.setattr(learner_module, "pack", shifted)
+    monkeypatch.setattr(part_module, "pack", shifted)
     with pytest.raises(InvariantError, match="look at positions"):
         update(learner(policy), samples(policy))
 
@@ -182,7 +182,7 @@ def lose_the_last(batch: MicroBatch) -> MicroBatch:
 def test_a_micro_batch_that_trains_other_tokens_than_its_samples_stops_the_run(
     policy: Policy, monkeypatch: pytest.MonkeyPatch, bug: Callable[[MicroBatch], MicroBatch]
 ) -> None:
-    monkeypatch.setattr(learner_module, "pack", lambda batch, *, device: bug(pack(batch, device=device)))
+    monkeypatch.setattr(part_module, "pack", lambda batch, *, device: bug(pack(batch, device=device)))
     with pytest.raises(InvariantError, match="trains other tokens than its samples hold"):
         update(learner(policy), samples(policy))
 

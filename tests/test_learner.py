@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from groupwise.config.sections import AlgoConfig, OptimConfig
+from groupwise.errors import ConfigError
 from groupwise.learner.learner import Learner, split_groups, suited_tokens
+from groupwise.learner.part import Part
 from groupwise.learner.schedule import learning_rate
 from groupwise.model.policy import Policy
 from groupwise.records import Sample, Sampling
@@ -191,3 +193,40 @@ def test_with_gradient_checkpointing_only_one_layer_keeps_everything() -> None:
     model = small_model()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     assert policy_of(model).activation_bytes == (10 * 32 + 5 * 48 + 2 * 32) * 4
+
+
+def test_memory_that_runs_out_halves_the_passes_and_leaves_the_gradient_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    samples = [sample(*range(7, 11 + n), group=n // 3, advantage=1.0 - n % 3) for n in range(6)]
+    policies = [policy_of(small_model()) for _ in range(2)]
+    # A large eps makes AdamW's step proportional to the gradient, rather than to its sign.
+    whole, cramped = (learner(policy, epochs=2, eps=1.0) for policy in policies)
+    passes: list[int] = []
+    original = Learner._backward
+
+    def backward(self: Learner, part: Part) -> Any:
+        if self is cramped:
+            passes.append(len(part.batch.tokens_T))
+            done = original(self, part)  # the gradient is there already when memory runs out
+            if len(part.batch.tokens_T) > 16:
+                raise torch.OutOfMemoryError("out of memory")
+            return done
+        return original(self, part)
+
+    monkeypatch.setattr(Learner, "_backward", backward)
+    reports = [one.update(samples, sequences=6, tokens=39) for one in (whole, cramped)]
+    assert max(passes[-4:]) <= 16 < passes[0]
+    assert "the gradient is the same" in caplog.text
+    assert reports[0]["policy/grad_norm"] == pytest.approx(reports[1]["policy/grad_norm"], rel=1e-5)
+    for one, other in zip(*(policy.trainable().values() for policy in policies), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_one_answer_too_long_for_the_memory_is_the_users_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backward(self: Learner, part: Part) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(Learner, "_backward", backward)
+    with pytest.raises(ConfigError, match="a single answer is too long"):
+        learner().update([sample(7, 8), sample(9, 2)], sequences=2, tokens=4)

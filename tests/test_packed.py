@@ -12,7 +12,8 @@ from torch import Tensor
 
 from groupwise.algo.packing import micro_batches, pack
 from groupwise.model.attend import attend, attend_backward, merge, plain_attend, plain_attend_backward
-from groupwise.model.packed import PackedLayout, alike
+from groupwise.model.packed import PackedLayout
+from groupwise.model.padded import alike
 from groupwise.records import Sample
 
 CPU = torch.device("cpu")

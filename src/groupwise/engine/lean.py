@@ -19,6 +19,7 @@ from groupwise.engine.cuda.weights import Matrix
 from groupwise.model.interface import Layout
 from groupwise.model.packed import PackedLayout
 from groupwise.model.policy import Policy
+from groupwise.model.rotary import sine_halves, turn
 
 CHECKED_TOKENS = 24
 
@@ -59,23 +60,22 @@ class LeanForward:
         """Return the last hidden states_TM of one packed row."""
         x_TM = nn.functional.embedding(tokens_T, self._embedding)
         cos_1TD, sin_1TD = self._rotary(x_TM[None], positions_T[None])
-        cos_T1D, sin_T1D = cos_1TD[0, :, None], sin_1TD[0, :, None]
+        cos_T1D, halves = cos_1TD[0, :, None], sine_halves(sin_1TD[0, :, None])
         for number, layer in enumerate(self._layers):
             qkv_TND = layer.qkv(_normed(x_TM, layer.before_attention)).view(len(x_TM), -1, self._size)
-            q_1HTD, k_1KTD, v_1KTD = self._heads(qkv_TND, cos_T1D, sin_T1D)
+            q_1HTD, k_1KTD, v_1KTD = self._heads(qkv_TND, cos_T1D, halves)
             mixed_1THD = layout.attend(q_1HTD, k_1KTD, v_1KTD, layer=number, scale=layer.scale)
             x_TM += layer.output(mixed_1THD[0].flatten(1))
             gate_TI, up_TI = layer.gate_up(_normed(x_TM, layer.before_mlp)).chunk(2, dim=1)
             x_TM += layer.down(nn.functional.silu(gate_TI, inplace=True).mul_(up_TI))
         return _normed(x_TM, self._norm)
 
-    def _heads(self, qkv_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(
+        self, qkv_TND: Tensor, cos_T1D: Tensor, halves: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotate queries and keys, in one go, and part them from the values."""
-        half = self._size // 2
         straight_TND, values_TKD = qkv_TND[:, : -self._key_heads], qkv_TND[:, -self._key_heads :]
-        turned_TND = straight_TND * cos_T1D
-        turned_TND[..., :half].addcmul_(straight_TND[..., half:], sin_T1D[..., :half], value=-1)
-        turned_TND[..., half:].addcmul_(straight_TND[..., :half], sin_T1D[..., half:])
+        turned_TND = turn(straight_TND, cos_T1D, *halves)
         queries_THD, keys_TKD = turned_TND[:, : -self._key_heads], turned_TND[:, -self._key_heads :]
         return tuple(x.transpose(0, 1)[None] for x in (queries_THD, keys_TKD, values_TKD))  # type: ignore[return-value]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -11,27 +11,19 @@ from torch import Tensor
 
 from groupwise.algo.losses import LossSettings, Tokens, policy_loss, token_weights
 from groupwise.algo.metrics import averages, merge
-from groupwise.algo.packing import MicroBatch, micro_batches, pack
+from groupwise.algo.packing import MicroBatch, micro_batches
 from groupwise.config.sections import AlgoConfig, OptimConfig
-from groupwise.invariants import check_finite, check_gap, check_targets
+from groupwise.errors import ConfigError
+from groupwise.invariants import check_finite, check_gap
+from groupwise.learner.part import Part
 from groupwise.learner.schedule import learning_rate
 from groupwise.model.logprobs import token_logprobs
 from groupwise.model.policy import Policy
 from groupwise.records import Sample, Sampling
+from groupwise.tracking.log import LOGGER
 
 CPU_ACTIVATIONS = 4 << 30
 """Bytes for the activations of one pass on a CPU, where larger passes are hardly faster."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """A micro-batch with what the loss needs besides."""
-
-    samples: tuple[Sample, ...]
-    batch: MicroBatch
-    weights_N: Tensor
-    old_N: Tensor | None
-    reference_N: Tensor | None
 
 
 class Learner:
@@ -49,8 +41,8 @@ class Learner:
         self.total_updates = max_steps * optim.updates
         self.updates = 0
         """Optimizer steps made so far: what the schedule counts."""
-        self.seen: list[tuple[Sample, list[float]]] = []
-        """Each sample of the last update with the log-probabilities its last pass gave the trained tokens."""
+        self.seen: dict[tuple[int, int], list[float]] = {}
+        """By group and member, the log-probabilities that the last pass gave to the trained tokens."""
         self.optimizer = torch.optim.AdamW(
             policy.trainable().values(),
             lr=optim.learning_rate,
@@ -77,7 +69,7 @@ class Learner:
         `sequences` and `tokens` count the whole batch, also what is not computed because its
         advantage is 0: they are the loss's denominators.
         """
-        self.seen = []
+        self.seen = {}
         if not samples:
             return {"policy/updates": 0.0}
         self.policy.model.train()
@@ -86,9 +78,8 @@ class Learner:
         losses: list[float] = []
         norms: list[float] = []
         for _ in range(self.optim.epochs):
-            self.seen = []
             for parts in minibatches:
-                done = [self._backward(part) for part in parts]
+                done = self._accumulate(parts)
                 reports += [metrics for _, metrics in done]
                 losses.append(sum(loss for loss, _ in done))
                 check_finite("the loss", losses[-1])
@@ -113,7 +104,7 @@ class Learner:
             total=self.total_updates,
         )
 
-    def _prepare(self, samples: Sequence[Sample], *, sequences: int, tokens: int) -> list[list[_Part]]:
+    def _prepare(self, samples: Sequence[Sample], *, sequences: int, tokens: int) -> list[list[Part]]:
         """Split into mini-batches of whole groups, pack them, and run the passes that precede any update."""
         divided = split_groups(samples, self.optim.minibatches or 1)
         weights = token_weights(
@@ -123,23 +114,22 @@ class Learner:
             tokens=tokens,
             max_tokens=self.sampling.max_tokens,
         )
-        prepared: list[list[_Part]] = []
+        prepared: list[list[Part]] = []
         for minibatch, sample_weights in zip(divided, weights, strict=True):
             # Before the first update the old policy is the policy now, unless dropout makes it another.
             old_pass = bool(prepared) or self.optim.epochs > 1 or self.policy.has_dropout
-            parts: list[_Part] = []
+            parts: list[Part] = []
             for indices in micro_batches(minibatch, budget=self.micro_batch_tokens):
-                members = [minibatch[i] for i in indices]
-                batch = pack(members, device=self.policy.device)
-                check_targets(members, batch.targets_N.tolist())
-                weights_S = torch.tensor([sample_weights[i] for i in indices], device=self.policy.device)
+                part = Part.build(
+                    [minibatch[i] for i in indices],
+                    [sample_weights[i] for i in indices],
+                    device=self.policy.device,
+                )
                 parts.append(
-                    _Part(
-                        samples=tuple(members),
-                        batch=batch,
-                        weights_N=weights_S[batch.sequence_N],
-                        old_N=self._fixed_logprobs(self.policy, batch) if old_pass else None,
-                        reference_N=self._reference_logprobs(batch) if self.algo.beta else None,
+                    replace(
+                        part,
+                        old_N=self._fixed_logprobs(self.policy, part.batch) if old_pass else None,
+                        reference_N=self._reference_logprobs(part.batch) if self.algo.beta else None,
                     )
                 )
             prepared.append(parts)
@@ -169,7 +159,33 @@ class Learner:
         with self.policy.reference() as reference:
             return self._fixed_logprobs(reference, batch)
 
-    def _backward(self, part: _Part) -> tuple[float, dict[str, Tensor]]:
+    def _accumulate(self, parts: list[Part]) -> list[tuple[float, dict[str, Tensor]]]:
+        """Add up a mini-batch's gradient; where memory runs out, from the start with smaller passes.
+
+        What a pass leaves behind when it fails is unknown, so all of it is thrown away; the smaller passes
+        make the same gradient. `parts` keeps them, for the epochs to come.
+        """
+        while True:
+            try:
+                return [self._backward(part) for part in parts]
+            except torch.OutOfMemoryError as error:
+                if all(len(part.members) == 1 for part in parts):
+                    raise ConfigError(
+                        "a single answer is too long for the memory: "
+                        "set model.gradient_checkpointing=true or a smaller rollout.max_tokens"
+                    ) from error
+            # Only here, with the exception gone, are its tensors free.
+            self.optimizer.zero_grad(set_to_none=True)
+            parts[:] = [half for part in parts for half in part.halves()]
+            self.micro_batch_tokens = max(1, self.micro_batch_tokens // 2)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            LOGGER.warning(
+                "out of memory in the update: micro-batches now hold %d tokens; the gradient is the same",
+                self.micro_batch_tokens,
+            )
+
+    def _backward(self, part: Part) -> tuple[float, dict[str, Tensor]]:
         batch = part.batch
         logprobs_N, entropy_N = self._logprobs(self.policy, batch)
         loss, metrics = policy_loss(
@@ -186,9 +202,9 @@ class Learner:
             self.settings,
         )
         loss.backward()  # type: ignore[no-untyped-call]
-        lengths = [sample.length for sample in part.samples]
-        each = torch.split(logprobs_N.detach().float().cpu(), lengths)
-        self.seen += [(sample, own_N.tolist()) for sample, own_N in zip(part.samples, each, strict=True)]
+        each = torch.split(logprobs_N.detach().float().cpu(), [sample.length for sample in part.members])
+        for sample, own_N in zip(part.members, each, strict=True):
+            self.seen[sample.group, sample.member] = own_N.tolist()
         return float(loss.detach()), {name: value.detach() for name, value in metrics.items()}
 
     def _step(self) -> float:

@@ -1,7 +1,9 @@
 """LoRA in fewer passes over memory, on PEFT's own modules and weights.
 
 PEFT computes `base(x) + B(A(x)) * scaling`: three results the size of the output, and as many gradients.
-Here the low-rank product is added into the large one while it is computed, forward and backward.
+Here the low-rank product is added into the large one while it is computed, forward and backward. PEFT keeps
+adapters in float32 beside a model in half precision and multiplies in float32 there; here the products
+are in the model's precision, and the adapters, their gradients and the optimizer in float32.
 
 Axes: N tokens, I inputs, O outputs, R rank.
 """
@@ -23,8 +25,9 @@ def adapt_in_place(model: nn.Module) -> None:
         if type(module) is not Linear or module.lora_variant:
             continue
         without_dropout = all(isinstance(dropout, nn.Identity) for dropout in module.lora_dropout.values())
-        same_type = {p.dtype for p in module.parameters()} == {module.base_layer.weight.dtype}
-        if without_dropout and same_type and not module.base_layer.weight.requires_grad:
+        base: Any = module.base_layer
+        plain = type(base) is nn.Linear and base.weight.is_floating_point()
+        if without_dropout and plain and not base.weight.requires_grad:
             module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
 
 
@@ -48,9 +51,10 @@ class _AdaptedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x_NI: Tensor, w_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scale: float
     ) -> Tensor:
+        ctx.scale, ctx.adapter_type = scale, a_RI.dtype
+        a_RI, b_OR = a_RI.to(x_NI.dtype), b_OR.to(x_NI.dtype)
         low_NR = x_NI @ a_RI.T
         ctx.save_for_backward(x_NI, w_OI, a_RI, b_OR, low_NR)
-        ctx.scale = scale
         return nn.functional.linear(x_NI, w_OI, bias_O).addmm_(low_NR, b_OR.T, alpha=scale)
 
     @staticmethod
@@ -59,4 +63,13 @@ class _AdaptedLinear(torch.autograd.Function):
         dy_NO = grads[0]
         dlow_NR = (dy_NO @ b_OR).mul_(ctx.scale)
         dx_NI = (dy_NO @ w_OI).addmm_(dlow_NR, a_RI) if ctx.needs_input_grad[0] else None
-        return dx_NI, None, None, dlow_NR.T @ x_NI, (dy_NO.T @ low_NR).mul_(ctx.scale), None
+        da_RI = _product(dlow_NR.T, x_NI, ctx.adapter_type)
+        db_OR = _product(dy_NO.T, low_NR, ctx.adapter_type).mul_(ctx.scale)
+        return dx_NI, None, None, da_RI, db_OR, None
+
+
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """A matrix product in the precision it is kept in: a GPU sums in float32 anyway."""
+    if left.is_cuda and left.dtype != dtype == torch.float32:
+        return torch.mm(left, right, out_dtype=dtype)
+    return (left @ right).to(dtype)

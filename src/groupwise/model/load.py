@@ -13,9 +13,11 @@ from groupwise.config.sections import LoraConfig, ModelConfig
 from groupwise.errors import ConfigError
 from groupwise.model import interface
 from groupwise.model.adapter import adapt_in_place
+from groupwise.model.gates import shorten_gates
 from groupwise.model.norms import shorten_norms
 from groupwise.model.packed import PackedLayout
 from groupwise.model.policy import Policy
+from groupwise.model.rotary import shorten_rotation
 from groupwise.model.source import TINY_FOLDER, first_line, model_folder
 
 
@@ -36,7 +38,7 @@ def load_policy(
     whole = trained if trained is not None and not lora.r else source
     policy_model = _causal_model(whole, dtype, device)
     check_attention(policy_model, name=model.name)
-    shorten_norms(policy_model)
+    shorten_passes(policy_model)
     if lora.r:
         if source != TINY_FOLDER and not Path(model.name).expanduser().is_dir():
             policy_model.name_or_path = model.name  # the adapter's files name their base as the user did
@@ -46,10 +48,17 @@ def load_policy(
     if reference and not lora.r:
         frozen = _causal_model(source, dtype, device).requires_grad_(False).eval()
         frozen.set_attn_implementation(interface.NAME)
-        shorten_norms(frozen)
+        shorten_passes(frozen)
     if model.gradient_checkpointing:
         policy_model.gradient_checkpointing_enable({"use_reentrant": False})
     return Policy(policy_model, tokenizer, reference=frozen)
+
+
+def shorten_passes(model: Any) -> None:
+    """Where a module is of a kind we know, its training passes take less time and memory."""
+    shorten_norms(model)
+    shorten_rotation(model)
+    shorten_gates(model)
 
 
 def keep_quiet() -> None:

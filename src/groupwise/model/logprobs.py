@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from groupwise.model.distribution import scaled_logits
+from groupwise.model.kernels import has_kernels
 from groupwise.records import Sampling
 
 CHUNK_LOGITS = 1 << 23
@@ -35,9 +36,16 @@ def token_logprobs(
 
     The log-probabilities carry gradient; the entropy does so when `entropy_gradient` asks for it.
     """
-    logprobs_N, entropy_N = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NM, weight_VM, bias_V, tokens_N, sampling, entropy_gradient
-    )
+    if has_kernels(hidden_NM) and not sampling.truncates and not entropy_gradient:
+        from groupwise.model.fused_logprobs import FusedTokenLogprobs
+
+        logprobs_N, entropy_N = FusedTokenLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden_NM, weight_VM, bias_V, tokens_N, sampling.temperature or 1.0
+        )
+    else:
+        logprobs_N, entropy_N = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden_NM, weight_VM, bias_V, tokens_N, sampling, entropy_gradient
+        )
     return logprobs_N, entropy_N
 
 

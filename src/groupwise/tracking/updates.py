@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from groupwise.records import Sample
 from groupwise.tracking.files import write_atomically
 
 SCHEMA = pa.schema(
@@ -20,12 +19,12 @@ SCHEMA = pa.schema(
 )
 
 
-def write_updates(path: Path, seen: Sequence[tuple[Sample, Sequence[float]]]) -> None:
-    """Write one row for each sample that was trained on; group and member are those of the rollouts' file."""
+def write_updates(path: Path, seen: Mapping[tuple[int, int], Sequence[float]]) -> None:
+    """Write one row for each rollout that was trained on, given by its group and member in the step."""
     columns = {
-        "group": [sample.group for sample, _ in seen],
-        "member": [sample.member for sample, _ in seen],
-        "logprobs": [logprobs for _, logprobs in seen],
+        "group": [group for group, _ in seen],
+        "member": [member for _, member in seen],
+        "logprobs": list(seen.values()),
     }
     buffer = pa.BufferOutputStream()
     table = pa.Table.from_pydict(columns, schema=SCHEMA)

@@ -11,7 +11,6 @@ from typing import Any
 
 from groupwise.config import Config, dump_config
 from groupwise.evaluate.held_out import Evaluation, as_text
-from groupwise.records import Sample
 from groupwise.report.alarms import alarms
 from groupwise.report.history import MetricsTail, evaluations
 from groupwise.report.write import write_all
@@ -89,7 +88,7 @@ class Recorder:
     def rollouts(self, step: int, batch: Batch) -> None:
         self.behind.submit(write_rollouts, self.folder.rollouts_at(step), step, batch.drawn)
 
-    def updates(self, step: int, seen: Sequence[tuple[Sample, Sequence[float]]]) -> None:
+    def updates(self, step: int, seen: Mapping[tuple[int, int], Sequence[float]]) -> None:
         self.behind.submit(write_updates, self.folder.updates_at(step), seen)
 
     def completions(self, step: int, batch: Batch, *, perfect: float | None) -> None:

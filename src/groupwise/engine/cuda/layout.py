@@ -17,13 +17,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from groupwise.engine.blocks import Prefix
 from groupwise.engine.cuda import attention as kernels
 from groupwise.engine.cuda.state import StepState
 from groupwise.engine.paged import KVCache
-from groupwise.model.packed import Grid, alike
+from groupwise.model.packed import PackedLayout
 
 BLOCK = 32
 """Own keys that a program looks at in one go: few, so that many programs share a processor."""
@@ -215,20 +214,19 @@ class PromptLayout:
     """Prompts computed as one packed row, their keys and values stored on the way."""
 
     cache: KVCache
-    grid: Grid
+    packed: PackedLayout
     places: Tensor
 
     @classmethod
     def build(cls, cache: KVCache, prefixes: Sequence[Prefix], *, device: torch.device) -> PromptLayout:
         size = cache.block_size
-        lengths = np.array([len(prefix.tokens) for prefix in prefixes])
         places = [
             (np.array(prefix.blocks)[:, None] * size + np.arange(size)).flatten()[: len(prefix.tokens)]
             for prefix in prefixes
         ]
         return cls(
             cache=cache,
-            grid=Grid.build(np.cumsum(lengths) - lengths, lengths, alike(lengths[:, None]), device=device),
+            packed=PackedLayout.build([(len(prefix.tokens), ()) for prefix in prefixes], device=device),
             places=torch.from_numpy(np.concatenate(places)).to(device),
         )
 
@@ -241,11 +239,6 @@ class PromptLayout:
         self.cache.write(layer, k_TKD, v_TKD, self.places)
 
     def read(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, layer: int, scale: float) -> Tensor:
-        """Causal attention within each prompt; what fills up a shorter one is only seen by itself."""
-        blocks = zip(*map(self.grid.lay, (q_THD, k_TKD, v_TKD)), strict=True)
-        return self.grid.back(
-            [
-                scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-                for q, k, v in blocks
-            ]
-        )
+        """Causal attention within each prompt."""
+        q_1HTD, k_1KTD, v_1KTD = (x.transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD))
+        return self.packed.attend(q_1HTD, k_1KTD, v_1KTD, layer=layer, scale=scale)[0]

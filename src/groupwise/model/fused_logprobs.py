@@ -1,0 +1,144 @@
+"""Log-probabilities of chosen tokens on a GPU, with one kernel between the products with the output layer.
+
+The same as `logprobs` computes, for distributions that leave no token out.
+
+Axes: N trained tokens, C tokens of a chunk, M hidden size, V vocabulary.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import linear
+
+CHUNK_LOGITS = 1 << 28
+"""Logits held at once: half a gigabyte in bfloat16."""
+
+
+@triton.jit
+def _token_rows(
+    LOGITS, TOKENS, SLOPE, LOGPROB, ENTROPY, vocabulary, inverse_temperature,
+    WRITE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row of logits: its token's log-probability and the entropy; with WRITE, the row becomes
+    slope · (1 at the token - probability), the gradient of slope · log-probability."""
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(TOKENS + row)
+    logits = LOGITS + row * vocabulary
+    offsets = tl.arange(0, BLOCK)
+    # Each lane keeps its own running softmax; they are joined once, at the end.
+    best = tl.full([BLOCK], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    weighted = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        live = start + offsets < vocabulary
+        x = (
+            tl.load(logits + start + offsets, mask=live, other=-float("inf")).to(tl.float32)
+            * inverse_temperature
+        )
+        new_best = tl.maximum(best, x)
+        safe = tl.where(new_best == -float("inf"), 0.0, new_best)
+        shrink, share = tl.exp(best - safe), tl.exp(x - safe)
+        total = total * shrink + share
+        weighted = weighted * shrink + tl.where(live, share * x, 0.0)
+        best = new_best
+    largest = tl.max(best, 0)
+    shrink = tl.exp(best - largest)
+    whole = tl.sum(total * shrink, 0)
+    normaliser = largest + tl.log(whole)
+    chosen = tl.load(logits + token).to(tl.float32) * inverse_temperature
+    tl.store(LOGPROB + row, chosen - normaliser)
+    tl.store(ENTROPY + row, normaliser - tl.sum(weighted * shrink, 0) / whole)
+    if WRITE:
+        slope = tl.load(SLOPE + row)
+        tl.debug_barrier()  # the token's own logit is read before it is written over
+        for start in range(0, vocabulary, BLOCK):
+            at = start + offsets
+            live = at < vocabulary
+            x = tl.load(logits + at, mask=live, other=-float("inf")).to(tl.float32) * inverse_temperature
+            gradient = slope * (tl.where(at == token, 1.0, 0.0) - tl.exp(x - normaliser))
+            tl.store(logits + at, gradient.to(LOGITS.dtype.element_ty), mask=live)
+
+
+def _rows(
+    logits_CV: Tensor, tokens_C: Tensor, temperature: float, *, slope_C: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return (logprob_C, entropy_C); given slopes, `logits_CV` becomes the gradient of the logits."""
+    logprob_C = torch.empty(len(tokens_C), device=logits_CV.device)
+    entropy_C = torch.empty_like(logprob_C)
+    _token_rows[(len(tokens_C),)](
+        logits_CV, tokens_C, logprob_C if slope_C is None else slope_C, logprob_C, entropy_C,
+        logits_CV.shape[1], 1 / temperature,
+        WRITE=slope_C is not None, BLOCK=4096, num_warps=8,
+    )  # fmt: skip
+    return logprob_C, entropy_C
+
+
+class FusedTokenLogprobs(torch.autograd.Function):
+    """(logprobs_N, entropy_N); the entropy carries no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NM: Tensor,
+        weight_VM: Tensor,
+        bias_V: Tensor | None,
+        tokens_N: Tensor,
+        temperature: float,
+    ) -> tuple[Tensor, Tensor]:
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        ctx.frozen_head = need_hidden and not (need_weight or need_bias)
+        slope_N = torch.full((len(tokens_N),), 1 / temperature, device=hidden_NM.device)
+        dhidden_NM = torch.empty_like(hidden_NM) if ctx.frozen_head else None
+        parts = []
+        for part in _chunks(tokens_N, weight_VM):
+            logits_CV = linear(hidden_NM[part], weight_VM, bias_V)
+            slope_C = slope_N[part] if ctx.frozen_head else None
+            parts.append(_rows(logits_CV, tokens_N[part], temperature, slope_C=slope_C))
+            if dhidden_NM is not None:
+                torch.mm(logits_CV, weight_VM, out=dhidden_NM[part])
+        kept = (dhidden_NM,) if ctx.frozen_head else (hidden_NM, weight_VM, bias_V, tokens_N)
+        ctx.save_for_backward(*kept)
+        ctx.temperature = temperature
+        logprobs_N, entropy_N = (torch.cat(x) for x in zip(*parts, strict=True))
+        ctx.mark_non_differentiable(entropy_N)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_N = grads[0]
+        if ctx.frozen_head:
+            (dhidden_NM,) = ctx.saved_tensors
+            return dhidden_NM * grad_N[:, None].to(dhidden_NM.dtype), None, None, None, None
+        hidden_NM, weight_VM, bias_V, tokens_N = ctx.saved_tensors
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        dhidden = torch.empty_like(hidden_NM) if need_hidden else None
+        dweight = torch.zeros_like(weight_VM, dtype=torch.float32) if need_weight else None
+        dbias = torch.zeros_like(bias_V, dtype=torch.float32) if need_bias else None
+        for part in _chunks(tokens_N, weight_VM):
+            dlogits_CV = linear(hidden_NM[part], weight_VM, bias_V)
+            _rows(dlogits_CV, tokens_N[part], ctx.temperature, slope_C=grad_N[part] / ctx.temperature)
+            if dhidden is not None:
+                torch.mm(dlogits_CV, weight_VM, out=dhidden[part])
+            if dweight is not None:
+                dweight += dlogits_CV.T @ hidden_NM[part]
+            if dbias is not None:
+                dbias += dlogits_CV.sum(0)
+        return (
+            dhidden,
+            None if dweight is None else dweight.to(weight_VM.dtype),
+            None if dbias is None else dbias.to(bias_V.dtype),
+            None,
+            None,
+        )
+
+
+def _chunks(tokens_N: Tensor, weight_VM: Tensor) -> list[slice]:
+    size = max(1, CHUNK_LOGITS // weight_VM.shape[0])
+    return [slice(start, start + size) for start in range(0, len(tokens_N), size)]

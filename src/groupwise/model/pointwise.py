@@ -1,0 +1,133 @@
+"""Triton kernels for what stands between an update's matrix products on a GPU: one launch and one pass each.
+
+Sums are in float32 and rounded once.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+
+
+@triton.jit
+def _gated_silu(GATE, UP, OUT, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = at < size
+    gate = tl.load(GATE + at, mask=live).to(tl.float32)
+    up = tl.load(UP + at, mask=live).to(tl.float32)
+    tl.store(OUT + at, (gate * tl.sigmoid(gate) * up).to(OUT.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _gated_silu_backward(GRAD, GATE, UP, DGATE, DUP, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = at < size
+    grad = tl.load(GRAD + at, mask=live).to(tl.float32)
+    gate = tl.load(GATE + at, mask=live).to(tl.float32)
+    up = tl.load(UP + at, mask=live).to(tl.float32)
+    open_share = tl.sigmoid(gate)
+    slope = open_share * (1 + gate * (1 - open_share))
+    tl.store(DGATE + at, (grad * up * slope).to(DGATE.dtype.element_ty), mask=live)
+    tl.store(DUP + at, (grad * gate * open_share).to(DUP.dtype.element_ty), mask=live)
+
+
+def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up, of tensors that lie in one piece."""
+    out = torch.empty_like(gate)
+    _gated_silu[(triton.cdiv(out.numel(), BLOCK),)](gate, up, out, out.numel(), BLOCK=BLOCK)
+    return out
+
+
+def gated_silu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up."""
+    dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+    _gated_silu_backward[(triton.cdiv(gate.numel(), BLOCK),)](
+        grad, gate, up, dgate, dup, gate.numel(), BLOCK=BLOCK
+    )
+    return dgate, dup
+
+
+@triton.jit
+def _turn(
+    X, COS, SIN, OUT, HEADS: tl.constexpr, HALF: tl.constexpr,
+    PADDED_HEADS: tl.constexpr, PADDED_HALF: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    """One token: every head turned by the token's angles, or back."""
+    token = tl.program_id(0).to(tl.int64)
+    heads, place = tl.arange(0, PADDED_HEADS), tl.arange(0, PADDED_HALF)
+    inside = place < HALF
+    angle = token * 2 * HALF + place
+    cos_first = tl.load(COS + angle, mask=inside).to(tl.float32)
+    cos_second = tl.load(COS + angle + HALF, mask=inside).to(tl.float32)
+    sin_first = tl.load(SIN + angle, mask=inside).to(tl.float32)
+    sin_second = tl.load(SIN + angle + HALF, mask=inside).to(tl.float32)
+    # Turning back is the transpose: the sines change places and signs.
+    to_first = sin_second if BACK else -sin_first
+    to_second = -sin_first if BACK else sin_second
+    at = token * HEADS * 2 * HALF + heads[:, None] * 2 * HALF + place[None, :]
+    live = (heads[:, None] < HEADS) & inside[None, :]
+    first = tl.load(X + at, mask=live).to(tl.float32)
+    second = tl.load(X + at + HALF, mask=live).to(tl.float32)
+    turned_first = first * cos_first[None, :] + second * to_first[None, :]
+    turned_second = second * cos_second[None, :] + first * to_second[None, :]
+    tl.store(OUT + at, turned_first.to(OUT.dtype.element_ty), mask=live)
+    tl.store(OUT + at + HALF, turned_second.to(OUT.dtype.element_ty), mask=live)
+
+
+def turn(x_TND: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, back: bool) -> Tensor:
+    """Rotate every head by its token's angles."""
+    x_TND, cos_TD, sin_TD = x_TND.contiguous(), cos_TD.contiguous(), sin_TD.contiguous()
+    tokens, heads, size = x_TND.shape
+    out_TND = torch.empty_like(x_TND)
+    _turn[(tokens,)](
+        x_TND, cos_TD, sin_TD, out_TND,
+        HEADS=heads,
+        HALF=size // 2,
+        PADDED_HEADS=triton.next_power_of_2(heads),
+        PADDED_HALF=triton.next_power_of_2(size // 2),
+        BACK=back,
+    )  # fmt: skip
+    return out_TND
+
+
+@triton.jit
+def _merge(
+    OUT, LSE, OTHER, OTHER_LSE, lse_token, lse_head, other_token, other_head,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED_HEADS: tl.constexpr, PADDED_SIZE: tl.constexpr,
+):  # fmt: skip
+    """One token: attention over other keys joined into what it has."""
+    token = tl.program_id(0).to(tl.int64)
+    heads, place = tl.arange(0, PADDED_HEADS), tl.arange(0, PADDED_SIZE)
+    head_live = heads < HEADS
+    lse_at = LSE + token * lse_token + heads * lse_head
+    one = tl.load(lse_at, mask=head_live, other=0.0)
+    two = tl.load(OTHER_LSE + token * other_token + heads * other_head, mask=head_live, other=0.0)
+    share = tl.sigmoid(two - one)
+    largest = tl.maximum(one, two)
+    tl.store(lse_at, largest + tl.log(tl.exp(one - largest) + tl.exp(two - largest)), mask=head_live)
+    at = token * HEADS * SIZE + heads[:, None] * SIZE + place[None, :]
+    live = head_live[:, None] & (place[None, :] < SIZE)
+    mine = tl.load(OUT + at, mask=live).to(tl.float32)
+    theirs = tl.load(OTHER + at, mask=live).to(tl.float32)
+    merged = mine + share[:, None] * (theirs - mine)
+    tl.store(OUT + at, merged.to(OUT.dtype.element_ty), mask=live)
+
+
+def merge_into(output_THD: Tensor, lse_TH: Tensor, other_THD: Tensor, other_lse_TH: Tensor) -> None:
+    """`attend.merge`, in place of the first two."""
+    tokens, heads, size = output_THD.shape
+    assert output_THD.is_contiguous(), "rows lie in one piece"
+    assert other_THD.is_contiguous(), "rows lie in one piece"
+    _merge[(tokens,)](
+        output_THD, lse_TH, other_THD, other_lse_TH, *lse_TH.stride(), *other_lse_TH.stride(),
+        HEADS=heads,
+        SIZE=size,
+        PADDED_HEADS=triton.next_power_of_2(heads),
+        PADDED_SIZE=triton.next_power_of_2(size),
+    )  # fmt: skip

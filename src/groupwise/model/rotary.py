@@ -1,0 +1,117 @@
+"""Rotary attention in fewer passes over memory than autograd makes of it.
+
+transformers turns queries and keys with five operations each, and autograd needs six more to go back;
+two do, either way.
+
+Axes: T tokens, N heads, D head size, M hidden size.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from groupwise.model.interface import Layout
+from groupwise.model.kernels import has_kernels
+from groupwise.model.packed import PackedLayout
+
+PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling", "layer_idx")
+
+
+def shorten_rotation(model: nn.Module) -> None:
+    """Give every module that computes plain rotary attention the shorter passes; others stay as they are."""
+    for module in model.modules():
+        if all(hasattr(module, part) for part in PARTS):
+            weight: Any = module.o_proj.weight  # type: ignore[union-attr]
+            if (weight.device.type == "cuda" or weight.dtype == torch.float32) and _same(module):
+                module.forward = MethodType(_forward, module)
+
+
+def turn(x_TND: Tensor, cos_T1D: Tensor, first_T1D: Tensor, second_T1D: Tensor) -> Tensor:
+    """Scale every head by `cos`, and add each half of it, scaled, to the other half.
+
+    `first` scales what the first half gets, `second` what the second half gets, each half a head wide.
+    """
+    half = x_TND.shape[-1] // 2
+    turned_TND = x_TND * cos_T1D
+    turned_TND[..., :half].addcmul_(x_TND[..., half:], first_T1D)
+    turned_TND[..., half:].addcmul_(x_TND[..., :half], second_T1D)
+    return turned_TND
+
+
+def sine_halves(sin_T1D: Tensor) -> tuple[Tensor, Tensor]:
+    """What `turn` needs to rotate: the sines that scale the second half, negative, and the first."""
+    first_T1D, second_T1D = sin_T1D.chunk(2, -1)
+    return -first_T1D, second_T1D
+
+
+class _Turn(torch.autograd.Function):
+    """A rotation by the angles that `cos` and `sin` name, and its transpose as gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_T1D, sin_T1D)
+        return _turned(x_TND, cos_T1D, sin_T1D, back=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos_T1D, sin_T1D = ctx.saved_tensors
+        return _turned(grads[0], cos_T1D, sin_T1D, back=True), None, None
+
+
+def _turned(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, *, back: bool) -> Tensor:
+    if has_kernels(x_TND):
+        from groupwise.model import pointwise
+
+        return pointwise.turn(x_TND, cos_T1D[:, 0], sin_T1D[:, 0], back=back)
+    first, second = sine_halves(sin_T1D)
+    return turn(x_TND, cos_T1D, second, first) if back else turn(x_TND, cos_T1D, first, second)
+
+
+def _forward(
+    module: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    *,
+    layout: Layout | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    if layout is None:  # not our call: transformers' `generate`, for one
+        own: tuple[Tensor, Tensor | None] = type(module).forward(
+            module, hidden_states, position_embeddings, attention_mask, **options
+        )
+        return own
+    x_TM = hidden_states[0]
+    q_TND, k_TND, v_TND = (
+        project(x_TM).unflatten(-1, (-1, module.head_dim))
+        for project in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    cos_T1D, sin_T1D = (x_1TD[0, :, None] for x_1TD in position_embeddings)
+    turned = [_Turn.apply(x_TND, cos_T1D, sin_T1D) for x_TND in (q_TND, k_TND)]  # type: ignore[no-untyped-call]
+    q_1HTD, k_1KTD, v_1KTD = (x_TND.transpose(0, 1)[None] for x_TND in (*turned, v_TND))
+    mixed_1THD = layout.attend(q_1HTD, k_1KTD, v_1KTD, layer=module.layer_idx, scale=module.scaling)
+    return module.o_proj(mixed_1THD.flatten(2)), None
+
+
+@torch.no_grad()
+def _same(module: Any) -> bool:
+    """Whether the module is what its attributes look like: some norm their queries, for one."""
+    tokens, weight = 6, module.o_proj.weight
+    layout = PackedLayout.build([(4, (2,))], device=weight.device)
+    x_1TM = torch.linspace(-2.0, 3.0, tokens * module.q_proj.in_features).sin().view(1, tokens, -1)
+    angles_1TD = torch.linspace(0.0, 5.0, tokens * module.head_dim // 2).view(1, tokens, -1).repeat(1, 1, 2)
+    told = {
+        "position_embeddings": (angles_1TD.cos().to(weight), angles_1TD.sin().to(weight)),
+        "layout": layout,
+    }
+    try:
+        own_1TM, _ = module(x_1TM.to(weight), attention_mask=None, **told)
+        short_1TM, _ = _forward(module, x_1TM.to(weight), **told)  # type: ignore[arg-type]
+    except (TypeError, RuntimeError, AttributeError):
+        return False
+    rounding = max(16 * torch.finfo(weight.dtype).eps, 1e-4)
+    return bool((own_1TM - short_1TM).norm() <= rounding * own_1TM.norm())

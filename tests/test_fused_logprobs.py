@@ -1,0 +1,57 @@
+"""The GPU's log-probabilities, their kernel interpreted, against full logits in double precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import interpreted  # noqa: F401  (before any kernel is imported)
+from groupwise.model import fused_logprobs
+from groupwise.model.fused_logprobs import FusedTokenLogprobs
+from groupwise.records import Sampling
+from test_logprobs import VOCABULARY, inputs, naive, relative
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+
+def values_and_gradients(leaves: list[Tensor], tokens_N: Tensor, *, temperature: float) -> list[Tensor]:
+    """(logprobs, entropy, and the gradient of every leaf that has one) of the fused computation."""
+    hidden, weight, *bias = leaves
+    logprobs_N, entropy_N = FusedTokenLogprobs.apply(
+        hidden, weight, bias[0] if bias else None, tokens_N, temperature
+    )
+    (logprobs_N * torch.linspace(-1, 2, len(tokens_N))).sum().backward()
+    return [logprobs_N, entropy_N, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("frozen_head", [False, True])
+def test_values_and_gradients_equal_those_of_full_logits(
+    temperature: float, bias: bool, frozen_head: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_logprobs, "CHUNK_LOGITS", 10 * VOCABULARY)
+    leaves, tokens_N = inputs(bias=bias)
+    for leaf in leaves[1:]:
+        leaf.requires_grad_(not frozen_head)
+    got = values_and_gradients(leaves, tokens_N, temperature=temperature)
+
+    exact = [leaf.detach().double().requires_grad_(leaf.requires_grad) for leaf in leaves]
+    logprobs_N, entropy_N = naive(exact, tokens_N, Sampling(temperature=temperature))
+    (logprobs_N * torch.linspace(-1, 2, len(tokens_N))).sum().backward()
+    wanted = [logprobs_N, entropy_N, *(leaf.grad for leaf in exact if leaf.grad is not None)]
+
+    assert len(got) == len(wanted) == (3 if frozen_head else 4 + bias)
+    for one, other in zip(got, wanted, strict=True):
+        assert relative(one, other) < 1e-5
+
+
+def test_a_vocabulary_wider_than_a_block_is_read_to_its_end() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(3, 4), torch.randn(9000, 4)
+    tokens_N = torch.tensor([0, 8999, 4096])
+    logprobs_N, entropy_N = FusedTokenLogprobs.apply(hidden, weight, None, tokens_N, 1.0)
+    exact_NV = (hidden.double() @ weight.double().T).log_softmax(-1)
+    assert relative(logprobs_N, exact_NV[torch.arange(3), tokens_N]) < 1e-5
+    assert relative(entropy_N, -(exact_NV.exp() * exact_NV).sum(-1)) < 1e-5

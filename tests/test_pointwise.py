@@ -1,0 +1,49 @@
+"""The update's small kernels, interpreted, against what they compute in plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+import interpreted  # noqa: F401  (before any kernel is imported)
+from groupwise.model import pointwise
+from groupwise.model.attend import merge
+from groupwise.model.rotary import sine_halves, turn
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (1, 40, 70)])
+def test_the_gated_silu_and_its_gradients_are_those_of_torch(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    gate, up = (torch.randn(shape, requires_grad=True) for _ in range(2))
+    grad = torch.randn(shape)
+    expected = silu(gate) * up
+    expected.backward(grad)
+    torch.testing.assert_close(pointwise.gated_silu(gate.detach(), up.detach()), expected.detach())
+    dgate, dup = pointwise.gated_silu_backward(grad, gate.detach(), up.detach())
+    torch.testing.assert_close(dgate, gate.grad)
+    torch.testing.assert_close(dup, up.grad)
+
+
+@pytest.mark.parametrize(("heads", "size"), [(3, 8), (5, 12)])
+def test_a_turn_is_that_of_torch_and_turning_back_is_its_transpose(heads: int, size: int) -> None:
+    torch.manual_seed(0)
+    x_TND = torch.randn(7, heads, size, requires_grad=True)
+    cos_TD, sin_TD = torch.randn(2, 7, size)
+    expected = turn(x_TND.detach(), cos_TD[:, None], *sine_halves(sin_TD[:, None]))
+    torch.testing.assert_close(pointwise.turn(x_TND.detach(), cos_TD, sin_TD, back=False), expected)
+
+    half = size // 2
+    swapped = torch.cat([-x_TND[..., half:], x_TND[..., :half]], -1)
+    grad = torch.randn_like(expected)
+    (x_TND * cos_TD[:, None] + swapped * sin_TD[:, None]).backward(grad)
+    torch.testing.assert_close(pointwise.turn(grad, cos_TD, sin_TD, back=True), x_TND.grad)
+
+
+def test_merging_in_place_is_merging() -> None:
+    torch.manual_seed(0)
+    one, other = ((torch.randn(6, 3, 8), torch.randn(3, 6).T) for _ in range(2))
+    expected = merge(one, other)
+    pointwise.merge_into(*one, *other)
+    for got, wanted in zip(one, expected, strict=True):
+        torch.testing.assert_close(got, wanted)
