@@ -134,7 +134,7 @@ class Rollout:
     @property
     def length(self) -> int:
         """Tokens the policy chose."""
-        return sum(self.trained)
+        return self.trained.count(True)
 
     @property
     def truncated(self) -> bool:
@@ -185,7 +185,7 @@ class Sample:
     @property
     def length(self) -> int:
         """Tokens that are trained."""
-        return sum(self.trained)
+        return self.trained.count(True)
 
 
 def same_length(record: Any, *names: str) -> None:

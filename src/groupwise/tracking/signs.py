@@ -36,9 +36,10 @@ def same_answer(groups: Sequence[Group]) -> int:
     said: Counter[str] = Counter()
     asked: dict[str, set[str]] = {}
     for group in groups:
+        prompt = str(group.rollouts[0].prompt)
         for rollout in group.valid:
             said[rollout.text] += 1
-            asked.setdefault(rollout.text, set()).add(str(rollout.prompt))
+            asked.setdefault(rollout.text, set()).add(prompt)
     return sum(said[text] for text, prompts in asked.items() if len(prompts) > 1)
 
 

@@ -28,7 +28,9 @@ def write_updates(path: Path, seen: Mapping[tuple[int, int], Sequence[float]]) -
     }
     buffer = pa.BufferOutputStream()
     table = pa.Table.from_pydict(columns, schema=SCHEMA)
-    pq.write_table(table, buffer, compression="zstd", use_dictionary=False)
+    pq.write_table(
+        table, buffer, compression="zstd", use_dictionary=False, write_statistics=["group", "member"]
+    )
     write_atomically(path, buffer.getvalue().to_pybytes())
 
 
