@@ -47,12 +47,12 @@ class Watchman:
 
 
 def alarms(rows: Sequence[Row], measured: Sequence[Measured] = ()) -> list[Alarm]:
-    """Return every alarm of a run, those that still hold first, then the latest."""
+    """Return every alarm of a run: those that still hold first, then the latest, then the gravest."""
     if not rows:
         return []
     course = Course(rows, measured)
     found = [alarm for watchman in WATCHMEN for alarm in raised(watchman, course)]
-    return sorted(found, key=lambda alarm: (not alarm.active, -alarm.last, alarm.name))
+    return sorted(found, key=lambda alarm: (not alarm.active, -alarm.last))
 
 
 def raised(watchman: Watchman, course: Course) -> Iterator[Alarm]:
@@ -99,7 +99,7 @@ WATCHMEN = (
         title="Reward rises, held-out accuracy falls",
         rule=rules.reward_hack,
         advice="Read the answers of highest reward and ask whether you would have paid for them; tighten the"
-        " reward that they exploit (`groupwise verify` tests it on known cases), or give it less "
+        " reward that they exploit (groupwise verify tests it on known cases), or give it less "
         "weight.",
         metric="reward/mean",
     ),
@@ -124,7 +124,7 @@ WATCHMEN = (
         name="same-answer",
         title="Answers do not depend on the prompt",
         rule=rules.same_answer,
-        advice="The reward can be had without reading the question: check it with `groupwise verify --pairs`"
+        advice="The reward can be had without reading the question: check it with groupwise verify --pairs"
         " on that answer to several prompts.",
         metric="rollout/same_answer",
     ),

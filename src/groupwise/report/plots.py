@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from groupwise.errors import ConfigError
 from groupwise.report.catalogue import SeenRun
 from groupwise.report.distribution import distribution
 from groupwise.report.history import Measured, Row
@@ -104,9 +105,11 @@ def smooth(values: Any, weight: float) -> Any:
 
 
 def new_figure(title: str, *, columns: int) -> tuple[Any, Any]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("plots need matplotlib: pip install matplotlib") from error
     # Without pyplot: no window, no state shared with the user's own plots.
     figure = Figure(figsize=(5.4 * columns if columns > 1 else 8.0, 3.9), dpi=144, layout="constrained")
     FigureCanvasAgg(figure)

@@ -13,5 +13,6 @@ from groupwise.tracking.run_folder import RunFolder
 def write_all(folder: RunFolder, *, own: bool) -> Path:
     """Write report and plots; `own` says that this very process trains in the folder."""
     run = SeenRun(folder)
+    path = write_report(run, state=run.state_at_rest() if own else run.state())
     write_plots(run)
-    return write_report(run, state=run.state_at_rest() if own else run.state())
+    return path

@@ -128,7 +128,8 @@ class Recorder:
 
     def end(self, summary: Summary, stats: Mapping[str, object]) -> None:
         self.behind.flush()
-        write_atomically(self.folder.stats, json.dumps(stats, indent=1))
+        raised = [asdict(alarm) for alarm in alarms(self.rows(), evaluations(self.folder))]
+        write_atomically(self.folder.stats, json.dumps({**stats, "alarms": raised}, indent=1))
         if self.reports:
             self.report()
         self.display.finish(summary)
@@ -138,7 +139,7 @@ class Recorder:
         try:
             write_all(self.folder, own=True)
         except Exception as error:
-            self.warn(f"no report was written ({error!r}); groupwise report {self.folder.path} tries again")
+            self.warn(f"the report is not complete: {error}; groupwise report {self.folder.path} tries again")
 
     def fail(self, error: BaseException) -> None:
         """Note why the run did not come to its end."""

@@ -56,7 +56,7 @@ export function chart(title, lines, options = {}) {
           "span",
           { class: "entry" },
           swatch(line),
-          lines.length > 1 || options.name ? h("span", { class: "quiet" }, line.label) : null,
+          h("span", { class: "quiet" }, line.label),
           h("b", {}, at ? format(at.value) : "–"),
           band && h("span", { class: "quiet" }, band),
         );

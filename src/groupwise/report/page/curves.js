@@ -23,7 +23,7 @@ const CHARTS = {
     { title: "Clip share", metrics: [["policy/clip_low", "below"], ["policy/clip_high", "above"]], format: share, tick: (v) => percent(v, Math.abs(v) < 0.02 ? 1 : 0), about: "Share of tokens whose ratio was held at the clip" },
     { title: "Sampler–trainer gap", metrics: [["policy/gap", "mean |Δ log-prob|"]], format: nats },
     { title: "Gradient norm", metrics: [["policy/grad_norm", "before clipping"]] },
-    { title: "Loss", metrics: [["policy/loss", "loss"]] },
+    { title: "Loss", metrics: [["policy/loss", "mean of the updates"]] },
   ],
   "What does it write?": [
     { title: "Length", metrics: [["rollout/length", "mean tokens"], ["rollout/length_max", "longest"]] },
@@ -33,7 +33,7 @@ const CHARTS = {
   "How fast?": [
     { title: "Tokens a second", metrics: [["speed/tokens_per_second", "whole step"], ["speed/rollout_tokens_per_second", "generating"]] },
     { title: "Time of a step", metrics: [["time/rollout", "generating"], ["time/reward", "rewards"], ["time/update", "updating"]], stacked: true, format: seconds },
-    { title: "Peak memory", metrics: [["memory/peak_gb", "GB"]] },
+    { title: "Peak memory", metrics: [["memory/peak_gb", "GB since the start"]] },
   ],
 };
 
@@ -81,7 +81,6 @@ export async function curves(root, app) {
       ...spec,
       ...settings,
       sync: "steps",
-      name: spec.metrics?.length === 1 && app.chosen().length > 1,
     });
     one.spec = spec;
     drawn.push(one);
@@ -112,6 +111,8 @@ export async function curves(root, app) {
           dash: single || index === 0 ? null : [[5, 4], [2, 3], [8, 3, 2, 3]][(index - 1) % 3],
           stacked: spec.stacked && single,
           ...(ready ?? { steps: one.step, values: one.values[name] }),
+          // Of several runs, the bands of one score are as many as the eye can tell apart.
+          ...(single || index === 0 ? {} : { band: null }),
         });
       });
     }

@@ -22,6 +22,16 @@ export const percent = (value, digits = 1) =>
 
 export const plural = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
 
+// Prompts of a task often begin alike: each is shown from where they differ.
+export function fromDifference(texts) {
+  const first = texts[0] ?? "";
+  let same = 0;
+  while (same < first.length && texts.every((text) => text[same] === first[same])) same += 1;
+  const start = first.lastIndexOf(" ", same);
+  if (texts.length < 2 || start < 12 || same === first.length) return texts;
+  return texts.map((text) => `…${text.slice(start + 1)}`);
+}
+
 export const ENDED = {
   end: "ended by itself",
   stop: "ended at a stop string",

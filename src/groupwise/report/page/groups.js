@@ -1,7 +1,7 @@
 // Groups: a prompt with every answer to it side by side, best advantage first; and finding them.
 
 import { h, fill, later } from "./dom.js";
-import { ENDED, number, plural, signed } from "./format.js";
+import { ENDED, fromDifference, number, plural, signed } from "./format.js";
 import { get, of, carries, inReport } from "./source.js";
 import { nearest } from "./rewards.js";
 
@@ -24,7 +24,9 @@ export async function groups(root, app) {
 
   async function openStep(next, group = null) {
     step = nearest(kept(), next);
-    list = await get(of(run.id, `/steps/${step}`));
+    const groups = await get(of(run.id, `/steps/${step}`));
+    const prompts = fromDifference(groups.map((one) => one.prompt));
+    list = groups.map((one, i) => ({ ...one, prompt: prompts[i] }));
     drawSide();
     const ids = list.map((one) => one.group);
     await openGroup(group !== null && ids.includes(group) ? group : ids.find((id) => carries(of(run.id, `/steps/${step}/groups/${id}`))) ?? null);

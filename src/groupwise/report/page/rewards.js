@@ -1,7 +1,7 @@
 // Rewards: how they are distributed from step to step, and within a step from group to group.
 
 import { h, fill, css, later } from "./dom.js";
-import { number, plural } from "./format.js";
+import { fromDifference, number, plural } from "./format.js";
 import { get, of, carries } from "./source.js";
 import { alpha, chart } from "./chart.js";
 
@@ -38,7 +38,8 @@ export async function rewards(root, app) {
     if (!steps.length) return fill(bottom);
     const shown = nearest(steps, step ?? steps.at(-1));
     const found = await get(of(run.id, `/steps/${shown}`));
-    const rows = found.map(measure).sort((a, b) => b.mean - a.mean || a.group - b.group);
+    const prompts = fromDifference(found.map((one) => one.prompt));
+    const rows = found.map((one, i) => measure({ ...one, prompt: prompts[i] })).sort((a, b) => b.mean - a.mean || a.group - b.group);
     const low = Math.min(...rows.flatMap((row) => row.values));
     const high = Math.max(...rows.flatMap((row) => row.values));
     const slider = h("input", {

@@ -1,7 +1,7 @@
 // Tokens: one answer, every token coloured by what was made of it.
 
 import { h, fill, css } from "./dom.js";
-import { ENDED, number, percent, signed } from "./format.js";
+import { ENDED, fromDifference, number, percent, signed } from "./format.js";
 import { get, of, carries } from "./source.js";
 import { nearest } from "./rewards.js";
 
@@ -10,7 +10,7 @@ import { nearest } from "./rewards.js";
 const BY = {
   advantage: {
     label: "Advantage", about: "what the token was reinforced by", diverging: true,
-    value: (t) => (t.trained ? t.advantage : null), place: (v, all) => v / Math.max(1e-9, all), ends: ["worse than its group", "better"],
+    value: (t) => (t.trained ? t.advantage : null), place: (v) => Math.max(-1, Math.min(1, v / 2)), ends: ["worse than its group", "better"],
   },
   logprob: {
     label: "Log-prob", about: "how surprising the token was to the sampler", diverging: false,
@@ -40,6 +40,7 @@ export async function tokens(root, app) {
   }
   const step = nearest(steps, app.place.step ? Number(app.place.step) : steps.at(-1));
   const list = (await get(of(run.id, `/steps/${step}`))).filter((one) => carries(of(run.id, `/steps/${step}/groups/${one.group}`)));
+  const prompts = fromDifference(list.map((one) => one.prompt));
   const wantedGroup = Number(app.place.group ?? list[0]?.group);
   const group = list.find((one) => one.group === wantedGroup) ?? list[0];
   if (!group) {
@@ -77,11 +78,10 @@ export async function tokens(root, app) {
   function paint() {
     const scale = BY[by];
     const values = all.map(scale.value);
-    const extent = Math.max(...values.filter((value) => value !== null).map(Math.abs), 0);
     const up = css("--up");
     const down = css("--down");
     spans.forEach((span, i) => {
-      const place = values[i] === null ? 0 : scale.place(values[i], extent);
+      const place = values[i] === null ? 0 : scale.place(values[i]);
       const strength = Math.round(100 * Math.min(1, Math.abs(place)) * 0.72);
       span.style.backgroundColor = strength ? `color-mix(in srgb, ${place < 0 ? down : up} ${strength}%, transparent)` : "";
     });
@@ -153,7 +153,7 @@ export async function tokens(root, app) {
       "div",
       { class: "controls" },
       choice("Step", step, steps.map((one) => [one, one]), (value) => app.go({ step: value, group: null, member: null })),
-      choice("Group", group.group, list.map((one) => [one.group, `${one.group} · ${one.prompt.slice(0, 40)}`]), (value) => app.go({ group: value, member: null })),
+      choice("Group", group.group, list.map((one, i) => [one.group, `${one.group} · ${prompts[i].slice(0, 40)}`]), (value) => app.go({ group: value, member: null })),
       choice("Member", member.member, ranked.map((one) => [one.member, `${one.member} · A ${signed(one.advantage)}`]), (value) => app.go({ member: value })),
       h("a", { href: app.address({ view: "groups", step, group: group.group }) }, "back to the group"),
     ),
