@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.cli import main
+from groupwise.errors import ConfigError
 from groupwise.report import html
 from groupwise.report.catalogue import SeenRun
 from groupwise.report.compare import change, compare_lines
@@ -319,7 +320,8 @@ def test_a_run_ends_with_its_report_plots_and_stats(trained: Path) -> None:
     for name in ("report.html", "plots/rewards.png", "plots/reward_distribution.png"):
         assert (trained / name).is_file()
     stats = json.loads((trained / "training_stats.json").read_text())
-    assert (stats["steps"], stats["alarms"]) == (4, [])
+    assert stats["steps"] == 4
+    assert "cut-off" in {alarm["name"] for alarm in stats["alarms"]}  # six tokens are few
     assert carried(trained / "report.html")["api/runs"][0]["state"] == "finished"  # type: ignore[index]
 
 
