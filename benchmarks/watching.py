@@ -47,7 +47,7 @@ GROUPS, MEMBERS, PROMPT, ANSWER = 32, 16, 60, 200
 OPENS_SECONDS, GROUP_SECONDS, MEMORY_MB, WRITING_SHARE = 2.0, 0.3, 500.0, 0.01
 VIEWS = {
     "curves": "figure canvas",
-    "rewards": ".strips li",
+    "rewards": ".rewards:has(figure canvas):has(.strips li)",
     "groups": ".member",
     "tokens": ".token",
     "alarms": ".verdict",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -142,15 +142,28 @@ def ratios(
 
 
 def read(path: Path, columns: Iterable[str], **where: int) -> pa.Table:
-    """Read columns of a file that fit its schema, where columns equal the values given."""
-    present = set(schema_of(str(path), path.stat().st_mtime_ns).names)
-    filters = [(name, "=", value) for name, value in where.items()] or None
-    return pq.read_table(path, columns=[name for name in columns if name in present], filters=filters)
+    """Read those of the columns that a file has, where columns equal the values given."""
+    with pq.ParquetFile(path) as file:
+        present = set(file.schema_arrow.names)
+        wanted = [name for name in (*columns, *where) if name in present]
+        parts = [part for part in range(file.num_row_groups) if may_hold(file, part, where)]
+        table = file.read_row_groups(parts, columns=wanted, use_threads=False)
+    for name, value in where.items():
+        table = table.filter(pc.equal(table[name], value))
+    return table
 
 
-@lru_cache(maxsize=64)
-def schema_of(path: str, written: int) -> pa.Schema:
-    return pq.read_schema(path)
+def may_hold(file: pq.ParquetFile, part: int, where: Mapping[str, int]) -> bool:
+    """Whether the footer's smallest and largest values allow a row group to hold what is looked for."""
+    columns = file.metadata.row_group(part)
+    for index in range(columns.num_columns):
+        column = columns.column(index)
+        value, known = where.get(column.path_in_schema), column.statistics
+        if value is None or known is None or not known.has_min_max:
+            continue
+        if not known.min <= value <= known.max:
+            return False
+    return True
 
 
 def asked(prompt: str) -> str:

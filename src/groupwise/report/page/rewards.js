@@ -61,8 +61,7 @@ export async function rewards(root, app) {
 
   return {
     async shown() {
-      await distribution();
-      await groups();
+      await Promise.all([distribution(), groups()]);
     },
     async refresh() {
       await distribution();
