@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 from random_qwen import random_folder
-from smollm2 import smollm2_folder
 from workload import Job
+
+from groupwise.model.smollm2 import smollm2_folder
 
 TINY_FOLDER = Path(__file__).parent.parent / "src" / "groupwise" / "model" / "tiny"
 

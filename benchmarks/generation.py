@@ -2,6 +2,7 @@
 
     python benchmarks/generation.py                      # a minute on one GPU
     python benchmarks/generation.py --shapes 1.5b 0.5b 7b
+    python benchmarks/generation.py --vllm "/path/to/its/environment/bin/python"    # three minutes more
     python benchmarks/generation.py --quick              # does it run? The times mean nothing
 
 Models are random, in the shape of Qwen2.5 (bfloat16): speed does not depend on what the weights are. Every
@@ -15,7 +16,8 @@ workload is groups of 8 answers to prompts of 128 tokens.
    filled again and the last answers run almost alone, and once with eight times as many.
 4. **transformers `generate`** on 512 prompts at once, for fewer tokens (its steps only get slower), without
    log-probabilities.
-5. **Gap.** Log-probabilities of what was drawn, the engine's against the trainer's forward pass: mean |Δ| and
+5. **vLLM**, when asked for, in a process and an environment of its own: the same prompts, groups and lengths.
+6. **Gap.** Log-probabilities of what was drawn, the engine's against the trainer's forward pass: mean |Δ| and
    the KL divergence between the two, estimated on the drawn tokens (k3).
 
 tok/s counts sampled tokens over the whole call, prompts' computation included.
@@ -27,6 +29,9 @@ import argparse
 import gc
 import json
 import platform
+import shlex
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,7 +43,7 @@ import peft
 import torch
 import transformers
 from machine import machine, markdown
-from random_qwen import SHAPES, random_model
+from random_qwen import SHAPES, random_model, shape_config
 
 from groupwise.config.sections import EngineConfig
 from groupwise.engine.engine import Engine
@@ -175,6 +180,25 @@ class Bench:
         model.set_attn_implementation("groupwise")
         self.note(f"transformers generate, {tokens} tokens", len(prompts) * tokens, seconds, occupancy=None)
 
+    def vllm(self, command: str) -> None:
+        """The fixed-length workload in vLLM, before we take any memory of the GPU."""
+        size = self.size
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            config = shape_config(self.shape)
+            config.architectures = ["Qwen2ForCausalLM"]
+            config.save_pretrained(folder)
+            job = {"model": name, "sequences": size.sequences, "group": GROUP, "prompt": size.prompt}
+            job |= {"answer": size.answer, "vocabulary": config.vocab_size}
+            (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+            script = [str(Path(__file__).parent / "side_vllm.py"), f"{name}/job.json", f"{name}/result.json"]
+            subprocess.run([*shlex.split(command), *script], check=True)
+            result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        tokens = size.sequences * size.answer
+        for what, speed in result["speeds"].items():
+            self.note(f"vLLM {result['version']}, {what}", tokens, tokens / speed, occupancy=None)
+        print(f"vLLM starts in {result['start']:.0f} s", flush=True)
+
     def run(self, *, baseline: bool) -> None:
         size = self.size
         policy = random_policy(self.shape, device=self.device)
@@ -214,6 +238,7 @@ def sampler_gap(policy: Policy, asked: list[Request], answers: list[list[Complet
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=["1.5b"])
+    parser.add_argument("--vllm", help="the Python that has vLLM, to measure it in the same run")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     parser.add_argument("--quick", action="store_true", help="a smoke run")
     options = parser.parse_args()
@@ -229,6 +254,8 @@ def main() -> None:
     result: dict[str, Any] = {"machine": about}
     for number, shape in enumerate(shapes):
         bench = Bench(shape, size)
+        if options.vllm and number == 0:
+            bench.vllm(options.vllm)
         bench.run(baseline=number == 0)
         result[shape] = {"tok/s": bench.speeds, "start": bench.start_seconds}
         print(f"\nQwen2.5-{shape} shape, start to the first tokens {bench.start_seconds:.1f} s\n")

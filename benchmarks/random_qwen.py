@@ -17,11 +17,10 @@ SHAPES = {
 }
 
 
-def random_model(shape: str, *, device: torch.device, architecture: str = "qwen2") -> Any:
-    """The same weights for the same shape and device: bfloat16 on a GPU, float32 on a CPU."""
+def shape_config(shape: str, *, architecture: str = "qwen2") -> Any:
     settings = dict(SHAPES[shape])
     heads, key_heads = settings.pop("heads")  # type: ignore[misc]
-    config = transformers.AutoConfig.for_model(
+    return transformers.AutoConfig.for_model(
         architecture,
         vocab_size=512 if shape == "quick" else 151936,
         num_attention_heads=heads,
@@ -32,9 +31,14 @@ def random_model(shape: str, *, device: torch.device, architecture: str = "qwen2
         eos_token_id=None,
         **settings,
     )
+
+
+def random_model(shape: str, *, device: torch.device, architecture: str = "qwen2") -> Any:
+    """The same weights for the same shape and device: bfloat16 on a GPU, float32 on a CPU."""
     torch.manual_seed(0)
     with device:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        config = shape_config(shape, architecture=architecture)
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 

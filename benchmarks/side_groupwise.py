@@ -36,7 +36,9 @@ def dtype(job: Job) -> str:
 
 def config_for(job: Job) -> Config:
     return Config(
-        model=ModelConfig(name=job.model, dtype=dtype(job), device=job.device),
+        model=ModelConfig(
+            name=job.model, dtype=dtype(job), device=job.device, gradient_checkpointing=job.recompute
+        ),
         lora=LoraConfig(r=job.lora_r),
         # Nothing is refilled: both sides draw the same number of answers.
         rollout=RolloutConfig(

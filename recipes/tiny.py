@@ -2,9 +2,7 @@
 
     python recipes/tiny.py --output src/groupwise/model/tiny
 
-The worked answers teach format and arithmetic, not judgement: each tries a few ways in its thinking and then
-answers with the last, right or wrong. Ways that fail are tried in alphabetical order, so that the last one
-tells what is left to try; a model this small cannot remember them all and would repeat itself.
+The worked answers (`tasks/worked_puzzles.py`) teach format and arithmetic, not judgement.
 Only training puzzles are used: held-out ones stay unseen. Minutes on a GPU, about half an hour on two cores.
 """
 
@@ -29,8 +27,9 @@ from groupwise.evaluate.held_out import evaluate
 from groupwise.learner.supervised import supervised_step, worked_sample
 from groupwise.model.load import check_attention
 from groupwise.model.policy import Policy
-from groupwise.records import Example, Sample, Sampling
+from groupwise.records import Sample, Sampling
 from groupwise.tasks.countdown import PREFILL, SYSTEM, USER, countdown, countdown_prompt
+from groupwise.tasks.worked_puzzles import worked_answer
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] "
@@ -78,64 +77,6 @@ def build_model(tokenizer: PreTrainedTokenizerFast, *, width: int, layers: int) 
     )
 
 
-HIGHEST = 200
-"""Results beyond this hardly ever lead to a target of at most 100, and are the hardest to work out."""
-
-MOST_DRAWS = 3000
-"""Random attempts after which a puzzle is taken to have no solution within `HIGHEST`."""
-
-
-class Attempt(NamedTuple):
-    """One way to combine the numbers: how it is worked out, as an expression, and what it gives."""
-
-    thought: str
-    expression: str
-    value: int
-
-
-def attempt(rng: random.Random, numbers: list[int]) -> Attempt:
-    """Combine the numbers at random, keeping every result a whole number from 1 to `HIGHEST`."""
-    pool = [(number, str(number)) for number in numbers]
-    lines = []
-    while len(pool) > 1:
-        a, left = pool.pop(rng.randrange(len(pool)))
-        b, right = pool.pop(rng.randrange(len(pool)))
-        if a < b:
-            a, left, b, right = b, right, a, left
-        results = {"+": a + b, "*": a * b, "-": a - b}
-        if a % b == 0:
-            results["/"] = a // b
-        operator, value = rng.choice([(o, value) for o, value in results.items() if 0 < value <= HIGHEST])
-        lines.append(f"{a}{operator}{b}={value}")
-        pool.append((value, f"({left}{operator}{right})"))
-    value, expression = pool[0]
-    return Attempt(",".join(lines), expression[1:-1], value)
-
-
-def worked_answer(
-    rng: random.Random, example: Example, *, patience: list[float], insight: float
-) -> str | None:
-    """Thinking that tries a few ways, then the last one as the answer: often right, often given up too early.
-
-    `patience` weighs how many ways are tried at most, all different; each works with a chance of `insight`,
-    and the one that works ends it. None for a puzzle that has no solution within `HIGHEST`.
-    """
-    numbers, target = list(example["numbers"]), example["target"]
-    most = rng.choices(range(1, len(patience) + 1), patience)[0]
-    tried: dict[str, Attempt] = {}
-    works = False
-    while not works and len(tried) < most:
-        works = rng.random() < insight
-        drawn = (attempt(rng, numbers) for _ in range(MOST_DRAWS))
-        found = next((a for a in drawn if (a.value == target) == works and a.thought not in tried), None)
-        if found is None:
-            return None
-        tried[found.thought] = found
-    ways = sorted(tried.values(), key=lambda way: (way.value == target, way.thought))
-    thoughts = "\n".join(way.thought for way in ways)
-    return f"{thoughts}</think>\n<answer>{ways[-1].expression}</answer>"
-
-
 def samples(
     policy: Policy, seed: int, *, options: dict[str, object], patience: list[float], insight: float
 ) -> Iterator[Sample]:
@@ -144,7 +85,7 @@ def samples(
     rng = random.Random(seed)
     for index in count():
         example = puzzles.train(index, seed=seed)  # type: ignore[union-attr]
-        text = worked_answer(rng, example, patience=patience, insight=insight)
+        text = worked_answer(rng, example["numbers"], example["target"], patience=patience, insight=insight)
         if text is not None:
             answer = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
             prompt = policy.encode(countdown_prompt(example))

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config, Qwen3Config
 
-from groupwise.model.load import TINY_FOLDER, check_attention
+from groupwise.model.load import check_attention
 from groupwise.model.policy import Policy
+from groupwise.model.source import TINY_FOLDER
 
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 VOCABULARY = 272

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from groupwise.config import FLAGS, Config, config_from_keywords, differences, dump_config, read_config
+from groupwise.config.model import LORA_PRESETS
 from groupwise.config.read import SECTIONS, TYPES, closest
 from groupwise.config.sections import (
     ADVANTAGES,
@@ -246,11 +247,14 @@ def test_a_wrong_keyword_is_explained(keywords, message):
 
 CHOICES = {
     "model.dtype": ("float32", "bfloat16"),
+    "model.quantization": ("nf4", "int8"),
+    "lora.preset": tuple(LORA_PRESETS),
     "algo.advantage": ADVANTAGES,
     "algo.loss": LOSSES,
     "algo.kl": KL_ESTIMATORS,
     "algo.correction": CORRECTIONS,
     "optim.schedule": SCHEDULES,
+    "run.kind": ("grpo", "sft"),
     "track.trackers": ("trackio", "wandb", "tensorboard"),
 }
 AWKWARD = (

@@ -15,7 +15,8 @@ import transformers
 
 import interpreted  # noqa: F401  (before any kernel is imported)
 from groupwise.config.sections import EngineConfig
-from groupwise.engine.cuda import layout
+from groupwise.engine import prefill
+from groupwise.engine.cuda import ahead, layout
 from groupwise.engine.cuda import runner as cuda_runner
 from groupwise.engine.cuda.fused import fused_forward
 from groupwise.engine.cuda.state import StepState
@@ -25,6 +26,7 @@ from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sampling
 from small_models import policy_of, small_model, tiny_tokenizer
 from test_engine import assert_same, requests
+from test_prefill import converse, same_answers
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
@@ -226,3 +228,14 @@ def test_a_group_larger_than_a_tile_takes_several():
     assert state.host_rows[:6].tolist() == [4, 0, 2, 5, 6, 6]
     # The slot whose prompt it is, the prompt's length, and the rows of its members.
     assert state.host_tiles.tolist()[:4] == [[4, 30, 0, 1], [2, 30, 2, -1], [5, 31, 3, -1], [-1] * 4]
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_sequences": 3}, {"kv_tokens": 96}])
+def test_turns_and_long_prompts_go_on_from_what_the_cache_has(small_policy, settings, monkeypatch):
+    monkeypatch.setattr(prefill, "PREFILL_TOKENS", 9)
+    monkeypatch.setattr(ahead, "PREFILL_TOKENS", 9)
+    asked = requests((5, 16, 37), (2, 1, 3))
+    gpu = converse(OnGPU(small_policy, EngineConfig(**settings)), asked, turns=3, told=True)
+    cpu = converse(Engine(small_policy, EngineConfig(**settings)), asked, turns=3, told=False)
+    assert len(gpu.answers) == 6 * 3
+    same_answers(gpu, cpu)

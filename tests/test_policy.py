@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Mist
 
 from groupwise.config.sections import LoraConfig, ModelConfig
 from groupwise.errors import ConfigError
-from groupwise.model.load import TINY_FOLDER, check_attention, load_policy
+from groupwise.model.load import check_attention, load_policy
 from groupwise.model.packed import PackedLayout
 from groupwise.model.policy import Policy
+from groupwise.model.source import TINY_FOLDER
 from small_models import policy_of, small_model, tiny_tokenizer
 
 FULL = LoraConfig(r=0)

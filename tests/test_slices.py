@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from groupwise.model.source import TINY_FOLDER
-from groupwise.records import Group
+from groupwise.records import Call, Group, Turn
 from groupwise.report.distribution import bins_of, count, distribution, spread
 from groupwise.report.history import MetricsTail, as_columns, evaluations
 from groupwise.report.pieces import pieces
@@ -151,10 +151,32 @@ def test_turns_are_told_apart_by_the_mask(tmp_path: Path) -> None:
     ]
 
 
+def test_recorded_turns_are_shown_with_their_calls_and_found(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1)
+    call = Call(name="search", arguments={"query": "Peru"}, result='Lima "the capital"', error=None)
+    made = replace(rollout("Lima."), turns=(Turn(text="I search.", calls=(call,)), Turn(text="Lima.")))
+    write_rollouts(run.rollouts_at(1), 1, [group_of([made])])
+    found = Slices(run).group(1, 0)
+    assert found is not None
+    assert found["members"][0]["turns"] == [
+        {"policy": True, "text": "I search."},
+        {
+            "policy": False,
+            "text": 'Lima "the capital"',
+            "name": "search",
+            "arguments": {"query": "Peru"},
+            "error": None,
+        },
+        {"policy": True, "text": "Lima."},
+    ]
+    (hit,) = search(Slices(run), Wanted(text='lima "THE')).rollouts
+    assert "the capital" in hit["excerpt"]
+
+
 def test_files_of_an_older_schema_can_be_looked_at(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     write_rollouts(run.rollouts_at(1), 1, good_groups(1))
-    table = pq.read_table(run.rollouts_at(1)).drop_columns(["length"])
+    table = pq.read_table(run.rollouts_at(1)).drop_columns(["length", "turns"])
     pq.write_table(table, run.rollouts_at(1))
     seen = Slices(run)
     assert len(seen.groups(1)) == 2

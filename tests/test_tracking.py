@@ -19,7 +19,7 @@ import pytest
 
 from groupwise.config.sections import TrackConfig
 from groupwise.errors import ConfigError
-from groupwise.records import Example, Group, Rollout
+from groupwise.records import Call, Example, Group, Rollout, Turn
 from groupwise.tracking import trackers
 from groupwise.tracking.completions import write_completions
 from groupwise.tracking.files import write_atomically
@@ -242,6 +242,7 @@ def group(**changes: Any) -> Group:
         rewards={"correct": 1.0, "short": 0.1},
         reward=1.02,
         advantage=-0.3,
+        turns=(Turn(text="hm", calls=(Call(name="add", arguments={"a": 3}, result="7"),)), Turn(text="é 7")),
     )
     failed = replace(rollout, member=2, rewards={}, reward=0.0, error="correct raised", prompt="text?")
     return Group(
@@ -260,6 +261,13 @@ def test_rollouts_come_back_with_every_token_and_reward(tmp_path: Path) -> None:
         "member": 1,
         "prompt": [{"role": "user", "content": "3 + 4 = ?"}],
         "text": "é 7",
+        "turns": [
+            {
+                "text": "hm",
+                "calls": [{"name": "add", "arguments": {"a": 3}, "result": "7", "found": [], "error": None}],
+            },
+            {"text": "é 7", "calls": []},
+        ],
         "tokens": [5, 6, 7, 2],
         "trained": [False, False, True, True],
         "logprobs": [0.0, 0.0, -0.5, -0.25],
@@ -301,7 +309,7 @@ def test_perfect_answers_are_written_to_be_read_and_others_are_not(tmp_path: Pat
     write_completions(path, [group(reward=1.9)], perfect=2.0)
     assert not path.exists()
     write_completions(path, [group(reward=1.9), group(reward=2.0), group(reward=2.0, error="x")], perfect=2.0)
-    assert path.read_text() == f"Prompt 3 + 4 = ?\né 7\n{'=' * 50}\n"
+    assert path.read_text() == f"Prompt 3 + 4 = ?\nhm\n[add] 7\né 7\n{'=' * 50}\n"
 
 
 # The log

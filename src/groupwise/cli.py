@@ -14,10 +14,15 @@ from typing import Annotated, Any
 
 import typer
 
+from groupwise.commands.merge import merge
+from groupwise.commands.quantize import quantize
+from groupwise.commands.report import compare, report
+from groupwise.commands.runs import runs
+from groupwise.commands.sft import sft
+from groupwise.commands.watch import watch
 from groupwise.config import FLAGS, Config, dump_config, read_config
 from groupwise.config.checks import between
 from groupwise.errors import ConfigError, InvariantError
-from groupwise.report.commands import add_commands
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 """Any word the parser rejects. Taken from here because typer's parser has moved between packages."""
@@ -159,6 +164,11 @@ def training_config(
     return read_config(config, overrides=overrides, flags=flags)
 
 
+app.command(epilog="Anything else is set as section.key=value, such as optim.schedule=cosine.")(sft)
+app.command()(merge)
+app.command()(quantize)
+
+
 @app.command(name="eval", epilog="Anything else is set as section.key=value, such as rollout.max_tokens=512.")
 def evaluate(
     target: Annotated[
@@ -199,6 +209,11 @@ def evaluation_lines(report: dict[str, Any]) -> Iterator[str]:
         line = f"  {name:<9}{Interval(**report[name])!s:<22}"
         if name in changes:
             line += f"  {Difference(**changes[name])}"
+        yield line.rstrip()
+    for name, interval in report["rewards"].items():
+        line = f"  {name:<9}{Interval(**interval)!s:<22}"
+        if f"reward/{name}" in changes:
+            line += f"  {Difference(**changes[f'reward/{name}'])}"
         yield line.rstrip()
     yield ""
     yield f"  {report['length']:.1f} tokens an answer, {report['failed']} answers could not be scored"
@@ -256,4 +271,7 @@ def config() -> None:
     print(dump_config(Config()), end="")
 
 
-add_commands(app, say=print)
+app.command()(watch)
+app.command()(report)
+app.command()(compare)
+app.add_typer(runs, name="runs")

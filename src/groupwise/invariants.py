@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from groupwise.errors import InvariantError
 from groupwise.records import Completion, Rollout, Sample
@@ -11,16 +11,25 @@ from groupwise.records import Completion, Rollout, Sample
 
 def check_token_exact(rollout: Rollout, completion: Completion, *, end_tokens: frozenset[int]) -> None:
     """The ids to train are the ids that were sampled; the mask covers all of them, the end token included."""
+    check_stream_exact(rollout, [completion], end_tokens=end_tokens)
+
+
+def check_stream_exact(
+    rollout: Rollout, completions: Sequence[Completion], *, end_tokens: frozenset[int]
+) -> None:
+    """The same for a stream of several turns: what lies between them was read, and is not trained."""
     chosen = tuple(token for token, trained in zip(rollout.tokens, rollout.trained, strict=True) if trained)
-    if chosen != completion.tokens:
+    sampled = tuple(token for completion in completions for token in completion.tokens)
+    if chosen != sampled:
         raise InvariantError(
-            f"the {len(chosen)} tokens marked for training are not the {len(completion.tokens)} that were "
+            f"the {len(chosen)} tokens marked for training are not the {len(sampled)} that were "
             f"sampled: a completion was re-encoded or its mask is shifted"
         )
     if any(rollout.trained[: rollout.prompt_length]):
         raise InvariantError("a prompt token is marked for training")
-    if completion.finish == "end" and chosen[-1] not in end_tokens:
-        raise InvariantError("a completion that ended does not train its end token")
+    for completion in completions:
+        if completion.finish == "end" and completion.tokens[-1] not in end_tokens:
+            raise InvariantError("a completion that ended does not train its end token")
 
 
 def check_targets(samples: Iterable[Sample], targets: list[int]) -> None:

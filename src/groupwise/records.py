@@ -76,6 +76,8 @@ class Request:
 
     prompt: tuple[int, ...]
     seeds: tuple[int, ...]
+    continues: tuple[int, int] | None = None
+    """The request and member of the same call that the prompt begins with: what was computed of it is used."""
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -100,6 +102,29 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One tool call: what was asked for, and what came back."""
+
+    name: str
+    """Empty where the call could not be read at all."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    result: str = ""
+    """What the policy reads: the tool's answer, or a sentence about what went wrong."""
+    found: tuple[str, ...] = ()
+    """What the tool says it found, such as document ids, best first; for rewards, not for the policy."""
+    error: str | None = None
+    """What was wrong with the call; None when the tool answered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What the policy wrote between two readings, and the calls it made there."""
+
+    text: str
+    calls: tuple[Call, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One member of a group: the whole token stream, and what became of it.
 
@@ -110,7 +135,7 @@ class Rollout:
     prompt: Sequence[Message] | str
     """As the task wrote it, before the chat template."""
     text: str
-    """What the policy wrote, special tokens removed."""
+    """What the policy wrote, special tokens removed; of several turns, the last."""
     tokens: tuple[int, ...]
     trained: tuple[bool, ...]
     """True where the policy chose the token: never on prompts or tool output."""
@@ -127,6 +152,8 @@ class Rollout:
     advantage: float = 0.0
     error: str | None = None
     """Set when the rollout failed; it then has no reward and is never trained on."""
+    turns: tuple[Turn, ...] = ()
+    """Every turn of a task with tools, the last included; empty for a task without."""
 
     def __post_init__(self) -> None:
         same_length(self, "tokens", "trained", "logprobs", "entropies")
@@ -139,6 +166,19 @@ class Rollout:
     @property
     def truncated(self) -> bool:
         return self.finish == "length"
+
+    @property
+    def transcript(self) -> str:
+        """What the policy wrote and, between its turns, what tools answered: to read."""
+        parts = []
+        for turn in self.turns:
+            parts += [turn.text, *(f"[{call.name or 'tool'}] {call.result}" for call in turn.calls)]
+        return "\n".join(parts) if parts else self.text
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """The tool calls of every turn, in order."""
+        return tuple(call for turn in self.turns for call in turn.calls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 
 from groupwise.config import text as yaml_text
 from groupwise.config.flags import FLAGS, settings_of
+from groupwise.config.model import preset_settings
 from groupwise.config.sections import Config, RolloutConfig
 from groupwise.config.values import convert, convert_option, convert_text, shorten
 from groupwise.errors import ConfigError
@@ -116,6 +117,7 @@ def put_text(settings: dict[str, Any], name: str, text: str) -> None:
 
 def build(settings: Mapping[str, Any]) -> Config:
     """Make the configuration; each section checks its own values."""
+    settings = {**preset_settings(settings.get("lora.preset")), **settings}
     return Config(
         **{
             section: cls(

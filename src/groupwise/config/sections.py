@@ -1,4 +1,5 @@
-"""Every setting, one frozen dataclass a section, documented where it is declared: here and in `surroundings`.
+"""Every setting, one frozen dataclass a section, documented where it is declared: here, in `model` and in
+`surroundings`.
 
 A value of None means "chosen for you": `resolve` replaces it before the run starts, and the run
 folder's config.yaml records what was chosen.
@@ -11,11 +12,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from groupwise.config.checks import between, one_of
-from groupwise.config.surroundings import EngineConfig, EvaluateConfig, RunConfig, TrackConfig
+from groupwise.config.model import TINY, LoraConfig, ModelConfig
+from groupwise.config.surroundings import EngineConfig, EvaluateConfig, RunConfig, SftConfig, TrackConfig
+from groupwise.config.tools import ToolsConfig
 from groupwise.errors import ConfigError
 from groupwise.records import Sampling
 
 __all__ = [
+    "NO_TASK",
     "TINY",
     "AlgoConfig",
     "Config",
@@ -26,48 +30,16 @@ __all__ = [
     "OptimConfig",
     "RolloutConfig",
     "RunConfig",
+    "SftConfig",
     "TaskConfig",
+    "ToolsConfig",
     "TrackConfig",
 ]
 
-TINY = "tiny"
-"""The name of the built-in model."""
+NO_TASK = "none"
+"""The task of a warm start from rows alone."""
 TINY_PUZZLES = {"numbers": 3, "largest": 50}
 """Countdown of the size that it was made for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """Which policy to train."""
-
-    name: str = TINY
-    """`tiny` (built in), a Hugging Face name, or a folder."""
-    dtype: str | None = None
-    """float32 or bfloat16. None: bfloat16 on a GPU, float32 on a CPU."""
-    device: str | None = None
-    """cpu, cuda or cuda:N. None: the GPU when there is one."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
-
-    def __post_init__(self) -> None:
-        if self.dtype is not None:
-            one_of("model.dtype", self.dtype, ("float32", "bfloat16"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraConfig:
-    """Low-rank adapters (PEFT)."""
-
-    r: int | None = None
-    """Rank; 0 trains every weight. None: 0 for the built-in model, 16 for any other."""
-    alpha: int = 32
-    dropout: float = 0.0
-    targets: tuple[str, ...] = ("all-linear",)
-    """Module names, or `all-linear`."""
-
-    def __post_init__(self) -> None:
-        between("lora.r", self.r, 0)
-        between("lora.dropout", self.dropout, 0.0, 0.99)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +176,8 @@ class OptimConfig:
     """How gradients become weights (AdamW)."""
 
     learning_rate: float | None = None
-    """None: 1e-4 for the built-in model, 1e-5 with adapters, 1e-6 for full fine-tuning."""
+    """None: 1e-4 for the built-in model, 1e-5 with adapters, 1e-6 for full fine-tuning; in a warm start 5e-4,
+    2e-4 and 2e-5."""
     schedule: str = "constant"
     """constant, linear or cosine, counted in optimizer steps."""
     warmup_steps: int = 0
@@ -244,15 +217,21 @@ class Config:
     lora: LoraConfig = field(default_factory=LoraConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    tools: ToolsConfig = field(default_factory=ToolsConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     run: RunConfig = field(default_factory=RunConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
 
     def __post_init__(self) -> None:
         """Check what two sections must agree on."""
+        if self.lora.r == 0 and self.model.quantization is not None:
+            raise ConfigError(
+                "model.quantization freezes the weights: train adapters on them (lora.r), not all of them"
+            )
         for setting, value, other, limit in (
             (
                 "algo.overlong_buffer",
@@ -277,7 +256,8 @@ class Config:
         """Replace every None that depends on other settings alone by the value it stands for."""
         tiny = self.model.name == TINY
         rank = self.lora.r if self.lora.r is not None else (0 if tiny else 16)
-        rate = self.optim.learning_rate or (1e-4 if tiny else 1e-5 if rank else 1e-6)
+        rates = (5e-4, 2e-4, 2e-5) if self.run.kind == "sft" else (1e-4, 1e-5, 1e-6)
+        rate = self.optim.learning_rate or rates[0 if tiny else 1 if rank else 2]
         minibatches = self.optim.minibatches or (min(2, self.rollout.prompts) if tiny else 1)
         task = self.task
         if tiny and task.name == "countdown" and task.data is None and not task.options:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from groupwise.config.checks import between, one_of
+from groupwise.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +44,42 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SftConfig:
+    """Warm start (`groupwise sft`): what to imitate. Without `data` and `from_run`: the task's answers."""
+
+    data: str | None = None
+    """Rows {prompt, completion} or {messages}: a file (JSON, JSONL, Parquet) or a Hugging Face dataset."""
+    from_run: str | None = None
+    """The folder of a run whose best answers to imitate."""
+    min_reward: float | None = None
+    """What an answer of `from_run` must have earned. None: the highest reward of the run."""
+    per_prompt: int = 4
+    """Most answers to one prompt of `from_run`."""
+    batch: int = 32
+    """Demonstrations in a step."""
+    passes: int | None = None
+    """Passes over the demonstrations (`--epochs`); sets run.max_steps."""
+    max_length: int = 2048
+    """Longest demonstration in tokens; longer ones are left out."""
+
+    def __post_init__(self) -> None:
+        if self.data is not None and self.from_run is not None:
+            raise ConfigError("sft.data and sft.from_run both say what to imitate; give one of them")
+        between("sft.per_prompt", self.per_prompt, 1)
+        between("sft.batch", self.batch, 1)
+        between("sft.passes", self.passes, 1)
+        between("sft.max_length", self.max_length, 2)
+
+
+KINDS = ("grpo", "sft")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """The run and its folder."""
 
+    kind: str = "grpo"
+    """grpo (`groupwise train`) or sft (`groupwise sft`); the command sets it."""
     max_steps: int = 36
     seed: int = 0
     output_dir: str = "runs"
@@ -58,6 +92,7 @@ class RunConfig:
     """Also keep the checkpoint with the best held-out accuracy."""
 
     def __post_init__(self) -> None:
+        one_of("run.kind", self.kind, KINDS)
         between("run.max_steps", self.max_steps, 1)
         between("run.save_every", self.save_every, 1)
         between("run.keep_last", self.keep_last, 1)

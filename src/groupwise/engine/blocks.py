@@ -1,4 +1,4 @@
-"""The KV cache's blocks: which are free, and prompts whose blocks a whole group reads."""
+"""The KV cache's blocks: which are free, prompts whose blocks a whole group reads, and what turns leave behind."""
 
 from __future__ import annotations
 
@@ -42,6 +42,30 @@ class Prefix:
     tokens: tuple[int, ...]
     blocks: list[int] = field(default_factory=list)
     users: int = 0
-    """Members running on it now."""
+    """Members running on it now, and finished ones that may be continued."""
+    done: int = 0
+    """Tokens whose keys and values are in the blocks."""
     logits_V: Tensor | None = None
-    """Of the token after the prompt."""
+    """Of the token after the prompt; None: not all of it is computed."""
+    history: History | None = None
+    """What its beginning can be taken over from."""
+
+    def clear(self) -> list[int]:
+        """Forget what was computed, and return the blocks that held it."""
+        blocks, self.blocks = self.blocks, []
+        self.done, self.logits_V, self.history = 0, None, None
+        return blocks
+
+
+@dataclass(slots=True, eq=False)
+class History:
+    """A finished sequence whose keys and values are still there, for a prompt that continues it."""
+
+    prefix: Prefix
+    blocks: list[int]
+    length: int
+    """Tokens behind the prompt whose keys and values were computed: all but the last."""
+    taken: bool = False
+    """Its continuation has a copy."""
+    gone: bool = False
+    """Its blocks are somebody else's."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from groupwise.config.sections import EngineConfig
 from groupwise.engine.blocks import BlockPool
 from groupwise.engine.runner import Runner
 from groupwise.engine.sampler import draw, uniforms
-from groupwise.engine.scheduler import Scheduler, Sequence
+from groupwise.engine.scheduler import NONE, More, Scheduler, Sequence
 from groupwise.engine.stopping import StopStrings
 from groupwise.errors import ConfigError
 from groupwise.model.policy import Policy
@@ -25,6 +26,29 @@ from groupwise.records import Completion, Finish, Request, Sampling
 
 if TYPE_CHECKING:
     from groupwise.engine.cuda.runner import GraphRunner
+
+
+class Partner(Protocol):
+    """Whom completions are for: takes each as it ends, and may have something to go on with."""
+
+    def finished(self, request: int, member: int, completion: Completion) -> None: ...
+
+    def ready(self, *, wait: bool) -> SequenceOf[Request]:
+        """Return requests to add. With `wait`, none means that there will be no more."""
+        ...
+
+
+@dataclass(slots=True)
+class Kept:
+    """A partner that keeps what it is given and has nothing to add."""
+
+    completions: dict[tuple[int, int], Completion] = field(default_factory=dict)
+
+    def finished(self, request: int, member: int, completion: Completion) -> None:
+        self.completions[request, member] = completion
+
+    def ready(self, *, wait: bool) -> list[Request]:
+        return []
 
 
 class Engine:
@@ -45,18 +69,50 @@ class Engine:
     @torch.no_grad()
     def generate(self, requests: SequenceOf[Request], sampling: Sampling) -> list[list[Completion]]:
         """Return each request's completions, in the order of its seeds."""
+        kept = Kept()
+        self._serve(requests, sampling, kept)
+        return [
+            [kept.completions[r, m] for m in range(len(request.seeds))] for r, request in enumerate(requests)
+        ]
+
+    @torch.no_grad()
+    def converse(
+        self,
+        requests: SequenceOf[Request],
+        sampling: Sampling,
+        partner: Partner,
+        *,
+        tokens: int,
+        turns: int,
+    ) -> None:
+        """Hand every completion to `partner` as it ends, and go on with the requests it has by then.
+
+        `tokens`: the most that a conversation grows behind its first prompt; `turns`: completions in it.
+        """
+        members = sum(len(request.seeds) for request in requests)
+        longest = max((len(request.prompt) for request in requests), default=0) + tokens - sampling.max_tokens
+        self._serve(requests, sampling, partner, more=More(requests=members * (turns - 1), longest=longest))
+
+    @property
+    def unrepeatable(self) -> bool:
+        """Whether the same requests may give other bits: on a GPU they depend on what is beside them."""
+        return self.policy.device.type == "cuda"
+
+    def _serve(
+        self, requests: SequenceOf[Request], sampling: Sampling, partner: Partner, *, more: More = NONE
+    ) -> None:
         if not requests:
-            return []
-        self._check_context(requests, sampling)
+            return
+        self._check_context(requests, sampling, more)
         slots = min(self.config.max_sequences, sum(len(request.seeds) for request in requests))
-        pool = BlockPool(self._blocks(requests, sampling, slots), block_size=self.config.block_size)
-        scheduler = Scheduler(requests, slots=slots, pool=pool, max_tokens=sampling.max_tokens)
+        pool = BlockPool(self._blocks(requests, sampling, slots, more), block_size=self.config.block_size)
+        scheduler = Scheduler(requests, slots=slots, pool=pool, max_tokens=sampling.max_tokens, more=more)
         with evaluating(self.policy.model):
             run = self._run_ahead if self._accelerated else self._run
-            finished = run(scheduler, sampling)
+            run(scheduler, sampling, partner)
+        scheduler.drop_histories()
         assert pool.free == pool.count, "blocks leaked"
         self.preempted = scheduler.preempted
-        return [[finished[r, m] for m in range(len(request.seeds))] for r, request in enumerate(requests)]
 
     def release(self) -> None:
         """Give back the memory of the cache, and of all that was made for it, until the next call."""
@@ -68,29 +124,27 @@ class Engine:
     def _accelerated(self) -> bool:
         return self.policy.device.type == "cuda" and find_spec("triton") is not None
 
-    def _run(self, scheduler: Scheduler, sampling: Sampling) -> dict[tuple[int, int], Completion]:
+    def _run(self, scheduler: Scheduler, sampling: Sampling, partner: Partner) -> None:
         """Step by step, on any device."""
         runner = self._runner_with(scheduler.pool)
-        finished: dict[tuple[int, int], Completion] = {}
         with runner.ready():
-            while scheduler.waiting or scheduler.running:
+            while scheduler.busy:
                 logits_RV = self._next_logits(scheduler, runner)
                 self._draw(scheduler, logits_RV, sampling)
                 for sequence, reason in self._ended(scheduler, sampling):
-                    finished[sequence.request, sequence.member] = scheduler.finish(sequence, reason)
-        return finished
+                    partner.finished(sequence.request, sequence.member, scheduler.finish(sequence, reason))
+                scheduler.add(partner.ready(wait=not scheduler.busy))
 
-    def _run_ahead(self, scheduler: Scheduler, sampling: Sampling) -> dict[tuple[int, int], Completion]:
+    def _run_ahead(self, scheduler: Scheduler, sampling: Sampling, partner: Partner) -> None:
         """In CUDA graphs, with the host a few steps ahead."""
         from groupwise.engine.cuda.ahead import Ahead
 
         runner = self._graph_runner_for(scheduler)
         with nullcontext() if runner.fused else self.policy.folded():
             runner.refresh()
-            ahead = Ahead(scheduler, runner, sampling, self.policy.end_tokens, self._stop_strings)
-            finished = ahead.run()
+            ahead = Ahead(scheduler, runner, sampling, self.policy.end_tokens, self._stop_strings, partner)
+            ahead.run()
         self.occupancy = ahead.drawn / max(1, ahead.offered)
-        return finished
 
     def _next_logits(self, scheduler: Scheduler, runner: Runner) -> Tensor:
         """Run those that are under way, let others join, and return the next token's logits of all."""
@@ -128,12 +182,14 @@ class Engine:
             (scheduler.running[row], "end" if end[row] else "stop" if stop[row] else "length") for row in done
         ]
 
-    def _blocks(self, requests: SequenceOf[Request], sampling: Sampling, slots: int) -> int:
+    def _blocks(self, requests: SequenceOf[Request], sampling: Sampling, slots: int, more: More) -> int:
         """The cache's size: all that could be needed at once, or what the user allows."""
         size, allowed = self.config.block_size, self.config.kv_tokens
-        prompts = sorted((-(-len(request.prompt) // size) for request in requests), reverse=True)
+        lengths = [len(request.prompt) for request in requests] + [more.longest] * min(slots, more.requests)
+        prompts = sorted((-(-length // size) for length in lengths), reverse=True)
         answer = -(-sampling.max_tokens // size)
         most, least = slots * answer + sum(prompts[:slots]), answer + prompts[0]
+        most += min(slots, more.requests) * least  # what finished turns leave for the next
         if allowed is None:
             return self._fitting(most, least) if self._accelerated else most
         if allowed // size < least:
@@ -174,9 +230,14 @@ class Engine:
         block = token * self.config.block_size * self.policy.head_weight.element_size()
         return int(0.8 * free) // block
 
-    def _check_context(self, requests: SequenceOf[Request], sampling: Sampling) -> None:
+    def _check_context(self, requests: SequenceOf[Request], sampling: Sampling, more: More) -> None:
         longest = max(len(request.prompt) for request in requests)
         limit = self.policy.context_length
+        if more.longest + sampling.max_tokens > limit:
+            raise ConfigError(
+                f"a prompt of {longest} tokens and the {more.longest + sampling.max_tokens - longest} that tools "
+                f"may add exceed the model's context of {limit}; lower tools.max_tokens"
+            )
         if longest + sampling.max_tokens > limit:
             raise ConfigError(
                 f"a prompt of {longest} tokens and rollout.max_tokens={sampling.max_tokens} exceed the "

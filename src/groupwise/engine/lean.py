@@ -29,13 +29,14 @@ class LeanLayer:
 
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
+        like = layer.input_layernorm.weight
         assert not hasattr(attention, "q_norm"), "normed queries are not lean"
         assert isinstance(mlp.act_fn, nn.SiLU) or type(mlp.act_fn).__name__ == "SiLUActivation"
         self.before_attention, self.before_mlp = layer.input_layernorm, layer.post_attention_layernorm
-        self.qkv = Matrix(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.output = Matrix(attention.o_proj)
-        self.gate_up = Matrix(mlp.gate_proj, mlp.up_proj)
-        self.down = Matrix(mlp.down_proj)
+        self.qkv = Matrix(attention.q_proj, attention.k_proj, attention.v_proj, like=like)
+        self.output = Matrix(attention.o_proj, like=like)
+        self.gate_up = Matrix(mlp.gate_proj, mlp.up_proj, like=like)
+        self.down = Matrix(mlp.down_proj, like=like)
         self.scale = float(attention.scaling)
 
 
@@ -43,6 +44,7 @@ class LeanForward:
     """`Policy.hidden` without gradients."""
 
     def __init__(self, policy: Policy) -> None:
+        assert policy.unpacks, "no room for unpacked weights"
         decoder: Any = policy.decoder
         self._embedding: Tensor = decoder.embed_tokens.weight
         self._rotary = decoder.rotary_emb

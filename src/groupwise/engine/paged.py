@@ -7,7 +7,6 @@ F = H / K query heads a key head, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,10 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from groupwise.engine.blocks import Prefix
 from groupwise.engine.scheduler import Scheduler
 from groupwise.model.attend import attend, merge
-from groupwise.model.packed import PackedLayout
 
 
 class KVCache:
@@ -37,6 +34,17 @@ class KVCache:
         """Store at places counted in tokens from the start of the pool."""
         self.keys[layer].flatten(0, 1).index_copy_(0, places_N, k_NKD)
         self.values[layer].flatten(0, 1).index_copy_(0, places_N, v_NKD)
+
+    def rows(self, layer: int, places_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the (k_NKD, v_NKD) at these places."""
+        keys, values = self.keys[layer].flatten(0, 1), self.values[layer].flatten(0, 1)
+        return keys.index_select(0, places_N), values.index_select(0, places_N)
+
+    def copy(self, from_N: Tensor, to_N: Tensor) -> None:
+        """Copy what is stored at some places to others, in every layer."""
+        for stored in (self.keys, self.values):
+            flat = stored.flatten(1, 2)
+            flat.index_copy_(1, to_N, flat.index_select(1, from_N))
 
     def read(self, layer: int, table_RB: Tensor) -> tuple[Tensor, Tensor]:
         """Return the (k_RKLD, v_RKLD) of whole blocks."""
@@ -138,29 +146,3 @@ def _mask(lengths_N: Tensor, width: int, *, like: Tensor) -> Tensor:
     hidden = torch.arange(width, device=like.device) >= lengths_N[:, None]
     mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
     return mask.masked_fill_(hidden, float("-inf"))[:, None, None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillLayout:
-    """Prompts computed as one packed row, their keys and values stored on the way."""
-
-    packed: PackedLayout
-    cache: KVCache
-    places_T: Tensor
-
-    @classmethod
-    def build(cls, cache: KVCache, prefixes: Sequence[Prefix], *, like: Tensor) -> PrefillLayout:
-        size = cache.block_size
-        places = [
-            (np.array(prefix.blocks)[:, None] * size + np.arange(size)).flatten()[: len(prefix.tokens)]
-            for prefix in prefixes
-        ]
-        return cls(
-            packed=PackedLayout.build([(len(prefix.tokens), ()) for prefix in prefixes], device=like.device),
-            cache=cache,
-            places_T=torch.from_numpy(np.concatenate(places)).to(like.device),
-        )
-
-    def attend(self, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, *, layer: int, scale: float) -> Tensor:
-        self.cache.write(layer, k_1KTD[0].transpose(0, 1), v_1KTD[0].transpose(0, 1), self.places_T)
-        return self.packed.attend(q_1HTD, k_1KTD, v_1KTD, layer=layer, scale=scale)

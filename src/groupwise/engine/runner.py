@@ -12,12 +12,10 @@ from torch import Tensor
 
 from groupwise.engine.blocks import Prefix
 from groupwise.engine.lean import lean_forward
-from groupwise.engine.paged import KVCache, PagedLayout, PrefillLayout
+from groupwise.engine.paged import KVCache, PagedLayout
+from groupwise.engine.prefill import Prompts
 from groupwise.engine.scheduler import Scheduler
 from groupwise.model.policy import Policy
-
-PREFILL_TOKENS = 8192
-"""Prompt tokens computed in one pass."""
 
 
 class Runner:
@@ -36,6 +34,7 @@ class Runner:
             size=policy.head_size,
             like=policy.head_weight,
         )
+        self._prompts = Prompts(policy, self.cache, forward=self._hidden)
 
     def ready(self) -> AbstractContextManager[None]:
         """Take over the policy's weights, with its adapters folded in, for as long as the block lasts."""
@@ -46,24 +45,7 @@ class Runner:
 
     def prefill(self, prefixes: Sequence[Prefix]) -> None:
         """Compute prompts into their blocks and leave the next token's logits on each."""
-        batch: list[Prefix] = []
-        for prefix in prefixes:
-            if batch and sum(len(p.tokens) for p in batch) + len(prefix.tokens) > PREFILL_TOKENS:
-                self._prefill(batch)
-                batch = []
-            batch.append(prefix)
-        if batch:
-            self._prefill(batch)
-
-    def _prefill(self, prefixes: Sequence[Prefix]) -> None:
-        tokens = np.concatenate([np.array(prefix.tokens) for prefix in prefixes])
-        positions = np.concatenate([np.arange(len(prefix.tokens)) for prefix in prefixes])
-        ends = np.cumsum([len(prefix.tokens) for prefix in prefixes]) - 1
-        layout = PrefillLayout.build(self.cache, prefixes, like=self.policy.head_weight)
-        hidden_TM = self._hidden(self._move(tokens), self._move(positions), layout)
-        logits_PV = self.policy.logits(hidden_TM[self._move(ends)])
-        for prefix, logits_V in zip(prefixes, logits_PV, strict=True):
-            prefix.logits_V = logits_V
+        self._prompts.compute(prefixes)
 
     def decode(self, scheduler: Scheduler) -> Tensor:
         """Feed every running sequence its last token and return the logits_RV of the next."""

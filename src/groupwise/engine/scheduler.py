@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from groupwise.engine.blocks import BlockPool, Prefix
+from groupwise.engine.blocks import BlockPool, History, Prefix
 from groupwise.records import Completion, Finish, Request
 
 
@@ -30,6 +30,17 @@ class Sequence:
     """-1: not running."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class More:
+    """What may be added while sequences run: how many requests, and how long a prompt."""
+
+    requests: int = 0
+    longest: int = 0
+
+
+NONE = More()
+
+
 class Scheduler:
     """Continuous batching: a finished sequence's slot and blocks go to the next in line at once.
 
@@ -38,20 +49,28 @@ class Scheduler:
     """
 
     def __init__(
-        self, requests: SequenceOf[Request], *, slots: int, pool: BlockPool, max_tokens: int
+        self,
+        requests: SequenceOf[Request],
+        *,
+        slots: int,
+        pool: BlockPool,
+        max_tokens: int,
+        more: More = NONE,
     ) -> None:
         self.pool = pool
         self.running: list[Sequence] = []
         """Ordered by request and member, always: who joins comes after, who is preempted is the last."""
         self.waiting: deque[Sequence] = deque()
-        for r, request in enumerate(requests):
-            prefix = Prefix(tokens=request.prompt)
-            self.waiting.extend(Sequence(r, m, seed, prefix) for m, seed in enumerate(request.seeds))
+        self._requests = 0
+        """Added so far."""
         self.preempted = 0
         """How often a sequence had to start over."""
         self.tenant = np.zeros(slots, dtype=np.int64)
         """How many sequences have left each slot: tells whose a late result is."""
         self._crowded = False
+        self._keeps = more.requests > 0
+        self._histories: dict[tuple[int, int], History] = {}
+        """What finished sequences left in their blocks, by request and member, the oldest first."""
         self._prepared: list[Prefix] = []
         """Prompts that got blocks before any member runs."""
         self._free_slots = list(range(slots - 1, -1, -1))
@@ -66,11 +85,28 @@ class Scheduler:
         self.tokens = np.zeros((slots, max_tokens), dtype=np.int64)
         self.logprobs = np.zeros((slots, max_tokens), dtype=np.float32)
         self.entropies = np.zeros((slots, max_tokens), dtype=np.float32)
-        self.prompt_length = np.array([len(request.prompt) for request in requests])
+        longest = max(more.longest, *(len(request.prompt) for request in requests), 0)
+        self.prompt_length = np.zeros(len(requests) + more.requests, dtype=np.int64)
         """By request, as are the blocks of its prompt."""
-        self.prompt_tables = np.zeros(
-            (len(requests), pool.blocks_for(int(self.prompt_length.max()))), dtype=np.int64
-        )
+        self.prompt_tables = np.zeros((len(self.prompt_length), pool.blocks_for(longest)), dtype=np.int64)
+        self.add(requests)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, requests: SequenceOf[Request]) -> None:
+        """Let more requests wait; they are numbered on."""
+        for r, request in enumerate(requests, start=self._requests):
+            self.prompt_length[r] = len(request.prompt)
+            prefix = Prefix(tokens=request.prompt, history=self._history_of(request))
+            self.waiting.extend(Sequence(r, m, seed, prefix) for m, seed in enumerate(request.seeds))
+        self._requests += len(requests)
+
+    def _history_of(self, request: Request) -> History | None:
+        history = self._histories.get(request.continues) if request.continues else None
+        assert history is None or history.prefix.tokens == request.prompt[: len(history.prefix.tokens)]
+        return history
 
     def slots(self) -> NDArray[np.int64]:
         """The slot of every running sequence, in order."""
@@ -86,9 +122,12 @@ class Scheduler:
 
         After a preemption nobody starts until somebody finishes: the others need the room to grow.
         """
+        self._sweep()
         already = len(self.running)
         while self.waiting and self._free_slots and not (self._crowded and self.running):
             prefix = self.waiting[0].prefix
+            if prefix.blocks and prefix.logits_V is None and not prefix.users:
+                return self.running[already:]  # it is being computed
             needed = 1 + (0 if prefix.blocks else self.pool.blocks_for(len(prefix.tokens)))
             while self.pool.free < needed and self._reclaim(but=prefix):
                 pass
@@ -103,6 +142,7 @@ class Scheduler:
 
         A quarter of the pool is left to those who run.
         """
+        self._sweep()
         prepared: list[Prefix] = []
         for prefix in dict.fromkeys(sequence.prefix for sequence in self.waiting):
             if prefix.blocks:
@@ -139,9 +179,20 @@ class Scheduler:
             entropies=tuple(self.entropies[slot, :length].tolist()),
             finish=reason,
         )
-        self._release(sequence)
+        self._vacate(sequence)
+        if self._keeps:
+            key, blocks = (sequence.request, sequence.member), sequence.blocks
+            self._histories[key] = History(sequence.prefix, blocks, length - 1)
+            sequence.blocks = []
+        else:
+            self._give_back(sequence)
         self._crowded = False
         return completion
+
+    def drop_histories(self) -> None:
+        """Nothing will be continued any more: give back what finished sequences left."""
+        for key in list(self._histories):
+            self._drop(key)
 
     def _start(self, sequence: Sequence) -> None:
         prefix, slot = sequence.prefix, self._free_slots.pop()
@@ -165,29 +216,51 @@ class Scheduler:
         self.room[sequence.slot] += self.pool.block_size
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._release(sequence)
+        self._vacate(sequence)
+        self._give_back(sequence)
         self.waiting.appendleft(sequence)
         self.preempted += 1
         self._crowded = True
 
     def _reclaim(self, *, but: Prefix | None = None) -> bool:
-        """Take back the blocks of a prepared prompt, the last in line first; False if there is none."""
+        """Take back blocks that can be computed again; False if there are none.
+
+        First what the oldest sequence left, then a prepared prompt, the last in line.
+        """
+        for key, history in self._histories.items():
+            if but is None or history is not but.history:
+                self._drop(key)
+                return True
         for prefix in reversed(self._prepared):
             if prefix is not but:
                 self._prepared.remove(prefix)
-                self.pool.give_back(prefix.blocks)
-                prefix.blocks, prefix.logits_V = [], None
+                self.pool.give_back(prefix.clear())
                 return True
         return False
 
-    def _release(self, sequence: Sequence) -> None:
+    def _sweep(self) -> None:
+        """Give back what has been taken over."""
+        for key in [key for key, history in self._histories.items() if history.taken]:
+            self._drop(key)
+
+    def _drop(self, key: tuple[int, int]) -> None:
+        history = self._histories.pop(key)
+        self.pool.give_back(history.blocks)
+        history.gone = True
+        self._part_from(history.prefix)
+
+    def _vacate(self, sequence: Sequence) -> None:
         self.tenant[sequence.slot] += 1
         self.running.remove(sequence)
-        self.pool.give_back(sequence.blocks)
         self._free_slots.append(sequence.slot)
-        sequence.blocks, sequence.slot = [], -1
-        prefix = sequence.prefix
+        sequence.slot = -1
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self.pool.give_back(sequence.blocks)
+        sequence.blocks = []
+        self._part_from(sequence.prefix)
+
+    def _part_from(self, prefix: Prefix) -> None:
         prefix.users -= 1
         if not prefix.users:
-            self.pool.give_back(prefix.blocks)
-            prefix.blocks, prefix.logits_V = [], None
+            self.pool.give_back(prefix.clear())

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.config import Config, read_config
+from groupwise.config.sections import NO_TASK
 from groupwise.errors import ConfigError
 from groupwise.evaluate.target import Target, find_target
 from groupwise.records import Example
@@ -47,6 +48,8 @@ def evaluate_command(
     config = replace(config, model=replace(config.model, name=found.base or config.model.name))
     if task is not None:
         config = replace(config, task=without_data(replace(config.task, name=task, options={})))
+    elif config.task.name == NO_TASK:
+        raise ConfigError(f"{target} was trained on rows alone: say what to measure by --task")
     elif config.task.name not in TASKS and not config.task.name.endswith(".py"):
         raise ConfigError(
             f"{target} learned a task named {config.task.name!r} that was defined in Python: "
@@ -67,6 +70,7 @@ def evaluate_command(
         "samples": question.samples,
         "seed": question.seed,
         **{name: asdict(interval) for name, interval in result.intervals().items()},
+        "rewards": {name: asdict(interval) for name, interval in result.reward_intervals().items()},
         "failed": result.failed,
         "length": result.length,
     }
@@ -109,6 +113,7 @@ def measure(question: Question, *, config: Config, target: Target) -> Evaluation
     from groupwise.engine.engine import Engine
     from groupwise.evaluate.held_out import evaluate
     from groupwise.model.load import load_policy
+    from groupwise.rollout.collect import Tools
 
     lora = replace(config.lora, r=target.rank)
     policy = load_policy(config.model, lora, trained=target.trained)
@@ -121,4 +126,5 @@ def measure(question: Question, *, config: Config, target: Target) -> Evaluation
         samples=question.samples,
         seed=question.seed,
         seconds=config.task.reward_seconds,
+        tools=Tools.of(question.task.tools, config.tools),
     )

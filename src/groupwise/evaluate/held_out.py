@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from groupwise.evaluate.statistics import (
@@ -19,7 +20,7 @@ from groupwise.rewards.score import score_group
 from groupwise.tasks.task import Task
 
 if TYPE_CHECKING:
-    from groupwise.rollout.collect import Codec, Generate
+    from groupwise.rollout.collect import Codec, Generate, Tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,8 @@ class Evaluation:
     """Answers that could not be scored; they count as wrong."""
     length: float
     """Mean tokens of a sampled answer."""
+    rewards: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Each reward by name: for each example, its mean over the sampled answers that have it, else 0."""
     answers: tuple[Group, ...] = ()
     """The greedy answers, to read; not kept in JSON."""
 
@@ -60,7 +63,17 @@ class Evaluation:
             values[f"eval/{name}"] = interval.mean
             values[f"eval/{name}_low"] = interval.low
             values[f"eval/{name}_high"] = interval.high
+        for name, by_example in self.rewards.items():
+            values[f"eval/reward/{name}"] = fmean(by_example)
         return {**values, "eval/failed": float(self.failed), "eval/length": self.length}
+
+    def reward_intervals(self) -> dict[str, Interval]:
+        """Of every reward that lies between 0 and 1."""
+        return {
+            name: mean_interval(values)
+            for name, values in self.rewards.items()
+            if values and min(values) >= 0 and max(values) <= 1
+        }
 
     def summary(self) -> str:
         return " · ".join(f"{name} {interval}" for name, interval in self.intervals().items())
@@ -73,6 +86,7 @@ class Evaluation:
             "examples": list(self.examples),
             "greedy_right": [int(right) for right in self.greedy_right],
             "sampled_right": list(self.sampled_right),
+            "rewards": {name: list(values) for name, values in self.rewards.items()},
         }
 
     @classmethod
@@ -84,6 +98,7 @@ class Evaluation:
             samples=record["samples"],
             failed=int(record["eval/failed"]),
             length=record["eval/length"],
+            rewards={name: tuple(values) for name, values in record.get("rewards", {}).items()},
         )
 
 
@@ -97,6 +112,7 @@ def evaluate(
     samples: int,
     seed: int,
     seconds: float,
+    tools: Tools | None = None,
 ) -> Evaluation:
     """Answer every example once greedily and `samples` times as in training, and score the answers.
 
@@ -114,6 +130,7 @@ def evaluate(
             sampling=how,
             group_size=count,
             seed_parts=(seed, "evaluate"),
+            tools=tools,
         )
         return [
             score_group(group, rewards=task.rewards, weights=task.weights, seconds=seconds)
@@ -130,8 +147,18 @@ def evaluate(
         samples=samples,
         failed=sum(r.error is not None for group in (*greedy, *sampled) for r in group.rollouts),
         length=sum(rollout.length for rollout in drawn) / len(drawn),
+        rewards=mean_rewards(sampled),
         answers=tuple(greedy),
     )
+
+
+def mean_rewards(groups: Sequence[Group]) -> dict[str, tuple[float, ...]]:
+    """Return each reward's mean over the members of each group; a failed member counts as 0."""
+    names = dict.fromkeys(name for group in groups for rollout in group.rollouts for name in rollout.rewards)
+    return {
+        name: tuple(fmean(rollout.rewards.get(name, 0.0) for rollout in group.rollouts) for group in groups)
+        for name in names
+    }
 
 
 def compare(before: Evaluation, after: Evaluation) -> dict[str, Difference]:
@@ -151,6 +178,8 @@ def compare(before: Evaluation, after: Evaluation) -> dict[str, Difference]:
     changes = {"greedy": change(before.greedy_right, after.greedy_right)}
     if before.samples == after.samples:
         changes[f"avg@{after.samples}"] = change(before.averages, after.averages)
+        for name in before.rewards.keys() & after.rewards.keys():
+            changes[f"reward/{name}"] = change(before.rewards[name], after.rewards[name])
     return changes
 
 
@@ -165,7 +194,7 @@ def transcript(rollout: Rollout, *, right: bool) -> str:
     rewards = ", ".join(f"{name} {value:g}" for name, value in rollout.rewards.items())
     verdict = "right" if right else f"wrong ({rollout.error})" if rollout.error else "wrong"
     return (
-        f"{as_text(rollout)}\n--- answer\n{rollout.text}\n"
+        f"{as_text(rollout)}\n--- answer\n{rollout.transcript}\n"
         f"--- {verdict}; {rewards or 'no reward'}; ended by {rollout.finish}\n"
     )
 

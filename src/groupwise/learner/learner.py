@@ -15,6 +15,7 @@ from groupwise.algo.packing import MicroBatch, micro_batches
 from groupwise.config.sections import AlgoConfig, OptimConfig
 from groupwise.errors import ConfigError
 from groupwise.invariants import check_finite, check_gap
+from groupwise.learner.optimizer import clipped_step, make_optimizer
 from groupwise.learner.part import Part
 from groupwise.learner.schedule import learning_rate
 from groupwise.model.logprobs import token_logprobs
@@ -32,7 +33,6 @@ class Learner:
     def __init__(
         self, policy: Policy, *, algo: AlgoConfig, optim: OptimConfig, sampling: Sampling, max_steps: int
     ) -> None:
-        assert optim.learning_rate is not None, "the config is resolved before a run starts"
         self.policy = policy
         self.algo = algo
         self.optim = optim
@@ -43,14 +43,7 @@ class Learner:
         """Optimizer steps made so far: what the schedule counts."""
         self.seen: dict[tuple[int, int], list[float]] = {}
         """By group and member, the log-probabilities that the last pass gave to the trained tokens."""
-        self.optimizer = torch.optim.AdamW(
-            policy.trainable().values(),
-            lr=optim.learning_rate,
-            betas=(optim.beta1, optim.beta2),
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-            fused=True,
-        )
+        self.optimizer = make_optimizer(policy, optim)
         self.settings = LossSettings(
             kind=algo.loss,
             clip_low=algo.clip_low,
@@ -208,15 +201,9 @@ class Learner:
         return float(loss.detach()), {name: value.detach() for name, value in metrics.items()}
 
     def _step(self) -> float:
-        """Clip, step, count; returns the gradient's norm before clipping."""
-        parameters = list(self.policy.trainable().values())
-        limit = self.optim.max_grad_norm or float("inf")
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
-        check_finite("the gradient norm", norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate(self.updates)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        """Make one optimizer step and count it; returns the gradient's norm before clipping."""
+        rate = self.rate(self.updates)
+        norm = clipped_step(self.policy, self.optimizer, rate=rate, max_grad_norm=self.optim.max_grad_norm)
         self.updates += 1
         return norm
 
@@ -225,7 +212,8 @@ def suited_tokens(policy: Policy) -> int:
     """Tokens whose activations fit into a share of memory that is the same whenever a run is resumed."""
     if policy.device.type == "cuda":
         memory = torch.cuda.get_device_properties(policy.device).total_memory
-        share, most = memory // 4, 32768
+        # Larger passes are hardly faster; and whoever computes activations again wants their memory.
+        share, most = memory // 4, 8192 if policy.model.is_gradient_checkpointing else 16384
     else:
         share, most = CPU_ACTIVATIONS, 4096
     return min(max(share // policy.activation_bytes, 1024), most)

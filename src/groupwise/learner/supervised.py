@@ -7,7 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from groupwise.algo.packing import micro_batches, pack
+from groupwise.config.sections import OptimConfig
 from groupwise.invariants import check_finite
+from groupwise.learner.learner import suited_tokens
+from groupwise.learner.optimizer import clipped_step, make_optimizer
+from groupwise.learner.schedule import learning_rate
 from groupwise.model.logprobs import token_logprobs
 from groupwise.model.policy import Policy
 from groupwise.records import Sample, Sampling
@@ -15,16 +19,60 @@ from groupwise.records import Sample, Sampling
 
 def worked_sample(prompt: Sequence[int], answer: Sequence[int], *, group: int) -> Sample:
     """One prompt and the answer to imitate; the loss is on the answer alone, its end token included."""
-    before, size = len(prompt), len(prompt) + len(answer)
+    trained = (False,) * len(prompt) + (True,) * len(answer)
+    return masked_sample((*prompt, *answer), trained, group=group)
+
+
+def masked_sample(tokens: Sequence[int], trained: Sequence[bool], *, group: int) -> Sample:
+    """A sequence to imitate where `trained` says; the samples of a group share what precedes that."""
+    nothing = (0.0,) * len(tokens)
     return Sample(
-        tokens=(*prompt, *answer),
-        trained=(False,) * before + (True,) * len(answer),
-        logprobs=(0.0,) * size,
-        entropies=(0.0,) * size,
-        advantages=(0.0,) * size,
-        prefix=before,
+        tokens=tuple(tokens),
+        trained=tuple(trained),
+        logprobs=nothing,
+        entropies=nothing,
+        advantages=nothing,
+        prefix=trained.index(True),
         group=group,
     )
+
+
+class Imitator:
+    """The optimizer of a warm start: samples in, new weights and a report out."""
+
+    def __init__(self, policy: Policy, *, optim: OptimConfig, max_steps: int) -> None:
+        self.policy = policy
+        self.optim = optim
+        self.micro_batch_tokens = optim.micro_batch_tokens or suited_tokens(policy)
+        self.total_updates = max_steps
+        self.updates = 0
+        """Optimizer steps made so far: what the schedule counts."""
+        self.optimizer = make_optimizer(policy, optim)
+
+    def update(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Make one optimizer step on the mean negative log-probability a token."""
+        self.policy.model.train()
+        loss = mean_loss(self.policy, samples, micro_batch_tokens=self.micro_batch_tokens, backward=True)
+        rate = self.rate(self.updates)
+        norm = clipped_step(self.policy, self.optimizer, rate=rate, max_grad_norm=self.optim.max_grad_norm)
+        self.updates += 1
+        return {"sft/loss": loss, "policy/grad_norm": norm, "optim/learning_rate": rate}
+
+    def rate(self, update: int) -> float:
+        assert self.optim.learning_rate is not None
+        return learning_rate(
+            update,
+            peak=self.optim.learning_rate,
+            kind=self.optim.schedule,
+            warmup=self.optim.warmup_steps,
+            total=self.total_updates,
+        )
+
+    @torch.no_grad()
+    def loss(self, samples: Sequence[Sample]) -> float:
+        """Return the mean negative log-probability a token, without dropout and without learning."""
+        self.policy.model.eval()
+        return mean_loss(self.policy, samples, micro_batch_tokens=self.micro_batch_tokens, backward=False)
 
 
 def supervised_step(
@@ -38,6 +86,13 @@ def supervised_step(
 ) -> float:
     """Make one optimizer step on the mean negative log-probability a token, which is returned."""
     policy.model.train()
+    loss = mean_loss(policy, samples, micro_batch_tokens=micro_batch_tokens, backward=True)
+    clipped_step(policy, optimizer, rate=rate, max_grad_norm=max_grad_norm)
+    return loss
+
+
+def mean_loss(policy: Policy, samples: Sequence[Sample], *, micro_batch_tokens: int, backward: bool) -> float:
+    """Return the mean negative log-probability of the trained tokens; `backward` also adds its gradient."""
     tokens = sum(sample.length for sample in samples)
     total = 0.0
     for indices in micro_batches(samples, budget=micro_batch_tokens):
@@ -52,12 +107,8 @@ def supervised_step(
             entropy_gradient=False,
         )
         loss = -logprobs_N.sum() / tokens
-        loss.backward()  # type: ignore[no-untyped-call]
+        if backward:
+            loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
     check_finite("the loss", total)
-    torch.nn.utils.clip_grad_norm_(policy.trainable().values(), max_grad_norm)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
     return total

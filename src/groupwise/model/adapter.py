@@ -16,19 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from groupwise.model.lora import is_adapted
+from groupwise.model.quantized import is_quantized, plain_weight
+
 
 def adapt_in_place(model: nn.Module) -> None:
-    """Give every plain LoRA layer the shorter passes; others (dropout, variants, quantized) keep PEFT's."""
-    from peft.tuners.lora import Linear
-
+    """Give every plain LoRA layer the shorter passes; others (dropout, variants) keep PEFT's."""
     for module in model.modules():
-        if type(module) is not Linear or module.lora_variant:
+        if not is_adapted(module) or getattr(module, "lora_variant", True):
             continue
-        without_dropout = all(isinstance(dropout, nn.Identity) for dropout in module.lora_dropout.values())
-        base: Any = module.base_layer
-        plain = type(base) is nn.Linear and base.weight.is_floating_point()
+        layer: Any = module
+        without_dropout = all(isinstance(dropout, nn.Identity) for dropout in layer.lora_dropout.values())
+        base = layer.base_layer
+        plain = type(base) is nn.Linear or is_quantized(base)
         if without_dropout and plain and not base.weight.requires_grad:
-            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+            layer.forward = MethodType(_forward, layer)
 
 
 def _forward(layer: Any, x: Tensor) -> Tensor:
@@ -39,7 +41,7 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
     (name,) = layer.active_adapters
     a_RI, b_OR = layer.lora_A[name].weight, layer.lora_B[name].weight
     y_NO: Tensor = _AdaptedLinear.apply(  # type: ignore[no-untyped-call]
-        x.flatten(0, -2), base.weight, base.bias, a_RI, b_OR, layer.scaling[name]
+        x.flatten(0, -2), base, base.bias, a_RI, b_OR, layer.scaling[name]
     )
     return y_NO.view(*x.shape[:-1], -1)
 
@@ -49,18 +51,21 @@ class _AdaptedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_NI: Tensor, w_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scale: float
+        ctx: Any, x_NI: Tensor, base: Any, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scale: float
     ) -> Tensor:
-        ctx.scale, ctx.adapter_type = scale, a_RI.dtype
+        # The base is kept, not its weight: one that is quantized is unpacked again for the backward pass.
+        ctx.base, ctx.scale, ctx.adapter_type = base, scale, a_RI.dtype
+        w_OI = plain_weight(base).to(x_NI.dtype)
         a_RI, b_OR = a_RI.to(x_NI.dtype), b_OR.to(x_NI.dtype)
         low_NR = x_NI @ a_RI.T
-        ctx.save_for_backward(x_NI, w_OI, a_RI, b_OR, low_NR)
+        ctx.save_for_backward(x_NI, a_RI, b_OR, low_NR)
         return nn.functional.linear(x_NI, w_OI, bias_O).addmm_(low_NR, b_OR.T, alpha=scale)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_NI, w_OI, a_RI, b_OR, low_NR = ctx.saved_tensors
+        x_NI, a_RI, b_OR, low_NR = ctx.saved_tensors
         dy_NO = grads[0]
+        w_OI = plain_weight(ctx.base).to(dy_NO.dtype)
         dlow_NR = (dy_NO @ b_OR).mul_(ctx.scale)
         dx_NI = (dy_NO @ w_OI).addmm_(dlow_NR, a_RI) if ctx.needs_input_grad[0] else None
         da_RI = _product(dlow_NR.T, x_NI, ctx.adapter_type)

@@ -9,16 +9,19 @@ from typing import Any
 
 import torch
 
-from groupwise.config.sections import LoraConfig, ModelConfig
+from groupwise.config.model import SMOLLM2, TINY, LoraConfig, ModelConfig
 from groupwise.errors import ConfigError
 from groupwise.model import interface
 from groupwise.model.adapter import adapt_in_place
 from groupwise.model.gates import shorten_gates
+from groupwise.model.lora import with_adapter
 from groupwise.model.norms import shorten_norms
 from groupwise.model.packed import PackedLayout
 from groupwise.model.policy import Policy
+from groupwise.model.quantize import check_installed, quantization_of, settings_for
+from groupwise.model.quantized import is_quantized_model, unpack_in_passes
 from groupwise.model.rotary import shorten_rotation
-from groupwise.model.source import TINY_FOLDER, first_line, model_folder
+from groupwise.model.source import first_line, model_folder
 
 
 def load_policy(
@@ -34,19 +37,21 @@ def load_policy(
     if device.type == "cpu":
         keep_freed_memory()
     source = model_folder(model.name)
-    tokenizer = _tokenizer(source)
+    tokenizer = load_tokenizer(source)
     whole = trained if trained is not None and not lora.r else source
-    policy_model = _causal_model(whole, dtype, device)
+    policy_model = causal_model(whole, dtype, device, quantization=model.quantization)
+    if is_quantized_model(policy_model) and not lora.r:
+        raise ConfigError(f"the weights of {model.name} are quantized and frozen: train adapters (lora.r=16)")
     check_attention(policy_model, name=model.name)
     shorten_passes(policy_model)
     if lora.r:
-        if source != TINY_FOLDER and not Path(model.name).expanduser().is_dir():
+        if model.name not in (TINY, SMOLLM2) and not Path(model.name).expanduser().is_dir():
             policy_model.name_or_path = model.name  # the adapter's files name their base as the user did
-        policy_model = _with_adapter(policy_model, lora, trained)
+        policy_model = with_adapter(policy_model, lora, trained)
         adapt_in_place(policy_model)
     frozen = None
     if reference and not lora.r:
-        frozen = _causal_model(source, dtype, device).requires_grad_(False).eval()
+        frozen = causal_model(source, dtype, device).requires_grad_(False).eval()
         frozen.set_attn_implementation(interface.NAME)
         shorten_passes(frozen)
     if model.gradient_checkpointing:
@@ -64,7 +69,7 @@ def shorten_passes(model: Any) -> None:
 def keep_quiet() -> None:
     """Stop transformers from drawing progress bars and notices over the live display.
 
-    Nothing is lost: what it would warn of while loading, `_causal_model` refuses.
+    Nothing is lost: what it would warn of while loading, `causal_model` refuses.
     """
     from transformers.utils import logging
 
@@ -72,13 +77,28 @@ def keep_quiet() -> None:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _causal_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+def causal_model(
+    folder: Path, dtype: torch.dtype, device: torch.device, *, quantization: str | None = None
+) -> Any:
+    """Load a model whole, or raise: `quantization` makes its weights smaller, if they are not so on disk."""
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
+    options: dict[str, Any] = {}
+    stored = quantization_of(folder)
+    if stored or quantization:
+        check_installed()
+        options["device_map"] = {"": device}  # quantized weights cannot be moved afterwards
+    if quantization and not stored:
+        options["quantization_config"] = settings_for(quantization, dtype)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=dtype, use_safetensors=True, output_loading_info=True, local_files_only=True
+            str(folder),
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            local_files_only=True,
+            **options,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"cannot load the model in {folder}: {first_line(error)}") from error
@@ -88,45 +108,17 @@ def _causal_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Any
         raise ConfigError(
             f"the weights in {folder} lack {len(lacking)} of the model's tensors, such as {lacking[0]}"
         )
-    return model.to(device)
+    unpack_in_passes(model)
+    return model if options else model.to(device)
 
 
-def _tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"cannot load the tokenizer in {folder}: {first_line(error)}") from error
-
-
-def _with_adapter(model: Any, lora: LoraConfig, trained: Path | None) -> Any:
-    import peft
-
-    assert lora.r is not None, "the config is resolved before a run starts"
-
-    if trained is not None:
-        return peft.PeftModel.from_pretrained(model, str(trained), is_trainable=True)
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    end_names = {name.rpartition(".")[2] for name, module in model.named_modules() if module in ends}
-    if end_names & {target.rpartition(".")[2] for target in lora.targets}:
-        raise ConfigError(
-            "lora.targets must leave the embeddings and the output layer alone; all-linear does"
-        )
-    targets: str | list[str] = "all-linear" if lora.targets == ("all-linear",) else list(lora.targets)
-    try:
-        return peft.get_peft_model(
-            model,
-            peft.LoraConfig(
-                r=lora.r,
-                lora_alpha=lora.alpha,
-                lora_dropout=lora.dropout,
-                target_modules=targets,
-                task_type="CAUSAL_LM",
-            ),
-        )
-    except ValueError as error:
-        raise ConfigError(f"lora.targets {list(lora.targets)}: {first_line(error)}") from error
 
 
 def check_attention(model: Any, *, name: str) -> None:

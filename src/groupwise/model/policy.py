@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from groupwise.errors import ConfigError
 from groupwise.model.interface import Layout
+from groupwise.model.lora import base_of, effective_weight, is_adapted
+from groupwise.model.quantized import is_quantized
+from groupwise.model.template import between_turns, render
 from groupwise.records import Message
 from groupwise.tracking.files import write_atomically
 
@@ -27,6 +33,25 @@ class Policy:
         self._head: nn.Linear = self._causal.get_output_embeddings()
         self._frozen = reference
         self.end_tokens = _end_tokens(self._causal, tokenizer)
+
+    @cached_property
+    def unpacks(self) -> bool:
+        """Whether generation may unpack quantized weights into a copy: it fits into half of what is free."""
+        return self.unpacked_bytes <= free_memory(self.device) // 2
+
+    @cached_property
+    def unpacked_bytes(self) -> int:
+        """Size of the linear layers' weights without quantization; 0 where nothing is quantized."""
+        linears = (m for m in self.model.modules() if isinstance(m, nn.Linear) and is_quantized(m))
+        return sum(m.in_features * m.out_features for m in linears) * self.head_weight.element_size()
+
+    def notices(self) -> Iterator[str]:
+        """Yield what was chosen for this policy that a reader should know."""
+        size = f"{self.unpacked_bytes / 1e9:.2f} GB"
+        if self.unpacked_bytes and self.unpacks:
+            yield f"the weights are quantized; generation unpacks them into a copy of {size}"
+        elif self.unpacked_bytes:
+            yield f"the weights are quantized; generation uses them so, as a copy of {size} does not fit"
 
     @property
     def has_adapter(self) -> bool:
@@ -123,41 +148,60 @@ class Policy:
         The weights come back bit for bit, since the originals are set aside rather than subtracted from.
         Left alone in bfloat16, whose rounding would swallow part of a small adapter.
         """
-        layers = [module for module in self.model.modules() if hasattr(module, "get_delta_weight")]
-        if not layers or self.head_weight.dtype != torch.float32:
+        layers = [module for module in self.model.modules() if is_adapted(module)]
+        simple = all(type(base_of(layer)) is nn.Linear for layer in layers) and not self._saves_modules
+        if not layers or not simple or self.head_weight.dtype != torch.float32:
             yield
             return
         weights: list[tuple[nn.Parameter, Tensor]] = []
         try:
+            folded = [(base_of(layer).weight, effective_weight(layer)) for layer in layers]
             with torch.no_grad(), self.model.disable_adapter():
-                for layer in layers:
-                    weight: nn.Parameter = layer.get_base_layer().weight
+                for weight, whole in folded:
                     weights.append((weight, weight.data))
-                    weight.data = weight.data + sum(map(layer.get_delta_weight, layer.active_adapters))
+                    weight.data = whole
                 yield
         finally:
             for weight, original in weights:
                 weight.data = original
 
+    @property
+    def _saves_modules(self) -> bool:
+        """Whether modules are trained whole beside adapters: switching adapters off would switch them too."""
+        settings = getattr(self.model, "peft_config", {}).values()
+        return any(config.modules_to_save for config in settings)
+
     def trainable(self) -> dict[str, nn.Parameter]:
         """Trained parameters by name, in a stable order; tied weights once."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def encode(self, prompt: str | Sequence[Message]) -> tuple[int, ...]:
+    def encode(
+        self, prompt: str | Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[int, ...]:
         """Tokens of a prompt: through the chat template when there is one.
 
-        A last message of role assistant is a beginning that the policy continues.
+        A last message of role assistant is a beginning that the policy continues. `tools`: schemas of the
+        functions that it may call.
         """
         if self.tokenizer.chat_template is None:
+            if tools:
+                raise ConfigError("the model has no chat template: it cannot be given tools")
             text = prompt if isinstance(prompt, str) else "\n".join(str(m["content"]) for m in prompt)
             return tuple(self.tokenizer(text)["input_ids"])
         messages: list[Message] = (
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         )
-        prefilled = messages[-1]["role"] == "assistant"
-        text = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=not prefilled, continue_final_message=prefilled
-        )
+        return self._tokens(render(self.tokenizer, messages, tools=tools))
+
+    def encode_results(self, results: Sequence[str], *, prefill: str, ended: bool) -> tuple[int, ...]:
+        """Tokens from the end of a turn to the beginning of the next: what tools answered, and the glue.
+
+        `ended`: the turn has its end token; one that was stopped gets it here, untrained.
+        """
+        text = between_turns(self.tokenizer, results, prefill=prefill)
+        return self._tokens(text if ended else self.tokenizer.eos_token + text)
+
+    def _tokens(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -176,6 +220,14 @@ class Policy:
         """Write the tokenizer alone, as the `tokenizers` library reads it."""
         if (fast := getattr(self.tokenizer, "backend_tokenizer", None)) is not None:
             write_atomically(path, fast.to_str())
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that could be taken on a device now."""
+    if device.type == "cuda":
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + held
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:

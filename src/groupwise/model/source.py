@@ -1,13 +1,17 @@
-"""Where a model's files are: the built-in folder, the user's, or the Hugging Face cache."""
+"""Where a model's files are: the built-in folder, the user's, a run's, or a cache."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from groupwise.config.sections import TINY
+from groupwise.config.model import SMOLLM2, TINY
 from groupwise.errors import ConfigError
+from groupwise.model.smollm2 import check_available, smollm2_folder
 
 TINY_FOLDER = Path(__file__).parent / "tiny"
+ADAPTER = "adapter_config.json"
+INDEX = "model.safetensors.index.json"
 
 NEEDED = {
     "config.json": ("config.json",),
@@ -22,6 +26,8 @@ def model_folder(name: str) -> Path:
 
     A model that was downloaded before needs no network; another one is downloaded whole.
     """
+    if name == SMOLLM2:
+        return smollm2_folder()
     return local_folder(name) or _cached(name) or _downloaded(name)
 
 
@@ -29,24 +35,56 @@ def local_folder(name: str) -> Path | None:
     """Return the folder of a model that is not named as on Hugging Face; raise when it lacks something."""
     if name == TINY:
         return TINY_FOLDER
+    if name == SMOLLM2:
+        check_available()
+        return None
     path = Path(name).expanduser()
     if path.is_dir():
-        lacking = missing_files(path)
-        if lacking:
-            raise ConfigError(f"the model folder {name} lacks {' and '.join(lacking)}")
+        check_folder(path, name=name)
         return path
     if path.exists() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise ConfigError(f"model.name: {name} is not a folder; give {TINY}, a folder or a Hugging Face name")
+        raise ConfigError(
+            f"model.name: {name} is not a folder; give {TINY}, {SMOLLM2}, a folder or a Hugging Face name"
+        )
     return None
+
+
+def check_folder(path: Path, *, name: str) -> None:
+    """Refuse a folder that no model can be loaded from, and say what it lacks or what to name instead."""
+    if (path / "config.yaml").is_file() and (path / "checkpoints").is_dir():
+        raise ConfigError(
+            f"{name} is a run: name one of its models, in {path / 'checkpoints'}; or, of a run with "
+            f"adapters, first groupwise merge {name} --output-path FOLDER"
+        )
+    if (path / ADAPTER).is_file() and not (path / "config.json").is_file():
+        raise ConfigError(
+            f"{name} holds adapters, not a model: add them into theirs by "
+            f"groupwise merge {name} --output-path FOLDER, and name that folder"
+        )
+    lacking = missing_files(path)
+    if lacking:
+        raise ConfigError(f"the model folder {name} lacks {' and '.join(lacking)}")
 
 
 def missing_files(folder: Path) -> list[str]:
     """What a folder lacks to be loaded as a model."""
-    return [
+    lacking = [
         what
         for what, patterns in NEEDED.items()
         if not any(next(folder.glob(pattern), None) for pattern in patterns)
     ]
+    return lacking + [shard for shard in _shards(folder) if not (folder / shard).is_file()]
+
+
+def _shards(folder: Path) -> list[str]:
+    """The files that the weights of a large model are spread over."""
+    try:
+        weights: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    except FileNotFoundError:
+        return []
+    except (ValueError, KeyError, OSError) as error:
+        raise ConfigError(f"{folder / INDEX} is damaged: {first_line(error)}") from error
+    return sorted(set(weights.values()))
 
 
 def _cached(name: str) -> Path | None:

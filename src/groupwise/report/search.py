@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,9 +11,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from groupwise.report.slices import Slices, read
+from groupwise.report.slices import Slices, read, told_turns
 
-COLUMNS = ("group", "member", "reward", "advantage", "length", "finish", "error", "text")
+COLUMNS = ("group", "member", "reward", "advantage", "length", "finish", "error", "text", "turns")
 AROUND = 60
 """Characters shown on either side of what was found."""
 
@@ -67,7 +68,9 @@ def hits_in(slices: Slices, step: int, wanted: Wanted) -> Iterator[dict[str, Any
     except OSError:
         return  # removed by a run that resumed before this step
     for row in table.filter(matching(table, wanted)).to_pylist():
-        text = row.pop("text")
+        text, turns = row.pop("text"), row.pop("turns", None) or "[]"
+        if wanted.text.lower() not in text.lower():
+            text = "\n".join(part["text"] for part in told_turns(turns))
         yield {"step": step, **row, "excerpt": excerpt(text, wanted.text)}
 
 
@@ -87,11 +90,20 @@ def matching(table: pa.Table, wanted: Wanted) -> Any:
     elif wanted.finish:
         conditions.append(pc.equal(table["finish"], wanted.finish))
     if wanted.text:
-        conditions.append(pc.match_substring(table["text"], wanted.text, ignore_case=True))
+        conditions.append(said(table, wanted.text))
     mask = conditions[0]
     for condition in conditions[1:]:
         mask = pc.and_(mask, condition)
     return mask
+
+
+def said(table: pa.Table, words: str) -> Any:
+    """Return where the answer, or any turn and tool's answer before it, holds the words."""
+    found = pc.match_substring(table["text"], words, ignore_case=True)
+    if "turns" not in table.column_names:
+        return found
+    written = json.dumps(words, ensure_ascii=False)[1:-1]  # as JSON has it
+    return pc.or_(found, pc.match_substring(table["turns"], written, ignore_case=True))
 
 
 def excerpt(text: str, words: str) -> str:

@@ -21,7 +21,7 @@ from groupwise.tracking.updates import read_update
 SHORT = 160
 """Characters of a prompt in a list of groups."""
 LIST_COLUMNS = ("group", "member", "prompt", "length", "rewards", "reward", "advantage", "finish", "error")
-MEMBER_COLUMNS = (*LIST_COLUMNS, "text", "tokens", "trained", "prompt_length", "example")
+MEMBER_COLUMNS = (*LIST_COLUMNS, "text", "turns", "tokens", "trained", "prompt_length", "example")
 TOKEN_COLUMNS = (
     "tokens",
     "trained",
@@ -98,8 +98,10 @@ class Slices:
 
     def _member(self, row: Found) -> Found:
         start, trained = row["prompt_length"], row["trained"]
-        # One uninterrupted answer needs no tokens to be read; turns are told apart by the mask.
-        turns = [] if all(trained[start:]) else self.pieces.turns(row["tokens"][start:], trained[start:])
+        turns = told_turns(row.get("turns"))
+        if not turns and not all(trained[start:]):
+            # Where no turns were recorded, the mask tells what came from outside.
+            turns = self.pieces.turns(row["tokens"][start:], trained[start:])
         kept = tidy(
             {name: row[name] for name in LIST_COLUMNS if name in row and name not in ("prompt", "group")}
         )
@@ -127,6 +129,17 @@ class Slices:
             "reward": row["reward"],
             "finish": row["finish"],
         }
+
+
+def told_turns(recorded: str | None) -> list[Found]:
+    """Return what the policy wrote and what its calls brought back, one after the other."""
+    stretches: list[Found] = []
+    for turn in json.loads(recorded or "[]"):
+        stretches.append({"policy": True, "text": turn["text"]})
+        for call in turn["calls"]:
+            about = {name: call.get(name) for name in ("name", "arguments", "error")}
+            stretches.append({"policy": False, "text": call["result"], **about})
+    return stretches
 
 
 def ratios(

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+from groupwise.config.tools import ToolsConfig
 from groupwise.engine.sampler import derive_seed
-from groupwise.invariants import check_token_exact
+from groupwise.invariants import check_stream_exact, check_token_exact
 from groupwise.records import Completion, Example, Group, Message, Request, Rollout, Sampling
+from groupwise.rollout.converse import Conversations, Limits
+from groupwise.rollout.stream import Stream
+from groupwise.rollout.toolbox import Toolbox
 
 
 class Generate(Protocol):
@@ -27,6 +32,27 @@ class Codec(Protocol):
     def decode(self, tokens: Sequence[int]) -> str: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tools:
+    """What a task with tools adds to collecting."""
+
+    toolbox: Toolbox
+    limits: Limits
+    overlap: bool | None
+    """Whether tools run beside the engine. None: where a rollout's bits need not be repeatable anyway."""
+
+    @classmethod
+    def of(cls, functions: Sequence[Callable[..., Any]], config: ToolsConfig) -> Tools | None:
+        """Make a task's tools ready; None for a task without."""
+        if not functions:
+            return None
+        return cls(
+            toolbox=Toolbox.of(functions, seconds=config.seconds, characters=config.result_characters),
+            limits=Limits(turns=config.max_turns, calls=config.max_calls, tokens=config.max_tokens),
+            overlap=config.overlap,
+        )
+
+
 def collect(
     examples: Sequence[Example],
     *,
@@ -36,12 +62,24 @@ def collect(
     sampling: Sampling,
     group_size: int,
     seed_parts: tuple[int | str, ...],
+    tools: Tools | None = None,
 ) -> list[Group]:
     """Return one group for each example.
 
-    A member's noise derives from `seed_parts` (run seed, step, …), the example and the member, so it
-    does not depend on what else is generated beside it.
+    A member's noise derives from `seed_parts` (run seed, step, …), the example, the member and the
+    turn, so it does not depend on what else is generated beside it.
     """
+    if tools is not None:
+        return collect_turns(
+            examples,
+            ask=ask,
+            codec=codec,
+            engine=engine,
+            sampling=sampling,
+            group_size=group_size,
+            seed_parts=seed_parts,
+            tools=tools,
+        )
     prompts = [ask(example) for example in examples]
     requests = [
         Request(
@@ -61,6 +99,70 @@ def collect(
         )
         for example, prompt, request, members in zip(examples, prompts, requests, completions, strict=True)
     ]
+
+
+def collect_turns(
+    examples: Sequence[Example],
+    *,
+    ask: Callable[[Example], str | Sequence[Message]],
+    codec: Any,
+    engine: Generate,
+    sampling: Sampling,
+    group_size: int,
+    seed_parts: tuple[int | str, ...],
+    tools: Tools,
+) -> list[Group]:
+    """The same for rollouts that may call tools and go on."""
+    prompts = [ask(example) for example in examples]
+    which = list(_numbered(examples))
+    schemas = tools.toolbox.schemas
+    streams = [
+        [Stream(tokens, prompt, member) for member in range(group_size)]
+        for prompt in prompts
+        for tokens in [codec.encode(prompt, tools=schemas)]
+    ]
+
+    def seed(request: int, member: int, turn: int) -> int:
+        later = (turn,) if turn else ()
+        return derive_seed(*seed_parts, *which[request], member, *later)
+
+    requests = [
+        Request(prompt=members[0].prompt, seeds=tuple(seed(r, m, 0) for m in range(group_size)))
+        for r, members in enumerate(streams)
+    ]
+    overlap = tools.overlap
+    if overlap is None:
+        overlap = tools.toolbox.asynchronous or bool(getattr(engine, "unrepeatable", False))
+    conversations = Conversations(
+        streams, seed, tools.toolbox, codec, tools.limits, sampling, overlap=overlap
+    )
+    converse = getattr(engine, "converse", None)
+    if converse is None:
+        in_rounds(engine, requests, sampling, conversations)
+    else:
+        converse(requests, sampling, conversations, tokens=tools.limits.tokens, turns=tools.limits.turns)
+    groups = []
+    for example, members in zip(examples, streams, strict=True):
+        rollouts = tuple(stream.rollout() for stream in members)
+        for stream, rollout in zip(members, rollouts, strict=True):
+            check_stream_exact(rollout, stream.completions, end_tokens=codec.end_tokens)
+        groups.append(Group(example=example, rollouts=rollouts))
+    return groups
+
+
+def in_rounds(
+    engine: Generate, requests: Sequence[Request], sampling: Sampling, conversations: Conversations
+) -> None:
+    """Converse through an engine that only continues prompts: everyone's next turn, then everyone's tools."""
+    given = 0
+    while requests:
+        for number, members in enumerate(engine.generate(requests, sampling), start=given):
+            for member, completion in enumerate(members):
+                conversations.finished(number, member, completion)
+        given += len(requests)
+        requests = conversations.ready(wait=True)
+        while conversations.waiting:
+            requests += conversations.ready(wait=True)
 
 
 def _numbered(examples: Sequence[Example]) -> Iterator[tuple[str, int]]:

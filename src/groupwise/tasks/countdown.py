@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from groupwise.config.checks import between, finite
 from groupwise.errors import ConfigError
 from groupwise.records import Example, Message, Rollout
 from groupwise.rewards.arithmetic import evaluate_expression
@@ -15,6 +16,7 @@ from groupwise.rewards.tags import final_answer, is_well_formed
 from groupwise.tasks.columns import Column
 from groupwise.tasks.puzzles import Puzzle, draw_puzzle, solutions
 from groupwise.tasks.task import Task
+from groupwise.tasks.worked_puzzles import worked_answer
 
 SYSTEM = (
     "You are a helpful assistant. You first think about the reasoning process in your mind "
@@ -41,11 +43,14 @@ def countdown(
     numbers: int | Sequence[int] | None = None,
     largest: int = 99,
     targets: Sequence[int] = (10, 100),
+    patience: Sequence[float] = (1, 1, 1, 1),
+    insight: float = 0.3,
 ) -> Task:
     """Reach a target from given numbers by + − × ÷: endless, all solvable.
 
     `level`: 1 to 4, with 3 to 6 numbers; or `numbers`: how many, or the least and the most, (3, 4) when
-    neither is given. They lie from 1 to `largest`; `targets`: least and most.
+    neither is given. They lie from 1 to `largest`; `targets`: least and most. The worked answers of a warm
+    start try some ways, how many is weighed by `patience`, and each works with a chance of `insight`.
     """
     if level is not None:
         if numbers is not None:
@@ -57,6 +62,13 @@ def countdown(
         largest=pair("largest", [largest, largest], low=1, high=10**6)[1],
         targets=pair("targets", targets, low=1, high=10**9),
     )
+    weights = weighed(patience)
+    finite("task.options.insight", insight)
+    between("task.options.insight", insight, 0.0, 1.0)
+
+    def worked(example: Example, rng: random.Random) -> str | None:
+        return worked_answer(rng, *numbers_and_target(example), patience=weights, insight=insight)
+
     puzzles.train(0, seed=0)  # settings that allow no puzzle are refused here, not in the middle of a run
     return Task(
         name="countdown",
@@ -70,7 +82,19 @@ def countdown(
         },
         predicted=final_answer,
         gold=gold_completion,
+        worked=worked,
         perfect=2.0,
+    )
+
+
+def weighed(patience: object) -> list[float]:
+    """Return the weights of trying one way, two ways, …, or refuse them."""
+    if isinstance(patience, Sequence) and all(isinstance(w, int | float) and w >= 0 for w in patience):
+        weights = [float(weight) for weight in patience]
+        if sum(weights) > 0:
+            return weights
+    raise ConfigError(
+        f"countdown: patience must weigh how many ways are tried, as in [2, 1]; got {patience!r}"
     )
 
 

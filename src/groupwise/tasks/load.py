@@ -22,9 +22,15 @@ from groupwise.tasks.countdown import countdown
 from groupwise.tasks.examples import load_examples
 from groupwise.tasks.gsm8k import gsm8k
 from groupwise.tasks.math import math
+from groupwise.tasks.search_qa import search_qa
 from groupwise.tasks.task import Task, closest
 
-TASKS: dict[str, Callable[..., Task]] = {"countdown": countdown, "gsm8k": gsm8k, "math": math}
+TASKS: dict[str, Callable[..., Task]] = {
+    "countdown": countdown,
+    "gsm8k": gsm8k,
+    "math": math,
+    "search_qa": search_qa,
+}
 """Every built-in task; its keyword arguments are its options."""
 
 loading_task_file: ContextVar[bool] = ContextVar("loading_task_file", default=False)

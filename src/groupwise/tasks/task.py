@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,8 @@ class Task:
     """The answer that a completion states, to show and to count."""
     gold: Callable[[Example], str] | None = None
     """A completion that is right, by which rewards are tested. None: the column `answer` as it stands."""
+    worked: Callable[[Example, random.Random], str | None] | None = None
+    """An answer to imitate in a warm start, or None where an example has none. None: the gold."""
     perfect: float | None = None
     """The reward of an answer with nothing left to improve; each one is kept to read."""
     tools: Sequence[Callable[..., Any]] = ()
@@ -54,8 +57,6 @@ class Task:
             raise ConfigError(
                 f"task {self.name}: prompt must be a function of an example; got {self.prompt!r}"
             )
-        if self.tools:
-            raise ConfigError(f"task {self.name}: tools are not supported yet by `train`")
         self.check_rewards()
         if not isinstance(self.examples, Stream):
             rows = as_examples(self.examples, source=f"task {self.name}: examples")

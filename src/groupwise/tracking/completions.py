@@ -15,7 +15,7 @@ def write_completions(path: Path, groups: Sequence[Group], *, perfect: float) ->
     """Write every rollout with a perfect reward, prompt and completion; no file when there is none."""
     found = [rollout for group in groups for rollout in group.valid if rollout.reward >= perfect]
     if found:
-        write_atomically(path, "".join(f"{prompt_text(r)}\n{r.text}\n{RULE}\n" for r in found))
+        write_atomically(path, "".join(f"{prompt_text(r)}\n{r.transcript}\n{RULE}\n" for r in found))
 
 
 def prompt_text(rollout: Rollout) -> str:

@@ -37,8 +37,11 @@ FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("no signal", "advantage/zero_variance", share),
     ("gap", "policy/gap", number),
     ("grad norm", "policy/grad_norm", number),
+    ("loss", "sft/loss", number),
+    ("held-out", "sft/held_out_loss", number),
+    ("epoch", "sft/epoch", number),
 )
-"""Label, metric and notation of the panel's lower half, three to a row."""
+"""Label, metric and notation of the panel's lower half, three to a row; a row without numbers is left out."""
 
 WIDTH = 78
 SPARK = 16
@@ -159,9 +162,12 @@ def figures(metrics: Mapping[str, float]) -> Table:
         grid.add_column(style="dim", no_wrap=True, min_width=9)
         grid.add_column(justify="right", no_wrap=True, min_width=9)
         grid.add_column(min_width=2)
-    for start in range(0, len(FIGURES), 3):
+    rows = [FIGURES[start : start + 3] for start in range(0, len(FIGURES), 3)]
+    for row in rows:
+        if not any(metric in metrics for _, metric, _ in row):
+            continue
         cells: list[str] = []
-        for label, metric, notation in FIGURES[start : start + 3]:
+        for label, metric, notation in row:
             cells += [label, notation(metrics[metric]) if metric in metrics else "", ""]
         grid.add_row(*cells)
     return grid

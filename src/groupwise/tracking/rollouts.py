@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ SCHEMA = pa.schema(
         "member": pa.int32(),
         "prompt": pa.string(),  # JSON: a list of messages, or a string
         "text": pa.string(),
+        "turns": pa.string(),  # JSON: text and calls of each turn; empty for a task without tools
         "tokens": pa.list_(pa.int32()),
         "trained": pa.list_(pa.bool_()),
         "logprobs": pa.list_(pa.float32()),
@@ -35,7 +37,11 @@ SCHEMA = pa.schema(
         "example": pa.string(),  # JSON: the columns
     }
 )
-COPIED = [name for name in SCHEMA.names if name in field_names(Rollout) and name not in ("prompt", "rewards")]
+COPIED = [
+    name
+    for name in SCHEMA.names
+    if name in field_names(Rollout) and name not in ("prompt", "rewards", "turns")
+]
 """Columns that are fields of a Rollout as they are."""
 ROWS_TOGETHER = 128
 """Rows in a Parquet row group, at least: few enough to be read in a blink, and to be written in one."""
@@ -71,6 +77,7 @@ def read_rollouts(path: Path) -> list[dict[str, Any]]:
         row["prompt"] = json.loads(row["prompt"])
         row["example"] = json.loads(row["example"])
         row["rewards"] = dict(row["rewards"])
+        row["turns"] = json.loads(row["turns"])
     return found
 
 
@@ -95,6 +102,7 @@ def columns(step: int, groups: Sequence[Group]) -> dict[str, list[Any]]:
         "group": [number for number, _ in numbered],
         "prompt": [written[id(rollout.prompt)] for rollout in rollouts],
         "length": [rollout.length for rollout in rollouts],
+        "turns": [as_json([asdict(turn) for turn in rollout.turns]) for rollout in rollouts],
         "rewards": [list(rollout.rewards.items()) for rollout in rollouts],
         "example": [examples[number] for number, _ in numbered],
         **{name: [getattr(rollout, name) for rollout in rollouts] for name in COPIED},

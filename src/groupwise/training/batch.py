@@ -13,7 +13,7 @@ from groupwise.errors import InvariantError
 from groupwise.invariants import check_disjoint
 from groupwise.records import Example, Group, Sample
 from groupwise.rewards.score import score_group
-from groupwise.rollout.collect import Codec, Generate, collect
+from groupwise.rollout.collect import Codec, Generate, Tools, collect
 from groupwise.tasks import Split, Task
 from groupwise.training.data import prompt_key
 
@@ -31,6 +31,8 @@ class Batch:
     """Where in the training data the next step begins."""
     rollout_seconds: float
     reward_seconds: float
+    tool_seconds: float = 0.0
+    """Of the rollouts' time, what tools took; beside the generator it may overlap."""
 
     @property
     def drawn(self) -> tuple[Group, ...]:
@@ -47,6 +49,7 @@ class Collector:
         self.split = split
         self.codec = codec
         self.engine = engine
+        self.tools = Tools.of(task.tools, config.tools)
         self.held_out = {prompt_key(task, example) for example in split.held_out}
 
     def collect(self, step: int, *, cursor: int) -> Batch:
@@ -73,6 +76,7 @@ class Collector:
             cursor=cursor,
             rollout_seconds=times.rollout,
             reward_seconds=times.reward,
+            tool_seconds=times.tools,
         )
 
     def samples(self, batch: Batch) -> tuple[list[Sample], int, int]:
@@ -99,8 +103,11 @@ class Collector:
             group_size=self.config.rollout.group_size,
             # The count tells apart one example drawn in two rounds of a step.
             seed_parts=(self.config.run.seed, "train", step, len(drawn)),
+            tools=self.tools,
         )
         answered = time.perf_counter()
+        if self.tools is not None:
+            times.tools += self.tools.toolbox.seconds_since_asked()
         scored: list[Group] = []
         for group in groups:
             scored.append(self._score(group))
@@ -131,6 +138,7 @@ class Times:
 
     rollout: float = 0.0
     reward: float = 0.0
+    tools: float = 0.0
 
 
 def check_failures(batch: Batch, *, limit: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from groupwise.config import Config
+from groupwise.config.sections import NO_TASK
 from groupwise.evaluate.held_out import Evaluation
 from groupwise.tasks import TASKS
 from groupwise.tracking.run_folder import RunFolder
@@ -41,6 +42,8 @@ def summary_of(
 
 def next_commands(config: Config, folder: RunFolder, *, done: bool) -> tuple[tuple[str, str], ...]:
     """Return a few commands to try, each with what it does."""
+    if config.run.kind == "sft":
+        return after_warm_start(config, folder, done=done)
     if config.task.name not in TASKS and not config.task.name.endswith(".py"):
         # The task lives in the caller's program; the command line is told where.
         words = f"groupwise eval {folder.path} --task FILE.py"
@@ -55,6 +58,23 @@ def next_commands(config: Config, folder: RunFolder, *, done: bool) -> tuple[tup
         return look, measure, again
     longer = (f"{resume} run.max_steps={2 * config.run.max_steps}", "trains on from here")
     return look, measure, longer, again
+
+
+def after_warm_start(config: Config, folder: RunFolder, *, done: bool) -> tuple[tuple[str, str], ...]:
+    """A warm start is there to be trained on."""
+    if not done:
+        return ((f"groupwise sft --resume {folder.path}", "goes on from here"),)
+    model = folder.checkpoint_at(config.run.max_steps)
+    options = "".join(f" task.options.{name}={value}" for name, value in config.task.options.items())
+    task = "" if config.task.name == NO_TASK else f" --task {config.task.name}{options}"
+    train = f"groupwise train --model {model}{task}"
+    if config.lora.r:
+        merged = f"{folder.path}-merged"
+        return (
+            (f"groupwise merge {folder.path} --output-path {merged}", "adds the adapter into its model"),
+            (f"groupwise train --model {merged}{task}", "reinforces what it learned"),
+        )
+    return ((train, "reinforces what it learned"),)
 
 
 def same_again(config: Config, folder: RunFolder) -> str:

@@ -9,13 +9,12 @@ from groupwise.config.sections import Config
 from groupwise.evaluate.held_out import Evaluation, compare, evaluate
 from groupwise.evaluate.saved import read_evaluation, write_evaluation
 from groupwise.invariants import check_undisturbed
-from groupwise.learner.learner import Learner
 from groupwise.model.policy import Policy
 from groupwise.records import Example
-from groupwise.rollout.collect import Generate
+from groupwise.rollout.collect import Generate, Tools
 from groupwise.tasks import Task
 from groupwise.tracking.run_folder import RunFolder, step_name
-from groupwise.training.state import State, fingerprint
+from groupwise.training.state import Optimizing, State, fingerprint
 
 BEFORE, AFTER = "before", "after"
 
@@ -27,7 +26,7 @@ class Examiner:
         self,
         config: Config,
         *,
-        task: Task,
+        task: Task | None,
         examples: Sequence[Example],
         codec: Policy,
         engine: Generate,
@@ -38,6 +37,7 @@ class Examiner:
         self.examples = () if config.evaluate.skip else examples
         self.codec = codec
         self.engine = engine
+        self.tools = Tools.of(task.tools, config.tools)
         self.folder = folder
         self.before: Evaluation | None = None
         self.after: Evaluation | None = None
@@ -55,8 +55,9 @@ class Examiner:
         ends = step in (0, self.config.run.max_steps)
         return bool(self.examples) and (ends or (every > 0 and step % every == 0))
 
-    def examine(self, step: int, *, learner: Learner) -> Evaluation:
+    def examine(self, step: int, *, learner: Optimizing) -> Evaluation:
         """Evaluate on all held-out examples, or on the first few during the run, and write the result."""
+        assert self.task is not None, "without a task there are no examples"
         ends = {0: BEFORE, self.config.run.max_steps: AFTER}
         untouched = fingerprint(self.codec, learner)
         result = evaluate(
@@ -68,6 +69,7 @@ class Examiner:
             samples=self.config.evaluate.samples,
             seed=self.config.run.seed,
             seconds=self.config.task.reward_seconds,
+            tools=self.tools,
         )
         check_undisturbed(untouched, fingerprint(self.codec, learner))
         about: dict[str, object] = {"step": step, "seed": self.config.run.seed}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from groupwise.config.sections import Config
+from groupwise.errors import ConfigError
 from groupwise.tasks import Task, leave_task_file, load_task
 from groupwise.tracking.display import open_display
 from groupwise.tracking.trackers import tracker_names
@@ -16,6 +17,8 @@ def train(config: Config, *, resume: Path | None = None, task: Task | None = Non
     """Train, and return the run's folder. `resume` goes on, bit for bit, from a run's last checkpoint."""
     if task is not None:
         leave_task_file(task)
+    if config.run.kind != "grpo":
+        raise ConfigError("these are the settings of a warm start: groupwise sft goes on with it")
     config = config.resolve()
     task = task or load_task(config.task)
     tracker_names(config.track)  # a missing one is found before a folder is made

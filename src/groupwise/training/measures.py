@@ -27,6 +27,12 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "rollout/truncated": fmean(rollout.truncated for rollout in rollouts),
         **signs(batch.drawn),
     }
+    if any(rollout.turns for rollout in rollouts):
+        calls = [call for rollout in rollouts for call in rollout.calls]
+        metrics["rollout/turns"] = fmean(len(rollout.turns) for rollout in rollouts)
+        metrics["rollout/calls"] = len(calls) / len(rollouts)
+        metrics["rollout/failed_calls"] = sum(call.error is not None for call in calls) / max(1, len(calls))
+        metrics["rollout/read"] = fmean(len(r.tokens) - r.prompt_length - r.length for r in rollouts)
     if valid:
         metrics["reward/mean"] = fmean(rollout.reward for rollout in valid)
         metrics["reward/std"] = pstdev(rollout.reward for rollout in valid)
@@ -45,6 +51,7 @@ def speed_metrics(batch: Batch, *, update_seconds: float) -> dict[str, float]:
         "speed/tokens_per_second": tokens / step,
         "speed/rollout_tokens_per_second": tokens / batch.rollout_seconds,
         "time/rollout": batch.rollout_seconds,
+        **({"time/tools": batch.tool_seconds} if batch.tool_seconds else {}),
         "time/reward": batch.reward_seconds,
         "time/update": update_seconds,
         "time/step": step,

@@ -141,11 +141,12 @@ class Recorder:
         except Exception as error:
             self.warn(f"the report is not complete: {error}; groupwise report {self.folder.path} tries again")
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, *, command: str) -> None:
         """Note why the run did not come to its end."""
         logger.error("stopped by %s: %s", type(error).__name__, error)
         if isinstance(error, KeyboardInterrupt):
-            self.display.message(f"stopped at once; groupwise train --resume {self.folder.path} goes on")
+            resume = f"groupwise {command} --resume {self.folder.path}"
+            self.display.message(f"stopped at once; {resume} goes on")
 
     def close(self) -> None:
         self.resources.close()
@@ -155,5 +156,6 @@ def sample_rows(batch: Batch) -> list[dict[str, Any]]:
     """Return an answer to each of the first prompts, to read."""
     rollouts = [group.rollouts[0] for group in batch.drawn[:SAMPLE_ROWS]]
     return [
-        {"prompt": as_text(r), "text": r.text, "reward": r.reward, "error": r.error or ""} for r in rollouts
+        {"prompt": as_text(r), "text": r.transcript, "reward": r.reward, "error": r.error or ""}
+        for r in rollouts
     ]

@@ -56,7 +56,7 @@ class Start:
             return None
         return (
             f"{self.folder.path} is finished: its {self.state.step} steps are done; to train on, "
-            f"groupwise train --resume {self.folder.path} run.max_steps={2 * self.state.step}"
+            f"groupwise {command_of(config)} --resume {self.folder.path} run.max_steps={2 * self.state.step}"
         )
 
     def withdraw(self) -> None:
@@ -67,8 +67,15 @@ class Start:
                 self.folder.path.rmdir()
 
 
+def command_of(config: Config) -> str:
+    """The command that makes runs of this kind."""
+    return {"grpo": "train", "sft": "sft"}[config.run.kind]
+
+
 def refuse_other_settings(stored: Config, config: Config) -> None:
     """A resumed run computes what it computed before: only settings around it may change."""
+    if stored.run.kind != config.run.kind:
+        raise CheckpointError(f"this run goes on with groupwise {command_of(stored)} --resume")
     changed = [line for line in differences(stored, config) if not line.startswith(MAY_CHANGE)]
     if changed:
         raise CheckpointError(

@@ -5,18 +5,26 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.optim import Optimizer
 
 from groupwise.learner.checkpoint import load_optimizer, optimizer_tensors, verify, write_checkpoint
-from groupwise.learner.learner import Learner
 from groupwise.model.policy import Policy
 
 OPTIMIZER = "optimizer.safetensors"
 OPTIMIZER_SETTINGS = "optimizer.json"
+
+
+class Optimizing(Protocol):
+    """Whatever learns: what a checkpoint keeps of it."""
+
+    policy: Policy
+    optimizer: Optimizer
+    updates: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +48,7 @@ class State:
         return replace(self, best_step=self.step, best_accuracy=accuracy)
 
 
-def save_state(folder: Path, state: State, *, policy: Policy, learner: Learner) -> Path:
+def save_state(folder: Path, state: State, *, policy: Policy, learner: Optimizing) -> Path:
     """Write a checkpoint that Hugging Face tools load as a model (or adapter) and `load_state` as a run."""
     tensors, settings = optimizer_tensors(learner.optimizer, policy.trainable())
 
@@ -58,7 +66,7 @@ def read_state(checkpoint: Path) -> State:
     return State(**stored)
 
 
-def load_learner(checkpoint: Path, learner: Learner, state: State) -> None:
+def load_learner(checkpoint: Path, learner: Optimizing, state: State) -> None:
     """Put the optimizer back as it was."""
     load_optimizer(
         learner.optimizer,
@@ -69,7 +77,7 @@ def load_learner(checkpoint: Path, learner: Learner, state: State) -> None:
     learner.updates = state.updates
 
 
-def fingerprint(policy: Policy, learner: Learner) -> tuple[object, ...]:
+def fingerprint(policy: Policy, learner: Optimizing) -> tuple[object, ...]:
     """Return a value that changes when the training state does: bit sums of all tensors, counters, noise."""
     moments = (tensor for state in learner.optimizer.state.values() for tensor in state.values())
     sums = tuple(bit_sum(tensor) for tensor in (*policy.model.parameters(), *moments))

@@ -8,7 +8,9 @@ device in the order it was issued, so whatever the host does then comes after th
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,14 +18,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from groupwise.engine.cuda.runner import GraphRunner
-from groupwise.engine.runner import PREFILL_TOKENS
+from groupwise.engine.prefill import PREFILL_TOKENS
 from groupwise.engine.scheduler import Scheduler, Sequence
 from groupwise.engine.stopping import StopStrings
 from groupwise.invariants import check_finite
-from groupwise.records import Completion, Finish, Sampling
+from groupwise.records import Finish, Sampling
+
+if TYPE_CHECKING:
+    from groupwise.engine.engine import Partner
 
 AHEAD = 4
 """Draws issued before the results of one are looked at. With stop strings, which need text: none."""
+
+
+DONE = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,24 +55,26 @@ class Ahead:
     sampling: Sampling
     end_tokens: frozenset[int]
     stop_strings: StopStrings
-    finished: dict[tuple[int, int], Completion] = field(default_factory=dict)
+    partner: Partner
     drawn: int = 0
     """Tokens of decoding steps; and how many there would be with every slot full while sequences last."""
     offered: int = 0
     _issued: deque[Issued] = field(default_factory=deque)
+    _computing: Iterator[None] = field(default_factory=lambda: iter(()))
+    """Prompts next in line: a pass of them between two steps."""
 
-    def run(self) -> dict[tuple[int, int], Completion]:
+    def run(self) -> None:
         scheduler = self.scheduler
         ahead = 0 if self.sampling.stop else AHEAD
-        while scheduler.waiting or scheduler.running:
+        while scheduler.busy:
             # Before anyone is preempted, let those who have ended make room.
             if self._growing() > scheduler.pool.free:
                 self._look(keep=0)
             scheduler.make_room()
             moved = self._step() + self._join()
             self._look(keep=ahead if moved else 0)
+            scheduler.add(self.partner.ready(wait=not scheduler.busy))
         self._look(keep=0)
-        return self.finished
 
     def _growing(self) -> int:
         slots = self.scheduler.slots()
@@ -84,8 +94,10 @@ class Ahead:
     def _join(self) -> int:
         """Let waiting sequences start, and issue their first token."""
         scheduler = self.scheduler
-        if scheduler.waiting and not scheduler.waiting[0].prefix.blocks and scheduler.vacant:
-            self.runner.prefill(scheduler.prepare(PREFILL_TOKENS))
+        if next(self._computing, DONE) is DONE and scheduler.waiting and scheduler.vacant:
+            if not scheduler.waiting[0].prefix.blocks:
+                self._computing = self.runner.prefill_passes(scheduler.prepare(PREFILL_TOKENS))
+                next(self._computing, DONE)
         joined = scheduler.admit()
         if not joined:
             return 0
@@ -134,4 +146,4 @@ class Ahead:
             self._finish(by_slot[int(slots[row])], "end" if end else "stop" if stop[row] else "length")
 
     def _finish(self, sequence: Sequence, reason: Finish) -> None:
-        self.finished[sequence.request, sequence.member] = self.scheduler.finish(sequence, reason)
+        self.partner.finished(sequence.request, sequence.member, self.scheduler.finish(sequence, reason))

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from groupwise.engine.blocks import Prefix
 from groupwise.engine.cuda import pointwise as kernels
 from groupwise.engine.cuda.attention import launch, padded
-from groupwise.engine.cuda.layout import DecodeLayout, PromptLayout
+from groupwise.engine.cuda.layout import DecodeLayout
 from groupwise.engine.cuda.weights import Matrix
 from groupwise.engine.paged import KVCache
+from groupwise.engine.prefill import PrefillLayout, Stretch
 from groupwise.model.policy import Policy
 from groupwise.tracking.log import LOGGER
 
@@ -45,15 +46,16 @@ class FusedLayer:
 
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
+        like = layer.input_layernorm.weight
         self.before_attention = Norm.of(layer.input_layernorm)
-        self.qkv = Matrix(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.qkv = Matrix(attention.q_proj, attention.k_proj, attention.v_proj, like=like)
         normed = hasattr(attention, "q_norm")
         self.q_norm = Norm.of(attention.q_norm) if normed else None
         self.k_norm = Norm.of(attention.k_norm) if normed else None
-        self.output = Matrix(attention.o_proj)
+        self.output = Matrix(attention.o_proj, like=like)
         self.before_mlp = Norm.of(layer.post_attention_layernorm)
-        self.gate_up = Matrix(mlp.gate_proj, mlp.up_proj)
-        self.down = Matrix(mlp.down_proj)
+        self.gate_up = Matrix(mlp.gate_proj, mlp.up_proj, like=like)
+        self.down = Matrix(mlp.down_proj, like=like)
         self.scale = float(attention.scaling)
 
     def refresh(self) -> None:
@@ -65,6 +67,7 @@ class FusedForward:
     """`Policy.hidden` in fewer, larger steps."""
 
     def __init__(self, policy: Policy) -> None:
+        assert policy.unpacks, "no room for unpacked weights"
         decoder: Any = policy.decoder
         self._embedding: Tensor = decoder.embed_tokens.weight
         self._rotary = decoder.rotary_emb
@@ -77,7 +80,7 @@ class FusedForward:
         for layer in self._layers:
             layer.refresh()
 
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: DecodeLayout | PromptLayout) -> Tensor:
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: DecodeLayout | PrefillLayout) -> Tensor:
         x_TM = nn.functional.embedding(tokens_T, self._embedding)
         cos_1TD, sin_1TD = self._rotary(x_TM[None], positions_T[None])
         assert cos_1TD.shape[-1] == self._size, "rotary embeddings of part of a head are not fused"
@@ -101,7 +104,7 @@ class FusedForward:
         cos_1TD: Tensor,
         sin_1TD: Tensor,
         layer: FusedLayer,
-        layout: DecodeLayout | PromptLayout,
+        layout: DecodeLayout | PrefillLayout,
         number: int,
     ) -> None:
         heads = qkv_TN.shape[1] // self._size - 2 * self._key_heads
@@ -180,7 +183,7 @@ def _difference(policy: Policy, fused: FusedForward) -> float:
         like=weight,
     )
     prefix = Prefix(tokens=tuple(range(CHECKED_TOKENS)), blocks=[0])
-    layout = PromptLayout.build(cache, [prefix], device=weight.device)
+    layout = PrefillLayout.build(cache, [Stretch(prefix, 0, CHECKED_TOKENS)], device=weight.device)
     tokens_T = torch.arange(3, 3 + CHECKED_TOKENS, device=weight.device) % weight.shape[0]
     positions_T = torch.arange(CHECKED_TOKENS, device=weight.device)
     own_TM = policy.hidden(tokens_T, positions_T, layout).float()

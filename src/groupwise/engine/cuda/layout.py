@@ -8,7 +8,7 @@ Axes: R rows of the step, T prompt tokens, H query heads, K key heads, D head si
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import log2
@@ -18,11 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from groupwise.engine.blocks import Prefix
 from groupwise.engine.cuda import attention as kernels
 from groupwise.engine.cuda.state import StepState
 from groupwise.engine.paged import KVCache
-from groupwise.model.packed import PackedLayout
 
 BLOCK = 32
 """Own keys that a program looks at in one go: few, so that many programs share a processor."""
@@ -207,38 +205,3 @@ class DecodeLayout:
         first, own = self.rows * self.heads * self.splits, self.rows * self.heads * self.own_splits
         share, own_share, lse, own_lse = torch.split(self.shares, [first * size, own * size, first, own])
         return share, lse, own_share, own_lse
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptLayout:
-    """Prompts computed as one packed row, their keys and values stored on the way."""
-
-    cache: KVCache
-    packed: PackedLayout
-    places: Tensor
-
-    @classmethod
-    def build(cls, cache: KVCache, prefixes: Sequence[Prefix], *, device: torch.device) -> PromptLayout:
-        size = cache.block_size
-        places = [
-            (np.array(prefix.blocks)[:, None] * size + np.arange(size)).flatten()[: len(prefix.tokens)]
-            for prefix in prefixes
-        ]
-        return cls(
-            cache=cache,
-            packed=PackedLayout.build([(len(prefix.tokens), ()) for prefix in prefixes], device=device),
-            places=torch.from_numpy(np.concatenate(places)).to(device),
-        )
-
-    def attend(self, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, *, layer: int, scale: float) -> Tensor:
-        q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (q_1HTD, k_1KTD, v_1KTD))
-        self.store(k_TKD, v_TKD, layer=layer)
-        return self.read(q_THD, k_TKD, v_TKD, layer=layer, scale=scale)[None]
-
-    def store(self, k_TKD: Tensor, v_TKD: Tensor, *, layer: int) -> None:
-        self.cache.write(layer, k_TKD, v_TKD, self.places)
-
-    def read(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, layer: int, scale: float) -> Tensor:
-        """Causal attention within each prompt."""
-        q_1HTD, k_1KTD, v_1KTD = (x.transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD))
-        return self.packed.attend(q_1HTD, k_1KTD, v_1KTD, layer=layer, scale=scale)[0]

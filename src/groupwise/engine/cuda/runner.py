@@ -6,7 +6,7 @@ Without a GPU the same steps run one kernel at a time, which is how tests check 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,10 +19,10 @@ from groupwise.engine.blocks import Prefix
 from groupwise.engine.cuda import sampling as kernels
 from groupwise.engine.cuda.attention import launch, padded
 from groupwise.engine.cuda.fused import fused_forward
-from groupwise.engine.cuda.layout import DecodeLayout, PromptLayout, members_of_a_tile, own_splits
+from groupwise.engine.cuda.layout import DecodeLayout, members_of_a_tile, own_splits
 from groupwise.engine.cuda.state import StepState
 from groupwise.engine.paged import KVCache
-from groupwise.engine.runner import PREFILL_TOKENS
+from groupwise.engine.prefill import PrefillLayout, Prompts
 from groupwise.engine.scheduler import Scheduler
 from groupwise.model.distribution import scaled_logits
 from groupwise.model.policy import Policy
@@ -84,6 +84,7 @@ class GraphRunner:
             idle_block=room.blocks,
             device=self.device,
         )
+        self._prompts = Prompts(policy, self.cache, forward=self._hidden)
         self._ends = _end_tokens(policy)
         self._graphs: dict[tuple[int, int, Sampling], Callable[[], None]] = {}
         self._layouts: list[DecodeLayout] = []
@@ -111,24 +112,11 @@ class GraphRunner:
 
     def prefill(self, prefixes: Sequence[Prefix]) -> None:
         """Compute prompts into their blocks and leave the next token's logits on each."""
-        batch: list[Prefix] = []
-        for prefix in prefixes:
-            if batch and sum(len(p.tokens) for p in batch) + len(prefix.tokens) > PREFILL_TOKENS:
-                self._prefill(batch)
-                batch = []
-            batch.append(prefix)
-        if batch:
-            self._prefill(batch)
+        self._prompts.compute(prefixes)
 
-    def _prefill(self, prefixes: Sequence[Prefix]) -> None:
-        lengths = [len(prefix.tokens) for prefix in prefixes]
-        tokens = np.concatenate([np.array(prefix.tokens) for prefix in prefixes])
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        layout = PromptLayout.build(self.cache, prefixes, device=self.device)
-        hidden_TM = self._hidden(self._move(tokens), self._move(positions), layout)
-        logits_PV = self.policy.logits(hidden_TM[self._move(np.cumsum(lengths) - 1)])
-        for prefix, logits_V in zip(prefixes, logits_PV, strict=True):
-            prefix.logits_V = logits_V
+    def prefill_passes(self, prefixes: Sequence[Prefix]) -> Iterator[None]:
+        """The same, a pass each time it is asked for one."""
+        return self._prompts.passes(prefixes)
 
     def join(
         self, scheduler: Scheduler, slots_J: NDArray[np.int64], prefixes: Sequence[Prefix], sampling: Sampling
@@ -204,7 +192,7 @@ class GraphRunner:
         hidden_RM = self._hidden(state.tokens[:rows], state.positions[:rows], layout)
         self._sample(self.policy.logits(hidden_RM), state.rows, sampling)
 
-    def _hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: DecodeLayout | PromptLayout) -> Tensor:
+    def _hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: DecodeLayout | PrefillLayout) -> Tensor:
         forward = self.policy.hidden if self._fused is None else self._fused.hidden
         return forward(tokens_T, positions_T, layout)
 

@@ -262,8 +262,16 @@ function memberCard(member, app, place) {
 
 function turn(one) {
   if (one.policy) return answer(one.text);
-  const line = one.text.trim().split("\n")[0].slice(0, 60);
-  return h("details", { class: "from-outside" }, h("summary", {}, "from outside: ", h("span", { class: "quiet" }, line)), h("pre", {}, one.text));
+  const asked = one.arguments ? JSON.stringify(one.arguments) : "";
+  const name = one.name === undefined ? "from outside: " : `${one.name || "a call that could not be read"} `;
+  const line = asked || one.text.trim().split("\n")[0].slice(0, 60);
+  return h(
+    "details",
+    { class: `from-outside ${one.error ? "failed" : ""}` },
+    h("summary", {}, h("b", {}, name), h("span", { class: "quiet" }, line)),
+    one.error && h("p", { class: "error" }, one.error),
+    h("pre", {}, one.text),
+  );
 }
 
 const LONG = 1200;

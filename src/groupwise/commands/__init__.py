@@ -1,0 +1,1 @@
+"""Commands of `groupwise` that are large enough for a module of their own; `cli` puts them together."""

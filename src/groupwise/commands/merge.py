@@ -1,0 +1,67 @@
+"""`groupwise merge`: adapters added into their model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from groupwise.config import read_config
+from groupwise.config.checks import one_of
+from groupwise.errors import ConfigError
+from groupwise.tracking.run_folder import RunFolder
+
+
+def merge(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", help="A run or a checkpoint, in place of --lora-model.")
+    ] = None,
+    output_path: Annotated[Path, typer.Option(help="Folder of the merged model.")] = Path("merged"),
+    base_model: Annotated[
+        str | None, typer.Option(help="The model under the adapters; by default, the one they name.")
+    ] = None,
+    lora_model: Annotated[Path | None, typer.Option(help="Folder of the adapters.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16, to merge in and to write.")] = "float32",
+    shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "4GB",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model that is there.")] = False,
+) -> None:
+    """Add adapters into their model: a plain Hugging Face folder, compared with what was merged."""
+    one_of("--dtype", dtype, ("float32", "bfloat16"))
+    adapter, base = named_adapter(run, lora_model, base_model)
+    from groupwise.model.merge import adapter_settings, check_output
+    from groupwise.model.merge import merge as merge_adapter
+
+    adapter_settings(adapter)
+    check_output(output_path, overwrite=overwrite)
+    done = merge_adapter(
+        adapter, output_path, base=base, dtype=dtype, shard_size=shard_size, overwrite=overwrite
+    )
+    print(f"{done.layers} layers merged into {done.folder} ({', '.join(done.files)})")
+    print(f"largest difference of a logit on {done.tokens} tokens of real prompts, in {done.precision}:")
+    print(f"  merged model, read back from disk, against model + adapters   {done.difference:.2e}")
+    print(f"  model without adapters against model + adapters               {done.effect:.2e}")
+    print(f"\nnext\n  groupwise chat {done.folder}")
+
+
+def named_adapter(
+    run: Path | None, lora_model: Path | None, base_model: str | None
+) -> tuple[Path, str | None]:
+    """Return the folder of the adapters and the model under them, as far as the user or a run names it."""
+    if (run is None) == (lora_model is None):
+        raise ConfigError("name the adapters once: a run, or --lora-model FOLDER")
+    folder = run or lora_model
+    assert folder is not None
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}")
+    if (folder / "config.yaml").is_file():
+        from groupwise.learner.checkpoint import latest_checkpoint
+
+        checkpoint = latest_checkpoint(RunFolder(folder).checkpoints)
+        if checkpoint is None:
+            raise ConfigError(f"{folder} has no checkpoint yet")
+        folder = checkpoint
+    settings = RunFolder(folder.resolve().parent.parent).config
+    if base_model is None and settings.is_file():
+        base_model = read_config(settings).model.name
+    return folder, base_model

@@ -1,0 +1,109 @@
+"""Steps of a server on a GPU: CUDA graphs, with the host a few draws ahead.
+
+As `engine.cuda.ahead`, but with a graph for each kind of settings that are in use, and with ends that differ.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import torch
+
+from groupwise.engine.cuda.ahead import AHEAD, Issued
+from groupwise.engine.cuda.attention import padded
+from groupwise.engine.cuda.runner import GraphRunner, Room
+from groupwise.engine.live_scheduler import LiveScheduler
+from groupwise.engine.live_steps import reason_to_end
+from groupwise.engine.scheduler import Sequence
+from groupwise.engine.stopping import StopStrings
+from groupwise.invariants import check_finite
+from groupwise.model.policy import Policy
+from groupwise.records import Completion
+
+LARGEST_GROUP = 8
+"""Answers to one prompt that share a read of it."""
+
+
+class GraphSteps:
+    """The device moves each sequence on by itself; the host learns of it late."""
+
+    def __init__(self, policy: Policy, scheduler: LiveScheduler, end_tokens: frozenset[int]) -> None:
+        self.scheduler, self.end_tokens = scheduler, end_tokens
+        room = Room(
+            slots=len(scheduler.length),
+            blocks=scheduler.pool.count,
+            prompt_blocks=padded(scheduler.prompt_tables.shape[1], least=1),
+            own_blocks=padded(scheduler.tables.shape[1], least=1),
+            largest_group=LARGEST_GROUP,
+        )
+        self.runner = GraphRunner(policy, room, block_size=scheduler.pool.block_size)
+        self.known = np.zeros(len(scheduler.length), dtype=np.int64)
+        self._stop_strings = StopStrings(policy)
+        self._issued: deque[Issued] = deque()
+
+    def advance(self) -> list[tuple[Sequence, Completion]]:
+        scheduler = self.scheduler
+        scheduler.make_room()
+        moved = self._step() + self._join()
+        # Stop strings need text: then nobody runs ahead of it.
+        stops = any(scheduler.job_of(sequence).sampling.stop for sequence in scheduler.running)
+        ended: list[tuple[Sequence, Completion]] = []
+        while len(self._issued) > (AHEAD if moved and not stops else 0):
+            ended += self._take_in(self._issued.popleft())
+        return ended
+
+    def _step(self) -> int:
+        """Issue a token more for everyone who may have one to come; return how many."""
+        scheduler = self.scheduler
+        going = [s for s in scheduler.running if scheduler.length[s.slot] < scheduler.limit[s.slot]]
+        for sampling, indices in scheduler.by_settings(going).items():
+            slots = np.array([going[index].slot for index in indices])
+            self.runner.step(scheduler, slots, sampling)
+        self._issue(going)
+        return len(going)
+
+    def _join(self) -> int:
+        """Let waiting sequences start, and issue their first token."""
+        scheduler = self.scheduler
+        joined = scheduler.admit()
+        self.runner.prefill(list(dict.fromkeys(s.prefix for s in joined if s.prefix.logits_V is None)))
+        for sampling, indices in scheduler.by_settings(joined).items():
+            slots = np.array([joined[index].slot for index in indices])
+            prefixes = [joined[index].prefix for index in indices]
+            self.runner.join(scheduler, slots, prefixes, sampling)
+            self.known[slots] = 0
+        self._issue(joined)
+        return len(joined)
+
+    def _issue(self, sequences: list[Sequence]) -> None:
+        if not sequences:
+            return
+        scheduler = self.scheduler
+        slots = np.array([sequence.slot for sequence in sequences])
+        status, arrived = self.runner.status()
+        self._issued.append(Issued(slots, scheduler.length[slots], scheduler.tenant[slots], status, arrived))
+        scheduler.length[slots] += 1
+
+    def _take_in(self, issued: Issued) -> list[tuple[Sequence, Completion]]:
+        if issued.arrived is not None:
+            issued.arrived.synchronize()
+        scheduler = self.scheduler
+        still = scheduler.tenant[issued.slots] == issued.tenant
+        slots, at = issued.slots[still], issued.at[still]
+        tokens = issued.status[1].numpy()[slots]
+        logprobs, entropies = issued.status[2:].view(torch.float32).numpy()[:, slots]
+        check_finite("the entropy of the policy", float(entropies.sum()))
+        scheduler.tokens[slots, at] = tokens
+        scheduler.logprobs[slots, at] = logprobs
+        scheduler.entropies[slots, at] = entropies
+        self.known[slots] = at + 1
+        by_slot = {sequence.slot: sequence for sequence in scheduler.running}
+        ended: list[tuple[Sequence, Completion]] = []
+        for slot, length in zip(slots.tolist(), (at + 1).tolist(), strict=True):
+            sequence = by_slot[slot]
+            why = reason_to_end(scheduler, sequence, length, self.end_tokens, self._stop_strings)
+            if why is not None:
+                scheduler.length[slot] = length
+                ended.append((sequence, scheduler.finish(sequence, why)))
+        return ended

@@ -1,0 +1,168 @@
+"""Generation without end: requests join while others are under way, tokens are handed out as they come.
+
+The engine's parts, run by a thread of their own. What one request gets depends on nothing that runs beside it
+but rounding: its noise is its own, and a request starts only when the cache has room for all it may write, so
+nobody is ever made to start over.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+
+from groupwise.engine.blocks import BlockPool
+from groupwise.engine.engine import evaluating
+from groupwise.engine.live_scheduler import Job, LiveScheduler
+from groupwise.engine.live_steps import PlainSteps, Steps
+from groupwise.engine.scheduler import Sequence as Member
+from groupwise.model.policy import Policy
+from groupwise.records import Completion, Finish
+
+
+class Busy(Exception):
+    """As many requests wait as may wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What one member of a job wrote since it was last heard of."""
+
+    job: Job
+    member: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: Finish | None
+    """None: there is more to come."""
+
+
+class LiveEngine:
+    """Runs jobs as they are submitted; `deliver` is called from its thread, once a step, with what is new."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        slots: int,
+        context: int,
+        waiting: int,
+        deliver: Callable[[Sequence[News]], None],
+        failed: Callable[[BaseException], None],
+        block_size: int = 16,
+        kv_tokens: int | None = None,
+    ) -> None:
+        self.policy = policy
+        self.context = min(context, policy.context_length)
+        self.slots = slots
+        self.most_waiting = waiting
+        """Jobs that may wait for others to end."""
+        self._deliver, self._failed = deliver, failed
+        tokens = kv_tokens or slots * self.context
+        pool = BlockPool(
+            max(-(-tokens // block_size), -(-self.context // block_size) + 2), block_size=block_size
+        )
+        self.scheduler = LiveScheduler(slots=slots, pool=pool, context=self.context)
+        self._incoming: deque[Job] = deque()
+        self._cancelled: set[Job] = set()
+        self._sent: dict[Member, int] = {}
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="groupwise-engine", daemon=True)
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Sequences that run, and jobs that wait."""
+        return len(self.scheduler.running), len(self._incoming) + self.scheduler.waiting_jobs
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Let a job join; raises `Busy` when too many wait, ValueError when it can never run."""
+        self.scheduler.check(job)
+        with self._changed:
+            running, waiting = self.load
+            full = running + len(job.seeds) > self.slots or waiting > 0
+            if full and waiting >= self.most_waiting:
+                raise Busy
+            self._incoming.append(job)
+            self._changed.notify()
+
+    def cancel(self, job: Job) -> None:
+        """Stop a job that nobody listens to any more."""
+        with self._changed:
+            self._cancelled.add(job)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Stop, whatever is under way."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join(30)
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode(), evaluating(self.policy.model), ExitStack() as stack:
+                steps = self._steps(stack)
+                while self._take_in():
+                    self._deliver(self._news(steps))
+        except BaseException as error:
+            self._failed(error)
+            raise
+
+    def _steps(self, stack: ExitStack) -> Steps:
+        ends = self.policy.end_tokens
+        if self.policy.device.type == "cuda" and find_spec("triton") is not None:
+            from groupwise.engine.cuda.live import GraphSteps
+
+            graph = GraphSteps(self.policy, self.scheduler, ends)
+            if not graph.runner.fused:
+                stack.enter_context(self.policy.folded())
+            graph.runner.refresh()
+            return graph
+        plain = PlainSteps(self.policy, self.scheduler, ends)
+        stack.enter_context(plain.runner.ready())
+        return plain
+
+    def _take_in(self) -> bool:
+        """Wait until there is something to do; take in what came meanwhile. False: it is time to stop."""
+        with self._changed:
+            while not (self._closing or self._incoming or self._cancelled or self.scheduler.busy):
+                self._changed.wait()
+            while self._incoming:
+                self.scheduler.enter(self._incoming.popleft())
+            cancelled, self._cancelled = self._cancelled, set()
+        for job in cancelled:
+            for member in self.scheduler.drop(job):
+                self.scheduler.forget(member)
+                self._sent.pop(member, None)
+        return not self._closing
+
+    def _news(self, steps: Steps) -> list[News]:
+        """Run one step, and say what everyone wrote."""
+        if not self.scheduler.busy:
+            return []
+        ended = steps.advance()
+        news = [self._last_words(member, completion) for member, completion in ended]
+        for member in self.scheduler.running:
+            sent, known = self._sent.get(member, 0), int(steps.known[member.slot])
+            if known > sent:
+                self._sent[member] = known
+                tokens = self.scheduler.tokens[member.slot, sent:known].tolist()
+                logprobs = self.scheduler.logprobs[member.slot, sent:known].tolist()
+                job = self.scheduler.job_of(member)
+                news.append(News(job, member.member, tuple(tokens), tuple(logprobs), None))
+        return news
+
+    def _last_words(self, member: Member, completion: Completion) -> News:
+        sent, job = self._sent.pop(member, 0), self.scheduler.forget(member)
+        return News(
+            job, member.member, completion.tokens[sent:], completion.logprobs[sent:], completion.finish
+        )

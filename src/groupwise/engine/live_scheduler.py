@@ -1,0 +1,134 @@
+"""The scheduler of a server: requests come and go, and each has its own settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from groupwise.engine.blocks import BlockPool, Prefix
+from groupwise.engine.scheduler import Scheduler, Sequence
+from groupwise.records import Completion, Finish, Request, Sampling
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """A prompt with as many members as it has seeds, each answered with these settings."""
+
+    prompt: tuple[int, ...]
+    seeds: tuple[int, ...]
+    sampling: Sampling
+
+
+class LiveScheduler(Scheduler):
+    """Requests have numbers that are used again. A job starts when blocks are set aside for all of it."""
+
+    def __init__(self, *, slots: int, pool: BlockPool, context: int) -> None:
+        super().__init__([Request(prompt=(0,), seeds=(0,))], slots=slots, pool=pool, max_tokens=context)
+        self.waiting.clear()
+        self.context = context
+        # Every running sequence may be of a request of its own; jobs that wait have no number yet.
+        self.prompt_length = np.zeros(slots, dtype=np.int64)
+        self.prompt_tables = np.zeros((slots, pool.blocks_for(context)), dtype=np.int64)
+        self.limit = np.zeros(slots, dtype=np.int64)
+        """Tokens that each slot's sequence may write."""
+        self._jobs: dict[int, Job] = {}
+        self._queue: list[Job] = []
+        self._numbers = list(range(slots - 1, -1, -1))
+        self._unfinished: dict[int, int] = {}
+        """Members of each request that have not ended."""
+        self._owners: dict[Sequence, Job] = {}
+        self._reserved = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._queue or self.waiting or self.running)
+
+    @property
+    def waiting_jobs(self) -> int:
+        return len(self._queue)
+
+    def check(self, job: Job) -> None:
+        """Refuse a job that could never run."""
+        total = len(job.prompt) + job.sampling.max_tokens
+        if total > self.context:
+            raise ValueError(
+                f"{len(job.prompt)} tokens of prompt and {job.sampling.max_tokens} to come exceed the "
+                f"context of {self.context} tokens"
+            )
+        if len(job.seeds) > len(self.length) or self.need(job) > self.pool.count:
+            raise ValueError(f"n={len(job.seeds)} answers of that length do not fit at once")
+
+    def need(self, job: Job) -> int:
+        """Blocks that a job may come to use."""
+        own = self.pool.blocks_for(job.sampling.max_tokens)
+        return self.pool.blocks_for(len(job.prompt)) + len(job.seeds) * own
+
+    def enter(self, job: Job) -> None:
+        self._queue.append(job)
+
+    def admit(self) -> list[Sequence]:
+        """Start jobs, the longest waiting first, while slots and blocks last."""
+        while self._queue:
+            job = self._queue[0]
+            free = self.vacant - len(self.waiting)
+            if len(job.seeds) > free or self._reserved + self.need(job) > self.pool.count:
+                break
+            self._begin(self._queue.pop(0))
+        joined = super().admit()
+        for sequence in joined:
+            self.limit[sequence.slot] = self.job_of(sequence).sampling.max_tokens
+        return joined
+
+    def _begin(self, job: Job) -> None:
+        number = self._numbers.pop()
+        self._jobs[number], self._unfinished[number] = job, len(job.seeds)
+        self._reserved += self.need(job)
+        self.prompt_length[number] = len(job.prompt)
+        prefix = Prefix(tokens=job.prompt)
+        members = [Sequence(number, m, seed, prefix) for m, seed in enumerate(job.seeds)]
+        self._owners.update(dict.fromkeys(members, job))
+        self.waiting.extend(members)
+
+    def finish(self, sequence: Sequence, reason: Finish) -> Completion:
+        completion = super().finish(sequence, reason)
+        self._leave(sequence.request)
+        return completion
+
+    def _leave(self, number: int) -> None:
+        self._unfinished[number] -= 1
+        if not self._unfinished[number]:
+            self._reserved -= self.need(self._jobs.pop(number))
+            del self._unfinished[number]
+            self._numbers.append(number)
+
+    def drop(self, job: Job) -> list[Sequence]:
+        """Forget a job; returns those of its members that were running."""
+        self._queue = [waiting for waiting in self._queue if waiting is not job]
+        number = next((n for n, known in self._jobs.items() if known is job), None)
+        if number is None:
+            return []
+        running = [sequence for sequence in self.running if sequence.request == number]
+        for sequence in [sequence for sequence in self.waiting if sequence.request == number]:
+            self.waiting.remove(sequence)
+            self.forget(sequence)
+            self._leave(number)
+        for sequence in running:
+            self.finish(sequence, "length")
+        return running
+
+    def job_of(self, sequence: Sequence) -> Job:
+        """Whose member a sequence is, also when it has ended; until it is forgotten."""
+        return self._owners[sequence]
+
+    def forget(self, sequence: Sequence) -> Job:
+        return self._owners.pop(sequence)
+
+    def by_settings(self, sequences: SequenceOf[Sequence]) -> dict[Sampling, list[int]]:
+        """Which of these share the settings that a draw depends on, as indices."""
+        groups: dict[Sampling, list[int]] = {}
+        for index, sequence in enumerate(sequences):
+            drawn = replace(self.job_of(sequence).sampling, stop=(), max_tokens=self.context)
+            groups.setdefault(drawn, []).append(index)
+        return groups

@@ -1,0 +1,190 @@
+"""Prompts into the cache: packed, a pass of bounded size at a time, over what the cache has of them already.
+
+A prompt longer than a pass is computed in stretches, and one that continues a finished sequence takes over that
+one's keys and values and computes only what is new. Either way a stretch attends to itself and to what
+the cache holds before it: two attentions, merged.
+
+Axes: T tokens of the pass, S cached tokens before its stretches, H query heads, K key heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from groupwise.engine.blocks import History, Prefix
+from groupwise.engine.paged import KVCache
+from groupwise.model.attend import merge
+from groupwise.model.packed import Kind, Parts
+from groupwise.model.padded import PaddedAttention
+from groupwise.model.policy import Policy
+from groupwise.model.varlen import VarlenAttention, fits
+
+PREFILL_TOKENS = 8192
+"""Prompt tokens computed in one pass."""
+
+Forward = Callable[[Tensor, Tensor, "PrefillLayout"], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """The part of a prompt that one pass computes."""
+
+    prefix: Prefix
+    start: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+    @property
+    def complete(self) -> bool:
+        return self.end == len(self.prefix.tokens)
+
+
+class Prompts:
+    """Computes prompts, and leaves the next token's logits on each."""
+
+    def __init__(self, policy: Policy, cache: KVCache, *, forward: Forward) -> None:
+        self.policy = policy
+        self.cache = cache
+        self._forward = forward
+
+    def compute(self, prefixes: Sequence[Prefix]) -> None:
+        for _ in self.passes(prefixes):
+            pass
+
+    def passes(self, prefixes: Sequence[Prefix]) -> Iterator[None]:
+        """A pass each time it is asked for; a prompt that lost its blocks meanwhile is left out."""
+        for prefix in prefixes:
+            if prefix.history is not None and prefix.blocks:
+                self._take_over(prefix, prefix.history)
+        waiting = [prefix for prefix in prefixes if prefix.logits_V is None]
+        while stretches := next_pass(waiting):
+            self._pass(stretches)
+            waiting = [prefix for prefix in waiting if prefix.logits_V is None]
+            yield
+
+    def _take_over(self, prefix: Prefix, history: History) -> None:
+        """Copy what a finished sequence left, in a fraction of the time that computing it takes."""
+        prefix.history = None
+        if history.gone:
+            return
+        size = self.cache.block_size
+        left = [
+            places(history.prefix.blocks, size)[: len(history.prefix.tokens)],
+            places(history.blocks, size)[: history.length],
+        ]
+        prefix.done = len(left[0]) + len(left[1])
+        self.cache.copy(
+            self._move(np.concatenate(left)), self._move(places(prefix.blocks, size)[: prefix.done])
+        )
+        history.taken = True
+
+    def _pass(self, stretches: Sequence[Stretch]) -> None:
+        # Those with something before them come last: their part of the row also attends to the cache.
+        stretches = sorted(stretches, key=lambda stretch: stretch.start > 0)
+        tokens = np.concatenate([s.prefix.tokens[s.start : s.end] for s in stretches])
+        positions = np.concatenate([np.arange(s.start, s.end) for s in stretches])
+        layout = PrefillLayout.build(self.cache, stretches, device=self.policy.device)
+        hidden_TM = self._forward(self._move(tokens), self._move(positions), layout)
+        ends = np.cumsum([s.length for s in stretches]) - 1
+        complete = [s.complete for s in stretches]
+        for stretch in stretches:
+            stretch.prefix.done = stretch.end
+        if any(complete):
+            logits_PV = self.policy.logits(hidden_TM[self._move(ends[complete])])
+            finished = [s.prefix for s in stretches if s.complete]
+            for prefix, logits_V in zip(finished, logits_PV, strict=True):
+                prefix.logits_V = logits_V
+
+    def _move(self, array: NDArray[np.int64]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        if self.policy.device.type != "cuda":
+            return tensor
+        return tensor.pin_memory().to(self.policy.device, non_blocking=True)
+
+
+def next_pass(prefixes: Sequence[Prefix]) -> list[Stretch]:
+    """What of these prompts to compute next: whole ones while they fit, and long ones bit by bit."""
+    stretches: list[Stretch] = []
+    room = PREFILL_TOKENS
+    for prefix in prefixes:
+        if not prefix.blocks:
+            continue
+        needed = len(prefix.tokens) - prefix.done
+        if stretches and needed > room:
+            break
+        length = min(needed, room)
+        stretches.append(Stretch(prefix, prefix.done, prefix.done + length))
+        room -= length
+    return stretches
+
+
+def places(blocks: Sequence[int], size: int) -> NDArray[np.int64]:
+    """Where the tokens of these blocks lie, counted in tokens from the start of the pool."""
+    return (np.array(blocks, dtype=np.int64)[:, None] * size + np.arange(size)).flatten()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillLayout:
+    """Stretches as one packed row, their keys and values stored on the way."""
+
+    cache: KVCache
+    places: Tensor
+    lengths: NDArray[np.int64]
+    before: NDArray[np.int64]
+    """Cached tokens before each of the last stretches; the first ones begin their prompts."""
+    before_places: Tensor
+    device: torch.device
+    _parts: dict[Kind, Parts] = field(default_factory=dict)
+
+    @classmethod
+    def build(cls, cache: KVCache, stretches: Sequence[Stretch], *, device: torch.device) -> PrefillLayout:
+        table = [places(s.prefix.blocks, cache.block_size) for s in stretches]
+        own = [line[s.start : s.end] for line, s in zip(table, stretches, strict=True)]
+        before = [line[: s.start] for line, s in zip(table, stretches, strict=True) if s.start]
+        nothing = np.zeros(0, dtype=np.int64)
+        return cls(
+            cache=cache,
+            places=torch.from_numpy(np.concatenate(own)).to(device),
+            lengths=np.array([s.length for s in stretches], dtype=np.int64),
+            before=np.array([len(line) for line in before], dtype=np.int64),
+            before_places=torch.from_numpy(np.concatenate([nothing, *before])).to(device),
+            device=device,
+        )
+
+    def attend(self, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, *, layer: int, scale: float) -> Tensor:
+        q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (q_1HTD, k_1KTD, v_1KTD))
+        self.store(k_TKD, v_TKD, layer=layer)
+        return self.read(q_THD, k_TKD, v_TKD, layer=layer, scale=scale)[None]
+
+    def store(self, k_TKD: Tensor, v_TKD: Tensor, *, layer: int) -> None:
+        self.cache.write(layer, k_TKD, v_TKD, self.places)
+
+    def read(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, layer: int, scale: float) -> Tensor:
+        """Causal attention within each stretch, and to what the cache holds before it."""
+        within, across = self._attentions(VarlenAttention if fits(q_THD) else PaddedAttention)
+        output_THD, lse_TH = within.attend(q_THD, k_TKD, v_TKD, scale=scale)
+        if across is not None:
+            behind = slice(int(self.lengths[: -len(self.before)].sum()), None)
+            other = across.attend(q_THD[behind], *self.cache.rows(layer, self.before_places), scale=scale)
+            output_THD[behind], _ = merge((output_THD[behind], lse_TH[behind]), other)
+        return output_THD
+
+    def _attentions(self, kind: Kind) -> Parts:
+        """Built for the first layer and used by all."""
+        if kind not in self._parts:
+            within = kind.build(self.lengths, self.lengths, causal=True, device=self.device)
+            across = None
+            if len(self.before):
+                later = self.lengths[-len(self.before) :]
+                across = kind.build(later, self.before, causal=False, device=self.device)
+            self._parts[kind] = within, across
+        return self._parts[kind]

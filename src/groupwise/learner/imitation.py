@@ -1,0 +1,105 @@
+"""From demonstrations to trained tokens: the answers, each with its end token, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from groupwise.errors import ConfigError
+from groupwise.learner.supervised import masked_sample
+from groupwise.model.policy import Policy
+from groupwise.records import Message, Sample
+from groupwise.tasks.demonstrations import Demonstration
+
+
+def to_samples(policy: Policy, demonstrations: Sequence[Demonstration], *, longest: int) -> list[Sample]:
+    """Encode demonstrations, without those of more than `longest` tokens; equal prompts are shared."""
+    samples: list[Sample] = []
+    groups: dict[tuple[int, ...], int] = {}
+    for demonstration in demonstrations:
+        tokens, trained = encode(policy, demonstration)
+        if len(tokens) > longest or not any(trained):
+            continue
+        prefix = tokens[: trained.index(True)]
+        samples.append(masked_sample(tokens, trained, group=groups.setdefault(prefix, len(groups))))
+    return samples
+
+
+def encode(policy: Policy, demonstration: Demonstration) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    """Return a demonstration's tokens, and which of them are trained.
+
+    A prompt is encoded as generation encodes it, and each answer apart from what precedes it: the ids
+    that are trained are ids that can be sampled.
+    """
+    if isinstance(demonstration.completion, tuple):
+        return joined(policy, list(stretches(policy, demonstration)))
+    prompt = policy.encode(demonstration.prompt)
+    sampled = demonstration.sampled
+    if sampled is not None and sampled.tokens[: sampled.prompt_length] == prompt:
+        return sampled.tokens, sampled.trained
+    answer = (*text_tokens(policy, demonstration.completion), end_token(policy))
+    return (*prompt, *answer), (False,) * len(prompt) + (True,) * len(answer)
+
+
+def stretches(policy: Policy, demonstration: Demonstration) -> Iterator[tuple[str, bool]]:
+    """Yield the chat as text, in turns: what the policy is given (False), what it is to write (True).
+
+    A template that writes an answer differently once more messages follow (many drop its thinking) makes
+    earlier answers impossible to imitate in one sequence: they are then given, and the last is imitated.
+    """
+    if policy.tokenizer.chat_template is None:
+        raise ConfigError(
+            "the model has no chat template: give prompt and completion as text instead of messages"
+        )
+    assert not isinstance(demonstration.completion, str)
+    prompt = demonstration.prompt
+    given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    messages = [*given, *demonstration.completion]
+    whole = render(policy, demonstration, messages)
+    ending = policy.tokenizer.eos_token or ""
+    done = 0
+    for index in range(len(given), len(messages)):
+        if messages[index]["role"] != "assistant":
+            continue
+        before = render(policy, demonstration, messages[:index], asking=True)
+        after = render(policy, demonstration, messages[: index + 1])
+        ends = bool(ending) and after.rfind(ending) >= len(before)
+        stop = after.rfind(ending) + len(ending) if ends else len(after)
+        fits = len(before) >= done and after.startswith(before) and whole.startswith(after[:stop])
+        if fits and (ends or index == len(messages) - 1):
+            yield whole[done : len(before)], False
+            yield whole[len(before) : stop], True
+            done = stop
+
+
+def joined(policy: Policy, turns: Sequence[tuple[str, bool]]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    tokens: list[int] = []
+    trained: list[bool] = []
+    for text, imitated in turns:
+        ids = text_tokens(policy, text)
+        if imitated and (not ids or ids[-1] not in policy.end_tokens):
+            ids = (*ids, end_token(policy))
+        tokens += ids
+        trained += [imitated] * len(ids)
+    return tuple(tokens), tuple(trained)
+
+
+def render(
+    policy: Policy, demonstration: Demonstration, messages: Sequence[Message], *, asking: bool = False
+) -> str:
+    options: dict[str, Any] = {"tools": list(demonstration.tools)} if demonstration.tools else {}
+    text: str = policy.tokenizer.apply_chat_template(
+        list(messages), tokenize=False, add_generation_prompt=asking, **options
+    )
+    return text
+
+
+def text_tokens(policy: Policy, text: str) -> tuple[int, ...]:
+    return tuple(policy.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def end_token(policy: Policy) -> int:
+    token = policy.tokenizer.eos_token_id
+    if token is None:
+        raise ConfigError("the model's tokenizer names no end token (eos_token): answers could never end")
+    return int(token)

@@ -1,0 +1,93 @@
+"""Adapters on a model (PEFT): putting them there, and the plain weight that a layer with them amounts to.
+
+Axes: O outputs, I inputs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from groupwise.config.model import LoraConfig
+from groupwise.errors import ConfigError
+from groupwise.model.quantized import plain_weight
+from groupwise.model.source import first_line
+
+
+def with_adapter(model: Any, lora: LoraConfig, trained: Path | None) -> Any:
+    """Return the model with fresh adapters, or with those in the folder `trained`."""
+    import peft
+
+    assert lora.r, "without a rank there are no adapters"
+    if trained is not None:
+        return peft.PeftModel.from_pretrained(model, str(trained), is_trainable=True)
+    refuse_ends(model, lora)
+    targets: str | list[str] = "all-linear" if lora.targets == ("all-linear",) else list(lora.targets)
+    settings = peft.LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+        modules_to_save=list(lora.modules_to_save) or None,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return peft.get_peft_model(model, settings)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"lora.targets {list(lora.targets)}: {first_line(error)}") from error
+
+
+def refuse_ends(model: Any, lora: LoraConfig) -> None:
+    """Refuse adapters on the embeddings or the output layer, modules that are not there, and one end of two.
+
+    The two ends of most models are one matrix, of which half a copy would be trained.
+    """
+    last = {name: name.rpartition(".")[2] for name, _ in model.named_modules()}
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    end_names = {last[name] for name, module in model.named_modules() if module in ends}
+    if end_names & {target.rpartition(".")[2] for target in lora.targets}:
+        raise ConfigError(
+            "lora.targets must leave the embeddings and the output layer alone; all-linear does"
+        )
+    for name in lora.modules_to_save:
+        if name not in last.values() and name not in last:
+            raise ConfigError(f"lora.modules_to_save: the model has no module called {name}")
+    saved = {name.rpartition(".")[2] for name in lora.modules_to_save}
+    if saved & end_names and getattr(model.config, "tie_word_embeddings", False):
+        raise ConfigError(
+            "lora.modules_to_save: this model's embeddings and output layer are one matrix, which cannot be "
+            "trained beside adapters; train every weight with lora.r=0"
+        )
+
+
+def is_adapted(layer: Any) -> bool:
+    return hasattr(layer, "get_delta_weight")
+
+
+def base_of(layer: Any) -> Any:
+    """The linear layer under the adapters, if there are any."""
+    return layer.get_base_layer() if is_adapted(layer) else layer
+
+
+@torch.no_grad()
+def effective_weight(layer: Any) -> Tensor:
+    """The weight_OI that computes what a layer computes with its adapters, added up in float32.
+
+    DoRA gives each row of W + BA the length that it learned for it.
+    """
+    weight_OI = plain_weight(base_of(layer))
+    if not is_adapted(layer) or layer.disable_adapters:
+        return weight_OI
+    whole_OI = weight_OI.float()
+    for name in layer.active_adapters:
+        whole_OI = whole_OI + layer.get_delta_weight(name).float()
+    for name in layer.active_adapters:
+        if name in layer.lora_magnitude_vector:
+            lengths_O = layer.lora_magnitude_vector[name].weight.float()
+            whole_OI = whole_OI * (lengths_O / torch.linalg.vector_norm(whole_OI, dim=1))[:, None]
+    return whole_OI

@@ -1,0 +1,128 @@
+"""Chat templates with tools: what the policy reads before its turn, and between two turns.
+
+A conversation is never rendered anew: its stream of tokens only grows. What the template would put
+between two turns of the assistant is cut out of a rendering of a small stand-in conversation, once
+for each reply of the tools, and appended. `first_difference` tells whether the stream that grows this
+way is the one that the template gives for the whole conversation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from groupwise.errors import ConfigError
+from groupwise.records import Message
+
+TOOLS_TEXT = (
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{tools}\n</tools>\n\n"
+    "For each function call, return a json object with function name and arguments within "
+    "<tool_call></tool_call> XML tags:\n"
+    '<tool_call>\n{{"name": <function-name>, "arguments": <args-json-object>}}\n</tool_call>'
+)
+"""The Hermes form, for a template that knows nothing of tools."""
+STAND_IN = "stand-in turn of the assistant"
+
+
+def knows_tools(tokenizer: Any) -> bool:
+    """Tell whether the template itself presents tools and their results."""
+    template = tokenizer.chat_template
+    text = template if isinstance(template, str) else json.dumps(template)
+    return "tools" in text and "tool" in text.replace("tools", "")
+
+
+def render(
+    tokenizer: Any, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), more: bool = True
+) -> str:
+    """Return the conversation as text. `more`: the assistant's turn, begun or not, comes next."""
+    prefilled = more and bool(messages) and messages[-1]["role"] == "assistant"
+    shown: list[Message] = list(messages)
+    extra: dict[str, Any] = {}
+    if tools and knows_tools(tokenizer):
+        extra["tools"] = list(tools)
+    elif tools:
+        shown = with_tools_text(shown, tools)
+    if not knows_tools(tokenizer):
+        shown = as_user_turns(shown)
+    text: str = tokenizer.apply_chat_template(
+        shown,
+        tokenize=False,
+        add_generation_prompt=more and not prefilled,
+        continue_final_message=prefilled,
+        **extra,
+    )
+    return text
+
+
+def with_tools_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Present the tools at the end of the system message."""
+    text = TOOLS_TEXT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    if messages and messages[0]["role"] == "system":
+        system = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
+        return [system, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def as_user_turns(messages: Sequence[Message]) -> list[Message]:
+    """Put neighbouring tool results into one message of the user's."""
+    shown: list[Message] = []
+    for number, message in enumerate(messages):
+        if message["role"] != "tool":
+            shown.append(message)
+            continue
+        text = f"<tool_response>\n{message['content']}\n</tool_response>"
+        if number and messages[number - 1]["role"] == "tool":
+            shown[-1] = {"role": "user", "content": f"{shown[-1]['content']}\n{text}"}
+        else:
+            shown.append({"role": "user", "content": text})
+    return shown
+
+
+def between_turns(tokenizer: Any, results: Sequence[str], *, prefill: str = "") -> str:
+    """Return what follows a turn's end token, up to where the next turn begins: the results, and the glue."""
+    messages: list[Message] = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": STAND_IN},
+        *({"role": "tool", "name": "tool", "content": result} for result in results),
+    ]
+    tail = render(tokenizer, messages).rpartition(STAND_IN)[2]
+    end: str = tokenizer.eos_token
+    if not tail.startswith(end):
+        raise ConfigError(
+            f"the chat template ends a turn of the assistant with {tail[:20]!r} and not with the end token {end!r}: "
+            "tools cannot be used with it"
+        )
+    return tail.removeprefix(end) + prefill
+
+
+def first_difference(tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] = ()) -> str | None:
+    """Return where the stream that grows turn by turn leaves the template's rendering of the whole, or None.
+
+    The conversation has thinking, two calls in a turn, and a second turn of calls.
+    """
+    opening: list[Message] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hm?"}]
+    call = '<tool_call>\n{"name": "search", "arguments": {"query": "a"}}\n</tool_call>'
+    turns = [f"<think>\nOne.\n</think>\n\n{call}\n{call}", f"<think>\nTwo.\n</think>\n\n{call}", "It is so."]
+    results = [["first", "second"], ["third"]]
+    grown = render(tokenizer, opening, tools=tools)
+    tokens = list(tokenizer(grown, add_special_tokens=False)["input_ids"])
+    messages = list(opening)
+    for number, turn in enumerate(turns):
+        written = turn + tokenizer.eos_token
+        messages.append({"role": "assistant", "content": turn})
+        if number < len(results):
+            written += between_turns(tokenizer, results[number])
+            messages += [{"role": "tool", "name": "search", "content": text} for text in results[number]]
+        grown += written
+        tokens += tokenizer(written, add_special_tokens=False)["input_ids"]
+    whole = render(tokenizer, messages, tools=tools, more=False)
+    if not whole.startswith(grown):
+        at = next((i for i, (a, b) in enumerate(zip(grown, whole, strict=False)) if a != b), len(whole))
+        return f"at character {at}: turn by turn {grown[at - 20 : at + 40]!r}, at once {whole[at - 20 : at + 40]!r}"
+    at_once = list(tokenizer(whole[: len(grown)], add_special_tokens=False)["input_ids"])
+    if at_once != tokens:
+        at = next((i for i, (a, b) in enumerate(zip(tokens, at_once, strict=False)) if a != b), len(at_once))
+        return f"at token {at}: turn by turn {tokens[at : at + 5]}, at once {at_once[at : at + 5]}"
+    return None

@@ -1,0 +1,158 @@
+"""Rollouts of several turns: while some wait for their tools, the engine goes on with the others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from groupwise.errors import RolloutError
+from groupwise.records import Call, Completion, Message, Request, Sampling, Turn
+from groupwise.rollout.calls import Wish, read_calls
+from groupwise.rollout.stream import Stream
+from groupwise.rollout.toolbox import Toolbox
+
+
+class ToolCodec(Protocol):
+    """Between text and tokens, for conversations with tools."""
+
+    end_tokens: frozenset[int]
+
+    def encode(
+        self, prompt: str | Sequence[Message], *, tools: Sequence[dict[str, object]] = ()
+    ) -> tuple[int, ...]: ...
+
+    def encode_results(self, results: Sequence[str], *, prefill: str, ended: bool) -> tuple[int, ...]: ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How far a conversation may go."""
+
+    turns: int
+    """Of the policy."""
+    calls: int
+    tokens: int
+    """Behind the prompt in all, those of tools and template included."""
+
+
+@dataclass(slots=True)
+class Conversations:
+    """Every rollout under way: takes in what the engine finished, hands out the turns that come next.
+
+    Turns without calls end a rollout, and so do the limits; then the stream ends in what the policy
+    wrote. Nothing that happened is drawn again: a call that fails is answered with what went wrong.
+    """
+
+    streams: list[list[Stream]]
+    """By request and member, as they were given to the engine."""
+    seed: Callable[[int, int, int], int]
+    """Of (request, member, turn)."""
+    toolbox: Toolbox
+    codec: ToolCodec
+    limits: Limits
+    sampling: Sampling
+    overlap: bool
+    """Tools run in threads beside the engine, and their order is the clock's; or between two of its steps."""
+    _followed: list[tuple[int, int]] = field(default_factory=list)
+    """The request and member behind each turn handed out."""
+    _last: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    """The engine's own numbers of each one's last turn."""
+    _ready: list[Request] = field(default_factory=list)
+    _running: dict[tuple[int, int], tuple[float, list[Wish]]] = field(default_factory=dict)
+    """Calls in threads: since when, and which."""
+    _arrived: SimpleQueue[tuple[tuple[int, int], tuple[Call, ...] | RolloutError]] = field(
+        default_factory=SimpleQueue
+    )
+
+    def finished(self, request: int, member: int, completion: Completion) -> None:
+        """Take in one turn."""
+        first = len(self.streams)
+        which = (request, member) if request < first else self._followed[request - first]
+        self._last[which] = (request, member)
+        stream = self.streams[which[0]][which[1]]
+        stream.wrote(completion)
+        text = self.codec.decode(completion.tokens)
+        wishes = read_calls(text) if completion.finish != "length" else []
+        stream.turns.append(Turn(text=text))
+        if not wishes or len(stream.turns) >= self.limits.turns:
+            return
+        if self.overlap:
+            self._running[which] = (time.monotonic(), wishes)
+            threading.Thread(target=self._work, args=(which, wishes), daemon=True).start()
+        else:
+            self._take(which, self._answer(which, wishes))
+
+    @property
+    def waiting(self) -> bool:
+        """Whether tools are still at work."""
+        return bool(self._running)
+
+    def ready(self, *, wait: bool) -> list[Request]:
+        """Return the turns that can begin. With `wait`, none means that every rollout has ended."""
+        self._collect(wait=wait and not self._ready)
+        ready, self._ready = self._ready, []
+        return ready
+
+    def _answer(self, which: tuple[int, int], wishes: Sequence[Wish]) -> tuple[Call, ...] | RolloutError:
+        stream = self.streams[which[0]][which[1]]
+        try:
+            return self.toolbox.answer(wishes, allowed=self.limits.calls - stream.calls)
+        except RolloutError as error:
+            return error
+
+    def _work(self, which: tuple[int, int], wishes: Sequence[Wish]) -> None:
+        self._arrived.put((which, self._answer(which, wishes)))
+
+    def _collect(self, *, wait: bool) -> None:
+        """Take in what threads have answered, waiting for the first answer, or the end of its time, if asked to."""
+        while self._running:
+            since, wishes = next(iter(self._running.values()))
+            left = since + self.toolbox.seconds_each * len(wishes) - time.monotonic()
+            try:
+                which, calls = self._arrived.get(block=wait and left > 0, timeout=max(left, 0.001))
+            except Empty:
+                if left > 0 and not wait:
+                    return
+                if left <= 0:
+                    which, (_, late) = next(iter(self._running.items()))
+                    del self._running[which]
+                    self._take(which, self.toolbox.timed_out(late))
+                    wait = False
+                continue
+            if self._running.pop(which, None) is not None:  # else it comes too late: its time was up
+                self._take(which, calls)
+                wait = False
+
+    def _take(self, which: tuple[int, int], calls: tuple[Call, ...] | RolloutError) -> None:
+        """Append the results and make the next turn, if there is room for one."""
+        stream = self.streams[which[0]][which[1]]
+        if isinstance(calls, RolloutError):
+            stream.error = f"tool: {calls}"
+            return
+        turn = stream.turns[-1]
+        stream.turns[-1] = Turn(text=turn.text, calls=calls)
+        results = self.codec.encode_results(
+            [call.result for call in calls], prefill=prefill_of(stream.given), ended=stream.finish == "end"
+        )
+        room = self.limits.tokens - len(stream.tokens) - len(results)
+        if room < self.sampling.max_tokens:
+            stream.finish = "length"
+            return
+        stream.read(results)
+        self._followed.append(which)
+        seed = self.seed(*which, len(stream.turns))
+        prompt = (*stream.prompt, *stream.tokens)
+        self._ready.append(Request(prompt=prompt, seeds=(seed,), continues=self._last[which]))
+
+
+def prefill_of(prompt: Sequence[Message] | str) -> str:
+    """What the task has begun the reply with; every later turn begins with it too."""
+    if isinstance(prompt, str) or prompt[-1]["role"] != "assistant":
+        return ""
+    return str(prompt[-1]["content"])

@@ -1,0 +1,111 @@
+"""Making the calls of a turn: each answered, refused or timed out, never lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from groupwise.errors import ConfigError, RolloutError
+from groupwise.records import Call
+from groupwise.rewards.time_limit import TimeLimitReached, time_limit
+from groupwise.rollout.calls import Wish
+from groupwise.rollout.tools import Found, Tool, tool_of
+
+
+@dataclass(slots=True)
+class Toolbox:
+    """The tools of a task, and the time that they took."""
+
+    tools: Mapping[str, Tool]
+    seconds_each: float
+    """Time limit of one call."""
+    characters: int
+    """Longest result that the policy is shown."""
+    seconds: float = 0.0
+    """Spent in tools, by every rollout."""
+
+    @classmethod
+    def of(cls, functions: Sequence[Callable[..., Any]], *, seconds: float, characters: int) -> Toolbox:
+        tools = [tool_of(function) for function in functions]
+        named = {tool.name: tool for tool in tools}
+        if len(named) < len(tools):
+            raise ConfigError(f"two tools have the same name: {', '.join(tool.name for tool in tools)}")
+        return cls(named, seconds, characters)
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        return [tool.schema for tool in self.tools.values()]
+
+    @property
+    def asynchronous(self) -> bool:
+        return any(tool.asynchronous for tool in self.tools.values())
+
+    def seconds_since_asked(self) -> float:
+        """Return the time spent in tools since this was last asked."""
+        spent, self.seconds = self.seconds, 0.0
+        return spent
+
+    def answer(self, wishes: Sequence[Wish], *, allowed: int) -> tuple[Call, ...]:
+        """Make the calls of one turn, at most `allowed` of them."""
+        started = time.perf_counter()
+        calls = tuple(
+            self._make(wish)
+            if number < allowed
+            else refused(wish, "no more calls are allowed; answer with what you have")
+            for number, wish in enumerate(wishes)
+        )
+        self.seconds += time.perf_counter() - started
+        return calls
+
+    def timed_out(self, wishes: Sequence[Wish]) -> tuple[Call, ...]:
+        """The calls of a turn whose tools did not come back in time."""
+        return tuple(
+            refused(wish, f"{wish.name} took longer than {self.seconds_each:g} s") for wish in wishes
+        )
+
+    def _make(self, wish: Wish) -> Call:
+        if wish.error is not None:
+            return refused(wish, wish.error)
+        tool = self.tools.get(wish.name)
+        if tool is None:
+            return refused(wish, f"there is no tool {wish.name!r}, only {', '.join(self.tools)}")
+        problem = tool.refusal(wish.arguments)
+        if problem is not None:
+            return refused(wish, problem)
+        try:
+            answer = self._run(tool, wish.arguments)
+        except (TimeLimitReached, TimeoutError):
+            return refused(wish, f"{tool.name} took longer than {self.seconds_each:g} s")
+        except RolloutError:
+            raise
+        except Exception as error:
+            return refused(
+                wish, f"{tool.name}: {error}" if str(error) else f"{tool.name}: {type(error).__name__}"
+            )
+        found = answer.names if isinstance(answer, Found) else ()
+        text = shown(answer)
+        if len(text) > self.characters:
+            text = text[: self.characters] + " …"
+        return Call(name=wish.name, arguments=wish.arguments, result=text, found=found)
+
+    def _run(self, tool: Tool, arguments: Mapping[str, Any]) -> Any:
+        if tool.asynchronous:
+            return asyncio.run(asyncio.wait_for(tool.function(**arguments), self.seconds_each))
+        with time_limit(self.seconds_each):
+            return tool.function(**arguments)
+
+
+def refused(wish: Wish, sentence: str) -> Call:
+    """A call that was not answered, and what the policy is told instead."""
+    return Call(name=wish.name, arguments=wish.arguments, result=f"Error: {sentence}.", error=sentence)
+
+
+def shown(answer: Any) -> str:
+    """What the policy reads of a tool's answer."""
+    if isinstance(answer, Found):
+        return answer.text
+    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)

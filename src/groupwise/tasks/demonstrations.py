@@ -1,0 +1,261 @@
+"""What a warm start imitates: rows of a file, worked answers of a task, or a run's own best answers."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from groupwise.config import read_config
+from groupwise.config.sections import NO_TASK, Config, TaskConfig
+from groupwise.errors import ConfigError
+from groupwise.records import Example, Message
+from groupwise.tasks.examples import load_examples
+from groupwise.tasks.load import load_task
+from groupwise.tasks.split import Split, split_rows
+from groupwise.tasks.task import Prompt, Task, is_prompt
+from groupwise.tasks.verify import gold_of
+from groupwise.tracking.rollouts import read_rollouts
+from groupwise.tracking.run_folder import RunFolder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTokens:
+    """An answer as it was sampled: training on these ids leaves nothing to a tokenizer's second thoughts."""
+
+    tokens: tuple[int, ...]
+    trained: tuple[bool, ...]
+    prompt_length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstration:
+    """A prompt and what to answer."""
+
+    prompt: Prompt
+    completion: str | tuple[Message, ...]
+    """Text that continues the prompt; or the messages that follow it, each of the assistant's imitated."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Descriptions of the tools that the chat template shows."""
+    sampled: SampledTokens | None = None
+
+
+Make = Callable[[Example, random.Random], Demonstration | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstrations:
+    """A cursor through demonstrations, and those kept back to measure the loss on."""
+
+    split: Split
+    make: Make
+    seed: int
+    dropped: int = 0
+    """Rows left out because they ask what a held-out example asks."""
+
+    def take(self, cursor: int, count: int) -> tuple[list[Demonstration], int]:
+        """Return the next `count` demonstrations and the cursor after them."""
+        taken: list[Demonstration] = []
+        while len(taken) < count:
+            example = self.split.at(cursor)
+            # The noise belongs to the position, so a checkpoint needs no random state.
+            made = self.make(example, random.Random(f"demonstration {self.seed} {cursor}"))
+            taken += [] if made is None else [made]
+            cursor += 1
+        return taken, cursor
+
+    def held_out(self) -> list[Demonstration]:
+        made = (
+            self.make(example, random.Random(f"held out {example.fingerprint}"))
+            for example in self.split.held_out
+        )
+        return [demonstration for demonstration in made if demonstration is not None]
+
+    def steps_for(self, epochs: int, *, batch: int) -> int:
+        """Steps in which every demonstration is seen `epochs` times."""
+        if self.split.size is None:
+            raise ConfigError("sft.passes: the task makes examples without end; give run.max_steps")
+        return max(1, -(-epochs * self.split.size // batch))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A warm start, settled before a model loads."""
+
+    config: Config
+    task: Task | None
+    """Whose answers to imitate, unless rows say; and what accuracy to measure."""
+    demonstrations: Demonstrations
+
+    @property
+    def title(self) -> str:
+        """What to call it: after its data, else after its task."""
+        if self.config.sft.data is not None:
+            return Path(self.config.sft.data).name.partition(".")[0]
+        assert self.task is not None, "without data, a task says what to imitate"
+        return self.task.name
+
+
+def plan_warm_start(config: Config, *, task: Task | None = None) -> Plan:
+    """Settle what to imitate and for how long."""
+    if config.sft.from_run is not None and config.task.name == NO_TASK:
+        # The run's own task says which of its prompts are held out, and measures what imitation is worth.
+        own = read_config(RunFolder.open(config.sft.from_run).config).task
+        same = {key: getattr(own, key) for key in ("name", "data", "columns", "test_data", "options")}
+        config = replace(config, task=replace(config.task, **same))
+    config = config.resolve()
+    if task is None and config.task.name != NO_TASK:
+        task = load_task(config.task)
+    if task is None and config.sft.data is None:
+        raise ConfigError("say what to imitate: --data FILE, --from-run RUN, or --task NAME")
+    demonstrations = demonstrations_for(config, task)
+    if config.sft.passes is not None:
+        steps = demonstrations.steps_for(config.sft.passes, batch=config.sft.batch)
+        config = replace(config, run=replace(config.run, max_steps=steps))
+    return Plan(config=config, task=task, demonstrations=demonstrations)
+
+
+def demonstrations_for(config: Config, task: Task | None) -> Demonstrations:
+    """Return what the configuration says to imitate."""
+    held_out = set() if task is None else {str(task.ask(e)) for e in held_out_of(config, task)}
+    if config.sft.from_run is not None:
+        rows = best_answers(config)
+        return of_rows(rows, config=config, held_out=held_out, from_rollout=True)
+    if config.sft.data is not None:
+        rows = load_examples(config.sft.data)
+        check_rows(rows, source=config.sft.data)
+        return of_rows(rows, config=config, held_out=held_out, from_rollout=False)
+    assert task is not None, "without data, a task says what to imitate"
+    return of_task(task, config=config)
+
+
+def held_out_of(config: Config, task: Task) -> tuple[Example, ...]:
+    return task.split(config.task, config.run.seed).held_out
+
+
+def of_task(task: Task, *, config: Config) -> Demonstrations:
+    """Worked answers to the task's training examples, or its golds where it has no others."""
+
+    def make(example: Example, rng: random.Random) -> Demonstration | None:
+        answer = gold_of(task, example) if task.worked is None else task.worked(example, rng)
+        return None if answer is None else Demonstration(prompt=task.ask(example), completion=answer)
+
+    split = task.split(config.task, config.run.seed)
+    probe = Demonstrations(split=split, make=make, seed=config.run.seed)
+    tries = [make(split.at(position), random.Random(position)) for position in range(64)]
+    if not any(tries):
+        raise ConfigError(f"task {task.name}: none of its first 64 examples has a worked answer")
+    return probe
+
+
+def of_rows(
+    rows: Sequence[Example], *, config: Config, held_out: set[str], from_rollout: bool
+) -> Demonstrations:
+    """Demonstrations that the rows hold, without those that ask what evaluation will ask."""
+    make = of_rollout if from_rollout else of_row
+    kept = [row for row in rows if str(make(row).prompt) not in held_out]
+    if not kept:
+        raise ConfigError("no demonstration is left: each asks what a held-out example asks")
+    # Answers to one prompt would lie on both sides of a split by rows.
+    settings = TaskConfig(held_out=0 if from_rollout else config.task.held_out)
+    split = split_rows(kept, held_out=None, config=settings, seed=config.run.seed)
+    return Demonstrations(
+        split=split,
+        make=lambda example, _: make(example),
+        seed=config.run.seed,
+        dropped=len(rows) - len(kept) + split.dropped,
+    )
+
+
+# Rows of a file
+
+
+def check_rows(rows: Sequence[Example], *, source: str) -> None:
+    """Refuse a row that is no demonstration, with its number."""
+    for number, row in enumerate(rows, start=1):
+        fault = fault_in(row)
+        if fault is not None:
+            raise ConfigError(f"{source}, row {number}: {fault}")
+
+
+def fault_in(row: Example) -> str | None:
+    if "messages" in row:
+        if not is_prompt(row["messages"]) or isinstance(row["messages"], str):
+            return "messages must be a list of messages with role and content"
+        roles = [message["role"] for message in row["messages"]]
+        if roles[-1] != "assistant" or roles[0] == "assistant":
+            return "messages must begin with the user's (or the system's) and end with the assistant's"
+        return None
+    if not {"prompt", "completion"} <= row.keys():
+        return f"a demonstration has the columns prompt and completion, or messages; this has {sorted(row)}"
+    if not is_prompt(row["prompt"]):
+        return "prompt must be text, or messages with role and content"
+    if not is_prompt(row["completion"]):
+        return "completion must be text, or messages with role and content"
+    return None
+
+
+def of_row(row: Example) -> Demonstration:
+    """Read a checked row; of a chat, the prompt is what precedes the assistant's first message."""
+    tools = row.get("tools") or ()
+    if "messages" in row:
+        messages = [without_nulls(message) for message in row["messages"]]
+        first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        return Demonstration(prompt=messages[:first], completion=tuple(messages[first:]), tools=tools)
+    prompt, completion = row["prompt"], row["completion"]
+    if not isinstance(prompt, str):
+        prompt = [without_nulls(message) for message in prompt]
+    if not isinstance(completion, str):
+        completion = tuple(without_nulls(message) for message in completion)
+    return Demonstration(prompt=prompt, completion=completion, tools=tools)
+
+
+def without_nulls(message: Mapping[str, Any]) -> Message:
+    """Parquet gives every message every key; templates ask whether a key is there."""
+    return {key: value for key, value in message.items() if value is not None or key == "content"}
+
+
+# A run's best answers
+
+
+def best_answers(config: Config) -> list[Example]:
+    """Rejection sampling: of each prompt's recorded answers the best few, if they are good enough.
+
+    Good enough is a reward of `sft.min_reward`, by default the highest that any answer of the run got. An
+    answer that failed or was cut off never is. Of equal ones the later is taken: the policy was better then.
+    """
+    assert config.sft.from_run is not None
+    run = RunFolder.open(config.sft.from_run)
+    paths = sorted(run.rollouts.glob("step-*.parquet"))
+    rows = [row for path in paths for row in read_rollouts(path)]
+    ended = [row for row in rows if row["error"] is None and row["finish"] != "length"]
+    if not ended:
+        raise ConfigError(f"{run.path} has no recorded answer that came to its end: nothing to imitate")
+    best = max(row["reward"] for row in ended)
+    least = best if config.sft.min_reward is None else config.sft.min_reward
+    good = sorted((row for row in ended if row["reward"] >= least), key=lambda r: (-r["reward"], -r["step"]))
+    if not good:
+        raise ConfigError(f"no answer in {run.path} has a reward of {least:g}; the best has {best:g}")
+    chosen: list[Example] = []
+    count: Counter[str] = Counter()
+    seen: set[tuple[str, str]] = set()
+    for row in good:
+        prompt = str(row["prompt"])
+        if count[prompt] < config.sft.per_prompt and (prompt, row["text"]) not in seen:
+            count[prompt] += 1
+            seen.add((prompt, row["text"]))
+            chosen.append(Example({key: row[key] for key in ROLLOUT_COLUMNS}))
+    return chosen
+
+
+ROLLOUT_COLUMNS = ("prompt", "text", "tokens", "trained", "prompt_length")
+
+
+def of_rollout(row: Example) -> Demonstration:
+    sampled = SampledTokens(
+        tokens=tuple(row["tokens"]), trained=tuple(row["trained"]), prompt_length=row["prompt_length"]
+    )
+    return Demonstration(prompt=row["prompt"], completion=row["text"], sampled=sampled)

@@ -1,0 +1,111 @@
+"""Search, read, answer: questions of one to three hops about an invented world, with a search tool."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from groupwise.errors import ConfigError
+from groupwise.records import Example, Message, Rollout
+from groupwise.rewards.agent import mrr, thinks_every_turn
+from groupwise.rewards.tags import final_answer
+from groupwise.rollout.tools import Found
+from groupwise.tasks.search_world import QUESTIONS, World, make_world
+from groupwise.tasks.task import Task
+
+SYSTEM = (
+    "You answer questions about people, towns and companies. You know none of them: search, one step at a time. "
+    "Think in <think> </think> tags before each search and before the answer. "
+    "Give the answer in <answer> </answer> tags."
+)
+RESULTS = 3
+"""Documents that a search returns."""
+
+
+def search_qa(*, world: int = 0, people: int = 480, hops: Sequence[int] = (1, 2, 3)) -> Task:
+    """Answer questions by searching, of one hop and more, in a generated world: endless, offline.
+
+    `world`: which one, by number; `people`: how many live in it; `hops`: how many searches questions take.
+    """
+    if not 40 <= people <= 2304:
+        raise ConfigError(f"search_qa: people must lie between 40 and 2304; got {people!r}")
+    paths = [path for path in QUESTIONS if len(path) in hops]
+    if not paths:
+        raise ConfigError(f"search_qa: hops must be some of 1, 2 and 3; got {hops!r}")
+    made = make_world(world, people=people)
+
+    def search(query: str) -> Found:
+        """Search the documents about people, towns and companies.
+
+        query: words to look for
+        """
+        names = made.search(query, RESULTS)
+        lines = [f"{rank}. {made.documents[name]}" for rank, name in enumerate(names, start=1)]
+        return Found("\n".join(lines) or "Nothing found.", tuple(names))
+
+    return Task(
+        name="search_qa",
+        examples=Questions(world=made, paths=tuple(paths)),
+        prompt=search_prompt,
+        rewards={"answer": right_answer, "mrr": mrr(needed=needed_documents), "format": thinks_every_turn},
+        weights={"mrr": 0.5, "format": 0.2},
+        accuracy="answer",
+        predicted=final_answer,
+        gold=lambda example: f"<think> {example['answer']}</think>\n<answer> {example['answer']}</answer>",
+        tools=[search],
+    )
+
+
+def search_prompt(example: Example) -> list[Message]:
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": example["question"]}]
+
+
+def needed_documents(example: Example) -> list[tuple[str, ...]]:
+    """One document for each hop."""
+    return [(name,) for name in example["documents"]]
+
+
+def right_answer(rollout: Rollout, example: Example) -> float:
+    """1 for the answer, whatever its case."""
+    answer = final_answer(rollout.text)
+    return float(answer is not None and answer.casefold() == str(example["answer"]).casefold())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Questions:
+    """A `Stream` of questions about a world."""
+
+    world: World
+    paths: tuple[tuple[str, ...], ...]
+
+    def train(self, index: int, *, seed: int) -> Example:
+        return self.draw(random.Random(f"train {seed} {index}"), held_out=False)
+
+    def held_out(self, count: int) -> list[Example]:
+        """Return up to `count` different questions: fewer when the world is too small for that many."""
+        rng, found = random.Random("held out"), {}
+        for _ in range(20 * count):
+            example = self.draw(rng, held_out=True)
+            found.setdefault(example["question"], example)
+            if len(found) == count:
+                break
+        return list(found.values())
+
+    def draw(self, rng: random.Random, *, held_out: bool) -> Example:
+        """Draw a question about one part of the world."""
+        path = rng.choice(self.paths)
+        facts = self.world.facts
+        subjects = sorted(e for e in facts if path[0] in facts[e] and (e in self.world.held_out) == held_out)
+        return self.example(rng.choice(subjects), path)
+
+    def example(self, subject: str, path: tuple[str, ...]) -> Example:
+        *between, answer = self.world.follow(subject, path)
+        return Example(
+            {
+                "question": QUESTIONS[path].format(s=f" {subject}"),
+                "answer": answer,
+                "documents": [subject, *between],
+                "hops": len(path),
+            }
+        )

@@ -1,0 +1,138 @@
+"""What every kind of run shares: its folder and story, held-out accuracy, checkpoints, and an end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from groupwise.config import Config
+from groupwise.engine.engine import Engine
+from groupwise.engine.sampler import derive_seed
+from groupwise.learner.checkpoint import prune
+from groupwise.model.load import load_policy
+from groupwise.training.ending import stats_of, summary_of
+from groupwise.training.examiner import Examiner
+from groupwise.training.interrupt import Interrupt
+from groupwise.training.recorder import Recorder
+from groupwise.training.start import Start, command_of
+from groupwise.training.state import Optimizing, load_learner, save_state
+
+
+class Session:
+    """A run from its opening to its last word. Used as a context: leaving it writes the end of the story.
+
+    A kind of run says in `read_data` what it learns from, and in `make_parts` how.
+    """
+
+    learner: Optimizing
+    examiner: Examiner
+
+    def __init__(self, config: Config, *, title: str, start: Start) -> None:
+        self.config = config
+        self.folder = start.folder
+        self.state = start.state
+        with ExitStack() as resources:
+            resources.callback(start.withdraw)
+            resources.enter_context(start.lock)
+            self.read_data()
+            self.recorder = Recorder(
+                start.folder,
+                title=f"{title} · {config.model.name}",
+                total=config.run.max_steps,
+                done=start.state.step,
+            )
+            resources.callback(self.recorder.close)
+            self.interrupt = resources.enter_context(Interrupt(self.recorder.display.message))
+            self._load(start)
+            self.recorder.begin(config, done=self.state.step)
+            self.policy.save_tokenizer(self.folder.tokenizer)
+            for notice in (*config.notices(), *self.policy.notices(), *self.data_notices()):
+                self.recorder.say(notice)
+            if self.examiner.before is not None:
+                self.recorder.evaluation("before", self.examiner.before)
+            self.resources = resources.pop_all()
+        self.clock = time.monotonic()
+
+    def read_data(self) -> None:
+        """Find out what is learned from, before the model is loaded: mistakes there are found at once."""
+        raise NotImplementedError
+
+    def data_notices(self) -> Iterator[str]:
+        """Yield what a reader should know of the data."""
+        raise NotImplementedError
+
+    def make_parts(self) -> None:
+        """Make `learner` and `examiner`, and whatever else a step needs, of the policy and the engine."""
+        raise NotImplementedError
+
+    def _load(self, start: Start) -> None:
+        """Make the policy, the engine and the parts that work with them, as they were at the checkpoint."""
+        config = self.config
+        torch.manual_seed(derive_seed(config.run.seed, "adapters"))
+        reference = config.run.kind == "grpo" and config.algo.beta > 0
+        self.policy = load_policy(config.model, config.lora, trained=start.checkpoint, reference=reference)
+        self.engine = Engine(self.policy, config.engine)
+        self.make_parts()
+        if start.checkpoint is not None:
+            load_learner(start.checkpoint, self.learner, start.state)
+        self.examiner.recall(start.state)
+
+    def steps(self) -> Iterator[int]:
+        """Yield the steps that are left, measured before and after; stops early on Ctrl-C."""
+        if self.state.step == 0 and not self.interrupt.asked:
+            self.recorder.baseline(self.examine(0))
+        while self.state.step < self.config.run.max_steps and not self.interrupt.asked:
+            yield self.state.step + 1
+
+    def end_step(self, step: int, *, cursor: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Log the step; evaluate and save when it is time to. Returns what was measured."""
+        self.state = replace(self.state, step=step, cursor=cursor, updates=self.learner.updates)
+        measured = self.examine(step)
+        self.recorder.step(step, {**metrics, **measured})
+        last = step == self.config.run.max_steps
+        if last or step % self.config.run.save_every == 0 or self.interrupt.asked:
+            self._save()
+        return measured
+
+    def examine(self, step: int) -> dict[str, float]:
+        """Measure held-out accuracy if it is time to, without touching the training state."""
+        if not self.examiner.due(step):
+            return {}
+        result = self.examiner.examine(step, learner=self.learner)
+        last = step == self.config.run.max_steps
+        self.recorder.evaluation("before" if step == 0 else "after" if last else f"at step {step}", result)
+        if step > 0:
+            self.state = self.state.with_accuracy(sum(result.averages) / len(result.averages))
+        return result.metrics()
+
+    def _save(self) -> None:
+        now = time.monotonic()
+        self.state = replace(self.state, seconds=self.state.seconds + now - self.clock)
+        self.clock = now
+        self.recorder.behind.flush()  # a checkpoint stands for everything before it, rollouts included
+        save_state(self.folder.checkpoints, self.state, policy=self.policy, learner=self.learner)
+        best = self.state.best_step if self.config.run.keep_best else None
+        prune(self.folder.checkpoints, keep_last=self.config.run.keep_last, best=best)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.recorder.fail(error, command=command_of(self.config))
+            self.resources.__exit__(kind, error, trace)
+            return
+        with self.resources:
+            before, after = self.examiner.before, self.examiner.after
+            self.recorder.end(
+                summary_of(self.config, self.state, folder=self.folder, before=before, after=after),
+                stats_of(self.state, before=before, after=after),
+            )

@@ -1,0 +1,185 @@
+"""Adapters of every kind: they train, generate, save and load as PEFT says they should."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from groupwise.algo.packing import pack
+from groupwise.config import read_config
+from groupwise.config.model import LORA_PRESETS, LoraConfig, ModelConfig
+from groupwise.config.sections import EngineConfig
+from groupwise.engine.engine import Engine
+from groupwise.errors import ConfigError
+from groupwise.learner.supervised import Imitator, worked_sample
+from groupwise.model.load import load_policy
+from groupwise.model.logprobs import token_logprobs
+from groupwise.model.policy import Policy
+from groupwise.model.source import TINY_FOLDER
+from groupwise.records import Request, Sampling
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rslora": {"rslora": True},
+    "dora": {"dora": True},
+    "saved": {"modules_to_save": ("norm",)},
+    "dropout": {"dropout": 0.3, "targets": ("q_proj", "v_proj")},
+}
+
+
+def adapted(folder: Path | None = None, *, quantization: str | None = None, **settings: Any) -> Policy:
+    """The built-in model under adapters that matter."""
+    model = ModelConfig(device="cpu", dtype="float32", quantization=quantization)
+    policy = load_policy(model, LoraConfig(r=4, **settings), trained=folder)
+    if folder is None:
+        with torch.no_grad():
+            generator = torch.Generator().manual_seed(0)
+            for parameter in policy.trainable().values():
+                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return policy
+
+
+def logprobs(policy: Policy, prompt: tuple[int, ...], answer: tuple[int, ...]) -> Tensor:
+    """Of an answer's tokens, by the passes that train."""
+    policy.model.eval()
+    batch = pack([worked_sample(prompt, answer, group=0)], device=policy.device)
+    hidden_TM = policy.hidden(batch.tokens_T, batch.positions_T, batch.layout)
+    rows_NM = hidden_TM.index_select(0, batch.predictor_N)
+    return token_logprobs(
+        rows_NM,
+        policy.head_weight,
+        policy.head_bias,
+        batch.targets_N,
+        Sampling(),
+        entropy_gradient=False,
+    )[0].detach()
+
+
+PROMPT = tuple(range(40, 60))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_generates_is_what_is_trained(kind):
+    policy = adapted(**KINDS[kind])
+    ((completion,),) = Engine(policy, EngineConfig()).generate(
+        [Request(prompt=PROMPT, seeds=(3,))], Sampling(max_tokens=24)
+    )
+    expected = logprobs(policy, PROMPT, completion.tokens)
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_adapter_of_any_kind_loads_with_peft_alone(tmp_path, kind):
+    policy = adapted(**KINDS[kind])
+    answer = tuple(range(60, 70))
+    ours = logprobs(policy, PROMPT, answer)
+    policy.save(tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(TINY_FOLDER, dtype=torch.float32)
+    with torch.no_grad():
+        plain = base(torch.tensor([PROMPT + answer])).logits[0]
+        loaded = peft.PeftModel.from_pretrained(base, tmp_path).eval()
+        theirs = loaded(torch.tensor([PROMPT + answer])).logits[0]
+    assert (theirs - plain).abs().max() > 1e-2
+    rows = theirs[len(PROMPT) - 1 : -1].log_softmax(-1)
+    torch.testing.assert_close(
+        ours, rows.gather(1, torch.tensor(answer)[:, None])[:, 0], rtol=1e-4, atol=1e-4
+    )
+    again = adapted(tmp_path, **KINDS[kind])
+    assert torch.equal(logprobs(again, PROMPT, answer), ours)
+    assert again.trainable().keys() == policy.trainable().keys()
+    with policy.reference() as reference:
+        plain_rows = (
+            plain[len(PROMPT) - 1 : -1].log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+        )
+        torch.testing.assert_close(logprobs(reference, PROMPT, answer), plain_rows, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_trained_part_of_an_adapter_moves(kind):
+    policy = adapted(**KINDS[kind])
+    before = {name: p.detach().clone() for name, p in policy.trainable().items()}
+    optim = read_config(overrides=["optim.learning_rate=0.01"]).resolve().optim
+    Imitator(policy, optim=optim, max_steps=1).update([worked_sample(PROMPT, (60, 61, 62), group=0)])
+    assert [name for name, p in policy.trainable().items() if torch.equal(p, before[name])] == []
+    wanted = {"dora": "magnitude", "saved": "modules_to_save"}.get(kind, "lora_A")
+    assert any(wanted in name for name in before)
+
+
+def test_rslora_scales_by_the_root_of_the_rank():
+    scales = {
+        layer.scaling["default"]
+        for kind in ("plain", "rslora")
+        for layer in adapted(**KINDS[kind]).model.modules()
+        if hasattr(layer, "get_delta_weight")
+    }
+    assert scales == {32 / 4, 32 / 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"modules_to_save": ("head",)}, "has no module called head"),
+        ({"modules_to_save": ("embed_tokens",)}, "are one matrix"),
+        ({"targets": ("lm_head",)}, "leave the embeddings and the output layer alone"),
+        ({"targets": ("nothing",)}, "lora.targets"),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        adapted(**settings)
+
+
+def test_a_preset_fills_what_is_not_given():
+    lora = read_config(overrides=["lora.preset=countdown", "lora.alpha=8"]).lora
+    assert (lora.r, lora.alpha, lora.dropout) == (16, 8, 0.05)
+    assert lora.targets == LORA_PRESETS["countdown"]["targets"]
+    with pytest.raises(ConfigError, match=r"lora\.preset must be one of"):
+        read_config(overrides=["lora.preset=huge"])
+
+
+# Quantized
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.filterwarnings("ignore")  # bitsandbytes' own, while it quantizes
+def test_a_quantized_model_trains_and_generates_the_same_distribution(kind, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    policy = adapted(quantization=kind)
+    (notice,) = policy.notices()
+    assert "unpacks them into a copy" in notice
+    engine = Engine(policy, EngineConfig())
+    ((completion,),) = engine.generate([Request(prompt=PROMPT, seeds=(3,))], Sampling(max_tokens=24))
+    expected = logprobs(policy, PROMPT, completion.tokens)
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=1e-4, atol=1e-4)
+    before = {name: p.detach().clone() for name, p in policy.trainable().items()}
+    optim = read_config(overrides=["optim.learning_rate=0.01"]).resolve().optim
+    Imitator(policy, optim=optim, max_steps=1).update([worked_sample(PROMPT, (60, 61, 62), group=0)])
+    assert not any(torch.equal(p, before[name]) for name, p in policy.trainable().items())
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.filterwarnings("ignore")
+def test_the_gradient_through_quantized_weights_is_that_of_their_values(kind):
+    pytest.importorskip("bitsandbytes")
+    from groupwise.model.quantized import is_quantized, plain_weight
+
+    policy = adapted(quantization=kind)
+    linear: Any = next(
+        m for m in policy.model.modules() if isinstance(m, torch.nn.Linear) and is_quantized(m)
+    )
+    x = torch.randn(5, linear.in_features, requires_grad=True)
+    linear(x).sin().sum().backward()
+    y = x.detach().clone().requires_grad_()
+    torch.nn.functional.linear(y, plain_weight(linear)).sin().sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
+
+
+def test_quantized_weights_cannot_be_trained_themselves():
+    with pytest.raises(ConfigError, match="train adapters"):
+        read_config(overrides=["model.quantization=nf4", "lora.r=0"])

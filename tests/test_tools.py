@@ -1,0 +1,171 @@
+"""Tools: a typed function to a schema, text to calls, calls to results."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Literal
+
+import pytest
+
+from groupwise.errors import ConfigError, RolloutError
+from groupwise.rollout.calls import Wish, read_calls
+from groupwise.rollout.toolbox import Toolbox
+from groupwise.rollout.tools import Found, tool_of
+
+
+def search(query: str, limit: int = 5, order: Literal["new", "old"] = "new") -> list[str]:
+    """Search the documents.
+
+    query: what to look for
+    """
+    return [query] * limit
+
+
+async def slow(seconds: float) -> str:
+    """Wait."""
+    await asyncio.sleep(seconds)
+    return "done"
+
+
+def broken(text: str) -> str:
+    """Always fail."""
+    raise ValueError(f"cannot read {text}")
+
+
+def busy() -> str:
+    """Never come back."""
+    while True:
+        time.sleep(0.01)
+
+
+def gone() -> str:
+    """Be out of order."""
+    raise RolloutError("the server is gone")
+
+
+def find(query: str) -> Found:
+    """Find documents."""
+    return Found(f"about {query}", ("d1", "d2"))
+
+
+def box(*functions, seconds=1.0, characters=100):
+    return Toolbox.of(functions, seconds=seconds, characters=characters)
+
+
+def called(toolbox, text, allowed=8):
+    return toolbox.answer(read_calls(text), allowed=allowed)
+
+
+def test_a_signature_and_a_docstring_are_the_schema():
+    assert tool_of(search).schema == {
+        "type": "function",
+        "function": {
+            "name": "search",
+            "description": "Search the documents.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "query": {"type": "string", "description": "what to look for"},
+                    "limit": {"type": "integer"},
+                    "order": {"enum": ["new", "old"]},
+                },
+                "required": ["query"],
+            },
+        },
+    }
+
+
+def test_a_function_that_cannot_be_a_tool_is_refused_with_a_sentence():
+    def untyped(query):
+        """Search."""
+
+    def silent(query: str) -> str:
+        return query
+
+    def open_ended(*queries: str) -> str:
+        """Search."""
+        return ""
+
+    for function, problem in ((untyped, "of what type"), (silent, "docstring"), (open_ended, "have a name")):
+        with pytest.raises(ConfigError, match=problem):
+            tool_of(function)
+
+
+CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "a"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "wishes"),
+    [
+        ("It is 7.", []),
+        (CALL, [Wish("search", {"query": "a"})]),
+        (f"<think>I could {CALL}</think>\nNo.", []),  # thought, not called
+        (f"<think>so</think>{CALL}\n{CALL}", [Wish("search", {"query": "a"})] * 2),
+        ('{"name": "search", "parameters": {"query": "a"}}', [Wish("search", {"query": "a"})]),  # Llama 3
+        ('It says {"name": "x", "parameters": {}}', []),
+    ],
+)
+def test_calls_are_read_out_of_a_turn(text, wishes):
+    assert read_calls(text) == wishes
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>search(a)</tool_call>",
+        '<tool_call>{"name": "search"',
+        '<tool_call>["search"]</tool_call>',
+        '<tool_call>{"name": 7, "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "search", "arguments": "a"}</tool_call>',
+        "<tool_call>" + "[" * 100_000 + "</tool_call>",
+    ],
+)
+def test_a_malformed_call_is_answered_with_an_error_and_seen_by_rewards(text):
+    (call,) = called(box(search), text)
+    assert call.error
+    assert call.result.startswith("Error: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ("{}", "needs the argument 'query'"),
+        ('{"query": 3}', "query must be"),
+        ('{"query": "a", "limit": true}', "limit must be"),
+        ('{"query": "a", "order": "best"}', "order must be"),
+        ('{"query": "a", "page": 1}', "no argument 'page'"),
+    ],
+)
+def test_arguments_are_checked_before_the_function_runs(arguments, error):
+    text = f'<tool_call>{{"name": "search", "arguments": {arguments}}}</tool_call>'
+    (call,) = called(box(search), text)
+    assert error in (call.error or "")
+
+
+def wish(name, **arguments):
+    return [Wish(name, arguments)]
+
+
+def test_what_a_tool_returns_is_what_is_read():
+    toolbox = box(search, find, slow)
+    assert toolbox.answer(wish("search", query="a", limit=2), allowed=1)[0].result == '["a", "a"]'
+    (call,) = toolbox.answer(wish("find", query="b"), allowed=1)
+    assert (call.result, call.found) == ("about b", ("d1", "d2"))
+    assert toolbox.answer(wish("slow", seconds=0.0), allowed=1)[0].result == "done"
+
+
+def test_errors_go_back_as_results_and_a_tools_own_failure_is_the_rollouts():
+    toolbox = box(broken, gone, busy, slow, seconds=0.1)
+    assert toolbox.answer(wish("broken", text="x"), allowed=1)[0].error == "broken: cannot read x"
+    assert "no tool 'fly'" in (toolbox.answer(wish("fly"), allowed=1)[0].error or "")
+    for late in (wish("busy"), wish("slow", seconds=5.0)):
+        assert toolbox.answer(late, allowed=1)[0].error == f"{late[0].name} took longer than 0.1 s"
+    with pytest.raises(RolloutError):
+        toolbox.answer(wish("gone"), allowed=1)
+
+
+def test_calls_past_the_limit_are_refused_and_long_results_are_cut():
+    first, second = called(box(search, characters=4), CALL + CALL, allowed=1)
+    assert first.result == '["a" …'
+    assert "no more calls" in (second.error or "")

@@ -1,0 +1,278 @@
+"""Warm starts: what is imitated, token by token, and that a run of them is a run like any other."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.commands.sft import sft_config
+from groupwise.config import Config, read_config
+from groupwise.errors import ConfigError
+from groupwise.learner.imitation import encode, to_samples
+from groupwise.learner.supervised import Imitator
+from groupwise.model.policy import Policy
+from groupwise.records import Example, Group, Rollout
+from groupwise.rewards.arithmetic import evaluate_expression
+from groupwise.rewards.tags import final_answer, is_well_formed
+from groupwise.tasks.countdown import countdown
+from groupwise.tasks.demonstrations import (
+    Demonstration,
+    SampledTokens,
+    best_answers,
+    of_row,
+    plan_warm_start,
+)
+from groupwise.tracking.rollouts import write_rollouts
+from groupwise.tracking.run_folder import RunFolder
+from small_models import policy_of, small_model, tiny_tokenizer
+from small_runs import KILL, Blow, run_command, traces
+
+SMALL = (
+    *("run.save_every=2", "track.trackers=[]", "model.device=cpu", "sft.batch=3", "rollout.max_tokens=6"),
+    *("evaluate.every=3", "evaluate.samples=2", "task.held_out=4"),
+)
+
+
+def text(policy: Policy, tokens: tuple[int, ...]) -> str:
+    return str(policy.tokenizer.decode(list(tokens)))
+
+
+def parts(policy: Policy, demonstration: Demonstration) -> tuple[str, list[str]]:
+    """Return the whole text, and each stretch of it that is trained."""
+    tokens, trained = encode(policy, demonstration)
+    stretches: list[list[int]] = []
+    for index, (token, imitated) in enumerate(zip(tokens, trained, strict=True)):
+        if imitated and not (index and trained[index - 1]):
+            stretches.append([])
+        if imitated:
+            stretches[-1].append(token)
+    return text(policy, tokens), [text(policy, tuple(stretch)) for stretch in stretches]
+
+
+def test_of_prompt_and_completion_the_completion_and_its_end_are_trained(small_policy):
+    whole, trained = parts(small_policy, Demonstration(prompt="1 + 1", completion="= 2"))
+    assert whole == "<|im_start|>user\n1 + 1<|im_end|>\n<|im_start|>assistant\n= 2<|im_end|>"
+    assert trained == ["= 2<|im_end|>"]
+
+
+def test_a_completion_continues_an_answer_that_the_prompt_began(small_policy):
+    prompt = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "so <think>"}]
+    whole, trained = parts(small_policy, Demonstration(prompt=prompt, completion="b"))
+    assert whole.endswith("<|im_start|>assistant\nso <think>b<|im_end|>")
+    assert trained == ["b<|im_end|>"]
+
+
+def test_of_a_chat_every_answer_is_trained_and_nothing_else(small_policy):
+    roles = ("system", "user", "assistant", "user", "assistant")
+    messages = [{"role": role, "content": f"{n}{role}"} for n, role in enumerate(roles)]
+    whole, trained = parts(small_policy, of_row(Example({"messages": messages})))
+    assert whole == tiny_tokenizer().apply_chat_template(messages, tokenize=False).rstrip("\n")
+    assert trained == ["2assistant<|im_end|>", "4assistant<|im_end|>"]
+
+
+def test_an_answer_that_the_template_rewrites_later_is_not_trained(small_policy):
+    forgetful = (
+        "{% for m in messages %}{{ m['role'] + ':' + (m['content'] if loop.last or m['role'] == 'user' "
+        "else '…') + '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    )
+    tokenizer = small_policy.tokenizer
+    before = tokenizer.chat_template
+    messages = [{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "b"))] * 2
+    tokenizer.chat_template = forgetful
+    try:
+        whole, trained = parts(small_policy, of_row(Example({"messages": messages})))
+    finally:
+        tokenizer.chat_template = before
+    assert whole == "user:a<|im_end|>assistant:…<|im_end|>user:a<|im_end|>assistant:b<|im_end|>"
+    assert trained == ["b<|im_end|>"]
+
+
+def test_sampled_tokens_are_trained_as_they_were_sampled(small_policy):
+    prompt = small_policy.encode("x")
+    odd = (*prompt, *small_policy.tokenizer("<", add_special_tokens=False)["input_ids"], 5, 6)
+    mask = (False,) * len(prompt) + (True,) * (len(odd) - len(prompt))
+    sampled = SampledTokens(tokens=odd, trained=mask, prompt_length=len(prompt))
+    assert encode(small_policy, Demonstration(prompt="x", completion="y", sampled=sampled)) == (odd, mask)
+    other = Demonstration(prompt="another", completion="y", sampled=sampled)
+    assert parts(small_policy, other)[1] == ["y<|im_end|>"]  # the ids are of another prompt: encoded anew
+
+
+def test_equal_prompts_are_shared_and_long_rows_left_out(small_policy):
+    rows = [("a", "1"), ("b", "2"), ("a", "3"), ("a", "4" * 50)]
+    samples = to_samples(small_policy, [Demonstration(prompt=p, completion=c) for p, c in rows], longest=40)
+    assert [sample.group for sample in samples] == [0, 1, 0]
+
+
+def test_the_held_out_loss_changes_nothing(small_policy):
+    imitator = Imitator(small_policy, optim=Config().resolve().optim, max_steps=1)
+    samples = to_samples(small_policy, [Demonstration(prompt="a", completion="b")], longest=40)
+    before = imitator.loss(samples)
+    assert imitator.loss(samples) == before
+    assert imitator.updates == 0
+    assert all(p.grad is None for p in small_policy.trainable().values())
+    assert imitator.update(samples)["sft/loss"] == pytest.approx(before)
+
+
+def test_worked_puzzles_are_well_formed_and_say_what_is_true():
+    task = countdown(numbers=3, largest=50)
+    assert task.worked is not None
+    rng = random.Random(0)
+    right = 0
+    for index in range(200):
+        example = task.examples.train(index, seed=0)
+        answer = task.worked(example, rng)
+        if answer is None:
+            continue
+        assert is_well_formed(answer)
+        for line in answer.partition("</think>")[0].replace("\n", ",").split(","):
+            left, _, result = line.partition("=")
+            assert evaluate_expression(left).value == int(result)
+        found = evaluate_expression(final_answer(answer))
+        assert list(found.numbers) == sorted(example["numbers"])
+        right += found.value == example["target"]
+    assert 60 < right < 170  # with four tries of insight 0.3, about half
+
+
+def rollout(prompt: str, answer: str, reward: float, **settings: Any) -> Rollout:
+    nothing = (0.0,) * 3
+    made = Rollout(
+        prompt=prompt,
+        text=answer,
+        tokens=(5, 6, 7),
+        trained=(False, True, True),
+        logprobs=nothing,
+        entropies=nothing,
+        prompt_length=1,
+        finish="end",
+        reward=reward,
+    )
+    return replace(made, **settings)
+
+
+@pytest.fixture
+def finished(tmp_path) -> Path:
+    """The folder of a run with two steps of answers."""
+    run = RunFolder.create(tmp_path, name="done", task="t", model="m")
+    run.config.write_text("task: {name: countdown}\n")
+    early = (rollout("p", "good early", 2.0), rollout("p", "bad", 0.0), rollout("p", "good", 2.0))
+    late = (
+        *(rollout("p", "good", 2.0), rollout("p", "cut off", 2.0, finish="length")),
+        *(rollout("p", "broken", 2.0, error="no"), rollout("p", "good late", 2.0)),
+    )
+    other = (rollout("q", "fair", 1.0),)
+    for step, groups in ((1, (early,)), (2, (late, other))):
+        records = [Group(example=Example({"n": 1}), rollouts=rollouts) for rollouts in groups]
+        write_rollouts(run.rollouts_at(step), step, records)
+    return run.path
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ((), ["good", "good late", "good early"]),  # the highest reward; later before earlier, none twice
+        (("sft.per_prompt=1",), ["good"]),
+        (("sft.min_reward=1",), ["good", "good late", "good early", "fair"]),
+    ],
+)
+def test_a_runs_best_answers_are_chosen(finished, settings, expected):
+    config = read_config(overrides=[f"sft.from_run={finished}", *settings])
+    assert [row["text"] for row in best_answers(config)] == expected
+
+
+def test_a_reward_that_nobody_earned_is_refused(finished):
+    config = read_config(overrides=[f"sft.from_run={finished}", "sft.min_reward=3"])
+    with pytest.raises(ConfigError, match="the best has 2"):
+        best_answers(config)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"question": "a"}, "prompt and completion, or messages; this has"),
+        ({"prompt": "a", "completion": 3}, "completion must be text"),
+        ({"prompt": "", "completion": "b"}, "prompt must be text"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "end with the assistant's"),
+        ({"messages": "a"}, "a list of messages"),
+    ],
+)
+def test_a_bad_row_is_refused_with_its_number(tmp_path, row, reason):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, ({"prompt": "a", "completion": "b"}, row))))
+    settings = sft_config([], config=None, resume=None, given={"data": str(path)}, flags={})
+    with pytest.raises(ConfigError, match=f"rows.jsonl, row 2: .*{reason}"):
+        plan_warm_start(settings)
+
+
+def test_rows_that_ask_what_evaluation_asks_are_left_out(tmp_path):
+    task = tmp_path / "task.py"
+    task.write_text(
+        "import groupwise as gw\ntask = gw.Task(name='t', examples=[{'n': n} for n in range(20)], "
+        "prompt=lambda e: f\"{e['n']}\", rewards={'r': lambda rollout, example: 0.0})\n"
+    )
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"{n}", "completion": "x"} for n in range(20)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    settings = sft_config([str(task)], config=None, resume=None, given={"data": str(path)}, flags={})
+    plan = plan_warm_start(settings)
+    assert plan.task is not None
+    asked = {plan.task.ask(example) for example in plan.task.split(settings.task, 0).held_out}
+    assert plan.demonstrations.dropped == len(asked) == 4
+    taken = {demonstration.prompt for demonstration in plan.demonstrations.take(0, 40)[0]}
+    assert not taken & asked
+
+
+def test_epochs_count_passes_over_the_rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"{n}", "completion": "x"}) for n in range(25)))
+    given = {"data": str(path), "epochs": 3, "batch_size": 8}
+    plan = plan_warm_start(sft_config([], config=None, resume=None, given=given, flags={}))
+    assert plan.demonstrations.split.size == 20  # a fifth is kept back to measure the loss on
+    assert plan.config.run.max_steps == 8  # 3 × 20 / 8, rounded up
+
+
+@pytest.mark.parametrize("variant", [(), ("lora.r=4", "lora.dropout=0.1")], ids=["full", "lora"])
+def test_killed_and_resumed_a_warm_start_gives_the_same_bits(tmp_path, variant):
+    words = ["sft", "--task", "countdown", "--max-steps", "4", f"run.output_dir={tmp_path}", *SMALL, *variant]
+    assert run_command(*words, "run.name=whole").code == 0
+    run = tmp_path / "killed"
+    assert run_command(*words, "run.name=killed", blows=[Blow("metrics.jsonl", KILL, nth=4)]).code == -KILL
+    assert run_command("train", "--resume", str(run)).code == 2  # not a run of that kind
+    assert run_command("sft", "--resume", str(run)).code == 0
+    assert traces(run) == traces(tmp_path / "whole")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert "sft/held_out_loss" in rows[2]
+    assert "eval/greedy" in rows[3]
+
+
+def test_a_warm_start_on_rows_needs_no_task(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"say {n}", "completion": f"{n}"}) for n in range(10)))
+    words = ("sft", "--data", str(path), "--max-steps", "3", f"run.output_dir={tmp_path}", "run.name=r")
+    ended = run_command(*words, *SMALL, "optim.learning_rate=0.003")
+    assert ended.code == 0, ended.err
+    assert f"groupwise train --model {tmp_path}/r/checkpoints/step-000003" in ended.out
+    rows = [json.loads(line) for line in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["sft/loss"] < rows[0]["sft/loss"]
+    # What it wrote is a model like any other.
+    assert run_command("eval", str(tmp_path / "r")).code == 2
+    again = ("sft", "--data", str(path), "--model", str(tmp_path / "r/checkpoints/step-000003"))
+    more = run_command(*again, "--max-steps", "1", f"run.output_dir={tmp_path}", "lora.r=0", *SMALL)
+    assert more.code == 0, more.err
+
+
+def test_the_loss_of_a_warm_start_does_not_depend_on_micro_batches():
+    losses = []
+    for budget in (1, 10_000):
+        policy = policy_of(small_model())
+        optim = replace(Config().resolve().optim, micro_batch_tokens=budget)
+        imitator = Imitator(policy, optim=optim, max_steps=3)
+        rows = [Demonstration(prompt=p, completion=c) for p, c in (("a", "bcd"), ("e", "f"), ("a", "g"))]
+        samples = to_samples(policy, rows, longest=100)
+        losses.append([imitator.update(samples)["sft/loss"] for _ in range(3)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
