@@ -3,6 +3,7 @@
     python benchmarks/generation.py                      # a minute on one GPU
     python benchmarks/generation.py --shapes 1.5b 0.5b 7b
     python benchmarks/generation.py --vllm "/path/to/its/environment/bin/python"    # three minutes more
+    python benchmarks/generation.py --scaling            # also by batch size, prompt and answer length
     python benchmarks/generation.py --quick              # does it run? The times mean nothing
 
 Models are random, in the shape of Qwen2.5 (bfloat16): speed does not depend on what the weights are. Every
@@ -34,7 +35,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,18 @@ class Bench:
             self.note(f"vLLM {result['version']}, {what}", tokens, tokens / speed, occupancy=None)
         print(f"vLLM starts in {result['start']:.0f} s", flush=True)
 
+    def scaling(self) -> None:
+        """Fixed lengths, one of the three sizes changed at a time."""
+        policy = random_policy(self.shape, device=self.device)
+        whole = self.size
+        sizes = [replace(whole, sequences=whole.sequences * n // 8) for n in (1, 2, 4, 16)]
+        sizes += [replace(whole, prompt=whole.prompt * n, answer=whole.answer // 2) for n in (1, 4, 16)]
+        sizes += [replace(whole, answer=whole.answer * n // 4) for n in (1, 2, 8)]
+        for self.size in sizes:
+            name = f"{self.size.sequences} × ({self.size.prompt} → {self.size.answer})"
+            self.rollouts(name, policy, sequences=self.size.sequences, longest=self.size.answer)
+        self.size = whole
+
     def run(self, *, baseline: bool) -> None:
         size = self.size
         policy = random_policy(self.shape, device=self.device)
@@ -239,6 +252,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=["1.5b"])
     parser.add_argument("--vllm", help="the Python that has vLLM, to measure it in the same run")
+    parser.add_argument("--scaling", action="store_true", help="also other sizes, of the first shape")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     parser.add_argument("--quick", action="store_true", help="a smoke run")
     options = parser.parse_args()
@@ -257,6 +271,8 @@ def main() -> None:
         if options.vllm and number == 0:
             bench.vllm(options.vllm)
         bench.run(baseline=number == 0)
+        if options.scaling and number == 0:
+            bench.scaling()
         result[shape] = {"tok/s": bench.speeds, "start": bench.start_seconds}
         print(f"\nQwen2.5-{shape} shape, start to the first tokens {bench.start_seconds:.1f} s\n")
         print(markdown(header, bench.rows) + "\n", flush=True)

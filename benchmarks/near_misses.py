@@ -11,7 +11,6 @@ from rewritings import (
     CIRCLE,
     DECIMAL,
     DEGREES,
-    FRACTION,
     INTEGER,
     INTERVAL,
     MATRIX,
@@ -19,13 +18,14 @@ from rewritings import (
     PERCENT,
     POLYNOMIAL,
     SOLVED,
-    SURD,
     UNIT,
     WORD,
     Rule,
+    fraction_parts,
     is_list,
     plain,
     shown,
+    surd_parts,
 )
 
 OTHER_UNITS = {
@@ -83,10 +83,9 @@ def decimal(gold: str) -> Iterator[str]:
 
 
 def fraction(gold: str) -> Iterator[str]:
-    found = FRACTION.fullmatch(gold)
-    if not found:
+    if (parts := fraction_parts(gold)) is None:
         return
-    sign, above, below = found[1], int(found[2]), int(found[3])
+    sign, above, below = parts
     value = Fraction(above, below)
     yield rf"{sign}\frac{{{above + 1}}}{{{below}}}"
     yield rf"{sign}\frac{{{above}}}{{{below + 1}}}"
@@ -102,10 +101,9 @@ def fraction(gold: str) -> Iterator[str]:
 
 
 def surd(gold: str) -> Iterator[str]:
-    found = SURD.fullmatch(gold)
-    if not found:
+    if (parts := surd_parts(gold)) is None:
         return
-    sign, outside, inside = found[1], int(found[2] or 1), int(found[3])
+    sign, outside, inside = parts
     yield rf"{sign}{outside + 1}\sqrt{{{inside}}}"
     yield rf"{sign}{outside}\sqrt{{{inside + 1}}}"
     yield rf"{'' if sign else '-'}{outside}\sqrt{{{inside}}}"

@@ -53,6 +53,18 @@ def is_list(gold: str) -> bool:
     return bool(LIST.fullmatch(gold)) and r"\text" not in gold and not grouped
 
 
+def fraction_parts(gold: str) -> tuple[str, int, int] | None:
+    """Return the sign and what stands above and below the line."""
+    found = FRACTION.fullmatch(gold)
+    return (found[1], int(found[2]), int(found[3])) if found else None
+
+
+def surd_parts(gold: str) -> tuple[str, int, int] | None:
+    """Return the sign and what stands before and under the root."""
+    found = SURD.fullmatch(gold)
+    return (found[1], int(found[2] or 1), int(found[3])) if found else None
+
+
 def wrapping(gold: str) -> Iterator[str]:
     yield f"${gold}$"
     yield rf"\({gold}\)"
@@ -141,10 +153,9 @@ def decimal(gold: str) -> Iterator[str]:
 
 
 def fraction(gold: str) -> Iterator[str]:
-    found = FRACTION.fullmatch(gold)
-    if not found:
+    if (parts := fraction_parts(gold)) is None:
         return
-    sign, above, below = found[1], int(found[2]), int(found[3])
+    sign, above, below = parts
     yield f"{sign}{above}/{below}"
     yield f"{sign}({above}/{below})"
     yield rf"{sign}\frac{{{2 * above}}}{{{2 * below}}}"
@@ -165,10 +176,9 @@ def fraction(gold: str) -> Iterator[str]:
 
 
 def surd(gold: str) -> Iterator[str]:
-    found = SURD.fullmatch(gold)
-    if not found:
+    if (parts := surd_parts(gold)) is None:
         return
-    sign, outside, inside = found[1], int(found[2] or 1), int(found[3])
+    sign, outside, inside = parts
     yield rf"{sign}\sqrt{{{outside * outside * inside}}}"
     yield rf"{sign}{outside}\cdot\sqrt{{{inside}}}"
     yield rf"{sign}{outside}\times {inside}^{{1/2}}"

@@ -27,17 +27,20 @@ from near_misses import near_misses
 from rewritings import rewritings
 
 from groupwise.config.sections import TaskConfig
-from groupwise.records import Example, Rollout
+from groupwise.records import Example, Group, Rollout
 from groupwise.rewards.latex import equal
 from groupwise.rewards.math_answer import verify_boxed
 from groupwise.rewards.numbers import stated_number
+from groupwise.rewards.score import score_group
 from groupwise.rewards.symbolic import comparer
 from groupwise.tasks import load_examples
-from groupwise.tasks.gsm8k import gsm8k
+from groupwise.tasks.gsm8k import gold_number, gsm8k
+from groupwise.tasks.gsm8k import read as read_worked
 from groupwise.tasks.math import math
 
 SCORED_COMPLETIONS = 512
 GSM8K_CHECKS = 10_000
+GROUP = 16
 
 
 @dataclass(slots=True)
@@ -95,6 +98,8 @@ def timed(calls: Sequence[str], work: Callable[[str], object]) -> Times:
     verify_boxed.cache_clear()
     equal.read.cache_clear()
     stated_number.cache_clear()
+    read_worked.cache_clear()
+    gold_number.cache_clear()
     took = []
     for call in calls:
         started = time.perf_counter()
@@ -123,6 +128,20 @@ def gsm8k_times(rows: Sequence[Example]) -> Times:
             reward(text, row)
 
     return timed(list(pairs), score)
+
+
+def gsm8k_scored(rows: Sequence[Example]) -> Times:
+    """The same as a run does it: groups of answers, each call under its time limit."""
+    task = gsm8k()
+    assert task.gold is not None
+    groups = {
+        str(n): Group(example=row, rollouts=(rollout(task.gold(row)),) * GROUP) for n, row in enumerate(rows)
+    }
+
+    def score(key: str) -> None:
+        score_group(groups[key], rewards=task.rewards, weights=task.weights, seconds=5.0)
+
+    return timed(list(groups), score)
 
 
 def gsm8k_perfect(rows: Sequence[Example]) -> int:
@@ -220,6 +239,7 @@ def main() -> None:
         ),
         f"math: all rewards on {SCORED_COMPLETIONS} completions": math_times(step),
         "gsm8k: all rewards": gsm8k_times(repeated),
+        f"gsm8k: as a run scores, groups of {GROUP}": gsm8k_scored(repeated[: len(repeated) // GROUP]),
     }
     print()
     print(

@@ -17,6 +17,7 @@ import pytest
 from groupwise import cli
 from groupwise.config import FLAGS, Config, dump_config, read_config
 from groupwise.errors import CheckpointError, ConfigError, InvariantError
+from groupwise.evaluate.report_lines import report_lines
 from groupwise.tasks import TASKS
 from groupwise.tracking import trackers
 
@@ -258,9 +259,9 @@ def measured(monkeypatch) -> list[dict[str, Any]]:
     """Put a recorder in the place of evaluation; it holds what each call was given."""
     calls: list[dict[str, Any]] = []
 
-    def evaluate_command(target: str, **options: Any) -> dict[str, Any]:
+    def evaluate_command(target: str, **options: Any) -> list[dict[str, Any]]:
         calls.append({"target": target, **options})
-        return REPORT
+        return [REPORT]
 
     stand_in = SimpleNamespace(evaluate_command=evaluate_command)
     monkeypatch.setitem(sys.modules, "groupwise.evaluate.command", stand_in)
@@ -268,7 +269,10 @@ def measured(monkeypatch) -> list[dict[str, Any]]:
 
 
 def test_evaluating_passes_every_option_on_and_prints_json(measured, capsys):
-    options = "--task countdown --data d --samples 2 --examples 3 --seed 4 rollout.max_tokens=9 --json"
+    options = (
+        "--task countdown --data d --samples 2 --examples 3 --seed 4 rollout.max_tokens=9 --json "
+        "--benchmark gsm8k --benchmark math500 --data-dir files --output results --strategy best-of:4"
+    )
     assert cli.main(["eval", "tiny", *options.split()]) == 0
     assert json.loads(capsys.readouterr().out) == REPORT
     assert measured == [
@@ -276,10 +280,13 @@ def test_evaluating_passes_every_option_on_and_prints_json(measured, capsys):
             "target": "tiny",
             "task": "countdown",
             "data": "d",
+            "benchmarks": ["gsm8k", "math500"],
             "samples": 2,
             "examples": 3,
             "seed": 4,
-            "overrides": ["rollout.max_tokens=9"],
+            "output": "results",
+            "strategies": ["best-of:4"],
+            "overrides": ["evaluate.data_dir=files", "rollout.max_tokens=9"],
         }
     ]
 
@@ -299,7 +306,7 @@ def test_an_evaluation_is_printed_for_people(measured, capsys):
 
 def test_what_training_changed_stands_beside_the_accuracy():
     change = {"mean": 0.2, "low": 0.1, "high": 0.3, "improved": 3, "worsened": 1, "p_value": 0.6}
-    lines = list(cli.evaluation_lines(REPORT | {"change": {"greedy": change}, "saved": "runs/a/eval/x.json"}))
+    lines = list(report_lines(REPORT | {"change": {"greedy": change}, "saved": "runs/a/eval/x.json"}))
     assert lines[1:3] == [
         "                                   since before training",
         "  greedy   50.0 % [15.0, 85.0]     +20.0 points [+10.0, +30.0]",

@@ -8,27 +8,21 @@ import pytest
 
 from groupwise.config.sections import TaskConfig
 from groupwise.errors import ConfigError
-from groupwise.records import Example, Group, Rollout
-from groupwise.rewards import evaluate_expression, score_group
+from groupwise.records import Example
+from groupwise.rewards import evaluate_expression
 from groupwise.tasks import load_task
 from groupwise.tasks.countdown import Puzzles, countdown, is_held_out, solves
 from groupwise.tasks.puzzles import Puzzle, Step, draw_puzzle, render, solutions
+from groupwise.tasks.verify import check
 
 GIVEN = {"numbers": [1, 2, 8], "target": 24}
 
 
 def reward(text, **columns):
-    example = Example(columns or GIVEN)
-    rollout = Rollout(
-        prompt=countdown().ask(example), text=text, tokens=(1, 2), trained=(False, True),
-        logprobs=(0.0, 0.0), entropies=(0.0, 0.0), prompt_length=1, finish="end",
-    )  # fmt: skip
-    task = countdown()
-    group = Group(example=example, rollouts=(rollout,))
-    (scored,) = score_group(group, rewards=task.rewards, weights=task.weights, seconds=5).rollouts
+    scored = check(countdown(), text, Example(columns or GIVEN), seconds=5)
     assert scored.error is None
-    assert scored.reward == sum(scored.rewards.values())
-    return int(scored.rewards["format"]), int(scored.rewards["equation"])
+    assert scored.reward == sum(scored.parts.values())
+    return int(scored.parts["format"]), int(scored.parts["equation"])
 
 
 @pytest.mark.parametrize(

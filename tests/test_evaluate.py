@@ -16,7 +16,7 @@ from groupwise.config import read_config
 from groupwise.config.sections import EngineConfig, LoraConfig, ModelConfig
 from groupwise.engine.engine import Engine
 from groupwise.errors import CheckpointError, ConfigError
-from groupwise.evaluate.command import evaluate_command
+from groupwise.evaluate.command import evaluate_command as evaluate_reports
 from groupwise.evaluate.held_out import Evaluation, compare, evaluate, transcripts
 from groupwise.evaluate.saved import read_evaluation, unused_name, write_evaluation
 from groupwise.evaluate.target import find_target
@@ -28,6 +28,11 @@ from groupwise.training import train
 from small_runs import small_config, task_file
 
 TINY = Path(str(groupwise.__file__)).parent / "model" / "tiny"
+
+
+def evaluate_command(target: str, **options: Any) -> dict[str, Any]:
+    (report,) = evaluate_reports(target, **options)
+    return report
 
 
 def made(greedy: str, sampled: Sequence[int], *, samples: int = 4, examples: str = "abcd") -> Evaluation:
@@ -67,10 +72,13 @@ def test_what_cannot_be_paired_is_not_compared():
 def test_an_evaluation_reads_back_from_json(tmp_path):
     result, run = parroted(), RunFolder(tmp_path)
     assert read_evaluation(run, "before") is None
-    path = write_evaluation(run, "before", result, about={"step": 0})
+    path = write_evaluation(run.evaluations, "before", result, about={"step": 0})
     assert json.loads(path.read_text())["step"] == 0
-    assert read_evaluation(run, "before") == replace(result, answers=())
-    assert [unused_name(run, "again"), unused_name(run, "before")] == ["again", "before-2"]
+    assert read_evaluation(run, "before") == replace(result, answers=(), questions=())
+    assert [unused_name(run.evaluations, "again"), unused_name(run.evaluations, "before")] == [
+        "again",
+        "before-2",
+    ]
     path.write_text("{")
     with pytest.raises(ConfigError, match=r"before\.json is damaged"):
         read_evaluation(run, "before")

@@ -9,10 +9,10 @@ import pytest
 
 from groupwise.config.sections import TaskConfig
 from groupwise.errors import ConfigError
-from groupwise.records import Example, Group, Rollout
-from groupwise.rewards import score_group
+from groupwise.records import Example
 from groupwise.tasks import load_task
 from groupwise.tasks.gsm8k import gsm8k
+from groupwise.tasks.verify import check
 
 WORKING = "<start_working_out>\n48 / 2 = 24, and 48 + 24 = 72.\n<end_working_out>\n\n"
 
@@ -21,14 +21,9 @@ def score(text, *, answer="72", **options):
     """Return the rewards by name and their sum."""
     task = gsm8k(**options)
     example = Example({"question": "How many clips?", "answer": answer})
-    rollout = Rollout(
-        prompt=task.ask(example), text=text, tokens=(1, 2), trained=(False, True), logprobs=(0.0, 0.0),
-        entropies=(0.0, 0.0), prompt_length=1, finish="end",
-    )  # fmt: skip
-    group = Group(example=example, rollouts=(rollout,))
-    (scored,) = score_group(group, rewards=task.rewards, weights=task.weights, seconds=5).rollouts
+    scored = check(task, text, example, seconds=5)
     assert scored.error is None
-    return dict(scored.rewards), scored.reward, task.is_right(scored)
+    return scored.parts, scored.reward, scored.correct
 
 
 def worked(solution):

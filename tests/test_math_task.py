@@ -11,14 +11,14 @@ import pytest
 
 from groupwise.config.sections import TaskConfig
 from groupwise.errors import ConfigError
-from groupwise.records import Example, Group, Rollout
-from groupwise.rewards import score_group
+from groupwise.records import Example
 from groupwise.rewards.boxed import last_box
 from groupwise.rewards.math_answer import LENIENT, Scores, score_boxed, score_boxed_batch, verify_boxed
 from groupwise.rewards.symbolic import SECONDS, SymbolicComparer
 from groupwise.rewards.time_limit import TimeLimitReached, time_limit
 from groupwise.tasks import load_task
 from groupwise.tasks.math import math
+from groupwise.tasks.verify import check
 
 
 @pytest.mark.parametrize(
@@ -90,23 +90,17 @@ def test_a_batch_needs_as_many_answers():
 def judged(text, *, question="How many?", answer="2484", **options):
     task = math(**options)
     example = Example({"question": question, "answer": answer})
-    rollout = Rollout(
-        prompt=task.ask(example), text=text, tokens=(1, 2), trained=(False, True), logprobs=(0.0, 0.0),
-        entropies=(0.0, 0.0), prompt_length=1, finish="end",
-    )  # fmt: skip
-    group = Group(example=example, rollouts=(rollout,))
-    (scored,) = score_group(group, rewards=task.rewards, weights=task.weights, seconds=5).rollouts
-    return scored, task
+    return check(task, text, example, seconds=5)
 
 
 def test_scores_and_presets_are_settings():
-    assert judged(r"\boxed{2484}")[0].reward == 1.0
-    assert judged("nothing")[0].reward == -1.0
-    assert judged("nothing", scoring="lenient")[0].reward == -0.5
-    assert judged("nothing", no_answer=-2)[0].reward == -2.0
-    assert judged(r"\boxed{1}", wrong=0)[0].reward == 0.0
-    scored, task = judged(r"\boxed{2484}", right=5)
-    assert (scored.reward, task.perfect, task.is_right(scored)) == (5.0, 5, True)
+    assert judged(r"\boxed{2484}").reward == 1.0
+    assert judged("nothing").reward == -1.0
+    assert judged("nothing", scoring="lenient").reward == -0.5
+    assert judged("nothing", no_answer=-2).reward == -2.0
+    assert judged(r"\boxed{1}", wrong=0).reward == 0.0
+    scored = judged(r"\boxed{2484}", right=5)
+    assert (scored.reward, scored.correct, math(right=5).perfect) == (5.0, True, 5)
     with pytest.raises(ConfigError, match="scoring must be one of strict, lenient"):
         math(scoring="kind")
     with pytest.raises(ConfigError, match="math: wrong must be a number; got 'much'"):
@@ -115,18 +109,18 @@ def test_scores_and_presets_are_settings():
 
 def test_repeating_the_question_is_no_answer():
     question = r"Compute $54 \cdot 46$, given that $\frac{1}{2} < 1$."
-    assert judged(r"\boxed{54\cdot46}", question=question)[0].reward == -1.0
-    assert judged(r"\boxed{54 \cdot 46}", question="How many?")[0].reward == 1.0
-    assert judged(r"\boxed{1/2}", question="Is it $1/2$?", answer=r"\frac{1}{2}")[0].reward == 1.0
+    assert judged(r"\boxed{54\cdot46}", question=question).reward == -1.0
+    assert judged(r"\boxed{54 \cdot 46}", question="How many?").reward == 1.0
+    assert judged(r"\boxed{1/2}", question="Is it $1/2$?", answer=r"\frac{1}{2}").reward == 1.0
     # The truth may stand in the question.
-    assert judged(r"\boxed{x + 1}", question="Which is it, $x+1$ or $x$?", answer="x+1")[0].reward == 1.0
+    assert judged(r"\boxed{x + 1}", question="Which is it, $x+1$ or $x$?", answer="x+1").reward == 1.0
 
 
 def test_what_cannot_be_compared_in_time_is_a_failure_and_no_reward():
-    scored, task = judged(r"\boxed{\sum_{k=1}^{10^9} \frac{1}{k^2}}", answer="6")
+    scored = judged(r"\boxed{\sum_{k=1}^{10^9} \frac{1}{k^2}}", answer="6")
     assert scored.error is not None
     assert "the comparison took more than 0.5 s" in scored.error
-    assert not task.is_right(scored)
+    assert (scored.correct, scored.reward) == (False, None)
 
 
 def test_math_verify_reads_what_we_do_not():
@@ -193,7 +187,7 @@ def test_generated_problems_accept_their_golds_and_are_never_on_both_sides():
     assert len(asked) == 60
     assert not asked & {example["question"] for example in train}
     for example in (*train, *split.held_out):
-        scored, _ = judged(task.gold(example), question=example["question"], answer=example["answer"])
+        scored = judged(task.gold(example), question=example["question"], answer=example["answer"])
         assert scored.reward == 1.0, example
 
 

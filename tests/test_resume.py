@@ -24,7 +24,13 @@ from small_runs import (
 
 VARIANTS = {
     "full": ("algo.beta=0.1", "optim.epochs=2", "optim.minibatches=2", "rollout.refill=2"),
-    "lora": ("lora.r=4", "algo.beta=0.1", "rollout.refill=1", "optim.schedule=linear"),
+    "lora": (
+        "lora.r=4",
+        "algo.beta=0.1",
+        "rollout.refill=1",
+        "optim.schedule=linear",
+        "rollout.curriculum=2",
+    ),
 }
 
 

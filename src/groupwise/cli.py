@@ -6,7 +6,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -177,48 +177,49 @@ def evaluate(
     words: Annotated[list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings.")] = None,
     task: Annotated[str | None, typer.Option(help="A task; for a run, its own by default.")] = None,
     data: Annotated[str | None, typer.Option(help="Examples from a file or a Hugging Face dataset.")] = None,
+    benchmark: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="gsm8k, math500 or countdown; repeatable. From the hub, or:"),
+    ] = None,
+    data_dir: Annotated[str | None, typer.Option(help="The folder with the benchmarks' files.")] = None,
     samples: Annotated[
-        int | None, typer.Option(help="Sampled answers to each prompt (avg@k, pass@k).")
+        int | None, typer.Option(help="Sampled answers to each prompt (avg@k, maj@k, pass@k).")
+    ] = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[:N]",
+            help="Also measure self-consistency, best-of, budget or tpo against the tokens they spend.",
+        ),
     ] = None,
     examples: Annotated[int | None, typer.Option(help="Use only this many examples.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the sampling.")] = None,
+    output: Annotated[str | None, typer.Option(help="Save the results in this folder.")] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as JSON and nothing else.")
+        bool, typer.Option("--json", help="Print each result as a line of JSON and nothing else.")
     ] = False,
 ) -> None:
     """Measure held-out accuracy, with 95 % intervals; of a run, also what training changed."""
     between("--samples", samples, 1)
     between("--examples", examples, 1)
     from groupwise.evaluate.command import evaluate_command
+    from groupwise.evaluate.report_lines import report_lines
 
-    report = evaluate_command(
-        target, task=task, data=data, samples=samples, examples=examples, seed=seed, overrides=words or []
+    reports = evaluate_command(
+        target,
+        task=task,
+        data=data,
+        benchmarks=benchmark or (),
+        samples=samples,
+        examples=examples,
+        seed=seed,
+        output=output,
+        strategies=strategy or (),
+        overrides=[*([f"evaluate.data_dir={data_dir}"] if data_dir else []), *(words or [])],
     )
-    for line in [json.dumps(report)] if as_json else evaluation_lines(report):
-        print(line)
-
-
-def evaluation_lines(report: dict[str, Any]) -> Iterator[str]:
-    """Write what `evaluate_command` found for people."""
-    from groupwise.evaluate.statistics import Difference, Interval
-
-    yield f"{report['task']} · {report['model']} · {report['prompts']} prompts, seed {report['seed']}"
-    changes = report.get("change", {})
-    yield f"{'':<35}since before training" if changes else ""
-    for name in ("greedy", f"avg@{report['samples']}", f"pass@{report['samples']}"):
-        line = f"  {name:<9}{Interval(**report[name])!s:<22}"
-        if name in changes:
-            line += f"  {Difference(**changes[name])}"
-        yield line.rstrip()
-    for name, interval in report["rewards"].items():
-        line = f"  {name:<9}{Interval(**interval)!s:<22}"
-        if f"reward/{name}" in changes:
-            line += f"  {Difference(**changes[f'reward/{name}'])}"
-        yield line.rstrip()
-    yield ""
-    yield f"  {report['length']:.1f} tokens an answer, {report['failed']} answers could not be scored"
-    if "saved" in report:
-        yield f"  saved in {report['saved']}, answers to read beside it"
+    for report in reports:
+        for line in [json.dumps(report)] if as_json else report_lines(report):
+            print(line)
 
 
 @app.command(epilog="Anything else is set as section.key=value, such as task.options.scoring=lenient.")

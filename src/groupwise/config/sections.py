@@ -90,12 +90,15 @@ class RolloutConfig:
     """Strings that end an answer."""
     refill: int = 1
     """Rounds of fresh prompts that may replace groups without signal, in each step."""
+    curriculum: int = 1
+    """Candidates for each prompt, of which those of medium success so far are asked. 1: all are."""
 
     def __post_init__(self) -> None:
         between("rollout.prompts", self.prompts, 1)
         between("rollout.group_size", self.group_size, 2)
         between("rollout.max_tokens", self.max_tokens, 1)
         between("rollout.refill", self.refill, 0)
+        between("rollout.curriculum", self.curriculum, 1)
         if self.temperature <= 0:
             raise ConfigError(
                 f"rollout.temperature must be positive, greedy groups have no variety; got {self.temperature}"

@@ -36,6 +36,8 @@ class EvaluateConfig:
     during: int = 96
     """Held-out examples in an evaluation during the run; before and after use all."""
     skip: bool = False
+    data_dir: str | None = None
+    """Folder with the files of `groupwise eval --benchmark`. None: they come from the Hugging Face hub."""
 
     def __post_init__(self) -> None:
         between("evaluate.every", self.every, 0)

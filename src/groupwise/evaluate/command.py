@@ -1,31 +1,56 @@
-"""`groupwise eval`: from what the user named to a measured, saved result."""
+"""`groupwise eval`: from what the user named to measured, saved results."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.config import Config, read_config
 from groupwise.config.sections import NO_TASK
+from groupwise.config.tools import ToolsConfig
 from groupwise.errors import ConfigError
+from groupwise.evaluate.suite import benchmark_named, source_of
 from groupwise.evaluate.target import Target, find_target
-from groupwise.records import Example
+from groupwise.evaluate.unseen import unseen
+from groupwise.records import Example, Sampling
 from groupwise.tasks import TASKS, Task, load_rows, load_task, without_data
 
 if TYPE_CHECKING:
+    from groupwise.engine.engine import Engine
     from groupwise.evaluate.held_out import Evaluation
+    from groupwise.evaluate.strategies import Strategy
+    from groupwise.model.policy import Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class Wish:
+    """What the user asks for, besides what is measured."""
+
+    samples: int | None = None
+    examples: int | None = None
+    seed: int | None = None
+    output: str | None = None
+    """A folder for the results. None: a run's own, or none."""
+    strategies: Sequence[str] = ()
+    """Test-time strategies to measure besides, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exam:
     """What to ask, settled before anything heavy loads."""
 
+    name: str
     task: Task
     examples: Sequence[Example]
+    left_out: int
+    """Rows that the run was trained on."""
+    sampling: Sampling
     samples: int
     seed: int
+    reward_seconds: float
+    tools: ToolsConfig
 
 
 def evaluate_command(
@@ -33,98 +58,173 @@ def evaluate_command(
     *,
     task: str | None = None,
     data: str | None = None,
-    samples: int | None = None,
-    examples: int | None = None,
-    seed: int | None = None,
+    benchmarks: Sequence[str] = (),
     overrides: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Measure a run, a checkpoint, an adapter or a model, and return what was found.
+    **wishes: Any,
+) -> list[dict[str, Any]]:
+    """Measure a run, a checkpoint, an adapter or a model on one task or on benchmarks: a report for each.
 
-    A run brings its settings and its task, and is compared with what it could do before training;
-    the result is then also saved in its folder.
+    A run brings its settings and its task, and on that is compared with what it could do before training;
+    results are then also saved in its folder. `wishes` are those of `Wish`.
     """
-    found = find_target(target)
-    config = read_config(found.run.config if found.run else None, overrides=overrides)
-    config = replace(config, model=replace(config.model, name=found.base or config.model.name))
+    if benchmarks and (task or data):
+        raise ConfigError("a benchmark brings its task and its data: leave --task and --data out")
+    found, wish = find_target(target), Wish(**wishes)
+    if benchmarks:
+        exams = [benchmark_exam(name, found, overrides, wish) for name in benchmarks]
+    else:
+        exams = [task_exam(found, overrides, wish, task=task, data=data)]
+    from groupwise.evaluate.strategies import strategy_named
+
+    strategies = {name: strategy_named(name) for name in wish.strategies}
+    policy, engine = load_target(found, settings(found, overrides).resolve())
+    return [
+        report(
+            exam,
+            take(exam, policy, engine),
+            spendings(exam, policy, engine, strategies),
+            target=found,
+            wish=wish,
+        )
+        for exam in exams
+    ]
+
+
+def settings(target: Target, overrides: Sequence[str]) -> Config:
+    config = read_config(target.run.config if target.run else None, overrides=overrides)
+    return replace(config, model=replace(config.model, name=target.base or config.model.name))
+
+
+def other_task(config: Config, name: str, overrides: Sequence[str]) -> Config:
+    """Return the settings with another task, which has no options but those in the overrides."""
+    given = read_config(overrides=overrides).task.options
+    return replace(config, task=without_data(replace(config.task, name=name, options=given)))
+
+
+def task_exam(
+    target: Target, overrides: Sequence[str], wish: Wish, *, task: str | None, data: str | None
+) -> Exam:
+    """Ask what the task holds out, or all of `data`."""
+    config = settings(target, overrides)
     if task is not None:
-        config = replace(config, task=without_data(replace(config.task, name=task, options={})))
+        config = other_task(config, task, overrides)
     elif config.task.name == NO_TASK:
-        raise ConfigError(f"{target} was trained on rows alone: say what to measure by --task")
+        raise ConfigError(f"{target.name} was trained on rows alone: say what to measure by --task")
     elif config.task.name not in TASKS and not config.task.name.endswith(".py"):
         raise ConfigError(
-            f"{target} learned a task named {config.task.name!r} that was defined in Python: "
+            f"{target.name} learned a task named {config.task.name!r} that was defined in Python: "
             "give the file that defines it by --task FILE.py"
         )
-    config = config.resolve()
-    question = settle(config, data=data, samples=samples, examples=examples, seed=seed)
+    return settle(None, config.resolve(), target, data=data, wish=wish)
+
+
+def benchmark_exam(name: str, target: Target, overrides: Sequence[str], wish: Wish) -> Exam:
+    """Ask a benchmark's questions; of a run that learned its task, in the way it learned to answer."""
+    benchmark = benchmark_named(name)
+    config = settings(target, overrides)
+    if target.run is None or config.task.name != benchmark.task:
+        config = settings(target, [f"rollout.max_tokens={benchmark.max_tokens}", *overrides])
+        config = other_task(config, benchmark.task, overrides)
+    data = source_of(benchmark, config.evaluate.data_dir)
+    return settle(name, config.resolve(), target, data=data, wish=wish)
+
+
+def settle(name: str | None, config: Config, target: Target, *, data: str | None, wish: Wish) -> Exam:
+    """Load the task and choose the examples."""
+    learn = config.task
+    task = load_task(without_data(learn) if data else learn)
+    rows: Sequence[Example] = (
+        load_rows(data, task=task, config=learn, split="test")
+        if data
+        else task.split(learn, config.run.seed).held_out
+    )
+    if not rows:
+        raise ConfigError(f"task {task.name} holds no examples out: give some by --data FILE")
+    kept = rows
+    if data and target.run is not None:
+        kept = unseen(rows, task=task, trained=read_config(target.run.config), cursor=target.cursor)
+    return Exam(
+        name=name or task.name,
+        task=task,
+        examples=kept[: wish.examples],
+        left_out=len(rows) - len(kept),
+        sampling=config.rollout.sampling,
+        samples=config.evaluate.samples if wish.samples is None else wish.samples,
+        seed=config.run.seed if wish.seed is None else wish.seed,
+        reward_seconds=learn.reward_seconds,
+        tools=config.tools,
+    )
+
+
+def load_target(target: Target, config: Config) -> tuple[Policy, Engine]:
+    from groupwise.engine.engine import Engine
+    from groupwise.model.load import load_policy
+
+    policy = load_policy(config.model, replace(config.lora, r=target.rank), trained=target.trained)
+    return policy, Engine(policy, config.engine)
+
+
+def take(exam: Exam, policy: Policy, engine: Engine) -> Evaluation:
+    from groupwise.evaluate.held_out import evaluate
+    from groupwise.rollout.collect import Tools
+
+    return evaluate(
+        exam.task,
+        exam.examples,
+        codec=policy,
+        engine=engine,
+        sampling=exam.sampling,
+        samples=exam.samples,
+        seed=exam.seed,
+        seconds=exam.reward_seconds,
+        tools=Tools.of(exam.task.tools, exam.tools),
+    )
+
+
+def spendings(
+    exam: Exam, policy: Policy, engine: Engine, strategies: Mapping[str, Strategy]
+) -> dict[str, Any]:
+    """Return what each test-time strategy reaches and spends."""
+    from groupwise.evaluate.spending import spend
+    from groupwise.evaluate.strategies import Draws
+
+    draws = Draws(codec=policy, engine=engine, sampling=exam.sampling, seed=exam.seed)
+    found = {
+        name: spend(strategy, exam.task, exam.examples, draws=draws, seconds=exam.reward_seconds)
+        for name, strategy in strategies.items()
+    }
+    return {name: {"accuracy": asdict(one.accuracy), "tokens": one.tokens} for name, one in found.items()}
+
+
+def report(
+    exam: Exam, result: Evaluation, strategies: dict[str, Any], *, target: Target, wish: Wish
+) -> dict[str, Any]:
+    """Return what was found, for scripts and for `report_lines`, saved where it belongs."""
     from groupwise.evaluate.held_out import compare
     from groupwise.evaluate.saved import read_evaluation, unused_name, write_evaluation
 
-    result = measure(question, config=config, target=found)
-    before = read_evaluation(found.run, "before") if found.run else None
-    report: dict[str, Any] = {
-        "target": target,
-        "model": found.description,
-        "task": question.task.name,
-        "prompts": len(question.examples),
-        "samples": question.samples,
-        "seed": question.seed,
+    before = read_evaluation(target.run, "before") if target.run else None
+    about: dict[str, Any] = {
+        "target": target.name,
+        "model": target.description,
+        "task": exam.name,
+        "prompts": len(exam.examples),
+        "left_out": exam.left_out,
+        "samples": exam.samples,
+        "seed": exam.seed,
         **{name: asdict(interval) for name, interval in result.intervals().items()},
+        **{name: asdict(interval) for name, interval in result.details().items()},
         "rewards": {name: asdict(interval) for name, interval in result.reward_intervals().items()},
         "failed": result.failed,
         "length": result.length,
+        **({"strategies": strategies} if strategies else {}),
     }
-    if before is not None:
-        report["change"] = {name: asdict(change) for name, change in compare(before, result).items()}
-    if found.run is not None:
+    if before is not None and (changes := compare(before, result)):
+        about["change"] = {name: asdict(change) for name, change in changes.items()}
+    folder = Path(wish.output) if wish.output else target.run.evaluations if target.run else None
+    if folder is not None:
         # A name of its own: nothing that was measured earlier is overwritten.
-        name = unused_name(found.run, f"again-{Path(found.description).name}")
-        report["saved"] = str(write_evaluation(found.run, name, result, about=report))
-    return report
-
-
-def settle(
-    config: Config,
-    *,
-    data: str | None,
-    samples: int | None,
-    examples: int | None,
-    seed: int | None,
-) -> Question:
-    """Load the task and choose the examples: all of `data`, or what the task holds out."""
-    settings = config.task
-    loaded = load_task(without_data(settings) if data else settings)
-    rows: Sequence[Example] = (
-        load_rows(data, task=loaded, config=settings)
-        if data
-        else loaded.split(settings, config.run.seed).held_out
-    )
-    if not rows:
-        raise ConfigError(f"task {loaded.name} holds no examples out: give some by --data FILE")
-    return Question(
-        task=loaded,
-        examples=rows[:examples],
-        samples=config.evaluate.samples if samples is None else samples,
-        seed=config.run.seed if seed is None else seed,
-    )
-
-
-def measure(question: Question, *, config: Config, target: Target) -> Evaluation:
-    from groupwise.engine.engine import Engine
-    from groupwise.evaluate.held_out import evaluate
-    from groupwise.model.load import load_policy
-    from groupwise.rollout.collect import Tools
-
-    lora = replace(config.lora, r=target.rank)
-    policy = load_policy(config.model, lora, trained=target.trained)
-    return evaluate(
-        question.task,
-        question.examples,
-        codec=policy,
-        engine=Engine(policy, config.engine),
-        sampling=config.rollout.sampling,
-        samples=question.samples,
-        seed=question.seed,
-        seconds=config.task.reward_seconds,
-        tools=Tools.of(question.task.tools, config.tools),
-    )
+        again = exam.name if wish.output else f"again-{Path(target.description).name}"
+        path = write_evaluation(folder, unused_name(folder, again), result, about=about)
+        about["saved"] = str(path)
+    return about | {"questions": [asdict(question) for question in result.questions]}

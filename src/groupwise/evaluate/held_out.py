@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from groupwise.evaluate.breakdown import Question, question_by_question
 from groupwise.evaluate.statistics import (
     Difference,
     Interval,
@@ -39,10 +40,16 @@ class Evaluation:
     """Answers that could not be scored; they count as wrong."""
     length: float
     """Mean tokens of a sampled answer."""
+    majority_right: tuple[bool, ...] = ()
+    """For each example, whether most of its sampled answers agree on the right one."""
+    formatted: tuple[int, ...] = ()
+    """For each example, how many of its sampled answers have the form asked for; empty: none was."""
     rewards: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Each reward by name: for each example, its mean over the sampled answers that have it, else 0."""
     answers: tuple[Group, ...] = ()
     """The greedy answers, to read; not kept in JSON."""
+    questions: tuple[Question, ...] = ()
+    """Everything example by example, to read; not read back from JSON."""
 
     @property
     def averages(self) -> list[float]:
@@ -57,9 +64,19 @@ class Evaluation:
             f"pass@{self.samples}": mean_interval(passing),
         }
 
+    def details(self) -> dict[str, Interval]:
+        """Return what is measured besides accuracy: the majority's, and keeping to the form."""
+        found: dict[str, Interval] = {}
+        if self.majority_right:
+            right = sum(self.majority_right)
+            found[f"maj@{self.samples}"] = wilson(right, len(self.majority_right))
+        if self.formatted:
+            found["format"] = mean_interval([count / self.samples for count in self.formatted])
+        return found
+
     def metrics(self) -> dict[str, float]:
         values: dict[str, float] = {}
-        for name, interval in self.intervals().items():
+        for name, interval in {**self.intervals(), **self.details()}.items():
             values[f"eval/{name}"] = interval.mean
             values[f"eval/{name}_low"] = interval.low
             values[f"eval/{name}_high"] = interval.high
@@ -86,7 +103,10 @@ class Evaluation:
             "examples": list(self.examples),
             "greedy_right": [int(right) for right in self.greedy_right],
             "sampled_right": list(self.sampled_right),
+            "majority_right": [int(right) for right in self.majority_right],
+            "formatted": list(self.formatted),
             "rewards": {name: list(values) for name, values in self.rewards.items()},
+            "questions": [asdict(question) for question in self.questions],
         }
 
     @classmethod
@@ -95,6 +115,8 @@ class Evaluation:
             examples=tuple(record["examples"]),
             greedy_right=tuple(bool(right) for right in record["greedy_right"]),
             sampled_right=tuple(record["sampled_right"]),
+            majority_right=tuple(bool(right) for right in record.get("majority_right", ())),
+            formatted=tuple(record.get("formatted", ())),
             samples=record["samples"],
             failed=int(record["eval/failed"]),
             length=record["eval/length"],
@@ -140,15 +162,19 @@ def evaluate(
     greedy = answers(replace(sampling, temperature=0.0), 1)
     sampled = answers(sampling, samples)
     drawn = [rollout for group in sampled for rollout in group.rollouts]
+    questions = question_by_question(task, greedy, sampled)
     return Evaluation(
         examples=tuple(example.fingerprint for example in examples),
-        greedy_right=tuple(task.is_right(group.rollouts[0]) for group in greedy),
-        sampled_right=tuple(sum(map(task.is_right, group.rollouts)) for group in sampled),
+        greedy_right=tuple(question.greedy_right for question in questions),
+        sampled_right=tuple(question.right for question in questions),
+        majority_right=tuple(question.majority_right for question in questions) if task.predicted else (),
+        formatted=tuple(question.formatted for question in questions) if task.format else (),
         samples=samples,
         failed=sum(r.error is not None for group in (*greedy, *sampled) for r in group.rollouts),
         length=sum(rollout.length for rollout in drawn) / len(drawn),
         rewards=mean_rewards(sampled),
         answers=tuple(greedy),
+        questions=tuple(questions),
     )
 
 

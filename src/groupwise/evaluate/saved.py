@@ -1,4 +1,4 @@
-"""Evaluations in a run's folder: eval/NAME.json with every number, eval/NAME.txt with answers to read."""
+"""Evaluations on disk: eval/NAME.json with every number, eval/NAME.txt with answers to read."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ TRANSCRIPTS = 10
 """Answers in the text file."""
 
 
-def write_evaluation(run: RunFolder, name: str, result: Evaluation, *, about: Mapping[str, Any]) -> Path:
+def write_evaluation(folder: Path, name: str, result: Evaluation, *, about: Mapping[str, Any]) -> Path:
     """Write both files, the JSON last: where it is, the other is too."""
-    write_atomically(run.evaluations / f"{name}.txt", transcripts(result, count=TRANSCRIPTS))
-    path = run.evaluations / f"{name}.json"
+    write_atomically(folder / f"{name}.txt", transcripts(result, count=TRANSCRIPTS))
+    path = folder / f"{name}.json"
     write_atomically(path, json.dumps({**about, **result.to_json()}, indent=1))
     return path
 
@@ -35,10 +35,10 @@ def read_evaluation(run: RunFolder, name: str) -> Evaluation | None:
         raise ConfigError(f"{path} is damaged ({error!r}): move it away") from error
 
 
-def unused_name(run: RunFolder, stem: str) -> str:
+def unused_name(folder: Path, stem: str) -> str:
     """Return the stem, numbered when an evaluation of that name exists."""
     name, number = stem, 1
-    while (run.evaluations / f"{name}.json").exists():
+    while (folder / f"{name}.json").exists():
         number += 1
         name = f"{stem}-{number}"
     return name

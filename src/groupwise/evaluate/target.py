@@ -31,6 +31,8 @@ class Target:
     rank: int = 0
     """Of that adapter; 0: `trained` is a whole model."""
     run: RunFolder | None = None
+    cursor: int = 0
+    """Training examples that the run had drawn by then."""
 
     @property
     def description(self) -> str:
@@ -66,9 +68,10 @@ def of_run(name: str, run: RunFolder) -> Target:
 
 def of_checkpoint(name: str, checkpoint: Path) -> Target:
     """A checkpoint is checked; its run's settings say whether it holds an adapter, and on which model."""
-    verify(checkpoint)
+    state = verify(checkpoint)
     run = run_of(checkpoint)
-    return Target(name=name, trained=checkpoint, rank=read_config(run.config).lora.r or 0, run=run)
+    rank = read_config(run.config).lora.r or 0
+    return Target(name=name, trained=checkpoint, rank=rank, run=run, cursor=state["cursor"])
 
 
 def run_of(checkpoint: Path) -> RunFolder:

@@ -24,7 +24,7 @@ from typing import Any, SupportsFloat
 
 from groupwise.errors import RolloutError
 from groupwise.records import Example, Group, Rollout
-from groupwise.rewards.time_limit import TimeLimitReached, time_limit
+from groupwise.rewards.time_limit import Limit, TimeLimitReached, TimeLimits
 
 RewardFunction = Callable[..., Any]
 Outcome = float | None | RolloutError
@@ -44,17 +44,18 @@ def score_group(
     """
     parts: dict[int, dict[str, float]] = {i: {} for i, r in enumerate(group.rollouts) if r.error is None}
     errors: dict[int, str] = {}
-    for name, function in rewards.items():
-        members = [index for index in parts if index not in errors]
-        if not members:
-            break
-        rollouts = [group.rollouts[index] for index in members]
-        run = score_together if takes_batches(function) else score_each
-        for index, outcome in zip(members, run(function, rollouts, group.example, seconds), strict=True):
-            if isinstance(outcome, RolloutError):
-                errors[index] = f"reward {name}: {outcome}"
-            elif outcome is not None:
-                parts[index][name] = outcome
+    with TimeLimits(seconds) as limit:
+        for name, function in rewards.items():
+            members = [index for index in parts if index not in errors]
+            if not members:
+                break
+            rollouts = [group.rollouts[index] for index in members]
+            run = score_together if takes_batches(function) else score_each
+            for index, outcome in zip(members, run(function, rollouts, group.example, limit), strict=True):
+                if isinstance(outcome, RolloutError):
+                    errors[index] = f"reward {name}: {outcome}"
+                elif outcome is not None:
+                    parts[index][name] = outcome
 
     def scored(index: int, rollout: Rollout) -> Rollout:
         if index not in parts:
@@ -80,22 +81,22 @@ def takes_batches(function: RewardFunction) -> bool:
 
 
 def score_each(
-    function: RewardFunction, rollouts: Sequence[Rollout], example: Example, seconds: float
+    function: RewardFunction, rollouts: Sequence[Rollout], example: Example, limit: Limit
 ) -> list[Outcome]:
     outcomes: list[Outcome] = []
     for rollout in rollouts:
         try:
-            outcomes.append(finite(call(function, rollout, example, seconds=seconds)))
+            outcomes.append(finite(call(function, rollout, example, limit=limit)))
         except RolloutError as error:
             outcomes.append(error)
     return outcomes
 
 
 def score_together(
-    function: RewardFunction, rollouts: Sequence[Rollout], example: Example, seconds: float
+    function: RewardFunction, rollouts: Sequence[Rollout], example: Example, limit: Limit
 ) -> list[Outcome]:
     try:
-        values = call(function, seconds=seconds, **batch_arguments(function, rollouts, example))
+        values = call(function, limit=limit, **batch_arguments(function, rollouts, example))
         try:
             values = list(values)
         except TypeError:
@@ -137,14 +138,14 @@ def as_trl(rollout: Rollout) -> tuple[Any, Any]:
     return messages, [{"role": "assistant", "content": prefill + rollout.text}]
 
 
-def call(function: RewardFunction, *arguments: Any, seconds: float, **columns: Any) -> Any:
+def call(function: RewardFunction, *arguments: Any, limit: Limit, **columns: Any) -> Any:
     """Call a reward within the time limit; whatever goes wrong is a RolloutError."""
     try:
-        with time_limit(seconds):
+        with limit:
             result = function(*arguments, **columns)
             return asyncio.run(completed(result)) if inspect.isawaitable(result) else result
     except TimeLimitReached:
-        raise RolloutError(f"took longer than {seconds:g} s") from None
+        raise RolloutError(f"took longer than {limit.seconds:g} s") from None
     except Exception as error:
         raise RolloutError(f"{type(error).__name__}: {error}") from error
 
@@ -157,7 +158,7 @@ def finite(value: Any) -> float | None:
     """Return a reward as a float, None as None, and refuse everything else."""
     if value is None:
         return None
-    if not isinstance(value, SupportsFloat):
+    if not isinstance(value, float | SupportsFloat):  # in this order: asking the protocol is slow
         raise RolloutError(f"returned {type(value).__name__}, not a number")
     try:
         number = float(value)

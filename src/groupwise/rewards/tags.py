@@ -2,13 +2,12 @@
 
 The prompt already ends in `<think>`, so a completion begins inside the thinking. Everything before
 `</think>` is thinking, where the model may write what it likes, an `<answer>` included. The answer
-is the one `<answer>` block after it. Two blocks, or a second `</think>` that would let it pick
-which part counts, are no answer at all: nothing is gained by writing more.
-
-Counting and splitting only, never a backtracking pattern: the time is linear in the text.
+is the one `<answer>` block after it.
 """
 
 from __future__ import annotations
+
+from groupwise.rewards.blocks import only_block
 
 THINK, END_THINK = "<think>", "</think>"
 ANSWER, END_ANSWER = "<answer>", "</answer>"
@@ -17,19 +16,9 @@ ANSWER, END_ANSWER = "<answer>", "</answer>"
 def final_answer(completion: str) -> str | None:
     """Return what stands in the one answer block after the thinking, or None.
 
-    A completion that never closes its thinking may still have exactly one block in all. Text around
-    the block is allowed here; `is_well_formed` is what refuses it.
+    Text around the block is allowed here; `is_well_formed` is what refuses it.
     """
-    if completion.count(END_THINK) > 1:
-        return None
-    _, closed, rest = completion.partition(END_THINK)
-    scope = rest if closed else completion
-    if scope.count(ANSWER) != 1 or scope.count(END_ANSWER) != 1:
-        return None
-    before, _, after = scope.partition(ANSWER)
-    if END_ANSWER in before:
-        return None
-    return after.partition(END_ANSWER)[0].strip()
+    return only_block(completion, after=END_THINK, opening=ANSWER, closing=END_ANSWER)
 
 
 def is_well_formed(completion: str) -> bool:

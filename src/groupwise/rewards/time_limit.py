@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, TracebackType
 
 
 class TimeLimitReached(BaseException):
@@ -16,36 +16,72 @@ class TimeLimitReached(BaseException):
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `TimeLimitReached` in a block of Python code that runs longer than this.
+    """Raise `TimeLimitReached` in a block of Python code that runs longer than this."""
+    with TimeLimits(seconds) as limit, limit:
+        yield
 
-    An alarm signal does it, so there is no limit outside the main thread or on a platform without
+
+class TimeLimits:
+    """The same limit for many blocks, one after the other: the signal handler is set once for all of them.
+
+        with TimeLimits(seconds) as limit:
+            for item in items:
+                with limit:
+                    …
+
+    An alarm signal ends a block, so there is no limit outside the main thread or on a platform without
     alarms, nor can a single call into C be interrupted before it returns. Limits nest: the earlier
     deadline wins, and an alarm that was set before goes off when it should.
     """
-    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
-    armed = True
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
 
-    def expire(number: int, frame: FrameType | None) -> None:
-        if armed:
+    def __enter__(self) -> Limit:
+        self.possible = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
+        self.limit = Limit(self.seconds, possible=self.possible)
+        if self.possible:
+            outer, self.interval = signal.setitimer(signal.ITIMER_REAL, 0)
+            self.limit.outer = time.monotonic() + outer if outer else None
+            self.previous = signal.signal(signal.SIGALRM, self.limit.expire)
+        return self.limit
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.possible:
+            signal.signal(signal.SIGALRM, self.previous)
+            if self.limit.outer is not None:
+                remaining = self.limit.outer - time.monotonic()
+                signal.setitimer(signal.ITIMER_REAL, max(remaining, 1e-6), self.interval)
+
+
+class Limit:
+    """One block at a time."""
+
+    def __init__(self, seconds: float, *, possible: bool) -> None:
+        self.seconds = seconds
+        self.possible = possible
+        self.armed = False
+        self.outer: float | None = None
+        """When an alarm goes off that was set before."""
+
+    def expire(self, number: int, frame: FrameType | None) -> None:
+        if self.armed:
             raise TimeLimitReached
 
-    outer, interval = signal.setitimer(signal.ITIMER_REAL, 0)
-    started = time.monotonic()
-    previous = signal.signal(signal.SIGALRM, expire)
-    try:
-        try:
-            signal.setitimer(signal.ITIMER_REAL, min(seconds, outer) if outer else seconds)
-            yield
-        finally:
-            # The alarm may go off between here and the next line; it does so only once, and the
-            # outer `finally` restores what was there either way.
-            armed = False
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-        if outer:
-            remaining = outer - (time.monotonic() - started)
-            signal.setitimer(signal.ITIMER_REAL, max(remaining, 1e-6), interval)
+    def __enter__(self) -> None:
+        if self.possible:
+            self.armed = True
+            seconds = self.seconds
+            if self.outer is not None:
+                seconds = min(seconds, max(self.outer - time.monotonic(), 1e-6))
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # The alarm may go off before the next line is done, but only once: it leaves the block either way.
+        self.armed = False
+        if self.possible:
+            signal.setitimer(signal.ITIMER_REAL, 0)

@@ -1,12 +1,12 @@
 """Reading `<start_working_out>…<end_working_out><SOLUTION>…</SOLUTION>` out of a completion.
 
 The working out is where the model may write what it likes, a `<SOLUTION>` included. What counts is
-the one block after it: two blocks are no solution at all, so nothing is gained by writing more.
-
-Counting and splitting only, never a backtracking pattern: the time is linear in the text.
+the one block after it.
 """
 
 from __future__ import annotations
+
+from groupwise.rewards.blocks import only_block
 
 START, END = "<start_working_out>", "<end_working_out>"
 SOLUTION, END_SOLUTION = "<SOLUTION>", "</SOLUTION>"
@@ -15,16 +15,7 @@ TAGS = (START, END, SOLUTION, END_SOLUTION)
 
 def solution_of(completion: str) -> str | None:
     """Return what stands in the one solution block after the working out, or None."""
-    if completion.count(END) > 1:
-        return None
-    _, ended, rest = completion.partition(END)
-    scope = rest if ended else completion
-    if scope.count(SOLUTION) != 1 or scope.count(END_SOLUTION) != 1:
-        return None
-    before, _, after = scope.partition(SOLUTION)
-    if END_SOLUTION in before:
-        return None
-    return after.partition(END_SOLUTION)[0].strip()
+    return only_block(completion, after=END, opening=SOLUTION, closing=END_SOLUTION)
 
 
 def is_exact(completion: str, *, least_working: int) -> bool:

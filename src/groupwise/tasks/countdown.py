@@ -12,7 +12,7 @@ from groupwise.config.checks import between, finite
 from groupwise.errors import ConfigError
 from groupwise.records import Example, Message, Rollout
 from groupwise.rewards.arithmetic import evaluate_expression
-from groupwise.rewards.tags import final_answer, is_well_formed
+from groupwise.rewards.tags import END_THINK, final_answer, is_well_formed
 from groupwise.tasks.columns import Column
 from groupwise.tasks.puzzles import Puzzle, draw_puzzle, solutions
 from groupwise.tasks.task import Task
@@ -76,11 +76,14 @@ def countdown(
         prompt=countdown_prompt,
         rewards={"format": format_reward, "equation": equation_reward},
         accuracy="equation",
+        format="format",
         columns={
             "numbers": Column(read=whole_numbers, names=("numbers", "nums")),
             "target": Column(read=whole_number),
         },
         predicted=final_answer,
+        ends_thinking=END_THINK,
+        difficulty=difficulty,
         gold=gold_completion,
         worked=worked,
         perfect=2.0,
@@ -108,6 +111,13 @@ def whole_numbers(value: Any) -> list[int]:
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         raise ValueError("expected a list of whole numbers")
     return [whole_number(number) for number in value]
+
+
+def difficulty(example: Example) -> str:
+    """How many numbers there are, and which operations a known solution needs."""
+    numbers, _ = numbers_and_target(example)
+    needed = "".join(sorted(set(str(example.get("solution", ""))) & set("+-*/")))
+    return f"{len(numbers)} numbers {needed}".rstrip()
 
 
 def gold_completion(example: Example) -> str:

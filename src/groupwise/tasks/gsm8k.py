@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 from groupwise.config.checks import finite, one_of
@@ -96,11 +97,15 @@ def gsm8k(
         # Accuracy is read from `correct` alone; the graded scores are what is learned from.
         weights={"format": 0.0} if strict else {"correct": 0.0},
         accuracy="correct",
+        format="format",
         columns={
             "question": Column(read=text, names=("question", "problem"), judges=False),
             "answer": Column(read=gold_answer, names=("answer", "ground_truth", "solution")),
         },
         predicted=solution_of,
+        alike=same_number,
+        ends_thinking=END,
+        difficulty=difficulty,
         gold=gold_completion,
         perfect=1.0 if strict else perfect,
     )
@@ -130,9 +135,14 @@ def gold_answer(value: Any) -> str:
 def gold_of(example: Example) -> Fraction:
     """Return the number that is right for an example."""
     try:
-        number = stated_number(gold_answer(example["answer"]))
+        return gold_number(text(example["answer"]))
     except (KeyError, ValueError) as error:
         raise ConfigError(f"a gsm8k example needs a number in `answer`: {error.args[0]}") from None
+
+
+@lru_cache(maxsize=4096)
+def gold_number(answer: str) -> Fraction:
+    number = stated_number(gold_answer(answer))
     assert number is not None
     return number
 
@@ -141,24 +151,52 @@ def gsm8k_prompt(example: Example) -> list[Message]:
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": example["question"]}]
 
 
+def difficulty(example: Example) -> str | None:
+    """How many lines a known solution has, less the one with the answer."""
+    solution = str(example.get("solution") or example["answer"])
+    return f"{solution.strip().count(chr(10))} steps" if "####" in solution else None
+
+
 def gold_completion(example: Example) -> str:
     """Write the answer as the system prompt asks for it."""
     working = str(example.get("solution") or f"The answer is {example['answer']}.")
     return f"{START}\n{working}\n{END}\n\n{SOLUTION}\n{example['answer']}\n{END_SOLUTION}"
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What there is to see in a completion, whatever the question."""
+
+    exact: bool
+    """Whether it is in the exact format."""
+    tags_once: int
+    number: Fraction | None
+    """The one number that its one solution block states."""
+
+
+@lru_cache(maxsize=4096)
+def read(completion: str) -> Reading:
+    """Read a completion, once for all rewards."""
+    return Reading(
+        exact=is_exact(completion, least_working=LEAST_WORKING),
+        tags_once=tags_once(completion),
+        number=stated_number(solution_of(completion) or ""),
+    )
+
+
 def graded_rewards(scores: Scores) -> dict[str, RewardFunction]:
     """Make the four rewards and the verdict beside them."""
 
     def format(rollout: Rollout, example: Example) -> float:
-        return scores.format if well_formed(rollout) else 0.0
+        return scores.format if read(rollout.text).exact else 0.0
 
     def tags(rollout: Rollout, example: Example) -> float:
-        once = tags_once(rollout.text)
+        once = read(rollout.text).tags_once
         return scores.tag * (once - (len(TAGS) - once))
 
     def answer(rollout: Rollout, example: Example) -> float:
-        return answer_score(rollout, gold_of(example), scores) if well_formed(rollout) else 0.0
+        found = read(rollout.text)
+        return answer_score(found.number, gold_of(example), scores) if found.exact else 0.0
 
     def number(rollout: Rollout, example: Example) -> float:
         return scores.number if is_right(rollout, example) else 0.0
@@ -173,10 +211,10 @@ def strict_rewards() -> dict[str, RewardFunction]:
     """Make the one reward of 0 or 1, and the format as a mere metric."""
 
     def correct(rollout: Rollout, example: Example) -> float:
-        return float(well_formed(rollout) and is_right(rollout, example))
+        return float(read(rollout.text).exact and is_right(rollout, example))
 
     def format(rollout: Rollout, example: Example) -> float:
-        return float(well_formed(rollout))
+        return float(read(rollout.text).exact)
 
     return named(correct, format)
 
@@ -185,19 +223,19 @@ def named(*functions: Callable[[Rollout, Example], float]) -> dict[str, RewardFu
     return {function.__name__: function for function in functions}
 
 
-def well_formed(rollout: Rollout) -> bool:
-    return is_exact(rollout.text, least_working=LEAST_WORKING)
-
-
 def is_right(rollout: Rollout, example: Example) -> bool:
     """Tell whether the one solution block states the one right number."""
-    solution = solution_of(rollout.text)
-    return solution is not None and stated_number(solution) == gold_of(example)
+    return read(rollout.text).number == gold_of(example)
 
 
-def answer_score(rollout: Rollout, gold: Fraction, scores: Scores) -> float:
+def same_number(one: str, other: str) -> bool:
+    """Tell whether two solutions state the same number, or the same text without one."""
+    number = stated_number(one)
+    return one == other if number is None else number == stated_number(other)
+
+
+def answer_score(stated: Fraction | None, gold: Fraction, scores: Scores) -> float:
     """Grade a formatted answer by how far off it is, sign included; 0 has no near misses."""
-    stated = stated_number(solution_of(rollout.text) or "")
     if stated is None:
         return scores.wrong
     if stated == gold:

@@ -99,8 +99,9 @@ class LatexProblems:
 
 
 def draw(rng: random.Random) -> Example:
-    question, answer = pick(rng, KINDS)(rng)
-    return Example({"question": question, "answer": answer})
+    make = pick(rng, KINDS)
+    question, answer = make(rng)
+    return Example({"question": question, "answer": answer, "subject": make.__name__})
 
 
 def is_held_out(example: Example) -> bool:

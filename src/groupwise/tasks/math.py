@@ -10,6 +10,8 @@ from groupwise.errors import RolloutError
 from groupwise.records import Example, Message, Rollout
 from groupwise.rewards import symbolic
 from groupwise.rewards.boxed import last_box
+from groupwise.rewards.latex.equal import same_answer
+from groupwise.rewards.latex.tokens import Unfamiliar
 from groupwise.rewards.math_answer import LENIENT, Scores, Verdict, reward_of, truth_of, verify_boxed
 from groupwise.rewards.restated import is_restated
 from groupwise.tasks.columns import Column, text
@@ -57,11 +59,14 @@ def math(
         rewards={"answer": answer, "correct": correct, "boxed": boxed},
         weights={"correct": 0.0, "boxed": 0.0},
         accuracy="correct",
+        format="boxed",
         columns={
             "question": Column(read=text, names=("question", "problem"), judges=False),
             "answer": Column(read=gold_answer, names=("answer", "ground_truth", "solution")),
         },
         predicted=last_box,
+        alike=alike,
+        difficulty=difficulty,
         gold=lambda example: rf"\boxed{{{example['answer']}}}",
         perfect=scores.right,
     )
@@ -73,6 +78,12 @@ def gold_answer(value: Any) -> str:
     if len(answer) > LONGEST_ANSWER:
         raise ValueError(r"expected an answer, or a solution that ends in \boxed{answer}")
     return answer
+
+
+def difficulty(example: Example) -> str | None:
+    """The level and the subject, as far as the row has them."""
+    named = [str(example[column]) for column in ("level", "subject") if example.get(column) is not None]
+    return " ".join(named) or None
 
 
 def math_prompt(example: Example) -> list[Message]:
@@ -96,6 +107,14 @@ def judge(rollout: Rollout, example: Example) -> Verdict:
 
 def correct(rollout: Rollout, example: Example) -> float:
     return float(judge(rollout, example).correct)
+
+
+def alike(one: str, other: str) -> bool:
+    """Tell whether two answers are the same, as far as our own parser reads them."""
+    try:
+        return same_answer(one, other)
+    except Unfamiliar:
+        return one == other
 
 
 def boxed(rollout: Rollout, example: Example) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import operator
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,12 +38,20 @@ class Task:
     """Examples for evaluation. None: some are kept back from `examples`."""
     accuracy: str | None = None
     """The reward that says whether an answer is right (1 or more). None: the first."""
+    format: str | None = None
+    """The reward that says whether an answer has the form that was asked for (more than 0)."""
     columns: Columns = field(default_factory=dict)
     """What rows must hold, checked and renamed when they are read from `task.data`."""
     predicted: Callable[[str], str | None] | None = None
-    """The answer that a completion states, to show and to count."""
+    """The answer that a completion states, to show and to vote on."""
+    alike: Callable[[str, str], bool] = operator.eq
+    """Whether two stated answers are one and the same, when they are counted as votes."""
+    ends_thinking: str | None = None
+    """What completions have between thinking and answering, such as `</think>`."""
     gold: Callable[[Example], str] | None = None
     """A completion that is right, by which rewards are tested. None: the column `answer` as it stands."""
+    difficulty: Callable[[Example], str | None] | None = None
+    """What makes examples alike to a curriculum, which learns how often each kind succeeds."""
     worked: Callable[[Example, random.Random], str | None] | None = None
     """An answer to imitate in a warm start, or None where an example has none. None: the gold."""
     perfect: float | None = None
@@ -81,11 +90,11 @@ class Task:
                 raise ConfigError(
                     f"task {self.name}: the weight of {name!r} must be a number; got {weight!r}"
                 )
-        if self.accuracy is not None and self.accuracy not in self.rewards:
-            raise ConfigError(
-                f"task {self.name}: accuracy names unknown reward {self.accuracy!r}"
-                f"{closest(self.accuracy, self.rewards)}"
-            )
+        for role, named in (("accuracy", self.accuracy), ("format", self.format)):
+            if named is not None and named not in self.rewards:
+                raise ConfigError(
+                    f"task {self.name}: {role} names unknown reward {named!r}{closest(named, self.rewards)}"
+                )
 
     def ask(self, example: Example) -> Prompt:
         """Return the prompt for an example, checked."""
@@ -109,6 +118,14 @@ class Task:
         """Tell whether a scored rollout counts as right in accuracy."""
         judge = self.accuracy or next(iter(self.rewards))
         return rollout.error is None and rollout.rewards.get(judge, 0.0) >= 1.0
+
+    def is_formatted(self, rollout: Rollout) -> bool:
+        """Tell whether a scored rollout has the form that was asked for."""
+        return self.format is not None and rollout.rewards.get(self.format, 0.0) > 0.0
+
+    def asks(self, example: Example) -> str:
+        """Return what the policy sees of an example: two that look the same to it are the same."""
+        return str(self.ask(example))
 
     def split(self, config: TaskConfig, seed: int) -> Split:
         """Divide the examples into training and held-out ones, the latter the same for every seed."""

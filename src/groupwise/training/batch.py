@@ -15,7 +15,7 @@ from groupwise.records import Example, Group, Sample
 from groupwise.rewards.score import score_group
 from groupwise.rollout.collect import Codec, Generate, Tools, collect
 from groupwise.tasks import Split, Task
-from groupwise.training.data import prompt_key
+from groupwise.training.curriculum import NOTHING_KNOWN, Rates, check_kinds, choose, updated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,10 @@ class Batch:
     """Fresh groups that were drawn in the place of dropped ones."""
     cursor: int
     """Where in the training data the next step begins."""
+    rates: Rates
+    """How often each kind of example succeeds, as far as a curriculum has to know it."""
+    passed_over: int
+    """Training examples that the curriculum did not ask."""
     rollout_seconds: float
     reward_seconds: float
     tool_seconds: float = 0.0
@@ -49,21 +53,29 @@ class Collector:
         self.split = split
         self.codec = codec
         self.engine = engine
+        if config.rollout.curriculum > 1:
+            check_kinds(task, split)
         self.tools = Tools.of(task.tools, config.tools)
-        self.held_out = {prompt_key(task, example) for example in split.held_out}
+        self.held_out = {task.asks(example) for example in split.held_out}
 
-    def collect(self, step: int, *, cursor: int) -> Batch:
+    def collect(self, step: int, *, cursor: int, rates: Rates = NOTHING_KNOWN) -> Batch:
         """Draw prompts until enough groups have signal, or `rollout.refill` rounds are used up."""
         rollout = self.config.rollout
         kept: list[Group] = []
         silent: list[Group] = []
         times = Times()
+        passed_over = 0
         for _ in range(1 + rollout.refill):
             missing = rollout.prompts - len(kept)
             if not missing or too_many_failed(kept + silent, limit=self.config.task.max_failed):
                 break
-            examples, cursor = self.split.take(cursor, missing)
-            groups = self._answer(examples, step=step, drawn=kept + silent, times=times)
+            drawn = kept + silent
+            candidates, cursor = self.split.take(cursor, missing * rollout.curriculum)
+            examples = self._choose(candidates, missing, step=step, drawn=drawn, rates=rates)
+            passed_over += len(candidates) - len(examples)
+            groups = self._answer(examples, step=step, drawn=drawn, times=times)
+            if rollout.curriculum > 1:
+                rates = updated(rates, groups, task=self.task)
             kept += [group for group in groups if has_signal(group)]
             silent += [group for group in groups if not has_signal(group)]
         replaced = len(kept) + len(silent) - rollout.prompts
@@ -74,6 +86,8 @@ class Collector:
             dropped=tuple(silent),
             replaced=replaced,
             cursor=cursor,
+            rates=rates,
+            passed_over=passed_over,
             rollout_seconds=times.rollout,
             reward_seconds=times.reward,
             tool_seconds=times.tools,
@@ -88,11 +102,19 @@ class Collector:
         sequences, tokens = batch_size(batch.groups, mask_truncated=algo.mask_truncated)
         return samples, sequences, tokens
 
+    def _choose(
+        self, candidates: Sequence[Example], count: int, *, step: int, drawn: Sequence[Group], rates: Rates
+    ) -> Sequence[Example]:
+        if len(candidates) == count:
+            return candidates
+        seed_parts = (self.config.run.seed, step, len(drawn))
+        return choose(candidates, count, task=self.task, rates=rates, seed_parts=seed_parts)
+
     def _answer(
         self, examples: Sequence[Example], *, step: int, drawn: Sequence[Group], times: Times
     ) -> list[Group]:
         """Answer and score the examples; `drawn` are the step's earlier groups."""
-        check_disjoint((prompt_key(self.task, example) for example in examples), self.held_out)
+        check_disjoint((self.task.asks(example) for example in examples), self.held_out)
         started = time.perf_counter()
         groups = collect(
             examples,

@@ -6,13 +6,7 @@ from dataclasses import replace
 
 from groupwise.config.sections import Config
 from groupwise.errors import ConfigError
-from groupwise.records import Example
 from groupwise.tasks import Split, Stream, Task
-
-
-def prompt_key(task: Task, example: Example) -> str:
-    """What the policy sees of an example: two that look the same to it are the same."""
-    return str(task.ask(example))
 
 
 def split_for(config: Config, task: Task) -> Split:
@@ -24,8 +18,8 @@ def split_for(config: Config, task: Task) -> Split:
     split = task.split(config.task, config.run.seed)
     if isinstance(split.train, Stream):
         return split
-    held_out = {prompt_key(task, example) for example in split.held_out}
-    train = tuple(row for row in split.train if prompt_key(task, row) not in held_out)
+    held_out = {task.asks(example) for example in split.held_out}
+    train = tuple(row for row in split.train if task.asks(row) not in held_out)
     if not train:
         raise ConfigError(f"task {task.name}: every training example asks what a held-out one asks")
     return replace(split, train=train, size=len(train), dropped=split.dropped + len(split.train) - len(train))

@@ -79,5 +79,5 @@ class Examiner:
             about["change"] = {name: asdict(change) for name, change in compare(self.before, result).items()}
         if step in ends and step > 0:
             self.after = result
-        write_evaluation(self.folder, ends.get(step, step_name(step)), result, about=about)
+        write_evaluation(self.folder.evaluations, ends.get(step, step_name(step)), result, about=about)
         return result

@@ -27,6 +27,9 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "rollout/truncated": fmean(rollout.truncated for rollout in rollouts),
         **signs(batch.drawn),
     }
+    if batch.passed_over:
+        metrics["curriculum/passed_over"] = float(batch.passed_over)
+        metrics["curriculum/kinds"] = float(len(batch.rates))
     if any(rollout.turns for rollout in rollouts):
         calls = [call for rollout in rollouts for call in rollout.calls]
         metrics["rollout/turns"] = fmean(len(rollout.turns) for rollout in rollouts)

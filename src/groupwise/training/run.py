@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -59,7 +60,7 @@ class Run(Session):
 
     def collect(self, step: int) -> Batch:
         """Draw, score and compare answers, and write them down before anything else can go wrong."""
-        batch = self.collector.collect(step, cursor=self.state.cursor)
+        batch = self.collector.collect(step, cursor=self.state.cursor, rates=self.state.rates)
         if step % self.config.track.rollouts_every == 0:
             self.recorder.rollouts(step, batch)
             self.recorder.completions(step, batch, perfect=self.collector.task.perfect)
@@ -82,6 +83,7 @@ class Run(Session):
 
     def track(self, step: int, batch: Batch, report: dict[str, float]) -> None:
         """Log the step; evaluate and save when it is time to."""
+        self.state = replace(self.state, rates=batch.rates)
         measured = self.end_step(step, cursor=batch.cursor, metrics={**batch_metrics(batch), **report})
         if measured:
             self.recorder.samples(step, batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from groupwise.learner.checkpoint import load_optimizer, optimizer_tensors, verify, write_checkpoint
 from groupwise.model.policy import Policy
+from groupwise.training.curriculum import Rates
 
 OPTIMIZER = "optimizer.safetensors"
 OPTIMIZER_SETTINGS = "optimizer.json"
@@ -41,6 +42,8 @@ class State:
     best_accuracy: float = -1.0
     seconds: float = 0.0
     """Time spent training, over all sessions."""
+    rates: Rates = field(default_factory=dict)
+    """What the curriculum knows of each kind of example."""
 
     def with_accuracy(self, accuracy: float) -> State:
         if accuracy <= self.best_accuracy:

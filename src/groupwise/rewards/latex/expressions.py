@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from fractions import Fraction
 from typing import Any
 
@@ -30,8 +31,20 @@ FACTOR_COMMANDS = frozenset(
 CLOSES = {"(": ")", "[": "]", r"\{": r"\}", "{": "}", r"\langle": r"\rangle", r"\lbrace": r"\rbrace"}
 
 
-class Expressions(Cursor):
+class Expressions(Cursor, ABC):
     """Recursive descent over tokens, as deep as MAX_DEPTH. What stands in brackets is for `parse` to say."""
+
+    @abstractmethod
+    def chain(self) -> Node:
+        """Read expressions with relations between them."""
+
+    @abstractmethod
+    def group(self, opening: str) -> Node:
+        """Read what stands in brackets, after the opening one, and the closing one."""
+
+    @abstractmethod
+    def matrix(self) -> Node:
+        r"""Read what follows a `\begin`."""
 
     def words(self) -> None:
         """Take down the words and units that stand here: `square cm^2`."""
@@ -41,15 +54,6 @@ class Expressions(Cursor):
             if self.take("^"):
                 power = int_of(self.argument())
                 self.said.append({2: "square", 3: "cubic"}.get(power or 0, "power"))
-
-    def chain(self) -> Node:
-        raise NotImplementedError
-
-    def group(self, opening: str) -> Node:
-        raise NotImplementedError
-
-    def matrix(self) -> Node:
-        raise NotImplementedError
 
     def sum(self) -> Node:
         self.depth += 1

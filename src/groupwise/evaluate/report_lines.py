@@ -1,0 +1,60 @@
+"""What `groupwise eval` found, written for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from groupwise.evaluate.statistics import Difference, Interval
+
+
+def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """Write one report of `evaluate_command`."""
+    yield f"{report['task']} · {report['model']} · {report['prompts']} prompts, seed {report['seed']}"
+    changes = report.get("change", {})
+    yield f"{'':<35}since before training" if changes else ""
+    k = report["samples"]
+    for name in ("greedy", f"avg@{k}", f"maj@{k}", f"pass@{k}", "format"):
+        if name in report:
+            line = f"  {name:<9}{Interval(**report[name])!s:<22}"
+            if name in changes:
+                line += f"  {Difference(**changes[name])}"
+            yield line.rstrip()
+    for name, interval in report.get("rewards", {}).items():
+        if name not in report:
+            line = f"  {name:<9}{Interval(**interval)!s:<22}"
+            if f"reward/{name}" in changes:
+                line += f"  {Difference(**changes[f'reward/{name}'])}"
+            yield line.rstrip()
+    yield ""
+    yield from strategy_lines(report)
+    yield from question_lines(report)
+    yield f"  {report['length']:.1f} tokens an answer, {report['failed']} answers could not be scored"
+    if report.get("left_out"):
+        yield f"  {report['left_out']} examples were left out: the run was trained on them"
+    if "saved" in report:
+        yield f"  saved in {report['saved']}, answers to read beside it"
+
+
+def strategy_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """Set the accuracy of test-time strategies against the tokens they spend."""
+    strategies = report.get("strategies", {})
+    if not strategies:
+        return
+    yield f"  {'strategy':<20}{'accuracy':<24}{'tokens a question':>17}"
+    for name, one in strategies.items():
+        yield f"  {name:<20}{Interval(**one['accuracy'])!s:<24}{one['tokens']:>17.1f}"
+    yield ""
+
+
+def question_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """Say how the questions divide into those that are always, sometimes and never answered."""
+    questions = report.get("questions", ())
+    if not questions:
+        return
+    right = [question["right"] for question in questions]
+    always, never = right.count(report["samples"]), right.count(0)
+    yield (
+        f"  of {len(right)} questions {always} are always right, "
+        f"{len(right) - always - never} sometimes, {never} never"
+    )

@@ -1,0 +1,74 @@
+"""What strategies have in common: drawing answers to prompts, and the answer that is settled on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from groupwise.records import Example, Rollout, Sampling
+from groupwise.rollout.collect import Codec, Generate, collect
+from groupwise.tasks.task import Prompt
+
+if TYPE_CHECKING:
+    from groupwise.evaluate.strategies.judge import Judge
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The answer to one prompt."""
+
+    rollout: Rollout
+    """`rollout.text` is all of it, also what was written before the policy was made to go on."""
+    tokens: int
+    """That the policy wrote on the way, whether or not they are part of the answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draws:
+    """Whom strategies ask, and how."""
+
+    codec: Codec
+    engine: Generate
+    sampling: Sampling
+    seed: int
+
+    def draw(
+        self, prompts: Sequence[Prompt], *, count: int, purpose: str, sampling: Sampling | None = None
+    ) -> list[list[Rollout]]:
+        """Return `count` answers to each prompt; their noise derives from seed, purpose and prompt."""
+        if not prompts:
+            return []
+        groups = collect(
+            [Example({"prompt": prompt}) for prompt in prompts],
+            ask=lambda example: example["prompt"],
+            codec=self.codec,
+            engine=self.engine,
+            sampling=sampling or self.sampling,
+            group_size=count,
+            seed_parts=(self.seed, purpose),
+        )
+        return [list(group.rollouts) for group in groups]
+
+
+Strategy = Callable[[Sequence[Prompt], Draws, "Judge"], list[Answer]]
+
+
+def spent(rollouts: Sequence[Rollout]) -> int:
+    return sum(rollout.length for rollout in rollouts)
+
+
+def single(prompts: Sequence[Prompt], draws: Draws, judge: Judge) -> list[Answer]:
+    """One answer, greedy."""
+    greedy = replace(draws.sampling, temperature=0.0)
+    drawn = draws.draw(prompts, count=1, purpose="single", sampling=greedy)
+    return [Answer(rollout=rollout, tokens=rollout.length) for (rollout,) in drawn]
+
+
+def begun(prompt: Prompt, text: str) -> Prompt:
+    """Return the prompt with a beginning of the reply, which the policy is to continue."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if messages[-1]["role"] == "assistant":
+        last = messages.pop()
+        text = f"{last['content']}{text}"
+    return [*messages, {"role": "assistant", "content": text}]

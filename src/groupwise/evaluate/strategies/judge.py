@@ -1,0 +1,73 @@
+"""How a strategy reads and compares answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from groupwise.evaluate.breakdown import states
+from groupwise.records import Example, Group, Rollout
+from groupwise.rewards.boxed import last_box
+from groupwise.rewards.score import score_group
+from groupwise.rewards.tags import final_answer
+from groupwise.rewards.worked_solution import solution_of
+from groupwise.tasks.task import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judge:
+    """What may be asked about answers without knowing the right one."""
+
+    states: Callable[[Rollout], str | None]
+    """The answer that a completion comes to."""
+    alike: Callable[[str, str], bool]
+    """Whether two of these are the same."""
+    score: Callable[[int, Rollout], float]
+    """How good an answer to the prompt of this number is."""
+    ends_thinking: str | None
+    """What the policy writes between thinking and answering. None: nothing, it just ends."""
+
+
+def task_judge(task: Task, examples: Sequence[Example], *, seconds: float) -> Judge:
+    """Judge as in training: answers are compared as the task does it and scored by its rewards.
+
+    Where the rewards read a gold answer, choosing by them tells what a perfect judge would reach.
+    """
+
+    def score(number: int, rollout: Rollout) -> float:
+        group = Group(example=examples[number], rollouts=(rollout,))
+        (scored,) = score_group(group, rewards=task.rewards, weights=task.weights, seconds=seconds).rollouts
+        return scored.reward if scored.error is None else float("-inf")
+
+    return Judge(
+        states=lambda rollout: states(task, rollout),
+        alike=task.alike,
+        score=score,
+        ends_thinking=task.ends_thinking,
+    )
+
+
+def plain_judge(*, ends_thinking: str | None = None) -> Judge:
+    """Judge anything: by a box, a tagged answer or the last line, and by how sure the policy was."""
+    return Judge(
+        states=stated_anywhere,
+        alike=lambda one, other: one.casefold() == other.casefold(),
+        score=lambda number, rollout: confidence(rollout),
+        ends_thinking=ends_thinking,
+    )
+
+
+def stated_anywhere(rollout: Rollout) -> str | None:
+    """Return what stands in a box or in answer tags, else the last line."""
+    text = rollout.text
+    for find in (last_box, final_answer, solution_of):
+        if (found := find(text)) is not None:
+            return found
+    lines = text.strip().splitlines()
+    return lines[-1].strip() if lines else None
+
+
+def confidence(rollout: Rollout) -> float:
+    """Return the mean log-probability of the tokens that the policy chose."""
+    chosen = [logprob for logprob, own in zip(rollout.logprobs, rollout.trained, strict=True) if own]
+    return sum(chosen) / len(chosen) if chosen else float("-inf")

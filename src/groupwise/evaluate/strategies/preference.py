@@ -1,0 +1,84 @@
+"""Test-time preference optimization: the policy compares its best and its worst answer, and tries again.
+
+After Li et al. (arXiv 2501.12895): a score picks the best and the worst answer so far, the policy says in
+words what makes the difference, turns that into advice, and answers again with the advice before it. No
+weight moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from groupwise.evaluate.breakdown import question_in
+from groupwise.evaluate.strategies.answer import Answer, Draws, Strategy, spent
+from groupwise.evaluate.strategies.judge import Judge
+from groupwise.records import Message, Rollout
+from groupwise.tasks.task import Prompt
+
+COMPARE = (
+    "Question:\n{question}\n\nA good answer:\n{best}\n\nA worse answer:\n{worst}\n\n"
+    "Say briefly what the good answer does better, and what is still wrong with it."
+)
+ADVISE = "{comparison}\n\nFrom this, give short advice on how to answer the question better."
+RETRY = "{question}\n\nAdvice: {advice}"
+
+
+def preference_optimization(rounds: int, *, count: int = 4) -> Strategy:
+    """Draw `count` answers, then improve on them for `rounds` rounds; the best of all is the answer."""
+
+    def answer(prompts: Sequence[Prompt], draws: Draws, judge: Judge) -> list[Answer]:
+        pools = [Pool(prompt, number, judge) for number, prompt in enumerate(prompts)]
+        take(pools, draws.draw(prompts, count=count, purpose="several"))
+        for turn in range(rounds):
+            compared = draws.draw([pool.compare() for pool in pools], count=1, purpose=f"compare {turn}")
+            advised = draws.draw([advise(note) for (note,) in compared], count=1, purpose=f"advise {turn}")
+            for pool, (note,), (advice,) in zip(pools, compared, advised, strict=True):
+                pool.tokens += note.length + advice.length
+            retries = [retry(pool.prompt, advice) for pool, (advice,) in zip(pools, advised, strict=True)]
+            take(pools, draws.draw(retries, count=count, purpose=f"retry {turn}"))
+        return [Answer(rollout=pool.best, tokens=pool.tokens) for pool in pools]
+
+    return answer
+
+
+class Pool:
+    """Every answer to one prompt so far, with its score."""
+
+    def __init__(self, prompt: Prompt, number: int, judge: Judge) -> None:
+        self.prompt = prompt
+        self.number = number
+        self.judge = judge
+        self.scored: list[tuple[float, Rollout]] = []
+        self.tokens = 0
+
+    def add(self, rollouts: Sequence[Rollout]) -> None:
+        self.scored += [(self.judge.score(self.number, rollout), rollout) for rollout in rollouts]
+        self.tokens += spent(rollouts)
+
+    @property
+    def best(self) -> Rollout:
+        return max(self.scored, key=lambda one: one[0])[1]
+
+    def compare(self) -> Prompt:
+        worst = min(self.scored, key=lambda one: one[0])[1]
+        return COMPARE.format(question=question_in(self.prompt), best=self.best.text, worst=worst.text)
+
+
+def take(pools: Sequence[Pool], drawn: Sequence[Sequence[Rollout]]) -> None:
+    for pool, rollouts in zip(pools, drawn, strict=True):
+        pool.add(rollouts)
+
+
+def advise(comparison: Rollout) -> Prompt:
+    return ADVISE.format(comparison=comparison.text)
+
+
+def retry(prompt: Prompt, advice: Rollout) -> Prompt:
+    """Return the prompt with the advice behind the question; all else, a begun reply too, stays."""
+    if isinstance(prompt, str):
+        return RETRY.format(question=prompt, advice=advice.text)
+    last = max(place for place, message in enumerate(prompt) if message["role"] == "user")
+    messages: list[Message] = list(prompt)
+    content = RETRY.format(question=messages[last]["content"], advice=advice.text)
+    messages[last] = {**messages[last], "content": content}
+    return messages

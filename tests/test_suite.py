@@ -1,0 +1,157 @@
+"""The evaluation suite: votes, the breakdown by question, benchmarks, and rows that were trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from groupwise.config import read_config
+from groupwise.errors import ConfigError
+from groupwise.evaluate.breakdown import question
+from groupwise.evaluate.command import evaluate_command
+from groupwise.evaluate.report_lines import report_lines
+from groupwise.evaluate.suite import BENCHMARKS, benchmark_named, source_of
+from groupwise.evaluate.unseen import unseen
+from groupwise.evaluate.votes import ballots, majority
+from groupwise.records import Example, Group, Rollout
+from groupwise.rewards import score_group
+from groupwise.tasks import TASKS, load_task
+from groupwise.tasks.gsm8k import gsm8k, same_number
+from groupwise.tasks.math import alike, math
+from groupwise.training import train
+
+
+def test_the_most_stated_answer_wins_and_no_answer_is_no_vote():
+    answers = ["72", None, "70", "72.0", "$70", "70 clips"]
+    assert ballots(answers, same_number) == [[2, 4, 5], [0, 3]]
+    assert majority(answers, same_number) == 2
+    assert majority(["b", "a", "a", "b"], str.__eq__) == 0  # of equally many, the one stated first
+    assert majority([None, None], str.__eq__) is None
+
+
+def test_answers_are_alike_by_their_meaning():
+    assert alike(r"\frac{1}{2}", "0.5")
+    assert not alike("1", "2")
+    assert alike(r"\sum_k k", r"\sum_k k")  # notation that only a worker reads is compared as text
+    assert not same_number("none", "72")
+    assert same_number("none", "none")
+
+
+def answered(task, example, *texts):
+    rollouts = tuple(
+        Rollout(prompt=task.ask(example), text=text, tokens=(1, 2), trained=(False, True),
+                logprobs=(0.0, 0.0), entropies=(0.0, 0.0), prompt_length=1, finish="end")
+        for text in texts
+    )  # fmt: skip
+    group = Group(example=example, rollouts=rollouts)
+    return score_group(group, rewards=task.rewards, weights=task.weights, seconds=5)
+
+
+def test_a_question_is_broken_down():
+    task = math()
+    example = Example({"question": "What is 1 + 1?", "answer": "2"})
+    found = question(
+        task,
+        answered(task, example, r"\boxed{3}"),
+        answered(task, example, r"\boxed{2}", r"\boxed{2.0}", r"\boxed{3}", "two"),
+    )
+    assert found.asked.startswith("What is 1 + 1?\nPlease reason")
+    assert (found.truth, found.greedy, found.greedy_right) == ("2", "3", False)
+    assert (found.right, found.formatted, found.majority_right) == (2, 3, True)
+    assert dict(found.votes) == {"2": 2, "3": 1}
+
+
+def test_every_benchmark_has_a_task_that_says_how_to_vote_and_what_the_format_is():
+    for benchmark in BENCHMARKS.values():
+        task = TASKS[benchmark.task]()
+        assert task.predicted is not None
+        assert task.format in task.rewards
+
+
+def test_a_benchmark_is_a_file_in_the_folder_or_a_name_on_the_hub(tmp_path):
+    assert source_of(benchmark_named("gsm8k"), None) == "openai/gsm8k:main@test"
+    (tmp_path / "gsm8k_test.jsonl").write_text("{}")
+    assert source_of(benchmark_named("gsm8k"), str(tmp_path)) == str(tmp_path / "gsm8k_test.jsonl")
+    assert source_of(benchmark_named("countdown"), str(tmp_path)) is None  # it holds puzzles out by itself
+    with pytest.raises(ConfigError, match=r"holds no math500\.jsonl"):
+        source_of(benchmark_named("math500"), str(tmp_path))
+    with pytest.raises(ConfigError, match="unknown benchmark 'gsm8'; did you mean 'gsm8k'"):
+        benchmark_named("gsm8")
+    with pytest.raises(ConfigError, match="a benchmark brings its task"):
+        evaluate_command("tiny", benchmarks=["gsm8k"], task="gsm8k")
+
+
+SHORT = ("rollout.max_tokens=8", "model.device=cpu", "evaluate.samples=2")
+
+
+def test_benchmarks_are_measured_one_after_the_other_and_saved(tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    puzzles = [{"nums": [1, 2, 3], "target": 6}, {"nums": [4, 5, 6], "target": 15}]
+    (data / "countdown_test.jsonl").write_text("\n".join(map(json.dumps, puzzles)))
+    (data / "gsm8k_test.jsonl").write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}))
+    reports = evaluate_command(
+        "tiny",
+        benchmarks=["countdown", "gsm8k"],
+        output=str(tmp_path / "results"),
+        overrides=[*SHORT, f"evaluate.data_dir={data}"],
+    )
+    assert [(report["task"], report["prompts"]) for report in reports] == [("countdown", 2), ("gsm8k", 1)]
+    assert reports[0]["maj@2"]["mean"] == 0.0
+    assert reports[0]["questions"][1]["truth"] == "[4, 5, 6], 15"
+    saved = json.loads(Path(reports[1]["saved"]).read_text())
+    assert saved["questions"] == reports[1]["questions"]
+    assert Path(reports[1]["saved"]).with_suffix(".txt").is_file()
+    lines = list(report_lines(reports[0]))
+    assert "  of 2 questions 0 are always right, 0 sometimes, 2 never" in lines
+    assert any(line.startswith("  format ") for line in lines)
+
+
+def test_options_of_another_task_are_taken_from_the_words_alone(tmp_path):
+    (report,) = evaluate_command(
+        "tiny",
+        task="gsm8k",
+        samples=1,
+        examples=2,
+        overrides=[*SHORT, "task.options.steps=1", "task.options.largest=5"],
+    )
+    assert all(question["asked"].count(".") == 2 for question in report["questions"])
+
+
+def test_rows_of_a_stream_that_were_drawn_are_left_out():
+    trained = read_config(overrides=["task.options.numbers=3", "task.options.largest=9", "run.seed=3"])
+    task = load_task(trained.task)
+    drawn, _ = task.split(trained.task, 3).take(0, 5)
+    fresh = Example({"numbers": [99, 1, 1], "target": 97})
+    assert unseen([*drawn, fresh], task=task, trained=trained, cursor=5) == [fresh]
+    assert unseen(drawn, task=task, trained=trained, cursor=4) == [drawn[4]]
+    with pytest.raises(ConfigError, match="every one of these examples was trained on"):
+        unseen(drawn, task=task, trained=trained, cursor=5)
+    assert unseen(drawn, task=gsm8k(), trained=trained, cursor=5) == drawn
+
+
+def test_a_run_is_not_measured_on_rows_it_trained_on(tmp_path):
+    rows = [{"question": f"{n} + 1?", "answer": f"{n + 1}"} for n in range(20)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    words = ["task.name=gsm8k", f"task.data={data}", "run.max_steps=1", "rollout.prompts=2",
+             "rollout.group_size=2", "evaluate.skip=true", "track.trackers=[]", f"run.output_dir={tmp_path}",
+             "run.name=run", *SHORT]  # fmt: skip
+    run = train(read_config(overrides=words))
+    (report,) = evaluate_command(str(run), data=str(data), samples=2)
+    assert (report["prompts"], report["left_out"]) == (4, 16)  # a fifth was held out
+    assert "  16 examples were left out: the run was trained on them" in report_lines(report)
+
+
+def test_strategies_are_measured_beside_the_rest():
+    with pytest.raises(ConfigError, match="unknown strategy"):
+        evaluate_command("tiny", strategies=["wurst-of:8"], overrides=SHORT)
+    (report,) = evaluate_command(
+        "tiny", strategies=["single", "best-of:2"], samples=2, examples=3, overrides=SHORT
+    )
+    assert report["strategies"]["single"]["accuracy"] == report["greedy"]
+    assert report["strategies"]["best-of:2"]["tokens"] == 16.0
+    lines = list(report_lines(report))
+    assert "  best-of:2           0.0 % [0.0, 56.1]                    16.0" in lines
