@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import threading
+from collections.abc import Container, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -98,39 +99,44 @@ def stamp(path: Path) -> tuple[int, int]:
     return status.st_mtime_ns, status.st_size
 
 
-@dataclass(slots=True)
 class Catalogue:
     """The runs that may be seen: folders of runs, and every run in a folder that holds some."""
 
-    roots: Sequence[Path]
-    runs: dict[str, SeenRun]
+    def __init__(self, roots: Sequence[Path]) -> None:
+        self.roots = roots
+        self.runs: dict[str, SeenRun] = {}
+        """By name. Replaced, never edited: other threads may be reading it."""
+        self._looking = threading.Lock()
 
     @classmethod
     def of(cls, paths: Sequence[str | Path]) -> Catalogue:
         for path in paths:
             if not Path(path).is_dir():
                 raise ConfigError(f"there is no folder {path}: name a run, or a folder of runs")
-        catalogue = cls(roots=[Path(path) for path in paths], runs={})
+        catalogue = cls([Path(path) for path in paths])
         catalogue.look()
         return catalogue
 
     def look(self) -> dict[str, SeenRun]:
         """Take in runs that have appeared, and forget those that are gone."""
-        known = {run.folder.path: name for name, run in self.runs.items()}
-        present = [path for root in self.roots for path in run_folders(root)]
-        for path in dict.fromkeys(present):
-            if path not in known:
-                self.runs[self._free_name(path.resolve().name)] = SeenRun(RunFolder(path))
-        for path in set(known) - set(present):
-            del self.runs[known[path]]
-        return self.runs
+        with self._looking:
+            present = dict.fromkeys(path for root in self.roots for path in run_folders(root))
+            runs = {name: run for name, run in self.runs.items() if run.folder.path in present}
+            known = {run.folder.path for run in runs.values()}
+            for path in present:
+                if path not in known:
+                    runs[free_name(path.resolve().name, runs)] = SeenRun(RunFolder(path))
+            self.runs = runs
+            return runs
 
-    def _free_name(self, name: str) -> str:
-        number, free = 1, name
-        while free in self.runs:
-            number += 1
-            free = f"{name}-{number}"
-        return free
+
+def free_name(name: str, taken: Container[str]) -> str:
+    """Return the name, numbered when another run has it."""
+    number, free = 1, name
+    while free in taken:
+        number += 1
+        free = f"{name}-{number}"
+    return free
 
 
 def run_folders(root: Path) -> list[Path]:

@@ -149,9 +149,7 @@ async def changes(catalogue: Catalogue) -> AsyncIterator[str]:
     silent = 0
     while True:
         await asyncio.sleep(POLL_SECONDS)
-        now = await asyncio.to_thread(
-            lambda: {name: run.change() for name, run in list(catalogue.look().items())}
-        )
+        now = await asyncio.to_thread(lambda: {name: run.change() for name, run in catalogue.look().items()})
         changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
         before = now
         for name in changed:

@@ -70,7 +70,8 @@ export async function curves(root, app) {
       if (!more.open || more.querySelector(".cards")) return;
       more.append(h("div", { class: "cards" }, rest.map((name) => make({ title: name, metrics: [[name, name]] }, known))));
     });
-    fill(body, sections, rest.length ? more : null);
+    const empty = drawn.length === 0 && h("p", { class: "quiet" }, "No step has been made yet.");
+    fill(body, empty, sections, rest.length ? more : null);
   }
 
   function make(spec, known) {
