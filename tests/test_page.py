@@ -223,6 +223,12 @@ def test_every_other_metric_can_be_unfolded(visit: Visit, address: str) -> None:
     expect(page.locator(".more figcaption .title", has_text=f"other/{ATTACK}")).to_have_count(1)
 
 
+def test_settings_can_be_unfolded(visit: Visit, address: str) -> None:
+    page = visit.open(f"{address}#curves?run=learns")
+    page.get_by_text("Settings", exact=True).click()
+    expect(page.locator(".settings")).to_contain_text("max_steps: 30")
+
+
 def test_runs_are_drawn_side_by_side(visit: Visit, address: str) -> None:
     page = visit.open(f"{address}#curves?run=learns")
     page.locator(".picker summary").click()

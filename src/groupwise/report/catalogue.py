@@ -72,6 +72,9 @@ class SeenRun:
             "stats": self.stats(),
         }
 
+    def settings(self) -> dict[str, Any]:
+        return {"text": self.folder.config.read_text(encoding="utf-8")}
+
     def stats(self) -> dict[str, Any]:
         """Return training_stats.json; empty before the run has ended."""
         try:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from groupwise.report.slices import Slices
 
-MOST_STEPS = 160
+MOST_STEPS = 100
 """Steps in one picture; of more, evenly spread ones are read."""
 FEW_VALUES = 12
 """Up to this many different rewards, each is a bin of its own."""

@@ -38,6 +38,7 @@ def answers(run: SeenRun, *, state: str) -> Iterator[tuple[str, Any]]:
     yield "api/runs", [{"id": name, **run.overview(state=state)}]
     yield f"{root}/curves", run.curves()
     yield f"{root}/alarms", run.alarmed()
+    yield f"{root}/settings", run.settings()
     yield f"{root}/distribution", distribution(run.slices)
     steps = spread(run.slices.steps(), STEPS)
     lists = {step: run.slices.groups(step) for step in steps}

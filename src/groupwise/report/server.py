@@ -68,6 +68,8 @@ def answering(question: Callable[[Request], Any]) -> Callable[[Request], Respons
             found = question(request)
         except FileNotFoundError:
             found = None
+        except OSError as error:
+            raise HTTPException(500, f"cannot read it: {error.strerror or error}") from error
         if found is None:
             raise HTTPException(404, "there is nothing of that name or number")
         return Response(as_json(found), media_type="application/json")
@@ -100,7 +102,7 @@ class Server:
         return self.run(request).alarmed()
 
     def settings(self, request: Request) -> dict[str, Any]:
-        return {"text": self.run(request).folder.config.read_text(encoding="utf-8")}
+        return self.run(request).settings()
 
     def distribution(self, request: Request) -> dict[str, Any]:
         return distribution(

@@ -156,6 +156,13 @@ def ratios(
 
 def read(path: Path, columns: Iterable[str], **where: int) -> pa.Table:
     """Read those of the columns that a file has, where columns equal the values given."""
+    try:
+        return read_parts(path, columns, where)
+    except pa.ArrowInvalid as error:
+        raise OSError(f"{path.name} is damaged: {error}") from error
+
+
+def read_parts(path: Path, columns: Iterable[str], where: Mapping[str, int]) -> pa.Table:
     with pq.ParquetFile(path) as file:
         present = set(file.schema_arrow.names)
         wanted = [name for name in (*columns, *where) if name in present]

@@ -60,6 +60,7 @@ def listen(host: str, port: int | None) -> socket.socket:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             server.bind((host, number))
+            server.listen()  # from here on a browser waits rather than being refused
         except OSError as error:
             server.close()
             if number == tries[-1]:

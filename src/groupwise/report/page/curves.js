@@ -158,6 +158,7 @@ export async function curves(root, app) {
       h("span", { class: "quiet hint" }, "drag to zoom, double-click to zoom out"),
     ),
     body,
+    app.chosen().map((run) => settingsOf(run, app.chosen().length > 1)),
   );
   headline();
   build();
@@ -177,6 +178,15 @@ export async function curves(root, app) {
       for (const one of drawn) one.leave();
     },
   };
+}
+
+function settingsOf(run, named) {
+  const text = h("pre", { class: "settings" });
+  const fold = h("details", { class: "more" }, h("summary", {}, named ? `Settings of ${run.name}` : "Settings"), text);
+  fold.addEventListener("toggle", async () => {
+    if (fold.open && !text.textContent) text.textContent = (await get(of(run.id, "/settings"))).text;
+  });
+  return fold;
 }
 
 const hasValues = (values) => values !== undefined && values.some((value) => value !== null);
