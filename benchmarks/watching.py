@@ -8,8 +8,8 @@ of prompt and 200 of answer each, with every log-probability and entropy. `group
 process of its own; chromium opens each view (Playwright), in a fresh browser context each time, and groups
 are asked for at random over HTTP. Memory is the server's peak (VmHWM) after all of that. What writing costs
 is measured in a real run of the default settings: the processor time of everything that writes rollouts and
-measures them, most of it on a thread of its own, against the processor time of its steps, so that others at
-work on the machine do not count. Whether a figure is met is printed, not asserted.
+measures them, most of it on a thread of its own, against the processor time of its steps, computed on one
+thread, so that neither others at work on the machine nor waiting threads count. Whether a figure is met is printed, not asserted.
 """
 
 from __future__ import annotations
@@ -313,8 +313,11 @@ def peak_mb(process: int) -> float:
 
 def writing(folder: Path, *, steps: int) -> list[Row]:
     """Train with the default settings and count the time in the writers."""
+    import torch
+
     from groupwise.training import measures, recorder, train
 
+    torch.set_num_threads(1)
     spent: list[tuple[str, float]] = []
     moments: list[float] = []
 

@@ -12,7 +12,7 @@ from typing import Any
 from groupwise.config import Config, read_config
 from groupwise.errors import ConfigError
 from groupwise.report.alarms import WATCHMEN, alarms
-from groupwise.report.history import Measured, MetricsTail, as_columns, evaluations
+from groupwise.report.history import EvaluationFiles, MetricsTail, as_columns
 from groupwise.report.slices import Slices
 from groupwise.tracking.run_folder import RunFolder, owner
 
@@ -23,6 +23,7 @@ class SeenRun:
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         self.tail = MetricsTail(folder.metrics)
+        self.measured = EvaluationFiles(folder).read
         self.slices = Slices(folder)
         try:
             self.config: Config | None = read_config(folder.config)
@@ -36,9 +37,6 @@ class SeenRun:
     @property
     def max_steps(self) -> int | None:
         return self.config.run.max_steps if self.config else None
-
-    def measured(self) -> list[Measured]:
-        return evaluations(self.folder)
 
     def alarmed(self) -> dict[str, Any]:
         """Return every alarm, what is watched, and over how many steps."""

@@ -73,19 +73,44 @@ class Measured:
     prompts: int
 
 
-def evaluations(folder: RunFolder) -> list[Measured]:
-    """Return what the run measured of itself before, during and after, in the order of steps."""
-    found: dict[int, Measured] = {}
-    for path in sorted(folder.evaluations.glob("*.json")):
-        if path.stem not in ("before", "after") and step_of(path.stem) is None:
-            continue  # measured later by `groupwise eval`
+class EvaluationFiles:
+    """What a run measured of itself before, during and after; each file is read once."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self._read: dict[Path, tuple[int, Measured | None]] = {}
+
+    def read(self) -> list[Measured]:
+        """Return the evaluations in the order of steps."""
+        found = [one for path in self._own() if (one := self._one(path)) is not None]
+        by_step = {one.step: one for one in found}
+        return [by_step[step] for step in sorted(by_step)]
+
+    def _own(self) -> list[Path]:
+        """The files that training wrote; `groupwise eval` writes others beside them."""
+        paths = sorted(self.folder.evaluations.glob("*.json"))
+        return [path for path in paths if path.stem in ("before", "after") or step_of(path.stem) is not None]
+
+    def _one(self, path: Path) -> Measured | None:
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            measured = as_measured(path.stem, record)
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # being written, or not ours
-        found[measured.step] = measured
-    return [found[step] for step in sorted(found)]
+            written = path.stat().st_mtime_ns
+            if path not in self._read or self._read[path][0] != written:
+                self._read[path] = written, read_measured(path)
+        except OSError:
+            return None  # removed meanwhile
+        return self._read[path][1]
+
+
+def evaluations(folder: RunFolder) -> list[Measured]:
+    return EvaluationFiles(folder).read()
+
+
+def read_measured(path: Path) -> Measured | None:
+    """Return one evaluation; None where the file is not one."""
+    try:
+        return as_measured(path.stem, json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def as_measured(name: str, record: dict[str, Any]) -> Measured:

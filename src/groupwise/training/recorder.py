@@ -12,7 +12,7 @@ from typing import Any
 from groupwise.config import Config, dump_config
 from groupwise.evaluate.held_out import Evaluation, as_text
 from groupwise.report.alarms import alarms
-from groupwise.report.history import MetricsTail, evaluations
+from groupwise.report.history import EvaluationFiles, MetricsTail
 from groupwise.report.write import write_all
 from groupwise.tracking.behind import WriteBehind
 from groupwise.tracking.completions import write_completions
@@ -40,6 +40,7 @@ class Recorder:
         self.folder = folder
         self.metrics = MetricsFile(folder.metrics)
         self.rows = MetricsTail(folder.metrics).rows
+        self.measured = EvaluationFiles(folder).read
         self.trackers: list[Tracker] = []
         self.told: set[str] = set()
         """Alarms that were told, by name."""
@@ -108,7 +109,7 @@ class Recorder:
 
     def alarms(self) -> None:
         """Tell each alarm the first time that it is raised."""
-        for alarm in alarms(self.rows(), evaluations(self.folder)):
+        for alarm in alarms(self.rows(), self.measured()):
             if alarm.active and alarm.name not in self.told:
                 self.told.add(alarm.name)
                 self.warn(f"alarm at step {alarm.last}: {alarm.title}. {alarm.saw}")
@@ -128,7 +129,7 @@ class Recorder:
 
     def end(self, summary: Summary, stats: Mapping[str, object]) -> None:
         self.behind.flush()
-        raised = [asdict(alarm) for alarm in alarms(self.rows(), evaluations(self.folder))]
+        raised = [asdict(alarm) for alarm in alarms(self.rows(), self.measured())]
         write_atomically(self.folder.stats, json.dumps({**stats, "alarms": raised}, indent=1))
         if self.reports:
             self.report()
