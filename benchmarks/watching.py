@@ -8,8 +8,9 @@ of prompt and 200 of answer each, with every log-probability and entropy. `group
 process of its own; chromium opens each view (Playwright), in a fresh browser context each time, and groups
 are asked for at random over HTTP. Memory is the server's peak (VmHWM) after all of that. What writing costs
 is measured in a real run of the default settings: the processor time of everything that writes rollouts and
-measures them, most of it on a thread of its own, against the processor time of its steps, computed on one
-thread, so that neither others at work on the machine nor waiting threads count. Whether a figure is met is printed, not asserted.
+measures them, most of it on a thread of its own, against the processor time of its steps. It is computed on
+one thread, so that neither others at work on the machine nor waiting threads count. Whether a figure is met
+is printed, not asserted.
 """
 
 from __future__ import annotations
