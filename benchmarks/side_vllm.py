@@ -1,4 +1,4 @@
-"""vLLM's side of `generation`: the same prompts, groups and lengths, with the drawn tokens' log-probabilities.
+"""vLLM's side of `generation`: the same prompts, groups and lengths, with log-probabilities and without.
 
     python benchmarks/side_vllm.py JOB.json RESULT.json
 

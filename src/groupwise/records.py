@@ -77,7 +77,7 @@ class Request:
     prompt: tuple[int, ...]
     seeds: tuple[int, ...]
     continues: tuple[int, int] | None = None
-    """The request and member of the same call that the prompt begins with: what was computed of it is used."""
+    """The request and member of the same call that the prompt begins with; what was computed is used."""
 
     def __post_init__(self) -> None:
         if not self.prompt:

@@ -1,4 +1,4 @@
-"""The KV cache's blocks: which are free, prompts whose blocks a whole group reads, and what turns leave behind."""
+"""The KV cache's blocks: which are free, prompts that a whole group reads, and what turns leave behind."""
 
 from __future__ import annotations
 

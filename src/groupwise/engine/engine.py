@@ -234,9 +234,10 @@ class Engine:
         longest = max(len(request.prompt) for request in requests)
         limit = self.policy.context_length
         if more.longest + sampling.max_tokens > limit:
+            added = more.longest + sampling.max_tokens - longest
             raise ConfigError(
-                f"a prompt of {longest} tokens and the {more.longest + sampling.max_tokens - longest} that tools "
-                f"may add exceed the model's context of {limit}; lower tools.max_tokens"
+                f"a prompt of {longest} tokens and the {added} that tools may add exceed the model's "
+                f"context of {limit}; lower tools.max_tokens"
             )
         if longest + sampling.max_tokens > limit:
             raise ConfigError(

@@ -1,7 +1,7 @@
 """Prompts into the cache: packed, a pass of bounded size at a time, over what the cache has of them already.
 
-A prompt longer than a pass is computed in stretches, and one that continues a finished sequence takes over that
-one's keys and values and computes only what is new. Either way a stretch attends to itself and to what
+A prompt longer than a pass is computed in stretches, and one that continues a finished sequence takes over
+that one's keys and values and computes only what is new. Either way a stretch attends to itself and to what
 the cache holds before it: two attentions, merged.
 
 Axes: T tokens of the pass, S cached tokens before its stretches, H query heads, K key heads, D head size.

@@ -94,10 +94,9 @@ class Ahead:
     def _join(self) -> int:
         """Let waiting sequences start, and issue their first token."""
         scheduler = self.scheduler
-        if next(self._computing, DONE) is DONE and scheduler.waiting and scheduler.vacant:
-            if not scheduler.waiting[0].prefix.blocks:
-                self._computing = self.runner.prefill_passes(scheduler.prepare(PREFILL_TOKENS))
-                next(self._computing, DONE)
+        if next(self._computing, DONE) is DONE and self._next_in_line_waits():
+            self._computing = self.runner.prefill_passes(scheduler.prepare(PREFILL_TOKENS))
+            next(self._computing, DONE)
         joined = scheduler.admit()
         if not joined:
             return 0
@@ -106,6 +105,10 @@ class Ahead:
         self.runner.join(scheduler, slots, [sequence.prefix for sequence in joined], self.sampling)
         self._issue(slots)
         return len(joined)
+
+    def _next_in_line_waits(self) -> bool:
+        waiting = self.scheduler.waiting
+        return bool(waiting and self.scheduler.vacant and not waiting[0].prefix.blocks)
 
     def _issue(self, slots: NDArray[np.int64]) -> None:
         scheduler = self.scheduler
