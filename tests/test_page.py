@@ -21,6 +21,9 @@ from planted_runs import good_groups, group_of, healthy, make_run, rollout
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: no browser test")
 expect = playwright.expect
+PATIENCE = 60_000
+"""Milliseconds: how busy the machine is must not decide a test."""
+expect.set_options(timeout=PATIENCE)
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [
     pytest.mark.browser,
@@ -86,7 +89,7 @@ class Visit:
     def __init__(self, browser: Any, *, width: int = 1280, theme: str = "light") -> None:
         self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme)
         self.page = self.context.new_page()
-        self.page.set_default_timeout(15_000)
+        self.page.set_default_timeout(PATIENCE)
         self.wrong: list[str] = []
         self.asked: list[str] = []
         self.page.on("pageerror", lambda error: self.wrong.append(str(error)))

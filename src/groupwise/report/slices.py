@@ -175,6 +175,8 @@ def read_parts(path: Path, columns: Iterable[str], where: Mapping[str, int]) -> 
 
 def may_hold(file: pq.ParquetFile, part: int, where: Mapping[str, int]) -> bool:
     """Whether the footer's smallest and largest values allow a row group to hold what is looked for."""
+    if not where:
+        return True
     columns = file.metadata.row_group(part)
     for index in range(columns.num_columns):
         column = columns.column(index)
