@@ -213,7 +213,7 @@ def suited_tokens(policy: Policy) -> int:
     if policy.device.type == "cuda":
         memory = torch.cuda.get_device_properties(policy.device).total_memory
         # Larger passes are hardly faster; and whoever computes activations again wants their memory.
-        share, most = memory // 4, 8192 if policy.model.is_gradient_checkpointing else 16384
+        share, most = memory // 4, 8192 if policy.model.is_gradient_checkpointing else 12288
     else:
         share, most = CPU_ACTIVATIONS, 4096
     return min(max(share // policy.activation_bytes, 1024), most)
