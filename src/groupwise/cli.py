@@ -19,8 +19,11 @@ from groupwise.commands.doctor import doctor
 from groupwise.commands.index import index_app
 from groupwise.commands.merge import merge
 from groupwise.commands.quantize import quantize
+from groupwise.commands.report import compare, report
+from groupwise.commands.runs import runs
 from groupwise.commands.serve import serve
 from groupwise.commands.sft import sft
+from groupwise.commands.watch import watch
 from groupwise.config import FLAGS, Config, dump_config, read_config
 from groupwise.config.checks import between
 from groupwise.errors import ConfigError, InvariantError
@@ -279,3 +282,9 @@ def tasks() -> None:
 def config() -> None:
     """Print every setting with its default and its meaning: a YAML file to start from."""
     print(dump_config(Config()), end="")
+
+
+app.command()(watch)
+app.command()(report)
+app.command()(compare)
+app.add_typer(runs, name="runs")

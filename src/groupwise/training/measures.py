@@ -10,6 +10,7 @@ from statistics import fmean, pstdev
 
 import torch
 
+from groupwise.tracking.signs import signs
 from groupwise.training.batch import Batch, has_signal
 
 
@@ -26,6 +27,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "rollout/length": fmean(rollout.length for rollout in rollouts),
         "rollout/length_max": float(max(rollout.length for rollout in rollouts)),
         "rollout/truncated": fmean(rollout.truncated for rollout in rollouts),
+        **signs(batch.drawn),
     }
     if batch.passed_over:
         metrics["curriculum/passed_over"] = float(batch.passed_over)

@@ -52,6 +52,7 @@ class Session:
             self.interrupt = resources.enter_context(Interrupt(self.recorder.display.message))
             self._load(start)
             self.recorder.begin(config, done=self.state.step)
+            self.policy.save_tokenizer(self.folder.tokenizer)
             for notice in (*config.notices(), *self.policy.notices(), *self.data_notices()):
                 self.recorder.say(notice)
             if self.examiner.before is not None:
@@ -88,7 +89,7 @@ class Session:
     def steps(self) -> Iterator[int]:
         """Yield the steps that are left, measured before and after; stops early on Ctrl-C."""
         if self.state.step == 0 and not self.interrupt.asked:
-            self.examine(0)
+            self.recorder.baseline(self.examine(0))
         while self.state.step < self.config.run.max_steps and not self.interrupt.asked:
             yield self.state.step + 1
 
@@ -117,6 +118,7 @@ class Session:
         now = time.monotonic()
         self.state = replace(self.state, seconds=self.state.seconds + now - self.clock)
         self.clock = now
+        self.recorder.behind.flush()  # a checkpoint stands for everything before it, rollouts included
         save_state(self.folder.checkpoints, self.state, policy=self.policy, learner=self.learner)
         best = self.state.best_step if self.config.run.keep_best else None
         prune(self.folder.checkpoints, keep_last=self.config.run.keep_last, best=best)
