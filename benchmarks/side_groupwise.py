@@ -48,7 +48,8 @@ def config_for(job: Job) -> Config:
             temperature=1.0,
             refill=0,
         ),
-        algo=AlgoConfig(loss="dapo", beta=0.0),
+        # A deep random model in bfloat16 blows rounding up: the sides of the gap differ by some 0.04.
+        algo=AlgoConfig(loss="dapo", beta=0.0, max_gap=0.05 if job.device == "cpu" else 0.2),
         optim=OptimConfig(learning_rate=job.learning_rate),
         run=RunConfig(seed=job.seed, max_steps=job.warm_up + job.steps),
     ).resolve()
@@ -82,7 +83,8 @@ def run(job: Job) -> Result:
         if job.device == "cuda":
             engine.release()
             torch.cuda.reset_peak_memory_stats()
-        learner.update(samples, sequences=sequences, tokens=tokens)
+        report = learner.update(samples, sequences=sequences, tokens=tokens)
+        print(f"gap {report['policy/gap']:.4f}, {learner.micro_batch_tokens} tokens a pass", flush=True)
         settle(job.device)
         ended = time.perf_counter()
         peak_gb = max(peak_gb, held(job.device))

@@ -34,7 +34,7 @@ task = gw.Task(
 SMALL = (
     *("run.max_steps=4", "run.save_every=2", "run.keep_last=3", "track.trackers=[]", "model.device=cpu"),
     *("rollout.prompts=3", "rollout.group_size=4", "rollout.max_tokens=6", "rollout.temperature=1.5"),
-    *("evaluate.every=3", "evaluate.samples=2"),
+    *("evaluate.every=3", "evaluate.samples=2", "track.report=false"),
 )
 
 Files = dict[str, Any]

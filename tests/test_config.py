@@ -256,6 +256,7 @@ CHOICES = {
     "algo.kl": KL_ESTIMATORS,
     "algo.correction": CORRECTIONS,
     "optim.schedule": SCHEDULES,
+    "optim.kind": ("adamw", "adamw8bit"),
     "run.kind": ("grpo", "sft"),
     "track.trackers": ("trackio", "wandb", "tensorboard"),
 }

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -411,3 +413,16 @@ def test_adapters_are_folded_into_the_weights_for_generation_and_the_weights_com
     (on_the_fly,) = Engine(policy, EngineConfig()).generate([request], Sampling(max_tokens=12))
     assert [c.tokens for c in folded] == [c.tokens for c in on_the_fly]
     assert [c.logprobs for c in folded] == [pytest.approx(c.logprobs, abs=1e-4) for c in on_the_fly]
+
+
+def test_a_released_engine_frees_its_cache_at_once(small_policy: Policy) -> None:
+    engine = Engine(small_policy, EngineConfig())
+    engine.generate(requests(), Sampling(max_tokens=3))
+    assert engine._runner is not None
+    cache = weakref.ref(engine._runner.cache)
+    gc.disable()
+    try:
+        engine.release()
+        assert cache() is None
+    finally:
+        gc.enable()

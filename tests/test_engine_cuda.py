@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -239,3 +241,14 @@ def test_turns_and_long_prompts_go_on_from_what_the_cache_has(small_policy, sett
     cpu = converse(Engine(small_policy, EngineConfig(**settings)), asked, turns=3, told=False)
     assert len(gpu.answers) == 6 * 3
     same_answers(gpu, cpu)
+
+
+def test_a_released_engine_frees_its_cache_at_once(small_policy):
+    gpu, _ = both(small_policy, requests((5, 16), (2, 1)), Sampling(max_tokens=3))
+    cache = weakref.ref(gpu._graph_runner.cache)
+    gc.disable()
+    try:
+        gpu.release()
+        assert cache() is None
+    finally:
+        gc.enable()

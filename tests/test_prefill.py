@@ -12,7 +12,7 @@ from groupwise.config.sections import EngineConfig
 from groupwise.engine import prefill
 from groupwise.engine.blocks import Prefix
 from groupwise.engine.engine import Engine
-from groupwise.engine.prefill import Prompts, Stretch, next_pass
+from groupwise.engine.prefill import Forward, Prompts, Stretch, next_pass
 from groupwise.engine.sampler import derive_seed
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sampling
@@ -29,9 +29,9 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     lengths: list[list[int]] = []
     original = Prompts._pass
 
-    def noted(self: Prompts, stretches: Sequence[Stretch]) -> None:
+    def noted(self: Prompts, stretches: Sequence[Stretch], forward: Forward) -> None:
         lengths.append([stretch.length for stretch in stretches])
-        original(self, stretches)
+        original(self, stretches, forward)
 
     monkeypatch.setattr(Prompts, "_pass", noted)
     return lengths

@@ -11,7 +11,7 @@ from groupwise.config import read_config
 from groupwise.errors import ConfigError
 from groupwise.evaluate.breakdown import question
 from groupwise.evaluate.command import evaluate_command
-from groupwise.evaluate.report_lines import report_lines
+from groupwise.evaluate.report_lines import kind_lines, report_lines
 from groupwise.evaluate.suite import BENCHMARKS, benchmark_named, source_of
 from groupwise.evaluate.unseen import unseen
 from groupwise.evaluate.votes import ballots, majority
@@ -61,6 +61,16 @@ def test_a_question_is_broken_down():
     assert (found.truth, found.greedy, found.greedy_right) == ("2", "3", False)
     assert (found.right, found.formatted, found.majority_right) == (2, 3, True)
     assert dict(found.votes) == {"2": 2, "3": 1}
+    assert found.kind is None
+
+
+def test_kinds_of_questions_are_set_beside_each_other_the_easiest_first():
+    rows = [{"kind": "hard", "right": 0}, {"kind": "easy", "right": 4}, {"kind": "hard", "right": 1}]
+    assert list(kind_lines(rows, samples=4)) == [
+        "    easy                        100.0 % of 1",
+        "    hard                         12.5 % of 2",
+    ]
+    assert list(kind_lines(rows[:1], samples=4)) == []
 
 
 def test_every_benchmark_has_a_task_that_says_how_to_vote_and_what_the_format_is():
@@ -133,16 +143,23 @@ def test_rows_of_a_stream_that_were_drawn_are_left_out():
 
 
 def test_a_run_is_not_measured_on_rows_it_trained_on(tmp_path):
-    rows = [{"question": f"{n} + 1?", "answer": f"{n + 1}"} for n in range(20)]
+    rows = [{"asked": f"{n} + 1?", "answer": f"{n + 1}"} for n in range(20)]
     data = tmp_path / "rows.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)))
-    words = ["task.name=gsm8k", f"task.data={data}", "run.max_steps=1", "rollout.prompts=2",
-             "rollout.group_size=2", "evaluate.skip=true", "track.trackers=[]", f"run.output_dir={tmp_path}",
-             "run.name=run", *SHORT]  # fmt: skip
+    words = ["task.name=gsm8k", f"task.data={data}", "task.columns={question: asked}", "run.max_steps=1",
+             "rollout.prompts=2", "rollout.group_size=2", "evaluate.skip=true", "track.trackers=[]",
+             f"run.output_dir={tmp_path}", "run.name=run", *SHORT]  # fmt: skip
     run = train(read_config(overrides=words))
     (report,) = evaluate_command(str(run), data=str(data), samples=2)
     assert (report["prompts"], report["left_out"]) == (4, 16)  # a fifth was held out
     assert "  16 examples were left out: the run was trained on them" in report_lines(report)
+    # A benchmark has columns of its own, and may hold a row that was trained on.
+    trained = {row["asked"] for row in rows} - {question["asked"] for question in report["questions"]}
+    asked = [{"question": one, "answer": "1"} for one in ("new?", min(trained))]
+    (tmp_path / "gsm8k_test.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    overrides = [f"evaluate.data_dir={tmp_path}"]
+    (report,) = evaluate_command(str(run), benchmarks=["gsm8k"], samples=2, overrides=overrides)
+    assert [question["asked"] for question in report["questions"]] == ["new?"]
 
 
 def test_strategies_are_measured_beside_the_rest():

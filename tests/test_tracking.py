@@ -273,6 +273,7 @@ def test_rollouts_come_back_with_every_token_and_reward(tmp_path: Path) -> None:
         "logprobs": [0.0, 0.0, -0.5, -0.25],
         "entropies": [0.0, 0.0, 1.5, 0.75],
         "prompt_length": 2,
+        "length": 2,
         "rewards": {"correct": 1.0, "short": 0.1},
         "reward": 1.02,
         "advantage": -0.3,
@@ -547,11 +548,17 @@ def test_tensorboard_events_read_back_and_a_resumed_run_hides_what_it_repeats(tm
 
     track = TrackConfig(trackers=("tensorboard",))
     for resumed_from, steps in ((None, (1, 2, 3)), (1, (2,))):
-        (tracker,) = open_trackers(track, run_name="r", config={}, folder=tmp_path, resumed_from=resumed_from)
+        (tracker,) = open_trackers(
+            track, run_name="r", config={"run": {"seed": 7}}, folder=tmp_path, resumed_from=resumed_from
+        )
         for step in steps:
             tracker.log(step, {"reward/mean": step / 4})
-        tracker.samples(steps[-1], [{"text": "3 + 4", "reward": 1.0}])
+        tracker.samples(steps[-1], [{"text": "3 + 4\n<b>", "reward": 1.0}])
         tracker.finish()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
-    assert events.Tags()["tensors"] == ["samples/0/text_summary"]
+    assert events.Tags()["tensors"] == ["config/text_summary", "samples/0/text_summary"]
+    (config,) = events.Tensors("config/text_summary")
+    assert b'"seed": 7' in config.tensor_proto.string_val[0]
+    *_, sample = events.Tensors("samples/0/text_summary")
+    assert b"    3 + 4\n    <b>" in sample.tensor_proto.string_val[0]  # indented: shown, not rendered

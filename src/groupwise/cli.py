@@ -14,11 +14,16 @@ from typing import Annotated, Any
 
 import typer
 
+from groupwise.commands.chat import chat
 from groupwise.commands.doctor import doctor
 from groupwise.commands.index import index_app
 from groupwise.commands.merge import merge
 from groupwise.commands.quantize import quantize
+from groupwise.commands.report import compare, report
+from groupwise.commands.runs import runs
+from groupwise.commands.serve import serve
 from groupwise.commands.sft import sft
+from groupwise.commands.watch import watch
 from groupwise.config import FLAGS, Config, dump_config, read_config
 from groupwise.config.checks import between
 from groupwise.errors import ConfigError, InvariantError
@@ -167,9 +172,11 @@ def training_config(
 
 
 app.command(epilog="Anything else is set as section.key=value, such as optim.schedule=cosine.")(sft)
-app.command()(merge)
+app.command(epilog="Anything else is set as section.key=value, such as model.dtype=bfloat16.")(chat)
 app.command()(doctor)
+app.command()(merge)
 app.command()(quantize)
+app.command(epilog="Anything else is set as section.key=value, such as model.dtype=bfloat16.")(serve)
 
 
 @app.command(name="eval", epilog="Anything else is set as section.key=value, such as rollout.max_tokens=512.")
@@ -182,9 +189,11 @@ def evaluate(
     data: Annotated[str | None, typer.Option(help="Examples from a file or a Hugging Face dataset.")] = None,
     benchmark: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="gsm8k, math500 or countdown; repeatable. From the hub, or:"),
+        typer.Option(metavar="NAME", help="gsm8k, math500 or countdown; repeatable."),
     ] = None,
-    data_dir: Annotated[str | None, typer.Option(help="The folder with the benchmarks' files.")] = None,
+    data_dir: Annotated[
+        str | None, typer.Option(help="Read benchmarks from this folder, not from the hub.")
+    ] = None,
     samples: Annotated[
         int | None, typer.Option(help="Sampled answers to each prompt (avg@k, maj@k, pass@k).")
     ] = None,
@@ -273,3 +282,9 @@ def tasks() -> None:
 def config() -> None:
     """Print every setting with its default and its meaning: a YAML file to start from."""
     print(dump_config(Config()), end="")
+
+
+app.command()(watch)
+app.command()(report)
+app.command()(compare)
+app.add_typer(runs, name="runs")

@@ -161,7 +161,7 @@ class Rollout:
     @property
     def length(self) -> int:
         """Tokens the policy chose."""
-        return sum(self.trained)
+        return self.trained.count(True)
 
     @property
     def truncated(self) -> bool:
@@ -212,6 +212,8 @@ class Sample:
     """Leading tokens, none of them trained, that the samples of one group have in common."""
     group: int
     """Samples with the same number share their first `prefix` tokens."""
+    member: int = 0
+    """Which rollout of its group this is."""
 
     def __post_init__(self) -> None:
         same_length(self, "tokens", "trained", "logprobs", "entropies", "advantages")
@@ -223,7 +225,7 @@ class Sample:
     @property
     def length(self) -> int:
         """Tokens that are trained."""
-        return sum(self.trained)
+        return self.trained.count(True)
 
 
 def same_length(record: Any, *names: str) -> None:

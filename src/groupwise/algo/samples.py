@@ -52,6 +52,7 @@ def to_sample(rollout: Rollout, *, group: int) -> Sample:
         advantages=tuple(rollout.advantage if trained else 0.0 for trained in rollout.trained),
         prefix=rollout.prompt_length,
         group=group,
+        member=rollout.member,
     )
 
 

@@ -178,6 +178,7 @@ class AlgoConfig:
 
 GSPO_WIDEST_CLIP = 0.01
 SCHEDULES = ("constant", "linear", "cosine")
+OPTIMIZERS = ("adamw", "adamw8bit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +196,10 @@ class OptimConfig:
     beta2: float = 0.95
     eps: float = 1e-8
     max_grad_norm: float = 1.0
+    kind: str = "adamw"
+    """adamw, or adamw8bit: its state in eight bits (bitsandbytes)."""
+    offload: bool = False
+    """Keep the optimizer's state and a copy of the trained weights in main memory, and step there."""
     epochs: int = 1
     """Passes over each step's samples."""
     minibatches: int | None = None
@@ -204,6 +209,9 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         one_of("optim.schedule", self.schedule, SCHEDULES)
+        one_of("optim.kind", self.kind, OPTIMIZERS)
+        if self.offload and self.kind != "adamw":
+            raise ConfigError("optim.offload goes with optim.kind=adamw: there is memory enough over there")
         if self.learning_rate is not None and not 0 < self.learning_rate < 1:
             raise ConfigError(f"optim.learning_rate must lie between 0 and 1; got {self.learning_rate!r}")
         between("optim.warmup_steps", self.warmup_steps, 0)

@@ -109,6 +109,8 @@ class TrackConfig:
     project: str = "groupwise"
     rollouts_every: int = 1
     """Steps between Parquet files of rollouts."""
+    report: bool = True
+    """Write report.html and plots when the run ends."""
 
     def __post_init__(self) -> None:
         for name in self.trackers or ():

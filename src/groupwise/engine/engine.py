@@ -116,6 +116,8 @@ class Engine:
 
     def release(self) -> None:
         """Give back the memory of the cache, and of all that was made for it, until the next call."""
+        if self._graph_runner is not None:
+            self._graph_runner.drop_graphs()
         self._runner = self._graph_runner = None
         if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -60,7 +60,9 @@ class LiveEngine:
         self.context = min(context, policy.context_length)
         self.slots = slots
         self.most_waiting = waiting
-        """Jobs that may wait for others to end."""
+        """Answers that may wait for others to end."""
+        self._open: dict[Job, int] = {}
+        """Jobs under way or waiting, with how many of their answers have not ended."""
         self._deliver, self._failed = deliver, failed
         tokens = kv_tokens or slots * self.context
         pool = BlockPool(
@@ -76,8 +78,15 @@ class LiveEngine:
 
     @property
     def load(self) -> tuple[int, int]:
-        """Sequences that run, and jobs that wait."""
-        return len(self.scheduler.running), len(self._incoming) + self.scheduler.waiting_jobs
+        """Answers that are being written, and answers that wait."""
+        running = len(self.scheduler.running)
+        return running, sum(self._open.copy().values()) - running
+
+    @property
+    def jobs(self) -> frozenset[Job]:
+        """Everything under way or waiting."""
+        with self._changed:
+            return frozenset(self._open)
 
     def start(self) -> None:
         self._thread.start()
@@ -86,10 +95,9 @@ class LiveEngine:
         """Let a job join; raises `Busy` when too many wait, ValueError when it can never run."""
         self.scheduler.check(job)
         with self._changed:
-            running, waiting = self.load
-            full = running + len(job.seeds) > self.slots or waiting > 0
-            if full and waiting >= self.most_waiting:
+            if sum(self._open.values()) + len(job.seeds) > self.slots + self.most_waiting:
                 raise Busy
+            self._open[job] = len(job.seeds)
             self._incoming.append(job)
             self._changed.notify()
 
@@ -139,6 +147,8 @@ class LiveEngine:
             while self._incoming:
                 self.scheduler.enter(self._incoming.popleft())
             cancelled, self._cancelled = self._cancelled, set()
+            for job in cancelled:
+                self._open.pop(job, None)
         for job in cancelled:
             for member in self.scheduler.drop(job):
                 self.scheduler.forget(member)
@@ -163,6 +173,10 @@ class LiveEngine:
 
     def _last_words(self, member: Member, completion: Completion) -> News:
         sent, job = self._sent.pop(member, 0), self.scheduler.forget(member)
+        with self._changed:
+            self._open[job] -= 1
+            if not self._open[job]:
+                del self._open[job]
         return News(
             job, member.member, completion.tokens[sent:], completion.logprobs[sent:], completion.finish
         )

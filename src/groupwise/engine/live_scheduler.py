@@ -45,10 +45,6 @@ class LiveScheduler(Scheduler):
     def busy(self) -> bool:
         return bool(self._queue or self.waiting or self.running)
 
-    @property
-    def waiting_jobs(self) -> int:
-        return len(self._queue)
-
     def check(self, job: Job) -> None:
         """Refuse a job that could never run."""
         total = len(job.prompt) + job.sampling.max_tokens

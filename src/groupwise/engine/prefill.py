@@ -51,23 +51,25 @@ class Stretch:
 class Prompts:
     """Computes prompts, and leaves the next token's logits on each."""
 
-    def __init__(self, policy: Policy, cache: KVCache, *, forward: Forward) -> None:
+    def __init__(self, policy: Policy, cache: KVCache) -> None:
         self.policy = policy
         self.cache = cache
-        self._forward = forward
 
-    def compute(self, prefixes: Sequence[Prefix]) -> None:
-        for _ in self.passes(prefixes):
+    def compute(self, prefixes: Sequence[Prefix], forward: Forward) -> None:
+        for _ in self.passes(prefixes, forward):
             pass
 
-    def passes(self, prefixes: Sequence[Prefix]) -> Iterator[None]:
-        """A pass each time it is asked for; a prompt that lost its blocks meanwhile is left out."""
+    def passes(self, prefixes: Sequence[Prefix], forward: Forward) -> Iterator[None]:
+        """A pass each time it is asked for; a prompt that lost its blocks meanwhile is left out.
+
+        `forward` is not kept: it is the runner's, and a runner that refers to itself outlives its release.
+        """
         for prefix in prefixes:
             if prefix.history is not None and prefix.blocks:
                 self._take_over(prefix, prefix.history)
         waiting = [prefix for prefix in prefixes if prefix.logits_V is None]
         while stretches := next_pass(waiting):
-            self._pass(stretches)
+            self._pass(stretches, forward)
             waiting = [prefix for prefix in waiting if prefix.logits_V is None]
             yield
 
@@ -87,13 +89,13 @@ class Prompts:
         )
         history.taken = True
 
-    def _pass(self, stretches: Sequence[Stretch]) -> None:
+    def _pass(self, stretches: Sequence[Stretch], forward: Forward) -> None:
         # Those with something before them come last: their part of the row also attends to the cache.
         stretches = sorted(stretches, key=lambda stretch: stretch.start > 0)
         tokens = np.concatenate([s.prefix.tokens[s.start : s.end] for s in stretches])
         positions = np.concatenate([np.arange(s.start, s.end) for s in stretches])
         layout = PrefillLayout.build(self.cache, stretches, device=self.policy.device)
-        hidden_TM = self._forward(self._move(tokens), self._move(positions), layout)
+        hidden_TM = forward(self._move(tokens), self._move(positions), layout)
         ends = np.cumsum([s.length for s in stretches]) - 1
         complete = [s.complete for s in stretches]
         for stretch in stretches:

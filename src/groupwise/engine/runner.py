@@ -34,7 +34,7 @@ class Runner:
             size=policy.head_size,
             like=policy.head_weight,
         )
-        self._prompts = Prompts(policy, self.cache, forward=self._hidden)
+        self._prompts = Prompts(policy, self.cache)
 
     def ready(self) -> AbstractContextManager[None]:
         """Take over the policy's weights, with its adapters folded in, for as long as the block lasts."""
@@ -45,7 +45,7 @@ class Runner:
 
     def prefill(self, prefixes: Sequence[Prefix]) -> None:
         """Compute prompts into their blocks and leave the next token's logits on each."""
-        self._prompts.compute(prefixes)
+        self._prompts.compute(prefixes, self._hidden)
 
     def decode(self, scheduler: Scheduler) -> Tensor:
         """Feed every running sequence its last token and return the logits_RV of the next."""

@@ -16,6 +16,8 @@ class Question:
     """One held-out example and what became of it."""
 
     asked: str
+    kind: str | None
+    """How hard it is, in the task's words."""
     truth: str
     greedy: str | None
     """The answer that the greedy completion states."""
@@ -41,6 +43,7 @@ def question(task: Task, greedy: Group, sampled: Group) -> Question:
     chosen = majority(stated, task.alike)
     return Question(
         asked=question_in(best.prompt),
+        kind=task.difficulty(greedy.example) if task.difficulty else None,
         truth=truth_of(task, greedy.example),
         greedy=states(task, best),
         greedy_right=task.is_right(best),

@@ -126,6 +126,8 @@ def benchmark_exam(name: str, target: Target, overrides: Sequence[str], wish: Wi
         config = settings(target, [f"rollout.max_tokens={benchmark.max_tokens}", *overrides])
         config = other_task(config, benchmark.task, overrides)
     data = source_of(benchmark, config.evaluate.data_dir)
+    if data:  # the run's names for columns are those of its own data
+        config = replace(config, task=replace(config.task, columns={}))
     return settle(name, config.resolve(), target, data=data, wish=wish)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from groupwise.evaluate.breakdown import Question, question_by_question
 from groupwise.evaluate.statistics import (
@@ -18,8 +18,10 @@ from groupwise.evaluate.statistics import (
 )
 from groupwise.records import Example, Group, Rollout, Sampling
 from groupwise.rewards.score import score_group
-from groupwise.rollout.collect import Codec, Generate, Tools, collect
 from groupwise.tasks.task import Task
+
+if TYPE_CHECKING:
+    from groupwise.rollout.collect import Codec, Generate, Tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +140,8 @@ def evaluate(
 
     The same seed gives the same noise whenever it is called, so two evaluations can be paired.
     """
+    # Not above: who only reads evaluations need not wait for torch.
+    from groupwise.rollout.collect import collect
 
     def answers(how: Sampling, count: int) -> list[Group]:
         groups = collect(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from groupwise.evaluate.statistics import Difference, Interval
+
+MOST_KINDS = 20
+"""Kinds of questions that are listed; more are no help."""
 
 
 def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
@@ -58,3 +62,15 @@ def question_lines(report: Mapping[str, Any]) -> Iterator[str]:
         f"  of {len(right)} questions {always} are always right, "
         f"{len(right) - always - never} sometimes, {never} never"
     )
+    yield from kind_lines(questions, samples=report["samples"])
+
+
+def kind_lines(questions: Sequence[Mapping[str, Any]], *, samples: int) -> Iterator[str]:
+    """Set the kinds of questions beside each other, the easiest first."""
+    kinds: dict[str, list[float]] = {}
+    for question in questions:
+        if question["kind"] is not None:
+            kinds.setdefault(question["kind"], []).append(question["right"] / samples)
+    if 1 < len(kinds) <= MOST_KINDS:
+        for kind, shares in sorted(kinds.items(), key=lambda item: -fmean(item[1])):
+            yield f"    {kind:<28}{100 * fmean(shares):>5.1f} % of {len(shares)}"

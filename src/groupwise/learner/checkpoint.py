@@ -17,7 +17,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -196,9 +196,9 @@ def optimizer_tensors(
     names = parameter_names(optimizer, parameters)
     saved = optimizer.state_dict()
     tensors = {
-        f"{names[index]}.{key}": value.detach().contiguous()
+        f"{names[index]}.{key}": value
         for index, state in saved["state"].items()
-        for key, value in state.items()
+        for key, value in flattened(state)
     }
     groups = [
         {**group, "params": [names[index] for index in group["params"]]} for group in saved["param_groups"]
@@ -219,14 +219,38 @@ def load_optimizer(
     if saved_names != names:
         raise CheckpointError("the checkpoint's optimizer belongs to other parameters than this model trains")
     index_of = {name: index for index, name in enumerate(names)}
-    state: dict[int, dict[str, Tensor]] = {}
+    state: dict[int, dict[str, Any]] = {}
     for full_name, tensor in tensors.items():
         name, _, key = full_name.rpartition(".")
-        state.setdefault(index_of[name], {})[key] = tensor
+        put_back(state.setdefault(index_of[name], {}), key, tensor)
     groups = [
         {**group, "params": [index_of[name] for name in group["params"]]} for group in settings["groups"]
     ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def flattened(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield a parameter's state as tensors; one in eight bits keeps some in a dict, and counts in an int."""
+    import torch
+
+    for key, value in state.items():
+        if isinstance(value, dict):
+            # Cloned: parameters share the table of their code, which a file cannot.
+            yield from ((f"{key}/{inner}", tensor.clone()) for inner, tensor in flattened(value))
+        elif isinstance(value, torch.Tensor):
+            yield key, value.detach().contiguous()
+        elif value is not None:
+            yield key, torch.tensor(value)
+
+
+def put_back(state: dict[str, Any], key: str, tensor: Tensor) -> None:
+    """Undo `flattened` for one entry."""
+    outer, slash, inner = key.partition("/")
+    if slash:
+        put_back(state.setdefault(outer, {}), inner, tensor)
+    else:
+        whole_number = tensor.dim() == 0 and not tensor.is_floating_point()
+        state[key] = int(tensor) if whole_number else tensor
 
 
 def parameter_names(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> list[str]:

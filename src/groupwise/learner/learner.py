@@ -41,6 +41,8 @@ class Learner:
         self.total_updates = max_steps * optim.updates
         self.updates = 0
         """Optimizer steps made so far: what the schedule counts."""
+        self.seen: dict[tuple[int, int], list[float]] = {}
+        """By group and member, the log-probabilities that the last pass gave to the trained tokens."""
         self.optimizer = make_optimizer(policy, optim)
         self.settings = LossSettings(
             kind=algo.loss,
@@ -60,6 +62,7 @@ class Learner:
         `sequences` and `tokens` count the whole batch, also what is not computed because its
         advantage is 0: they are the loss's denominators.
         """
+        self.seen = {}
         if not samples:
             return {"policy/updates": 0.0}
         self.policy.model.train()
@@ -192,6 +195,9 @@ class Learner:
             self.settings,
         )
         loss.backward()  # type: ignore[no-untyped-call]
+        each = torch.split(logprobs_N.detach().float().cpu(), [sample.length for sample in part.members])
+        for sample, own_N in zip(part.members, each, strict=True):
+            self.seen[sample.group, sample.member] = own_N.tolist()
         return float(loss.detach()), {name: value.detach() for name, value in metrics.items()}
 
     def _step(self) -> float:
@@ -207,7 +213,7 @@ def suited_tokens(policy: Policy) -> int:
     if policy.device.type == "cuda":
         memory = torch.cuda.get_device_properties(policy.device).total_memory
         # Larger passes are hardly faster; and whoever computes activations again wants their memory.
-        share, most = memory // 4, 8192 if policy.model.is_gradient_checkpointing else 16384
+        share, most = memory // 4, 8192 if policy.model.is_gradient_checkpointing else 12288
     else:
         share, most = CPU_ACTIVATIONS, 4096
     return min(max(share // policy.activation_bytes, 1024), most)

@@ -2,24 +2,77 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
 import torch
 
 from groupwise.config.sections import OptimConfig
+from groupwise.errors import ConfigError
 from groupwise.invariants import check_finite
 from groupwise.model.policy import Policy
 
 
 def make_optimizer(policy: Policy, optim: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW over what the policy trains."""
+    """AdamW over what the policy trains: fused, with its state in eight bits, or in main memory."""
     assert optim.learning_rate is not None, "the config is resolved before a run starts"
-    return torch.optim.AdamW(
-        policy.trainable().values(),
-        lr=optim.learning_rate,
-        betas=(optim.beta1, optim.beta2),
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        fused=True,
-    )
+    parameters = list(policy.trainable().values())
+    settings: dict[str, Any] = {
+        "lr": optim.learning_rate,
+        "betas": (optim.beta1, optim.beta2),
+        "eps": optim.eps,
+        "weight_decay": optim.weight_decay,
+    }
+    if optim.offload:
+        return OffloadedAdamW(parameters, **settings)
+    if optim.kind == "adamw8bit":
+        if find_spec("bitsandbytes") is None:
+            raise ConfigError("optim.kind=adamw8bit takes a package: pip install bitsandbytes")
+        from bitsandbytes.optim import AdamW8bit
+
+        optimizer: torch.optim.Optimizer = AdamW8bit(parameters, **settings)
+        return optimizer
+    return torch.optim.AdamW(parameters, fused=True, **settings)
+
+
+class OffloadedAdamW(torch.optim.Optimizer):
+    """AdamW whose moments live in main memory, in float32; gradients and weights visit them for a step."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], **settings: Any) -> None:
+        super().__init__(parameters, settings)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, group)
+
+    def _step(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
+        assert parameter.grad is not None
+        gradient = parameter.grad.to("cpu", torch.float32)
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros(())
+            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(gradient) for _ in range(2))
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
+        square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        count = float(state["step"])
+        scale = (square / (1 - beta2**count)).sqrt_().add_(group["eps"])
+        weight = parameter.to("cpu", torch.float32, copy=True)
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        weight.addcdiv_(mean, scale, value=-group["lr"] / (1 - beta1**count))
+        parameter.copy_(weight)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put a saved state back, into main memory: torch would move it to where the parameters are."""
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            for name, value in state.items():
+                state[name] = value.to("cpu", torch.float32)
 
 
 def clipped_step(

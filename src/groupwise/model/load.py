@@ -19,7 +19,7 @@ from groupwise.model.norms import shorten_norms
 from groupwise.model.packed import PackedLayout
 from groupwise.model.policy import Policy
 from groupwise.model.quantize import check_installed, quantization_of, settings_for
-from groupwise.model.quantized import is_quantized_model, unpack_in_passes
+from groupwise.model.quantized import unpack_in_passes
 from groupwise.model.rotary import shorten_rotation
 from groupwise.model.source import first_line, model_folder
 
@@ -40,8 +40,6 @@ def load_policy(
     tokenizer = load_tokenizer(source)
     whole = trained if trained is not None and not lora.r else source
     policy_model = causal_model(whole, dtype, device, quantization=model.quantization)
-    if is_quantized_model(policy_model) and not lora.r:
-        raise ConfigError(f"the weights of {model.name} are quantized and frozen: train adapters (lora.r=16)")
     check_attention(policy_model, name=model.name)
     shorten_passes(policy_model)
     if lora.r:
@@ -57,6 +55,13 @@ def load_policy(
     if model.gradient_checkpointing:
         policy_model.gradient_checkpointing_enable({"use_reentrant": False})
     return Policy(policy_model, tokenizer, reference=frozen)
+
+
+def load_for_generation(model: ModelConfig, *, rank: int, trained: Path | None) -> Policy:
+    """Load a policy that is only to answer: a whole model, or adapters of some rank on one."""
+    policy = load_policy(model, LoraConfig(r=rank), trained=trained)
+    policy.model.requires_grad_(False)
+    return policy
 
 
 def shorten_passes(model: Any) -> None:

@@ -18,6 +18,7 @@ from groupwise.model.lora import base_of, effective_weight, is_adapted
 from groupwise.model.quantized import is_quantized
 from groupwise.model.template import between_turns, render
 from groupwise.records import Message
+from groupwise.tracking.files import write_atomically
 
 
 class Policy:
@@ -214,6 +215,11 @@ class Policy:
         # PEFT would look the base model up online to see whether embeddings changed; they never do.
         self.model.save_pretrained(folder, **({"save_embedding_layers": False} if self.has_adapter else {}))
         self.tokenizer.save_pretrained(folder)
+
+    def save_tokenizer(self, path: Path) -> None:
+        """Write the tokenizer alone, as the `tokenizers` library reads it."""
+        if (fast := getattr(self.tokenizer, "backend_tokenizer", None)) is not None:
+            write_atomically(path, fast.to_str())
 
 
 def free_memory(device: torch.device) -> int:

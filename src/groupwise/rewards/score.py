@@ -143,7 +143,9 @@ def call(function: RewardFunction, *arguments: Any, limit: Limit, **columns: Any
     try:
         with limit:
             result = function(*arguments, **columns)
-            return asyncio.run(completed(result)) if inspect.isawaitable(result) else result
+            if isinstance(result, float) or not inspect.isawaitable(result):  # in this order: asking is slow
+                return result
+            return asyncio.run(completed(result))
     except TimeLimitReached:
         raise RolloutError(f"took longer than {limit.seconds:g} s") from None
     except Exception as error:

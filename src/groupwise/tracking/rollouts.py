@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ SCHEMA = pa.schema(
         "logprobs": pa.list_(pa.float32()),
         "entropies": pa.list_(pa.float32()),
         "prompt_length": pa.int32(),
+        "length": pa.int32(),  # tokens the policy chose
         "rewards": pa.map_(pa.string(), pa.float64()),
         "reward": pa.float64(),
         "advantage": pa.float64(),
@@ -42,13 +43,30 @@ COPIED = [
     if name in field_names(Rollout) and name not in ("prompt", "rewards", "turns")
 ]
 """Columns that are fields of a Rollout as they are."""
+ROWS_TOGETHER = 128
+"""Rows in a Parquet row group, at least: few enough to be read in a blink, and to be written in one."""
+REPEATING = ["prompt", "example", "finish", "error"]
+"""Columns with few different values, worth a dictionary."""
+SOUGHT = ["group", "member"]
+"""Columns that a slice is looked for by: their smallest and largest values stand in the file's footer."""
 
 
 def write_rollouts(path: Path, step: int, groups: Sequence[Group]) -> None:
-    """Write one row per rollout; the same groups always give the same bytes."""
-    table = pa.Table.from_pylist(list(rows(step, groups)), schema=SCHEMA)
+    """Write one row per rollout; the same groups always give the same bytes.
+
+    Few groups of answers share a Parquet row group, so that one can be read without most of the others.
+    """
+    table = pa.Table.from_pydict(columns(step, groups), schema=SCHEMA)
+    members = max((len(group.rollouts) for group in groups), default=1)
     buffer = pa.BufferOutputStream()
-    pq.write_table(table, buffer, compression="zstd")
+    pq.write_table(
+        table,
+        buffer,
+        compression="zstd",
+        row_group_size=members * -(-ROWS_TOGETHER // members),
+        use_dictionary=REPEATING,
+        write_statistics=SOUGHT,
+    )
     write_atomically(path, buffer.getvalue().to_pybytes())
 
 
@@ -71,19 +89,24 @@ def remove_steps_after(folder: Path, step: int) -> None:
             path.unlink()
 
 
-def rows(step: int, groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
-    for index, group in enumerate(groups):
-        example = as_json(dict(group.example.columns))
-        for rollout in group.rollouts:
-            yield {
-                "step": step,
-                "group": index,
-                "prompt": as_json(rollout.prompt),
-                "turns": as_json([asdict(turn) for turn in rollout.turns]),
-                "rewards": list(rollout.rewards.items()),
-                "example": example,
-                **{name: getattr(rollout, name) for name in COPIED},
-            }
+def columns(step: int, groups: Sequence[Group]) -> dict[str, list[Any]]:
+    """Return what is written, column by column: several times as fast as row by row."""
+    numbered = [(number, rollout) for number, group in enumerate(groups) for rollout in group.rollouts]
+    rollouts = [rollout for _, rollout in numbered]
+    examples = [as_json(dict(group.example.columns)) for group in groups]
+    # The members of a group hold one and the same prompt.
+    prompts = {id(rollout.prompt): rollout.prompt for rollout in rollouts}
+    written = {key: as_json(prompt) for key, prompt in prompts.items()}
+    return {
+        "step": [step] * len(rollouts),
+        "group": [number for number, _ in numbered],
+        "prompt": [written[id(rollout.prompt)] for rollout in rollouts],
+        "length": [rollout.length for rollout in rollouts],
+        "turns": [as_json([asdict(turn) for turn in rollout.turns]) for rollout in rollouts],
+        "rewards": [list(rollout.rewards.items()) for rollout in rollouts],
+        "example": [examples[number] for number, _ in numbered],
+        **{name: [getattr(rollout, name) for rollout in rollouts] for name in COPIED},
+    }
 
 
 def as_json(value: Any) -> str:

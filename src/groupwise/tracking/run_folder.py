@@ -92,6 +92,21 @@ class RunFolder:
         return self.rollouts / f"{step_name(step)}.parquet"
 
     @property
+    def updates(self) -> Path:
+        return self.path / "updates"
+
+    def updates_at(self, step: int) -> Path:
+        return self.updates / f"{step_name(step)}.parquet"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer.json"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
     def completions(self) -> Path:
         return self.path / "completions"
 
@@ -132,6 +147,35 @@ class RunFolder:
         file.write(str(os.getpid()))
         file.flush()
         return file
+
+
+def owner(folder: RunFolder) -> int | None:
+    """Return the process that trains in a folder now. Never to be asked by that process itself.
+
+    A process that closes any file of the name `.lock` gives all its locks on it back.
+    """
+    try:
+        with (folder.path / ".lock").open(encoding="utf-8") as file:
+            process = int(file.read().strip() or 0)
+            if not process or not alive(process):
+                return None
+            # The number may belong to another process by now: only the lock tells.
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return process
+    except (OSError, ValueError):
+        return None
+    return None
+
+
+def alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def make_unique(parent: Path, name: str) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import io
+import json
 import logging
 import math
 import os
@@ -226,6 +227,8 @@ class TensorBoard:
 
         purge = None if opening.resumed_from is None else opening.resumed_from + 1
         self.writer = SummaryWriter(str(opening.folder / "tensorboard"), purge_step=purge)
+        if opening.resumed_from is None:
+            self.writer.add_text("config", verbatim(json.dumps(opening.config, indent=1, default=str)), 0)
 
     def log(self, step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
@@ -234,11 +237,16 @@ class TensorBoard:
 
     def samples(self, step: int, rows: Rows) -> None:
         for index, row in enumerate(rows):
-            text = "\n\n".join(f"**{name}**\n\n{value}" for name, value in row.items())
+            text = "\n\n".join(f"**{name}**\n\n{verbatim(str(value))}" for name, value in row.items())
             self.writer.add_text(f"samples/{index}", text, step)
 
     def finish(self) -> None:
         self.writer.close()
+
+
+def verbatim(text: str) -> str:
+    """The text as Markdown that shows it as it is: what a model wrote is not to be rendered."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 TRACKERS: dict[str, Callable[[Opening], Tracker]] = {

@@ -41,7 +41,7 @@ def summary_of(
 
 
 def next_commands(config: Config, folder: RunFolder, *, done: bool) -> tuple[tuple[str, str], ...]:
-    """Return up to three commands to try, each with what it does."""
+    """Return a few commands to try, each with what it does."""
     if config.run.kind == "sft":
         return after_warm_start(config, folder, done=done)
     if config.task.name not in TASKS and not config.task.name.endswith(".py"):
@@ -49,14 +49,15 @@ def next_commands(config: Config, folder: RunFolder, *, done: bool) -> tuple[tup
         words = f"groupwise eval {folder.path} --task FILE.py"
         return ((words, "measures it again; FILE.py is the file that defines the task"),)
     resume = f"groupwise train --resume {folder.path}"
+    look = (f"groupwise watch {folder.path}", "shows it in the browser: curves, groups, tokens, alarms")
     measure = (f"groupwise eval {folder.path}", "measures it again on held-out examples")
     again = (same_again(config, folder), "the same with other noise: is the gain real?")
     if not done:
-        return (resume, "goes on from here"), measure, again
+        return (resume, "goes on from here"), look, measure
     if config.optim.schedule != "constant":
-        return measure, again
+        return look, measure, again
     longer = (f"{resume} run.max_steps={2 * config.run.max_steps}", "trains on from here")
-    return measure, longer, again
+    return look, measure, longer, again
 
 
 def after_warm_start(config: Config, folder: RunFolder, *, done: bool) -> tuple[tuple[str, str], ...]:

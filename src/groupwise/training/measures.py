@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
+from pathlib import Path
 from statistics import fmean, pstdev
 
 import torch
 
+from groupwise.tracking.signs import signs
 from groupwise.training.batch import Batch, has_signal
 
 
@@ -24,6 +27,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "rollout/length": fmean(rollout.length for rollout in rollouts),
         "rollout/length_max": float(max(rollout.length for rollout in rollouts)),
         "rollout/truncated": fmean(rollout.truncated for rollout in rollouts),
+        **signs(batch.drawn),
     }
     if batch.passed_over:
         metrics["curriculum/passed_over"] = float(batch.passed_over)
@@ -66,3 +70,12 @@ def peak_memory() -> float:
         return torch.cuda.max_memory_allocated() / 1e9
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def resident_bytes() -> int:
+    """Memory that this process holds now, where the system tells."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return int(peak_memory() * 1e9)
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
 from groupwise.config import Config, dump_config
 from groupwise.evaluate.held_out import Evaluation, as_text
+from groupwise.report.alarms import alarms
+from groupwise.report.history import EvaluationFiles, MetricsTail
+from groupwise.report.write import write_all
+from groupwise.tracking.behind import WriteBehind
 from groupwise.tracking.completions import write_completions
 from groupwise.tracking.display import open_display
 from groupwise.tracking.files import write_atomically
@@ -20,6 +24,7 @@ from groupwise.tracking.rollouts import remove_steps_after, write_rollouts
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.tracking.summary import Summary
 from groupwise.tracking.trackers import Tracker, open_trackers
+from groupwise.tracking.updates import write_updates
 from groupwise.training.batch import Batch
 
 logger = logging.getLogger(__name__)
@@ -34,21 +39,30 @@ class Recorder:
     def __init__(self, folder: RunFolder, *, title: str, total: int, done: int) -> None:
         self.folder = folder
         self.metrics = MetricsFile(folder.metrics)
+        self.rows = MetricsTail(folder.metrics).rows
+        self.measured = EvaluationFiles(folder).read
         self.trackers: list[Tracker] = []
+        self.told: set[str] = set()
+        """Alarms that were told, by name."""
+        self.reports = False
+        self.behind = WriteBehind()
         self.resources = ExitStack()
+        self.resources.callback(self.behind.close)
         self.display = open_display()
         self.resources.callback(self.display.close)
         self.display.start(total, title, done=done)
 
     def begin(self, config: Config, *, done: int) -> None:
         """Open the folder's files; forget what a killed session wrote after step `done`: it is made again."""
-        for folder in (self.folder.path, self.folder.rollouts, self.folder.completions):
+        by_step = (self.folder.rollouts, self.folder.updates, self.folder.completions)
+        for folder in (self.folder.path, *by_step):
             for leftover in folder.glob(".*.tmp-*"):
                 leftover.unlink()
         self.metrics.truncate_after(done)
-        remove_steps_after(self.folder.rollouts, done)
-        remove_steps_after(self.folder.completions, done)
+        for folder in by_step:
+            remove_steps_after(folder, done)
         write_atomically(self.folder.config, dump_config(config))
+        self.reports = config.track.report
         self.resources.enter_context(log_to(self.folder.log))
         self.trackers = open_trackers(
             config.track,
@@ -73,11 +87,15 @@ class Recorder:
         logger.warning(sentence)
 
     def rollouts(self, step: int, batch: Batch) -> None:
-        write_rollouts(self.folder.rollouts_at(step), step, batch.drawn)
+        self.behind.submit(write_rollouts, self.folder.rollouts_at(step), step, batch.drawn)
+
+    def updates(self, step: int, seen: Mapping[tuple[int, int], Sequence[float]]) -> None:
+        self.behind.submit(write_updates, self.folder.updates_at(step), seen)
 
     def completions(self, step: int, batch: Batch, *, perfect: float | None) -> None:
         if perfect is not None:
-            write_completions(self.folder.completions_at(step), batch.drawn, perfect=perfect)
+            path = self.folder.completions_at(step)
+            self.behind.submit(write_completions, path, batch.drawn, perfect=perfect)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.metrics.append(step, metrics)
@@ -87,18 +105,42 @@ class Recorder:
         )
         for tracker in self.trackers:
             tracker.log(step, metrics)
+        self.alarms()
+
+    def alarms(self) -> None:
+        """Tell each alarm the first time that it is raised."""
+        for alarm in alarms(self.rows(), self.measured()):
+            if alarm.active and alarm.name not in self.told:
+                self.told.add(alarm.name)
+                self.warn(f"alarm at step {alarm.last}: {alarm.title}. {alarm.saw}")
 
     def evaluation(self, when: str, result: Evaluation) -> None:
         self.display.evaluation(when, result.intervals())
         logger.info("evaluation %s: %s", when, result.summary())
+
+    def baseline(self, metrics: Mapping[str, float]) -> None:
+        """Tell trackers what the policy could do before training: where every curve begins."""
+        for tracker in self.trackers:
+            tracker.log(0, metrics)
 
     def samples(self, step: int, batch: Batch) -> None:
         for tracker in self.trackers:
             tracker.samples(step, sample_rows(batch))
 
     def end(self, summary: Summary, stats: Mapping[str, object]) -> None:
-        write_atomically(self.folder.stats, json.dumps(stats, indent=1))
+        self.behind.flush()
+        raised = [asdict(alarm) for alarm in alarms(self.rows(), self.measured())]
+        write_atomically(self.folder.stats, json.dumps({**stats, "alarms": raised}, indent=1))
+        if self.reports:
+            self.report()
         self.display.finish(summary)
+
+    def report(self) -> None:
+        """Write report and plots; what goes wrong there does not take the run's result with it."""
+        try:
+            write_all(self.folder, own=True)
+        except Exception as error:
+            self.warn(f"the report is not complete: {error}; groupwise report {self.folder.path} tries again")
 
     def fail(self, error: BaseException, *, command: str) -> None:
         """Note why the run did not come to its end."""

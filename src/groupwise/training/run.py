@@ -77,6 +77,8 @@ class Run(Session):
         if self.policy.device.type == "cuda":
             self.engine.release()  # its cache takes what is free of the GPU: the update needs that now
         report = self.learner.update(samples, sequences=sequences, tokens=tokens)
+        if step % self.config.track.rollouts_every == 0:
+            self.recorder.updates(step, self.learner.seen)
         return {**report, **speed_metrics(batch, update_seconds=time.perf_counter() - started)}
 
     def track(self, step: int, batch: Batch, report: dict[str, float]) -> None:

@@ -14,6 +14,7 @@ import torch
 from groupwise.config import Config
 from groupwise.engine.engine import Engine
 from groupwise.engine.sampler import derive_seed
+from groupwise.errors import ConfigError
 from groupwise.learner.checkpoint import prune
 from groupwise.model.load import load_policy
 from groupwise.training.ending import stats_of, summary_of
@@ -51,6 +52,7 @@ class Session:
             self.interrupt = resources.enter_context(Interrupt(self.recorder.display.message))
             self._load(start)
             self.recorder.begin(config, done=self.state.step)
+            self.policy.save_tokenizer(self.folder.tokenizer)
             for notice in (*config.notices(), *self.policy.notices(), *self.data_notices()):
                 self.recorder.say(notice)
             if self.examiner.before is not None:
@@ -76,6 +78,8 @@ class Session:
         torch.manual_seed(derive_seed(config.run.seed, "adapters"))
         reference = config.run.kind == "grpo" and config.algo.beta > 0
         self.policy = load_policy(config.model, config.lora, trained=start.checkpoint, reference=reference)
+        if self.policy.unpacked_bytes and not self.policy.has_adapter:
+            raise ConfigError(f"the weights of {config.model.name} are quantized: train adapters (lora.r=16)")
         self.engine = Engine(self.policy, config.engine)
         self.make_parts()
         if start.checkpoint is not None:
@@ -85,7 +89,7 @@ class Session:
     def steps(self) -> Iterator[int]:
         """Yield the steps that are left, measured before and after; stops early on Ctrl-C."""
         if self.state.step == 0 and not self.interrupt.asked:
-            self.examine(0)
+            self.recorder.baseline(self.examine(0))
         while self.state.step < self.config.run.max_steps and not self.interrupt.asked:
             yield self.state.step + 1
 
@@ -114,6 +118,7 @@ class Session:
         now = time.monotonic()
         self.state = replace(self.state, seconds=self.state.seconds + now - self.clock)
         self.clock = now
+        self.recorder.behind.flush()  # a checkpoint stands for everything before it, rollouts included
         save_state(self.folder.checkpoints, self.state, policy=self.policy, learner=self.learner)
         best = self.state.best_step if self.config.run.keep_best else None
         prune(self.folder.checkpoints, keep_last=self.config.run.keep_last, best=best)

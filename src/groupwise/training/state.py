@@ -12,7 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
-from groupwise.learner.checkpoint import load_optimizer, optimizer_tensors, verify, write_checkpoint
+from groupwise.learner.checkpoint import (
+    flattened,
+    load_optimizer,
+    optimizer_tensors,
+    verify,
+    write_checkpoint,
+)
 from groupwise.model.policy import Policy
 from groupwise.training.curriculum import Rates
 
@@ -82,7 +88,7 @@ def load_learner(checkpoint: Path, learner: Optimizing, state: State) -> None:
 
 def fingerprint(policy: Policy, learner: Optimizing) -> tuple[object, ...]:
     """Return a value that changes when the training state does: bit sums of all tensors, counters, noise."""
-    moments = (tensor for state in learner.optimizer.state.values() for tensor in state.values())
+    moments = (tensor for state in learner.optimizer.state.values() for _, tensor in flattened(state))
     sums = tuple(bit_sum(tensor) for tensor in (*policy.model.parameters(), *moments))
     gradients = any(p.grad is not None for p in policy.model.parameters())
     noise = torch.random.get_rng_state().numpy().tobytes()

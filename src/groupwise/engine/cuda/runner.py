@@ -84,7 +84,7 @@ class GraphRunner:
             idle_block=room.blocks,
             device=self.device,
         )
-        self._prompts = Prompts(policy, self.cache, forward=self._hidden)
+        self._prompts = Prompts(policy, self.cache)
         self._ends = _end_tokens(policy)
         self._graphs: dict[tuple[int, int, Sampling], Callable[[], None]] = {}
         self._layouts: list[DecodeLayout] = []
@@ -102,21 +102,22 @@ class GraphRunner:
             self._fused.refresh()
         addresses = tuple(p.data_ptr() for p in self.policy.model.parameters())
         if addresses != self._addresses:
-            self._drop_graphs()
+            self.drop_graphs()
             self._addresses = addresses
 
-    def _drop_graphs(self) -> None:
+    def drop_graphs(self) -> None:
+        """Forget what was captured; it refers to this runner and would keep it alive."""
         self._graphs.clear()
         self._layouts.clear()
         self._pool = None  # it went with its last graph
 
     def prefill(self, prefixes: Sequence[Prefix]) -> None:
         """Compute prompts into their blocks and leave the next token's logits on each."""
-        self._prompts.compute(prefixes)
+        self._prompts.compute(prefixes, self._hidden)
 
     def prefill_passes(self, prefixes: Sequence[Prefix]) -> Iterator[None]:
         """The same, a pass each time it is asked for one."""
-        return self._prompts.passes(prefixes)
+        return self._prompts.passes(prefixes, self._hidden)
 
     def join(
         self, scheduler: Scheduler, slots_J: NDArray[np.int64], prefixes: Sequence[Prefix], sampling: Sampling

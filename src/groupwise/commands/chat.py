@@ -1,0 +1,122 @@
+"""`groupwise chat`: talk to a run, a checkpoint, an adapter or a model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from groupwise.config.checks import between
+from groupwise.errors import ConfigError
+
+if TYPE_CHECKING:
+    from groupwise.config import Config
+    from groupwise.model.policy import Policy
+    from groupwise.records import Sampling
+    from groupwise.serve.talk import Answering
+
+HELP = "type your message; /reset begins anew, /quit or Ctrl-D ends"
+
+
+def chat(
+    target: Annotated[
+        str, typer.Argument(metavar="RUN|MODEL", help="A run, checkpoint, adapter or model: folder or name.")
+    ] = "tiny",
+    words: Annotated[list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Ask this and end; -: what comes in.")] = None,
+    example: Annotated[
+        int | None, typer.Option(help="Ask this held-out example of the task, from 1, and score the answer.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="A task; for a run, its own by default.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    temperature: Annotated[float, typer.Option(help="Of sampling; 0: always the likeliest token.")] = 0.7,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this much probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep this many likeliest tokens; 0: all.")] = 0,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
+    strategy: Annotated[
+        str | None, typer.Option(help="Spend more on an answer, such as self-consistency:8.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+) -> None:
+    """Talk to a model; answers are shown while they are written."""
+    between("--temperature", temperature, 0.0)
+    between("--top-p", top_p, 1e-6, 1.0)
+    between("--top-k", top_k, 0)
+    between("--max-tokens", max_tokens, 1)
+    between("--example", example, 1)
+    if prompt is not None and example is not None:
+        raise ConfigError("--prompt and --example both say what to ask; give one of them")
+    from groupwise.serve.opened import find_named, held_out_example
+
+    named = find_named(target, words or [])
+    config = named.config
+    asked = None if example is None else held_out_example(config, task, number=example)
+    from groupwise.model.load import load_for_generation
+    from groupwise.records import Sampling
+    from groupwise.serve.talk import Talk
+
+    policy = load_for_generation(config.model, rank=named.target.rank, trained=named.target.trained)
+    room = max(1, policy.context_length // 2)
+    sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=min(max_tokens, room))
+    answering, close = answerer(strategy, policy, sampling, config=config, seed=seed)
+    try:
+        if asked is not None:
+            print(f"{asked.question}\n---")
+            print(asked.verdict(show(answering(asked.messages)), seconds=config.task.reward_seconds))
+            return
+        talk = Talk(answering, system=system)
+        if prompt is not None:
+            show(talk.ask(sys.stdin.read() if prompt == "-" else prompt))
+            return
+        print(f"{target}: {HELP}")
+        for line in questions():
+            if line == "/reset":
+                talk.reset()
+            else:
+                show(talk.ask(line))
+    finally:
+        close()
+
+
+def answerer(
+    strategy: str | None, policy: Policy, sampling: Sampling, *, config: Config, seed: int
+) -> tuple[Answering, Callable[[], None]]:
+    """Return who answers, and what to call in the end."""
+    from groupwise.serve.talk import Streaming, by_strategy
+
+    if strategy is None:
+        streaming = Streaming(policy, sampling, seed=seed)
+        return streaming, streaming.close
+    drawn = replace(sampling, temperature=sampling.temperature or 0.7)  # several equal answers say nothing
+    answering = by_strategy(strategy, policy, drawn, engine=config.engine, seed=seed)
+    return answering, lambda: None
+
+
+def questions() -> Iterator[str]:
+    """Yield what the user types, until they have had enough."""
+    while True:
+        try:
+            line = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        if line == "/quit":
+            return
+        if line:
+            yield line
+
+
+def show(parts: Iterator[str]) -> str:
+    """Print an answer as it comes, and return it; Ctrl-C ends the answer, not the conversation."""
+    shown: list[str] = []
+    try:
+        for part in parts:
+            shown.append(part)
+            print(part, end="", flush=True)
+    except KeyboardInterrupt:
+        print(" …", end="")
+    print()
+    return "".join(shown)

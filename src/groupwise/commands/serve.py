@@ -1,0 +1,67 @@
+"""`groupwise serve`: an OpenAI-compatible endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from ipaddress import ip_address
+from typing import Annotated
+
+import typer
+
+from groupwise.config.checks import between
+from groupwise.errors import ConfigError
+
+KEY = "GROUPWISE_API_KEY"
+
+
+def serve(
+    target: Annotated[
+        str, typer.Argument(metavar="RUN|MODEL", help="A run, checkpoint, adapter or model: folder or name.")
+    ] = "tiny",
+    words: Annotated[list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings.")] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; other machines need an API key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any that is free.")] = 8000,
+    api_key: Annotated[str | None, typer.Option(envvar=KEY, help="Clients must give it.")] = None,
+    name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    max_sequences: Annotated[int, typer.Option(help="Answers written at once.")] = 64,
+    max_context: Annotated[int, typer.Option(help="Tokens of prompt and answer together.")] = 2048,
+    queue: Annotated[int, typer.Option(help="Requests that may wait; more are answered 429.")] = 128,
+) -> None:
+    """Serve a model like OpenAI: chat and completions, streamed, all requests in one batch."""
+    between("--port", port, 0, 65535)
+    between("--max-sequences", max_sequences, 1)
+    between("--max-context", max_context, 2)
+    between("--queue", queue, 0)
+    if not is_loopback(host) and not api_key:
+        raise ConfigError(f"{host} can be reached from other machines: set --api-key, or {KEY}")
+    from groupwise.serve.opened import find_named
+
+    named = find_named(target, words or [])
+    from groupwise.model.load import load_for_generation
+    from groupwise.serve.server import Server
+
+    policy = load_for_generation(named.config.model, rank=named.target.rank, trained=named.target.trained)
+    model = name or os.path.basename(target.rstrip("/"))
+    server = Server(
+        policy, model=model, slots=max_sequences, context=max_context, waiting=queue, api_key=api_key
+    )
+
+    def ready(port: int) -> None:
+        shown = f"[{host}]" if ":" in host else host
+        print(f"{model} at http://{shown}:{port}/v1, {server.engine.context} tokens of context", flush=True)
+        print(f"the same with vLLM: {named.vllm_command}", flush=True)
+
+    try:
+        asyncio.run(server.run(host, port, ready=ready))
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,151 @@
+"""Run folders and what can be said of each at a glance."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Container, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from groupwise.config import Config, read_config
+from groupwise.errors import ConfigError
+from groupwise.report.alarms import WATCHMEN, alarms
+from groupwise.report.history import EvaluationFiles, MetricsTail, as_columns
+from groupwise.report.slices import Slices
+from groupwise.tracking.run_folder import RunFolder, owner
+
+
+class SeenRun:
+    """One run and the readers of its files."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self.tail = MetricsTail(folder.metrics)
+        self.measured = EvaluationFiles(folder).read
+        self.slices = Slices(folder)
+        try:
+            self.config: Config | None = read_config(folder.config)
+        except ConfigError:
+            self.config = None  # made by another version: its numbers can be looked at all the same
+
+    @property
+    def title(self) -> str:
+        return f"{self.config.task.name} · {self.config.model.name}" if self.config else self.folder.name
+
+    @property
+    def max_steps(self) -> int | None:
+        return self.config.run.max_steps if self.config else None
+
+    def alarmed(self) -> dict[str, Any]:
+        """Return every alarm, what is watched, and over how many steps."""
+        rows = self.tail.rows()
+        return {
+            "alarms": [asdict(alarm) for alarm in alarms(rows, self.measured())],
+            "watched": [watchman.title for watchman in WATCHMEN],
+            "steps": len(rows),
+        }
+
+    def state(self) -> str:
+        """Return training, finished or stopped."""
+        return "training" if owner(self.folder) is not None else self.state_at_rest()
+
+    def state_at_rest(self) -> str:
+        """The same without asking whether somebody trains: the only question a trainer may ask itself."""
+        rows = self.tail.rows()
+        done = bool(rows) and self.max_steps is not None and rows[-1]["step"] >= self.max_steps
+        return "finished" if done else "stopped"
+
+    def overview(self, *, state: str | None = None) -> dict[str, Any]:
+        """Return what the page shows of a run before anything is chosen."""
+        rows = self.tail.rows()
+        return {
+            "name": self.folder.name,
+            "title": self.title,
+            "state": state or self.state(),
+            "step": rows[-1]["step"] if rows else 0,
+            "max_steps": self.max_steps,
+            "steps": self.slices.steps(),
+            "stats": self.stats(),
+        }
+
+    def settings(self) -> dict[str, Any]:
+        return {"text": self.folder.config.read_text(encoding="utf-8")}
+
+    def stats(self) -> dict[str, Any]:
+        """Return training_stats.json; empty before the run has ended."""
+        try:
+            found: dict[str, Any] = json.loads(self.folder.stats.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found
+
+    def curves(self, *, after: int = -1) -> dict[str, Any]:
+        """Return the metrics of the steps after one, and every evaluation."""
+        rows = [row for row in self.tail.rows() if row["step"] > after]
+        return {**as_columns(rows), "evaluations": [asdict(one) for one in self.measured()]}
+
+    def change(self) -> tuple[Any, ...]:
+        """Return a value that differs when the run's files do."""
+        watched = (self.folder.metrics, self.folder.rollouts, self.folder.evaluations, self.folder.stats)
+        return (*tuple(stamp(path) for path in watched), owner(self.folder))
+
+
+def stamp(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except OSError:
+        return (0, 0)
+    return status.st_mtime_ns, status.st_size
+
+
+class Catalogue:
+    """The runs that may be seen: folders of runs, and every run in a folder that holds some."""
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        self.roots = roots
+        self.runs: dict[str, SeenRun] = {}
+        """By name. Replaced, never edited: other threads may be reading it."""
+        self._looking = threading.Lock()
+
+    @classmethod
+    def of(cls, paths: Sequence[str | Path]) -> Catalogue:
+        for path in paths:
+            if not Path(path).is_dir():
+                raise ConfigError(f"there is no folder {path}: name a run, or a folder of runs")
+        catalogue = cls([Path(path) for path in paths])
+        catalogue.look()
+        return catalogue
+
+    def look(self) -> dict[str, SeenRun]:
+        """Take in runs that have appeared, and forget those that are gone."""
+        with self._looking:
+            present = dict.fromkeys(path for root in self.roots for path in run_folders(root))
+            runs = {name: run for name, run in self.runs.items() if run.folder.path in present}
+            known = {run.folder.path for run in runs.values()}
+            for path in present:
+                if path not in known:
+                    runs[free_name(path.resolve().name, runs)] = SeenRun(RunFolder(path))
+            self.runs = runs
+            return runs
+
+
+def free_name(name: str, taken: Container[str]) -> str:
+    """Return the name, numbered when another run has it."""
+    number, free = 1, name
+    while free in taken:
+        number += 1
+        free = f"{name}-{number}"
+    return free
+
+
+def run_folders(root: Path) -> list[Path]:
+    """Return the run that a folder is, or the runs in it, the newest first."""
+    if (root / "config.yaml").is_file():
+        return [root]
+    try:
+        found = [path for path in root.iterdir() if (path / "config.yaml").is_file()]
+    except OSError:
+        return []
+    return sorted(found, key=lambda path: (path / "config.yaml").stat().st_mtime, reverse=True)

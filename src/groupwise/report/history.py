@@ -1,0 +1,122 @@
+"""A run's numbers over its steps: metrics.jsonl as it grows, and the evaluations beside it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise.tracking.run_folder import RunFolder, step_of
+
+Row = dict[str, Any]
+
+
+class MetricsTail:
+    """The lines of a metrics file, of which each look reads only what is new."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._rows: list[Row] = []
+        self._read = 0
+        self._file: tuple[int, int] | None = None
+        self._lock = threading.Lock()
+
+    def rows(self) -> list[Row]:
+        """Return every complete line; a file that was replaced or cut is read anew."""
+        with self._lock:
+            try:
+                with self.path.open("rb") as file:
+                    self._catch_up(file)
+            except FileNotFoundError:
+                self._rows, self._read, self._file = [], 0, None
+            return list(self._rows)
+
+    def _catch_up(self, file: Any) -> None:
+        status = self.path.stat()
+        identity = (status.st_dev, status.st_ino)
+        if identity != self._file or status.st_size < self._read:
+            self._rows, self._read, self._file = [], 0, identity
+        file.seek(self._read)
+        new = file.read()
+        complete = new[: new.rfind(b"\n") + 1]
+        self._read += len(complete)
+        for line in complete.splitlines():
+            try:
+                row = json.loads(line)
+                step = row["step"]
+            except (ValueError, KeyError, TypeError):
+                continue  # a line that a crash cut; the trainer removes it when it resumes
+            if isinstance(step, int):
+                self._rows.append(row)
+
+
+def as_columns(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return rows as {"step": […], "values": {name: […]}}, None where a step lacks a metric."""
+    names = sorted({name for row in rows for name in row} - {"step"})
+    return {
+        "step": [row["step"] for row in rows],
+        "values": {name: [row.get(name) for row in rows] for name in names},
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One evaluation of the run: each score with its 95 % interval."""
+
+    step: int
+    name: str
+    scores: dict[str, tuple[float, float, float]]
+    """Mean, low, high; by name: greedy, avg@8, pass@8."""
+    prompts: int
+
+
+class EvaluationFiles:
+    """What a run measured of itself before, during and after; each file is read once."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self._read: dict[Path, tuple[int, Measured | None]] = {}
+
+    def read(self) -> list[Measured]:
+        """Return the evaluations in the order of steps."""
+        found = [one for path in self._own() if (one := self._one(path)) is not None]
+        by_step = {one.step: one for one in found}
+        return [by_step[step] for step in sorted(by_step)]
+
+    def _own(self) -> list[Path]:
+        """The files that training wrote; `groupwise eval` writes others beside them."""
+        paths = sorted(self.folder.evaluations.glob("*.json"))
+        return [path for path in paths if path.stem in ("before", "after") or step_of(path.stem) is not None]
+
+    def _one(self, path: Path) -> Measured | None:
+        try:
+            written = path.stat().st_mtime_ns
+            if path not in self._read or self._read[path][0] != written:
+                self._read[path] = written, read_measured(path)
+        except OSError:
+            return None  # removed meanwhile
+        return self._read[path][1]
+
+
+def evaluations(folder: RunFolder) -> list[Measured]:
+    return EvaluationFiles(folder).read()
+
+
+def read_measured(path: Path) -> Measured | None:
+    """Return one evaluation; None where the file is not one."""
+    try:
+        return as_measured(path.stem, json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def as_measured(name: str, record: dict[str, Any]) -> Measured:
+    scores = {}
+    for key in record:
+        label = key.removeprefix("eval/")
+        if key.startswith("eval/") and f"{key}_low" in record:
+            scores[label] = (record[key], record[f"{key}_low"], record[f"{key}_high"])
+    return Measured(step=int(record["step"]), name=name, scores=scores, prompts=len(record["examples"]))

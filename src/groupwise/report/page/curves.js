@@ -1,0 +1,247 @@
+// Curves: is it learning, is it healthy, what does it write, how fast is it.
+
+import { h, fill, css } from "./dom.js";
+import { number, percent, signed } from "./format.js";
+import { get, of } from "./source.js";
+import { chart } from "./chart.js";
+
+const share = (value) => percent(value, Math.abs(value) < 0.1 && value !== 0 ? 1 : 0);
+const seconds = (value) => `${number(value)} s`;
+const nats = (value) => number(value);
+
+// Title, metrics with their labels, and how values are written.
+const CHARTS = {
+  "Is it learning?": [
+    { title: "Held-out accuracy", evaluations: true, format: (v) => percent(v), tick: (v) => percent(v, 0), wide: true },
+    { title: "Reward", metrics: [["reward/mean", "mean of all answers"]], wide: true },
+    { title: "Reward by part", parts: true },
+    { title: "Groups without signal", metrics: [["advantage/zero_variance", "share of groups"]], format: share, tick: (v) => percent(v, 0), about: "Share of groups whose answers all got the same reward: they teach nothing" },
+  ],
+  "Is it healthy?": [
+    { title: "Entropy", metrics: [["policy/entropy", "nats a token"]], format: nats },
+    { title: "KL", metrics: [["policy/kl", "to the reference"], ["policy/kl_old", "to the policy that sampled"]], format: nats },
+    { title: "Clip share", metrics: [["policy/clip_low", "below"], ["policy/clip_high", "above"]], format: share, tick: (v) => percent(v, Math.abs(v) < 0.02 ? 1 : 0), about: "Share of tokens whose ratio was held at the clip" },
+    { title: "Sampler–trainer gap", metrics: [["policy/gap", "mean |Δ log-prob|"]], format: nats },
+    { title: "Gradient norm", metrics: [["policy/grad_norm", "before clipping"]] },
+    { title: "Loss", metrics: [["policy/loss", "mean of the updates"]] },
+  ],
+  "What does it write?": [
+    { title: "Length", metrics: [["rollout/length", "mean tokens"], ["rollout/length_max", "longest"]] },
+    { title: "How answers fail", metrics: [["rollout/truncated", "out of tokens"], ["rollout/looping", "looping"], ["rollout/failed", "not scored"]], format: share, tick: (v) => percent(v, 0) },
+    { title: "Sameness", metrics: [["rollout/repeated", "repeats its group"], ["rollout/same_answer", "given to other prompts too"]], format: share, tick: (v) => percent(v, 0) },
+  ],
+  "How fast?": [
+    { title: "Tokens a second", metrics: [["speed/tokens_per_second", "whole step"], ["speed/rollout_tokens_per_second", "generating"]] },
+    { title: "Time of a step", metrics: [["time/rollout", "generating"], ["time/reward", "rewards"], ["time/update", "updating"]], stacked: true, format: seconds },
+    { title: "Peak memory", metrics: [["memory/peak_gb", "GB since the start"]] },
+  ],
+};
+
+const settings = { smoothing: 0, log: false };
+
+export async function curves(root, app) {
+  const data = new Map();
+  for (const run of app.chosen()) data.set(run.id, await get(of(run.id, "/curves"), { again: true }));
+
+  const head = h("section", { class: "headline", "aria-label": "The run in short" });
+  const body = h("div");
+  let drawn = [];
+  const waiting = new IntersectionObserver((entries) => {
+    for (const entry of entries) {
+      if (!entry.isIntersecting) continue;
+      waiting.unobserve(entry.target);
+      drawn.find((one) => one.card === entry.target)?.draw();
+    }
+  }, { rootMargin: "300px" });
+
+  function build() {
+    for (const one of drawn) one.leave();
+    drawn = [];
+    const known = new Set();
+    const sections = Object.entries(CHARTS).map(([name, specs]) => {
+      const cards = specs.map((spec) => make(spec, known)).filter(Boolean);
+      return cards.length ? h("section", {}, h("h2", {}, name), h("div", { class: "cards" }, cards)) : null;
+    });
+    const rest = [...new Set([...data.values()].flatMap((one) => Object.keys(one.values)))]
+      .filter((name) => !known.has(name) && !name.startsWith("eval/"))
+      .sort();
+    const more = h("details", { class: "more" }, h("summary", {}, `Every other metric (${rest.length})`));
+    more.addEventListener("toggle", () => {
+      if (!more.open || more.querySelector(".cards")) return;
+      more.append(h("div", { class: "cards" }, rest.map((name) => make({ title: name, metrics: [[name, name]] }, known))));
+    });
+    const empty = drawn.length === 0 && h("p", { class: "quiet" }, "No step has been made yet.");
+    fill(body, empty, sections, rest.length ? more : null);
+  }
+
+  function make(spec, known) {
+    for (const [name] of names(spec)) known.add(name);
+    const lines = linesOf(spec);
+    if (!lines.length) return null;
+    const one = chart(spec.title, lines, {
+      ...spec,
+      ...settings,
+      sync: "steps",
+    });
+    one.spec = spec;
+    drawn.push(one);
+    waiting.observe(one.card);
+    return one.card;
+  }
+
+  const names = (spec) => (spec.parts ? parts() : spec.metrics ?? []);
+
+  function parts() {
+    const found = new Set([...data.values()].flatMap((one) => Object.keys(one.values)));
+    return [...found]
+      .filter((name) => /^reward\/.+\/mean$/.test(name))
+      .map((name) => [name, name.slice("reward/".length, -"/mean".length)]);
+  }
+
+  function linesOf(spec) {
+    const runs = app.chosen().filter((run) => data.has(run.id));
+    const single = runs.length === 1;
+    const lines = [];
+    for (const run of runs) {
+      const one = data.get(run.id);
+      const list = spec.evaluations ? scores(one) : names(spec).filter(([name]) => hasValues(one.values[name]));
+      list.forEach(([name, label, ready], index) => {
+        lines.push({
+          label: single ? label : list.length > 1 ? `${run.name} · ${label}` : run.name,
+          colour: single ? css(`--series-${(index % 7) + 1}`) : app.colour(run),
+          dash: single || index === 0 ? null : [[5, 4], [2, 3], [8, 3, 2, 3]][(index - 1) % 3],
+          stacked: spec.stacked && single,
+          ...(ready ?? { steps: one.step, values: one.values[name] }),
+          // Of several runs, the bands of one score are as many as the eye can tell apart.
+          ...(single || index === 0 ? {} : { band: null }),
+        });
+      });
+    }
+    return lines;
+  }
+
+  function headline() {
+    fill(head, app.chosen().filter((run) => data.has(run.id)).map((run) => inShort(run, data.get(run.id), app)));
+  }
+
+  const smoothing = h("input", {
+    type: "range", min: 0, max: 0.98, step: 0.02, value: settings.smoothing, id: "smoothing",
+    oninput: (event) => {
+      settings.smoothing = Number(event.target.value);
+      again();
+    },
+  });
+  const log = h("input", {
+    type: "checkbox", id: "log", checked: settings.log,
+    onchange: (event) => {
+      settings.log = event.target.checked;
+      again();
+    },
+  });
+
+  function again() {
+    const scroll = window.scrollY;
+    const open = body.querySelector("details.more")?.open;
+    build();
+    if (open) body.querySelector("details.more").open = true;
+    window.scrollTo(0, scroll);
+  }
+
+  fill(
+    root,
+    head,
+    h(
+      "div",
+      { class: "controls" },
+      h("label", { for: "smoothing" }, "Smoothing"), smoothing,
+      h("label", { for: "log" }, log, " Log scale"),
+      h("span", { class: "quiet hint" }, "drag to zoom, double-click to zoom out"),
+    ),
+    body,
+    app.chosen().map((run) => settingsOf(run, app.chosen().length > 1)),
+  );
+  headline();
+  build();
+
+  return {
+    async refresh(run) {
+      const old = data.get(run.id);
+      const lastStep = old?.step.at(-1) ?? -1;
+      const fresh = await get(of(run.id, run.step >= lastStep ? `/curves?after=${lastStep}` : "/curves"), { again: true });
+      data.set(run.id, run.step >= lastStep && old ? joined(old, fresh) : fresh);
+      headline();
+      for (const one of drawn) one.update(linesOf(one.spec));
+      if (drawn.length === 0) build();
+    },
+    leave() {
+      waiting.disconnect();
+      for (const one of drawn) one.leave();
+    },
+  };
+}
+
+function settingsOf(run, named) {
+  const text = h("pre", { class: "settings" });
+  const fold = h("details", { class: "more" }, h("summary", {}, named ? `Settings of ${run.name}` : "Settings"), text);
+  fold.addEventListener("toggle", async () => {
+    if (fold.open && !text.textContent) text.textContent = (await get(of(run.id, "/settings"))).text;
+  });
+  return fold;
+}
+
+const hasValues = (values) => values !== undefined && values.some((value) => value !== null);
+
+function joined(old, fresh) {
+  const names = new Set([...Object.keys(old.values), ...Object.keys(fresh.values)]);
+  const empty = (count) => new Array(count).fill(null);
+  const values = {};
+  for (const name of names) {
+    values[name] = [...(old.values[name] ?? empty(old.step.length)), ...(fresh.values[name] ?? empty(fresh.step.length))];
+  }
+  return { step: [...old.step, ...fresh.step], values, evaluations: fresh.evaluations };
+}
+
+function scores(one) {
+  const names = [...new Set(one.evaluations.flatMap((each) => Object.keys(each.scores)))];
+  return names.map((name) => {
+    const having = one.evaluations.filter((each) => name in each.scores);
+    const column = (index) => having.map((each) => each.scores[name][index]);
+    return [name, name, { steps: having.map((each) => each.step), values: column(0), band: { low: column(1), high: column(2) } }];
+  });
+}
+
+// The run in one line of large numbers
+
+function inShort(run, one, app) {
+  const first = one.evaluations[0];
+  const final = one.evaluations.at(-1);
+  const several = app.chosen().length > 1;
+  const figures = [];
+  for (const name of Object.keys(final?.scores ?? {})) {
+    const [value, low, high] = final.scores[name];
+    const before = first !== final ? first.scores[name]?.[0] : undefined;
+    figures.push(figure(name, percent(value), `${percent(low, 0)} – ${percent(high, 0)}`, before === undefined ? "" : `${signed(100 * (value - before))} points since the start`));
+  }
+  const reward = one.values["reward/mean"];
+  if (hasValues(reward)) {
+    const known = reward.filter((value) => value !== null);
+    figures.push(figure("reward", number(known.at(-1)), "", `${number(known[0])} at the start`));
+  }
+  return h(
+    "div",
+    { class: "short" },
+    several && h("h2", {}, h("span", { class: "dot", style: { background: app.colour(run) } }), run.name),
+    !several && h("p", { class: "quiet about" }, run.title),
+    h("div", { class: "figures" }, figures),
+  );
+}
+
+const figure = (name, value, interval, change) =>
+  h(
+    "div",
+    { class: "figure" },
+    h("span", { class: "quiet" }, name),
+    h("b", {}, value),
+    interval && h("span", { class: "quiet", title: "95 % interval" }, interval),
+    change && h("span", { class: "change" }, change),
+  );

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible endpoint on our own engine. Start with `server`."""

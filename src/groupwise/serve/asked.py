@@ -1,0 +1,163 @@
+"""What a client asks for, read strictly: what would change the answer and is not supported is refused."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from groupwise.engine.live_scheduler import Job
+from groupwise.engine.sampler import derive_seed
+from groupwise.model.policy import Policy
+from groupwise.records import Message, Sampling
+from groupwise.serve.http import Refused
+from groupwise.serve.tool_calls import with_tools
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+    "logit_bias": (None, {}),
+    "response_format": (None, {"type": "text"}),
+    "top_logprobs": (None, 0),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "functions": (None, []),
+}
+"""Parameters that only these values are accepted of."""
+
+MOST_ANSWERS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A request for one or more answers."""
+
+    chat: bool
+    job: Job
+    stream: bool
+    usage: bool
+    """Whether a stream ends with the count of tokens."""
+    logprobs: bool
+    tools: bool
+    """Whether calls are to be read out of the answers."""
+
+
+def read_asked(body: Mapping[str, Any], policy: Policy, *, chat: bool, context: int, model: str) -> Asked:
+    """Read the body of a request for chat or plain completions."""
+    for name, accepted in UNSUPPORTED.items():
+        if body.get(name) not in accepted:
+            raise Refused(400, f"{name} is not supported")
+    named = typed(body, "model", str, model)
+    if named != model:
+        raise Refused(404, f"the model {named!r} is not served here; {model!r} is")
+    tools = typed(body, "tools", list, []) if chat and body.get("tool_choice") != "none" else []
+    prompt = chat_tokens(body, policy, tools) if chat else plain_tokens(body, policy)
+    count = typed(body, "n", int, 1)
+    if not 1 <= count <= MOST_ANSWERS:
+        raise Refused(400, f"n must lie between 1 and {MOST_ANSWERS}")
+    seed = typed(body, "seed", int, secrets.randbits(62))
+    # A bool for chats; for plain completions, how many alternatives to name as well.
+    logprobs = body.get("logprobs")
+    if not chat and isinstance(logprobs, int) and not isinstance(logprobs, bool) and logprobs > 1:
+        raise Refused(400, "logprobs must be 0 or 1: only of the tokens that were drawn")
+    return Asked(
+        chat=chat,
+        job=Job(
+            prompt=prompt,
+            seeds=tuple(derive_seed(seed, "serve", member) for member in range(count)),
+            sampling=read_sampling(body, chat=chat, room=context - len(prompt)),
+        ),
+        stream=typed(body, "stream", bool, False),
+        usage=bool((body.get("stream_options") or {}).get("include_usage")),
+        logprobs=logprobs is not None and logprobs is not False,
+        tools=bool(tools),
+    )
+
+
+def read_sampling(body: Mapping[str, Any], *, chat: bool, room: int) -> Sampling:
+    """Read how tokens are drawn; without a limit, a chat may use what is left of the context."""
+    stop = body.get("stop") or ()
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(string, str) and string for string in stop) or len(stop) > 16:
+        raise Refused(400, "stop must be text, or up to 16 of them")
+    asked = body.get("max_completion_tokens") or body.get("max_tokens")
+    if asked is not None and (isinstance(asked, bool) or not isinstance(asked, int) or asked < 1):
+        raise Refused(400, "max_tokens must be a whole number of at least 1")
+    sampling = Sampling(
+        temperature=number(body, "temperature", 1.0, 0.0, 10.0),
+        top_p=number(body, "top_p", 1.0, 1e-6, 1.0),
+        top_k=int(number(body, "top_k", 0, 0, 1e9)),
+        min_p=number(body, "min_p", 0.0, 0.0, 1.0),
+        max_tokens=asked or (max(1, room) if chat else 16),
+        stop=stop,
+    )
+    return sampling
+
+
+def chat_tokens(body: Mapping[str, Any], policy: Policy, tools: Sequence[Any]) -> tuple[int, ...]:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise Refused(400, "messages must be a list of at least one message")
+    chat = [read_message(message) for message in messages]
+    for tool in tools:
+        if not isinstance(tool, dict) or "name" not in tool.get("function", {}):
+            raise Refused(400, "each of tools must be {type: function, function: {name, …}}")
+    try:
+        if not tools and not any(m["role"] == "tool" or m.get("tool_calls") for m in chat):
+            return policy.encode(chat)
+        if "tools" not in (policy.tokenizer.chat_template or ""):
+            return policy.encode(with_tools(chat, tools) if tools else chat)
+        text = policy.tokenizer.apply_chat_template(
+            chat, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:  # a template may refuse a chat in any way it likes
+        raise Refused(400, f"the model's chat template refuses these messages: {error}") from error
+    return tuple(policy.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def read_message(message: Any) -> Message:
+    """Check one message; content in parts becomes text."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise Refused(400, "each message needs a role and content")
+    content = message.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+            raise Refused(400, "only text is understood: every part must be {type: text, text: …}")
+        content = "".join(str(part.get("text", "")) for part in content)
+    if content is not None and not isinstance(content, str):
+        raise Refused(400, "the content of a message must be text")
+    if content is None and not message.get("tool_calls"):
+        raise Refused(400, "each message needs a role and content")
+    return {key: value for key, value in message.items() if value is not None} | {"content": content or ""}
+
+
+def plain_tokens(body: Mapping[str, Any], policy: Policy) -> tuple[int, ...]:
+    prompt = body.get("prompt")
+    if isinstance(prompt, str) and prompt:
+        return tuple(policy.tokenizer(prompt)["input_ids"])
+    vocabulary = policy.head_weight.shape[0]
+    if isinstance(prompt, list) and prompt:
+        tokens = [token for token in prompt if type(token) is int and 0 <= token < vocabulary]
+        if len(tokens) == len(prompt):
+            return tuple(tokens)
+    raise Refused(400, "prompt must be text, or a list of token ids of this model; one for each request")
+
+
+def typed(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+    value = body.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise Refused(400, f"{name} must be of type {kind.__name__}")
+    return value
+
+
+def number(body: Mapping[str, Any], name: str, default: float, low: float, high: float) -> float:
+    value = body.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise Refused(400, f"{name} must be a number between {low:g} and {high:g}")
+    return float(value)

@@ -1,0 +1,191 @@
+"""As much of HTTP/1.1 as an API needs: JSON in, JSON or a stream of events out, connections kept alive."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+HEAD_LIMIT = 32 * 1024
+BODY_LIMIT = 16 * 1024 * 1024
+IDLE_SECONDS = 60.0
+"""After which a connection on which nothing is asked is closed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One request."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    body: bytes
+
+    def json(self) -> dict[str, Any]:
+        try:
+            value = json.loads(self.body)
+        except (ValueError, RecursionError):
+            raise Refused(400, "the body is not valid JSON") from None
+        if not isinstance(value, dict):
+            raise Refused(400, "the body must be a JSON object")
+        return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """An answer that is there at once."""
+
+    body: Mapping[str, Any]
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+Events = AsyncIterator[Mapping[str, Any]]
+"""An answer that comes in parts."""
+Handler = Callable[[Question], Awaitable[Reply | Events]]
+
+
+class Refused(Exception):
+    """A question that gets an error for an answer, as OpenAI's clients understand it."""
+
+    def __init__(self, status: int, message: str, *, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = headers or {}
+
+    def reply(self) -> Reply:
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        error = {"message": str(self), "type": kind, "param": None, "code": None}
+        return Reply(body={"error": error}, status=self.status, headers=self.headers)
+
+
+async def serve_connection(
+    handler: Handler, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """Answer the questions of one connection until it is closed."""
+    try:
+        while True:
+            try:
+                question = await asyncio.wait_for(read_question(reader), IDLE_SECONDS)
+            except Refused as refused:
+                await write_reply(writer, refused.reply(), close=True)
+                return
+            if question is None:
+                return
+            close = question.headers.get("connection", "").lower() == "close"
+            if not await answer(handler, question, reader, writer, close=close) or close:
+                return
+    except (ConnectionError, TimeoutError, asyncio.IncompleteReadError):
+        pass
+    finally:
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def answer(
+    handler: Handler,
+    question: Question,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    *,
+    close: bool,
+) -> bool:
+    """Answer one question; False: whoever asked has gone. What is under way for them is then cancelled."""
+    work = asyncio.ensure_future(respond(handler, question, writer, close=close))
+    gone = asyncio.ensure_future(until_gone(reader))
+    await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+    still_there = work.done()
+    for task in (work, gone):
+        task.cancel()
+    with suppress(asyncio.CancelledError, ConnectionError):
+        await work
+    with suppress(asyncio.CancelledError, ConnectionError):
+        await gone
+    return still_there
+
+
+async def until_gone(reader: asyncio.StreamReader) -> None:
+    """Return when the other side closes; what it may already ask next is left to be read."""
+    while not reader.at_eof():
+        await asyncio.sleep(0.2)
+
+
+async def respond(handler: Handler, question: Question, writer: asyncio.StreamWriter, *, close: bool) -> None:
+    try:
+        reply = await handler(question)
+        if isinstance(reply, Reply):
+            await write_reply(writer, reply, close=close)
+            return
+    except Refused as refused:
+        await write_reply(writer, refused.reply(), close=close)
+        return
+    await write_events(writer, reply, close=close)
+
+
+async def read_question(reader: asyncio.StreamReader) -> Question | None:
+    """Read one request; None where the connection has ended."""
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+    except asyncio.IncompleteReadError as error:
+        if not error.partial:
+            return None
+        raise
+    except asyncio.LimitOverrunError:
+        raise Refused(431, "the headers are too large") from None
+    first, *lines = head.decode("latin-1").split("\r\n")
+    words = first.split(" ")
+    if len(words) != 3 or not words[2].startswith("HTTP/1."):
+        raise Refused(400, "this is not HTTP/1.1")
+    headers = {
+        name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
+    }
+    if "transfer-encoding" in headers:
+        raise Refused(411, "send a Content-Length")
+    length = headers.get("content-length", "0")
+    if not length.isdecimal():
+        raise Refused(400, "the Content-Length is not a number")
+    if int(length) > BODY_LIMIT:
+        raise Refused(413, f"the body may have at most {BODY_LIMIT} bytes")
+    body = await reader.readexactly(int(length))
+    return Question(method=words[0], path=words[1].partition("?")[0], headers=headers, body=body)
+
+
+async def write_reply(writer: asyncio.StreamWriter, reply: Reply, *, close: bool) -> None:
+    body = json.dumps(reply.body, ensure_ascii=False).encode()
+    head = {"Content-Type": "application/json", "Content-Length": str(len(body)), **reply.headers}
+    writer.write(status_and_headers(reply.status, head, close=close) + body)
+    await writer.drain()
+
+
+async def write_events(writer: asyncio.StreamWriter, events: Events, *, close: bool) -> None:
+    """Server-sent events, each sent as it comes; an error on the way is the last of them."""
+    head = {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "Transfer-Encoding": "chunked"}
+    writer.write(status_and_headers(200, head, close=close))
+    try:
+        async with aclosing(events) as parts:  # type: ignore[type-var]
+            async for part in parts:
+                writer.write(chunk(f"data: {json.dumps(part, ensure_ascii=False)}\n\n"))
+                await writer.drain()
+        writer.write(chunk("data: [DONE]\n\n"))
+    except Refused as refused:
+        writer.write(chunk(f"data: {json.dumps(refused.reply().body)}\n\n"))
+    writer.write(b"0\r\n\r\n")
+    await writer.drain()
+
+
+def chunk(text: str) -> bytes:
+    data = text.encode()
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def status_and_headers(status: int, headers: Mapping[str, str], *, close: bool) -> bytes:
+    lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    lines.append(f"Connection: {'close' if close else 'keep-alive'}")
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")

@@ -1,0 +1,75 @@
+"""A policy to talk to: whatever the user named, loaded for generation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from groupwise.config import Config, read_config
+from groupwise.config.sections import NO_TASK
+from groupwise.errors import ConfigError
+from groupwise.evaluate.target import Target, find_target
+from groupwise.model.source import local_folder
+from groupwise.records import Example, Message
+from groupwise.tasks import Task, load_task, without_data
+from groupwise.tasks.verify import check
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """What a name means, settled before anything heavy loads."""
+
+    target: Target
+    config: Config
+
+    @property
+    def vllm_command(self) -> str:
+        """The command that serves the same with vLLM."""
+        target, model = self.target, self.config.model.name
+        if target.rank:
+            return f"vllm serve {model} --enable-lora --lora-modules {target.name}={target.trained}"
+        return f"vllm serve {target.trained or model}"
+
+
+def find_named(name: str, overrides: Sequence[str]) -> Named:
+    """Tell what a run, checkpoint, adapter or model is, and read its settings."""
+    target = find_target(name)
+    config = read_config(target.run.config if target.run else None, overrides=overrides)
+    config = replace(config, model=replace(config.model, name=target.base or config.model.name))
+    local_folder(config.model.name)
+    return Named(target=target, config=config.resolve())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A task's example, as the policy sees it."""
+
+    task: Task
+    example: Example
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        prompt = self.task.ask(self.example)
+        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+    @property
+    def question(self) -> str:
+        return "\n".join(str(message["content"]) for message in self.messages)
+
+    def verdict(self, answer: str, *, seconds: float) -> str:
+        """What the task's rewards make of an answer."""
+        found = check(self.task, answer, self.example, seconds=seconds)
+        parts = ", ".join(f"{name} {value:g}" for name, value in found.parts.items())
+        return f"--- {'right' if found.correct else 'wrong'}: {parts or found.error}"
+
+
+def held_out_example(config: Config, task: str | None, *, number: int) -> Asked:
+    """Return a held-out example of the named task, or of the run's own; counted from 1."""
+    settings = config.task if task is None else without_data(replace(config.task, name=task, options={}))
+    if settings.name == NO_TASK:
+        raise ConfigError("say which task's example to ask by --task")
+    loaded = load_task(replace(config, task=settings).resolve().task)
+    rows = loaded.split(settings, config.run.seed).held_out
+    if number > len(rows):
+        raise ConfigError(f"task {loaded.name} holds {len(rows)} examples out; there is no number {number}")
+    return Asked(task=loaded, example=rows[number - 1])

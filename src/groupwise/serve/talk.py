@@ -1,0 +1,117 @@
+"""A conversation with a policy in this process, streamed."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+from groupwise.config.sections import EngineConfig
+from groupwise.engine.engine import Engine
+from groupwise.engine.live import LiveEngine, News
+from groupwise.engine.live_scheduler import Job
+from groupwise.engine.sampler import derive_seed
+from groupwise.errors import ConfigError
+from groupwise.model.policy import Policy
+from groupwise.records import Message, Sampling
+from groupwise.serve.text import TextStream
+
+Answering = Callable[[Sequence[Message]], Iterator[str]]
+"""From a conversation to the next answer, in parts."""
+
+
+class Talk:
+    """Messages so far, and who answers the next."""
+
+    def __init__(self, answering: Answering, *, system: str | None = None) -> None:
+        self._answering = answering
+        self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self.messages: list[Message] = list(self._system)
+
+    def ask(self, text: str) -> Iterator[str]:
+        """Say something and yield the answer as it comes; an answer that fails leaves nothing behind."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        parts: list[str] = []
+        for part in self._answering(messages):
+            parts.append(part)
+            yield part
+        self.messages = [*messages, {"role": "assistant", "content": "".join(parts)}]
+
+    def reset(self) -> None:
+        self.messages = list(self._system)
+
+
+class Streaming:
+    """Answers drawn token by token, shown as they come."""
+
+    def __init__(self, policy: Policy, sampling: Sampling, *, seed: int) -> None:
+        self.policy, self.sampling, self.seed = policy, sampling, seed
+        self._turn = 0
+        self._news: queue.Queue[News | BaseException] = queue.Queue()
+        self._engine = LiveEngine(
+            policy,
+            slots=1,
+            context=policy.context_length if policy.context_length < 1 << 20 else 8192,
+            waiting=0,
+            deliver=self._deliver,
+            failed=self._news.put,
+        )
+        self._engine.start()
+
+    def __call__(self, messages: Sequence[Message]) -> Iterator[str]:
+        self._turn += 1
+        seed = derive_seed(self.seed, "chat", self._turn)
+        job = Job(prompt=self.policy.encode(messages), seeds=(seed,), sampling=self.sampling)
+        try:
+            self._engine.submit(job)
+        except ValueError as error:
+            raise ConfigError(f"{error}: begin anew, or lower --max-tokens") from None
+        stream = TextStream(self.policy.decode, stop=self.sampling.stop)
+        finish = None
+        try:
+            while finish is None:
+                news = self._news.get()
+                if isinstance(news, BaseException):
+                    raise news
+                finish = news.finish
+                yield stream.push(news.tokens, finish)
+        finally:
+            if finish is None:
+                self._engine.cancel(job)
+                self._drain(job)
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _deliver(self, news: Sequence[News]) -> None:
+        for part in news:
+            self._news.put(part)
+
+    def _drain(self, job: Job) -> None:
+        """Throw away what came of an answer that nobody waits for."""
+        while job in self._engine.jobs:
+            with suppress(queue.Empty):
+                self._news.get(timeout=0.05)
+        while not self._news.empty():
+            self._news.get_nowait()
+
+
+def by_strategy(
+    name: str, policy: Policy, sampling: Sampling, *, engine: EngineConfig, seed: int
+) -> Answering:
+    """Answers that a test-time strategy settles on, each in one piece."""
+    try:
+        strategies: Any = import_module("groupwise.evaluate.strategies")
+    except ModuleNotFoundError:
+        raise ConfigError("this version has no test-time strategies: leave --strategy out") from None
+    strategy = strategies.strategy_named(name)
+    generate = Engine(policy, engine)
+
+    def answering(messages: Sequence[Message]) -> Iterator[str]:
+        draws = strategies.Draws(codec=policy, engine=generate, sampling=sampling, seed=seed)
+        (found,) = strategy([list(messages)], draws, strategies.plain_judge())
+        yield found.rollout.text
+
+    return answering

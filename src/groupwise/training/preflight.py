@@ -1,0 +1,203 @@
+"""Will it fit: the memory that each part of a step takes at its worst, before anything is loaded.
+
+A step has two phases. While generating, the policy is there with copies of its weights and the KV cache;
+while updating, with gradients and what a pass leaves behind. On a GPU the generator gives its memory back in
+between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from groupwise.config import Config
+from groupwise.engine.prefill import PREFILL_TOKENS
+from groupwise.model.logprobs import CHUNK_LOGITS
+from groupwise.training.shape import Shape
+
+BYTES = {"float32": 4, "bfloat16": 2}
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""A weight in nf4: four bits, and for every 64 of them a scale of eight, themselves scaled by 256."""
+CUDA_CONTEXT = 0
+"""Counted in no figure: torch.cuda.max_memory_allocated leaves the context out, about 0.5 GB."""
+CHUNKS_LEFT = 12
+"""Chunks of logits whose memory a CPU's heap does not use again, being in pieces by then: measured."""
+CPU_PASS, GPU_PASS = 4096, 32768
+"""Most tokens of one pass of the update, where the settings do not say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a run would run."""
+
+    kind: str
+    """cpu or cuda."""
+    total: int
+    """Bytes of memory there."""
+    program: int
+    """Bytes that the program takes before any model: libraries on a CPU, the context on a GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One use of memory, in either phase or both."""
+
+    name: str
+    bytes: float
+    generating: bool = True
+    updating: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preflight:
+    """Every part, and what they add up to."""
+
+    parts: tuple[Part, ...]
+    place: Place
+
+    @property
+    def generating(self) -> float:
+        return sum(part.bytes for part in self.parts if part.generating)
+
+    @property
+    def updating(self) -> float:
+        return sum(part.bytes for part in self.parts if part.updating)
+
+    @property
+    def peak(self) -> float:
+        return max(self.generating, self.updating)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= 0.95 * self.place.total
+
+
+def preflight(config: Config, shape: Shape, place: Place, *, prompt_tokens: int) -> Preflight:
+    """Predict the memory of a resolved configuration; answers are taken to be as long as they may be."""
+    assert config.lora.r is not None, "the config is resolved before it is looked at"
+    on_cpu = place.kind == "cpu"
+    size = BYTES[config.model.dtype or ("float32" if on_cpu else "bfloat16")]
+    parts = [
+        Part(name="program", bytes=place.program),
+        Part(name="weights", bytes=weight_bytes(config, shape, size)),
+        *trained_parts(config, shape, size),
+        *generating_parts(config, shape, size, prompt_tokens=prompt_tokens, on_cpu=on_cpu),
+        *updating_parts(config, shape, size, place, prompt_tokens=prompt_tokens),
+    ]
+    return Preflight(parts=tuple(part for part in parts if part.bytes), place=place)
+
+
+def weight_bytes(config: Config, shape: Shape, size: int) -> float:
+    kind = config.model.quantization
+    if kind is None:
+        return shape.parameters * size
+    each = NF4_BYTES if kind == "nf4" else 1.0
+    return shape.linear_size * each + (shape.parameters - shape.linear_size) * size
+
+
+def trained_parts(config: Config, shape: Shape, size: int) -> Iterator[Part]:
+    """What training keeps for every trained number; adapters and their optimizer are in float32."""
+    adapters = shape.adapter_size(config.lora)
+    trained, each = (adapters, 4) if config.lora.r else (shape.parameters, size)
+    if not config.lora.r and config.algo.beta:
+        yield Part(name="reference", bytes=shape.parameters * size)
+    yield Part(name="adapters", bytes=4 * adapters)
+    yield Part(name="gradients", bytes=trained * each, generating=False)
+    eight_bit = config.optim.kind == "adamw8bit"
+    moments = 2 * (trained * 1.02 if eight_bit else trained * each)
+    yield Part(name="optimizer", bytes=0 if config.optim.offload else moments)
+
+
+def generating_parts(
+    config: Config, shape: Shape, size: int, *, prompt_tokens: int, on_cpu: bool
+) -> Iterator[Part]:
+    """The generator's copies, cache and passes; on a CPU they stay while the update runs."""
+    rollout = config.rollout
+    sequences = min(rollout.prompts * rollout.group_size, config.engine.max_sequences)
+    groups = min(rollout.prompts, -(-sequences // rollout.group_size))
+    block = config.engine.block_size
+    answer, prompt = (-(-tokens // block) * block for tokens in (rollout.max_tokens, prompt_tokens))
+    tokens = sequences * answer + groups * prompt
+    if config.engine.kv_tokens is not None:
+        tokens = min(tokens, config.engine.kv_tokens)
+    yield Part(name="weight copies", bytes=copied(config, shape) * size, updating=on_cpu)
+    each = 2 * shape.layers * shape.key_width * size
+    yield Part(name="KV cache", bytes=tokens * each, updating=on_cpu)
+    # One layer of a pass over all sequences: their keys and values side by side, and its vectors.
+    gathered = 2 * (sequences * answer + groups * prompt) * shape.key_width if on_cpu else 0
+    width = 6 * shape.width + 3 * shape.inner
+    prefill = min(PREFILL_TOKENS, groups * prompt) * width
+    logits = (4 * sequences + groups) * shape.vocabulary * 4
+    yield Part(
+        name="generating passes",
+        bytes=max(gathered + sequences * width, prefill) * size + logits,
+        updating=False,
+    )
+
+
+def copied(config: Config, shape: Shape) -> int:
+    """Numbers that generation copies: matrices that it stacks, folds adapters into or unpacks."""
+    if config.lora.r or config.model.quantization:
+        return shape.linear_size
+    stacked = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    return sum(linear.size for linear in shape.linears if linear.name.endswith(stacked))
+
+
+def updating_parts(
+    config: Config, shape: Shape, size: int, place: Place, *, prompt_tokens: int
+) -> Iterator[Part]:
+    rollout = config.rollout
+    step = rollout.prompts * (prompt_tokens + rollout.group_size * rollout.max_tokens)
+    tokens = min(step, pass_tokens(config, shape, size, place))
+    kept = activation_numbers(config, shape)
+    yield Part(name="activations", bytes=tokens * kept * size, generating=False)
+    # A layer that is differentiated has its vectors' gradients beside it.
+    layer = layer_numbers(shape) if config.model.gradient_checkpointing else 0
+    passing = tokens * (layer + 4 * shape.width + 3 * shape.inner) * size
+    yield Part(name="backward pass", bytes=passing, generating=False)
+    answers = tokens * rollout.group_size * rollout.max_tokens * rollout.prompts / step
+    chunks = min(answers * shape.vocabulary / CHUNK_LOGITS, CHUNKS_LEFT if place.kind == "cpu" else 3)
+    yield Part(name="logits", bytes=chunks * 4 * CHUNK_LOGITS, generating=False)
+
+
+def pass_tokens(config: Config, shape: Shape, size: int, place: Place) -> int:
+    """Tokens of one pass, as the learner chooses them."""
+    if config.optim.micro_batch_tokens is not None:
+        return config.optim.micro_batch_tokens
+    share, most = (4 << 30, CPU_PASS) if place.kind == "cpu" else (place.total // 4, GPU_PASS)
+    layer = 10 * shape.width + 5 * shape.inner
+    kept = layer + shape.layers * shape.width if config.model.gradient_checkpointing else shape.layers * layer
+    return min(max(share // (kept * size), 1024), most)
+
+
+def layer_numbers(shape: Shape) -> int:
+    """Numbers that a layer leaves behind for each token: counted in the decoders of Llama and Qwen."""
+    return 5 * shape.width + 5 * shape.key_width + 3 * shape.inner
+
+
+def activation_numbers(config: Config, shape: Shape) -> int:
+    """Numbers that a whole pass leaves behind for each token."""
+    ends = 2 * shape.width
+    if config.model.gradient_checkpointing:
+        return shape.layers * shape.width + ends
+    low = (config.lora.r or 0) * len(shape.adapted(config.lora)) if config.lora.r else 0
+    return shape.layers * layer_numbers(shape) + low + ends
+
+
+def advice(config: Config, found: Preflight) -> Iterator[str]:
+    """Yield what would make a run that does not fit smaller, the least painful first."""
+    if found.fits:
+        return
+    if found.updating > found.generating:
+        if not config.model.gradient_checkpointing:
+            yield "model.gradient_checkpointing=true: activations of one layer at a time, a third more time"
+        yield "optim.micro_batch_tokens=1024: smaller passes, the same gradient"
+        if not config.lora.r:
+            yield "lora.r=16: gradients and optimizer for adapters alone"
+        elif config.model.quantization is None:
+            yield "model.quantization=nf4: the frozen weights in four bits"
+        if not config.optim.offload:
+            yield "optim.offload=true: the optimizer's state in main memory"
+    else:
+        yield "engine.max_sequences=64: fewer answers at once, slower"
+        yield "rollout.max_tokens or rollout.group_size: fewer tokens in the cache"

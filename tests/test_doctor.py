@@ -1,0 +1,115 @@
+"""Looking ahead: the parts of memory by hand-worked numbers, and what doctor prints."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from groupwise import cli
+from groupwise.config import Config, read_config
+from groupwise.training.preflight import NF4_BYTES, Place, Preflight, advice, preflight
+from groupwise.training.shape import Linear, Shape, shape_of
+
+CPU = Place(kind="cpu", total=10**10, program=0)
+GPU = Place(kind="cuda", total=24 * 10**9, program=0)
+SHAPE = Shape(
+    parameters=1000,
+    linears=(
+        Linear(name="a.q_proj", inputs=10, outputs=20),
+        Linear(name="a.o_proj", inputs=20, outputs=10),
+        Linear(name="a.down_proj", inputs=30, outputs=10),
+    ),
+    layers=2,
+    width=10,
+    inner=30,
+    heads=2,
+    key_heads=1,
+    head_size=5,
+    vocabulary=50,
+)
+
+
+def config(*words: str) -> Config:
+    fixed = ("rollout.prompts=2", "rollout.group_size=4", "rollout.max_tokens=16", "optim.minibatches=1")
+    return read_config(overrides=["model.name=x/y", *fixed, *words]).resolve()
+
+
+def parts(found: Preflight) -> dict[str, float]:
+    return {part.name: part.bytes for part in found.parts}
+
+
+def test_full_training_keeps_gradient_and_two_moments_of_every_weight():
+    found = parts(preflight(config("lora.r=0"), SHAPE, CPU, prompt_tokens=16))
+    assert (found["weights"], found["gradients"], found["optimizer"]) == (4000, 4000, 8000)
+    assert "adapters" not in found
+    assert found["weight copies"] == 200 * 4  # the query's matrix alone is stacked
+    with_reference = preflight(config("lora.r=0", "algo.beta=0.1"), SHAPE, CPU, prompt_tokens=16)
+    assert parts(with_reference)["reference"] == 4000
+
+
+def test_adapters_are_small_and_in_float32():
+    found = parts(preflight(config("lora.r=2"), SHAPE, GPU, prompt_tokens=16))
+    adapters = 2 * ((10 + 20) + (20 + 10) + (30 + 10))
+    assert found["weights"] == 2000
+    assert found["adapters"] == found["gradients"] == 4 * adapters
+    assert found["optimizer"] == 8 * adapters
+    assert found["weight copies"] == 700 * 2
+    offloaded = preflight(config("lora.r=2", "optim.offload=true"), SHAPE, GPU, prompt_tokens=16)
+    assert "optimizer" not in parts(offloaded)
+
+
+def test_quantized_weights_leave_embeddings_and_norms_whole():
+    found = parts(preflight(config("model.quantization=nf4"), SHAPE, GPU, prompt_tokens=16))
+    assert found["weights"] == pytest.approx(700 * NF4_BYTES + 300 * 2)
+    assert found["weight copies"] == 700 * 2
+
+
+def test_the_cache_holds_every_answer_and_each_prompt_once():
+    found = parts(preflight(config(), SHAPE, GPU, prompt_tokens=20))
+    tokens = 8 * 16 + 2 * 32  # prompts of 20 tokens take two blocks of 16
+    assert found["KV cache"] == tokens * 2 * 2 * 5 * 2
+
+
+def test_a_gpu_generates_or_updates_a_cpu_holds_both():
+    gpu, cpu = (preflight(config(), SHAPE, place, prompt_tokens=20) for place in (GPU, CPU))
+    kept = parts(cpu)["KV cache"] + parts(cpu)["weight copies"]
+    both = {part.name for part in cpu.parts if part.generating and part.updating}
+    assert {"KV cache", "weight copies"} <= both
+    assert cpu.updating > kept
+    assert not {"KV cache", "weight copies"} & {part.name for part in gpu.parts if part.updating}
+
+
+def test_checkpointing_keeps_one_vector_a_layer():
+    plain = parts(preflight(config(), SHAPE, GPU, prompt_tokens=16))["activations"]
+    less = parts(preflight(config("model.gradient_checkpointing=true"), SHAPE, GPU, prompt_tokens=16))
+    assert less["activations"] < plain / 5
+
+
+def test_what_does_not_fit_gets_advice():
+    small = Place(kind="cuda", total=1000, program=0)
+    found = preflight(config("lora.r=0"), SHAPE, small, prompt_tokens=16)
+    assert not found.fits
+    assert any("lora.r=16" in line for line in advice(config("lora.r=0"), found))
+    assert list(advice(config(), preflight(config(), SHAPE, GPU, prompt_tokens=16))) == []
+
+
+def test_the_shape_of_the_built_in_model_is_known_without_its_weights():
+    shape = shape_of(read_config().model)
+    assert (shape.layers, shape.width, shape.inner, shape.key_width) == (3, 192, 576, 96)
+    assert len(shape.linears) == 21
+    assert 1_300_000 < shape.parameters < 1_500_000
+
+
+def test_doctor_says_what_is_there_and_what_a_run_takes(capsys):
+    assert cli.main(["doctor"]) == 0
+    assert "torch" in capsys.readouterr().out
+    assert cli.main(["doctor", "--model", "tiny", "--json"]) == 0
+    ahead = json.loads(capsys.readouterr().out)["preflight"]
+    assert ahead["fits"]
+    assert ahead["peak_gb"] == max(ahead["generating_gb"], ahead["updating_gb"])
+    assert ahead["seconds"]["step"] > 0
+    assert cli.main(["doctor", "--model", "tiny", "--on", "cuda", "--memory-gb", "0.001"]) == 1
+    out = capsys.readouterr().out
+    assert "does not fit" in out
+    assert "try " in out

@@ -1,0 +1,325 @@
+"""The endpoint: clients get what the engine writes, each its own stream, and no more of them than fit."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from groupwise.config.model import LoraConfig, ModelConfig
+from groupwise.config.sections import EngineConfig
+from groupwise.engine.engine import Engine
+from groupwise.engine.sampler import derive_seed
+from groupwise.model.load import load_policy
+from groupwise.model.policy import Policy
+from groupwise.records import Request, Sampling
+from groupwise.serve.server import Server
+from groupwise.serve.text import TextStream
+from groupwise.serve.tool_calls import read_calls
+from small_models import Scripted, policy_of, small_model, tiny_tokenizer
+
+
+@contextmanager
+def serving(policy: Policy, **settings: Any) -> Iterator[tuple[Server, int]]:
+    """A server in a thread, and its port."""
+    usual = {"model": "small", "slots": 8, "context": 512, "waiting": 64, "api_key": None}
+    server = Server(policy, **{**usual, **settings})
+    ports: list[int] = []
+    up = threading.Event()
+    tasks: list[asyncio.Task[None]] = []
+
+    def ready(port: int) -> None:
+        ports.append(port)
+        up.set()
+
+    async def main() -> None:
+        tasks.append(asyncio.ensure_future(server.run("127.0.0.1", 0, ready=ready)))
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[0]
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
+    thread.start()
+    assert up.wait(30)
+    try:
+        yield server, ports[0]
+    finally:
+        loop.call_soon_threadsafe(tasks[0].cancel)
+        thread.join(30)
+        loop.close()
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Policy:
+    return load_policy(ModelConfig(device="cpu", dtype="float32"), LoraConfig(r=0))
+
+
+@pytest.fixture(scope="module")
+def port(tiny) -> Iterator[int]:
+    with serving(tiny) as (_, port):
+        yield port
+
+
+def ask(port: int, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    method = "GET" if body is None else "POST"
+    connection.request(method, path, body=None if body is None else data, headers=headers)
+    response = connection.getresponse()
+    read = response.read()
+    connection.close()
+    if response.headers["Content-Type"] == "text/event-stream":
+        lines = [line.removeprefix("data: ") for line in read.decode().split("\n\n") if line]
+        assert lines.pop() == "[DONE]"
+        return response.status, [json.loads(line) for line in lines]
+    return response.status, json.loads(read)
+
+
+def chat(text: str, **settings: Any) -> dict[str, Any]:
+    return {"model": "small", "messages": [{"role": "user", "content": text}], **settings}
+
+
+def offline(policy: Policy, text: str, *, seed: int, **sampling: Any) -> tuple[str, int]:
+    """What the engine writes by itself, and in how many tokens."""
+    request = Request(prompt=policy.encode(text), seeds=(derive_seed(seed, "serve", 0),))
+    ((completion,),) = Engine(policy, EngineConfig()).generate([request], Sampling(**sampling))
+    return policy.decode(completion.tokens), len(completion.tokens)
+
+
+def test_an_answer_is_what_the_engine_writes(port, tiny):
+    status, answer = ask(port, "/v1/chat/completions", chat("7 + 5", max_tokens=30, seed=3, temperature=0.9))
+    expected, tokens = offline(tiny, "7 + 5", seed=3, max_tokens=30, temperature=0.9)
+    assert status == 200
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": expected}
+    assert answer["usage"]["completion_tokens"] == tokens
+    assert answer["object"] == "chat.completion"
+
+
+def test_a_stream_adds_up_to_the_answer(port, tiny):
+    body = chat("7 + 5", max_tokens=30, seed=3, stream=True, stream_options={"include_usage": True})
+    _, parts = ask(port, "/v1/chat/completions", body)
+    text = "".join(p["choices"][0]["delta"].get("content") or "" for p in parts if p["choices"])
+    assert text == offline(tiny, "7 + 5", seed=3, max_tokens=30)[0]
+    assert parts[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert parts[-2]["choices"][0]["finish_reason"] in ("stop", "length")
+    assert parts[-1]["usage"]["completion_tokens"] > 0
+    assert len({part["id"] for part in parts}) == 1
+
+
+def test_eight_clients_at_once_each_get_their_own_stream(port, tiny):
+    answers: dict[int, list[tuple[str, str]]] = {}
+
+    def client(number: int) -> None:
+        mine = []
+        for turn in range(3):
+            settings = {"max_tokens": 20 + number, "seed": 10 * number + turn, "stream": True}
+            temperature = (0.0, 0.7, 1.3)[number % 3]
+            body = chat(f"{number} + {turn}", temperature=temperature, **settings)
+            _, parts = ask(port, "/v1/chat/completions", body)
+            text = "".join(p["choices"][0]["delta"].get("content") or "" for p in parts if p["choices"])
+            expected = offline(
+                tiny,
+                f"{number} + {turn}",
+                seed=10 * number + turn,
+                max_tokens=20 + number,
+                temperature=temperature,
+            )[0]
+            mine.append((text, expected))
+        answers[number] = mine
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert sorted(answers) == list(range(8))
+    assert [pair for mine in answers.values() for pair in mine if pair[0] != pair[1]] == []
+
+
+def test_several_answers_differ_and_come_in_order(port):
+    _, answer = ask(port, "/v1/chat/completions", chat("1", n=3, max_tokens=12, seed=5))
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    assert len({choice["message"]["content"] for choice in answer["choices"]}) > 1
+
+
+def test_logprobs_are_those_of_the_tokens(port, tiny):
+    _, answer = ask(port, "/v1/chat/completions", chat("2 + 2", max_tokens=9, seed=1, logprobs=True))
+    content = answer["choices"][0]["logprobs"]["content"]
+    request = Request(prompt=tiny.encode("2 + 2"), seeds=(derive_seed(1, "serve", 0),))
+    ((completion,),) = Engine(tiny, EngineConfig()).generate([request], Sampling(max_tokens=9))
+    assert [part["logprob"] for part in content] == pytest.approx(completion.logprobs, abs=1e-5)
+    _, plain = ask(port, "/v1/completions", {"model": "small", "prompt": [40, 41], "logprobs": 1, "seed": 1})
+    assert len(plain["choices"][0]["logprobs"]["token_logprobs"]) == plain["usage"]["completion_tokens"] == 16
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("/v1/chat/completions", b"{", 400, "not valid JSON"),
+        ("/v1/chat/completions", {"messages": []}, 400, "at least one message"),
+        ("/v1/chat/completions", chat("a", model="other"), 404, "'other' is not served here"),
+        ("/v1/chat/completions", chat("a", temperature=-1), 400, "temperature must be a number between"),
+        ("/v1/chat/completions", chat("a", max_tokens=9999), 400, "exceed the context of 512"),
+        ("/v1/chat/completions", chat("a", max_tokens=True), 400, "max_tokens"),
+        ("/v1/chat/completions", chat("a", presence_penalty=1), 400, "presence_penalty is not supported"),
+        ("/v1/chat/completions", chat("a", n=0), 400, "n must lie between"),
+        ("/v1/completions", {"prompt": [10**6]}, 400, "token ids of this model"),
+        ("/v1/embeddings", {"input": "a"}, 404, "nothing at POST"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_with_a_reason(port, path, body, status, message):
+    got, answer = ask(port, path, body)
+    assert got == status
+    assert message in answer["error"]["message"]
+
+
+def test_stop_strings_end_an_answer_and_are_not_part_of_it(port, tiny):
+    whole, _ = offline(tiny, "3 4 5", seed=2, max_tokens=60, temperature=0.0)
+    stop = whole[5:7]
+    for stream in (False, True):
+        _, answer = ask(
+            port,
+            "/v1/chat/completions",
+            chat("3 4 5", seed=2, temperature=0, max_tokens=60, stop=stop, stream=stream),
+        )
+        if stream:
+            text = "".join(p["choices"][0]["delta"].get("content") or "" for p in answer)
+            reason = answer[-1]["choices"][0]["finish_reason"]
+        else:
+            text = answer["choices"][0]["message"]["content"]
+            reason = answer["choices"][0]["finish_reason"]
+        assert (text, reason) == (whole[: whole.index(stop)], "stop")
+
+
+def test_a_key_is_asked_for(tiny):
+    with serving(tiny, api_key="secret") as (_, port):
+        assert ask(port, "/v1/models", None)[0] == 401
+        assert ask(port, "/v1/models", None, Authorization="Bearer wrong")[0] == 401
+        assert ask(port, "/v1/models", None, Authorization="Bearer secret")[0] == 200
+        assert ask(port, "/health", None)[0] == 200
+
+
+def test_more_than_may_wait_is_answered_with_429_and_the_rest_is_served(tiny):
+    with serving(tiny, slots=2, waiting=1) as (server, port):
+        statuses: list[int] = []
+
+        def client(number: int) -> None:
+            body = chat(str(number), max_tokens=120, temperature=1.5, stop=["\0"])
+            statuses.append(ask(port, "/v1/chat/completions", body)[0])
+
+        threads = [threading.Thread(target=client, args=(number,)) for number in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert set(statuses) == {200, 429}
+        assert statuses.count(200) >= 3
+        assert server.engine.load == (0, 0)
+        assert server.engine.scheduler.pool.free == server.engine.scheduler.pool.count
+
+
+def test_a_client_that_goes_away_frees_its_place(tiny):
+    with serving(tiny, slots=1) as (server, port):
+        body = json.dumps(chat("a", stream=True, temperature=1.5)).encode()
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request("POST", "/v1/chat/completions", body=body)
+        assert connection.getresponse().read(10)
+        connection.close()
+        status, _ = ask(port, "/v1/chat/completions", chat("b", max_tokens=3))
+        assert status == 200
+        assert server.engine.load == (0, 0)
+
+
+def scripted(text: str) -> Policy:
+    """A policy that writes this after any prompt of one token."""
+    tokenizer = tiny_tokenizer()
+    script = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    return Scripted(policy_of(small_model()), script)
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+CALL = 'I add. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.fixture
+def one_token(monkeypatch) -> None:
+    """Every prompt is one token, as the scripted policy wants it."""
+    monkeypatch.setattr(Scripted, "encode", lambda self, prompt: (40,))
+
+
+def test_calls_of_tools_are_read_out_of_the_answer(one_token):
+    with serving(scripted(CALL)) as (_, port):
+        _, answer = ask(port, "/v1/chat/completions", chat("a", tools=[TOOL], temperature=0))
+        choice = answer["choices"][0]
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["content"] == "I add."
+        assert choice["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+        _, parts = ask(port, "/v1/chat/completions", chat("a", tools=[TOOL], temperature=0, stream=True))
+        deltas = [part["choices"][0]["delta"] for part in parts]
+        assert "".join(delta.get("content") or "" for delta in deltas) == "I add. "
+        (calls,) = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+        assert calls[0]["function"]["name"] == "add"
+        # Without tools the text is text.
+        _, plain = ask(port, "/v1/chat/completions", chat("a", temperature=0))
+        assert plain["choices"][0]["message"]["content"] == CALL
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "names"),
+    [
+        ("hello", "hello", []),
+        ('<tool_call>{"name": "a", "arguments": {}}</tool_call>', "", ["a"]),
+        ('x<tool_call>{"name": "a"}</tool_call><tool_call>{"name": "b"}</tool_call>', "x", ["a", "b"]),
+        ("<tool_call>no json</tool_call>", "<tool_call>no json</tool_call>", []),
+        ('<tool_call>{"name": 3}', '<tool_call>{"name": 3}', []),
+    ],
+)
+def test_reading_calls(text, said, names):
+    assert read_calls(text)[0] == said
+    assert [call["name"] for call in read_calls(text)[1]] == names
+
+
+def test_text_never_shows_half_a_character_or_part_of_a_stop_string():
+    decode: Callable[[Any], str] = lambda tokens: bytes(tokens).decode(errors="replace")  # noqa: E731
+    stream = TextStream(decode, stop=["END"])
+    shown = [stream.push([byte], None) for byte in "né EN".encode()]
+    assert shown == ["n", "", "é", " ", "", ""]
+    assert stream.push(list(b"T E"), None) == "ENT "
+    assert stream.push(list(b"ND more"), "stop") == ""
+    assert stream.text == "né ENT "
+
+
+def test_the_official_client_is_satisfied(tiny, one_token):
+    openai = pytest.importorskip("openai")
+    with serving(tiny, api_key="secret") as (_, port):
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="secret", max_retries=0)
+        assert [model.id for model in client.models.list()] == ["small"]
+        asked = {"model": "small", "messages": [{"role": "user", "content": "4 + 4"}], "max_tokens": 16}
+        answer = client.chat.completions.create(**asked, seed=1, logprobs=True)
+        assert answer.choices[0].message.content == offline(tiny, "4 + 4", seed=1, max_tokens=16)[0]
+        assert answer.choices[0].logprobs.content[0].logprob <= 0
+        stream = client.chat.completions.create(**asked, seed=1, stream=True)
+        text = "".join(part.choices[0].delta.content or "" for part in stream)
+        assert text == answer.choices[0].message.content
+        plain = client.completions.create(model="small", prompt="1 2 3", max_tokens=4, logprobs=1)
+        assert plain.usage.completion_tokens == len(plain.choices[0].logprobs.tokens)
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(**{**asked, "model": "other"})
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="wrong").models.list()
+    with serving(scripted(CALL)) as (_, port):
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+        answer = client.chat.completions.create(
+            model="small",
+            messages=[{"role": "user", "content": "a"}],
+            tools=[TOOL],
+            temperature=0,
+        )
+        assert answer.choices[0].message.tool_calls[0].function.name == "add"
+        json.loads(answer.choices[0].message.tool_calls[0].function.arguments)
