@@ -96,7 +96,7 @@ def test_a_question_is_answered_before_torch_is_imported(light, words, shown):
         (["train", "mine.py"], "no such task file: mine.py"),
         (
             ["train", "--model", "./mine"],
-            "model.name: ./mine is not a folder; give tiny, a folder or a Hugging Face name",
+            "model.name: ./mine is not a folder; give tiny, smollm2, a folder or a Hugging Face name",
         ),
         (
             ["train", "--model", "."],
