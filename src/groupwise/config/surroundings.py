@@ -18,6 +18,8 @@ class EngineConfig:
     """Tokens in one block of the KV cache."""
     kv_tokens: int | None = None
     """Size of the KV cache in tokens. None: room for `max_sequences` of the longest kind."""
+    unpack: bool | None = None
+    """Unpack quantized weights into a copy: fast. None: when that fits into half of the free memory."""
 
     def __post_init__(self) -> None:
         between("engine.max_sequences", self.max_sequences, 1)

@@ -57,6 +57,8 @@ class Engine:
     def __init__(self, policy: Policy, config: EngineConfig) -> None:
         self.policy = policy
         self.config = config
+        if config.unpack is not None:
+            policy.unpacks = config.unpack
         self.preempted = 0
         """Sequences that the last call started over for lack of blocks: engine.kv_tokens is small."""
         self.occupancy = 1.0

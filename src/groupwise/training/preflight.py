@@ -75,13 +75,13 @@ class Preflight:
 def preflight(config: Config, shape: Shape, place: Place, *, prompt_tokens: int) -> Preflight:
     """Predict the memory of a resolved configuration; answers are taken to be as long as they may be."""
     assert config.lora.r is not None, "the config is resolved before it is looked at"
-    on_cpu = place.kind == "cpu"
-    size = BYTES[config.model.dtype or ("float32" if on_cpu else "bfloat16")]
+    size = BYTES[config.model.dtype or ("float32" if place.kind == "cpu" else "bfloat16")]
+    weights = weight_bytes(config, shape, size)
     parts = [
         Part(name="program", bytes=place.program),
-        Part(name="weights", bytes=weight_bytes(config, shape, size)),
+        Part(name="weights", bytes=weights),
         *trained_parts(config, shape, size),
-        *generating_parts(config, shape, size, prompt_tokens=prompt_tokens, on_cpu=on_cpu),
+        *generating_parts(config, shape, size, place, prompt_tokens=prompt_tokens, taken=weights),
         *updating_parts(config, shape, size, place, prompt_tokens=prompt_tokens),
     ]
     return Preflight(parts=tuple(part for part in parts if part.bytes), place=place)
@@ -109,10 +109,10 @@ def trained_parts(config: Config, shape: Shape, size: int) -> Iterator[Part]:
 
 
 def generating_parts(
-    config: Config, shape: Shape, size: int, *, prompt_tokens: int, on_cpu: bool
+    config: Config, shape: Shape, size: int, place: Place, *, prompt_tokens: int, taken: float
 ) -> Iterator[Part]:
     """The generator's copies, cache and passes; on a CPU they stay while the update runs."""
-    rollout = config.rollout
+    rollout, on_cpu = config.rollout, place.kind == "cpu"
     sequences = min(rollout.prompts * rollout.group_size, config.engine.max_sequences)
     groups = min(rollout.prompts, -(-sequences // rollout.group_size))
     block = config.engine.block_size
@@ -120,7 +120,10 @@ def generating_parts(
     tokens = sequences * answer + groups * prompt
     if config.engine.kv_tokens is not None:
         tokens = min(tokens, config.engine.kv_tokens)
-    yield Part(name="weight copies", bytes=copied(config, shape) * size, updating=on_cpu)
+    copies = copied(config, shape) * size
+    if config.model.quantization and not unpacks(config, copies, place.total - taken):
+        copies = 0
+    yield Part(name="weight copies", bytes=copies, updating=on_cpu)
     each = 2 * shape.layers * shape.key_width * size
     yield Part(name="KV cache", bytes=tokens * each, updating=on_cpu)
     # One layer of a pass over all sequences: their keys and values side by side, and its vectors.
@@ -133,6 +136,11 @@ def generating_parts(
         bytes=max(gathered + sequences * width, prefill) * size + logits,
         updating=False,
     )
+
+
+def unpacks(config: Config, copies: float, free: float) -> bool:
+    """Whether generation unpacks quantized weights, as the policy decides it."""
+    return copies <= free / 2 if config.engine.unpack is None else config.engine.unpack
 
 
 def copied(config: Config, shape: Shape) -> int:
