@@ -229,8 +229,8 @@ def evaluate(
         strategies=strategy or (),
         overrides=[*([f"evaluate.data_dir={data_dir}"] if data_dir else []), *(words or [])],
     )
-    for report in reports:
-        for line in [json.dumps(report)] if as_json else report_lines(report):
+    for found in reports:
+        for line in [json.dumps(found)] if as_json else report_lines(found):
             print(line)
 
 

@@ -39,7 +39,7 @@ def doctor(
         int | None, typer.Option(help="Of an answer, on average; by default, most.")
     ] = None,
     template: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Prove that this model's chat template is append-only.")
+        str | None, typer.Option(metavar="MODEL", help="Prove that this model's template is append-only.")
     ] = None,
     memory_gb: Annotated[float | None, typer.Option(help="Reckon with this much memory.")] = None,
     on: Annotated[str | None, typer.Option(help="Reckon for cpu or cuda; by default, what is here.")] = None,
