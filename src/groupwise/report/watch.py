@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import secrets
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from groupwise.errors import ConfigError
 from groupwise.report.catalogue import Catalogue
+from groupwise.report.distribution import distribution
 from groupwise.report.guard import is_loopback
 
 PORT = 8477
@@ -41,6 +43,7 @@ def watch(
         say(f"watching {len(catalogue.runs)} run{'s' * (len(catalogue.runs) != 1)} at {address}")
         if token is not None:
             say(f"open it the first time as {address}?token={token}")
+        threading.Thread(target=read_ahead, args=(catalogue,), daemon=True).start()
         settings = uvicorn.Config(
             application(catalogue, token=token),
             log_level="warning",
@@ -49,6 +52,13 @@ def watch(
             server_header=False,
         )
         uvicorn.Server(settings).run(sockets=[listening])
+
+
+def read_ahead(catalogue: Catalogue) -> None:
+    """Read the rewards of the newest run while the browser starts: the one view that reads many files."""
+    newest = next(iter(catalogue.runs.values()), None)
+    if newest is not None:
+        distribution(newest.slices)
 
 
 def listen(host: str, port: int | None) -> socket.socket:
