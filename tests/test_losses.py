@@ -304,6 +304,8 @@ def test_the_diagnostics_match_the_hand_worked_values():
     assert (means["policy/clip_high"], means["policy/clip_low"]) == (0.25, 0.25)
     assert means["policy/gap"] == pytest.approx(0.1)
     assert means["policy/gap_max"] == pytest.approx(0.3)
+    # KL(sampler || trainer) by k3: exp(-d) - 1 + d of 0.1 and -0.3
+    assert means["policy/gap_kl"] == pytest.approx((0.004837 + 0.049859) / 4, rel=1e-4)
     # KL(old || now) by k3: ratio - 1 - log(ratio)
     assert means["policy/kl_old"] == pytest.approx((0.5 - 0.405465 + 2 * (-0.5 + 0.693147)) / 4, rel=1e-5)
     assert not any(value.requires_grad for value in metrics.values())

@@ -157,6 +157,7 @@ def divergences(tokens: Tokens) -> dict[str, Tensor]:
         "policy/tokens": torch.tensor(len(gap_T), device=gap_T.device),
         "policy/gap": gap_T.sum(),
         "policy/gap_max": gap_T.max(),
+        "policy/gap_kl": k3(tokens.sampled_T - tokens.old_T).sum(),  # KL(sampler || trainer)
         # k3 with old as the drawn-from policy: KL(old || now).
         "policy/kl_old": k3(tokens.old_T - tokens.logprobs_T).sum(),
     }
