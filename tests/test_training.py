@@ -287,11 +287,7 @@ def next_words(config: Config) -> list[str]:
 
 def test_the_next_commands_repeat_this_run_whatever_its_settings() -> None:
     twice = 2 * Config().run.max_steps
-    usual = [
-        "groupwise watch runs/x",
-        "groupwise eval runs/x",
-        f"groupwise train --resume runs/x run.max_steps={twice}",
-    ]
+    usual = ["groupwise watch runs/x", f"groupwise train --resume runs/x run.max_steps={twice}"]
     assert next_words(Config()) == [*usual, "groupwise train --seed 1"]
     assert next_words(read_config(overrides=["run.seed=3"]))[-1] == "groupwise train --seed 4"
     changed = read_config(overrides=["algo.beta=0.1", "run.name=mine"])

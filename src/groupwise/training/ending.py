@@ -41,7 +41,7 @@ def summary_of(
 
 
 def next_commands(config: Config, folder: RunFolder, *, done: bool) -> tuple[tuple[str, str], ...]:
-    """Return a few commands to try, each with what it does."""
+    """Return three commands to try, each with what it does; one where the task is the caller's own."""
     if config.run.kind == "sft":
         return after_warm_start(config, folder, done=done)
     if config.task.name not in TASKS and not config.task.name.endswith(".py"):
@@ -57,7 +57,7 @@ def next_commands(config: Config, folder: RunFolder, *, done: bool) -> tuple[tup
     if config.optim.schedule != "constant":
         return look, measure, again
     longer = (f"{resume} run.max_steps={2 * config.run.max_steps}", "trains on from here")
-    return look, measure, longer, again
+    return look, longer, again
 
 
 def after_warm_start(config: Config, folder: RunFolder, *, done: bool) -> tuple[tuple[str, str], ...]:
