@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from tiny import build_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from groupwise.config import Config
 from groupwise.engine.engine import Engine
@@ -75,24 +76,6 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         additional_special_tokens=["<|im_start|>"],
         chat_template=CHAT_TEMPLATE,
         model_max_length=1024,
-    )
-
-
-def build_model(tokenizer: PreTrainedTokenizerFast, *, width: int, layers: int) -> LlamaForCausalLM:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=-(-len(tokenizer) // 16) * 16,
-            hidden_size=width,
-            intermediate_size=3 * width,
-            num_hidden_layers=layers,
-            num_attention_heads=width // 32,
-            num_key_value_heads=width // 64,
-            max_position_embeddings=1024,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
     )
 
 

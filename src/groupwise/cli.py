@@ -24,6 +24,7 @@ from groupwise.commands.runs import runs
 from groupwise.commands.serve import serve
 from groupwise.commands.sft import sft
 from groupwise.commands.watch import watch
+from groupwise.commands.words import settings_file, with_task
 from groupwise.config import FLAGS, Config, dump_config, read_config
 from groupwise.config.checks import between
 from groupwise.errors import ConfigError, InvariantError
@@ -158,17 +159,8 @@ def training_config(
                 f"cannot tell what {word!r} is: a task file ends in .py, a built-in task is one word, "
                 "a setting is written section.key=value"
             )
-    if len(files) > 1 or (files and "task" in flags):
-        raise ConfigError(f"one run has one task; leave out all but {files[0]}")
-    if files:
-        flags = flags | {"task": files[0]}
-    if resume is not None:
-        if config is not None:
-            raise ConfigError("--resume takes the settings of its run; leave --config out")
-        config = resume / "config.yaml"
-        if not config.is_file():
-            raise ConfigError(f"{resume} is not the folder of a run: it has no config.yaml")
-    return read_config(config, overrides=overrides, flags=flags)
+    flags = with_task(flags, files)
+    return read_config(settings_file(config, resume), overrides=overrides, flags=flags)
 
 
 app.command(epilog="Anything else is set as section.key=value, such as optim.schedule=cosine.")(sft)

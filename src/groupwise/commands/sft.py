@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from groupwise.commands.words import settings_file, with_task
 from groupwise.config import Config, read_config
 from groupwise.config.sections import NO_TASK
 from groupwise.errors import ConfigError
@@ -92,16 +93,8 @@ def sft_config(
     """Return the settings that the words and flags add up to."""
     files = [word for word in words if word.endswith(".py") and "=" not in word]
     overrides = [word for word in words if word not in files]
-    if len(files) > 1 or (files and "task" in given):
-        raise ConfigError(f"one run has one task; leave out all but {files[0]}")
-    if files:
-        given = given | {"task": files[0]}
-    if resume is not None:
-        if config is not None:
-            raise ConfigError("--resume takes the settings of its run; leave --config out")
-        config = resume / "config.yaml"
-        if not config.is_file():
-            raise ConfigError(f"{resume} is not the folder of a run: it has no config.yaml")
+    given = with_task(given, files)
+    config = settings_file(config, resume)
     named = "task" in given or config is not None or any(word.startswith("task.name=") for word in words)
     if not named and ({"data", "from_run"} & given.keys()):
         given = given | {"task": NO_TASK}

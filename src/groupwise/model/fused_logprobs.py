@@ -17,6 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import linear
 
+from groupwise.model.logprobs import chunks
+
 CHUNK_LOGITS = 1 << 28
 """Logits held at once: half a gigabyte in bfloat16."""
 
@@ -97,7 +99,7 @@ class FusedTokenLogprobs(torch.autograd.Function):
         slope_N = torch.full((len(tokens_N),), 1 / temperature, device=hidden_NM.device)
         dhidden_NM = torch.empty_like(hidden_NM) if ctx.frozen_head else None
         parts = []
-        for part in _chunks(tokens_N, weight_VM):
+        for part in chunks(tokens_N, weight_VM, CHUNK_LOGITS):
             logits_CV = linear(hidden_NM[part], weight_VM, bias_V)
             slope_C = slope_N[part] if ctx.frozen_head else None
             parts.append(_rows(logits_CV, tokens_N[part], temperature, slope_C=slope_C))
@@ -121,7 +123,7 @@ class FusedTokenLogprobs(torch.autograd.Function):
         dhidden = torch.empty_like(hidden_NM) if need_hidden else None
         dweight = torch.zeros_like(weight_VM, dtype=torch.float32) if need_weight else None
         dbias = torch.zeros_like(bias_V, dtype=torch.float32) if need_bias else None
-        for part in _chunks(tokens_N, weight_VM):
+        for part in chunks(tokens_N, weight_VM, CHUNK_LOGITS):
             dlogits_CV = linear(hidden_NM[part], weight_VM, bias_V)
             _rows(dlogits_CV, tokens_N[part], ctx.temperature, slope_C=grad_N[part] / ctx.temperature)
             if dhidden is not None:
@@ -137,8 +139,3 @@ class FusedTokenLogprobs(torch.autograd.Function):
             None,
             None,
         )
-
-
-def _chunks(tokens_N: Tensor, weight_VM: Tensor) -> list[slice]:
-    size = max(1, CHUNK_LOGITS // weight_VM.shape[0])
-    return [slice(start, start + size) for start in range(0, len(tokens_N), size)]

@@ -66,7 +66,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs_N = torch.empty(len(tokens_N), device=hidden_NM.device)
         entropy_N, normaliser_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
         slope_NM = torch.empty_like(hidden_NM) if frozen_head else None
-        for part in _chunks(tokens_N, weight_VM):
+        for part in chunks(tokens_N, weight_VM, CHUNK_LOGITS):
             logits_CV = _logits(hidden_NM[part], weight_VM, bias_V, tokens_N[part], sampling)
             largest_C1 = logits_CV.amax(-1, keepdim=True)
             logits_CV.sub_(largest_C1)
@@ -100,7 +100,7 @@ class _TokenLogprobs(torch.autograd.Function):
         dhidden = torch.empty_like(hidden_NM) if need_hidden else None
         dweight = torch.zeros_like(weight_VM, dtype=torch.float32) if need_weight else None
         dbias = torch.zeros_like(bias_V, dtype=torch.float32) if need_bias else None
-        for part in _chunks(tokens_N, weight_VM):
+        for part in chunks(tokens_N, weight_VM, CHUNK_LOGITS):
             logits_CV = _logits(hidden_NM[part], weight_VM, bias_V, tokens_N[part], ctx.sampling)
             logprobs_CV = logits_CV.sub_(normaliser_N[part, None])
             dlogits_CV = _dlogits(
@@ -171,6 +171,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def _chunks(tokens_N: Tensor, weight_VM: Tensor) -> list[slice]:
-    size = max(1, CHUNK_LOGITS // weight_VM.shape[0])
+def chunks(tokens_N: Tensor, weight_VM: Tensor, logits: int) -> list[slice]:
+    """Parts of the tokens with at most so many logits each."""
+    size = max(1, logits // weight_VM.shape[0])
     return [slice(start, start + size) for start in range(0, len(tokens_N), size)]

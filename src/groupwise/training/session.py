@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,7 +26,7 @@ from groupwise.training.start import Start, command_of
 from groupwise.training.state import Optimizing, load_learner, save_state
 
 
-class Session:
+class Session(ABC):
     """A run from its opening to its last word. Used as a context: leaving it writes the end of the story.
 
     A kind of run says in `read_data` what it learns from, and in `make_parts` how.
@@ -60,17 +61,17 @@ class Session:
             self.resources = resources.pop_all()
         self.clock = time.monotonic()
 
+    @abstractmethod
     def read_data(self) -> None:
         """Find out what is learned from, before the model is loaded: mistakes there are found at once."""
-        raise NotImplementedError
 
+    @abstractmethod
     def data_notices(self) -> Iterator[str]:
         """Yield what a reader should know of the data."""
-        raise NotImplementedError
 
+    @abstractmethod
     def make_parts(self) -> None:
         """Make `learner` and `examiner`, and whatever else a step needs, of the policy and the engine."""
-        raise NotImplementedError
 
     def _load(self, start: Start) -> None:
         """Make the policy, the engine and the parts that work with them, as they were at the checkpoint."""
