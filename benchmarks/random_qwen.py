@@ -1,4 +1,4 @@
-"""Random models in the shapes of Qwen2.5 and SmolLM2: speed and memory do not depend on what the weights are."""
+"""Random models in the shapes of Qwen2.5 and SmolLM2: speed and memory do not depend on the weights."""
 
 from __future__ import annotations
 
@@ -89,7 +89,9 @@ def quantized_folder(shape: str, *, device: torch.device) -> Path:
             norm = parameter.dim() == 1
             whole = torch.ones(parameter.shape) if norm else 0.02 * torch.randn(parameter.shape)
             setattr(
-                model.get_submodule(parent), last, torch.nn.Parameter(whole.to(device, dtype), requires_grad=False)
+                model.get_submodule(parent),
+                last,
+                torch.nn.Parameter(whole.to(device, dtype), requires_grad=False),
             )
     model.tie_weights()
     model.config.quantization_config = settings_for("nf4", dtype)

@@ -153,9 +153,7 @@ def generating_parts(
     passing = max(gathered + sequences * width, prefill) * size + logits
     # Adapters are added into a matrix in float32: it, what is added, and the sum.
     folding = 12 * max(linear.size for linear in shape.linears) if config.lora.r and copies else 0
-    yield Part(
-        name="generating passes", bytes=passing if on_cpu else max(passing, folding), updating=False
-    )
+    yield Part(name="generating passes", bytes=passing if on_cpu else max(passing, folding), updating=False)
 
 
 def unpacks(config: Config, copies: float, free: float) -> bool:
