@@ -8,8 +8,8 @@ Without `--index` the index is built first. The warm start imitates the traces o
 Held-out questions, whose pages' topics occur in no training question, are asked of the model as it comes,
 after the warm start, and after GRPO.
 
-OUTPUT/medquad.json has everything in the tables, and the curve of each seed; OUTPUT/eval/NAME.txt has
-conversations to read; a run folder for the warm start and each seed; no checkpoints.
+OUTPUT/medquad.json has everything in the tables, and the curve of each seed; OUTPUT/eval/NAME.txt conversations
+to read; OUTPUT/seed-N is a run folder without checkpoints.
 """
 
 from __future__ import annotations
@@ -90,14 +90,14 @@ def index_in(options: argparse.Namespace) -> Path:
     return folder
 
 
-def common(options: argparse.Namespace, *, model: str, name: str) -> list[str]:
+def common(options: argparse.Namespace, *, model: str, output: Path, name: str) -> list[str]:
     """Settings of every run."""
     return [
         f"model.name={model}",
         f"lora.r={options.lora_r}",
-        f"lora.alpha={options.lora_r}",
+        f"lora.alpha={max(1, options.lora_r)}",
         f"run.name={name}",
-        f"run.output_dir={options.output}",
+        f"run.output_dir={output}",
         f"run.save_every={ENDLESS}",
         f"track.rollouts_every={ENDLESS}",
         "track.trackers=[]",
@@ -106,9 +106,9 @@ def common(options: argparse.Namespace, *, model: str, name: str) -> list[str]:
 
 
 def warm_start(options: argparse.Namespace, rows: Path, *, output: Path) -> dict[str, Any]:
-    """Imitate traces until the time or the steps are over, and write the merged model."""
+    """Imitate traces until the time or the steps are over, and write the merged model to `output`/model."""
     words = [
-        *common(options, model=options.model, name="warm"),
+        *common(options, model=options.model, output=output, name="run"),
         "run.kind=sft",
         f"task.name={NO_TASK}",
         "task.held_out=0",
@@ -130,8 +130,8 @@ def warm_start(options: argparse.Namespace, rows: Path, *, output: Path) -> dict
                 break
         curve = rows_of(run.folder.metrics)
     merged = run.policy.model.merge_and_unload() if run.policy.has_adapter else run.policy.model
-    merged.save_pretrained(output)
-    run.policy.tokenizer.save_pretrained(output)
+    merged.save_pretrained(output / "model")
+    run.policy.tokenizer.save_pretrained(output / "model")
     return {
         "steps": len(curve),
         "seconds": time.monotonic() - started,
@@ -141,7 +141,7 @@ def warm_start(options: argparse.Namespace, rows: Path, *, output: Path) -> dict
 
 def settings(options: argparse.Namespace, *, model: str, index: Path, seed: int) -> Config:
     words = [
-        *common(options, model=model, name=f"seed-{seed}"),
+        *common(options, model=model, output=options.output, name=f"seed-{seed}"),
         "task.name=medquad",
         f"task.options.index={index}",
         f"task.options.results={options.results}",
@@ -309,7 +309,7 @@ def study(options: argparse.Namespace) -> None:
     clock.done("as it comes")
     keep(as_it_comes=as_it_comes)
     with tempfile.TemporaryDirectory() as temporary:
-        rows, model = Path(temporary) / "traces.jsonl", Path(temporary) / "warm"
+        rows, model = Path(temporary) / "traces.jsonl", Path(temporary) / "model"
         made = traces(
             task, Index.open(folder), results=options.results, shown=options.shown, kept=options.kept
         )
@@ -317,7 +317,7 @@ def study(options: argparse.Namespace) -> None:
         rows.write_text("".join(lines))
         (options.output / "traces.jsonl").write_text("".join(lines[:SAMPLE]))
         clock.done(f"{len(lines)} traces")
-        warm = warm_start(options, rows, output=model)
+        warm = warm_start(options, rows, output=Path(temporary))
         free_memory()
         clock.done("warm start")
         config = settings(options, model=str(model), index=folder, seed=0)
