@@ -8,8 +8,8 @@ Without `--index` the index is built first. The warm start imitates the traces o
 Held-out questions, whose pages' topics occur in no training question, are asked of the model as it comes,
 after the warm start, and after GRPO.
 
-OUTPUT/medquad.json has everything in the tables, and the curve of each seed; OUTPUT/eval/NAME.txt conversations
-to read; OUTPUT/seed-N is a run folder without checkpoints.
+OUTPUT/medquad.json has everything in the tables, and the curve of each seed; OUTPUT/eval/NAME.txt has
+conversations to read; OUTPUT/seed-N is a run folder without checkpoints.
 """
 
 from __future__ import annotations
