@@ -83,7 +83,6 @@ def index_in(options: argparse.Namespace) -> Path:
         pages=folder,
         skip_existing=True,
         manners=Manners(),
-        on_page=lambda done, total: None,
         store="files",
     )
     print(json.dumps(report), flush=True)
@@ -101,6 +100,7 @@ def common(options: argparse.Namespace, *, model: str, output: Path, name: str) 
         f"run.save_every={ENDLESS}",
         f"track.rollouts_every={ENDLESS}",
         "track.trackers=[]",
+        "track.report=false",
         "evaluate.skip=true",
     ]
 

@@ -20,7 +20,8 @@ from groupwise.retrieval.chunk import chunks_of, pieces, plain_spans
 from groupwise.retrieval.documents import Document, context_line, read_qa_set
 from groupwise.retrieval.embed import Lsa, embedding_named
 from groupwise.retrieval.fusion import Ranking, fuse
-from groupwise.retrieval.index import Index, Manifest
+from groupwise.retrieval.index import Index
+from groupwise.retrieval.manifest import Manifest
 from groupwise.retrieval.measure import ndcg, reciprocal_rank
 from groupwise.retrieval.postings import load_postings, save_postings
 from groupwise.retrieval.sparse import K1, B, SparseIndex
@@ -228,6 +229,14 @@ def test_what_is_found_does_not_depend_on_what_is_asked_beside_it(tmp_path):
     index = Index.build(tmp_path / "index", documents, Manifest(store="files"))
     queries = [" ".join(rng.choices(words, k=3)) for _ in range(40)]
     assert index.search_all(queries) == [index.search(query) for query in queries]
+
+
+def test_a_build_says_how_far_it_is(tmp_path):
+    told = []
+    Index.build(
+        tmp_path / "index", DOCUMENTS, Manifest(store="files"), progress=lambda *words: told.append(words)
+    )
+    assert told == [("documents", 1, 3), ("documents", 2, 3), ("documents", 3, 3), ("chunks", 3, 3)]
 
 
 def test_the_same_text_is_indexed_once(tmp_path):

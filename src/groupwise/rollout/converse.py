@@ -112,7 +112,8 @@ class Conversations:
     def _answer(self, which: tuple[int, int], wishes: Sequence[Wish]) -> tuple[Call, ...] | RolloutError:
         stream = self.streams[which[0]][which[1]]
         try:
-            return self.toolbox.answer(wishes, allowed=self.limits.calls - stream.calls)
+            allowed = self.limits.calls - stream.calls
+            return self.toolbox.answer(wishes, allowed=allowed, state=stream.state)
         except RolloutError as error:
             return error
 

@@ -13,7 +13,7 @@ from groupwise.errors import ConfigError, RolloutError
 from groupwise.records import Call
 from groupwise.rewards.time_limit import TimeLimitReached, time_limit
 from groupwise.rollout.calls import Wish
-from groupwise.rollout.tools import Found, Tool, tool_of
+from groupwise.rollout.tools import STATE, Found, Tool, tool_of
 
 
 @dataclass(slots=True)
@@ -55,10 +55,10 @@ class Toolbox:
             spent, self._seconds = self._seconds, 0.0
         return spent
 
-    def answer(self, wishes: Sequence[Wish], *, allowed: int) -> tuple[Call, ...]:
-        """Make the calls of one turn, at most `allowed` of them."""
+    def answer(self, wishes: Sequence[Wish], *, allowed: int, state: Any = None) -> tuple[Call, ...]:
+        """Make the calls of one turn, at most `allowed` of them; `state` is the rollout's own."""
         return tuple(
-            self._make(wish)
+            self._make(wish, state)
             if number < allowed
             else refused(wish, "no more calls are allowed; answer with what you have")
             for number, wish in enumerate(wishes)
@@ -70,7 +70,7 @@ class Toolbox:
             refused(wish, f"{wish.name} took longer than {self.seconds_each:g} s") for wish in wishes
         )
 
-    def _make(self, wish: Wish) -> Call:
+    def _make(self, wish: Wish, state: Any) -> Call:
         if wish.error is not None:
             return refused(wish, wish.error)
         tool = self.tools.get(wish.name)
@@ -80,7 +80,7 @@ class Toolbox:
         if problem is not None:
             return refused(wish, problem)
         try:
-            answer = self._run(tool, wish.arguments)
+            answer = self._run(tool, {**wish.arguments, STATE: state} if tool.takes_state else wish.arguments)
         except (TimeLimitReached, TimeoutError):
             return refused(wish, f"{tool.name} took longer than {self.seconds_each:g} s")
         except RolloutError:
