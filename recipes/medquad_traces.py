@@ -26,7 +26,7 @@ from groupwise.rollout.collect import Tools
 from groupwise.tasks import Task, load_task
 from groupwise.tasks.medquad import PREFILL, as_found
 
-KEPT = 0.6
+KEPT = 0.5
 """Share of a question's words in a search."""
 LONGEST_ANSWER = 450
 """Characters of a right answer that a trace gives."""
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="a JSONL file")
     parser.add_argument("--count", type=int, default=5000)
     parser.add_argument("--results", type=int, default=3, help="chunks that a search returns")
-    parser.add_argument("--shown", type=int, default=500, help="characters of each")
+    parser.add_argument("--shown", type=int, default=700, help="characters of each")
     parser.add_argument("--kept", type=float, default=KEPT, help="share of a question's words in a search")
     options = parser.parse_args()
     task = load_task(TaskConfig(name="medquad", options={"index": options.index}))
