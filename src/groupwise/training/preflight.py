@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from groupwise.config import Config
 from groupwise.engine.prefill import PREFILL_TOKENS
+from groupwise.learner.passes import pass_tokens
 from groupwise.model.logprobs import CHUNK_LOGITS
 from groupwise.training.shape import Shape
 
@@ -22,8 +23,6 @@ CUDA_CONTEXT = 0
 """Counted in no figure: torch.cuda.max_memory_allocated leaves the context out, about 0.5 GB."""
 CHUNKS_LEFT = 12
 """Chunks of logits whose memory a CPU's heap does not use again, being in pieces by then: measured."""
-CPU_PASS, GPU_PASS = 4096, 32768
-"""Most tokens of one pass of the update, where the settings do not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +155,7 @@ def updating_parts(
 ) -> Iterator[Part]:
     rollout = config.rollout
     step = rollout.prompts * (prompt_tokens + rollout.group_size * rollout.max_tokens)
-    tokens = min(step, pass_tokens(config, shape, size, place))
+    tokens = min(step, chosen_pass(config, shape, size, place))
     kept = activation_numbers(config, shape)
     yield Part(name="activations", bytes=tokens * kept * size, generating=False)
     # A layer that is differentiated has its vectors' gradients beside it.
@@ -168,14 +167,18 @@ def updating_parts(
     yield Part(name="logits", bytes=chunks * 4 * CHUNK_LOGITS, generating=False)
 
 
-def pass_tokens(config: Config, shape: Shape, size: int, place: Place) -> int:
+def chosen_pass(config: Config, shape: Shape, size: int, place: Place) -> int:
     """Tokens of one pass, as the learner chooses them."""
     if config.optim.micro_batch_tokens is not None:
         return config.optim.micro_batch_tokens
-    share, most = (4 << 30, CPU_PASS) if place.kind == "cpu" else (place.total // 4, GPU_PASS)
     layer = 10 * shape.width + 5 * shape.inner
-    kept = layer + shape.layers * shape.width if config.model.gradient_checkpointing else shape.layers * layer
-    return min(max(share // (kept * size), 1024), most)
+    recomputes = config.model.gradient_checkpointing
+    kept = layer + shape.layers * shape.width if recomputes else shape.layers * layer
+    return pass_tokens(
+        gpu_memory=None if place.kind == "cpu" else place.total,
+        token_bytes=kept * size,
+        recomputes=recomputes,
+    )
 
 
 def layer_numbers(shape: Shape) -> int:
