@@ -2,10 +2,10 @@
 
     python benchmarks/products.py
 
-Each linear layer of the built-in model, times the tokens of the case `tiny-full` at fixed lengths (512 answers
-of 128 tokens): one product a token to generate, in steps of 512 rows, and three to train (forward, and backward
-to the input and to the weight), in passes of 4,096. No attention, no norms, no output layer, no optimizer:
-whoever computes the same function in float32 needs at least this long.
+Each linear layer of the built-in model, times the tokens of the case `tiny-full` at fixed lengths (512
+answers of 128 tokens): one product a token to generate, in steps of 512 rows, and three to train (forward
+and backward to input and weight), in passes of 4,096. No attention, no norms, no output layer, no
+optimizer: whoever computes the same function in float32 needs at least this long.
 """
 
 from __future__ import annotations

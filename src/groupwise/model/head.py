@@ -1,8 +1,8 @@
 """The output layer's logits, in float32 whatever the weights are in.
 
-A bfloat16 between 16 and 32, where the logits of likely tokens are, is 1/8 from the next: rounded to that, the
-log-probabilities that two kernels give one token differ by some 0.05 nats. A GPU adds products up in float32
-anyway and only has to write them down as they are.
+A bfloat16 between 16 and 32, where the logits of likely tokens are, is 1/8 from the next: rounded to that,
+the log-probabilities that two kernels give one token differ by some 0.05 nats. A GPU adds products up in
+float32 anyway and only has to write them down as they are.
 """
 
 from __future__ import annotations
