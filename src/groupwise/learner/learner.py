@@ -20,6 +20,7 @@ from groupwise.learner.part import Part
 from groupwise.learner.passes import pass_tokens
 from groupwise.learner.schedule import learning_rate
 from groupwise.model.logprobs import token_logprobs
+from groupwise.model.memory import total_memory
 from groupwise.model.policy import Policy
 from groupwise.records import Sample, Sampling
 from groupwise.tracking.log import LOGGER
@@ -209,7 +210,7 @@ class Learner:
 def suited_tokens(policy: Policy) -> int:
     on_gpu = policy.device.type == "cuda"
     return pass_tokens(
-        gpu_memory=torch.cuda.get_device_properties(policy.device).total_memory if on_gpu else None,
+        gpu_memory=total_memory(policy.device) if on_gpu else None,
         token_bytes=policy.activation_bytes,
         recomputes=policy.model.is_gradient_checkpointing,
     )

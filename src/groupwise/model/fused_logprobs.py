@@ -114,6 +114,7 @@ class FusedTokenLogprobs(torch.autograd.Function):
                 _rows(logits_CV, tokens_N[part], temperature, slope_C=slope_N[part], gradient_CV=dlogits_CV)
             )
             torch.mm(dlogits_CV, weight_VM, out=dhidden_NM[part])
+            del logits_CV, dlogits_CV  # or they would stay beside the next chunk
         kept = (dhidden_NM,) if ctx.frozen_head else (hidden_NM, weight_VM, bias_V, tokens_N)
         ctx.save_for_backward(*kept)
         ctx.temperature = temperature
@@ -143,6 +144,7 @@ class FusedTokenLogprobs(torch.autograd.Function):
                 dweight += dlogits_CV.T @ hidden_NM[part]
             if dbias is not None:
                 dbias += dlogits_CV.sum(0)
+            del logits_CV, dlogits_CV
         return (
             dhidden,
             None if dweight is None else dweight.to(weight_VM.dtype),
