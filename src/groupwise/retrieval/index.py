@@ -12,20 +12,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from groupwise.errors import ConfigError
 from groupwise.retrieval.chunk import Chunk, chunks_of
+from groupwise.retrieval.dense import closest
 from groupwise.retrieval.documents import Document, Question
 from groupwise.retrieval.embed import LSA, Embedding, Vectors, embedding_named
 from groupwise.retrieval.fusion import Ranking, fuse
 from groupwise.retrieval.postings import load_postings, save_postings
-from groupwise.retrieval.sparse import SparseIndex, best
+from groupwise.retrieval.sparse import SparseIndex
 from groupwise.retrieval.store import Store, store_named
 from groupwise.retrieval.tune import FEWEST, GRID, divided, learn_questions, turned
 
@@ -225,12 +224,10 @@ class Index:
         for start in range(0, len(queries), QUERIES):
             some = queries[start : start + QUERIES]
             nothing = [Ranking((), ())] * len(some)
-            # Products and selections leave the interpreter free for the words.
-            with ThreadPoolExecutor(1) as beside:
-                dense = beside.submit(self._dense, some, 2 * count) if side != "sparse" else None
-                sparse = self._words(some, 2 * count) if side != "dense" else nothing
-                for left, right in zip(dense.result() if dense else nothing, sparse, strict=True):
-                    found.append(self._hits(left, right, count, side, manifest))
+            dense = self._dense(some, 2 * count) if side != "sparse" else nothing
+            sparse = self._words(some, 2 * count) if side != "dense" else nothing
+            for left, right in zip(dense, sparse, strict=True):
+                found.append(self._hits(left, right, count, side, manifest))
         return found
 
     def _hits(self, dense: Ranking, sparse: Ranking, count: int, side: str, manifest: Manifest) -> list[Hit]:
@@ -254,11 +251,7 @@ class Index:
         asked_QD = self._embedding.queries(queries)
         if self._turn_DD is not None:
             asked_QD = turned(asked_QD, self._turn_DD)
-        scores_QN: NDArray[np.float32] = asked_QD @ self._vectors_ND.T
-        if self._sparse.removed:
-            scores_QN[:, list(self._sparse.removed)] = -np.inf
-        # A query of which the embedding knows no word is no closer to one chunk than to another.
-        return [Ranking(*best(scores_N, count, above=0.0)) for scores_N in scores_QN]
+        return closest(asked_QD, self._vectors_ND, count)
 
     def _words(self, queries: Sequence[str], count: int) -> list[Ranking]:
         return [Ranking(*self._sparse.search(query, count)) for query in queries]
@@ -280,7 +273,7 @@ class Index:
 
     def _take(self, chunks: Sequence[Chunk | None], vectors_ND: Vectors) -> None:
         """Hold these chunks; those that the sparse side does not know yet are counted."""
-        self._vectors_ND = np.asfortranarray(vectors_ND)  # searched by products with its transpose
+        self._vectors_ND = vectors_ND
         first, self.chunks = len(self.chunks), list(chunks)
         for number in range(first, len(chunks)):
             chunk = chunks[number]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from groupwise.errors import ConfigError, RolloutError
@@ -18,15 +18,15 @@ from groupwise.rollout.tools import Found, Tool, tool_of
 
 @dataclass(slots=True)
 class Toolbox:
-    """The tools of a task, and the time that they took."""
+    """The tools of a task, and the time that they cost."""
 
     tools: Mapping[str, Tool]
     seconds_each: float
     """Time limit of one call."""
     characters: int
     """Longest result that the policy is shown."""
-    seconds: float = 0.0
-    """Spent in tools, by every rollout."""
+    _seconds: float = 0.0
+    _adding: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def of(cls, functions: Sequence[Callable[..., Any]], *, seconds: float, characters: int) -> Toolbox:
@@ -44,22 +44,25 @@ class Toolbox:
     def asynchronous(self) -> bool:
         return any(tool.asynchronous for tool in self.tools.values())
 
+    def spend(self, seconds: float) -> None:
+        """Count time that tools took from whoever uses them."""
+        with self._adding:
+            self._seconds += seconds
+
     def seconds_since_asked(self) -> float:
-        """Return the time spent in tools since this was last asked."""
-        spent, self.seconds = self.seconds, 0.0
+        """Return the time that was spent since this was last asked."""
+        with self._adding:
+            spent, self._seconds = self._seconds, 0.0
         return spent
 
     def answer(self, wishes: Sequence[Wish], *, allowed: int) -> tuple[Call, ...]:
         """Make the calls of one turn, at most `allowed` of them."""
-        started = time.perf_counter()
-        calls = tuple(
+        return tuple(
             self._make(wish)
             if number < allowed
             else refused(wish, "no more calls are allowed; answer with what you have")
             for number, wish in enumerate(wishes)
         )
-        self.seconds += time.perf_counter() - started
-        return calls
 
     def timed_out(self, wishes: Sequence[Wish]) -> tuple[Call, ...]:
         """The calls of a turn whose tools did not come back in time."""
