@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -13,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.errors import ConfigError
+from groupwise.model.head import float_logits
 from groupwise.model.interface import Layout
 from groupwise.model.lora import base_of, effective_weight, is_adapted
+from groupwise.model.memory import free_memory
 from groupwise.model.quantized import is_quantized
 from groupwise.model.template import between_turns, render
 from groupwise.records import Message
@@ -102,17 +103,14 @@ class Policy:
 
     @property
     def activation_bytes(self) -> int:
-        """About what one token leaves behind in a forward pass for the backward pass.
-
-        A layer keeps some ten vectors of its width and some five of its inner width; with gradient
-        checkpointing, one vector, and the rest of one layer at a time.
-        """
+        """About what one token leaves behind in a forward pass for the backward pass, at most."""
         config = self._causal.config
         width = int(config.hidden_size)
         inner = int(getattr(config, "intermediate_size", None) or 4 * width)
-        layer = 10 * width + 5 * inner
-        kept = layer + self.layers * width if self.model.is_gradient_checkpointing else self.layers * layer
-        return kept * self.head_weight.element_size()
+        recomputed = self.model.is_gradient_checkpointing
+        return (
+            kept_numbers(width, inner, self.layers, recomputed=recomputed) * self.head_weight.element_size()
+        )
 
     @property
     def has_dropout(self) -> bool:
@@ -128,8 +126,7 @@ class Policy:
         return hidden_TM
 
     def logits(self, hidden_NM: Tensor) -> Tensor:
-        logits_NV: Tensor = self._head(hidden_NM)
-        return logits_NV
+        return float_logits(hidden_NM, self.head_weight, self.head_bias)
 
     @contextmanager
     def reference(self) -> Iterator[Policy]:
@@ -222,12 +219,14 @@ class Policy:
             write_atomically(path, fast.to_str())
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes that could be taken on a device now."""
-    if device.type == "cuda":
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + held
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def kept_numbers(width: int, inner: int, layers: int, *, recomputed: bool) -> int:
+    """About how many numbers of a token a forward pass keeps for the backward pass, at most.
+
+    A layer keeps some ten vectors of its width and some five of its inner width; with gradient
+    checkpointing, one vector, and the rest of one layer at a time.
+    """
+    layer = 10 * width + 5 * inner
+    return layer + layers * width if recomputed else layers * layer
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
