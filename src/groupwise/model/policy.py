@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.model.codec import Codec
+from groupwise.model.head import float_logits
 from groupwise.model.interface import Layout
 from groupwise.model.lora import base_of, effective_weight, is_adapted
 from groupwise.model.memory import free_memory
@@ -122,8 +123,7 @@ class Policy(Codec):
         return hidden_TM
 
     def logits(self, hidden_NM: Tensor) -> Tensor:
-        logits_NV: Tensor = self._head(hidden_NM)
-        return logits_NV
+        return float_logits(hidden_NM, self.head_weight, self.head_bias)
 
     @contextmanager
     def reference(self) -> Iterator[Policy]:

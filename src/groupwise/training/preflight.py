@@ -14,7 +14,7 @@ import torch
 
 from groupwise.config import Config
 from groupwise.engine.prefill import PREFILL_TOKENS
-from groupwise.learner.learner import pass_tokens
+from groupwise.learner.passes import pass_tokens
 from groupwise.model.logprobs import CHUNK_LOGITS
 from groupwise.model.memory import total_memory
 from groupwise.model.policy import kept_numbers
@@ -32,7 +32,7 @@ CUDA_CONTEXT = 0
 """Counted in no figure: torch.cuda.max_memory_allocated leaves the context out, about 0.5 GB."""
 CHUNKS_LEFT = 12
 """Chunks of logits whose memory a CPU's heap does not use again, being in pieces by then: measured."""
-GPU_CHUNK_LOGITS = 1 << 28
+GPU_CHUNK_LOGITS = 1 << 27
 """Logits that `model.fused_logprobs`, which only a GPU can import, holds at once."""
 
 
@@ -184,7 +184,8 @@ def updating_parts(
         yield Part(name="logits", bytes=chunks * 4 * CHUNK_LOGITS, generating=False)
         return
     passing = tokens * (layer + 3 * shape.width + 2 * shape.inner) * size
-    logits = (min(tokens * shape.vocabulary, GPU_CHUNK_LOGITS) + 3 * tokens * shape.width) * size
+    chunk = min(tokens * shape.vocabulary, GPU_CHUNK_LOGITS)
+    logits = chunk * (4 + size) + 3 * tokens * shape.width * size
     if not config.lora.r:
         logits += shape.head_params * (4 + size)  # the output layer's gradient, added up in float32
     # One after the other, and what the one leaves is free for the other.
@@ -197,7 +198,7 @@ def fullest_pass(config: Config, shape: Shape, size: int, place: Place, *, promp
     recomputed = bool(config.model.gradient_checkpointing)
     each = kept_numbers(shape.width, shape.inner, shape.layers, recomputed=recomputed) * size
     budget = config.optim.micro_batch_tokens or pass_tokens(
-        each, kind=place.kind, memory=place.total, recomputed=recomputed
+        gpu_memory=None if place.kind == "cpu" else place.total, token_bytes=each, recomputes=recomputed
     )
     if config.run.kind == "sft":
         return max(budget, config.sft.max_length)
