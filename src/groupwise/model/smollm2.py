@@ -74,7 +74,6 @@ def unpack(source: Path, target: Path) -> None:
     model.save_pretrained(target)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
     # Some versions of transformers take these from elsewhere than the file, and end turns with their beginning.
-    tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = tokenizer.convert_ids_to_tokens(
-        [model.config.bos_token_id, model.config.eos_token_id, model.config.pad_token_id]
-    )
+    for kind in ("bos_token", "eos_token", "pad_token"):
+        setattr(tokenizer, kind, tokenizer.convert_ids_to_tokens(getattr(model.config, f"{kind}_id")))
     tokenizer.save_pretrained(target)
