@@ -58,6 +58,12 @@ class Policy:
         return hasattr(self.model, "get_base_model")
 
     @property
+    def plain_adapter(self) -> bool:
+        """Whether adapters add a low-rank product to linear layers and change nothing else."""
+        settings = getattr(self.model, "peft_config", {}).values()
+        return all(not (config.modules_to_save or config.use_dora) for config in settings)
+
+    @property
     def decoder(self) -> nn.Module:
         """The model without its output layer."""
         decoder: nn.Module = self._decoder
