@@ -9,8 +9,9 @@ gw.train(task, model="Qwen/Qwen2.5-0.5B-Instruct", max_steps=100)
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from groupwise import rewards
 from groupwise.config import Config, config_from_keywords
@@ -20,13 +21,19 @@ from groupwise.rollout.tools import Found
 from groupwise.tasks import Task, leave_task_file, load_examples
 from groupwise.tracking.run_folder import RunFolder
 
+if TYPE_CHECKING:
+    from groupwise.population.agent import Agent
+    from groupwise.population.env import PromptEnv
+
 __all__ = [
+    "Agent",
     "Config",
     "ConfigError",
     "Example",
     "Found",
     "GroupwiseError",
     "InvariantError",
+    "PromptEnv",
     "Rollout",
     "RolloutError",
     "Task",
@@ -34,6 +41,16 @@ __all__ = [
     "rewards",
     "train",
 ]
+
+
+LATER = {"Agent": "groupwise.population.agent", "PromptEnv": "groupwise.population.env"}
+"""Names that bring torch along, and where they are: found when they are asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in LATER:
+        return getattr(import_module(LATER[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def train(task: Task, *, resume: str | Path | None = None, **settings: Any) -> Path:

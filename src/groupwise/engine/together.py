@@ -63,14 +63,18 @@ class TogetherEngine:
                 self._shared.release()  # what a broken member left in the cache stays broken
         return self._one_by_one(requests, sampling)
 
+    def alone(self, number: int, requests: Sequence[Request], sampling: Sampling) -> Answers:
+        """One member's answers by themselves, its adapter folded into the weights."""
+        self.members.put_in_place(number)
+        return self._alone.generate(requests, sampling)
+
     def _one_by_one(self, requests: Sequence[Request], sampling: Sampling) -> tuple[Answers, dict[int, str]]:
         answers: Answers = [[] for _ in requests]
         broken: dict[int, str] = {}
         for number in sorted({request.adapter for request in requests}):
             own = [index for index, request in enumerate(requests) if request.adapter == number]
-            self.members.put_in_place(number)
             try:
-                found = self._alone.generate([requests[index] for index in own], sampling)
+                found = self.alone(number, [requests[index] for index in own], sampling)
             except InvariantError as error:
                 self._alone.release()
                 broken[number] = str(error)

@@ -8,12 +8,11 @@ objects, so each member's optimizer, which knows them, goes on where it was.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from groupwise.model.policy import Policy
+from groupwise.model.policy import Policy, place
 
 Weights = dict[str, Tensor]
 """What training moves, by the parameter's name."""
@@ -66,20 +65,3 @@ class Members:
     def finite(self, number: int) -> bool:
         """Whether every weight of a member is a number."""
         return all(bool(torch.isfinite(tensor).all()) for tensor in self.of(number).values())
-
-
-def place(parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor]) -> None:
-    for name, parameter in parameters.items():
-        parameter.data = weights[name]
-
-
-@contextmanager
-def placed(policy: Policy, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Other weights in the place of the trained ones, for as long as the block lasts."""
-    parameters = policy.trainable()
-    before = {name: parameter.data for name, parameter in parameters.items()}
-    try:
-        place(parameters, weights)
-        yield
-    finally:
-        place(parameters, before)

@@ -32,6 +32,8 @@ class Policy:
         self._decoder = self._causal.get_decoder()
         self._head: nn.Linear = self._causal.get_output_embeddings()
         self._frozen = reference
+        self.anchor: Mapping[str, Tensor] | None = None
+        """What the reference has in the place of the trained weights; None: those before training."""
         self.end_tokens = _end_tokens(self._causal, tokenizer)
 
     @cached_property
@@ -139,13 +141,27 @@ class Policy:
 
     @contextmanager
     def reference(self) -> Iterator[Policy]:
-        """The policy before any training: adapters off, or the frozen copy."""
-        if self.has_adapter:
+        """What a KL penalty holds to: the anchor, or the policy before training (adapters off, or a copy)."""
+        if self.anchor is not None:
+            with self.holding(self.anchor):
+                yield self
+        elif self.has_adapter:
             with self.model.disable_adapter():
                 yield self
         else:
             assert self._frozen is not None, "full fine-tuning with a KL penalty loads a frozen copy"
             yield Policy(self._frozen, self.tokenizer)
+
+    @contextmanager
+    def holding(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Other weights in the place of the trained ones, for as long as the block lasts."""
+        parameters = self.trainable()
+        before = {name: parameter.data for name, parameter in parameters.items()}
+        try:
+            place(parameters, weights)
+            yield
+        finally:
+            place(parameters, before)
 
     @contextmanager
     def folded(self) -> Iterator[None]:
@@ -226,6 +242,12 @@ class Policy:
         """Write the tokenizer alone, as the `tokenizers` library reads it."""
         if (fast := getattr(self.tokenizer, "backend_tokenizer", None)) is not None:
             write_atomically(path, fast.to_str())
+
+
+def place(parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor]) -> None:
+    """Let parameters hold these tensors: pointers move, numbers do not."""
+    for name, parameter in parameters.items():
+        parameter.data = weights[name]
 
 
 def free_memory(device: torch.device) -> int:
