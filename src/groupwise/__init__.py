@@ -37,6 +37,7 @@ __all__ = [
     "Rollout",
     "RolloutError",
     "Task",
+    "evolve",
     "load_examples",
     "rewards",
     "train",
@@ -66,3 +67,19 @@ def train(task: Task, *, resume: str | Path | None = None, **settings: Any) -> P
     from groupwise.training import train as run_training
 
     return run_training(config, resume=run.path if run else None, task=task)
+
+
+def evolve(task: Task, *, resume: str | Path | None = None, **settings: Any) -> Path:
+    """Train a population on one base, select among its members, and return the folder; `elite/` is the best.
+
+    Settings are those of `train`, and the section `evolve`: `evolve={"population": 8, "method": "pbt"}`.
+    """
+    leave_task_file(task)
+    run = None if resume is None else RunFolder.open(resume)
+    config = config_from_keywords(run.config if run else None, **settings)
+    config = replace(
+        config, task=replace(config.task, name=task.name), run=replace(config.run, kind="evolve")
+    )
+    from groupwise.population.loop import evolve as run_search
+
+    return run_search(config, resume=run.path if run else None, task=task)

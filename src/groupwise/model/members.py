@@ -33,15 +33,14 @@ class Members:
     def __len__(self) -> int:
         return len(self.weights)
 
-    def add(self, weights: Mapping[str, Tensor]) -> int:
-        """Take in a copy of these weights, and return the new member's number."""
-        copied = {name: weights[name].detach().clone() for name in self._parameters}
-        if None in self.weights:
-            number = self.weights.index(None)
-            self.weights[number] = copied
-            return number
-        self.weights.append(copied)
-        return len(self.weights) - 1
+    def add(self, weights: Mapping[str, Tensor], *, number: int | None = None) -> int:
+        """Take in a copy of these weights, under a free number, and return it."""
+        if number is None:
+            number = self.weights.index(None) if None in self.weights else len(self.weights)
+        self.weights += [None] * (number + 1 - len(self.weights))
+        assert self.weights[number] is None, f"there is a member {number}"
+        self.weights[number] = {name: weights[name].detach().clone() for name in self._parameters}
+        return number
 
     def drop(self, number: int) -> None:
         self.weights[number] = None

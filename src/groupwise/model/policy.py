@@ -232,11 +232,12 @@ class Policy:
         )
         return text
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, tokenizer: bool = True) -> None:
         """Write the adapter or the whole model in Hugging Face layout, with its tokenizer."""
         # PEFT would look the base model up online to see whether embeddings changed; they never do.
         self.model.save_pretrained(folder, **({"save_embedding_layers": False} if self.has_adapter else {}))
-        self.tokenizer.save_pretrained(folder)
+        if tokenizer:
+            self.tokenizer.save_pretrained(folder)
 
     def save_tokenizer(self, path: Path) -> None:
         """Write the tokenizer alone, as the `tokenizers` library reads it."""

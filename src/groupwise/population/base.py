@@ -39,9 +39,11 @@ class Base:
 class Member:
     """One trained form of the base: its weights, its optimizer, and what it holds on to."""
 
-    def __init__(self, base: Base, config: Config, *, weights: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, base: Base, config: Config, *, weights: Mapping[str, Tensor], number: int | None = None
+    ) -> None:
         self.base = base
-        self.number = base.members.add(weights)
+        self.number = base.members.add(weights, number=number)
         self.reference: Weights | None = None
         """What a KL penalty holds it to; None: the base without adapters."""
         if config.algo.beta > 0 and not base.policy.has_adapter:
@@ -76,11 +78,11 @@ class Member:
         self.learner.updates = other.learner.updates
         self.reference = None if other.reference is None else dict(other.reference)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, tokenizer: bool = True) -> None:
         """Write the adapter (or the model) for Hugging Face tools, and what training goes on from."""
         folder.mkdir(parents=True, exist_ok=True)
         self.put_in_place()
-        self.base.policy.save(folder)
+        self.base.policy.save(folder, tokenizer=tokenizer)
         tensors, settings = optimizer_tensors(self.learner.optimizer, self.base.policy.trainable())
         save_file(tensors, folder / OPTIMIZER)
         (folder / OPTIMIZER_SETTINGS).write_text(

@@ -69,7 +69,7 @@ class Start:
 
 def command_of(config: Config) -> str:
     """The command that makes runs of this kind."""
-    return {"grpo": "train", "sft": "sft"}[config.run.kind]
+    return {"grpo": "train", "sft": "sft", "evolve": "evolve"}[config.run.kind]
 
 
 def refuse_other_settings(stored: Config, config: Config) -> None:
