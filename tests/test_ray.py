@@ -12,10 +12,8 @@ ray = pytest.importorskip("ray")
 
 from ray import tune  # noqa: E402
 
-import groupwise as gw  # noqa: E402
 from groupwise.config import read_config  # noqa: E402
 from groupwise.population.ray_tune import trainable  # noqa: E402
-from groupwise.tasks import load_task  # noqa: E402
 from small_runs import task_file  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
@@ -37,13 +35,13 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def luck(folder: Path) -> gw.Task:
-    return load_task(read_config(overrides=[f"task.name={task_file(folder)}"]).task)
+def luck(folder: Path) -> str:
+    return str(task_file(folder))
 
 
 def test_every_trial_is_a_run_with_its_own_folder_and_values(cluster, tmp_path):
     tuner = tune.Tuner(
-        trainable(luck(tmp_path), **SETTINGS),
+        trainable(luck(tmp_path), output_dir=tmp_path / "runs", **SETTINGS),
         param_space={"optim.learning_rate": tune.grid_search([1e-4, 1e-3])},
         tune_config=tune.TuneConfig(metric="reward", mode="max"),
         run_config=tune.RunConfig(storage_path=str(tmp_path / "tune"), verbose=0),
@@ -53,23 +51,24 @@ def test_every_trial_is_a_run_with_its_own_folder_and_values(cluster, tmp_path):
     rates = set()
     for result in results:
         assert result.metrics["step"] == 4
-        run = Path(result.path) / "run"
+        run = Path(result.metrics["run"])
         config = read_config(run / "config.yaml")
         assert config.optim.learning_rate == result.config["optim.learning_rate"]
         assert (run / "checkpoints" / "step-000004" / "adapter_model.safetensors").is_file()
         rates.add(config.optim.learning_rate)
     assert rates == {1e-4, 1e-3}
+    assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
-def test_a_trial_goes_on_from_anothers_checkpoint_with_its_own_values(cluster, tmp_path):
-    kind = trainable(luck(tmp_path), **SETTINGS)
-    teacher = kind(config={"optim.learning_rate": 1e-3})
+def test_a_trial_goes_on_from_anothers_checkpoint_with_its_own_values(tmp_path):
+    kinds = [trainable(luck(tmp_path), output_dir=tmp_path / name, **SETTINGS) for name in ("one", "two")]
+    teacher = kinds[0](config={"optim.learning_rate": 1e-3})
     for _ in range(2):
         teacher.train()
     saved = tmp_path / "saved"
     saved.mkdir()
     teacher.save_checkpoint(str(saved))
-    pupil = kind(config={"optim.learning_rate": 1e-4})
+    pupil = kinds[1](config={"optim.learning_rate": 1e-4})
     pupil.load_checkpoint(str(saved))
     weights = [
         {name: p.detach().clone() for name, p in trial._run.policy.trainable().items()}

@@ -10,8 +10,9 @@
     )
     tuner.fit()
 
-A trial is a whole run in a folder of its own, in Tune's folder of the trial. Its checkpoints are a run's, so
-Tune's schedulers may stop it, go on with it elsewhere, or give its weights to a trial with other values.
+A trial is a whole run in a folder of its own, `trial-ID` under `output_dir`, which its results name as `run`.
+What it gives Tune to keep is a run's checkpoint, so Tune's schedulers may stop it, go on with it elsewhere, or
+give its weights to a trial with other values.
 """
 
 from __future__ import annotations
@@ -27,17 +28,23 @@ from groupwise.config import Config, config_from_keywords
 from groupwise.errors import CheckpointError
 from groupwise.learner.checkpoint import latest_checkpoint
 from groupwise.population.space import TUNABLE, WEIGHTS, applied
-from groupwise.tasks import Task
+from groupwise.tasks import Task, load_task
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.training.run import Run
 from groupwise.training.start import Start
 from groupwise.training.state import read_state, save_state
 
 
-def trainable(task: Task, **settings: Any) -> type[tune.Trainable]:
-    """A class of trials for Ray Tune; settings are those of `gw.train`, parameters those of `evolve.vary`."""
+def trainable(task: Task | str, **settings: Any) -> type[tune.Trainable]:
+    """A class of trials for Ray Tune; settings are those of `gw.train`, parameters those of `evolve.vary`.
+
+    `task`: one that Ray can send to its workers, or the name of a built-in one or of a file that they have.
+    """
     config = config_from_keywords(**settings)
-    config = replace(config, task=replace(config.task, name=task.name)).resolve()
+    name = task if isinstance(task, str) else task.name
+    place = str(Path(config.run.output_dir).resolve())  # workers begin elsewhere
+    run = replace(config.run, output_dir=place)
+    config = replace(config, task=replace(config.task, name=name), run=run).resolve()
 
     class Trial(RunTrial):
         base_config, base_task = config, task
@@ -49,7 +56,7 @@ class RunTrial(tune.Trainable):  # type: ignore[misc]
     """One run, a step at a time."""
 
     base_config: Config
-    base_task: Task
+    base_task: Task | str
 
     def setup(self, config: Mapping[str, Any]) -> None:
         self._open(config, state_of=None)
@@ -71,6 +78,7 @@ class RunTrial(tune.Trainable):  # type: ignore[misc]
             "kl": report.get("policy/kl", 0.0),
             "tokens": self._tokens,
             "step": number,
+            "run": str(run.folder.path),
             "done": number >= run.config.run.max_steps,
         }
         if after is not None:
@@ -96,9 +104,11 @@ class RunTrial(tune.Trainable):  # type: ignore[misc]
     def _open(self, values: Mapping[str, Any], *, state_of: Path | None) -> None:
         """Open the run's folder, new or again, as it was at a checkpoint."""
         known = {name: float(value) for name, value in values.items() if name in TUNABLE or is_weight(name)}
-        config, task = applied(known, self.base_config, self.base_task)
-        config = replace(config, run=replace(config.run, output_dir=self.logdir, name="run"))
-        path = Path(self.logdir) / "run"
+        given = self.base_task
+        task = load_task(self.base_config.task) if isinstance(given, str) else given
+        config, task = applied(known, self.base_config, task)
+        config = replace(config, run=replace(config.run, name=f"trial-{self.trial_id}"))
+        path = Path(config.run.output_dir) / str(config.run.name)
         if state_of is None:
             start = Start.new(config, task=task.name)
         else:
