@@ -140,7 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--methods", nargs="+", choices=ARMS, default=["evolved", "random", "default"])
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=1_200_000, help="that each arm may sample")
+    parser.add_argument("--tokens", type=int, default=1_500_000, help="that each arm may sample")
     parser.add_argument("--jobs", type=int, default=1, help="searches at once")
     parser.add_argument("--threads", type=int, default=2, help="of each")
     parser.add_argument(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 
@@ -86,11 +87,17 @@ def test_a_broken_member_is_dropped_where_places_are_not_given_on(select):
 
 
 def test_first_values_are_spread_over_the_bounds_by_their_logarithm():
-    space = Space({"optim.learning_rate": (1e-6, 1e-2), "rollout.group_size": (4, 12)})
-    drawn = [space.draw(random.Random(seed)) for seed in range(400)]
-    below = sum(values["optim.learning_rate"] < 1e-4 for values in drawn)
-    assert 160 < below < 240
-    assert {values["rollout.group_size"] for values in drawn} == {float(n) for n in range(4, 13)}
+    space = Space({"optim.learning_rate": (1e-6, 1e-2), "weights.form": (0.0, 4.0)})
+    drawn = space.spread(4, seed=3)
+    # One member in each of 1e-6 … 1e-5 … 1e-4 … 1e-3 … 1e-2, and in each of 0 … 1 … 2 … 3 … 4.
+    assert sorted(math.floor(math.log10(values["optim.learning_rate"])) for values in drawn) == [
+        -6,
+        -5,
+        -4,
+        -3,
+    ]
+    assert sorted(math.floor(values["weights.form"]) for values in drawn) == [0, 1, 2, 3]
+    assert drawn == space.spread(4, seed=3) != space.spread(4, seed=4)
 
 
 def test_a_mutation_changes_one_value_by_a_factor_within_the_bounds():

@@ -11,8 +11,8 @@
     tuner.fit()
 
 A trial is a whole run in a folder of its own, `trial-ID` under `output_dir`, which its results name as `run`.
-What it gives Tune to keep is a run's checkpoint, so Tune's schedulers may stop it, go on with it elsewhere, or
-give its weights to a trial with other values.
+What it gives Tune to keep is a run's checkpoint, so Tune's schedulers may stop it, go on with it elsewhere,
+or give its weights to a trial with other values.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -13,7 +12,6 @@ from statistics import fmean
 from types import TracebackType
 
 from groupwise.config import Config
-from groupwise.engine.sampler import derive_seed
 from groupwise.errors import ConfigError, InvariantError
 from groupwise.evaluate.held_out import Evaluation
 from groupwise.learner.checkpoint import prune, write_checkpoint
@@ -156,10 +154,10 @@ class Search:
                     self.people.place(person.place, person.values)
             self.people.load(checkpoint)
             return
-        start = self.space.start(self.config, self.task)
-        for place in range(self.config.evolve.population):
-            rng = random.Random(derive_seed(self.config.run.seed, "first", place))
-            values = self.space.draw(rng) if place and self.config.evolve.spread else dict(start)
+        start, size = self.space.start(self.config, self.task), self.config.evolve.population
+        others = self.space.spread(size - 1, seed=self.config.run.seed)
+        for place in range(size):
+            values = others[place - 1] if place and self.config.evolve.spread else dict(start)
             self.people.place(place, values)
             born = Individual(name=place, place=place, parent=None, born=0, values=values)
             self.story = replace(self.story, names=place + 1, people=(*self.story.people, born))

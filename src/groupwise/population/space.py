@@ -10,6 +10,7 @@ from typing import Any
 
 from groupwise.config import FLAGS, Config
 from groupwise.config.model import BUILT_IN
+from groupwise.engine.sampler import derive_seed
 from groupwise.errors import ConfigError
 from groupwise.tasks import Task
 from groupwise.tasks.task import closest
@@ -70,15 +71,18 @@ class Space:
         """The values that the settings give, moved inside the bounds."""
         return {name: self.fit(name, current(name, config, task)) for name in self.bounds}
 
-    def draw(self, rng: random.Random) -> Values:
-        """Values from between the bounds: by their logarithm where both are above 0."""
-        drawn: Values = {}
+    def spread(self, count: int, *, seed: int) -> list[Values]:
+        """Draw values for so many members, spread out: of each setting, one from every equal part of its range.
+
+        Ranges are divided by their logarithm where both bounds are above 0 (Latin hypercube, McKay et al. 1979).
+        """
+        drawn: list[Values] = [{} for _ in range(count)]
         for name, (low, high) in self.bounds.items():
-            if low > 0:
-                value = math.exp(rng.uniform(math.log(low), math.log(high)))
-            else:
-                value = rng.uniform(low, high)
-            drawn[name] = self.fit(name, value)
+            rng = random.Random(derive_seed(seed, "first values", name))
+            parts = list(range(count))
+            rng.shuffle(parts)
+            for values, part in zip(drawn, parts, strict=True):
+                values[name] = self.fit(name, between(low, high, (part + rng.random()) / count))
         return drawn
 
     def mutate(self, values: Values, rng: random.Random, factors: tuple[float, float]) -> Values:
@@ -103,6 +107,13 @@ class Space:
         low, high = self.bounds[name]
         inside = min(max(value, low), high)
         return float(round(inside)) if name in WHOLE else inside
+
+
+def between(low: float, high: float, share: float) -> float:
+    """The value at some share of the way from one bound to the other."""
+    if low <= 0:
+        return low + share * (high - low)
+    return math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
 
 
 def current(name: str, config: Config, task: Task) -> float:
