@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +30,8 @@ class Policy(Codec):
         self._head: nn.Linear = self._causal.get_output_embeddings()
         super().__init__(tokenizer, vocabulary=self._head.weight.shape[0])
         self._frozen = reference
+        self.anchor: Mapping[str, Tensor] | None = None
+        """What the reference has in the place of the trained weights; None: those before training."""
         self.end_tokens = _end_tokens(self._causal, tokenizer)
 
     @cached_property
@@ -54,6 +56,12 @@ class Policy(Codec):
     @property
     def has_adapter(self) -> bool:
         return hasattr(self.model, "get_base_model")
+
+    @property
+    def plain_adapter(self) -> bool:
+        """Whether adapters add a low-rank product to linear layers and change nothing else."""
+        settings = getattr(self.model, "peft_config", {}).values()
+        return all(not (config.modules_to_save or config.use_dora) for config in settings)
 
     @property
     def decoder(self) -> nn.Module:
@@ -127,13 +135,27 @@ class Policy(Codec):
 
     @contextmanager
     def reference(self) -> Iterator[Policy]:
-        """The policy before any training: adapters off, or the frozen copy."""
-        if self.has_adapter:
+        """What a KL penalty holds to: the anchor, or the policy before training (adapters off, or a copy)."""
+        if self.anchor is not None:
+            with self.holding(self.anchor):
+                yield self
+        elif self.has_adapter:
             with self.model.disable_adapter():
                 yield self
         else:
             assert self._frozen is not None, "full fine-tuning with a KL penalty loads a frozen copy"
             yield Policy(self._frozen, self.tokenizer)
+
+    @contextmanager
+    def holding(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Other weights in the place of the trained ones, for as long as the block lasts."""
+        parameters = self.trainable()
+        before = {name: parameter.data for name, parameter in parameters.items()}
+        try:
+            place(parameters, weights)
+            yield
+        finally:
+            place(parameters, before)
 
     @contextmanager
     def folded(self) -> Iterator[None]:
@@ -169,11 +191,12 @@ class Policy(Codec):
         """Trained parameters by name, in a stable order; tied weights once."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, tokenizer: bool = True) -> None:
         """Write the adapter or the whole model in Hugging Face layout, with its tokenizer."""
         # PEFT would look the base model up online to see whether embeddings changed; they never do.
         self.model.save_pretrained(folder, **({"save_embedding_layers": False} if self.has_adapter else {}))
-        self.tokenizer.save_pretrained(folder)
+        if tokenizer:
+            self.tokenizer.save_pretrained(folder)
 
 
 def kept_numbers(width: int, inner: int, layers: int, *, recomputed: bool) -> int:
@@ -184,6 +207,12 @@ def kept_numbers(width: int, inner: int, layers: int, *, recomputed: bool) -> in
     """
     layer = 10 * width + 5 * inner
     return layer + layers * width if recomputed else layers * layer
+
+
+def place(parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor]) -> None:
+    """Let parameters hold these tensors: pointers move, numbers do not."""
+    for name, parameter in parameters.items():
+        parameter.data = weights[name]
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:

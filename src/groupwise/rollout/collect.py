@@ -15,6 +15,8 @@ from groupwise.rollout.converse import Conversations, Limits
 from groupwise.rollout.stream import Stream
 from groupwise.rollout.toolbox import Toolbox
 
+Prompt = str | Sequence[Message]
+
 
 class Generate(Protocol):
     """Anything that continues prompts: our engine, a remote server, a test double."""
@@ -92,6 +94,19 @@ def collect(
             seed_parts=seed_parts,
             tools=tools,
         )
+    prompts, requests = asked(examples, ask=ask, codec=codec, group_size=group_size, seed_parts=seed_parts)
+    return answered(examples, prompts, requests, engine.generate(requests, sampling), codec=codec)
+
+
+def asked(
+    examples: Sequence[Example],
+    *,
+    ask: Callable[[Example], Prompt],
+    codec: Codec,
+    group_size: int,
+    seed_parts: tuple[int | str, ...],
+) -> tuple[list[Prompt], list[Request]]:
+    """What is asked about each example, and the request for it: the part of `collect` before the engine."""
     prompts = [ask(example) for example in examples]
     requests = [
         Request(
@@ -100,7 +115,18 @@ def collect(
         )
         for prompt, which in zip(prompts, _numbered(examples), strict=True)
     ]
-    completions = engine.generate(requests, sampling)
+    return prompts, requests
+
+
+def answered(
+    examples: Sequence[Example],
+    prompts: Sequence[Prompt],
+    requests: Sequence[Request],
+    completions: Sequence[Sequence[Completion]],
+    *,
+    codec: Codec,
+) -> list[Group]:
+    """The groups that the engine's answers make: the part of `collect` behind it."""
     return [
         Group(
             example=example,

@@ -138,7 +138,7 @@ class Collector:
             times.tools += self.tools.toolbox.seconds_since_asked()
         scored: list[Group] = []
         for group in groups:
-            scored.append(self._score(group))
+            scored.append(self.score(group))
             # Slow failures, such as time-outs, are not waited for once there are too many.
             if failures((*drawn, *scored)) > self.config.task.max_failed * rollouts_in((*drawn, *groups)):
                 break
@@ -146,7 +146,8 @@ class Collector:
         times.reward += time.perf_counter() - answered
         return scored
 
-    def _score(self, group: Group) -> Group:
+    def score(self, group: Group) -> Group:
+        """Reward the answers of a group and compare them."""
         task, algo = self.task, self.config.algo
         group = score_group(
             group, rewards=task.rewards, weights=task.weights, seconds=self.config.task.reward_seconds
