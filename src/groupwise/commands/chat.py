@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from groupwise.config import Config
     from groupwise.model.policy import Policy
     from groupwise.records import Sampling
+    from groupwise.serve.opened import Asked
     from groupwise.serve.talk import Answering, Talk
+    from groupwise.serve.tool_talk import Kit
 
 HELP = "type your message; /reset begins anew, /quit or Ctrl-D ends"
 
@@ -53,7 +55,7 @@ def chat(
         raise ConfigError("--prompt and --example both say what to ask; give one of them")
     if tools and strategy is not None:
         raise ConfigError("--tools and --strategy do not go together; give one of them")
-    from groupwise.serve.opened import find_named, held_out_example, system_of, tools_of
+    from groupwise.serve.opened import find_named, held_out_example, tools_of
 
     named = find_named(target, words or [])
     config = named.config
@@ -61,32 +63,50 @@ def chat(
     kit = tools_of(config, asked.task, asked.example if example else None) if tools and asked else None
     from groupwise.model.load import load_for_generation
     from groupwise.records import Sampling
-    from groupwise.serve.talk import Streaming, Talk
-    from groupwise.serve.tool_talk import ToolAnswering, ToolTalk
 
     policy = load_for_generation(config.model, rank=named.target.rank, trained=named.target.trained)
     room = max(1, policy.context_length // 2)
     sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=min(max_tokens, room))
     with ExitStack() as stack:
         if strategy is not None:
-            answering: Answering = strategist(strategy, policy, sampling, config=config, seed=seed)
-            talk = Talk(answering, system=system)
+            answering = strategist(strategy, policy, sampling, config=config, seed=seed)
         else:
-            streaming = Streaming(policy, sampling, seed=seed)
-            stack.callback(streaming.close)
-            answering, talk = streaming, Talk(streaming, system=system)
-            if kit is not None and asked is not None:
-                answering = ToolAnswering(streaming, kit, limits=config.tools)
-                talk = ToolTalk(answering, system=system or system_of(asked))
+            answering = streamer(policy, sampling, stack, config=config, kit=kit, seed=seed)
         if example and asked is not None:
             print(f"{asked.question}\n---")
             text = show(answering(asked.messages))
             print(asked.verdict(text, seconds=config.task.reward_seconds, kit=kit))
-        elif prompt is not None:
+            return
+        talk = conversation(answering, system=system, asked=asked)
+        if prompt is not None:
             show(talk.ask(sys.stdin.read() if prompt == "-" else prompt))
         else:
             print(f"{target}: {HELP}")
             converse(talk)
+
+
+def streamer(
+    policy: Policy, sampling: Sampling, stack: ExitStack, *, config: Config, kit: Kit | None, seed: int
+) -> Answering:
+    """Answers that are shown while they are written, with tools where there is a kit of them."""
+    from groupwise.serve.talk import Streaming
+    from groupwise.serve.tool_talk import ToolAnswering
+
+    streaming = Streaming(policy, sampling, seed=seed)
+    stack.callback(streaming.close)
+    return streaming if kit is None else ToolAnswering(streaming, kit, limits=config.tools)
+
+
+def conversation(answering: Answering, *, system: str | None, asked: Asked | None) -> Talk:
+    """A conversation; one with tools begins as its task's prompts do."""
+    from groupwise.serve.opened import system_of
+    from groupwise.serve.talk import Talk
+    from groupwise.serve.tool_talk import ToolAnswering, ToolTalk
+
+    if isinstance(answering, ToolAnswering):
+        assert asked is not None, "tools are a task's"
+        return ToolTalk(answering, system=system or system_of(asked))
+    return Talk(answering, system=system)
 
 
 def strategist(strategy: str, policy: Policy, sampling: Sampling, *, config: Config, seed: int) -> Answering:

@@ -97,12 +97,7 @@ def merge(
         written = causal_model(unfinished, chosen, where)
         difference = _largest(_logits(written, texts_T, compared), expected)
         plain = _largest(_logits(written, texts_T, chosen), own) if own else 0.0
-        limit = _limit(expected, chosen, compared)
-        if not difference <= limit:
-            raise InvariantError(
-                f"the merged model differs from model and adapter by {difference:.1e} in a logit, more than "
-                f"rounding explains ({limit:.1e}): nothing was written"
-            )
+        _check(difference, limit=_limit(expected, chosen, compared))
         if output.exists():
             shutil.rmtree(output)
         unfinished.chmod(0o755)
@@ -120,6 +115,14 @@ def merge(
         rounded=(plain, _largest(own, expected)) if own else None,
         files=tuple(sorted(path.name for path in output.glob("*.safetensors"))),
     )
+
+
+def _check(difference: float, *, limit: float) -> None:
+    if not difference <= limit:
+        raise InvariantError(
+            f"the merged model differs from model and adapter by {difference:.1e} in a logit, more than "
+            f"rounding explains ({limit:.1e}): nothing was written"
+        )
 
 
 def adapter_settings(folder: Path) -> dict[str, Any]:
