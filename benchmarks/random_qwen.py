@@ -1,4 +1,4 @@
-"""Random models in the shapes of Qwen2.5 and SmolLM2: speed and memory do not depend on what the weights are."""
+"""Random models in the shapes of Qwen2.5 and SmolLM2: speed and memory do not depend on the weights."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import takewhile
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -163,7 +164,10 @@ def offline(model: str, sample: list[Stream], *, clients: int, tokens: int) -> O
 
 def is_nearest(text: str, texts: Sequence[str], number: int) -> bool:
     """Whether a text shares no longer beginning with another of these than with the one of its number."""
-    shared = [len(os.path.commonprefix([text, other])) for other in texts]
+    shared = [
+        sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False)))
+        for other in texts
+    ]
     return shared[number] == max(shared)
 
 

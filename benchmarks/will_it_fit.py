@@ -5,8 +5,8 @@
 
 Each case is a process of its own that trains two steps on answers of full length (random weights do not know
 how to end one) after `groupwise doctor` has said what a step will take. Memory is what the metrics report:
-the most that the process held on a CPU, that torch had allocated on a GPU. On a GPU several cases run at once,
-which changes no memory but makes their times worthless. `--quick`: a few small cases, on any machine.
+the most that the process held on a CPU, that torch had allocated on a GPU. On a GPU several cases run at
+once, which changes no memory but makes their times worthless. `--quick`: a few small cases, on any machine.
 """
 
 from __future__ import annotations

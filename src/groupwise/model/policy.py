@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -11,27 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from groupwise.errors import ConfigError
+from groupwise.model.codec import Codec
 from groupwise.model.head import float_logits
 from groupwise.model.interface import Layout
 from groupwise.model.lora import base_of, effective_weight, is_adapted
 from groupwise.model.memory import free_memory
 from groupwise.model.quantized import is_quantized
-from groupwise.model.template import between_turns, render
-from groupwise.records import Message
-from groupwise.tracking.files import write_atomically
 
 
-class Policy:
+class Policy(Codec):
     """A model and its tokenizer, with the few things that the engine and the learner ask of them."""
 
     def __init__(self, model: Any, tokenizer: Any, *, reference: Any | None = None) -> None:
         self.model = model
         """A `PreTrainedModel`, or a `PeftModel` around one."""
-        self.tokenizer = tokenizer
         self._causal = model.get_base_model() if self.has_adapter else model
         self._decoder = self._causal.get_decoder()
         self._head: nn.Linear = self._causal.get_output_embeddings()
+        super().__init__(tokenizer, vocabulary=self._head.weight.shape[0])
         self._frozen = reference
         self.end_tokens = _end_tokens(self._causal, tokenizer)
 
@@ -172,58 +169,11 @@ class Policy:
         """Trained parameters by name, in a stable order; tied weights once."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def encode(
-        self, prompt: str | Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
-    ) -> tuple[int, ...]:
-        """Tokens of a prompt: through the chat template when there is one.
-
-        A last message of role assistant is a beginning that the policy continues. `tools`: schemas of the
-        functions that it may call.
-        """
-        if self.tokenizer.chat_template is None:
-            if tools:
-                raise ConfigError("the model has no chat template: it cannot be given tools")
-            text = prompt if isinstance(prompt, str) else "\n".join(str(m["content"]) for m in prompt)
-            return tuple(self.tokenizer(text)["input_ids"])
-        messages: list[Message] = (
-            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        )
-        return self._tokens(render(self.tokenizer, messages, tools=tools))
-
-    def encode_results(self, results: Sequence[str], *, prefill: str, ended: bool) -> tuple[int, ...]:
-        """Tokens from the end of a turn to the beginning of the next: what tools answered, and the glue.
-
-        `ended`: the turn has its end token; one that was stopped gets it here, untrained.
-        """
-        return self.encode_all_results([results], prefill=prefill, ended=ended)[0]
-
-    def encode_all_results(
-        self, turns: Sequence[Sequence[str]], *, prefill: str, ended: bool
-    ) -> list[tuple[int, ...]]:
-        """The same for the results of several turns: the tokenizer works on them at the same time."""
-        before = "" if ended else self.tokenizer.eos_token
-        texts = [before + between_turns(self.tokenizer, results, prefill=prefill) for results in turns]
-        return [tuple(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]]
-
-    def _tokens(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        text: str = self.tokenizer.decode(
-            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return text
-
     def save(self, folder: Path) -> None:
         """Write the adapter or the whole model in Hugging Face layout, with its tokenizer."""
         # PEFT would look the base model up online to see whether embeddings changed; they never do.
         self.model.save_pretrained(folder, **({"save_embedding_layers": False} if self.has_adapter else {}))
         self.tokenizer.save_pretrained(folder)
-
-    def save_tokenizer(self, path: Path) -> None:
-        """Write the tokenizer alone, as the `tokenizers` library reads it."""
-        if (fast := getattr(self.tokenizer, "backend_tokenizer", None)) is not None:
-            write_atomically(path, fast.to_str())
 
 
 def kept_numbers(width: int, inner: int, layers: int, *, recomputed: bool) -> int:

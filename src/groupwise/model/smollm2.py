@@ -72,4 +72,9 @@ def unpack(source: Path, target: Path) -> None:
         source.parent, **where, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     )
     model.save_pretrained(target)
-    AutoTokenizer.from_pretrained(source.parent, **where).save_pretrained(target)
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
+    # Some versions of transformers take these from elsewhere than the file, and end turns with their beginning.
+    tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = tokenizer.convert_ids_to_tokens(
+        [model.config.bos_token_id, model.config.eos_token_id, model.config.pad_token_id]
+    )
+    tokenizer.save_pretrained(target)
