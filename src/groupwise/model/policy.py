@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -12,25 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from groupwise.errors import ConfigError
+from groupwise.model.codec import Codec
+from groupwise.model.head import float_logits
 from groupwise.model.interface import Layout
 from groupwise.model.lora import base_of, effective_weight, is_adapted
+from groupwise.model.memory import free_memory
 from groupwise.model.quantized import is_quantized
-from groupwise.model.template import between_turns, render
-from groupwise.records import Message
-from groupwise.tracking.files import write_atomically
 
 
-class Policy:
+class Policy(Codec):
     """A model and its tokenizer, with the few things that the engine and the learner ask of them."""
 
     def __init__(self, model: Any, tokenizer: Any, *, reference: Any | None = None) -> None:
         self.model = model
         """A `PreTrainedModel`, or a `PeftModel` around one."""
-        self.tokenizer = tokenizer
         self._causal = model.get_base_model() if self.has_adapter else model
         self._decoder = self._causal.get_decoder()
         self._head: nn.Linear = self._causal.get_output_embeddings()
+        super().__init__(tokenizer, vocabulary=self._head.weight.shape[0])
         self._frozen = reference
         self.anchor: Mapping[str, Tensor] | None = None
         """What the reference has in the place of the trained weights; None: those before training."""
@@ -110,17 +108,14 @@ class Policy:
 
     @property
     def activation_bytes(self) -> int:
-        """About what one token leaves behind in a forward pass for the backward pass.
-
-        A layer keeps some ten vectors of its width and some five of its inner width; with gradient
-        checkpointing, one vector, and the rest of one layer at a time.
-        """
+        """About what one token leaves behind in a forward pass for the backward pass, at most."""
         config = self._causal.config
         width = int(config.hidden_size)
         inner = int(getattr(config, "intermediate_size", None) or 4 * width)
-        layer = 10 * width + 5 * inner
-        kept = layer + self.layers * width if self.model.is_gradient_checkpointing else self.layers * layer
-        return kept * self.head_weight.element_size()
+        recomputed = self.model.is_gradient_checkpointing
+        return (
+            kept_numbers(width, inner, self.layers, recomputed=recomputed) * self.head_weight.element_size()
+        )
 
     @property
     def has_dropout(self) -> bool:
@@ -136,8 +131,7 @@ class Policy:
         return hidden_TM
 
     def logits(self, hidden_NM: Tensor) -> Tensor:
-        logits_NV: Tensor = self._head(hidden_NM)
-        return logits_NV
+        return float_logits(hidden_NM, self.head_weight, self.head_bias)
 
     @contextmanager
     def reference(self) -> Iterator[Policy]:
@@ -197,6 +191,7 @@ class Policy:
         """Trained parameters by name, in a stable order; tied weights once."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
+<<<<<<< HEAD
     def encode(
         self, prompt: str | Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[int, ...]:
@@ -233,18 +228,20 @@ class Policy:
         return text
 
     def save(self, folder: Path, *, tokenizer: bool = True) -> None:
+=======
+    def save(self, folder: Path) -> None:
+>>>>>>> main
         """Write the adapter or the whole model in Hugging Face layout, with its tokenizer."""
         # PEFT would look the base model up online to see whether embeddings changed; they never do.
         self.model.save_pretrained(folder, **({"save_embedding_layers": False} if self.has_adapter else {}))
         if tokenizer:
             self.tokenizer.save_pretrained(folder)
 
-    def save_tokenizer(self, path: Path) -> None:
-        """Write the tokenizer alone, as the `tokenizers` library reads it."""
-        if (fast := getattr(self.tokenizer, "backend_tokenizer", None)) is not None:
-            write_atomically(path, fast.to_str())
 
+def kept_numbers(width: int, inner: int, layers: int, *, recomputed: bool) -> int:
+    """About how many numbers of a token a forward pass keeps for the backward pass, at most.
 
+<<<<<<< HEAD
 def place(parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor]) -> None:
     """Let parameters hold these tensors: pointers move, numbers do not."""
     for name, parameter in parameters.items():
@@ -257,6 +254,13 @@ def free_memory(device: torch.device) -> int:
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + held
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+=======
+    A layer keeps some ten vectors of its width and some five of its inner width; with gradient
+    checkpointing, one vector, and the rest of one layer at a time.
+    """
+    layer = 10 * width + 5 * inner
+    return layer + layers * width if recomputed else layers * layer
+>>>>>>> main
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:

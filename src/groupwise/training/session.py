@@ -18,11 +18,17 @@ from groupwise.engine.sampler import derive_seed
 from groupwise.errors import ConfigError
 from groupwise.learner.checkpoint import prune
 from groupwise.model.load import load_policy
+from groupwise.model.memory import free_memory
+from groupwise.model.source import model_folder
+from groupwise.tracking.log import LOGGER
 from groupwise.training.ending import stats_of, summary_of
 from groupwise.training.examiner import Examiner
 from groupwise.training.interrupt import Interrupt
+from groupwise.training.preflight import Place
+from groupwise.training.recompute import choose_recomputing
 from groupwise.training.recorder import Recorder
-from groupwise.training.start import Start, command_of
+from groupwise.training.shape import shape_of
+from groupwise.training.start import Start, command_of, with_recomputing
 from groupwise.training.state import Optimizing, load_learner, save_state
 
 
@@ -43,6 +49,8 @@ class Session(ABC):
             resources.callback(start.withdraw)
             resources.enter_context(start.lock)
             self.read_data()
+            config, recomputing = settled(config, start)
+            self.config = config
             self.recorder = Recorder(
                 start.folder,
                 title=f"{title} · {config.model.name}",
@@ -54,6 +62,8 @@ class Session(ABC):
             self._load(start)
             self.recorder.begin(config, done=self.state.step)
             self.policy.save_tokenizer(self.folder.tokenizer)
+            tell = self.recorder.say if config.model.gradient_checkpointing else LOGGER.info
+            tell(recomputing)
             for notice in (*config.notices(), *self.policy.notices(), *self.data_notices()):
                 self.recorder.say(notice)
             if self.examiner.before is not None:
@@ -140,3 +150,11 @@ class Session(ABC):
                 summary_of(self.config, self.state, folder=self.folder, before=before, after=after),
                 stats_of(self.state, before=before, after=after),
             )
+
+
+def settled(config: Config, start: Start) -> tuple[Config, str]:
+    """Choose what depends on the memory that is free, and say why; a resumed run keeps what was chosen."""
+    config = with_recomputing(config, start.recomputing)
+    model = replace(config.model, name=str(model_folder(config.model.name)))
+    device = torch.device(model.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return choose_recomputing(config, shape_of(model), Place.of(device), free=free_memory(device))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
@@ -28,6 +28,8 @@ class Start:
     state: State
     checkpoint: Path | None
     """None: from the very beginning."""
+    recomputing: bool | None = None
+    """model.gradient_checkpointing as it was chosen when the run began."""
 
     @classmethod
     def new(cls, config: Config, *, task: str) -> Start:
@@ -42,13 +44,20 @@ class Start:
         folder = RunFolder.open(path)
         lock = folder.lock()
         try:
-            refuse_other_settings(read_config(folder.config), config)
+            stored = read_config(folder.config)
+            refuse_other_settings(stored, with_recomputing(config, stored.model.gradient_checkpointing))
             checkpoint = latest_checkpoint(folder.checkpoints)
             state = State() if checkpoint is None else read_state(checkpoint)
         except BaseException:
             lock.close()
             raise
-        return cls(folder=folder, lock=lock, state=state, checkpoint=checkpoint)
+        return cls(
+            folder=folder,
+            lock=lock,
+            state=state,
+            checkpoint=checkpoint,
+            recomputing=stored.model.gradient_checkpointing,
+        )
 
     def already_done(self, config: Config) -> str | None:
         """Say so when no step is left and the last session told its story to the end."""
@@ -65,6 +74,13 @@ class Start:
             with suppress(OSError):
                 (self.folder.path / ".lock").unlink(missing_ok=True)
                 self.folder.path.rmdir()
+
+
+def with_recomputing(config: Config, chosen: bool | None) -> Config:
+    """Leave open no more what was chosen already."""
+    if config.model.gradient_checkpointing is not None:
+        return config
+    return replace(config, model=replace(config.model, gradient_checkpointing=chosen))
 
 
 def command_of(config: Config) -> str:
