@@ -21,11 +21,8 @@ from groupwise.engine.sampler import draw, uniforms
 from groupwise.engine.scheduler import NONE, More, Scheduler, Sequence
 from groupwise.engine.stopping import StopStrings
 from groupwise.errors import ConfigError
-<<<<<<< HEAD
 from groupwise.model.members import Members
-=======
 from groupwise.model.memory import free_memory
->>>>>>> main
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Finish, Request, Sampling
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -140,11 +140,17 @@ class Policy(Codec):
             with self.holding(self.anchor):
                 yield self
         elif self.has_adapter:
-            with self.model.disable_adapter():
+            with self.without_adapter():
                 yield self
         else:
             assert self._frozen is not None, "full fine-tuning with a KL penalty loads a frozen copy"
             yield Policy(self._frozen, self.tokenizer)
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[Policy]:
+        """The base alone, for as long as the block lasts."""
+        with self.model.disable_adapter():
+            yield self
 
     @contextmanager
     def holding(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
@@ -191,46 +197,7 @@ class Policy(Codec):
         """Trained parameters by name, in a stable order; tied weights once."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
-<<<<<<< HEAD
-    def encode(
-        self, prompt: str | Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
-    ) -> tuple[int, ...]:
-        """Tokens of a prompt: through the chat template when there is one.
-
-        A last message of role assistant is a beginning that the policy continues. `tools`: schemas of the
-        functions that it may call.
-        """
-        if self.tokenizer.chat_template is None:
-            if tools:
-                raise ConfigError("the model has no chat template: it cannot be given tools")
-            text = prompt if isinstance(prompt, str) else "\n".join(str(m["content"]) for m in prompt)
-            return tuple(self.tokenizer(text)["input_ids"])
-        messages: list[Message] = (
-            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        )
-        return self._tokens(render(self.tokenizer, messages, tools=tools))
-
-    def encode_results(self, results: Sequence[str], *, prefill: str, ended: bool) -> tuple[int, ...]:
-        """Tokens from the end of a turn to the beginning of the next: what tools answered, and the glue.
-
-        `ended`: the turn has its end token; one that was stopped gets it here, untrained.
-        """
-        text = between_turns(self.tokenizer, results, prefill=prefill)
-        return self._tokens(text if ended else self.tokenizer.eos_token + text)
-
-    def _tokens(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        text: str = self.tokenizer.decode(
-            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return text
-
     def save(self, folder: Path, *, tokenizer: bool = True) -> None:
-=======
-    def save(self, folder: Path) -> None:
->>>>>>> main
         """Write the adapter or the whole model in Hugging Face layout, with its tokenizer."""
         # PEFT would look the base model up online to see whether embeddings changed; they never do.
         self.model.save_pretrained(folder, **({"save_embedding_layers": False} if self.has_adapter else {}))
@@ -241,26 +208,17 @@ class Policy(Codec):
 def kept_numbers(width: int, inner: int, layers: int, *, recomputed: bool) -> int:
     """About how many numbers of a token a forward pass keeps for the backward pass, at most.
 
-<<<<<<< HEAD
-def place(parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor]) -> None:
-    """Let parameters hold these tensors: pointers move, numbers do not."""
-    for name, parameter in parameters.items():
-        parameter.data = weights[name]
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that could be taken on a device now."""
-    if device.type == "cuda":
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + held
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-=======
     A layer keeps some ten vectors of its width and some five of its inner width; with gradient
     checkpointing, one vector, and the rest of one layer at a time.
     """
     layer = 10 * width + 5 * inner
     return layer + layers * width if recomputed else layers * layer
->>>>>>> main
+
+
+def place(parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor]) -> None:
+    """Let parameters hold these tensors: pointers move, numbers do not."""
+    for name, parameter in parameters.items():
+        parameter.data = weights[name]
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:

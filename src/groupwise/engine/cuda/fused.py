@@ -166,7 +166,7 @@ def fused_forward(policy: Policy, members: Members | None = None) -> FusedForwar
     """
     try:
         fused = FusedForward(policy, members)
-        with policy.reference() if members else nullcontext(policy) as compared:
+        with policy.without_adapter() if members else nullcontext(policy) as compared:
             difference = _difference(compared, fused)
     except (AttributeError, AssertionError, TypeError, ValueError, RuntimeError) as error:
         LOGGER.info("generating with the model's own layers, which are not of the fused kind: %s", error)
