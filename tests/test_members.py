@@ -178,3 +178,13 @@ def test_a_dropped_member_leaves_its_number_to_the_next():
     assert members.add(members.of(2)) == 1
     assert all(torch.equal(a, b) for a, b in zip(members.of(1).values(), members.of(2).values(), strict=True))
     assert len(members) == 3
+
+
+def test_members_are_batched_also_while_the_policy_holds_on_to_an_anchor():
+    policy = adapted()
+    members = population(policy)
+    policy.anchor = {name: 2 * tensor for name, tensor in members.of(1).items()}
+    together = TogetherEngine(members, EngineConfig())
+    assert together.batched
+    answers = together.generate(mixed(), Sampling(max_tokens=4))
+    assert_same(answers, alone(members, mixed(), Sampling(max_tokens=4)))
