@@ -140,11 +140,17 @@ class Policy(Codec):
             with self.holding(self.anchor):
                 yield self
         elif self.has_adapter:
-            with self.model.disable_adapter():
+            with self.without_adapter():
                 yield self
         else:
             assert self._frozen is not None, "full fine-tuning with a KL penalty loads a frozen copy"
             yield Policy(self._frozen, self.tokenizer)
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[Policy]:
+        """The base alone, for as long as the block lasts."""
+        with self.model.disable_adapter():
+            yield self
 
     @contextmanager
     def holding(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
