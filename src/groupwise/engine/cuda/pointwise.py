@@ -1,7 +1,8 @@
 """Triton kernels between the matrix products of a decoder layer.
 
-Each rounds to the model's precision wherever the Hugging Face module does, so that the fused forward
-pass differs from the module by no more than the order of sums.
+Each rounds to the model's precision just where the passes of the update do (`model.pointwise` and torch's
+RMSNorm: once, at the end), so that sampler and trainer differ by no more than the order of sums: roundings at
+other places would differ by as much as all of bfloat16 does.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -29,7 +30,7 @@ def add_norm(
         tl.store(X + token * SIZE + at, x.to(kind), mask=mask)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
     weight = tl.load(WEIGHT + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(OUT + token * SIZE + at, (weight * (x * scale).to(kind).to(tl.float32)).to(kind), mask=mask)
+    tl.store(OUT + token * SIZE + at, (x * scale * weight).to(kind), mask=mask)
 
 
 @triton.jit
@@ -62,15 +63,19 @@ def rotate_and_store(
             tl.load(K_NORM + SIZE // 2 + low, mask=inside, other=0.0)[None, :].to(tl.float32),
             tl.load(Q_NORM + SIZE // 2 + low, mask=inside, other=0.0)[None, :].to(tl.float32),
         )
-        first = (weight_1 * (first * scale).to(kind).to(tl.float32)).to(kind).to(tl.float32)
-        second = (weight_2 * (second * scale).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+        first = (first * scale * weight_1).to(kind).to(tl.float32)
+        second = (second * scale * weight_2).to(kind).to(tl.float32)
     turn = token * SIZE + low
     cos_1 = tl.load(COS + turn, mask=inside, other=0.0).to(tl.float32)[None, :]
     sin_1 = tl.load(SIN + turn, mask=inside, other=0.0).to(tl.float32)[None, :]
     cos_2 = tl.load(COS + turn + SIZE // 2, mask=inside, other=0.0).to(tl.float32)[None, :]
     sin_2 = tl.load(SIN + turn + SIZE // 2, mask=inside, other=0.0).to(tl.float32)[None, :]
-    turned_1 = (first * cos_1).to(kind).to(tl.float32) - (second * sin_1).to(kind).to(tl.float32)
-    turned_2 = (second * cos_2).to(kind).to(tl.float32) + (first * sin_2).to(kind).to(tl.float32)
+    if NORMED:  # the update turns these as transformers does, which rounds every product
+        turned_1 = (first * cos_1).to(kind).to(tl.float32) - (second * sin_1).to(kind).to(tl.float32)
+        turned_2 = (second * cos_2).to(kind).to(tl.float32) + (first * sin_2).to(kind).to(tl.float32)
+    else:
+        turned_1 = first * cos_1 - second * sin_1
+        turned_2 = second * cos_2 + first * sin_2
     tl.store(base, turned_1.to(kind), mask=mask)
     tl.store(base + SIZE // 2, turned_2.to(kind), mask=mask)
     to = KEYS + (place * KEY_HEADS + heads[:, None] - HEADS) * SIZE + low[None, :]
@@ -93,5 +98,4 @@ def silu_and_multiply(GATE_UP, OUT, stride, SIZE: tl.constexpr, BLOCK: tl.conste
     kind = OUT.dtype.element_ty
     gate = tl.load(GATE_UP + token * stride + at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(GATE_UP + token * stride + SIZE + at, mask=mask, other=0.0).to(tl.float32)
-    active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
-    tl.store(OUT + token * SIZE + at, (active * up).to(kind), mask=mask)
+    tl.store(OUT + token * SIZE + at, (gate * tl.sigmoid(gate) * up).to(kind), mask=mask)
