@@ -120,6 +120,11 @@ class Engine:
         assert pool.free == pool.count, "blocks leaked"
         self.preempted = scheduler.preempted
 
+    def make_room(self, needed: int) -> None:
+        """Give memory back where so many bytes are not free on a GPU: captured graphs are worth keeping."""
+        if self.policy.device.type == "cuda" and free_memory(self.policy.device) < needed:
+            self.release()
+
     def release(self) -> None:
         """Give back the memory of the cache, and of all that was made for it, until the next call."""
         if self._graph_runner is not None:

@@ -25,6 +25,9 @@ from groupwise.model.policy import Policy
 from groupwise.records import Sample, Sampling
 from groupwise.tracking.log import LOGGER
 
+GPU_LOGITS_BYTES = 2 << 30
+"""More than a chunk of logits and its gradient take on a GPU."""
+
 
 class Learner:
     """The optimizer and everything between a sample and a gradient."""
@@ -85,6 +88,12 @@ class Learner:
             "policy/updates": float(len(norms)),
             "optim/learning_rate": self.rate(self.updates - 1),
         }
+
+    @property
+    def most_bytes(self) -> int:
+        """What an update may take beside the weights, generously: activations, logits, gradients, moments."""
+        trained = sum(p.numel() for p in self.policy.trainable().values())
+        return self.micro_batch_tokens * self.policy.activation_bytes + GPU_LOGITS_BYTES + 16 * trained
 
     def rate(self, update: int) -> float:
         assert self.optim.learning_rate is not None

@@ -73,7 +73,7 @@ def unpack(source: Path, target: Path) -> None:
     )
     model.save_pretrained(target)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
-    # Some versions of transformers take these from elsewhere than the file, and end turns with their beginning.
+    # Some versions of transformers take these from elsewhere than the file, and end a turn as it began.
     for kind in ("bos_token", "eos_token", "pad_token"):
         setattr(tokenizer, kind, tokenizer.convert_ids_to_tokens(getattr(model.config, f"{kind}_id")))
     tokenizer.save_pretrained(target)
