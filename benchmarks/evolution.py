@@ -84,6 +84,9 @@ def start_job(arm: str, seed: int, options: argparse.Namespace, folder: Path) ->
     result = folder / f"{arm}-{seed}.json"
     words = [sys.executable, __file__, "--job", arm, str(seed), str(folder), "--tokens", str(options.tokens)]
     environment = os.environ | {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
+    environment["GOMP_SPINCOUNT"] = (
+        "10000"  # as the command sets it: waiting threads leave the cores to others
+    )
     with (folder / f"{arm}-{seed}.log").open("w", encoding="utf-8") as log:
         code = subprocess.run(words, env=environment, stdout=log, stderr=log, check=False).returncode
     if code:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from groupwise.config import FLAGS, Config, config_from_keywords, differences, dump_config, read_config
+from groupwise.config.evolve import METHODS
 from groupwise.config.model import LORA_PRESETS
 from groupwise.config.read import SECTIONS, TYPES, closest
 from groupwise.config.sections import (
@@ -257,7 +258,8 @@ CHOICES = {
     "algo.correction": CORRECTIONS,
     "optim.schedule": SCHEDULES,
     "optim.kind": ("adamw", "adamw8bit"),
-    "run.kind": ("grpo", "sft"),
+    "run.kind": ("grpo", "sft", "evolve"),
+    "evolve.method": METHODS,
     "track.trackers": ("trackio", "wandb", "tensorboard"),
 }
 AWKWARD = (
@@ -299,6 +301,8 @@ def random_plain(chance: random.Random, depth: int = 0) -> Any:
 
 
 def random_setting(chance: random.Random, name: str) -> Any:
+    if name == "evolve.vary":
+        return {random_text(chance): [chance.random(), chance.uniform(1, 2)] for _ in range(3)}
     kind, optional = kind_of(TYPES[name])
     if optional and chance.random() < 0.3:
         return None
