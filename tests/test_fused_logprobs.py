@@ -10,6 +10,7 @@ import interpreted  # noqa: F401  (before any kernel is imported)
 from groupwise.model import fused_logprobs
 from groupwise.model.fused_logprobs import FusedTokenLogprobs
 from groupwise.records import Sampling
+from groupwise.training.preflight import GPU_CHUNK_LOGITS
 from test_logprobs import VOCABULARY, inputs, naive, relative
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -55,3 +56,7 @@ def test_a_vocabulary_wider_than_a_block_is_read_to_its_end() -> None:
     exact_NV = (hidden.double() @ weight.double().T).log_softmax(-1)
     assert relative(logprobs_N, exact_NV[torch.arange(3), tokens_N]) < 1e-5
     assert relative(entropy_N, -(exact_NV.exp() * exact_NV).sum(-1)) < 1e-5
+
+
+def test_the_estimate_of_memory_knows_how_many_logits_are_held():
+    assert fused_logprobs.CHUNK_LOGITS == GPU_CHUNK_LOGITS

@@ -5,6 +5,7 @@ As `engine.cuda.ahead`, but with a graph for each kind of settings that are in u
 
 from __future__ import annotations
 
+import time
 from collections import deque
 
 import numpy as np
@@ -23,8 +24,8 @@ from groupwise.records import Completion
 
 LARGEST_GROUP = 8
 """Answers to one prompt that share a read of it."""
-TOGETHER, PATIENCE = 16, 8
-"""One answer for every so many that run may begin at once; after so many steps whoever waits."""
+TOGETHER, PATIENCE = 8, 0.02
+"""One answer for every so many that run may begin at once; after so many seconds whoever waits."""
 
 
 class GraphSteps:
@@ -42,8 +43,8 @@ class GraphSteps:
         self.runner = GraphRunner(policy, room, block_size=scheduler.pool.block_size)
         self.known = np.zeros(len(scheduler.length), dtype=np.int64)
         self._issued: deque[Issued] = deque()
-        self._kept_waiting = 0
-        """Steps since somebody could have joined."""
+        self._waits_since: float | None = None
+        """When the first of those who wait could have joined."""
 
     def advance(self) -> list[tuple[Sequence, Completion]]:
         scheduler = self.scheduler
@@ -84,10 +85,14 @@ class GraphSteps:
     def _time_to_join(self) -> bool:
         """Prompts are computed several at a time: a pass over one takes longer than a step of everyone."""
         queued, running = self.scheduler.queued, len(self.scheduler.running)
-        self._kept_waiting = self._kept_waiting + 1 if queued else 0
-        if self._kept_waiting < PATIENCE and queued * TOGETHER < running:
+        if not queued:
+            self._waits_since = None
+            return True
+        now = time.monotonic()
+        self._waits_since = self._waits_since or now
+        if queued * TOGETHER < running and now < self._waits_since + PATIENCE:
             return False
-        self._kept_waiting = 0
+        self._waits_since = None
         return True
 
     def _issue(self, slots: NDArray[np.int64]) -> None:
