@@ -24,6 +24,7 @@ LAYERS = [
         "rewards",
         "retrieval",
         "model",
+        "parallel",
         "engine",
         "algo",
     ),

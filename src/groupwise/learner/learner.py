@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -16,10 +16,13 @@ from groupwise.config.sections import AlgoConfig, OptimConfig
 from groupwise.errors import ConfigError
 from groupwise.invariants import check_finite, check_gap
 from groupwise.learner.optimizer import clipped_step, make_optimizer
-from groupwise.learner.part import Part
+from groupwise.learner.part import Done, Part
 from groupwise.learner.schedule import learning_rate
 from groupwise.model.logprobs import token_logprobs
 from groupwise.model.policy import Policy
+from groupwise.parallel.balance import dealt_out
+from groupwise.parallel.gradients import sum_gradients
+from groupwise.parallel.processes import Processes
 from groupwise.records import Sample, Sampling
 from groupwise.tracking.log import LOGGER
 
@@ -31,9 +34,17 @@ class Learner:
     """The optimizer and everything between a sample and a gradient."""
 
     def __init__(
-        self, policy: Policy, *, algo: AlgoConfig, optim: OptimConfig, sampling: Sampling, max_steps: int
+        self,
+        policy: Policy,
+        *,
+        algo: AlgoConfig,
+        optim: OptimConfig,
+        sampling: Sampling,
+        max_steps: int,
+        processes: Processes | None = None,
     ) -> None:
         self.policy = policy
+        self.processes = processes or Processes()
         self.algo = algo
         self.optim = optim
         self.sampling = sampling
@@ -60,7 +71,8 @@ class Learner:
         """Make this step's optimizer steps.
 
         `sequences` and `tokens` count the whole batch, also what is not computed because its
-        advantage is 0: they are the loss's denominators.
+        advantage is 0: they are the loss's denominators. Every process is given all samples and
+        computes a share; as losses are sums, so is the gradient.
         """
         self.seen = {}
         if not samples:
@@ -72,12 +84,16 @@ class Learner:
         norms: list[float] = []
         for _ in range(self.optim.epochs):
             for parts in minibatches:
-                done = self._accumulate(parts)
-                reports += [metrics for _, metrics in done]
-                losses.append(sum(loss for loss, _ in done))
+                own = Done(0.0, {})
+                with self.processes.together():
+                    done = self._accumulate(parts)
+                    own = Done(sum(loss for loss, _ in done), merge(metrics for _, metrics in done))
+                everyone = self.processes.gather(own.on_cpu())
+                total = merge(each.metrics for each in everyone)
+                reports.append(total)
+                losses.append(sum(each.loss for each in everyone))
                 check_finite("the loss", losses[-1])
-                gap = averages(merge(metrics for _, metrics in done))["policy/gap"]
-                check_gap(gap, limit=self.algo.max_gap)
+                check_gap(averages(total)["policy/gap"], limit=self.algo.max_gap)
                 norms.append(self._step())
         return {
             **averages(merge(reports)),
@@ -86,6 +102,10 @@ class Learner:
             "policy/updates": float(len(norms)),
             "optim/learning_rate": self.rate(self.updates - 1),
         }
+
+    def seen_by_all(self) -> dict[tuple[int, int], list[float]]:
+        """Return what `seen` holds in any process."""
+        return {which: own for seen in self.processes.gather(self.seen) for which, own in seen.items()}
 
     def rate(self, update: int) -> float:
         assert self.optim.learning_rate is not None
@@ -112,12 +132,7 @@ class Learner:
             # Before the first update the old policy is the policy now, unless dropout makes it another.
             old_pass = bool(prepared) or self.optim.epochs > 1 or self.policy.has_dropout
             parts: list[Part] = []
-            for indices in micro_batches(minibatch, budget=self.micro_batch_tokens):
-                part = Part.build(
-                    [minibatch[i] for i in indices],
-                    [sample_weights[i] for i in indices],
-                    device=self.policy.device,
-                )
+            for part in self._parts(minibatch, sample_weights):
                 parts.append(
                     replace(
                         part,
@@ -127,6 +142,16 @@ class Learner:
                 )
             prepared.append(parts)
         return prepared
+
+    def _parts(self, minibatch: Sequence[Sample], weights: Sequence[float]) -> Iterator[Part]:
+        """Yield the passes that make up this process's share of a mini-batch."""
+        share = dealt_out(minibatch, self.processes.count)[self.processes.rank]
+        own = [minibatch[i] for i in share]
+        own_weights = [weights[i] for i in share]
+        for indices in micro_batches(own, budget=self.micro_batch_tokens):
+            yield Part.build(
+                [own[i] for i in indices], [own_weights[i] for i in indices], device=self.policy.device
+            )
 
     def _logprobs(self, policy: Policy, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         hidden_TM = policy.hidden(batch.tokens_T, batch.positions_T, batch.layout)
@@ -202,6 +227,7 @@ class Learner:
 
     def _step(self) -> float:
         """Make one optimizer step and count it; returns the gradient's norm before clipping."""
+        sum_gradients(self.processes, list(self.policy.trainable().values()))
         rate = self.rate(self.updates)
         norm = clipped_step(self.policy, self.optimizer, rate=rate, max_grad_norm=self.optim.max_grad_norm)
         self.updates += 1

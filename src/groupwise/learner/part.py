@@ -13,6 +13,18 @@ from groupwise.invariants import check_targets
 from groupwise.records import Sample
 
 
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What a mini-batch's passes found: the loss, and sums over tokens."""
+
+    loss: float
+    metrics: dict[str, Tensor]
+
+    def on_cpu(self) -> Done:
+        """The same, ready to travel to other processes."""
+        return replace(self, metrics={name: value.cpu() for name, value in self.metrics.items()})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """A micro-batch with what the loss needs besides."""

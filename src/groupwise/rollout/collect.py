@@ -63,15 +63,19 @@ def collect(
     group_size: int,
     seed_parts: tuple[int | str, ...],
     tools: Tools | None = None,
+    share: slice = slice(None),
 ) -> list[Group]:
-    """Return one group for each example.
+    """Return one group for each example, or for those in `share`: other processes answer the others.
 
     A member's noise derives from `seed_parts` (run seed, step, …), the example, the member and the
     turn, so it does not depend on what else is generated beside it.
     """
+    which = list(_numbered(examples))[share]
+    examples = examples[share]
     if tools is not None:
         return collect_turns(
             examples,
+            which=which,
             ask=ask,
             codec=codec,
             engine=engine,
@@ -84,9 +88,9 @@ def collect(
     requests = [
         Request(
             prompt=codec.encode(prompt),
-            seeds=tuple(derive_seed(*seed_parts, *which, member) for member in range(group_size)),
+            seeds=tuple(derive_seed(*seed_parts, *own, member) for member in range(group_size)),
         )
-        for prompt, which in zip(prompts, _numbered(examples), strict=True)
+        for prompt, own in zip(prompts, which, strict=True)
     ]
     completions = engine.generate(requests, sampling)
     return [
@@ -104,6 +108,7 @@ def collect(
 def collect_turns(
     examples: Sequence[Example],
     *,
+    which: Sequence[tuple[str, int]],
     ask: Callable[[Example], str | Sequence[Message]],
     codec: Any,
     engine: Generate,
@@ -114,7 +119,6 @@ def collect_turns(
 ) -> list[Group]:
     """The same for rollouts that may call tools and go on."""
     prompts = [ask(example) for example in examples]
-    which = list(_numbered(examples))
     schemas = tools.toolbox.schemas
     streams = [
         [Stream(tokens, prompt, member) for member in range(group_size)]

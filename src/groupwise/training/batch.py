@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from groupwise.algo.advantages import with_advantages, with_overlong_penalty
 from groupwise.algo.combine import agreeing, with_combined
@@ -12,6 +12,7 @@ from groupwise.algo.samples import batch_size, to_samples
 from groupwise.config.sections import Config
 from groupwise.errors import InvariantError
 from groupwise.invariants import check_disjoint
+from groupwise.parallel.processes import Processes
 from groupwise.records import Example, Group, Sample
 from groupwise.rewards.score import score_group
 from groupwise.rollout.collect import Codec, Generate, Tools, collect
@@ -48,8 +49,18 @@ class Batch:
 class Collector:
     """Makes batches; holds what does not change between steps."""
 
-    def __init__(self, config: Config, *, task: Task, split: Split, codec: Codec, engine: Generate) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        task: Task,
+        split: Split,
+        codec: Codec,
+        engine: Generate,
+        processes: Processes | None = None,
+    ) -> None:
         self.config = config
+        self.processes = processes or Processes()
         self.task = task
         self.split = split
         self.codec = codec
@@ -114,8 +125,19 @@ class Collector:
     def _answer(
         self, examples: Sequence[Example], *, step: int, drawn: Sequence[Group], times: Times
     ) -> list[Group]:
-        """Answer and score the examples; `drawn` are the step's earlier groups."""
+        """Answer and score the examples, each process its share; `drawn` are the step's earlier groups."""
+        own = Answered()
+        with self.processes.together():
+            own = self._answer_share(examples, step=step, drawn=drawn)
+        slowest = self.processes.gather(own.times)
+        times.rollout += max(each.rollout for each in slowest)
+        times.reward += max(each.reward for each in slowest)
+        times.tools += max(each.tools for each in slowest)
+        return self.processes.joined(own.groups)
+
+    def _answer_share(self, examples: Sequence[Example], *, step: int, drawn: Sequence[Group]) -> Answered:
         check_disjoint((self.task.asks(example) for example in examples), self.held_out)
+        times = Times()
         started = time.perf_counter()
         groups = collect(
             examples,
@@ -127,19 +149,23 @@ class Collector:
             # The count tells apart one example drawn in two rounds of a step.
             seed_parts=(self.config.run.seed, "train", step, len(drawn)),
             tools=self.tools,
+            share=self.processes.share,
         )
         answered = time.perf_counter()
         if self.tools is not None:
-            times.tools += self.tools.toolbox.seconds_since_asked()
+            times.tools = self.tools.toolbox.seconds_since_asked()
         scored: list[Group] = []
+        enough = self.config.task.max_failed * (
+            rollouts_in(drawn) + len(examples) * self.config.rollout.group_size
+        )
         for group in groups:
             scored.append(self._score(group))
             # Slow failures, such as time-outs, are not waited for once there are too many.
-            if failures((*drawn, *scored)) > self.config.task.max_failed * rollouts_in((*drawn, *groups)):
+            if failures((*drawn, *scored)) > enough:
                 break
-        times.rollout += answered - started
-        times.reward += time.perf_counter() - answered
-        return scored
+        times.rollout = answered - started
+        times.reward = time.perf_counter() - answered
+        return Answered(scored, times)
 
     def _score(self, group: Group) -> Group:
         task, algo = self.task, self.config.algo
@@ -164,6 +190,14 @@ class Times:
     rollout: float = 0.0
     reward: float = 0.0
     tools: float = 0.0
+
+
+@dataclass(slots=True)
+class Answered:
+    """What one process has of a round."""
+
+    groups: list[Group] = field(default_factory=list)
+    times: Times = field(default_factory=Times)
 
 
 def check_failures(batch: Batch, *, limit: float) -> None:

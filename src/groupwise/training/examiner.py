@@ -10,6 +10,7 @@ from groupwise.evaluate.held_out import Evaluation, compare, evaluate
 from groupwise.evaluate.saved import read_evaluation, write_evaluation
 from groupwise.invariants import check_undisturbed
 from groupwise.model.policy import Policy
+from groupwise.parallel.processes import Processes
 from groupwise.records import Example
 from groupwise.rollout.collect import Generate, Tools
 from groupwise.tasks import Task
@@ -31,8 +32,10 @@ class Examiner:
         codec: Policy,
         engine: Generate,
         folder: RunFolder,
+        processes: Processes | None = None,
     ) -> None:
         self.config = config
+        self.processes = processes or Processes()
         self.task = task
         self.examples = () if config.evaluate.skip else examples
         self.codec = codec
@@ -70,8 +73,10 @@ class Examiner:
             seed=self.config.run.seed,
             seconds=self.config.task.reward_seconds,
             tools=self.tools,
+            processes=self.processes,
         )
-        check_undisturbed(untouched, fingerprint(self.codec, learner))
+        with self.processes.together():
+            check_undisturbed(untouched, fingerprint(self.codec, learner))
         about: dict[str, object] = {"step": step, "seed": self.config.run.seed}
         if step == 0:
             self.before = result
@@ -79,5 +84,6 @@ class Examiner:
             about["change"] = {name: asdict(change) for name, change in compare(self.before, result).items()}
         if step in ends and step > 0:
             self.after = result
-        write_evaluation(self.folder.evaluations, ends.get(step, step_name(step)), result, about=about)
+        name = ends.get(step, step_name(step))
+        self.processes.lead(lambda: write_evaluation(self.folder.evaluations, name, result, about=about))
         return result

@@ -12,6 +12,7 @@ from groupwise.algo.samples import keep_top_entropy
 from groupwise.config import Config
 from groupwise.engine.sampler import derive_seed
 from groupwise.learner.learner import Learner
+from groupwise.parallel.processes import Processes
 from groupwise.tasks import Task
 from groupwise.training.batch import Batch, Collector, check_failures
 from groupwise.training.data import split_for
@@ -26,9 +27,11 @@ class Run(Session):
 
     learner: Learner
 
-    def __init__(self, config: Config, *, task: Task, start: Start) -> None:
+    def __init__(
+        self, config: Config, *, task: Task, start: Start, processes: Processes | None = None
+    ) -> None:
         self.task = task
-        super().__init__(config, title=task.name, start=start)
+        super().__init__(config, title=task.name, start=start, processes=processes)
 
     def read_data(self) -> None:
         self.split = split_for(self.config, self.task)
@@ -47,8 +50,16 @@ class Run(Session):
             optim=config.optim,
             sampling=config.rollout.sampling,
             max_steps=config.run.max_steps,
+            processes=self.processes,
         )
-        self.collector = Collector(config, task=task, split=split, codec=self.policy, engine=self.engine)
+        self.collector = Collector(
+            config,
+            task=task,
+            split=split,
+            codec=self.policy,
+            engine=self.engine,
+            processes=self.processes,
+        )
         self.examiner = Examiner(
             config,
             task=task,
@@ -56,6 +67,7 @@ class Run(Session):
             codec=self.policy,
             engine=self.engine,
             folder=self.folder,
+            processes=self.processes,
         )
 
     def collect(self, step: int) -> Batch:
@@ -70,7 +82,8 @@ class Run(Session):
     def learn(self, step: int, batch: Batch) -> dict[str, float]:
         """Update the policy and return what the update says of itself."""
         # Dropout is the one noise that torch draws by itself: it derives from the step too.
-        torch.manual_seed(derive_seed(self.config.run.seed, "update", step))
+        others = () if self.processes.leader else (self.processes.rank,)
+        torch.manual_seed(derive_seed(self.config.run.seed, "update", step, *others))
         started = time.perf_counter()
         samples, sequences, tokens = self.collector.samples(batch)
         samples = keep_top_entropy(samples, share=self.config.algo.top_entropy)
@@ -78,7 +91,7 @@ class Run(Session):
             self.engine.release()  # its cache takes what is free of the GPU: the update needs that now
         report = self.learner.update(samples, sequences=sequences, tokens=tokens)
         if step % self.config.track.rollouts_every == 0:
-            self.recorder.updates(step, self.learner.seen)
+            self.recorder.updates(step, self.learner.seen_by_all())
         return {**report, **speed_metrics(batch, update_seconds=time.perf_counter() - started)}
 
     def track(self, step: int, batch: Batch, report: dict[str, float]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import IO
 from groupwise.config import Config, differences, read_config
 from groupwise.errors import CheckpointError
 from groupwise.learner.checkpoint import latest_checkpoint
+from groupwise.parallel.processes import Processes
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.training.state import State, read_state
 
@@ -28,6 +31,20 @@ class Start:
     state: State
     checkpoint: Path | None
     """None: from the very beginning."""
+    leads: bool = True
+    """Whether this process claimed the folder; of several, only the leader does."""
+
+    @classmethod
+    def shared(cls, processes: Processes, make: Callable[[], Start]) -> Start:
+        """Let the leader make the start; the others begin where it does."""
+        own = processes.lead(make)
+        where = processes.gather(own and (own.folder, own.state, own.checkpoint))[0]
+        if own is not None:
+            return own
+        assert where is not None, "the leader has made its start"
+        folder, state, checkpoint = where
+        nothing = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+        return cls(folder=folder, lock=nothing, state=state, checkpoint=checkpoint, leads=False)
 
     @classmethod
     def new(cls, config: Config, *, task: str) -> Start:
@@ -61,7 +78,7 @@ class Start:
 
     def withdraw(self) -> None:
         """Take a new folder back if nothing came of it: a mistake leaves no empty run behind."""
-        if not self.folder.config.exists():
+        if self.leads and not self.folder.config.exists():
             with suppress(OSError):
                 (self.folder.path / ".lock").unlink(missing_ok=True)
                 self.folder.path.rmdir()
