@@ -76,6 +76,7 @@ class SftConfig:
 
 
 KINDS = ("grpo", "sft")
+PARALLEL = ("ddp", "fsdp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,12 +92,17 @@ class RunConfig:
     """Folder under output_dir. None: task, model and time."""
     save_every: int = 10
     """Steps between checkpoints (one is also written at the end and on Ctrl-C)."""
+    parallel: str | None = None
+    """How several processes hold the policy: ddp (each all of it) or fsdp (each a part of every layer).
+    None: as `accelerate launch` was told, else ddp."""
     keep_last: int = 2
     keep_best: bool = True
     """Also keep the checkpoint with the best held-out accuracy."""
 
     def __post_init__(self) -> None:
         one_of("run.kind", self.kind, KINDS)
+        if self.parallel is not None:
+            one_of("run.parallel", self.parallel, PARALLEL)
         between("run.max_steps", self.max_steps, 1)
         between("run.save_every", self.save_every, 1)
         between("run.keep_last", self.keep_last, 1)

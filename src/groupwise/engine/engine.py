@@ -116,6 +116,12 @@ class Engine:
         assert pool.free == pool.count, "blocks leaked"
         self.preempted = scheduler.preempted
 
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """While the block lasts, calls answer with the policy as it is now; all processes come by here."""
+        with self.policy.whole():
+            yield
+
     def release(self) -> None:
         """Give back the memory of the cache, and of all that was made for it, until the next call."""
         if self._graph_runner is not None:

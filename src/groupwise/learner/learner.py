@@ -86,7 +86,7 @@ class Learner:
             for parts in minibatches:
                 own = Done(0.0, {})
                 with self.processes.together():
-                    done = self._accumulate(parts)
+                    done = [found for found in self._accumulate(parts) if found is not None]
                     own = Done(sum(loss for loss, _ in done), merge(metrics for _, metrics in done))
                 everyone = self.processes.gather(own.on_cpu())
                 total = merge(each.metrics for each in everyone)
@@ -145,13 +145,20 @@ class Learner:
 
     def _parts(self, minibatch: Sequence[Sample], weights: Sequence[float]) -> Iterator[Part]:
         """Yield the passes that make up this process's share of a mini-batch."""
-        share = dealt_out(minibatch, self.processes.count)[self.processes.rank]
-        own = [minibatch[i] for i in share]
-        own_weights = [weights[i] for i in share]
-        for indices in micro_batches(own, budget=self.micro_batch_tokens):
+        shares = dealt_out(minibatch, self.processes.count)
+        passes = [
+            [[share[i] for i in indices] for indices in micro_batches(own, budget=self.micro_batch_tokens)]
+            for share in shares
+            for own in [[minibatch[i] for i in share]]
+        ]
+        for indices in passes[self.processes.rank]:
             yield Part.build(
-                [own[i] for i in indices], [own_weights[i] for i in indices], device=self.policy.device
+                [minibatch[i] for i in indices], [weights[i] for i in indices], device=self.policy.device
             )
+        if self.policy.shards is not None:
+            # A divided layer computes only where all processes do: whoever is done goes on for nothing.
+            for _ in range(max(map(len, passes)) - len(passes[self.processes.rank])):
+                yield replace(Part.build(minibatch[:1], [0.0], device=self.policy.device), idle=True)
 
     def _logprobs(self, policy: Policy, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         hidden_TM = policy.hidden(batch.tokens_T, batch.positions_T, batch.layout)
@@ -177,7 +184,7 @@ class Learner:
         with self.policy.reference() as reference:
             return self._fixed_logprobs(reference, batch)
 
-    def _accumulate(self, parts: list[Part]) -> list[tuple[float, dict[str, Tensor]]]:
+    def _accumulate(self, parts: list[Part]) -> list[tuple[float, dict[str, Tensor]] | None]:
         """Add up a mini-batch's gradient; where memory runs out, from the start with smaller passes.
 
         What a pass leaves behind when it fails is unknown, so all of it is thrown away; the smaller passes
@@ -187,6 +194,11 @@ class Learner:
             try:
                 return [self._backward(part) for part in parts]
             except torch.OutOfMemoryError as error:
+                if self.policy.shards is not None:
+                    raise ConfigError(
+                        "the update does not fit into memory: set a smaller optim.micro_batch_tokens "
+                        f"(now {self.micro_batch_tokens}) or model.gradient_checkpointing=true"
+                    ) from error
                 if all(len(part.members) == 1 for part in parts):
                     raise ConfigError(
                         "a single answer is too long for the memory: "
@@ -203,7 +215,7 @@ class Learner:
                 self.micro_batch_tokens,
             )
 
-    def _backward(self, part: Part) -> tuple[float, dict[str, Tensor]]:
+    def _backward(self, part: Part) -> tuple[float, dict[str, Tensor]] | None:
         batch = part.batch
         logprobs_N, entropy_N = self._logprobs(self.policy, batch)
         loss, metrics = policy_loss(
@@ -220,6 +232,8 @@ class Learner:
             self.settings,
         )
         loss.backward()  # type: ignore[no-untyped-call]
+        if part.idle:
+            return None
         each = torch.split(logprobs_N.detach().float().cpu(), [sample.length for sample in part.members])
         for sample, own_N in zip(part.members, each, strict=True):
             self.seen[sample.group, sample.member] = own_N.tolist()
@@ -227,7 +241,7 @@ class Learner:
 
     def _step(self) -> float:
         """Make one optimizer step and count it; returns the gradient's norm before clipping."""
-        sum_gradients(self.processes, list(self.policy.trainable().values()))
+        sum_gradients(self.processes, self.policy)
         rate = self.rate(self.updates)
         norm = clipped_step(self.policy, self.optimizer, rate=rate, max_grad_norm=self.optim.max_grad_norm)
         self.updates += 1

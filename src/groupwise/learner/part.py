@@ -35,6 +35,8 @@ class Part:
     batch: MicroBatch
     old_N: Tensor | None = None
     reference_N: Tensor | None = None
+    idle: bool = False
+    """Computed only because others compute meanwhile: it weighs nothing and is not counted."""
 
     @classmethod
     def build(cls, members: Sequence[Sample], weights: Sequence[float], *, device: torch.device) -> Part:

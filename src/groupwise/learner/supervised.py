@@ -59,7 +59,7 @@ class Imitator:
         """Make one optimizer step on the mean negative log-probability a token."""
         self.policy.model.train()
         loss = self._mean_loss(samples, backward=True)
-        sum_gradients(self.processes, list(self.policy.trainable().values()))
+        sum_gradients(self.processes, self.policy)
         rate = self.rate(self.updates)
         norm = clipped_step(self.policy, self.optimizer, rate=rate, max_grad_norm=self.optim.max_grad_norm)
         self.updates += 1

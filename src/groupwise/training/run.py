@@ -72,7 +72,8 @@ class Run(Session):
 
     def collect(self, step: int) -> Batch:
         """Draw, score and compare answers, and write them down before anything else can go wrong."""
-        batch = self.collector.collect(step, cursor=self.state.cursor, rates=self.state.rates)
+        with self.engine.ready():
+            batch = self.collector.collect(step, cursor=self.state.cursor, rates=self.state.rates)
         if step % self.config.track.rollouts_every == 0:
             self.recorder.rollouts(step, batch)
             self.recorder.completions(step, batch, perfect=self.collector.task.perfect)

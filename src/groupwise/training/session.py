@@ -19,6 +19,7 @@ from groupwise.engine.sampler import derive_seed
 from groupwise.errors import ConfigError
 from groupwise.learner.checkpoint import prune
 from groupwise.model.load import load_policy
+from groupwise.parallel.launched import layout_of
 from groupwise.parallel.processes import Processes
 from groupwise.training.ending import stats_of, summary_of
 from groupwise.training.examiner import Examiner
@@ -100,6 +101,8 @@ class Session(ABC):
         self.policy = load_policy(model, config.lora, trained=start.checkpoint, reference=reference)
         if self.policy.unpacked_bytes and not self.policy.has_adapter:
             raise ConfigError(f"the weights of {config.model.name} are quantized: train adapters (lora.r=16)")
+        if self.processes.count > 1 and layout_of(config.run) == "fsdp":
+            self.policy.divide()
         self.engine = Engine(self.policy, config.engine)
         self.make_parts()
         if start.checkpoint is not None:
@@ -141,13 +144,18 @@ class Session(ABC):
         now = time.monotonic()
         self.state = replace(self.state, seconds=self.state.seconds + now - self.clock)
         self.clock = now
-        self.processes.lead(self._write_checkpoint)
-
-    def _write_checkpoint(self) -> None:
-        self.recorder.flush()  # a checkpoint stands for everything before it, rollouts included
-        save_state(self.folder.checkpoints, self.state, policy=self.policy, learner=self.learner)
+        # A checkpoint stands for everything before it, rollouts included.
+        self.processes.lead(self.recorder.flush)
+        save_state(
+            self.folder.checkpoints,
+            self.state,
+            policy=self.policy,
+            learner=self.learner,
+            processes=self.processes,
+        )
         best = self.state.best_step if self.config.run.keep_best else None
-        prune(self.folder.checkpoints, keep_last=self.config.run.keep_last, best=best)
+        keep = self.config.run.keep_last
+        self.processes.lead(lambda: prune(self.folder.checkpoints, keep_last=keep, best=best))
 
     def __enter__(self) -> Self:
         return self
