@@ -18,6 +18,7 @@ from groupwise.config import read_config
 from groupwise.config.sections import LOSSES
 from groupwise.errors import ConfigError, EchoError, InvariantError
 from groupwise.learner.learner import Learner
+from groupwise.model.policy import Policy
 from groupwise.parallel.balance import dealt_out
 from groupwise.parallel.processes import Processes, joined_processes
 from groupwise.records import Sample, Sampling
@@ -60,6 +61,8 @@ def gradients(loss: str, overrides: tuple[str, ...]) -> dict[str, Any]:
         policy = policy_of(small_model())
         if config.algo.beta:
             policy = type(policy)(policy.model, policy.tokenizer, reference=policy_of(small_model()).model)
+        if processes.count > 1 and config.run.parallel == "fsdp":
+            policy.divide()
         learner = Learner(
             policy,
             algo=config.algo,
@@ -72,14 +75,20 @@ def gradients(loss: str, overrides: tuple[str, ...]) -> dict[str, Any]:
         step = learner.optimizer.step
 
         def keep_and_step() -> None:
-            kept.append({name: p.grad.numpy().copy() for name, p in policy.trainable().items()})
+            gradient = {name: whole_of(policy, name, p.grad) for name, p in policy.owned().items()}
+            kept.append(gradient)
             step()
 
         learner.optimizer.step = keep_and_step
         samples = made_samples()
         report = learner.update(samples, sequences=14, tokens=sum(s.length for s in samples) + 9)
-        weights = {name: p.detach().numpy().copy() for name, p in policy.trainable().items()}
+        weights = {name: whole_of(policy, name, p.detach()) for name, p in policy.owned().items()}
         return {"gradients": kept, "weights": weights, "report": report, "seen": learner.seen_by_all()}
+
+
+def whole_of(policy: Policy, name: str, tensor: torch.Tensor) -> Any:
+    divided = policy.shards is not None and name in policy.shards.parts
+    return (policy.shards.gathered(name, tensor) if divided else tensor).numpy().copy()
 
 
 def relative_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
@@ -103,8 +112,11 @@ WIDE = ("algo.max_gap=100", "optim.minibatches=1")
     [*((loss, ()) for loss in LOSSES), *(("grpo", overrides) for overrides in MORE.values())],
     ids=[*LOSSES, *MORE],
 )
-def test_the_gradient_of_two_processes_is_that_of_one(loss: str, overrides: tuple[str, ...]) -> None:
-    settings = (*WIDE, *overrides)
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_the_gradient_of_two_processes_is_that_of_one(
+    layout: str, loss: str, overrides: tuple[str, ...]
+) -> None:
+    settings = (*WIDE, f"run.parallel={layout}", *overrides)
     alone = gradients(loss, settings)
     both = in_processes(2, gradients, loss, settings)
     for each in both:
@@ -158,22 +170,26 @@ def close(one: Path, other: Path) -> None:
         assert relative_difference(a, b) < 1e-4
 
 
-def test_a_run_of_two_processes_is_that_of_one_and_either_goes_on_with_the_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_a_run_of_two_processes_is_that_of_one_and_either_goes_on_with_the_others(
+    layout: str, tmp_path: Path
+) -> None:
+    several = f"run.parallel={layout}"
     for name in ("one", "two", "back", "forth"):
         (tmp_path / name).mkdir()
         task_file(tmp_path / name)
     paths = {name: tmp_path / name / "run" for name in ("one", "two", "back", "forth")}
     torch.set_num_threads(1)
     trained(small_config(tmp_path / "one"))
-    in_processes(2, trained, small_config(tmp_path / "two"))
+    in_processes(2, trained, small_config(tmp_path / "two", several))
     close(paths["one"], paths["two"])
 
     # Begun by two, ended by one; and the other way round.
-    first = small_config(tmp_path / "back", "run.max_steps=2")
+    first = small_config(tmp_path / "back", "run.max_steps=2", several)
     in_processes(2, trained, first)
     trained(small_config(tmp_path / "back"), resume=paths["back"])
     trained(small_config(tmp_path / "forth", "run.max_steps=2"))
-    in_processes(2, trained, small_config(tmp_path / "forth"), paths["forth"])
+    in_processes(2, trained, small_config(tmp_path / "forth", several), paths["forth"])
     for name in ("back", "forth"):
         stats = json.loads((paths[name] / "training_stats.json").read_text())
         assert stats["steps"] == 4

@@ -22,6 +22,7 @@ from groupwise.commands.quantize import quantize
 from groupwise.commands.report import compare, report
 from groupwise.commands.runs import runs
 from groupwise.commands.serve import serve
+from groupwise.commands.serve_rollouts import serve_rollouts
 from groupwise.commands.sft import sft
 from groupwise.commands.watch import watch
 from groupwise.commands.words import settings_file, with_task
@@ -173,6 +174,7 @@ app.command()(doctor)
 app.command()(merge)
 app.command()(quantize)
 app.command(epilog="Anything else is set as section.key=value, such as model.dtype=bfloat16.")(serve)
+app.command(name="serve-rollouts")(serve_rollouts)
 
 
 @app.command(name="eval", epilog="Anything else is set as section.key=value, such as rollout.max_tokens=512.")

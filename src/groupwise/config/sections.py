@@ -249,6 +249,8 @@ class Config:
             raise ConfigError(
                 "model.quantization freezes the weights: train adapters on them (lora.r), not all of them"
             )
+        if self.engine.kind == "vllm" and self.algo.top_entropy < 1:
+            raise ConfigError("algo.top_entropy needs entropies, which vLLM does not tell: use engine.kind=own")
         for setting, value, other, limit in (
             (
                 "algo.overlong_buffer",

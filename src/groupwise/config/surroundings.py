@@ -10,8 +10,20 @@ from groupwise.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The in-process generator."""
+    """The generator."""
 
+    kind: str = "own"
+    """own (in this process, with the policy's own weights) or vllm (on the servers below)."""
+    servers: tuple[str, ...] = ("http://127.0.0.1:8000",)
+    """Addresses of vLLM servers that `groupwise serve-rollouts` started."""
+    exchange: str | None = None
+    """Folder that trainer and servers share, for new weights. None: in the run's folder."""
+    requests: int = 64
+    """Groups asked of the servers at once."""
+    request_seconds: float = 600.0
+    """How long one request to a server may take before it counts as failed."""
+    patience: float = 900.0
+    """Seconds without an answer from any server after which the run stops."""
     max_sequences: int = 512
     """Sequences decoded at once."""
     block_size: int = 16
@@ -22,6 +34,12 @@ class EngineConfig:
     """Unpack quantized weights into a copy: fast. None: when that fits into half of the free memory."""
 
     def __post_init__(self) -> None:
+        one_of("engine.kind", self.kind, ("own", "vllm"))
+        if not self.servers:
+            raise ConfigError("engine.servers needs at least one address")
+        between("engine.requests", self.requests, 1)
+        between("engine.request_seconds", self.request_seconds, 0.1)
+        between("engine.patience", self.patience, 0.0)
         between("engine.max_sequences", self.max_sequences, 1)
         between("engine.block_size", self.block_size, 1)
         between("engine.kv_tokens", self.kv_tokens, 1)

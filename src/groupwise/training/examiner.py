@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from groupwise.config.sections import Config
 from groupwise.engine.engine import Engine
+from groupwise.engine.vllm import VllmEngine
 from groupwise.evaluate.held_out import Evaluation, compare, evaluate
 from groupwise.evaluate.saved import read_evaluation, write_evaluation
 from groupwise.invariants import check_undisturbed
@@ -31,7 +32,7 @@ class Examiner:
         task: Task | None,
         examples: Sequence[Example],
         codec: Policy,
-        engine: Engine,
+        engine: Engine | VllmEngine,
         folder: RunFolder,
         processes: Processes | None = None,
     ) -> None:

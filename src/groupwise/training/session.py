@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -16,6 +17,7 @@ from groupwise.config import Config
 from groupwise.config.sections import ModelConfig
 from groupwise.engine.engine import Engine
 from groupwise.engine.sampler import derive_seed
+from groupwise.engine.vllm import VllmEngine
 from groupwise.errors import ConfigError
 from groupwise.learner.checkpoint import prune
 from groupwise.model.load import load_policy
@@ -103,11 +105,17 @@ class Session(ABC):
             raise ConfigError(f"the weights of {config.model.name} are quantized: train adapters (lora.r=16)")
         if self.processes.count > 1 and layout_of(config.run) == "fsdp":
             self.policy.divide()
-        self.engine = Engine(self.policy, config.engine)
+        self.engine = self._make_engine()
         self.make_parts()
         if start.checkpoint is not None:
             load_learner(start.checkpoint, self.learner, start.state)
         self.examiner.recall(start.state)
+
+    def _make_engine(self) -> Engine | VllmEngine:
+        if self.config.engine.kind == "own":
+            return Engine(self.policy, self.config.engine)
+        exchange = Path(self.config.engine.exchange or self.folder.path / "serving")
+        return VllmEngine(self.policy, self.config.engine, exchange=exchange, processes=self.processes)
 
     def steps(self) -> Iterator[int]:
         """Yield the steps that are left, measured before and after; stops early on Ctrl-C."""

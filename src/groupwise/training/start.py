@@ -18,6 +18,7 @@ from groupwise.tracking.run_folder import RunFolder
 from groupwise.training.state import State, read_state
 
 MAY_CHANGE = ("run.max_steps", "run.save_every", "run.keep_", "run.parallel", "evaluate.", "track.")
+MAY_CHANGE += ("engine.servers", "engine.exchange", "engine.request", "engine.patience")
 """Settings that a resumed run may give anew: none of them changes what a step computes."""
 
 

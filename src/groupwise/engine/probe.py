@@ -1,0 +1,79 @@
+"""Whether a server has the weights of now: its log-probabilities of a fixed text tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+import numpy as np
+import torch
+
+from groupwise.errors import InvariantError
+from groupwise.model.logprobs import token_logprobs
+from groupwise.model.packed import PackedLayout
+from groupwise.model.policy import Policy
+from groupwise.records import Sampling
+
+LENGTH = 64
+LIMIT = 0.05
+"""Nats a token by which a server may differ from the trainer: rounding in bfloat16, and not more."""
+CLEARLY = 4.0
+"""A change of weights shows when it moves the probe by this many times the rounding."""
+
+
+class Probe:
+    """A text of random tokens, whose log-probabilities move with every update more than a likely text's."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        ordinary = min(policy.head_weight.shape[0], policy.tokenizer.vocab_size or 1 << 30)
+        self.tokens = tuple(int(t) for t in np.random.default_rng(0).integers(0, ordinary, LENGTH))
+        self.before: list[float] | None = None
+        self.now: list[float] | None = None
+        self.rounding = 0.0
+        """By how much server and trainer differed when the weights were the same, at least."""
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Compute the policy's log-probabilities of now; those of before are kept to compare."""
+        tokens_T = torch.tensor(self.tokens, device=self.policy.device)
+        layout = PackedLayout.build([(1, (LENGTH - 2,))], device=tokens_T.device)
+        training = self.policy.model.training
+        self.policy.model.eval()
+        hidden_TM = self.policy.hidden(tokens_T[:-1], torch.arange(LENGTH - 1, device=tokens_T.device), layout)
+        self.policy.model.train(training)
+        logprobs_N, _ = token_logprobs(
+            hidden_TM,
+            self.policy.head_weight,
+            self.policy.head_bias,
+            tokens_T[1:],
+            Sampling(),
+            entropy_gradient=False,
+        )
+        self.before, self.now = self.now, logprobs_N.float().cpu().tolist()
+
+    def check(self, served: Sequence[float], address: str) -> None:
+        """Stop the run when a server's log-probabilities are not the policy's."""
+        assert self.now is not None, "the policy's own come first"
+        gap = distance(served, self.now)
+        moved = 0.0 if self.before is None else distance(self.before, self.now)
+        stale = (
+            self.before is not None
+            and moved > CLEARLY * self.rounding
+            and distance(served, self.before) < gap
+        )
+        if stale:
+            raise InvariantError(
+                f"the rollout server {address} still has the weights of before the update: its "
+                f"log-probabilities differ from the trainer's by {gap:.2g} nats a token, and hardly from the old"
+            )
+        if not gap <= LIMIT:
+            raise InvariantError(
+                f"the rollout server {address} has other weights than the trainer: its log-probabilities "
+                f"differ by {gap:.3f} nats a token on a fixed text; is it the same model and dtype?"
+            )
+        self.rounding = max(self.rounding, gap)
+
+
+def distance(one: Sequence[float], other: Sequence[float]) -> float:
+    return fmean(abs(a - b) for a, b in zip(one, other, strict=True))
