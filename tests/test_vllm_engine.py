@@ -111,7 +111,7 @@ def test_a_server_that_keeps_the_old_weights_stops_the_run(
         for parameter in policy.trainable().values():
             parameter += 1e-4
     policy.version += 1
-    with pytest.raises(InvariantError, match="still has the weights of before the update"), engine.ready():
+    with pytest.raises(InvariantError, match="has not taken the update"), engine.ready():
         pass
 
 
