@@ -90,6 +90,8 @@ class RolloutConfig:
     """Strings that end an answer."""
     refill: int = 1
     """Rounds of fresh prompts that may replace groups without signal, in each step."""
+    overlap: bool = False
+    """Draw the next step's answers while this step trains: one update off-policy. With engine.kind=vllm."""
     curriculum: int = 1
     """Candidates for each prompt, of which those of medium success so far are asked. 1: all are."""
 
@@ -159,6 +161,8 @@ class AlgoConfig:
     overlong_penalty: float = 1.0
     max_gap: float = 0.05
     """Largest mean |log-prob difference| between sampler and trainer; past it the run stops."""
+    max_stale_gap: float = 0.5
+    """The same with rollout.overlap, where an update lies between the two."""
 
     def __post_init__(self) -> None:
         one_of("algo.advantage", self.advantage, ADVANTAGES)
@@ -174,6 +178,7 @@ class AlgoConfig:
         between("algo.top_entropy", self.top_entropy, 0.01, 1.0)
         between("algo.overlong_buffer", self.overlong_buffer, 0)
         between("algo.max_gap", self.max_gap, 0.0)
+        between("algo.max_stale_gap", self.max_stale_gap, 0.0)
 
 
 GSPO_WIDEST_CLIP = 0.01
@@ -249,6 +254,10 @@ class Config:
             raise ConfigError(
                 "model.quantization freezes the weights: train adapters on them (lora.r), not all of them"
             )
+        if self.rollout.overlap and self.engine.kind != "vllm":
+            raise ConfigError("rollout.overlap needs a generator beside the trainer: engine.kind=vllm")
+        if self.rollout.overlap and self.algo.correction == "none":
+            raise ConfigError("rollout.overlap draws from the policy of before: it needs an algo.correction")
         if self.engine.kind == "vllm" and self.algo.top_entropy < 1:
             raise ConfigError("algo.top_entropy needs entropies, which vLLM does not tell: use engine.kind=own")
         for setting, value, other, limit in (

@@ -14,8 +14,6 @@ from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from groupwise.errors import ConfigError, GroupwiseError, InvariantError
-from groupwise.tracking.log import LOGGER
-
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
 """Seconds a server that failed is left alone; doubled each time."""
 
@@ -65,29 +63,26 @@ class Server:
         except ValueError:
             return text.decode(errors="replace")
 
-    def failed(self, error: Unavailable) -> None:
+    def failed(self) -> None:
         self.failures += 1
         self.version = None  # it may come back as another process, without what it was given
         self.rest_until = time.monotonic() + min(FIRST_PAUSE * 2 ** (self.failures - 1), LONGEST_PAUSE)
-        if self.failures == 1:
-            LOGGER.warning("rollout server %s: %s", self.address, error)
 
-    def answered(self) -> None:
-        if self.failures:
-            LOGGER.warning("rollout server %s is back", self.address)
-        self.failures = 0
 
 
 class Servers:
     """All of them: work goes to whoever is up and least busy."""
 
-    def __init__(self, addresses: Sequence[str], *, patience: float, first: int = 0) -> None:
+    def __init__(
+        self, addresses: Sequence[str], *, patience: float, say: Callable[[str], None], first: int = 0
+    ) -> None:
         for address in addresses:
             if urlsplit(address).scheme not in ("http", "https"):
                 raise ConfigError(f"engine.servers are addresses such as http://host:8000; got {address!r}")
         order = [*addresses[first % len(addresses) :], *addresses[: first % len(addresses)]]
         self.all = [Server(address.rstrip("/")) for address in order]
         self.patience = patience
+        self.say = say
         self.retries = 0
         """Requests that had to be sent again."""
         self._lock = threading.Lock()
@@ -100,16 +95,24 @@ class Servers:
             try:
                 found = work(server)
             except Unavailable as error:
-                server.failed(error)
-                self.retries += 1
+                self.failed(server, error)
                 if time.monotonic() > deadline:
                     raise gone(self.patience, server, error) from error
             else:
-                server.answered()
+                if server.failures:
+                    self.say(f"rollout server {server.address} is back")
+                    server.failures = 0
                 return found
             finally:
                 with self._lock:
                     server.busy -= 1
+
+    def failed(self, server: Server, error: Unavailable) -> None:
+        """Leave a server alone for a while, and say so the first time."""
+        self.retries += 1
+        server.failed()
+        if server.failures == 1:
+            self.say(f"rollout server {server.address} does not answer ({error}); trying again")
 
     def _take(self, deadline: float) -> Server:
         while True:

@@ -11,7 +11,7 @@ workers. Both read files in a folder that trainer and servers share.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +27,7 @@ from groupwise.errors import ConfigError
 from groupwise.model.policy import Policy
 from groupwise.parallel.processes import Processes
 from groupwise.records import Completion, Finish, Request, Sampling
+from groupwise.tracking.log import LOGGER
 
 OLDEST = (0, 28)
 """The first version whose interface this module was made for."""
@@ -40,13 +41,19 @@ class VllmEngine:
     unrepeatable = True
 
     def __init__(
-        self, policy: Policy, config: EngineConfig, *, exchange: Path, processes: Processes | None = None
+        self,
+        policy: Policy,
+        config: EngineConfig,
+        *,
+        exchange: Path,
+        processes: Processes | None = None,
+        say: Callable[[str], None] = LOGGER.warning,
     ) -> None:
         self.policy = policy
         self.config = config
         self.processes = processes or Processes()
         self.exchange = exchange.resolve()
-        self.servers = Servers(config.servers, patience=config.patience, first=self.processes.rank)
+        self.servers = Servers(config.servers, patience=config.patience, say=say, first=self.processes.rank)
         self.probe = Probe(policy)
         self._sent: int | None = None
         self._run = f"{derive_seed(str(self.exchange)):x}"[:8]
@@ -74,8 +81,9 @@ class VllmEngine:
         """Nothing of this process's memory is held."""
 
     def close(self) -> None:
-        self._pool.shutdown()
-        shutil.rmtree(self.exchange, ignore_errors=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self.processes.leader:
+            shutil.rmtree(self.exchange, ignore_errors=True)
 
     @property
     def _name(self) -> str:
@@ -89,13 +97,15 @@ class VllmEngine:
         self.policy.save(folder, gathered=gathered)
         self.probe.take()
         self._sent = version
-        self.servers.do(self._bring)  # at least one must have them
+        if before is not None:
+            self.servers.do(self._bring)  # at least one must have them
         for server in self.servers.all:
-            if server.version != version:
-                try:
-                    self._bring(server)
-                except Unavailable as error:
-                    server.failed(error)
+            try:
+                self._bring(server)
+            except Unavailable as error:
+                if before is None:
+                    raise ConfigError(f"{server.address} cannot take the policy's weights: {error}") from error
+                self.servers.failed(server, error)
         if before is not None and before != version:
             shutil.rmtree(self.exchange / f"version-{before}", ignore_errors=True)
 

@@ -11,9 +11,9 @@ import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from groupwise.errors import ConfigError, EchoError, GroupwiseError, InvariantError
 
@@ -36,6 +36,16 @@ class Processes:
     count: int = 1
     local_rank: int = 0
     """Among those on this machine: which GPU is ours."""
+    group: Any = None
+    """The line they talk on; None: the one that all share."""
+
+    def aside(self) -> Processes:
+        """The same processes on a line of their own, for a thread beside the one that trains."""
+        if self.count == 1:
+            return self
+        import torch.distributed as dist
+
+        return replace(self, group=dist.new_group(backend="gloo", timeout=PATIENCE))
 
     @property
     def leader(self) -> bool:
@@ -55,7 +65,7 @@ class Processes:
 
         values: list[T] = [value] * self.count
         with connected():
-            dist.all_gather_object(values, value)
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def joined(self, own: Sequence[T]) -> list[T]:
@@ -104,7 +114,7 @@ class Processes:
         if self.count == 1:
             return
         for bucket in buckets(tensors):
-            sum_bucket(bucket)
+            sum_bucket(bucket, group=self.group)
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -120,13 +130,13 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     yield from (bucket for bucket in held.values() if bucket)
 
 
-def sum_bucket(tensors: Sequence[Tensor]) -> None:
+def sum_bucket(tensors: Sequence[Tensor], *, group: Any) -> None:
     import torch
     import torch.distributed as dist
 
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     with connected():
-        dist.all_reduce(flat)
+        dist.all_reduce(flat, group=group)
     for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(total.view_as(tensor))
 

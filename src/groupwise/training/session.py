@@ -57,7 +57,7 @@ class Session(ABC):
             resources.callback(self.recorder.close)
             self.interrupt = resources.enter_context(Interrupt(self.recorder.display.message))
             with self.processes.together():
-                self._load(start)
+                self._load(start, resources)
             self.processes.lead(self._begin)
             for notice in (*config.notices(), *self.policy.notices(), *self.data_notices()):
                 self.recorder.say(notice)
@@ -94,7 +94,7 @@ class Session(ABC):
     def make_parts(self) -> None:
         """Make `learner` and `examiner`, and whatever else a step needs, of the policy and the engine."""
 
-    def _load(self, start: Start) -> None:
+    def _load(self, start: Start, resources: ExitStack) -> None:
         """Make the policy, the engine and the parts that work with them, as they were at the checkpoint."""
         config = self.config
         torch.manual_seed(derive_seed(config.run.seed, "adapters"))
@@ -105,17 +105,25 @@ class Session(ABC):
             raise ConfigError(f"the weights of {config.model.name} are quantized: train adapters (lora.r=16)")
         if self.processes.count > 1 and layout_of(config.run) == "fsdp":
             self.policy.divide()
-        self.engine = self._make_engine()
+        self.engine = self._make_engine(resources)
         self.make_parts()
         if start.checkpoint is not None:
             load_learner(start.checkpoint, self.learner, start.state)
         self.examiner.recall(start.state)
 
-    def _make_engine(self) -> Engine | VllmEngine:
+    def _make_engine(self, resources: ExitStack) -> Engine | VllmEngine:
         if self.config.engine.kind == "own":
             return Engine(self.policy, self.config.engine)
         exchange = Path(self.config.engine.exchange or self.folder.path / "serving")
-        return VllmEngine(self.policy, self.config.engine, exchange=exchange, processes=self.processes)
+        engine = VllmEngine(
+            self.policy,
+            self.config.engine,
+            exchange=exchange,
+            processes=self.processes,
+            say=self.recorder.warn,
+        )
+        resources.callback(engine.close)
+        return engine
 
     def steps(self) -> Iterator[int]:
         """Yield the steps that are left, measured before and after; stops early on Ctrl-C."""
