@@ -13,6 +13,7 @@ import torch
 from fake_vllm import FakeVllm
 from small_runs import lasting_metrics, small_config, task_file
 
+from groupwise.config import read_config
 from groupwise.config.sections import EngineConfig, LoraConfig, ModelConfig
 from groupwise.engine import remote
 from groupwise.engine.vllm import VllmEngine
@@ -210,3 +211,41 @@ def test_a_run_survives_a_server_that_dies_in_every_step(server: FakeVllm, tmp_p
         thread.join()
     assert [row["step"] for row in lasting_metrics(run)] == [1, 2, 3, 4]
     assert all(row["policy/gap"] < 1e-4 for row in lasting_metrics(run))
+
+
+def test_with_overlap_each_batch_is_drawn_with_the_weights_before_the_last_update(
+    server: FakeVllm, tmp_path: Path
+) -> None:
+    task_file(tmp_path)
+    over = ("engine.kind=vllm", f"engine.servers=[{server.address}]", "lora.r=4", "optim.minibatches=1")
+    config = small_config(tmp_path, *over, "rollout.overlap=true", "optim.learning_rate=1e-3")
+    run = train(config)
+    rows = lasting_metrics(run)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    # The first two steps' answers come from the same weights; one update lies between them and step 2.
+    assert rows[0]["policy/gap"] < 1e-4
+    assert all(1e-4 < row["policy/gap"] < 0.5 for row in rows[1:])
+    assert all(row["policy/correction"] != 1.0 for row in rows[1:])
+
+
+def test_what_goes_wrong_ahead_stops_the_run(server: FakeVllm, tmp_path: Path) -> None:
+    task_file(tmp_path)
+    over = ("engine.kind=vllm", f"engine.servers=[{server.address}]", "lora.r=4", "engine.patience=0.1")
+    config = small_config(tmp_path, *over, "rollout.overlap=true", "evaluate.skip=true")
+    asked = server.complete
+
+    def die_later(body: dict[str, Any]) -> Any:
+        if server.asked >= 5:
+            server.mood = "dead"
+        return asked(body)
+
+    server.complete = die_later  # type: ignore[method-assign]
+    with pytest.raises(InvariantError, match="no rollout server has answered"):
+        train(config)
+
+
+def test_overlap_needs_a_generator_beside_the_trainer_and_a_correction() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.overlap needs a generator beside the trainer"):
+        read_config(overrides=["rollout.overlap=true"])
+    with pytest.raises(ConfigError, match=r"it needs an algo\.correction"):
+        read_config(overrides=["rollout.overlap=true", "engine.kind=vllm", "algo.correction=none"])
