@@ -226,7 +226,11 @@ def main() -> None:
         for part in given.parts or PARTS:
             found = PARTS[part](server, output)
             for name, value in found.items():
-                print(f"{part} · {name}: {value:.3g}" if isinstance(value, float) else f"{part} · {name}: {value}")
+                print(
+                    f"{part} · {name}: {value:.3g}"
+                    if isinstance(value, float)
+                    else f"{part} · {name}: {value}"
+                )
             (output / f"{part}.json").write_text(json.dumps(found, indent=1))
     finally:
         server.kill()

@@ -5,7 +5,8 @@
 
 A server in a process of its own; clients that ask for stream after stream, each with a seed of its own. Every
 stream must be whole. A sample of them is compared with what the engine gives offline for the same seed: equal
-but for rounding on a GPU. Throughput is compared with the engine offline at the same number of sequences.
+but for rounding on a GPU, which may turn an answer from some token on. Throughput is compared with the engine
+offline at the same number of sequences.
 """
 
 from __future__ import annotations
@@ -13,10 +14,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import takewhile
+from multiprocessing import get_context
+from pathlib import Path
 
 PROMPTS = [f"Using each number in this list only once (3, {n}, 5), create an equation." for n in range(7, 40)]
 
@@ -71,8 +79,10 @@ async def stream(port: int, seed: int, tokens: int) -> Stream:
     return Stream(seed, text, parts[-1]["usage"]["completion_tokens"], first)
 
 
-async def load(port: int, *, clients: int, seconds: float, tokens: int) -> tuple[list[Stream], float]:
-    """Every client asks for one stream after another until time is up."""
+async def clients_at(
+    port: int, numbers: Sequence[int], *, seconds: float, tokens: int
+) -> tuple[list[Stream], float]:
+    """Each of these clients asks for one stream after another until time is up."""
     deadline = time.perf_counter() + seconds
     found: list[Stream] = []
 
@@ -83,8 +93,24 @@ async def load(port: int, *, clients: int, seconds: float, tokens: int) -> tuple
             turn += 1
 
     started = time.perf_counter()
-    await asyncio.gather(*(client(number) for number in range(clients)))
+    await asyncio.gather(*(client(number) for number in numbers))
     return found, time.perf_counter() - started
+
+
+def some_clients(
+    port: int, numbers: Sequence[int], seconds: float, tokens: int
+) -> tuple[list[Stream], float]:
+    return asyncio.run(clients_at(port, numbers, seconds=seconds, tokens=tokens))
+
+
+def load(
+    pool: ProcessPoolExecutor, processes: int, port: int, *, clients: int, seconds: float, tokens: int
+) -> tuple[list[Stream], float]:
+    """All clients, in as many processes: one alone would not read as fast as a GPU writes."""
+    shares = [range(first, clients, processes) for first in range(processes)]
+    parts = [pool.submit(some_clients, port, share, seconds, tokens) for share in shares]
+    done = [part.result() for part in parts]
+    return [one for streams, _ in done for one in streams], max(took for _, took in done)
 
 
 async def overload(port: int, *, count: int, tokens: int) -> dict[int, int]:
@@ -96,8 +122,18 @@ async def overload(port: int, *, count: int, tokens: int) -> dict[int, int]:
     return statuses
 
 
-def offline(model: str, sample: list[Stream], *, clients: int, tokens: int) -> tuple[int, float]:
-    """How many of the sample the engine writes alike, and its tokens a second at as many sequences."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offline:
+    alike: int
+    """Streams that the engine writes the same."""
+    own: int
+    """Streams that begin like the engine's answer to their own question rather than to another."""
+    rate: float
+    """Tokens a second with as many sequences as there were clients."""
+    occupancy: float
+
+
+def offline(model: str, sample: list[Stream], *, clients: int, tokens: int) -> Offline:
     from groupwise.config.model import ModelConfig
     from groupwise.config.sections import EngineConfig
     from groupwise.engine.engine import Engine
@@ -114,13 +150,25 @@ def offline(model: str, sample: list[Stream], *, clients: int, tokens: int) -> t
 
     sampling = Sampling(temperature=1.0, max_tokens=tokens)
     written = engine.generate([request(one.seed) for one in sample], sampling)
-    alike = sum(policy.decode(c[0].tokens) == one.text for c, one in zip(written, sample, strict=True))
-    requests = [request(1000 * number + turn) for turn in range(4) for number in range(clients)]
-    engine.generate(requests[:clients], sampling)
+    texts = [policy.decode(members[0].tokens) for members in written]
+    alike = sum(text == one.text for text, one in zip(texts, sample, strict=True))
+    own = sum(is_nearest(one.text, texts, number) for number, one in enumerate(sample))
+    requests = [request(1000 * number + turn) for turn in range(8) for number in range(clients)]
+    engine.generate(requests[: 2 * clients], sampling)
     started = time.perf_counter()
     done = engine.generate(requests, sampling)
     count = sum(len(completion.tokens) for members in done for completion in members)
-    return alike, count / (time.perf_counter() - started)
+    rate = count / (time.perf_counter() - started)
+    return Offline(alike=alike, own=own, rate=rate, occupancy=engine.occupancy)
+
+
+def is_nearest(text: str, texts: Sequence[str], number: int) -> bool:
+    """Whether a text shares no longer beginning with another of these than with the one of its number."""
+    shared = [
+        sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False)))
+        for other in texts
+    ]
+    return shared[number] == max(shared)
 
 
 def main() -> None:
@@ -129,31 +177,54 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--processes", type=int, default=max(1, min(8, (os.cpu_count() or 1) // 2)))
+    parser.add_argument("--output", type=Path, help="folder for serving.json")
     arguments = parser.parse_args()
-    words = ["serve", arguments.model, "--port", "0", "--max-sequences", str(arguments.clients)]
-    words += ["--queue", str(arguments.clients), "--max-context", "512"]
+    clients, tokens = arguments.clients, arguments.tokens
+    words = ["serve", arguments.model, "--port", "0", "--max-sequences", str(clients)]
+    words += ["--queue", str(clients), "--max-context", str(256 + tokens)]
     server = subprocess.Popen([sys.executable, "-m", "groupwise", *words], stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
         said = server.stdout.readline()
         port = int(said.partition("http://127.0.0.1:")[2].partition("/")[0])
-        asyncio.run(load(port, clients=arguments.clients, seconds=3, tokens=arguments.tokens))  # warm
-        streams, seconds = asyncio.run(
-            load(port, clients=arguments.clients, seconds=arguments.seconds, tokens=arguments.tokens)
-        )
-        refused = asyncio.run(overload(port, count=6 * arguments.clients, tokens=arguments.tokens))
+        processes = min(arguments.processes, clients)
+        with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+            measure = partial(load, pool, processes, port, clients=clients, tokens=tokens)
+            measure(seconds=5)  # warm
+            streams, seconds = measure(seconds=arguments.seconds)
+        refused = asyncio.run(overload(port, count=6 * clients, tokens=tokens))
     finally:
         server.terminate()
         server.wait(30)
-    tokens = sum(one.tokens for one in streams)
+    written = sum(one.tokens for one in streams)
     sample = streams[:: max(1, len(streams) // 64)]
-    alike, rate = offline(arguments.model, sample, clients=arguments.clients, tokens=arguments.tokens)
+    other = offline(arguments.model, sample, clients=clients, tokens=tokens)
     firsts = sorted(one.first for one in streams)
-    print(f"{len(streams)} whole streams to {arguments.clients} clients in {seconds:.1f} s")
-    print(f"{alike} of {len(sample)} compared are what the engine writes offline")
-    print(f"{tokens / seconds:.0f} tokens/s served, {rate:.0f} offline: {tokens / seconds / rate:.0%}")
+    found = {
+        "model": arguments.model,
+        "clients": clients,
+        "streams": len(streams),
+        "seconds": seconds,
+        "compared": len(sample),
+        "served_tokens_s": written / seconds,
+        **{f"offline_{name}": value for name, value in asdict(other).items()},
+        "share": written / seconds / other.rate,
+        "first_text_s": {"median": firsts[len(firsts) // 2], "most": firsts[-1]},
+        "overload": refused,
+    }
+    if arguments.output:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        (arguments.output / "serving.json").write_text(json.dumps(found, indent=1))
+    print(f"{len(streams)} whole streams to {clients} clients in {seconds:.1f} s")
+    print(f"{other.alike} of {len(sample)} compared are what the engine writes offline, letter for letter")
+    print(f"{other.own} of {len(sample)} begin like the answer to their own question, not like another's")
+    print(
+        f"{written / seconds:.0f} tokens/s served, {other.rate:.0f} offline: {found['share']:.0%} "
+        f"({written / len(streams):.0f} tokens a stream, occupancy offline {other.occupancy:.0%})"
+    )
     print(f"first text after {firsts[len(firsts) // 2]:.3f} s (median), {firsts[-1]:.3f} s (most)")
-    print(f"overload of {6 * arguments.clients} at once: {refused}")
+    print(f"overload of {6 * clients} at once: {refused}")
 
 
 if __name__ == "__main__":

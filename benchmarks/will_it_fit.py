@@ -1,11 +1,12 @@
 """Predicted against measured: the memory and the time of one GRPO step, over a grid of models and settings.
 
-    python benchmarks/will_it_fit.py --json will_it_fit.json
-    python benchmarks/will_it_fit.py --grid gpu --json will_it_fit_gpu.json
+    python benchmarks/will_it_fit.py --output results
+    python benchmarks/will_it_fit.py --grid gpu --output results
 
 Each case is a process of its own that trains two steps on answers of full length (random weights do not know
 how to end one) after `groupwise doctor` has said what a step will take. Memory is what the metrics report:
-the most that the process held on a CPU, that torch had allocated on a GPU. `--quick`: two small cases.
+the most that the process held on a CPU, that torch had allocated on a GPU. On a GPU several cases run at
+once, which changes no memory but makes their times worthless. `--quick`: a few small cases, on any machine.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 TASK = """
 import zlib
@@ -65,11 +68,13 @@ class Case:
 
 def cases(grid: str, *, quick: bool) -> list[Case]:
     if grid == "gpu":
-        sizes, kinds, lengths, prompts, group = ("0.5b", "1.5b", "7b"), KINDS, (256, 1024), 8, 8
-    else:
-        sizes, kinds, lengths, prompts, group = tuple(SIZES), ("lora", "full"), (48, 128), 2, 8
-    found = [Case(s, k, n, prompts, group) for s, k, n in product(sizes, kinds, lengths)]
-    return found[:1] + found[2:3] if quick else found
+        sizes, lengths, prompts = ("135m", "0.5b", "1.5b"), (256, 1024), 4
+        if quick:
+            sizes, lengths, prompts = ("quick",), (8, 16), 2
+        # Sizes change fastest, so that large ones are not all under way at once.
+        return [Case(s, k, n, prompts, 8) for n, k, s in product(lengths, KINDS, sizes)]
+    found = [Case(s, k, n, 2, 8) for s, k, n in product(SIZES, KINDS, (48, 128))]
+    return found[:1] + found[4:5] if quick else found
 
 
 def llama_folder(size: str, folder: Path) -> Path:
@@ -100,13 +105,22 @@ def llama_folder(size: str, folder: Path) -> Path:
     return path
 
 
-def model_folder(case: Case, grid: str, folder: Path) -> Path:
+def make_models(found: list[Case], grid: str, folder: Path) -> dict[str, Path]:
+    """The folder of every size, made in a process of its own: what it takes must not be in the way."""
+    sizes = sorted({case.size for case in found})
+    words = [sys.executable, __file__, "--grid", grid, "--make", *sizes, "--output", str(folder)]
+    done = subprocess.run(words, check=True, capture_output=True, text=True)
+    return dict(zip(sizes, map(Path, done.stdout.split()[-len(sizes) :]), strict=True))
+
+
+def made(size: str, grid: str, folder: Path) -> Path:
     if grid == "cpu":
-        return llama_folder(case.size, folder)
+        return llama_folder(size, folder)
     import torch
     from random_qwen import random_folder
 
-    return Path(random_folder(case.size, device=torch.device("cuda")))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return Path(random_folder(size, device=device))
 
 
 def settings(case: Case, model: Path, folder: Path) -> list[str]:
@@ -119,6 +133,7 @@ def settings(case: Case, model: Path, folder: Path) -> list[str]:
         "rollout.refill=0",
         "optim.minibatches=1",
         "run.max_steps=2",
+        "track.report=false",
         "run.save_every=100",
         f"run.output_dir={folder}",
         "track.trackers=[]",
@@ -137,10 +152,8 @@ def command(*words: str) -> str:
     return done.stdout
 
 
-def measured(case: Case, grid: str, folder: Path) -> dict[str, float | str]:
-    model = model_folder(case, grid, folder)
+def measured(case: Case, model: Path, folder: Path) -> dict[str, Any]:
     task = folder / "task.py"
-    task.write_text(TASK.replace("WORDS", "12"))
     words = settings(case, model, folder)
     prompt = prompt_tokens(model)
     ahead = json.loads(command("doctor", "--json", "--prompt-tokens", str(prompt), *words))["preflight"]
@@ -154,6 +167,8 @@ def measured(case: Case, grid: str, folder: Path) -> dict[str, float | str]:
         "predicted_s": ahead["seconds"]["step"],
         "measured_s": min(row["time/step"] for row in rows),
         "truncated": rows[-1]["rollout/truncated"],
+        "out_of_memory": float("out of memory" in (folder / name / "training.log").read_text()),
+        "parts_gb": ahead["parts_gb"],
     }
 
 
@@ -169,7 +184,7 @@ def prompt_tokens(model: Path) -> int:
     return len(tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
 
-def lines(rows: list[dict[str, float | str]]) -> Iterator[str]:
+def lines(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield "| case | predicted, GB | measured, GB | error | predicted, s | measured, s |"
     yield "|---|---:|---:|---:|---:|---:|"
     for row in rows:
@@ -185,17 +200,33 @@ def main() -> None:
     parser.add_argument("--grid", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--only", help="cases whose name holds this")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--output", type=Path, help="folder for will_it_fit_GRID.json")
+    parser.add_argument("--at-once", type=int, help="cases side by side; 4 on a GPU, else 1")
+    parser.add_argument("--make", nargs="+", metavar="SIZE", help="only make models, under --output")
     arguments = parser.parse_args()
-    rows: list[dict[str, float | str]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for case in cases(arguments.grid, quick=arguments.quick):
-            if arguments.only and arguments.only not in case.name:
-                continue
-            rows.append(measured(case, arguments.grid, Path(folder)))
-            print(rows[-1], flush=True)
-            if arguments.json:
-                arguments.json.write_text(json.dumps(rows, indent=1))
+    grid = arguments.grid
+    if arguments.make:
+        print("\n".join(str(made(size, grid, arguments.output)) for size in arguments.make))
+        return
+    found = [
+        case
+        for case in cases(grid, quick=arguments.quick)
+        if not arguments.only or arguments.only in case.name
+    ]
+    rows: list[dict[str, Any]] = []
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        ThreadPoolExecutor(arguments.at_once or (4 if grid == "gpu" else 1)) as pool,
+    ):
+        folder = Path(scratch)
+        (folder / "task.py").write_text(TASK.replace("WORDS", "12"))
+        models = make_models(found, grid, folder)
+        for row in pool.map(lambda case: measured(case, models[case.size], folder), found):
+            rows.append(row)
+            print(row, flush=True)
+            if arguments.output:
+                arguments.output.mkdir(parents=True, exist_ok=True)
+                (arguments.output / f"will_it_fit_{grid}.json").write_text(json.dumps(rows, indent=1))
     print("\n".join(lines(rows)))
 
 

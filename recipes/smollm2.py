@@ -67,6 +67,8 @@ class Study:
     """At most."""
     target: float
     """Share of right sampled answers at which the warm start has done enough."""
+    warm_rate: float
+    """Its learning rate; long worked answers diverge at a rate that suits short ones."""
 
 
 STUDIES = {
@@ -83,6 +85,7 @@ STUDIES = {
         answers=4,
         warm_steps=300,
         target=0.25,
+        warm_rate=5e-4,
     ),
     "words": Study(
         overrides=("task.name=gsm8k", "rollout.max_tokens=128"),
@@ -90,6 +93,7 @@ STUDIES = {
         answers=1,
         warm_steps=200,
         target=0.35,
+        warm_rate=1.5e-3,
     ),
     "gsm8k": Study(
         overrides=("task.name=gsm8k", "rollout.max_tokens=256"),
@@ -97,6 +101,7 @@ STUDIES = {
         answers=1,
         warm_steps=300,
         target=0.08,
+        warm_rate=5e-4,
     ),
 }
 WARM_SEED = 1000
@@ -202,7 +207,8 @@ def warm_start(
     )
     steps = options.warm_steps or study.warm_steps
     target = study.target if options.warm_target is None else options.warm_target
-    optim = OptimConfig(learning_rate=options.warm_rate, schedule="cosine", warmup_steps=20, beta2=0.98)
+    rate = options.warm_rate or study.warm_rate
+    optim = OptimConfig(learning_rate=rate, schedule="cosine", warmup_steps=20, beta2=0.98)
     learner = Imitator(policy, optim=optim, max_steps=steps)
     started = time.monotonic()
     right, traces = 0.0, 0
@@ -351,7 +357,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--held-out", type=int, default=256)
-    parser.add_argument("--warm-rate", type=float, default=1.5e-3)
+    parser.add_argument("--warm-rate", type=float, help="of the supervised steps; by task unless given")
     parser.add_argument("--warm-prompts", type=int, help="in a supervised step; by task unless given")
     parser.add_argument("--warm-steps", type=int, help="at most; by task unless given")
     parser.add_argument(

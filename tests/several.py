@@ -42,7 +42,9 @@ def in_processes(count: int, work: Callable[..., Any], *given: Any) -> list[Any]
     ]
     for child in children:
         child.start()
-    found = dict((rank, (value, error)) for rank, value, error in (answers.get(timeout=200) for _ in children))
+    found = dict(
+        (rank, (value, error)) for rank, value, error in (answers.get(timeout=200) for _ in children)
+    )
     for child in children:
         child.join(30)
     errors = [error for _, error in found.values() if error is not None]

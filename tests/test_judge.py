@@ -9,7 +9,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from groupwise.errors import ConfigError, RolloutError
-from groupwise.rewards.judge import Judge, judged
+from groupwise.records import Example, Group, Rollout
+from groupwise.rewards.judge import Judge, judged, spent_by_judges
+from groupwise.training.batch import Batch
+from groupwise.training.measures import batch_metrics
 
 
 @pytest.fixture
@@ -66,3 +69,21 @@ def test_a_judge_that_fails_fails_the_rollout(server):
         Judge("http://127.0.0.1:9/v1", "m", seconds=1.0).grade("q", "g", "a")
     with pytest.raises(ConfigError, match="http"):
         judged(url="localhost:8000", model="m", golds=lambda e: [])
+
+
+def test_a_steps_metrics_say_what_the_judge_cost(server):
+    url, _, _ = server
+    reward = judged(url=url, model="m", golds=lambda example: [example["answer"]])
+    assert spent_by_judges({"judge": reward, "other": len}) == {}
+    rollout = Rollout(
+        prompt="?", text="fine", tokens=(1, 2), trained=(False, True), logprobs=(0.0, -1.0),
+        entropies=(0.0, 0.0), prompt_length=1, finish="end",
+    )  # fmt: skip
+    example = Example({"question": "q", "answer": "a"})
+    assert reward(rollout, example) == 0.7
+    batch = Batch(
+        groups=(Group(example=example, rollouts=(rollout,)),), dropped=(), replaced=0, cursor=1, rates={},
+        passed_over=0, rollout_seconds=1.0, reward_seconds=1.0, judged=spent_by_judges({"judge": reward}),
+    )  # fmt: skip
+    metrics = batch_metrics(batch)
+    assert (metrics["judge/calls"], metrics["judge/prompt_tokens"]) == (1.0, 50.0)

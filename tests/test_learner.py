@@ -14,6 +14,7 @@ from groupwise.config.sections import AlgoConfig, OptimConfig
 from groupwise.errors import ConfigError
 from groupwise.learner.learner import Learner, split_groups, suited_tokens
 from groupwise.learner.part import Part
+from groupwise.learner.passes import pass_tokens
 from groupwise.learner.schedule import learning_rate
 from groupwise.model.policy import Policy
 from groupwise.records import Sample, Sampling
@@ -230,3 +231,13 @@ def test_one_answer_too_long_for_the_memory_is_the_users_to_change(monkeypatch: 
     monkeypatch.setattr(Learner, "_backward", backward)
     with pytest.raises(ConfigError, match="a single answer is too long"):
         learner().update([sample(7, 8), sample(9, 2)], sequences=2, tokens=4)
+
+
+def test_a_pass_takes_a_quarter_of_a_gpu_but_not_more_tokens_than_pay() -> None:
+    gib = 1 << 30
+    assert pass_tokens(gpu_memory=24 * gib, token_bytes=1 << 20, recomputes=False) == 6144
+    assert pass_tokens(gpu_memory=24 * gib, token_bytes=1 << 15, recomputes=False) == 49152
+    assert pass_tokens(gpu_memory=24 * gib, token_bytes=1 << 15, recomputes=True) == 8192
+    assert pass_tokens(gpu_memory=24 * gib, token_bytes=1 << 24, recomputes=False) == 1024
+    assert pass_tokens(gpu_memory=None, token_bytes=1 << 21, recomputes=False) == 2048
+    assert pass_tokens(gpu_memory=None, token_bytes=1 << 12, recomputes=False) == 4096

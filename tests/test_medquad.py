@@ -11,7 +11,8 @@ from groupwise.errors import ConfigError
 from groupwise.records import Call, Example, Rollout, Turn
 from groupwise.retrieval.command import write_questions
 from groupwise.retrieval.documents import Document, Question
-from groupwise.retrieval.index import Index, Manifest
+from groupwise.retrieval.index import Index
+from groupwise.retrieval.manifest import Manifest
 from groupwise.rollout.calls import read_calls
 from groupwise.rollout.toolbox import Toolbox
 from groupwise.tasks import load_task

@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from several import in_processes
-from small_models import policy_of, small_model
-from small_runs import lasting_metrics, small_config, task_file
 
 from groupwise.config import read_config
 from groupwise.config.sections import LOSSES
@@ -23,6 +20,9 @@ from groupwise.parallel.balance import dealt_out
 from groupwise.parallel.processes import Processes, joined_processes
 from groupwise.records import Sample, Sampling
 from groupwise.training import train
+from several import in_processes
+from small_models import policy_of, small_model
+from small_runs import lasting_metrics, small_config, task_file
 
 
 def made_samples() -> list[Sample]:
@@ -138,9 +138,7 @@ def test_more_processes_than_groups_divide_the_groups() -> None:
 
 def test_shares_are_of_like_size() -> None:
     samples = made_samples()
-    tokens = [
-        sum(len(samples[i].tokens) for i in share) for share in dealt_out(samples, 2)
-    ]
+    tokens = [sum(len(samples[i].tokens) for i in share) for share in dealt_out(samples, 2)]
     assert max(tokens) < 1.3 * min(tokens)
 
 

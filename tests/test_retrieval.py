@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections import Counter
 from pathlib import Path
 
@@ -14,14 +15,16 @@ from hypothesis import strategies as st
 
 from groupwise import cli
 from groupwise.errors import ConfigError
+from groupwise.retrieval.best import best
 from groupwise.retrieval.chunk import chunks_of, pieces, plain_spans
 from groupwise.retrieval.documents import Document, context_line, read_qa_set
 from groupwise.retrieval.embed import Lsa, embedding_named
 from groupwise.retrieval.fusion import Ranking, fuse
-from groupwise.retrieval.index import Index, Manifest
+from groupwise.retrieval.index import Index
+from groupwise.retrieval.manifest import Manifest
 from groupwise.retrieval.measure import ndcg, reciprocal_rank
 from groupwise.retrieval.postings import load_postings, save_postings
-from groupwise.retrieval.sparse import K1, B, SparseIndex, best
+from groupwise.retrieval.sparse import K1, B, SparseIndex
 from groupwise.retrieval.words import words_of
 
 # Chunks
@@ -114,6 +117,24 @@ def test_postings_come_back_from_disk(tmp_path):
 
 def test_the_best_come_first_and_equals_go_by_number():
     assert best(np.array([1.0, 3.0, 1.0, 1.0], np.float32), 2) == ([1, 0], [3.0, 1.0])
+    assert best(np.array([0.0, 3.0, 0.0], np.float32), 2, above=0.0) == ([1], [3.0])
+
+
+@pytest.mark.parametrize("size", [3, 64, 700])
+def test_the_best_are_those_of_a_whole_sort(size):
+    scores_N = np.random.default_rng(0).integers(0, 40, size).astype(np.float32)  # with many equals
+    for count in (1, 5, 100):
+        sorted_ = sorted(range(size), key=lambda n: (-scores_N[n], n))
+        expected = [n for n in sorted_ if scores_N[n] > 3][:count]
+        assert best(scores_N, count, above=3.0) == (expected, scores_N[expected].tolist())
+
+
+def test_a_common_term_counts_as_any_other():
+    texts = [f"red {'fox' if number % 20 == 0 else 'hen'}" for number in range(40)]
+    index = SparseIndex.of(texts)
+    rarity = math.log(1 + 0.5 / 40.5) + math.log(1 + 38.5 / 2.5)
+    assert index.scores("red fox")[20] == pytest.approx(rarity / (1 + K1))
+    assert index.search("red fox", 3)[0] == [0, 20, 1]
 
 
 # Fusion
@@ -199,6 +220,23 @@ def test_documents_come_and_go_without_touching_the_others(index):
     again = Index.open(index.folder)
     assert (len(again), sorted(again.documents)) == (3, ["fox", "moon", "star"])
     assert again.search("moon and sun") == index.search("moon and sun")
+
+
+def test_what_is_found_does_not_depend_on_what_is_asked_beside_it(tmp_path):
+    words = ["fox", "sea", "star", "moon", "sun", "red", "salt", "night", "river", "mouse"]
+    rng = random.Random(0)
+    documents = [Document(str(n), " ".join(rng.choices(words, k=12))) for n in range(300)]
+    index = Index.build(tmp_path / "index", documents, Manifest(store="files"))
+    queries = [" ".join(rng.choices(words, k=3)) for _ in range(40)]
+    assert index.search_all(queries) == [index.search(query) for query in queries]
+
+
+def test_a_build_says_how_far_it_is(tmp_path):
+    told = []
+    Index.build(
+        tmp_path / "index", DOCUMENTS, Manifest(store="files"), progress=lambda *words: told.append(words)
+    )
+    assert told == [("documents", 1, 3), ("documents", 2, 3), ("documents", 3, 3), ("chunks", 3, 3)]
 
 
 def test_the_same_text_is_indexed_once(tmp_path):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
 from groupwise.records import Call, Example, Rollout, Turn
 from groupwise.rewards.agent import cites_well, last_word, mrr, recall, searches_once, thinks_every_turn
-from groupwise.rewards.overlap import rouge_l, shares_words, similar, token_f1, unrelated
+from groupwise.rewards.overlap import in_order, rouge_l, shares_words, similar, token_f1, unrelated
 
 NOTHING = Example({"answer": "a red fox"})
 
@@ -80,6 +82,18 @@ def test_overlap_in_words_and_in_order():
     assert token_f1("", "x") == rouge_l("", "x") == 0.0
     reward = shares_words(golds=lambda e: ["nothing alike", e["answer"]])
     assert reward(rollout(Turn(text="<think>no</think> A red fox")), NOTHING) == 1.0
+
+
+def test_words_in_order_are_counted_as_the_table_does():
+    rng = random.Random(0)
+    for _ in range(200):
+        said, wanted = ([rng.choice("abcd") for _ in range(rng.randrange(12))] for _ in range(2))
+        table = [[0] * (len(wanted) + 1) for _ in range(len(said) + 1)]
+        for i, word in enumerate(said):
+            for j, other in enumerate(wanted):
+                same = table[i][j] + 1 if word == other else 0
+                table[i + 1][j + 1] = max(same, table[i][j + 1], table[i + 1][j])
+        assert in_order(said, wanted) == table[-1][-1]
 
 
 def test_similarity_begins_at_the_baseline():

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import os
+import queue
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import Pipe
 from typing import Any
 
 import pytest
@@ -15,10 +19,12 @@ import pytest
 from groupwise.config.model import LoraConfig, ModelConfig
 from groupwise.config.sections import EngineConfig
 from groupwise.engine.engine import Engine
+from groupwise.engine.live import LiveEngine
 from groupwise.engine.sampler import derive_seed
 from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
 from groupwise.records import Request, Sampling
+from groupwise.serve.link import EngineSide
 from groupwise.serve.server import Server
 from groupwise.serve.text import TextStream
 from groupwise.serve.tool_calls import read_calls
@@ -26,33 +32,31 @@ from small_models import Scripted, policy_of, small_model, tiny_tokenizer
 
 
 @contextmanager
-def serving(policy: Policy, **settings: Any) -> Iterator[tuple[Server, int]]:
-    """A server in a thread, and its port."""
-    usual = {"model": "small", "slots": 8, "context": 512, "waiting": 64, "api_key": None}
-    server = Server(policy, **{**usual, **settings})
-    ports: list[int] = []
-    up = threading.Event()
-    tasks: list[asyncio.Task[None]] = []
+def serving(policy: Policy, **settings: Any) -> Iterator[tuple[LiveEngine, int]]:
+    """Both sides of a server, in threads, and its port."""
+    usual = {"slots": 8, "context": 512, "waiting": 64, "api_key": None}
+    chosen = {**usual, **settings}
+    ours, theirs = Pipe()
+    side = EngineSide(policy, ours, **{key: chosen[key] for key in ("slots", "context", "waiting")})
+    ports: queue.Queue[int] = queue.Queue()
 
-    def ready(port: int) -> None:
-        ports.append(port)
-        up.set()
+    async def front() -> None:
+        limits = {key: chosen[key] for key in ("slots", "context", "api_key")}
+        await Server(policy, theirs, model="small", **limits).run("127.0.0.1", 0, ready=ports.put)
 
-    async def main() -> None:
-        tasks.append(asyncio.ensure_future(server.run("127.0.0.1", 0, ready=ready)))
-        with pytest.raises(asyncio.CancelledError):
-            await tasks[0]
-
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
-    thread.start()
-    assert up.wait(30)
+    threads = [threading.Thread(target=side.run), threading.Thread(target=asyncio.run, args=(front(),))]
+    for thread in threads:
+        thread.start()
     try:
-        yield server, ports[0]
+        yield side.engine, ports.get(timeout=30)
     finally:
-        loop.call_soon_threadsafe(tasks[0].cancel)
-        thread.join(30)
-        loop.close()
+        with socket.socket(fileno=os.dup(ours.fileno())) as line:
+            line.shutdown(socket.SHUT_RDWR)  # each side finds the other gone
+        for thread in threads:
+            thread.join(30)
+        assert not any(thread.is_alive() for thread in threads)
+        ours.close()
+        theirs.close()
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +210,7 @@ def test_a_key_is_asked_for(tiny):
 
 
 def test_more_than_may_wait_is_answered_with_429_and_the_rest_is_served(tiny):
-    with serving(tiny, slots=2, waiting=1) as (server, port):
+    with serving(tiny, slots=2, waiting=1) as (engine, port):
         statuses: list[int] = []
 
         def client(number: int) -> None:
@@ -220,12 +224,12 @@ def test_more_than_may_wait_is_answered_with_429_and_the_rest_is_served(tiny):
             thread.join(120)
         assert set(statuses) == {200, 429}
         assert statuses.count(200) >= 3
-        assert server.engine.load == (0, 0)
-        assert server.engine.scheduler.pool.free == server.engine.scheduler.pool.count
+        assert engine.load == (0, 0)
+        assert engine.scheduler.pool.free == engine.scheduler.pool.count
 
 
 def test_a_client_that_goes_away_frees_its_place(tiny):
-    with serving(tiny, slots=1) as (server, port):
+    with serving(tiny, slots=1) as (engine, port):
         body = json.dumps(chat("a", stream=True, temperature=1.5)).encode()
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         connection.request("POST", "/v1/chat/completions", body=body)
@@ -233,7 +237,7 @@ def test_a_client_that_goes_away_frees_its_place(tiny):
         connection.close()
         status, _ = ask(port, "/v1/chat/completions", chat("b", max_tokens=3))
         assert status == 200
-        assert server.engine.load == (0, 0)
+        assert engine.load == (0, 0)
 
 
 def scripted(text: str) -> Policy:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import pytest
 
 from groupwise.errors import ConfigError, RolloutError
+from groupwise.retrieval.together import Together
 from groupwise.rollout.calls import Wish, read_calls
 from groupwise.rollout.toolbox import Toolbox
 from groupwise.rollout.tools import Found, tool_of
@@ -169,3 +172,40 @@ def test_calls_past_the_limit_are_refused_and_long_results_are_cut():
     first, second = called(box(search, characters=4), CALL + CALL, allowed=1)
     assert first.result == '["a" …'
     assert "no more calls" in (second.error or "")
+
+
+def test_searches_that_come_at_once_are_answered_in_one_batch():
+    batches: list[list[str]] = []
+    first_is_in, go_on = threading.Event(), threading.Event()
+
+    def answer_all(queries: list[str]) -> list[str]:
+        batches.append(queries)
+        first_is_in.set()
+        go_on.wait(10)
+        return [query.upper() for query in queries]
+
+    ask = Together(answer_all)
+    with ThreadPoolExecutor(4) as threads:
+        first = threads.submit(ask, "a")
+        first_is_in.wait(10)
+        others = [threads.submit(ask, query) for query in "bcd"]
+        while len(ask._waiting) < 3:
+            time.sleep(0.001)
+        go_on.set()
+        assert [answer.result(10) for answer in (first, *others)] == ["A", "B", "C", "D"]
+    assert [sorted(batch) for batch in batches] == [["a"], ["b", "c", "d"]]
+
+
+def test_a_batch_that_fails_fails_everyone_in_it_and_no_one_later():
+    answers = iter([ValueError("no"), ["fine"]])
+
+    def answer_all(queries: list[str]) -> list[str]:
+        answer = next(answers)
+        if isinstance(answer, ValueError):
+            raise answer
+        return answer
+
+    ask = Together(answer_all)
+    with pytest.raises(ValueError, match="no"):
+        ask("a")
+    assert ask("b") == "fine"

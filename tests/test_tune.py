@@ -8,7 +8,8 @@ import torch
 
 from groupwise.retrieval.documents import Document, Question
 from groupwise.retrieval.embed import unit
-from groupwise.retrieval.index import Index, Manifest
+from groupwise.retrieval.index import Index
+from groupwise.retrieval.manifest import Manifest
 from groupwise.retrieval.sparse import SparseIndex
 from groupwise.retrieval.tune import SHARPNESS, contrast, divided, learn_questions, turned
 

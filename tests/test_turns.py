@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,8 @@ from groupwise.errors import ConfigError, RolloutError
 from groupwise.model.template import first_difference, knows_tools
 from groupwise.records import Completion, Example, Request, Sampling
 from groupwise.rollout.collect import Tools, collect
+from groupwise.rollout.tools import tool_of
+from groupwise.tasks import Task
 from small_models import small_model, tiny_tokenizer
 from test_collect import END, Letters
 
@@ -60,9 +63,11 @@ def call(query: str) -> str:
     return f"<tool_call>{json.dumps({'name': 'look', 'arguments': {'query': query}})}</tool_call>"
 
 
-def talked(engine: Any, *, codec: Any = None, size: int = 2, tool: Any = look, **limits: Any) -> Any:
+def talked(
+    engine: Any, *, codec: Any = None, size: int = 2, tool: Any = look, state: Any = None, **limits: Any
+) -> Any:
     sampling = Sampling(max_tokens=limits.pop("turn_tokens", 100))
-    tools = Tools.of([tool], ToolsConfig(**limits))
+    tools = Tools.of([tool], ToolsConfig(**limits), state=state)
     (group,) = collect(
         [Example({"q": "a"})],
         ask=lambda example: "ask",
@@ -96,6 +101,32 @@ def test_a_later_turn_is_asked_with_the_whole_stream_and_noise_of_its_own():
     assert second[0].prompt[: len(first.prompt)] == first.prompt
     seeds = [*first.seeds, *(seed for request in second for seed in request.seeds)]
     assert len(set(seeds)) == 4
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_each_rollout_has_a_state_of_its_own_that_its_tools_share(overlap):
+    def look(query: str, state: list[str]) -> str:
+        """Look something up."""
+        state.append(query)
+        return f"{len(state)} so far"
+
+    script = Script(call("x") + call("y"), call("z"), "done")
+    settings = {"turn_tokens": 200, "max_tokens": 900, "overlap": overlap}
+    first, second = talked(script, tool=look, state=lambda example: [example["q"]], **settings)
+    assert [c.result for c in first.calls] == ["2 so far", "3 so far", "4 so far"]
+    assert first.state == second.state == ["a", "x", "y", "z"]
+    assert first.state is not second.state
+
+
+def test_the_policy_neither_sees_nor_sets_the_state():
+    def look(query: str, state: list[str]) -> str:
+        """Look something up."""
+        return "fine"
+
+    assert list(tool_of(look).schema["function"]["parameters"]["properties"]) == ["query"]
+    assert "no argument 'state'" in str(tool_of(look).refusal({"query": "x", "state": []}))
+    with pytest.raises(ConfigError, match="takes a state"):
+        Task(name="t", examples=[{"q": "a"}], prompt=str, rewards={"r": lambda **_: []}, tools=[look])
 
 
 def test_a_malformed_call_costs_a_turn_and_is_not_drawn_again():
@@ -176,6 +207,24 @@ def test_the_engine_continues_conversations_as_if_each_turn_were_asked_alone(sma
     assert any(len(r.turns) == 3 for r in together)
     for ours, theirs in zip(together, in_rounds, strict=True):
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+
+
+def test_while_a_tool_is_at_work_the_engine_goes_on_with_the_others(small_policy):
+    """A call names the length of its turn: a longer turn ends only if the engine does not wait for tools."""
+    longer = threading.Event()
+    first: list[str] = []
+
+    def look(query: str) -> str:
+        """Look something up."""
+        first.append(query)
+        if query != first[0]:
+            longer.set()
+        return "met" if longer.wait(10) else "alone"
+
+    engine = Engine(chatty(small_policy), EngineConfig())
+    limits = {"turn_tokens": 12, "max_turns": 2, "max_tokens": 400, "size": 6, "overlap": True}
+    rollouts = talked(engine, codec=Babbling(small_policy), tool=look, **limits)
+    assert {call.result for rollout in rollouts for call in rollout.calls} == {"met"}
 
 
 def test_what_is_trained_has_the_log_probabilities_of_a_plain_forward_pass(small_policy):

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from fake_vllm import FakeVllm
-from small_runs import lasting_metrics, small_config, task_file
 
+from fake_vllm import FakeVllm
 from groupwise.config import read_config
 from groupwise.config.sections import EngineConfig, LoraConfig, ModelConfig
 from groupwise.engine import remote
@@ -22,6 +21,7 @@ from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
 from groupwise.records import Request, Sampling
 from groupwise.training import train
+from small_runs import lasting_metrics, small_config, task_file
 
 
 @pytest.fixture

@@ -75,6 +75,25 @@ def test_of_a_chat_every_answer_is_trained_and_nothing_else(small_policy):
     assert trained == ["2assistant<|im_end|>", "4assistant<|im_end|>"]
 
 
+def test_a_demonstration_with_tools_is_laid_out_as_a_rollout_is(small_policy):
+    tools = [{"type": "function", "function": {"name": "look", "description": "?", "parameters": {}}}]
+    asked = [{"role": "system", "content": "Look."}, {"role": "user", "content": "Hm"}]
+    turns = ["<think> a</think> b", "<think> c</think> d"]
+    rows = [
+        *asked,
+        {"role": "assistant", "content": turns[0]},
+        {"role": "tool", "name": "look", "content": "e"},
+        {"role": "assistant", "content": turns[1]},
+    ]
+    tokens, trained = encode(small_policy, of_row(Example({"messages": rows, "tools": tools})))
+    end = small_policy.tokenizer.eos_token_id
+    wrote = [(*small_policy._tokens(turn), end) for turn in turns]
+    prompt = small_policy.encode(asked, tools=tools)
+    read = small_policy.encode_results(["e"], prefill="", ended=True)
+    assert tokens == (*prompt, *wrote[0], *read, *wrote[1])
+    assert [token for token, own in zip(tokens, trained, strict=True) if own] == [*wrote[0], *wrote[1]]
+
+
 def test_an_answer_that_the_template_rewrites_later_is_not_trained(small_policy):
     forgetful = (
         "{% for m in messages %}{{ m['role'] + ':' + (m['content'] if loop.last or m['role'] == 'user' "

@@ -154,6 +154,8 @@ class Rollout:
     """Set when the rollout failed; it then has no reward and is never trained on."""
     turns: tuple[Turn, ...] = ()
     """Every turn of a task with tools, the last included; empty for a task without."""
+    state: Any = field(default=None, compare=False, repr=False)
+    """What the tools worked on, as they left it, where the task has such; for rewards, never written down."""
 
     def __post_init__(self) -> None:
         same_length(self, "tokens", "trained", "logprobs", "entropies")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +16,7 @@ import typer
 from groupwise.config import Config, read_config
 
 if TYPE_CHECKING:
-    from groupwise.training.preflight import Preflight
+    from groupwise.training.preflight import Place, Preflight
 
 REQUIRED = ("torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "pyarrow", "rich", "typer")
 OPTIONAL = {
@@ -107,7 +108,10 @@ def device_words() -> str:
         about = torch.cuda.get_device_properties(0)
         count = torch.cuda.device_count()
         return f"{count} × {about.name}, {about.total_memory / 1e9:.0f} GB each"
-    return f"CPU, {torch.get_num_threads()} threads, {main_memory() / 1e9:.0f} GB"
+    from groupwise.model.memory import total_memory
+
+    memory = total_memory(torch.device("cpu"))
+    return f"CPU, {torch.get_num_threads()} threads, {memory / 1e9:.0f} GB"
 
 
 def environment_lines(found: dict[str, Any]) -> Iterator[str]:
@@ -121,12 +125,6 @@ def environment_lines(found: dict[str, Any]) -> Iterator[str]:
             yield f"  {name:<14}not installed: {OPTIONAL[name]}"
 
 
-def main_memory() -> int:
-    import os
-
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def look_ahead(
     config: Config, *, prompt_tokens: int, answer_tokens: int | None, memory_gb: float | None, on: str | None
 ) -> dict[str, Any]:
@@ -135,11 +133,15 @@ def look_ahead(
 
     from groupwise.training.pace import measure_machine, pace
     from groupwise.training.preflight import BYTES, advice, preflight
+    from groupwise.training.recompute import choose_recomputing
     from groupwise.training.shape import shape_of
 
     kind = on or (config.model.device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0]
     shape = shape_of(config.model)
     place = place_of(kind, memory_gb)
+    config, recomputing = choose_recomputing(
+        config, shape, place, free=place.total, prompt_tokens=prompt_tokens
+    )
     found: Preflight = preflight(config, shape, place, prompt_tokens=prompt_tokens)
     here = kind == ("cuda" if torch.cuda.is_available() else "cpu")
     seconds = None
@@ -161,25 +163,23 @@ def look_ahead(
         "peak_gb": found.peak / 1e9,
         "memory_gb": place.total / 1e9,
         "fits": found.fits,
+        "recomputing": recomputing,
         "advice": list(advice(config, found)),
         "seconds": seconds,
     }
 
 
-def place_of(kind: str, memory_gb: float | None) -> Any:
+def place_of(kind: str, memory_gb: float | None) -> Place:
     """The device with its memory, and what the program itself takes of it."""
     import torch
 
-    from groupwise.training.measures import resident_bytes
     from groupwise.training.preflight import CUDA_CONTEXT, Place
 
-    if kind == "cpu":
-        total, program = main_memory(), resident_bytes()
+    if kind == "cpu" or torch.cuda.is_available():
+        place = Place.of(torch.device(kind))
     else:
-        here = torch.cuda.is_available()
-        total = torch.cuda.get_device_properties(0).total_memory if here else 24_000_000_000
-        program = CUDA_CONTEXT
-    return Place(kind=kind, total=int(memory_gb * 1e9) if memory_gb else total, program=program)
+        place = Place(kind=kind, total=24_000_000_000, program=CUDA_CONTEXT)
+    return place if memory_gb is None else replace(place, total=int(memory_gb * 1e9))
 
 
 def preflight_lines(ahead: dict[str, Any]) -> Iterator[str]:
@@ -191,6 +191,7 @@ def preflight_lines(ahead: dict[str, Any]) -> Iterator[str]:
     yield f"  {'while updating':<20}{ahead['updating_gb']:8.2f} GB"
     verdict = "fits" if ahead["fits"] else "does not fit"
     yield f"peak {ahead['peak_gb']:.2f} GB {verdict} into {ahead['memory_gb']:.1f} GB"
+    yield ahead["recomputing"]
     for line in ahead["advice"]:
         yield f"  try {line}"
     if ahead["seconds"] is not None:

@@ -6,13 +6,17 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from groupwise.config.checks import between
+
+if TYPE_CHECKING:
+    from groupwise.retrieval.index import Progress
 
 index_app = typer.Typer(help="Build, search and measure a document index.", no_args_is_help=True)
 
@@ -57,22 +61,23 @@ def build(
     from groupwise.retrieval import command
     from groupwise.retrieval.fetch import Manners
 
-    report = command.build(
-        output,
-        documents=documents,
-        data=data,
-        fetch=fetch,
-        pages=pages,
-        skip_existing=skip_existing,
-        manners=Manners(allow_private=allow_private, per_host=per_host),
-        on_page=progress,
-        embedding=embedding,
-        store=store,
-        budget=budget,
-        fusion=fusion,
-        dense_weight=dense_weight,
-        sparse_weight=sparse_weight,
-    )
+    with progress_bars() as progress:
+        report = command.build(
+            output,
+            documents=documents,
+            data=data,
+            fetch=fetch,
+            pages=pages,
+            skip_existing=skip_existing,
+            manners=Manners(allow_private=allow_private, per_host=per_host),
+            progress=progress,
+            embedding=embedding,
+            store=store,
+            budget=budget,
+            fusion=fusion,
+            dense_weight=dense_weight,
+            sparse_weight=sparse_weight,
+        )
     show(report, as_json, build_lines)
 
 
@@ -138,10 +143,24 @@ def show(report: dict[str, Any], as_json: bool, lines: Any) -> None:
         print(line)
 
 
-def progress(done: int, total: int) -> None:
-    """Say how many pages are there, on one line that stays."""
-    if sys.stderr.isatty():
-        print(f"\r{done} of {total} pages", end="\n" if done == total else "", file=sys.stderr, flush=True)
+@contextmanager
+def progress_bars() -> Iterator[Progress]:
+    """On a terminal, a bar for each kind of thing there is to do, which goes when everything is done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        known: dict[str, Any] = {}
+
+        def tell(what: str, done: int, total: int) -> None:
+            if what not in known:
+                known[what] = bars.add_task(what, total=total)
+            bars.update(known[what], completed=done)
+
+        yield tell
 
 
 def build_lines(report: dict[str, Any]) -> Iterator[str]:

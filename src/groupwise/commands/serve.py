@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from ipaddress import ip_address
 from typing import Annotated
@@ -41,23 +40,29 @@ def serve(
 
     named = find_named(target, words or [])
     from groupwise.model.load import load_for_generation
-    from groupwise.serve.server import Server
+    from groupwise.model.source import model_folder
+    from groupwise.serve.front import Opening, open_front, start_front
+    from groupwise.serve.link import EngineSide
 
+    front = start_front()  # it imports while the model loads
     policy = load_for_generation(named.config.model, rank=named.target.rank, trained=named.target.trained)
+    side = EngineSide(policy, front, slots=max_sequences, context=max_context, waiting=queue)
     model = name or os.path.basename(target.rstrip("/"))
-    server = Server(
-        policy, model=model, slots=max_sequences, context=max_context, waiting=queue, api_key=api_key
+    opening = Opening(
+        host=host,
+        port=port,
+        tokenizer=model_folder(named.config.model.name),
+        vocabulary=policy.vocabulary,
+        model=model,
+        context=side.engine.context,
+        slots=max_sequences,
+        api_key=api_key,
     )
-
-    def ready(port: int) -> None:
-        shown = f"[{host}]" if ":" in host else host
-        print(f"{model} at http://{shown}:{port}/v1, {server.engine.context} tokens of context", flush=True)
-        print(f"the same with vLLM: {named.vllm_command}", flush=True)
-
-    try:
-        asyncio.run(server.run(host, port, ready=ready))
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    port = open_front(front, opening)
+    shown = f"[{host}]" if ":" in host else host
+    print(f"{model} at http://{shown}:{port}/v1, {side.engine.context} tokens of context", flush=True)
+    print(f"the same with vLLM: {named.vllm_command}", flush=True)
+    side.run()
 
 
 def is_loopback(host: str) -> bool:

@@ -21,7 +21,9 @@ NAME = "policy"
 
 def serve_rollouts(
     model: Annotated[str, typer.Argument(help="tiny, a Hugging Face name, or a folder: as in training.")],
-    host: Annotated[str, typer.Option(help="Address to listen on: keep it inside your network.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on: keep it inside your network.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     lora_r: Annotated[int, typer.Option(help="Rank of the adapters; 0: every weight is trained.")] = 16,
     max_context: Annotated[int, typer.Option(help="Tokens of prompt and answer together.")] = 4096,
@@ -66,9 +68,7 @@ ENVIRONMENT = {
 }
 
 
-def server_command(
-    python: str, model: str, *, lora_r: int, settings: dict[str, object]
-) -> Sequence[str]:
+def server_command(python: str, model: str, *, lora_r: int, settings: dict[str, object]) -> Sequence[str]:
     """Return the words that start a server fit for training."""
     words = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     words += ["--served-model-name", NAME]

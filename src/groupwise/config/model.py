@@ -30,8 +30,9 @@ class ModelConfig:
     """cpu, cuda or cuda:N. None: the GPU when there is one."""
     quantization: str | None = None
     """nf4 (4 bits) or int8: the frozen weights under the adapters (QLoRA). None: as the model's files say."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: bool | None = None
+    """Recompute activations in the backward pass: less memory, about a third more time. None: where they
+    would not fit."""
 
     def __post_init__(self) -> None:
         if self.dtype is not None:

@@ -259,7 +259,9 @@ class Config:
         if self.rollout.overlap and self.algo.correction == "none":
             raise ConfigError("rollout.overlap draws from the policy of before: it needs an algo.correction")
         if self.engine.kind == "vllm" and self.algo.top_entropy < 1:
-            raise ConfigError("algo.top_entropy needs entropies, which vLLM does not tell: use engine.kind=own")
+            raise ConfigError(
+                "algo.top_entropy needs entropies, which vLLM does not tell: use engine.kind=own"
+            )
         for setting, value, other, limit in (
             (
                 "algo.overlong_buffer",

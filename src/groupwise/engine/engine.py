@@ -21,6 +21,7 @@ from groupwise.engine.sampler import draw, uniforms
 from groupwise.engine.scheduler import NONE, More, Scheduler, Sequence
 from groupwise.engine.stopping import StopStrings
 from groupwise.errors import ConfigError
+from groupwise.model.memory import free_memory
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Finish, Request, Sampling
 
@@ -234,11 +235,9 @@ class Engine:
 
     def _affordable_blocks(self) -> int:
         """Blocks that fit into what is free of the GPU, a fifth of it left for everything else."""
-        free, _ = torch.cuda.mem_get_info(self.policy.device)
-        free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         token = 2 * self.policy.layers * self.policy.key_heads * self.policy.head_size
         block = token * self.config.block_size * self.policy.head_weight.element_size()
-        return int(0.8 * free) // block
+        return int(0.8 * free_memory(self.policy.device)) // block
 
     def _check_context(self, requests: SequenceOf[Request], sampling: Sampling, more: More) -> None:
         longest = max(len(request.prompt) for request in requests)

@@ -8,6 +8,7 @@ nobody is ever made to start over.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -23,6 +24,9 @@ from groupwise.engine.live_steps import PlainSteps, Steps
 from groupwise.engine.scheduler import Sequence as Member
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Finish
+
+PAUSE = 0.02
+"""Seconds between two deliveries at least, but of ends: many small ones would take the steps' time."""
 
 
 class Busy(Exception):
@@ -42,7 +46,7 @@ class News:
 
 
 class LiveEngine:
-    """Runs jobs as they are submitted; `deliver` is called from its thread, once a step, with what is new."""
+    """Runs jobs as they are submitted; `deliver` is called from its thread with what is new."""
 
     def __init__(
         self,
@@ -74,6 +78,8 @@ class LiveEngine:
         self._sent: dict[Member, int] = {}
         self._changed = threading.Condition()
         self._closing = False
+        self._told = 0.0
+        """When everyone was last heard of."""
         self._thread = threading.Thread(target=self._run, name="groupwise-engine", daemon=True)
 
     @property
@@ -161,6 +167,10 @@ class LiveEngine:
             return []
         ended = steps.advance()
         news = [self._last_words(member, completion) for member, completion in ended]
+        now = time.monotonic()
+        if now < self._told + PAUSE:
+            return news
+        self._told = now
         for member in self.scheduler.running:
             sent, known = self._sent.get(member, 0), int(steps.known[member.slot])
             if known > sent:

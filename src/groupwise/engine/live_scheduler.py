@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 
 import numpy as np
+from numpy.typing import NDArray
 
 from groupwise.engine.blocks import BlockPool, Prefix
 from groupwise.engine.scheduler import Scheduler, Sequence
 from groupwise.records import Completion, Finish, Request, Sampling
+
+Slots = NDArray[np.int64]
+
+MOST_SETTINGS = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +39,13 @@ class LiveScheduler(Scheduler):
         self.prompt_tables = np.zeros((slots, pool.blocks_for(context)), dtype=np.int64)
         self.limit = np.zeros(slots, dtype=np.int64)
         """Tokens that each slot's sequence may write."""
+        self.stops = np.zeros(slots, dtype=np.bool_)
+        """Whether a stop string may end it before."""
+        self.drawn: list[Sampling] = [Sampling()] * slots
+        """What a draw for it depends on; equal settings have one number."""
+        self.settings = np.zeros(slots, dtype=np.int64)
+        self._known: dict[Sampling, int] = {}
+        self._next_number = count()
         self._jobs: dict[int, Job] = {}
         self._queue: list[Job] = []
         self._numbers = list(range(slots - 1, -1, -1))
@@ -74,8 +87,19 @@ class LiveScheduler(Scheduler):
             self._begin(self._queue.pop(0))
         joined = super().admit()
         for sequence in joined:
-            self.limit[sequence.slot] = self.job_of(sequence).sampling.max_tokens
+            sampling, slot = self.job_of(sequence).sampling, sequence.slot
+            self.limit[slot], self.stops[slot] = sampling.max_tokens, bool(sampling.stop)
+            self.drawn[slot] = replace(sampling, stop=(), max_tokens=self.context)
+            self.settings[slot] = self._number_of(self.drawn[slot])
         return joined
+
+    def _number_of(self, drawn: Sampling) -> int:
+        """The same number for the same settings; forgotten when clients have come up with too many."""
+        if drawn not in self._known:
+            if len(self._known) >= MOST_SETTINGS:
+                self._known.clear()
+            self._known[drawn] = next(self._next_number)
+        return self._known[drawn]
 
     def _begin(self, job: Job) -> None:
         number = self._numbers.pop()
@@ -121,10 +145,14 @@ class LiveScheduler(Scheduler):
     def forget(self, sequence: Sequence) -> Job:
         return self._owners.pop(sequence)
 
-    def by_settings(self, sequences: SequenceOf[Sequence]) -> dict[Sampling, list[int]]:
-        """Which of these share the settings that a draw depends on, as indices."""
-        groups: dict[Sampling, list[int]] = {}
-        for index, sequence in enumerate(sequences):
-            drawn = replace(self.job_of(sequence).sampling, stop=(), max_tokens=self.context)
-            groups.setdefault(drawn, []).append(index)
-        return groups
+    @property
+    def queued(self) -> int:
+        """Answers of jobs that have not begun."""
+        return sum(len(job.seeds) for job in self._queue)
+
+    def by_settings(self, slots_N: Slots) -> Iterator[tuple[Sampling, Slots]]:
+        """Yield settings that a draw depends on, and the indices of those of these slots that share them."""
+        numbers_N = self.settings[slots_N]
+        for number in np.unique(numbers_N):
+            indices = np.flatnonzero(numbers_N == number)
+            yield self.drawn[slots_N[indices[0]]], indices

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from groupwise.engine.live_scheduler import LiveScheduler
+from groupwise.engine.live_scheduler import LiveScheduler, Slots
 from groupwise.engine.runner import Runner
 from groupwise.engine.sampler import draw, uniforms
 from groupwise.engine.scheduler import Sequence
@@ -30,10 +30,9 @@ class PlainSteps:
     """On any device, step by step."""
 
     def __init__(self, policy: Policy, scheduler: LiveScheduler, end_tokens: frozenset[int]) -> None:
-        self.scheduler, self.end_tokens = scheduler, end_tokens
+        self.scheduler, self._ending = scheduler, Ending(policy, scheduler, end_tokens)
         self.runner = Runner(policy, blocks=scheduler.pool.count, block_size=scheduler.pool.block_size)
         self.known = scheduler.length
-        self._stop_strings = StopStrings(policy)
 
     def advance(self) -> list[tuple[Sequence, Completion]]:
         scheduler = self.scheduler
@@ -45,8 +44,9 @@ class PlainSteps:
         if not rows:
             return []
         logits_RV = torch.cat(rows)
-        for sampling, indices in scheduler.by_settings(scheduler.running).items():
-            slots = scheduler.slots()[indices]
+        running = scheduler.slots()
+        for sampling, indices in scheduler.by_settings(running):
+            slots = running[indices]
             at = scheduler.length[slots]
             noise = torch.from_numpy(uniforms(scheduler.seed[slots], at.astype(np.uint64)))
             drawn = draw(logits_RV[indices], sampling, noise.to(logits_RV.device))
@@ -54,34 +54,39 @@ class PlainSteps:
             scheduler.tokens[slots, at] = tokens
             scheduler.logprobs[slots, at] = logprobs
             scheduler.entropies[slots, at] = entropies
-        scheduler.length[scheduler.slots()] += 1
-        ended = [(s, why) for s in scheduler.running if (why := self._reason(s)) is not None]
-        return [(sequence, scheduler.finish(sequence, why)) for sequence, why in ended]
+        scheduler.length[running] += 1
+        return self._ending.finish(running, scheduler.length[running])
 
-    def _reason(self, sequence: Sequence) -> Finish | None:
+
+class Ending:
+    """Tells which sequences are over, and lets them go."""
+
+    def __init__(self, policy: Policy, scheduler: LiveScheduler, end_tokens: frozenset[int]) -> None:
+        self.scheduler, self.end_tokens = scheduler, end_tokens
+        self._ends = np.array(sorted(end_tokens), dtype=np.int64)
+        self._stop_strings = StopStrings(policy)
+
+    def finish(self, slots_N: Slots, lengths_N: Slots) -> list[tuple[Sequence, Completion]]:
+        """End those of these slots' sequences that are over, now that each has so many tokens."""
         scheduler = self.scheduler
-        return reason_to_end(
-            scheduler,
-            sequence,
-            int(scheduler.length[sequence.slot]),
-            self.end_tokens,
-            self._stop_strings,
-        )
+        over_N = np.isin(scheduler.tokens[slots_N, lengths_N - 1], self._ends)
+        over_N |= (lengths_N >= scheduler.limit[slots_N]) | scheduler.stops[slots_N]
+        ended: list[tuple[Sequence, Completion]] = []
+        if over_N.any():  # only for them is it worth looking closer
+            by_slot = {sequence.slot: sequence for sequence in scheduler.running}
+            for slot, length in zip(slots_N[over_N].tolist(), lengths_N[over_N].tolist(), strict=True):
+                if why := self._reason(by_slot[slot], length):
+                    scheduler.length[slot] = length
+                    ended.append((by_slot[slot], scheduler.finish(by_slot[slot], why)))
+        return ended
 
-
-def reason_to_end(
-    scheduler: LiveScheduler,
-    sequence: Sequence,
-    length: int,
-    end_tokens: frozenset[int],
-    stop_strings: StopStrings,
-) -> Finish | None:
-    """Why a sequence of this many tokens is over; None where it is not."""
-    slot = sequence.slot
-    written = scheduler.tokens[slot, :length]
-    if int(written[-1]) in end_tokens:
-        return "end"
-    stop = scheduler.job_of(sequence).sampling.stop
-    if stop and stop_strings.hits([written], stop)[0]:
-        return "stop"
-    return "length" if length >= scheduler.limit[slot] else None
+    def _reason(self, sequence: Sequence, length: int) -> Finish | None:
+        """Why a sequence of this many tokens is over; None where it is not."""
+        scheduler, slot = self.scheduler, sequence.slot
+        written = scheduler.tokens[slot, :length]
+        if int(written[-1]) in self.end_tokens:
+            return "end"
+        stop = scheduler.job_of(sequence).sampling.stop
+        if stop and self._stop_strings.hits([written], stop)[0]:
+            return "stop"
+        return "length" if length >= scheduler.limit[slot] else None

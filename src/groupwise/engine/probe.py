@@ -41,7 +41,9 @@ class Probe:
         layout = PackedLayout.build([(1, (LENGTH - 2,))], device=tokens_T.device)
         training = self.policy.model.training
         self.policy.model.eval()
-        hidden_TM = self.policy.hidden(tokens_T[:-1], torch.arange(LENGTH - 1, device=tokens_T.device), layout)
+        hidden_TM = self.policy.hidden(
+            tokens_T[:-1], torch.arange(LENGTH - 1, device=tokens_T.device), layout
+        )
         self.policy.model.train(training)
         logprobs_N, _ = token_logprobs(
             hidden_TM,

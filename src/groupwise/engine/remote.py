@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from groupwise.errors import ConfigError, GroupwiseError, InvariantError
+
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
 """Seconds a server that failed is left alone; doubled each time."""
 
@@ -67,7 +68,6 @@ class Server:
         self.failures += 1
         self.version = None  # it may come back as another process, without what it was given
         self.rest_until = time.monotonic() + min(FIRST_PAUSE * 2 ** (self.failures - 1), LONGEST_PAUSE)
-
 
 
 class Servers:

@@ -104,7 +104,9 @@ class VllmEngine:
                 self._bring(server)
             except Unavailable as error:
                 if before is None:
-                    raise ConfigError(f"{server.address} cannot take the policy's weights: {error}") from error
+                    raise ConfigError(
+                        f"{server.address} cannot take the policy's weights: {error}"
+                    ) from error
                 self.servers.failed(server, error)
         if before is not None and before != version:
             shutil.rmtree(self.exchange / f"version-{before}", ignore_errors=True)
@@ -239,5 +241,3 @@ def check_server(server: Server, *, adapters: bool, seconds: float) -> None:
             f"the server at {server.address} was not started for training: start it with what "
             "groupwise serve-rollouts prints"
         )
-
-

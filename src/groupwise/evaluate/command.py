@@ -179,7 +179,7 @@ def take(exam: Exam, policy: Policy, engine: Engine) -> Evaluation:
         samples=exam.samples,
         seed=exam.seed,
         seconds=exam.reward_seconds,
-        tools=Tools.of(exam.task.tools, exam.tools),
+        tools=Tools.of(exam.task.tools, exam.tools, state=exam.task.state),
     )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from groupwise.errors import ConfigError
 from groupwise.learner.supervised import masked_sample
 from groupwise.model.policy import Policy
-from groupwise.records import Message, Sample
+from groupwise.model.template import render
+from groupwise.records import Sample
 from groupwise.tasks.demonstrations import Demonstration
 
 
@@ -55,14 +55,15 @@ def stretches(policy: Policy, demonstration: Demonstration) -> Iterator[tuple[st
     prompt = demonstration.prompt
     given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     messages = [*given, *demonstration.completion]
-    whole = render(policy, demonstration, messages)
+    tokenizer, tools = policy.tokenizer, demonstration.tools
+    whole = render(tokenizer, messages, tools=tools, more=False)
     ending = policy.tokenizer.eos_token or ""
     done = 0
     for index in range(len(given), len(messages)):
         if messages[index]["role"] != "assistant":
             continue
-        before = render(policy, demonstration, messages[:index], asking=True)
-        after = render(policy, demonstration, messages[: index + 1])
+        before = render(tokenizer, messages[:index], tools=tools)
+        after = render(tokenizer, messages[: index + 1], tools=tools, more=False)
         ends = bool(ending) and after.rfind(ending) >= len(before)
         stop = after.rfind(ending) + len(ending) if ends else len(after)
         fits = len(before) >= done and after.startswith(before) and whole.startswith(after[:stop])
@@ -82,16 +83,6 @@ def joined(policy: Policy, turns: Sequence[tuple[str, bool]]) -> tuple[tuple[int
         tokens += ids
         trained += [imitated] * len(ids)
     return tuple(tokens), tuple(trained)
-
-
-def render(
-    policy: Policy, demonstration: Demonstration, messages: Sequence[Message], *, asking: bool = False
-) -> str:
-    options: dict[str, Any] = {"tools": list(demonstration.tools)} if demonstration.tools else {}
-    text: str = policy.tokenizer.apply_chat_template(
-        list(messages), tokenize=False, add_generation_prompt=asking, **options
-    )
-    return text
 
 
 def text_tokens(policy: Policy, text: str) -> tuple[int, ...]:

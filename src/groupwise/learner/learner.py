@@ -17,17 +17,16 @@ from groupwise.errors import ConfigError
 from groupwise.invariants import check_finite, check_gap
 from groupwise.learner.optimizer import clipped_step, make_optimizer
 from groupwise.learner.part import Done, Part
+from groupwise.learner.passes import pass_tokens
 from groupwise.learner.schedule import learning_rate
 from groupwise.model.logprobs import token_logprobs
+from groupwise.model.memory import total_memory
 from groupwise.model.policy import Policy
 from groupwise.parallel.balance import dealt_out
 from groupwise.parallel.gradients import sum_gradients
 from groupwise.parallel.processes import Processes
 from groupwise.records import Sample, Sampling
 from groupwise.tracking.log import LOGGER
-
-CPU_ACTIVATIONS = 4 << 30
-"""Bytes for the activations of one pass on a CPU, where larger passes are hardly faster."""
 
 
 class Learner:
@@ -249,14 +248,12 @@ class Learner:
 
 
 def suited_tokens(policy: Policy) -> int:
-    """Tokens whose activations fit into a share of memory that is the same whenever a run is resumed."""
-    if policy.device.type == "cuda":
-        memory = torch.cuda.get_device_properties(policy.device).total_memory
-        # Larger passes are hardly faster; and whoever computes activations again wants their memory.
-        share, most = memory // 4, 8192 if policy.model.is_gradient_checkpointing else 12288
-    else:
-        share, most = CPU_ACTIVATIONS, 4096
-    return min(max(share // policy.activation_bytes, 1024), most)
+    on_gpu = policy.device.type == "cuda"
+    return pass_tokens(
+        gpu_memory=total_memory(policy.device) if on_gpu else None,
+        token_bytes=policy.activation_bytes,
+        recomputes=policy.model.is_gradient_checkpointing,
+    )
 
 
 def split_groups(samples: Sequence[Sample], count: int) -> list[list[Sample]]:

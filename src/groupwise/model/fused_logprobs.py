@@ -15,20 +15,20 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import linear
 
+from groupwise.model.head import float_logits
 from groupwise.model.logprobs import chunks
 
-CHUNK_LOGITS = 1 << 28
-"""Logits held at once: half a gigabyte in bfloat16."""
+CHUNK_LOGITS = 1 << 27
+"""Logits held at once: half a gigabyte, and half as much for their gradient in bfloat16."""
 
 
 @triton.jit
 def _token_rows(
-    LOGITS, TOKENS, SLOPE, LOGPROB, ENTROPY, vocabulary, inverse_temperature,
+    LOGITS, TOKENS, SLOPE, GRADIENT, LOGPROB, ENTROPY, vocabulary, inverse_temperature,
     WRITE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row of logits: its token's log-probability and the entropy; with WRITE, the row becomes
+    """One row of logits: its token's log-probability and the entropy; with WRITE, also
     slope · (1 at the token - probability), the gradient of slope · log-probability."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(TOKENS + row)
@@ -59,23 +59,28 @@ def _token_rows(
     tl.store(ENTROPY + row, normaliser - tl.sum(weighted * shrink, 0) / whole)
     if WRITE:
         slope = tl.load(SLOPE + row)
-        tl.debug_barrier()  # the token's own logit is read before it is written over
         for start in range(0, vocabulary, BLOCK):
             at = start + offsets
             live = at < vocabulary
             x = tl.load(logits + at, mask=live, other=-float("inf")).to(tl.float32) * inverse_temperature
             gradient = slope * (tl.where(at == token, 1.0, 0.0) - tl.exp(x - normaliser))
-            tl.store(logits + at, gradient.to(LOGITS.dtype.element_ty), mask=live)
+            tl.store(GRADIENT + row * vocabulary + at, gradient.to(GRADIENT.dtype.element_ty), mask=live)
 
 
 def _rows(
-    logits_CV: Tensor, tokens_C: Tensor, temperature: float, *, slope_C: Tensor | None
+    logits_CV: Tensor,
+    tokens_C: Tensor,
+    temperature: float,
+    *,
+    slope_C: Tensor | None = None,
+    gradient_CV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (logprob_C, entropy_C); given slopes, `logits_CV` becomes the gradient of the logits."""
+    """Return (logprob_C, entropy_C); given slopes, `gradient_CV` becomes the gradient of the logits."""
     logprob_C = torch.empty(len(tokens_C), device=logits_CV.device)
     entropy_C = torch.empty_like(logprob_C)
     _token_rows[(len(tokens_C),)](
-        logits_CV, tokens_C, logprob_C if slope_C is None else slope_C, logprob_C, entropy_C,
+        logits_CV, tokens_C, logprob_C if slope_C is None else slope_C,
+        logits_CV if gradient_CV is None else gradient_CV, logprob_C, entropy_C,
         logits_CV.shape[1], 1 / temperature,
         WRITE=slope_C is not None, BLOCK=4096, num_warps=8,
     )  # fmt: skip
@@ -100,11 +105,16 @@ class FusedTokenLogprobs(torch.autograd.Function):
         dhidden_NM = torch.empty_like(hidden_NM) if ctx.frozen_head else None
         parts = []
         for part in chunks(tokens_N, weight_VM, CHUNK_LOGITS):
-            logits_CV = linear(hidden_NM[part], weight_VM, bias_V)
-            slope_C = slope_N[part] if ctx.frozen_head else None
-            parts.append(_rows(logits_CV, tokens_N[part], temperature, slope_C=slope_C))
-            if dhidden_NM is not None:
-                torch.mm(logits_CV, weight_VM, out=dhidden_NM[part])
+            logits_CV = float_logits(hidden_NM[part], weight_VM, bias_V)
+            if dhidden_NM is None:
+                parts.append(_rows(logits_CV, tokens_N[part], temperature))
+                continue
+            dlogits_CV = torch.empty_like(logits_CV, dtype=weight_VM.dtype)
+            parts.append(
+                _rows(logits_CV, tokens_N[part], temperature, slope_C=slope_N[part], gradient_CV=dlogits_CV)
+            )
+            torch.mm(dlogits_CV, weight_VM, out=dhidden_NM[part])
+            del logits_CV, dlogits_CV  # or they would stay beside the next chunk
         kept = (dhidden_NM,) if ctx.frozen_head else (hidden_NM, weight_VM, bias_V, tokens_N)
         ctx.save_for_backward(*kept)
         ctx.temperature = temperature
@@ -124,14 +134,17 @@ class FusedTokenLogprobs(torch.autograd.Function):
         dweight = torch.zeros_like(weight_VM, dtype=torch.float32) if need_weight else None
         dbias = torch.zeros_like(bias_V, dtype=torch.float32) if need_bias else None
         for part in chunks(tokens_N, weight_VM, CHUNK_LOGITS):
-            dlogits_CV = linear(hidden_NM[part], weight_VM, bias_V)
-            _rows(dlogits_CV, tokens_N[part], ctx.temperature, slope_C=grad_N[part] / ctx.temperature)
+            logits_CV = float_logits(hidden_NM[part], weight_VM, bias_V)
+            dlogits_CV = torch.empty_like(logits_CV, dtype=weight_VM.dtype)
+            slope_C = grad_N[part] / ctx.temperature
+            _rows(logits_CV, tokens_N[part], ctx.temperature, slope_C=slope_C, gradient_CV=dlogits_CV)
             if dhidden is not None:
                 torch.mm(dlogits_CV, weight_VM, out=dhidden[part])
             if dweight is not None:
                 dweight += dlogits_CV.T @ hidden_NM[part]
             if dbias is not None:
                 dbias += dlogits_CV.sum(0)
+            del logits_CV, dlogits_CV
         return (
             dhidden,
             None if dweight is None else dweight.to(weight_VM.dtype),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from groupwise.model.distribution import scaled_logits
+from groupwise.model.head import float_logits
 from groupwise.model.kernels import has_kernels
 from groupwise.records import Sampling
 
@@ -154,8 +155,7 @@ def _dlogits(
 def _logits(
     hidden_CM: Tensor, weight_VM: Tensor, bias_V: Tensor | None, tokens_C: Tensor, sampling: Sampling
 ) -> Tensor:
-    logits_CV = torch.nn.functional.linear(hidden_CM, weight_VM, bias_V)
-    return scaled_logits(logits_CV, sampling, keep_N=tokens_C)
+    return scaled_logits(float_logits(hidden_CM, weight_VM, bias_V), sampling, keep_N=tokens_C)
 
 
 def _finite(logits_CV: Tensor, sampling: Sampling) -> Tensor:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -13,27 +12,27 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.errors import ConfigError
+from groupwise.model.codec import Codec
+from groupwise.model.head import float_logits
 from groupwise.model.interface import Layout
 from groupwise.model.lora import base_of, effective_weight, is_adapted
+from groupwise.model.memory import free_memory
 from groupwise.model.quantized import is_quantized
-from groupwise.model.template import between_turns, render
-from groupwise.records import Message
-from groupwise.tracking.files import write_atomically
 
 if TYPE_CHECKING:
     from groupwise.model.sharded import Shards
 
 
-class Policy:
+class Policy(Codec):
     """A model and its tokenizer, with the few things that the engine and the learner ask of them."""
 
     def __init__(self, model: Any, tokenizer: Any, *, reference: Any | None = None) -> None:
         self.model = model
         """A `PreTrainedModel`, or a `PeftModel` around one."""
-        self.tokenizer = tokenizer
         self._causal = model.get_base_model() if self.has_adapter else model
         self._decoder = self._causal.get_decoder()
         self._head: nn.Linear = self._causal.get_output_embeddings()
+        super().__init__(tokenizer, vocabulary=self._head.weight.shape[0])
         self._frozen = reference
         self.end_tokens = _end_tokens(self._causal, tokenizer)
         self.shards: Shards | None = None
@@ -109,17 +108,14 @@ class Policy:
 
     @property
     def activation_bytes(self) -> int:
-        """About what one token leaves behind in a forward pass for the backward pass.
-
-        A layer keeps some ten vectors of its width and some five of its inner width; with gradient
-        checkpointing, one vector, and the rest of one layer at a time.
-        """
+        """About what one token leaves behind in a forward pass for the backward pass, at most."""
         config = self._causal.config
         width = int(config.hidden_size)
         inner = int(getattr(config, "intermediate_size", None) or 4 * width)
-        layer = 10 * width + 5 * inner
-        kept = layer + self.layers * width if self.model.is_gradient_checkpointing else self.layers * layer
-        return kept * self.head_weight.element_size()
+        recomputed = self.model.is_gradient_checkpointing
+        return (
+            kept_numbers(width, inner, self.layers, recomputed=recomputed) * self.head_weight.element_size()
+        )
 
     @property
     def has_dropout(self) -> bool:
@@ -135,8 +131,7 @@ class Policy:
         return hidden_TM
 
     def logits(self, hidden_NM: Tensor) -> Tensor:
-        logits_NV: Tensor = self._head(hidden_NM)
-        return logits_NV
+        return float_logits(hidden_NM, self.head_weight, self.head_bias)
 
     @contextmanager
     def reference(self) -> Iterator[Policy]:
@@ -204,41 +199,6 @@ class Policy:
             with self.shards.whole():
                 yield
 
-    def encode(
-        self, prompt: str | Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
-    ) -> tuple[int, ...]:
-        """Tokens of a prompt: through the chat template when there is one.
-
-        A last message of role assistant is a beginning that the policy continues. `tools`: schemas of the
-        functions that it may call.
-        """
-        if self.tokenizer.chat_template is None:
-            if tools:
-                raise ConfigError("the model has no chat template: it cannot be given tools")
-            text = prompt if isinstance(prompt, str) else "\n".join(str(m["content"]) for m in prompt)
-            return tuple(self.tokenizer(text)["input_ids"])
-        messages: list[Message] = (
-            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        )
-        return self._tokens(render(self.tokenizer, messages, tools=tools))
-
-    def encode_results(self, results: Sequence[str], *, prefill: str, ended: bool) -> tuple[int, ...]:
-        """Tokens from the end of a turn to the beginning of the next: what tools answered, and the glue.
-
-        `ended`: the turn has its end token; one that was stopped gets it here, untrained.
-        """
-        text = between_turns(self.tokenizer, results, prefill=prefill)
-        return self._tokens(text if ended else self.tokenizer.eos_token + text)
-
-    def _tokens(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        text: str = self.tokenizer.decode(
-            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return text
-
     def gathered(self) -> dict[str, Tensor] | None:
         """What a file needs of a divided policy, whole; all processes come by here. None: it is not divided."""
         return None if self.shards is None else self.shards.gathered_state(self.model)
@@ -250,18 +210,15 @@ class Policy:
         self.model.save_pretrained(folder, state_dict=gathered, **options)
         self.tokenizer.save_pretrained(folder)
 
-    def save_tokenizer(self, path: Path) -> None:
-        """Write the tokenizer alone, as the `tokenizers` library reads it."""
-        if (fast := getattr(self.tokenizer, "backend_tokenizer", None)) is not None:
-            write_atomically(path, fast.to_str())
 
+def kept_numbers(width: int, inner: int, layers: int, *, recomputed: bool) -> int:
+    """About how many numbers of a token a forward pass keeps for the backward pass, at most.
 
-def free_memory(device: torch.device) -> int:
-    """Bytes that could be taken on a device now."""
-    if device.type == "cuda":
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + held
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    A layer keeps some ten vectors of its width and some five of its inner width; with gradient
+    checkpointing, one vector, and the rest of one layer at a time.
+    """
+    layer = 10 * width + 5 * inner
+    return layer + layers * width if recomputed else layers * layer
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -96,10 +96,10 @@ class Processes:
         told = [None if own is None else (portable(own), self.rank)]
         failures = [failure for part in self.gather(told) for failure in part if failure is not None]
         if failures:
-            error, rank = failures[0]
+            first, rank = failures[0]
             if self.leader:
-                raise (own if own is not None else with_rank(error, rank)) from own
-            raise EchoError(str(error), code=exit_code(error)) from own
+                raise (own if own is not None else with_rank(first, rank)) from own
+            raise EchoError(str(first), code=exit_code(first)) from own
 
     def lead(self, work: Callable[[], T]) -> T | None:
         """Let the leader do something alone; the others go on when it is done, or fail with it."""
@@ -137,7 +137,7 @@ def sum_bucket(tensors: Sequence[Tensor], *, group: Any) -> None:
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     with connected():
         dist.all_reduce(flat, group=group)
-    for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+    for tensor, total in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
         tensor.copy_(total.view_as(tensor))
 
 

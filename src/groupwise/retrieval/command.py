@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from groupwise.retrieval.documents import (
 )
 from groupwise.retrieval.embed import LSA
 from groupwise.retrieval.fetch import Manners, PageCache, fetch_pages
-from groupwise.retrieval.index import OFFLINE_WEIGHTS, WEIGHTS, Index, Manifest
+from groupwise.retrieval.index import Index, Progress, silent
+from groupwise.retrieval.manifest import OFFLINE_WEIGHTS, WEIGHTS, Manifest
 from groupwise.retrieval.measure import measure
 
 HUB_SET = "lavita/MedQuAD"
@@ -35,7 +37,7 @@ def build(
     pages: Path,
     skip_existing: bool,
     manners: Manners,
-    on_page: Callable[[int, int], None],
+    progress: Progress = silent,
     **settings: Any,
 ) -> dict[str, Any]:
     """Build an index of documents, or of the pages of a set of questions and answers."""
@@ -57,7 +59,11 @@ def build(
         if fetch:
             urls = [url for row in read_rows(path) if row.get("answer") and (url := url_of(row))]
             harvest = fetch_pages(
-                urls, PageCache(pages), manners, skip_existing=skip_existing, on_page=on_page
+                urls,
+                PageCache(pages),
+                manners,
+                skip_existing=skip_existing,
+                on_page=partial(progress, "pages"),
             )
             report["pages"], texts = harvest.summary(), harvest.texts
         qa_set = read_qa_set(path, pages=texts)
@@ -68,6 +74,7 @@ def build(
         manifest,
         questions=questions,
         choose=not {"dense_weight", "sparse_weight"} & chosen.keys(),
+        progress=progress,
     )
     if questions:
         write_questions(output / "questions.jsonl", questions)

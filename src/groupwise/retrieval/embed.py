@@ -110,27 +110,33 @@ class Lsa:
     queries = passages
 
     def _project(self, counted: Sequence[Counter[str]]) -> Vectors:
-        import torch
+        """One text after another, so that a vector does not depend on what is embedded beside it."""
+        projected_ND = np.zeros((len(counted), self.projection_WD.shape[1]), np.float32)
+        for row_D, counts in zip(projected_ND, counted, strict=True):
+            numbers, weights = self._weights(counts)
+            if len(numbers):
+                row_D[:] = weights @ self.projection_WD[numbers]
+        return unit(projected_ND)
 
-        if not counted:
-            return np.zeros((0, self.projection_WD.shape[1]), np.float32)
-        projected = torch.sparse.mm(self._sparse(counted), torch.from_numpy(self.projection_WD)).numpy()
-        return unit(projected)
+    def _weights(self, counts: Counter[str]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The words of a text that are known, and (1 + ln tf) · idf of each, together of length 1."""
+        row = {self.words[word]: count for word, count in counts.items() if word in self.words}
+        numbers = np.fromiter(row, np.int64, len(row))
+        weights = (1 + np.log(np.fromiter(row.values(), np.float32, len(row)))) * self.rarity_W[numbers]
+        return numbers, weights / max(float(np.linalg.norm(weights)), 1e-9)
 
     def _sparse(self, counted: Sequence[Counter[str]]) -> Any:
-        """Rows of (1 + ln tf) · idf, each of length 1."""
+        """The weights of each text in a row."""
         import warnings
 
         import torch
 
         starts, columns, values = [0], [], []
         for counts in counted:
-            row = {self.words[word]: count for word, count in counts.items() if word in self.words}
-            numbers = np.fromiter(row, np.int64, len(row))
-            weights = (1 + np.log(np.fromiter(row.values(), np.float32, len(row)))) * self.rarity_W[numbers]
+            numbers, weights = self._weights(counts)
             columns.append(numbers)
-            values.append(weights / max(float(np.linalg.norm(weights)), 1e-9))
-            starts.append(starts[-1] + len(row))
+            values.append(weights)
+            starts.append(starts[-1] + len(numbers))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
             return torch.sparse_csr_tensor(

@@ -10,51 +10,35 @@ index/
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from groupwise.errors import ConfigError
 from groupwise.retrieval.chunk import Chunk, chunks_of
+from groupwise.retrieval.dense import closest
 from groupwise.retrieval.documents import Document, Question
-from groupwise.retrieval.embed import LSA, Embedding, Vectors, embedding_named
+from groupwise.retrieval.embed import Embedding, Vectors, embedding_named
 from groupwise.retrieval.fusion import Ranking, fuse
+from groupwise.retrieval.manifest import Manifest, read_manifest, write_manifest
 from groupwise.retrieval.postings import load_postings, save_postings
-from groupwise.retrieval.sparse import SparseIndex, best
+from groupwise.retrieval.sparse import SparseIndex
 from groupwise.retrieval.store import Store, store_named
 from groupwise.retrieval.tune import FEWEST, GRID, divided, learn_questions, turned
 
-FORMAT = 1
 RETURNED = 5
 """Chunks that a search returns unless told otherwise."""
 QUERIES = 512
 """Queries whose scores are held in memory at a time."""
-WEIGHTS = (0.8, 0.2)
-"""Of the dense and the sparse side."""
-OFFLINE_WEIGHTS = (0.15, 0.85)
-"""The same with an embedding that knows nothing but the corpus, until questions tell better."""
+EMBEDDED = 1024
+"""Chunks that are embedded between two words about it."""
+Progress = Callable[[str, int, int], None]
+"""Is told of what how much is done, and how much there is."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """How an index was built, and how it is searched."""
-
-    embedding: str = LSA
-    store: str = "chroma"
-    budget: int = 256
-    fusion: str = "weighted"
-    dense_weight: float = WEIGHTS[0]
-    sparse_weight: float = WEIGHTS[1]
-    learned: bool = False
-    """Whether training questions taught the dense side."""
-    source: str = ""
-    documents: int = 0
-    format: int = FORMAT
+def silent(what: str, done: int, total: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +75,7 @@ class Index:
         *,
         questions: Sequence[Question] = (),
         choose: bool = True,
+        progress: Progress = silent,
     ) -> Index:
         """Chunk, embed and store documents in a new folder; learn from questions that are not held out.
 
@@ -104,12 +89,12 @@ class Index:
         index = cls(
             folder, manifest, store_named(manifest.store, folder), embedding_named(manifest.embedding)
         )
-        chunks = list(index._chunks(documents))
+        chunks = list(index._chunks(counted(documents, progress)))
         if not chunks:
             raise ConfigError("there is nothing to index: no document has any text")
         index._embedding.fit([chunk.text for chunk in chunks])
         index._embedding.save(folder)
-        index._append(chunks)
+        index._append(chunks, progress)
         save_postings(folder / "sparse.npz", index._sparse)
         index._learn(questions, choose=choose)
         index._finish()
@@ -118,18 +103,7 @@ class Index:
     @classmethod
     def open(cls, folder: Path) -> Index:
         """Read an index; a folder without a finished one gives a ConfigError."""
-        try:
-            manifest = Manifest(**json.loads((folder / "manifest.json").read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            raise ConfigError(
-                f"{folder} holds no finished index: run groupwise index build --output {folder}"
-            ) from None
-        except (TypeError, ValueError):
-            raise ConfigError(f"{folder / 'manifest.json'} is damaged: build the index anew") from None
-        if manifest.format != FORMAT:
-            raise ConfigError(
-                f"{folder} has format {manifest.format}, this version reads {FORMAT}: build it anew"
-            )
+        manifest = read_manifest(folder)
         index = cls(
             folder, manifest, store_named(manifest.store, folder), embedding_named(manifest.embedding)
         )
@@ -225,12 +199,10 @@ class Index:
         for start in range(0, len(queries), QUERIES):
             some = queries[start : start + QUERIES]
             nothing = [Ranking((), ())] * len(some)
-            # Products and selections leave the interpreter free for the words.
-            with ThreadPoolExecutor(1) as beside:
-                dense = beside.submit(self._dense, some, 2 * count) if side != "sparse" else None
-                sparse = self._words(some, 2 * count) if side != "dense" else nothing
-                for left, right in zip(dense.result() if dense else nothing, sparse, strict=True):
-                    found.append(self._hits(left, right, count, side, manifest))
+            dense = self._dense(some, 2 * count) if side != "sparse" else nothing
+            sparse = self._words(some, 2 * count) if side != "dense" else nothing
+            for left, right in zip(dense, sparse, strict=True):
+                found.append(self._hits(left, right, count, side, manifest))
         return found
 
     def _hits(self, dense: Ranking, sparse: Ranking, count: int, side: str, manifest: Manifest) -> list[Hit]:
@@ -254,11 +226,7 @@ class Index:
         asked_QD = self._embedding.queries(queries)
         if self._turn_DD is not None:
             asked_QD = turned(asked_QD, self._turn_DD)
-        scores_QN: NDArray[np.float32] = asked_QD @ self._vectors_ND.T
-        if self._sparse.removed:
-            scores_QN[:, list(self._sparse.removed)] = -np.inf
-        # A query of which the embedding knows no word is no closer to one chunk than to another.
-        return [Ranking(*best(scores_N, count, above=0.0)) for scores_N in scores_QN]
+        return closest(asked_QD, self._vectors_ND, count)
 
     def _words(self, queries: Sequence[str], count: int) -> list[Ranking]:
         return [Ranking(*self._sparse.search(query, count)) for query in queries]
@@ -272,15 +240,20 @@ class Index:
                     texts.add(chunk.text)
                     yield chunk
 
-    def _append(self, chunks: Sequence[Chunk]) -> None:
-        vectors_ND = self._embedding.passages([chunk.text for chunk in chunks])
+    def _append(self, chunks: Sequence[Chunk], progress: Progress = silent) -> None:
+        embedded = []
+        for start in range(0, len(chunks), EMBEDDED):
+            some = chunks[start : start + EMBEDDED]
+            embedded.append(self._embedding.passages([chunk.text for chunk in some]))
+            progress("chunks", start + len(some), len(chunks))
+        vectors_ND = np.concatenate(embedded)
         self._store.add(chunks, vectors_ND)
         self._take([*self.chunks, *chunks], np.concatenate([self._vectors_ND, vectors_ND])
                    if self.chunks else vectors_ND)  # fmt: skip
 
     def _take(self, chunks: Sequence[Chunk | None], vectors_ND: Vectors) -> None:
         """Hold these chunks; those that the sparse side does not know yet are counted."""
-        self._vectors_ND = np.asfortranarray(vectors_ND)  # searched by products with its transpose
+        self._vectors_ND = vectors_ND
         first, self.chunks = len(self.chunks), list(chunks)
         for number in range(first, len(chunks)):
             chunk = chunks[number]
@@ -294,7 +267,11 @@ class Index:
 
     def _finish(self) -> None:
         self.manifest = replace(self.manifest, documents=len(self._numbers))
-        text = json.dumps(asdict(self.manifest), indent=1)
-        fresh = self.folder / "manifest.json.new"
-        fresh.write_text(text, encoding="utf-8")
-        fresh.replace(self.folder / "manifest.json")
+        write_manifest(self.folder, self.manifest)
+
+
+def counted(documents: Iterable[Document], progress: Progress) -> Iterator[Document]:
+    documents = list(documents)
+    for number, document in enumerate(documents, start=1):
+        yield document
+        progress("documents", number, len(documents))

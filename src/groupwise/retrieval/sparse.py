@@ -18,9 +18,14 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from groupwise.retrieval.best import best
 from groupwise.retrieval.words import words_of
 
+Weighed = tuple[NDArray[np.int64] | slice, NDArray[np.float32]]
+"""The texts that hold a term, and what it adds to the score of each."""
 K1, B = 1.2, 0.75
+COMMON_ONE_IN = 16
+"""A term in this share of the texts is added to all of them, 0 to most: a straight sum is faster."""
 
 
 class SparseIndex:
@@ -32,7 +37,7 @@ class SparseIndex:
         self.removed: set[int] = set()
         self.terms: dict[str, tuple[list[int], list[int]]] = {}
         """The texts that hold a term, and how often each does."""
-        self._weighed: dict[str, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
+        self._weighed: dict[str, Weighed] = {}
         """Of terms that were asked for, until the corpus changes: texts, and what the term adds to each."""
         self._norms_N: NDArray[np.float32] | None = None
 
@@ -74,12 +79,9 @@ class SparseIndex:
 
     def search(self, query: str, count: int) -> tuple[list[int], list[float]]:
         """Return the numbers and scores of the best texts that share a word with the query."""
-        scores_N = self.scores(query)
-        sharing = np.flatnonzero(scores_N)
-        places, scores = best(scores_N[sharing], count)
-        return [int(sharing[place]) for place in places], scores
+        return best(self.scores(query), count, above=0.0)
 
-    def _weigh(self, term: str) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
+    def _weigh(self, term: str) -> Weighed | None:
         if term not in self.terms:
             return None
         texts_P, counts_P = (np.array(values) for values in self.terms[term])
@@ -89,7 +91,12 @@ class SparseIndex:
         alive = len(self.lengths) - len(self.removed)
         rarity = math.log(1 + (alive - len(texts_P) + 0.5) / (len(texts_P) + 0.5))
         added_P = (rarity * counts_P / (counts_P + self._norms()[texts_P])).astype(np.float32)
-        self._weighed[term] = (texts_P, added_P)
+        if len(texts_P) * COMMON_ONE_IN < len(self.lengths):
+            self._weighed[term] = (texts_P, added_P)
+        else:
+            added_N = np.zeros(len(self.lengths), np.float32)
+            added_N[texts_P] = added_P
+            self._weighed[term] = (slice(None), added_N)
         return self._weighed[term]
 
     def _norms(self) -> NDArray[np.float32]:
@@ -105,21 +112,3 @@ class SparseIndex:
         self._norms_N = None
         if self._weighed:
             self._weighed = {}
-
-
-def best(
-    scores_N: NDArray[np.float32], count: int, *, above: float = -math.inf
-) -> tuple[list[int], list[float]]:
-    """Return the highest scores and where they are, the lower number first among equals.
-
-    Example: scores [1, 3, 1], 2 of them -> [1, 0], [3.0, 1.0]
-    """
-    if count < len(scores_N):
-        # All that reach the count-th highest score, so that equals at the border are settled by number.
-        border = np.partition(scores_N, len(scores_N) - count)[len(scores_N) - count]
-        candidates = np.flatnonzero(scores_N >= border)
-    else:
-        candidates = np.arange(len(scores_N))
-    order = candidates[np.argsort(-scores_N[candidates], kind="stable")][:count]
-    chosen = [int(number) for number in order if scores_N[number] > above]
-    return chosen, [float(scores_N[number]) for number in chosen]

@@ -13,9 +13,10 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+from groupwise.retrieval.best import best
 from groupwise.retrieval.documents import Question
 from groupwise.retrieval.embed import Vectors, unit
-from groupwise.retrieval.sparse import SparseIndex, best
+from groupwise.retrieval.sparse import SparseIndex
 
 CANDIDATES = 8
 EPOCHS, BATCH, RATE, SHARPNESS = 3, 128, 1e-3, 20.0

@@ -12,9 +12,11 @@ import os
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from groupwise.errors import ConfigError, RolloutError
 from groupwise.records import Example, Rollout
@@ -96,6 +98,12 @@ class Judge:
         if self.cache is not None:
             self.cache.mkdir(parents=True, exist_ok=True)
             (self.cache / f"{name}.json").write_text(json.dumps(grade))
+
+
+def spent_by_judges(rewards: Mapping[str, Callable[..., Any]]) -> Counter[str]:
+    """Return what the judges among these rewards have cost so far."""
+    judges = (getattr(reward, "judge", None) for reward in rewards.values())
+    return sum((Counter(judge.spent) for judge in judges if isinstance(judge, Judge)), Counter())
 
 
 def judged(

@@ -40,9 +40,17 @@ class Tools:
     limits: Limits
     overlap: bool | None
     """Whether tools run beside the engine. None: where a rollout's bits need not be repeatable anyway."""
+    state: Callable[[Example], Any] | None = None
+    """Makes what the tools of one rollout work on."""
 
     @classmethod
-    def of(cls, functions: Sequence[Callable[..., Any]], config: ToolsConfig) -> Tools | None:
+    def of(
+        cls,
+        functions: Sequence[Callable[..., Any]],
+        config: ToolsConfig,
+        *,
+        state: Callable[[Example], Any] | None = None,
+    ) -> Tools | None:
         """Make a task's tools ready; None for a task without."""
         if not functions:
             return None
@@ -50,7 +58,11 @@ class Tools:
             toolbox=Toolbox.of(functions, seconds=config.seconds, characters=config.result_characters),
             limits=Limits(turns=config.max_turns, calls=config.max_calls, tokens=config.max_tokens),
             overlap=config.overlap,
+            state=state,
         )
+
+    def fresh_state(self, example: Example) -> Any:
+        return None if self.state is None else self.state(example)
 
 
 def collect(
@@ -121,8 +133,8 @@ def collect_turns(
     prompts = [ask(example) for example in examples]
     schemas = tools.toolbox.schemas
     streams = [
-        [Stream(tokens, prompt, member) for member in range(group_size)]
-        for prompt in prompts
+        [Stream(tokens, prompt, member, tools.fresh_state(example)) for member in range(group_size)]
+        for example, prompt in zip(examples, prompts, strict=True)
         for tokens in [codec.encode(prompt, tools=schemas)]
     ]
 

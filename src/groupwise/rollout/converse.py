@@ -47,6 +47,9 @@ class Conversations:
 
     Turns without calls end a rollout, and so do the limits; then the stream ends in what the policy
     wrote. Nothing that happened is drawn again: a call that fails is answered with what went wrong.
+
+    What tools cost is counted in the toolbox: the time in which nothing else happens, and of threads beside
+    the engine the processor's time, which is the most that they can take from it.
     """
 
     streams: list[list[Stream]]
@@ -64,6 +67,8 @@ class Conversations:
     _last: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     """The engine's own numbers of each one's last turn."""
     _ready: list[Request] = field(default_factory=list)
+    _encoded: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict)
+    """Results as tokens: members of a group often read the same."""
     _running: dict[tuple[int, int], tuple[float, list[Wish]]] = field(default_factory=dict)
     """Calls in threads: since when, and which."""
     _arrived: SimpleQueue[tuple[tuple[int, int], tuple[Call, ...] | RolloutError]] = field(
@@ -86,7 +91,9 @@ class Conversations:
             self._running[which] = (time.monotonic(), wishes)
             threading.Thread(target=self._work, args=(which, wishes), daemon=True).start()
         else:
+            started = time.perf_counter()
             self._take(which, self._answer(which, wishes))
+            self.toolbox.spend(time.perf_counter() - started)
 
     @property
     def waiting(self) -> bool:
@@ -95,19 +102,25 @@ class Conversations:
 
     def ready(self, *, wait: bool) -> list[Request]:
         """Return the turns that can begin. With `wait`, none means that every rollout has ended."""
-        self._collect(wait=wait and not self._ready)
+        if self._running:
+            started = time.perf_counter()
+            self._collect(wait=wait and not self._ready)
+            self.toolbox.spend(time.perf_counter() - started)
         ready, self._ready = self._ready, []
         return ready
 
     def _answer(self, which: tuple[int, int], wishes: Sequence[Wish]) -> tuple[Call, ...] | RolloutError:
         stream = self.streams[which[0]][which[1]]
         try:
-            return self.toolbox.answer(wishes, allowed=self.limits.calls - stream.calls)
+            allowed = self.limits.calls - stream.calls
+            return self.toolbox.answer(wishes, allowed=allowed, state=stream.state)
         except RolloutError as error:
             return error
 
     def _work(self, which: tuple[int, int], wishes: Sequence[Wish]) -> None:
-        self._arrived.put((which, self._answer(which, wishes)))
+        answer = self._answer(which, wishes)
+        self.toolbox.spend(time.thread_time())  # since the thread began
+        self._arrived.put((which, answer))
 
     def _collect(self, *, wait: bool) -> None:
         """Take in what threads have answered; with `wait`, there is an answer, or the end of its time."""
@@ -137,9 +150,7 @@ class Conversations:
             return
         turn = stream.turns[-1]
         stream.turns[-1] = Turn(text=turn.text, calls=calls)
-        results = self.codec.encode_results(
-            [call.result for call in calls], prefill=prefill_of(stream.given), ended=stream.finish == "end"
-        )
+        results = self._encode(tuple(call.result for call in calls), stream)
         room = self.limits.tokens - len(stream.tokens) - len(results)
         if room < self.sampling.max_tokens:
             stream.finish = "length"
@@ -149,6 +160,14 @@ class Conversations:
         seed = self.seed(*which, len(stream.turns))
         prompt = (*stream.prompt, *stream.tokens)
         self._ready.append(Request(prompt=prompt, seeds=(seed,), continues=self._last[which]))
+
+    def _encode(self, results: tuple[str, ...], stream: Stream) -> tuple[int, ...]:
+        prefill, ended = prefill_of(stream.given), stream.finish == "end"
+        known = self._encoded.get((results, prefill, ended))
+        if known is None:
+            known = self.codec.encode_results(results, prefill=prefill, ended=ended)
+            self._encoded[results, prefill, ended] = known
+        return known
 
 
 def prefill_of(prompt: Sequence[Message] | str) -> str:

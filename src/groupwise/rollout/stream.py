@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from groupwise.records import Completion, Finish, Message, Rollout, Turn
 
@@ -16,6 +17,8 @@ class Stream:
     given: Sequence[Message] | str
     """The prompt as the task wrote it."""
     member: int
+    state: Any = None
+    """What its tools work on, made for this rollout alone."""
     tokens: list[int] = field(default_factory=list)
     """Behind the prompt, as are the three that follow."""
     trained: list[bool] = field(default_factory=list)
@@ -57,6 +60,7 @@ class Stream:
             member=self.member,
             turns=tuple(self.turns),
             error=self.error,
+            state=self.state,
         )
 
     def _append(

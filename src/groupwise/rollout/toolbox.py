@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from groupwise.errors import ConfigError, RolloutError
 from groupwise.records import Call
 from groupwise.rewards.time_limit import TimeLimitReached, time_limit
 from groupwise.rollout.calls import Wish
-from groupwise.rollout.tools import Found, Tool, tool_of
+from groupwise.rollout.tools import STATE, Found, Tool, tool_of
 
 
 @dataclass(slots=True)
 class Toolbox:
-    """The tools of a task, and the time that they took."""
+    """The tools of a task, and the time that they cost."""
 
     tools: Mapping[str, Tool]
     seconds_each: float
     """Time limit of one call."""
     characters: int
     """Longest result that the policy is shown."""
-    seconds: float = 0.0
-    """Spent in tools, by every rollout."""
+    _seconds: float = 0.0
+    _adding: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def of(cls, functions: Sequence[Callable[..., Any]], *, seconds: float, characters: int) -> Toolbox:
@@ -44,22 +44,25 @@ class Toolbox:
     def asynchronous(self) -> bool:
         return any(tool.asynchronous for tool in self.tools.values())
 
+    def spend(self, seconds: float) -> None:
+        """Count time that tools took from whoever uses them."""
+        with self._adding:
+            self._seconds += seconds
+
     def seconds_since_asked(self) -> float:
-        """Return the time spent in tools since this was last asked."""
-        spent, self.seconds = self.seconds, 0.0
+        """Return the time that was spent since this was last asked."""
+        with self._adding:
+            spent, self._seconds = self._seconds, 0.0
         return spent
 
-    def answer(self, wishes: Sequence[Wish], *, allowed: int) -> tuple[Call, ...]:
-        """Make the calls of one turn, at most `allowed` of them."""
-        started = time.perf_counter()
-        calls = tuple(
-            self._make(wish)
+    def answer(self, wishes: Sequence[Wish], *, allowed: int, state: Any = None) -> tuple[Call, ...]:
+        """Make the calls of one turn, at most `allowed` of them; `state` is the rollout's own."""
+        return tuple(
+            self._make(wish, state)
             if number < allowed
             else refused(wish, "no more calls are allowed; answer with what you have")
             for number, wish in enumerate(wishes)
         )
-        self.seconds += time.perf_counter() - started
-        return calls
 
     def timed_out(self, wishes: Sequence[Wish]) -> tuple[Call, ...]:
         """The calls of a turn whose tools did not come back in time."""
@@ -67,7 +70,7 @@ class Toolbox:
             refused(wish, f"{wish.name} took longer than {self.seconds_each:g} s") for wish in wishes
         )
 
-    def _make(self, wish: Wish) -> Call:
+    def _make(self, wish: Wish, state: Any) -> Call:
         if wish.error is not None:
             return refused(wish, wish.error)
         tool = self.tools.get(wish.name)
@@ -77,7 +80,7 @@ class Toolbox:
         if problem is not None:
             return refused(wish, problem)
         try:
-            answer = self._run(tool, wish.arguments)
+            answer = self._run(tool, {**wish.arguments, STATE: state} if tool.takes_state else wish.arguments)
         except (TimeLimitReached, TimeoutError):
             return refused(wish, f"{tool.name} took longer than {self.seconds_each:g} s")
         except RolloutError:

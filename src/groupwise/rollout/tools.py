@@ -10,6 +10,8 @@
 What it returns is what the policy reads: text as it is, anything else as JSON; a `Found` also tells
 rewards what was found. An exception is the policy's mistake until proven otherwise, and goes back to
 it as a sentence; a `RolloutError` is the tool's own failure, and the rollout is excluded.
+
+A parameter named `state` is not the policy's to fill: it gets what the task made for this rollout alone.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from groupwise.errors import ConfigError
 
+STATE = "state"
 JSON_TYPES: dict[type, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
 
@@ -46,6 +49,8 @@ class Tool:
     required: tuple[str, ...]
     notes: Mapping[str, str]
     """What the docstring says of a parameter."""
+    takes_state: bool = False
+    """Whether the function wants its rollout's state."""
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -81,8 +86,8 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     if not name.isidentifier():
         raise ConfigError(f"a tool must be a function with a name; got {function!r}")
     hints = get_type_hints(function)
-    hints.pop("return", None)
-    parameters = inspect.signature(function).parameters
+    parameters = dict(inspect.signature(function).parameters)
+    takes_state = parameters.pop(STATE, None) is not None
     for parameter in parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise ConfigError(f"tool {name}: every parameter must have a name; got {parameter}")
@@ -101,6 +106,7 @@ def tool_of(function: Callable[..., Any]) -> Tool:
         hints={parameter: hints[parameter] for parameter in parameters},
         required=tuple(p.name for p in parameters.values() if p.default is p.empty),
         notes=notes_in(documentation, parameters),
+        takes_state=takes_state,
     )
 
 

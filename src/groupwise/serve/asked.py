@@ -9,7 +9,7 @@ from typing import Any
 
 from groupwise.engine.live_scheduler import Job
 from groupwise.engine.sampler import derive_seed
-from groupwise.model.policy import Policy
+from groupwise.model.codec import Codec
 from groupwise.records import Message, Sampling
 from groupwise.serve.http import Refused
 from groupwise.serve.tool_calls import with_tools
@@ -44,7 +44,7 @@ class Asked:
     """Whether calls are to be read out of the answers."""
 
 
-def read_asked(body: Mapping[str, Any], policy: Policy, *, chat: bool, context: int, model: str) -> Asked:
+def read_asked(body: Mapping[str, Any], codec: Codec, *, chat: bool, context: int, model: str) -> Asked:
     """Read the body of a request for chat or plain completions."""
     for name, accepted in UNSUPPORTED.items():
         if body.get(name) not in accepted:
@@ -53,7 +53,7 @@ def read_asked(body: Mapping[str, Any], policy: Policy, *, chat: bool, context: 
     if named != model:
         raise Refused(404, f"the model {named!r} is not served here; {model!r} is")
     tools = typed(body, "tools", list, []) if chat and body.get("tool_choice") != "none" else []
-    prompt = chat_tokens(body, policy, tools) if chat else plain_tokens(body, policy)
+    prompt = chat_tokens(body, codec, tools) if chat else plain_tokens(body, codec)
     count = typed(body, "n", int, 1)
     if not 1 <= count <= MOST_ANSWERS:
         raise Refused(400, f"n must lie between 1 and {MOST_ANSWERS}")
@@ -96,7 +96,7 @@ def read_sampling(body: Mapping[str, Any], *, chat: bool, room: int) -> Sampling
     return sampling
 
 
-def chat_tokens(body: Mapping[str, Any], policy: Policy, tools: Sequence[Any]) -> tuple[int, ...]:
+def chat_tokens(body: Mapping[str, Any], codec: Codec, tools: Sequence[Any]) -> tuple[int, ...]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Refused(400, "messages must be a list of at least one message")
@@ -106,15 +106,15 @@ def chat_tokens(body: Mapping[str, Any], policy: Policy, tools: Sequence[Any]) -
             raise Refused(400, "each of tools must be {type: function, function: {name, …}}")
     try:
         if not tools and not any(m["role"] == "tool" or m.get("tool_calls") for m in chat):
-            return policy.encode(chat)
-        if "tools" not in (policy.tokenizer.chat_template or ""):
-            return policy.encode(with_tools(chat, tools) if tools else chat)
-        text = policy.tokenizer.apply_chat_template(
+            return codec.encode(chat)
+        if "tools" not in (codec.tokenizer.chat_template or ""):
+            return codec.encode(with_tools(chat, tools) if tools else chat)
+        text = codec.tokenizer.apply_chat_template(
             chat, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
         )
     except Exception as error:  # a template may refuse a chat in any way it likes
         raise Refused(400, f"the model's chat template refuses these messages: {error}") from error
-    return tuple(policy.tokenizer(text, add_special_tokens=False)["input_ids"])
+    return tuple(codec.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def read_message(message: Any) -> Message:
@@ -133,13 +133,12 @@ def read_message(message: Any) -> Message:
     return {key: value for key, value in message.items() if value is not None} | {"content": content or ""}
 
 
-def plain_tokens(body: Mapping[str, Any], policy: Policy) -> tuple[int, ...]:
+def plain_tokens(body: Mapping[str, Any], codec: Codec) -> tuple[int, ...]:
     prompt = body.get("prompt")
     if isinstance(prompt, str) and prompt:
-        return tuple(policy.tokenizer(prompt)["input_ids"])
-    vocabulary = policy.head_weight.shape[0]
+        return tuple(codec.tokenizer(prompt)["input_ids"])
     if isinstance(prompt, list) and prompt:
-        tokens = [token for token in prompt if type(token) is int and 0 <= token < vocabulary]
+        tokens = [token for token in prompt if type(token) is int and 0 <= token < codec.vocabulary]
         if len(tokens) == len(prompt):
             return tuple(tokens)
     raise Refused(400, "prompt must be text, or a list of token ids of this model; one for each request")

@@ -4,80 +4,50 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
 
-from groupwise.engine.live import Busy, LiveEngine, News
-from groupwise.engine.live_scheduler import Job
-from groupwise.model.policy import Policy
+from groupwise.engine.live import Busy
+from groupwise.model.codec import Codec
 from groupwise.serve.asked import Asked, read_asked
 from groupwise.serve.http import HEAD_LIMIT, Events, Question, Refused, Reply, serve_connection
+from groupwise.serve.link import FrontSide, Listener, Words
 from groupwise.serve.told import Telling
-
-PAUSE = 0.02
-"""Seconds between two parts of a stream at least: many small ones would take the engine's time."""
-
-
-class Listener:
-    """Where the news of one job are put until whoever asked takes them."""
-
-    def __init__(self) -> None:
-        self.news: list[News] = []
-        self.error: str | None = None
-        self._come = asyncio.Event()
-
-    def put(self, news: News) -> None:
-        self.news.append(news)
-        self._come.set()
-
-    def fail(self, error: str) -> None:
-        self.error = error
-        self._come.set()
-
-    async def take(self) -> list[News]:
-        """Wait for news and return all there are."""
-        await self._come.wait()
-        self._come.clear()
-        if self.error is not None:
-            raise Refused(500, f"the generator failed: {self.error}")
-        news, self.news = self.news, []
-        return news
 
 
 class Server:
     """One model behind OpenAI's interface."""
 
     def __init__(
-        self, policy: Policy, *, model: str, slots: int, context: int, waiting: int, api_key: str | None
+        self,
+        codec: Codec,
+        connection: Connection,
+        *,
+        model: str,
+        context: int,
+        slots: int,
+        api_key: str | None,
     ) -> None:
-        self.policy, self.model, self._api_key = policy, model, api_key
-        self._listeners: dict[Job, Listener] = {}
+        self.codec, self.model, self.context, self.slots = codec, model, context, slots
+        self._api_key = api_key
+        self._connection = connection
+        self._open = 0
+        """Answers that are written or waited for."""
         self._connections: set[asyncio.Task[Any]] = set()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._failure: str | None = None
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="groupwise-encoder")
-        self.engine = LiveEngine(
-            policy,
-            slots=slots,
-            context=context,
-            waiting=waiting,
-            deliver=self._deliver,
-            failed=self._fail,
-        )
 
     async def run(self, host: str, port: int, *, ready: Callable[[int], None]) -> None:
-        """Serve until cancelled; `ready` is told the port that was taken."""
-        self._loop = asyncio.get_running_loop()
-        self.engine.start()
+        """Serve until cancelled, or the engine is gone; `ready` is told the port that was taken."""
+        self.link = FrontSide(self._connection)
         try:
             server = await asyncio.start_server(self._connected, host, port, limit=HEAD_LIMIT, backlog=512)
             async with server:
                 ready(server.sockets[0].getsockname()[1])
-                await server.serve_forever()
+                await self.link.gone.wait()
         finally:
-            self.engine.close()
             self._encoder.shutdown(wait=False)
             for connection in self._connections:
                 connection.cancel()
@@ -108,9 +78,9 @@ class Server:
         raise Refused(404, f"there is nothing at {question.method} {question.path}")
 
     def _health(self) -> Reply:
-        running, waiting = self.engine.load
-        body = {"status": self._failure or "ok", "running": running, "waiting": waiting}
-        return Reply(body=body, status=500 if self._failure else 200)
+        running = min(self._open, self.slots)
+        body = {"status": self.link.failure or "ok", "running": running, "waiting": self._open - running}
+        return Reply(body=body, status=500 if self.link.failure else 200)
 
     def _check_key(self, question: Question) -> None:
         if self._api_key is None:
@@ -120,69 +90,48 @@ class Server:
             raise Refused(401, "the API key is missing or wrong")
 
     async def _complete(self, body: Mapping[str, Any], *, chat: bool) -> Reply | Events:
-        if self._failure:
-            raise Refused(500, f"the generator failed: {self._failure}")
         # Rendering and encoding a long chat takes a while: not in the thread that serves everyone.
-        context = self.engine.context
-        read = partial(read_asked, body, self.policy, chat=chat, context=context, model=self.model)
+        read = partial(read_asked, body, self.codec, chat=chat, context=self.context, model=self.model)
         asked = await asyncio.get_running_loop().run_in_executor(self._encoder, read)
-        telling = Telling(asked, model=self.model, decode=self.policy.decode)
-        listener = self._listeners[asked.job] = Listener()
         try:
-            self.engine.submit(asked.job)
+            number, listener = await self.link.submit(asked.job)
         except Busy:
-            del self._listeners[asked.job]
             raise Refused(429, "too many requests wait already", headers={"Retry-After": "1"}) from None
         except ValueError as error:
-            del self._listeners[asked.job]
             raise Refused(400, str(error)) from None
+        except (RuntimeError, OSError) as error:
+            raise Refused(500, f"the generator failed: {error}") from None
+        self._open += len(asked.job.seeds)
+        telling = Telling(asked, model=self.model, decode=self.codec.decode)
         if asked.stream:
-            return self._stream(asked, telling, listener)
+            return self._stream(asked, telling, number, listener)
         try:
             while not telling.done:
-                for _ in telling.take(await listener.take()):
+                for _ in telling.take(await heard(listener)):
                     pass
             return Reply(body=telling.whole())
         finally:
-            self._forget(asked, telling)
+            self._forget(asked, telling, number)
 
-    async def _stream(
-        self, asked: Asked, telling: Telling, listener: Listener
-    ) -> AsyncIterator[Mapping[str, Any]]:
+    async def _stream(self, asked: Asked, telling: Telling, number: int, listener: Listener) -> Events:
         try:
             for part in telling.first():
                 yield part
             while not telling.done:
-                for part in telling.take(await listener.take()):
+                for part in telling.take(await heard(listener)):
                     yield part
-                if not telling.done:
-                    await asyncio.sleep(PAUSE)
             if asked.usage:
                 yield telling.last()
         finally:
-            self._forget(asked, telling)
+            self._forget(asked, telling, number)
 
-    def _forget(self, asked: Asked, telling: Telling) -> None:
-        self._listeners.pop(asked.job, None)
-        if not telling.done:
-            self.engine.cancel(asked.job)
+    def _forget(self, asked: Asked, telling: Telling, number: int) -> None:
+        self._open -= len(asked.job.seeds)
+        self.link.forget(number, ended=telling.done)
 
-    # Called from the engine's thread.
 
-    def _deliver(self, news: Sequence[News]) -> None:
-        if news and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._distribute, news)
-
-    def _fail(self, error: BaseException) -> None:
-        self._failure = f"{type(error).__name__}: {error}"
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._tell_failure)
-
-    def _distribute(self, news: Sequence[News]) -> None:
-        for part in news:
-            if (listener := self._listeners.get(part.job)) is not None:
-                listener.put(part)
-
-    def _tell_failure(self) -> None:
-        for listener in self._listeners.values():
-            listener.fail(self._failure or "unknown")
+async def heard(listener: Listener) -> list[Words]:
+    try:
+        return await listener.take()
+    except RuntimeError as error:
+        raise Refused(500, f"the generator failed: {error}") from None

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupwise.engine.live import News
 from groupwise.records import Finish
 from groupwise.serve.asked import Asked
+from groupwise.serve.link import Words
 from groupwise.serve.text import TextStream
 from groupwise.serve.tool_calls import OPEN, read_calls
 
@@ -42,7 +42,7 @@ class Telling:
     def done(self) -> bool:
         return all(choice.finish is not None for choice in self.choices)
 
-    def take(self, news: Sequence[News]) -> Iterator[dict[str, Any]]:
+    def take(self, news: Sequence[Words]) -> Iterator[dict[str, Any]]:
         """Take in what was written, and yield the parts of a stream that tell of it."""
         for index, choice in enumerate(self.choices):
             mine = [part for part in news if part.member == index]

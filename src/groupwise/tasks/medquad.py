@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from groupwise.records import Example, Message
 from groupwise.rewards.agent import cites_well, mrr, recall, searches_once, thinks_every_turn
@@ -12,6 +12,9 @@ from groupwise.rewards.judge import judged
 from groupwise.rewards.overlap import rouge_l, shares_words, similar, token_f1, unrelated
 from groupwise.rollout.tools import Found
 from groupwise.tasks.task import Task
+
+if TYPE_CHECKING:
+    from groupwise.retrieval.index import Hit
 
 SYSTEM = """### Role
 You are an assistant that only answers questions about the medical document store.
@@ -23,8 +26,6 @@ You are an assistant that only answers questions about the medical document stor
 ### Planning and Reasoning Format
 Every response begins with your reasoning between <think> and </think>, then the answer or the tool call."""
 PREFILL = "<think>\n"
-SHOWN = 900
-"""Characters of a chunk that a search shows."""
 CLOSE_ENOUGH = 0.3
 """Token F1 with the gold answer from which an answer counts as right."""
 
@@ -33,30 +34,33 @@ def medquad(
     *,
     index: str = "index",
     results: int = 3,
+    shown: int = 900,
     think: bool = True,
     judge: str | None = None,
     judge_model: str = "gpt-4o-mini",
 ) -> Task:
     """Answer medical questions by searching an index that `groupwise index build` made of MedQuAD.
 
-    `index`: its folder; `results`: chunks that a search returns; `think`: begin each turn in the thinking;
-    `judge`: base URL of an OpenAI-compatible server that grades answers, with `judge_model`.
+    `index`: its folder; `results`: chunks that a search returns; `shown`: characters of each that are shown;
+    `think`: begin each turn in the thinking; `judge`: base URL of an OpenAI-compatible server that grades
+    answers, with `judge_model`.
     """
     from groupwise.retrieval.command import own_questions
     from groupwise.retrieval.index import Index
+    from groupwise.retrieval.together import Together
 
     folder = Path(index).expanduser()
     opened = Index.open(folder)
     train, held_out = ([as_row(q) for q in own_questions(folder, held_out=side)] for side in (False, True))
+
+    search_index = Together(lambda queries: opened.search_all(queries, results))
 
     def search(query: str) -> Found:
         """Search the medical document store.
 
         query: what to look for
         """
-        hits = opened.search(query, results)
-        parts = [f"[{hit.chunk.document}] {hit.chunk.text[:SHOWN]}" for hit in hits]
-        return Found("\n\n".join(parts) or "Nothing found.", tuple(hit.chunk.document for hit in hits))
+        return as_found(search_index(query), shown=shown)
 
     embed = opened.embed
     # Neighbours come from one page; rows far apart have nothing to do with each other.
@@ -86,6 +90,12 @@ def medquad(
         gold=lambda example: f"I know.</think>\n{example['answers'][0]}",
         tools=[search],
     )
+
+
+def as_found(hits: Sequence[Hit], *, shown: int) -> Found:
+    """What a search tells: each chunk's beginning behind the name of its page."""
+    parts = [f"[{hit.chunk.document}] {hit.chunk.text[:shown]}" for hit in hits]
+    return Found("\n\n".join(parts) or "Nothing found.", tuple(hit.chunk.document for hit in hits))
 
 
 def as_row(question: Any) -> dict[str, Any]:

@@ -59,6 +59,8 @@ class Task:
     """The reward of an answer with nothing left to improve; each one is kept to read."""
     tools: Sequence[Callable[..., Any]] = ()
     """Typed functions that the policy may call."""
+    state: Callable[[Example], Any] | None = None
+    """Makes for each rollout what its tools work on, in a parameter `state`; rewards see `rollout.state`."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -68,7 +70,9 @@ class Task:
                 f"task {self.name}: prompt must be a function of an example; got {self.prompt!r}"
             )
         for function in self.tools:
-            tool_of(function)  # refuses what the policy could not call
+            tool = tool_of(function)  # refuses what the policy could not call
+            if tool.takes_state and self.state is None:
+                raise ConfigError(f"task {self.name}: the tool {tool.name} takes a state; give `state` too")
         self.check_rewards()
         if not isinstance(self.examples, Stream):
             rows = as_examples(self.examples, source=f"task {self.name}: examples")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from groupwise.algo.advantages import with_advantages, with_overlong_penalty
@@ -14,6 +14,7 @@ from groupwise.errors import InvariantError
 from groupwise.invariants import check_disjoint
 from groupwise.parallel.processes import Processes
 from groupwise.records import Example, Group, Sample
+from groupwise.rewards.judge import spent_by_judges
 from groupwise.rewards.score import score_group
 from groupwise.rollout.collect import Codec, Generate, Tools, collect
 from groupwise.tasks import Split, Task
@@ -38,7 +39,9 @@ class Batch:
     rollout_seconds: float
     reward_seconds: float
     tool_seconds: float = 0.0
-    """Of the rollouts' time, what tools took; beside the generator it may overlap."""
+    """Of the rollouts' time, what tools took; beside the generator, the most that they can have taken."""
+    judged: Mapping[str, int] = field(default_factory=dict)
+    """What language models as judges cost: calls and tokens, by kind; empty without one."""
 
     @property
     def drawn(self) -> tuple[Group, ...]:
@@ -67,7 +70,7 @@ class Collector:
         self.engine = engine
         if config.rollout.curriculum > 1:
             check_kinds(task, split)
-        self.tools = Tools.of(task.tools, config.tools)
+        self.tools = Tools.of(task.tools, config.tools, state=task.state)
         self.held_out = {task.asks(example) for example in split.held_out}
 
     def collect(self, step: int, *, cursor: int, rates: Rates = NOTHING_KNOWN) -> Batch:
@@ -77,6 +80,7 @@ class Collector:
         silent: list[Group] = []
         times = Times()
         passed_over = 0
+        spent = spent_by_judges(self.task.rewards)
         for _ in range(1 + rollout.refill):
             missing = rollout.prompts - len(kept)
             if not missing or too_many_failed(kept + silent, limit=self.config.task.max_failed):
@@ -103,6 +107,7 @@ class Collector:
             rollout_seconds=times.rollout,
             reward_seconds=times.reward,
             tool_seconds=times.tools,
+            judged=spent_by_judges(self.task.rewards) - spent,
         )
 
     def samples(self, batch: Batch) -> tuple[list[Sample], int, int]:

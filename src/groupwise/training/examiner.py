@@ -42,7 +42,7 @@ class Examiner:
         self.examples = () if config.evaluate.skip else examples
         self.codec = codec
         self.engine = engine
-        self.tools = Tools.of(() if task is None else task.tools, config.tools)
+        self.tools = None if task is None else Tools.of(task.tools, config.tools, state=task.state)
         self.folder = folder
         self.before: Evaluation | None = None
         self.after: Evaluation | None = None

@@ -38,6 +38,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         metrics["rollout/calls"] = len(calls) / len(rollouts)
         metrics["rollout/failed_calls"] = sum(call.error is not None for call in calls) / max(1, len(calls))
         metrics["rollout/read"] = fmean(len(r.tokens) - r.prompt_length - r.length for r in rollouts)
+    metrics |= {f"judge/{kind}": float(count) for kind, count in batch.judged.items()}
     if valid:
         metrics["reward/mean"] = fmean(rollout.reward for rollout in valid)
         metrics["reward/std"] = pstdev(rollout.reward for rollout in valid)

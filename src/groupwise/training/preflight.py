@@ -10,20 +10,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from groupwise.config import Config
 from groupwise.engine.prefill import PREFILL_TOKENS
+from groupwise.learner.passes import pass_tokens
 from groupwise.model.logprobs import CHUNK_LOGITS
+from groupwise.model.memory import total_memory
+from groupwise.model.policy import kept_numbers
+from groupwise.training.measures import resident_bytes
 from groupwise.training.shape import Shape
 
 BYTES = {"float32": 4, "bfloat16": 2}
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """A weight in nf4: four bits, and for every 64 of them a scale of eight, themselves scaled by 256."""
+FILLED = 0.95
+"""Share of the memory that may be taken: the rest is for what lies between the pieces."""
+PROMPT_TOKENS = 256
+"""Of a prompt, where nothing is known of it."""
 CUDA_CONTEXT = 0
 """Counted in no figure: torch.cuda.max_memory_allocated leaves the context out, about 0.5 GB."""
 CHUNKS_LEFT = 12
 """Chunks of logits whose memory a CPU's heap does not use again, being in pieces by then: measured."""
-CPU_PASS, GPU_PASS = 4096, 32768
-"""Most tokens of one pass of the update, where the settings do not say."""
+GPU_CHUNK_LOGITS = 1 << 27
+"""Logits that `model.fused_logprobs`, which only a GPU can import, holds at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +46,12 @@ class Place:
     """Bytes of memory there."""
     program: int
     """Bytes that the program takes before any model: libraries on a CPU, the context on a GPU."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> Place:
+        """The memory of a device that is here."""
+        program = resident_bytes() if device.type == "cpu" else CUDA_CONTEXT
+        return cls(kind=device.type, total=total_memory(device), program=program)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +85,7 @@ class Preflight:
 
     @property
     def fits(self) -> bool:
-        return self.peak <= 0.95 * self.place.total
+        return self.peak <= FILLED * self.place.total
 
 
 def preflight(config: Config, shape: Shape, place: Place, *, prompt_tokens: int) -> Preflight:
@@ -130,12 +146,14 @@ def generating_parts(
     gathered = 2 * (sequences * answer + groups * prompt) * shape.key_width if on_cpu else 0
     width = 6 * shape.width + 3 * shape.inner
     prefill = min(PREFILL_TOKENS, groups * prompt) * width
-    logits = (4 * sequences + groups) * shape.vocabulary * 4
-    yield Part(
-        name="generating passes",
-        bytes=max(gathered + sequences * width, prefill) * size + logits,
-        updating=False,
-    )
+    if on_cpu:
+        logits = (4 * sequences + groups) * shape.vocabulary * 4
+    else:
+        logits = (2 * sequences + groups) * shape.vocabulary * size
+    passing = max(gathered + sequences * width, prefill) * size + logits
+    # Adapters are added into a matrix in float32: it, what is added, and the sum.
+    folding = 12 * max(linear.size for linear in shape.linears) if config.lora.r and copies else 0
+    yield Part(name="generating passes", bytes=passing if on_cpu else max(passing, folding), updating=False)
 
 
 def unpacks(config: Config, copies: float, free: float) -> bool:
@@ -154,33 +172,55 @@ def copied(config: Config, shape: Shape) -> int:
 def updating_parts(
     config: Config, shape: Shape, size: int, place: Place, *, prompt_tokens: int
 ) -> Iterator[Part]:
-    rollout = config.rollout
-    step = rollout.prompts * (prompt_tokens + rollout.group_size * rollout.max_tokens)
-    tokens = min(step, pass_tokens(config, shape, size, place))
+    tokens = fullest_pass(config, shape, size, place, prompt_tokens=prompt_tokens)
     kept = activation_numbers(config, shape)
     yield Part(name="activations", bytes=tokens * kept * size, generating=False)
     # A layer that is differentiated has its vectors' gradients beside it.
     layer = layer_numbers(shape) if config.model.gradient_checkpointing else 0
-    passing = tokens * (layer + 4 * shape.width + 3 * shape.inner) * size
-    yield Part(name="backward pass", bytes=passing, generating=False)
-    answers = tokens * rollout.group_size * rollout.max_tokens * rollout.prompts / step
-    chunks = min(answers * shape.vocabulary / CHUNK_LOGITS, CHUNKS_LEFT if place.kind == "cpu" else 3)
-    yield Part(name="logits", bytes=chunks * 4 * CHUNK_LOGITS, generating=False)
+    if place.kind == "cpu":
+        passing = tokens * (layer + 4 * shape.width + 3 * shape.inner) * size
+        yield Part(name="backward pass", bytes=passing, generating=False)
+        chunks = min(tokens * shape.vocabulary / CHUNK_LOGITS, CHUNKS_LEFT)
+        yield Part(name="logits", bytes=chunks * 4 * CHUNK_LOGITS, generating=False)
+        return
+    passing = tokens * (layer + 3 * shape.width + 2 * shape.inner) * size
+    chunk = min(tokens * shape.vocabulary, GPU_CHUNK_LOGITS)
+    logits = chunk * (4 + size) + 3 * tokens * shape.width * size
+    if not config.lora.r:
+        logits += shape.head_params * (4 + size)  # the output layer's gradient, added up in float32
+    # One after the other, and what the one leaves is free for the other.
+    name = "logits" if logits > passing else "backward pass"
+    yield Part(name=name, bytes=max(logits, passing), generating=False)
 
 
-def pass_tokens(config: Config, shape: Shape, size: int, place: Place) -> int:
-    """Tokens of one pass, as the learner chooses them."""
-    if config.optim.micro_batch_tokens is not None:
-        return config.optim.micro_batch_tokens
-    share, most = (4 << 30, CPU_PASS) if place.kind == "cpu" else (place.total // 4, GPU_PASS)
-    layer = 10 * shape.width + 5 * shape.inner
-    kept = layer + shape.layers * shape.width if config.model.gradient_checkpointing else shape.layers * layer
-    return min(max(share // (kept * size), 1024), most)
+def fullest_pass(config: Config, shape: Shape, size: int, place: Place, *, prompt_tokens: int) -> int:
+    """Tokens of the largest pass, packed as `algo.packing` does it: a prompt once, whole answers."""
+    recomputed = bool(config.model.gradient_checkpointing)
+    each = kept_numbers(shape.width, shape.inner, shape.layers, recomputed=recomputed) * size
+    budget = config.optim.micro_batch_tokens or pass_tokens(
+        gpu_memory=None if place.kind == "cpu" else place.total, token_bytes=each, recomputes=recomputed
+    )
+    if config.run.kind == "sft":
+        return max(budget, config.sft.max_length)
+    rollout = config.rollout
+    most = tokens = 0
+    for member in range(rollout.prompts * rollout.group_size):
+        first = member % rollout.group_size == 0
+        added = rollout.max_tokens + (prompt_tokens if first else 0)
+        if tokens and tokens + added > budget:
+            tokens, added = 0, rollout.max_tokens + prompt_tokens
+        tokens += added
+        most = max(most, tokens)
+    return most
 
 
 def layer_numbers(shape: Shape) -> int:
-    """Numbers that a layer leaves behind for each token: counted in the decoders of Llama and Qwen."""
-    return 5 * shape.width + 5 * shape.key_width + 3 * shape.inner
+    """Numbers that a layer leaves behind for each token: counted in the decoders of Llama and Qwen.
+
+    What enters either norm and what leaves it, queries and what they attend to, keys and values, and the
+    three vectors of the gate.
+    """
+    return 4 * shape.width + 2 * shape.heads * shape.head_size + 2 * shape.key_width + 3 * shape.inner
 
 
 def activation_numbers(config: Config, shape: Shape) -> int:

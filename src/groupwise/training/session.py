@@ -21,14 +21,20 @@ from groupwise.engine.vllm import VllmEngine
 from groupwise.errors import ConfigError
 from groupwise.learner.checkpoint import prune
 from groupwise.model.load import load_policy
+from groupwise.model.memory import free_memory
+from groupwise.model.source import model_folder
 from groupwise.parallel.launched import layout_of
 from groupwise.parallel.processes import Processes
+from groupwise.tracking.log import LOGGER
 from groupwise.training.ending import stats_of, summary_of
 from groupwise.training.examiner import Examiner
 from groupwise.training.interrupt import Interrupt
+from groupwise.training.preflight import Place
+from groupwise.training.recompute import choose_recomputing
 from groupwise.training.recorder import Recorder
+from groupwise.training.shape import shape_of
 from groupwise.training.silent import SilentRecorder
-from groupwise.training.start import Start, command_of
+from groupwise.training.start import Start, command_of, with_recomputing
 from groupwise.training.state import Optimizing, load_learner, save_state
 
 
@@ -51,14 +57,21 @@ class Session(ABC):
         with ExitStack() as resources:
             resources.callback(start.withdraw)
             resources.enter_context(start.lock)
+            recomputing = ""
             with self.processes.together():
                 self.read_data()
+                config, recomputing = settled(config, start)
+            # Free memory may differ from process to process: all do what suits the leader.
+            config, recomputing = self.processes.gather((config, recomputing))[0]
+            self.config = config
             self.recorder = self._open_recorder(title)
             resources.callback(self.recorder.close)
             self.interrupt = resources.enter_context(Interrupt(self.recorder.display.message))
             with self.processes.together():
                 self._load(start, resources)
             self.processes.lead(self._begin)
+            tell = self.recorder.say if config.model.gradient_checkpointing else LOGGER.info
+            tell(recomputing)
             for notice in (*config.notices(), *self.policy.notices(), *self.data_notices()):
                 self.recorder.say(notice)
             if self.examiner.before is not None:
@@ -196,3 +209,11 @@ def on_own_device(model: ModelConfig, processes: Processes) -> ModelConfig:
     if processes.count == 1 or model.device == "cpu" or not torch.cuda.is_available():
         return model
     return replace(model, device=f"cuda:{processes.local_rank}")
+
+
+def settled(config: Config, start: Start) -> tuple[Config, str]:
+    """Choose what depends on the memory that is free, and say why; a resumed run keeps what was chosen."""
+    config = with_recomputing(config, start.recomputing)
+    model = replace(config.model, name=str(model_folder(config.model.name)))
+    device = torch.device(model.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return choose_recomputing(config, shape_of(model), Place.of(device), free=free_memory(device))

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
@@ -32,6 +32,8 @@ class Start:
     state: State
     checkpoint: Path | None
     """None: from the very beginning."""
+    recomputing: bool | None = None
+    """model.gradient_checkpointing as it was chosen when the run began."""
     leads: bool = True
     """Whether this process claimed the folder; of several, only the leader does."""
 
@@ -39,13 +41,11 @@ class Start:
     def shared(cls, processes: Processes, make: Callable[[], Start]) -> Start:
         """Let the leader make the start; the others begin where it does."""
         own = processes.lead(make)
-        where = processes.gather(own and (own.folder, own.state, own.checkpoint))[0]
+        where = processes.gather(own and replace(own, lock=None, leads=False))[0]
         if own is not None:
             return own
         assert where is not None, "the leader has made its start"
-        folder, state, checkpoint = where
-        nothing = open(os.devnull, encoding="utf-8")  # noqa: SIM115
-        return cls(folder=folder, lock=nothing, state=state, checkpoint=checkpoint, leads=False)
+        return replace(where, lock=open(os.devnull, encoding="utf-8"))
 
     @classmethod
     def new(cls, config: Config, *, task: str) -> Start:
@@ -60,13 +60,20 @@ class Start:
         folder = RunFolder.open(path)
         lock = folder.lock()
         try:
-            refuse_other_settings(read_config(folder.config), config)
+            stored = read_config(folder.config)
+            refuse_other_settings(stored, with_recomputing(config, stored.model.gradient_checkpointing))
             checkpoint = latest_checkpoint(folder.checkpoints)
             state = State() if checkpoint is None else read_state(checkpoint)
         except BaseException:
             lock.close()
             raise
-        return cls(folder=folder, lock=lock, state=state, checkpoint=checkpoint)
+        return cls(
+            folder=folder,
+            lock=lock,
+            state=state,
+            checkpoint=checkpoint,
+            recomputing=stored.model.gradient_checkpointing,
+        )
 
     def already_done(self, config: Config) -> str | None:
         """Say so when no step is left and the last session told its story to the end."""
@@ -83,6 +90,13 @@ class Start:
             with suppress(OSError):
                 (self.folder.path / ".lock").unlink(missing_ok=True)
                 self.folder.path.rmdir()
+
+
+def with_recomputing(config: Config, chosen: bool | None) -> Config:
+    """Leave open no more what was chosen already."""
+    if config.model.gradient_checkpointing is not None:
+        return config
+    return replace(config, model=replace(config.model, gradient_checkpointing=chosen))
 
 
 def command_of(config: Config) -> str:

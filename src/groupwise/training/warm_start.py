@@ -72,9 +72,7 @@ class WarmStart(Session):
     def __init__(self, plan: Plan, *, start: Start, processes: Processes | None = None) -> None:
         self.task = plan.task
         self.demonstrations = plan.demonstrations
-        super().__init__(
-            plan.config, title=f"warm start · {plan.title}", start=start, processes=processes
-        )
+        super().__init__(plan.config, title=f"warm start · {plan.title}", start=start, processes=processes)
 
     def read_data(self) -> None:
         """The plan has read it, to know how many steps there are."""

@@ -9,27 +9,29 @@ from collections import deque
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from groupwise.engine.cuda.ahead import AHEAD, Issued
 from groupwise.engine.cuda.attention import padded
 from groupwise.engine.cuda.runner import GraphRunner, Room
 from groupwise.engine.live_scheduler import LiveScheduler
-from groupwise.engine.live_steps import reason_to_end
+from groupwise.engine.live_steps import Ending
 from groupwise.engine.scheduler import Sequence
-from groupwise.engine.stopping import StopStrings
 from groupwise.invariants import check_finite
 from groupwise.model.policy import Policy
 from groupwise.records import Completion
 
 LARGEST_GROUP = 8
 """Answers to one prompt that share a read of it."""
+TOGETHER, PATIENCE = 16, 8
+"""One answer for every so many that run may begin at once; after so many steps whoever waits."""
 
 
 class GraphSteps:
     """The device moves each sequence on by itself; the host learns of it late."""
 
     def __init__(self, policy: Policy, scheduler: LiveScheduler, end_tokens: frozenset[int]) -> None:
-        self.scheduler, self.end_tokens = scheduler, end_tokens
+        self.scheduler, self._ending = scheduler, Ending(policy, scheduler, end_tokens)
         room = Room(
             slots=len(scheduler.length),
             blocks=scheduler.pool.count,
@@ -39,15 +41,16 @@ class GraphSteps:
         )
         self.runner = GraphRunner(policy, room, block_size=scheduler.pool.block_size)
         self.known = np.zeros(len(scheduler.length), dtype=np.int64)
-        self._stop_strings = StopStrings(policy)
         self._issued: deque[Issued] = deque()
+        self._kept_waiting = 0
+        """Steps since somebody could have joined."""
 
     def advance(self) -> list[tuple[Sequence, Completion]]:
         scheduler = self.scheduler
         scheduler.make_room()
         moved = self._step() + self._join()
         # Stop strings need text: then nobody runs ahead of it.
-        stops = any(scheduler.job_of(sequence).sampling.stop for sequence in scheduler.running)
+        stops = bool(scheduler.stops[scheduler.slots()].any())
         ended: list[tuple[Sequence, Completion]] = []
         while len(self._issued) > (AHEAD if moved and not stops else 0):
             ended += self._take_in(self._issued.popleft())
@@ -56,31 +59,41 @@ class GraphSteps:
     def _step(self) -> int:
         """Issue a token more for everyone who may have one to come; return how many."""
         scheduler = self.scheduler
-        going = [s for s in scheduler.running if scheduler.length[s.slot] < scheduler.limit[s.slot]]
-        for sampling, indices in scheduler.by_settings(going).items():
-            slots = np.array([going[index].slot for index in indices])
-            self.runner.step(scheduler, slots, sampling)
+        slots = scheduler.slots()
+        going = slots[scheduler.length[slots] < scheduler.limit[slots]]
+        for sampling, indices in scheduler.by_settings(going):
+            self.runner.step(scheduler, going[indices], sampling)
         self._issue(going)
         return len(going)
 
     def _join(self) -> int:
         """Let waiting sequences start, and issue their first token."""
         scheduler = self.scheduler
+        if not self._time_to_join():
+            return 0
         joined = scheduler.admit()
         self.runner.prefill(list(dict.fromkeys(s.prefix for s in joined if s.prefix.logits_V is None)))
-        for sampling, indices in scheduler.by_settings(joined).items():
-            slots = np.array([joined[index].slot for index in indices])
+        slots = np.array([sequence.slot for sequence in joined], dtype=np.int64)
+        for sampling, indices in scheduler.by_settings(slots):
             prefixes = [joined[index].prefix for index in indices]
-            self.runner.join(scheduler, slots, prefixes, sampling)
-            self.known[slots] = 0
-        self._issue(joined)
+            self.runner.join(scheduler, slots[indices], prefixes, sampling)
+        self.known[slots] = 0
+        self._issue(slots)
         return len(joined)
 
-    def _issue(self, sequences: list[Sequence]) -> None:
-        if not sequences:
+    def _time_to_join(self) -> bool:
+        """Prompts are computed several at a time: a pass over one takes longer than a step of everyone."""
+        queued, running = self.scheduler.queued, len(self.scheduler.running)
+        self._kept_waiting = self._kept_waiting + 1 if queued else 0
+        if self._kept_waiting < PATIENCE and queued * TOGETHER < running:
+            return False
+        self._kept_waiting = 0
+        return True
+
+    def _issue(self, slots: NDArray[np.int64]) -> None:
+        if not len(slots):
             return
         scheduler = self.scheduler
-        slots = np.array([sequence.slot for sequence in sequences])
         status, arrived = self.runner.status()
         self._issued.append(Issued(slots, scheduler.length[slots], scheduler.tenant[slots], status, arrived))
         scheduler.length[slots] += 1
@@ -98,12 +111,4 @@ class GraphSteps:
         scheduler.logprobs[slots, at] = logprobs
         scheduler.entropies[slots, at] = entropies
         self.known[slots] = at + 1
-        by_slot = {sequence.slot: sequence for sequence in scheduler.running}
-        ended: list[tuple[Sequence, Completion]] = []
-        for slot, length in zip(slots.tolist(), (at + 1).tolist(), strict=True):
-            sequence = by_slot[slot]
-            why = reason_to_end(scheduler, sequence, length, self.end_tokens, self._stop_strings)
-            if why is not None:
-                scheduler.length[slot] = length
-                ended.append((sequence, scheduler.finish(sequence, why)))
-        return ended
+        return self._ending.finish(slots, at + 1)

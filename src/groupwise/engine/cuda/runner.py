@@ -28,6 +28,9 @@ from groupwise.model.distribution import scaled_logits
 from groupwise.model.policy import Policy
 from groupwise.records import Sampling
 
+MOST_GRAPHS = 512
+"""Then all are dropped: clients of a server may come up with new settings for ever."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
@@ -157,6 +160,9 @@ class GraphRunner:
     def _graph(self, rows: int, parts: int, sampling: Sampling) -> Callable[[], None]:
         key = (rows, parts, replace(sampling, stop=()))
         if key not in self._graphs:
+            if len(self._graphs) >= MOST_GRAPHS:
+                torch.cuda.synchronize()
+                self.drop_graphs()
             layout = DecodeLayout.build(
                 self.cache, self.state, rows=rows, heads=self.policy.heads, own_splits=parts
             )

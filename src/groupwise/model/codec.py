@@ -1,0 +1,61 @@
+"""Between text and tokens: all of a policy that needs no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from groupwise.errors import ConfigError
+from groupwise.model.template import between_turns, render
+from groupwise.records import Message
+from groupwise.tracking.files import write_atomically
+
+
+class Codec:
+    """A tokenizer with its chat template."""
+
+    def __init__(self, tokenizer: Any, *, vocabulary: int) -> None:
+        self.tokenizer = tokenizer
+        self.vocabulary = vocabulary
+        """Tokens that the model tells apart, which may be more than the tokenizer has."""
+
+    def encode(
+        self, prompt: str | Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[int, ...]:
+        """Tokens of a prompt: through the chat template when there is one.
+
+        A last message of role assistant is a beginning that the policy continues. `tools`: schemas of the
+        functions that it may call.
+        """
+        if self.tokenizer.chat_template is None:
+            if tools:
+                raise ConfigError("the model has no chat template: it cannot be given tools")
+            text = prompt if isinstance(prompt, str) else "\n".join(str(m["content"]) for m in prompt)
+            return tuple(self.tokenizer(text)["input_ids"])
+        messages: list[Message] = (
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        )
+        return self._tokens(render(self.tokenizer, messages, tools=tools))
+
+    def encode_results(self, results: Sequence[str], *, prefill: str, ended: bool) -> tuple[int, ...]:
+        """Tokens from the end of a turn to the beginning of the next: what tools answered, and the glue.
+
+        `ended`: the turn has its end token; one that was stopped gets it here, untrained.
+        """
+        text = between_turns(self.tokenizer, results, prefill=prefill)
+        return self._tokens(text if ended else self.tokenizer.eos_token + text)
+
+    def _tokens(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(
+            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def save_tokenizer(self, path: Path) -> None:
+        """Write the tokenizer alone, as the `tokenizers` library reads it."""
+        if (fast := getattr(self.tokenizer, "backend_tokenizer", None)) is not None:
+            write_atomically(path, fast.to_str())

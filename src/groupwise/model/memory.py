@@ -1,0 +1,33 @@
+"""How much memory a device has for this process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes that this process may hold on a device, all of them: what torch was limited to, if it was."""
+    if device.type == "cuda":
+        share = torch.cuda.memory.get_per_process_memory_fraction(device)
+        return int(share * torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that could be taken on a device now."""
+    if device.type == "cuda":
+        held, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+        return min(torch.cuda.mem_get_info(device)[0] + held, total_memory(device)) - used
+    return _available()
+
+
+def _available() -> int:
+    """Main memory that is free, or that the system would free for the asking, where it tells."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))

@@ -1,0 +1,69 @@
+"""The process that talks to clients: it has the tokenizer, and no model."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from groupwise.errors import ConfigError
+from groupwise.model.codec import Codec
+from groupwise.model.load import keep_quiet, load_tokenizer
+from groupwise.serve.server import Server
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """What that process needs to know."""
+
+    host: str
+    port: int
+    tokenizer: Path
+    vocabulary: int
+    model: str
+    context: int
+    slots: int
+    api_key: str | None
+
+
+def start_front() -> Connection:
+    """Start the process, which goes on to wait for its `Opening`, and return our end of the line to it."""
+    processes = get_context("spawn")
+    ours, theirs = processes.Pipe()
+    processes.Process(target=run_front, args=(theirs,), name="groupwise-front", daemon=True).start()
+    theirs.close()
+    return ours
+
+
+def open_front(connection: Connection, opening: Opening) -> int:
+    """Let it listen, and return the port."""
+    connection.send(opening)
+    port: int | str = connection.recv()
+    if isinstance(port, str):
+        raise ConfigError(f"cannot listen on {opening.host}:{opening.port}: {port}")
+    return port
+
+
+def run_front(connection: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other process gets it too; this one ends with it
+    keep_quiet()
+    try:
+        opening: Opening = connection.recv()
+    except EOFError:
+        return
+    codec = Codec(load_tokenizer(opening.tokenizer), vocabulary=opening.vocabulary)
+    server = Server(
+        codec,
+        connection,
+        model=opening.model,
+        context=opening.context,
+        slots=opening.slots,
+        api_key=opening.api_key,
+    )
+    try:
+        asyncio.run(server.run(opening.host, opening.port, ready=connection.send))
+    except OSError as error:
+        connection.send(error.strerror or str(error))
