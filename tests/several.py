@@ -42,9 +42,8 @@ def in_processes(count: int, work: Callable[..., Any], *given: Any) -> list[Any]
     ]
     for child in children:
         child.start()
-    found = dict(
-        (rank, (value, error)) for rank, value, error in (answers.get(timeout=200) for _ in children)
-    )
+    arrived = [answers.get(timeout=200) for _ in children]
+    found = {rank: (value, error) for rank, value, error in arrived}
     for child in children:
         child.join(30)
     errors = [error for _, error in found.values() if error is not None]

@@ -219,7 +219,7 @@ def failing(rank: int) -> tuple[object, ...]:
 
 
 def test_alone_nothing_is_wrapped() -> None:
-    with pytest.raises(ConfigError, match="^as it is$"), Processes().together():
+    with pytest.raises(ConfigError, match=r"^as it is$"), Processes().together():
         raise ConfigError("as it is")
 
 

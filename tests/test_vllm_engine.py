@@ -185,7 +185,7 @@ def test_a_server_that_cannot_serve_training_is_refused_at_the_start(policy: Pol
         gone.mood = "dead"
         with pytest.raises(ConfigError, match="there is no vLLM server at"):
             engine_for(policy, tmp_path, gone)
-    with pytest.raises(ConfigError, match="engine.servers are addresses such as"):
+    with pytest.raises(ConfigError, match=r"engine\.servers are addresses such as"):
         VllmEngine(policy, EngineConfig(kind="vllm", servers=("localhost:8000",)), exchange=tmp_path)
 
 

@@ -34,7 +34,7 @@ def serve_rollouts(
     start: Annotated[bool, typer.Option("--start", help="Start it instead of printing the command.")] = False,
     more: Annotated[list[str] | None, typer.Argument(help="Anything else, given to vLLM as it is.")] = None,
 ) -> None:
-    """Print, or start, the vLLM server for engine.kind=vllm: log-probs as sampled, weights that can change."""
+    """Print, or start, the vLLM server for engine.kind=vllm, whose weights follow the training."""
     between("--port", port, 1, 65535)
     between("--lora-r", lora_r, 0)
     between("--gpus", gpus, 1)

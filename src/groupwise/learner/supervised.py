@@ -116,7 +116,7 @@ def supervised_step(
 def mean_loss(
     policy: Policy, samples: Sequence[Sample], *, tokens: int, micro_batch_tokens: int, backward: bool
 ) -> float:
-    """Return the negative log-probability of the trained tokens over `tokens`; `backward` adds its gradient."""
+    """Return the negative log-probability of what is trained, over `tokens`; `backward` adds its gradient."""
     total = 0.0
     for indices in micro_batches(samples, budget=micro_batch_tokens):
         batch = pack([samples[i] for i in indices], device=policy.device)

@@ -200,7 +200,7 @@ class Policy(Codec):
                 yield
 
     def gathered(self) -> dict[str, Tensor] | None:
-        """What a file needs of a divided policy, whole; all processes come by here. None: it is not divided."""
+        """A divided policy whole, for files; all processes come by here. None: it is not divided."""
         return None if self.shards is None else self.shards.gathered_state(self.model)
 
     def save(self, folder: Path, *, gathered: dict[str, Tensor] | None = None) -> None:

@@ -17,8 +17,10 @@ from groupwise.parallel.processes import Processes
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.training.state import State, read_state
 
-MAY_CHANGE = ("run.max_steps", "run.save_every", "run.keep_", "run.parallel", "evaluate.", "track.")
-MAY_CHANGE += ("engine.servers", "engine.exchange", "engine.request", "engine.patience")
+MAY_CHANGE = (
+    *("run.max_steps", "run.save_every", "run.keep_", "run.parallel", "evaluate.", "track."),
+    *("engine.servers", "engine.exchange", "engine.request", "engine.patience"),
+)
 """Settings that a resumed run may give anew: none of them changes what a step computes."""
 
 
@@ -41,11 +43,20 @@ class Start:
     def shared(cls, processes: Processes, make: Callable[[], Start]) -> Start:
         """Let the leader make the start; the others begin where it does."""
         own = processes.lead(make)
-        where = processes.gather(own and replace(own, lock=None, leads=False))[0]
+        # An open file does not travel.
+        where = processes.gather(own and (own.folder, own.state, own.checkpoint, own.recomputing))[0]
         if own is not None:
             return own
         assert where is not None, "the leader has made its start"
-        return replace(where, lock=open(os.devnull, encoding="utf-8"))
+        folder, state, checkpoint, recomputing = where
+        return cls(
+            folder=folder,
+            lock=open(os.devnull, encoding="utf-8"),
+            state=state,
+            checkpoint=checkpoint,
+            recomputing=recomputing,
+            leads=False,
+        )
 
     @classmethod
     def new(cls, config: Config, *, task: str) -> Start:
