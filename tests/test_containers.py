@@ -106,7 +106,9 @@ def test_docker_compose_accepts_the_file(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "accelerate").glob("*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs" / "accelerate").glob("*.yaml")), ids=lambda p: p.stem
+)
 def test_accelerate_reads_its_files(path: Path) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from stand_in_vllm import StandIn
 
-from fake_vllm import FakeVllm
 from groupwise.config import read_config
 from groupwise.config.sections import EngineConfig, LoraConfig, ModelConfig
 from groupwise.engine import remote
@@ -25,8 +25,8 @@ from small_runs import lasting_metrics, small_config, task_file
 
 
 @pytest.fixture
-def server() -> Iterator[FakeVllm]:
-    with FakeVllm() as fake:
+def server() -> Iterator[StandIn]:
+    with StandIn() as fake:
         yield fake
 
 
@@ -42,7 +42,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "LONGEST_PAUSE", 0.1)
 
 
-def engine_for(policy: Policy, folder: Path, *servers: FakeVllm, **settings: Any) -> VllmEngine:
+def engine_for(policy: Policy, folder: Path, *servers: StandIn, **settings: Any) -> VllmEngine:
     config = EngineConfig(kind="vllm", servers=tuple(s.address for s in servers), **settings)
     return VllmEngine(policy, config, exchange=folder)
 
@@ -60,7 +60,7 @@ def moved(policy: Policy) -> None:
 
 
 def test_a_group_is_one_request_and_its_logprobs_are_the_policys(
-    server: FakeVllm, policy: Policy, tmp_path: Path
+    server: StandIn, policy: Policy, tmp_path: Path
 ) -> None:
     engine = engine_for(policy, tmp_path, server)
     moved(policy)
@@ -88,7 +88,7 @@ def test_a_group_is_one_request_and_its_logprobs_are_the_policys(
 
 
 def test_each_update_brings_new_weights_once_and_drops_the_old(
-    server: FakeVllm, policy: Policy, tmp_path: Path
+    server: StandIn, policy: Policy, tmp_path: Path
 ) -> None:
     engine = engine_for(policy, tmp_path, server)
     for version in range(3):
@@ -102,7 +102,7 @@ def test_each_update_brings_new_weights_once_and_drops_the_old(
 
 
 def test_a_server_that_keeps_the_old_weights_stops_the_run(
-    server: FakeVllm, policy: Policy, tmp_path: Path
+    server: StandIn, policy: Policy, tmp_path: Path
 ) -> None:
     engine = engine_for(policy, tmp_path, server)
     with engine.ready():
@@ -116,7 +116,7 @@ def test_a_server_that_keeps_the_old_weights_stops_the_run(
         pass
 
 
-def test_a_server_with_other_weights_stops_the_run(server: FakeVllm, policy: Policy, tmp_path: Path) -> None:
+def test_a_server_with_other_weights_stops_the_run(server: StandIn, policy: Policy, tmp_path: Path) -> None:
     with torch.no_grad():
         server.policy.head_weight.mul_(1.5)
     engine = engine_for(policy, tmp_path, server)
@@ -126,7 +126,7 @@ def test_a_server_with_other_weights_stops_the_run(server: FakeVllm, policy: Pol
 
 @pytest.mark.parametrize("mood", ["dead", "hanging", "broken"])
 def test_another_server_takes_over(mood: str, policy: Policy, tmp_path: Path) -> None:
-    with FakeVllm() as first, FakeVllm() as second:
+    with StandIn() as first, StandIn() as second:
         engine = engine_for(policy, tmp_path, first, second, request_seconds=1.0, requests=2)
         with engine.ready():
             first.mood = mood
@@ -138,7 +138,7 @@ def test_another_server_takes_over(mood: str, policy: Policy, tmp_path: Path) ->
 
 @pytest.mark.parametrize("mood", ["dead", "broken"])
 def test_work_waits_for_the_only_server_to_come_back(
-    mood: str, server: FakeVllm, policy: Policy, tmp_path: Path
+    mood: str, server: StandIn, policy: Policy, tmp_path: Path
 ) -> None:
     engine = engine_for(policy, tmp_path, server)
     with engine.ready():
@@ -157,7 +157,7 @@ def test_work_waits_for_the_only_server_to_come_back(
 
 
 def test_a_server_that_was_restarted_between_two_requests_gets_the_weights_again(
-    server: FakeVllm, policy: Policy, tmp_path: Path
+    server: StandIn, policy: Policy, tmp_path: Path
 ) -> None:
     engine = engine_for(policy, tmp_path, server)
     moved(policy)
@@ -168,7 +168,7 @@ def test_a_server_that_was_restarted_between_two_requests_gets_the_weights_again
     assert again == before
 
 
-def test_patience_ends_with_a_sentence(server: FakeVllm, policy: Policy, tmp_path: Path) -> None:
+def test_patience_ends_with_a_sentence(server: StandIn, policy: Policy, tmp_path: Path) -> None:
     engine = engine_for(policy, tmp_path, server, patience=0.2)
     with engine.ready():
         server.mood = "dead"
@@ -177,11 +177,11 @@ def test_patience_ends_with_a_sentence(server: FakeVllm, policy: Policy, tmp_pat
 
 
 def test_a_server_that_cannot_serve_training_is_refused_at_the_start(policy: Policy, tmp_path: Path) -> None:
-    with FakeVllm(version="0.11.2") as old, pytest.raises(ConfigError, match=r"is vLLM 0\.11\.2; 0\.28"):
+    with StandIn(version="0.11.2") as old, pytest.raises(ConfigError, match=r"is vLLM 0\.11\.2; 0\.28"):
         engine_for(policy, tmp_path, old)
-    with FakeVllm(raw=True) as raw, pytest.raises(ConfigError, match="processed_logprobs"):
+    with StandIn(raw=True) as raw, pytest.raises(ConfigError, match="processed_logprobs"):
         engine_for(policy, tmp_path, raw)
-    with FakeVllm() as gone:
+    with StandIn() as gone:
         gone.mood = "dead"
         with pytest.raises(ConfigError, match="there is no vLLM server at"):
             engine_for(policy, tmp_path, gone)
@@ -189,7 +189,7 @@ def test_a_server_that_cannot_serve_training_is_refused_at_the_start(policy: Pol
         VllmEngine(policy, EngineConfig(kind="vllm", servers=("localhost:8000",)), exchange=tmp_path)
 
 
-def test_a_run_survives_a_server_that_dies_in_every_step(server: FakeVllm, tmp_path: Path) -> None:
+def test_a_run_survives_a_server_that_dies_in_every_step(server: StandIn, tmp_path: Path) -> None:
     task_file(tmp_path)
     over = threading.Event()
 
@@ -214,7 +214,7 @@ def test_a_run_survives_a_server_that_dies_in_every_step(server: FakeVllm, tmp_p
 
 
 def test_with_overlap_each_batch_is_drawn_with_the_weights_before_the_last_update(
-    server: FakeVllm, tmp_path: Path
+    server: StandIn, tmp_path: Path
 ) -> None:
     task_file(tmp_path)
     over = ("engine.kind=vllm", f"engine.servers=[{server.address}]", "lora.r=4", "optim.minibatches=1")
@@ -228,7 +228,7 @@ def test_with_overlap_each_batch_is_drawn_with_the_weights_before_the_last_updat
     assert all(row["policy/correction"] != 1.0 for row in rows[1:])
 
 
-def test_what_goes_wrong_ahead_stops_the_run(server: FakeVllm, tmp_path: Path) -> None:
+def test_what_goes_wrong_ahead_stops_the_run(server: StandIn, tmp_path: Path) -> None:
     task_file(tmp_path)
     over = ("engine.kind=vllm", f"engine.servers=[{server.address}]", "lora.r=4", "engine.patience=0.1")
     config = small_config(tmp_path, *over, "rollout.overlap=true", "evaluate.skip=true")

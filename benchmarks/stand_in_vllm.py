@@ -1,7 +1,13 @@
-"""A server that speaks as much of vLLM's interface as training uses, in this process, and fails on demand."""
+"""A server that speaks as much of vLLM's interface as training uses, and fails on demand.
+
+    python benchmarks/stand_in_vllm.py --port 8000 --rank 8
+
+For tests, and for benchmarks of what happens around a server where there is no vLLM.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import threading
 import time
@@ -21,14 +27,14 @@ from groupwise.model.load import load_policy
 from groupwise.records import Request, Sampling
 
 
-class FakeVllm:
+class StandIn:
     """Answers with the built-in model; `mood` decides how well.
 
     well · dead (closes every connection) · hanging · broken (500) · stale (takes adapters and ignores them) ·
     forgetful (has lost its adapters, once)
     """
 
-    def __init__(self, *, rank: int = 4, version: str = "0.32.0", raw: bool = False) -> None:
+    def __init__(self, *, rank: int = 4, version: str = "0.32.0", raw: bool = False, port: int = 0) -> None:
         lora = LoraConfig(r=rank)
         self.policy = load_policy(ModelConfig(name="tiny", device="cpu", dtype="float32"), lora)
         self.engine = Engine(self.policy, EngineConfig())
@@ -37,14 +43,16 @@ class FakeVllm:
         self.loaded: list[str] = []
         self.asked = 0
         """Groups that were asked for."""
+        self.under_way = 0
+        """Requests that are being answered."""
         self.lock = threading.Lock()
         handler = type("Bound", (Handler,), {"fake": self})
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.http = ThreadingHTTPServer(("127.0.0.1", port), handler)
         self.http.daemon_threads = True
         self.address = f"http://127.0.0.1:{self.http.server_address[1]}"
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 
-    def __enter__(self) -> FakeVllm:
+    def __enter__(self) -> StandIn:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -52,6 +60,10 @@ class FakeVllm:
         self.http.server_close()
 
     def get(self, path: str) -> Any:
+        if path == "/health":
+            return {}
+        if path == "/metrics":
+            return f"vllm:num_requests_running{{}} {float(self.under_way)}"
         if path == "/version":
             return {"version": self.version}
         if path == "/openapi.json":
@@ -102,7 +114,7 @@ class FakeVllm:
 
 
 class Handler(BaseHTTPRequestHandler):
-    fake: FakeVllm
+    fake: StandIn
 
     def log_message(self, *_: object) -> None:
         pass
@@ -114,9 +126,13 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
 
         def work() -> Any:
-            with self.fake.lock:
-                torch.set_num_threads(1)
-                return self.fake.post(self.path, body)
+            self.fake.under_way += 1
+            try:
+                with self.fake.lock:
+                    torch.set_num_threads(1)
+                    return self.fake.post(self.path, body)
+            finally:
+                self.fake.under_way -= 1
 
         self.answer(work)
 
@@ -130,7 +146,7 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(3)
         found = {"error": "broken"} if mood == "broken" else work()
         code = 500 if mood == "broken" else 404 if found is None else 200
-        data = json.dumps(found).encode()
+        data = found.encode() if isinstance(found, str) else json.dumps(found).encode()
         try:
             self.send_response(code)
             self.send_header("Content-Length", str(len(data)))
@@ -138,3 +154,16 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
         except OSError:
             pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--rank", type=int, default=8)
+    given = parser.parse_args()
+    print(StandIn(rank=given.rank, port=given.port).address, flush=True)
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()
