@@ -4,8 +4,8 @@
     python benchmarks/scale_processes.py --output out curves --seeds 0 1 2
 
 `gradients`: the relative difference of the gradient of two gloo processes from that of one, for every loss,
-on-policy and off, in float32, with whole and with divided layers. `curves`: the default run of Countdown, with
-one process and with two (torchrun), each seed both ways: held-out accuracy before and after.
+on-policy and off, in float32, with whole and with divided layers. `curves`: the default run of Countdown,
+with one process and with two (torchrun), each seed both ways: held-out accuracy before and after.
 """
 
 from __future__ import annotations

