@@ -15,6 +15,7 @@ from groupwise.config import read_config
 from groupwise.config.sections import LOSSES
 from groupwise.errors import ConfigError, EchoError, InvariantError
 from groupwise.learner.learner import Learner
+from groupwise.model.context import Context
 from groupwise.model.policy import Policy
 from groupwise.parallel.balance import dealt_out
 from groupwise.parallel.processes import Processes, joined_processes
@@ -63,6 +64,9 @@ def gradients(loss: str, overrides: tuple[str, ...]) -> dict[str, Any]:
             policy = type(policy)(policy.model, policy.tokenizer, reference=policy_of(small_model()).model)
         if processes.count > 1 and config.run.parallel == "fsdp":
             policy.divide()
+        context = None
+        if processes.count > 1 and config.run.parallel == "context":
+            context = Context(rank=processes.rank, count=processes.count)
         learner = Learner(
             policy,
             algo=config.algo,
@@ -70,6 +74,7 @@ def gradients(loss: str, overrides: tuple[str, ...]) -> dict[str, Any]:
             sampling=Sampling(max_tokens=8),
             max_steps=1,
             processes=processes,
+            context=context,
         )
         kept: list[dict[str, Any]] = []
         step = learner.optimizer.step
@@ -109,7 +114,7 @@ WIDE = ("algo.max_gap=100", "optim.minibatches=1", "optim.epochs=2")
     [*((loss, ()) for loss in LOSSES), *(("grpo", overrides) for overrides in MORE.values())],
     ids=[*LOSSES, *MORE],
 )
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "context"])
 def test_the_gradient_of_two_processes_is_that_of_one(
     layout: str, loss: str, overrides: tuple[str, ...]
 ) -> None:
@@ -124,6 +129,48 @@ def test_the_gradient_of_two_processes_is_that_of_one(
         assert each["seen"].keys() == alone["seen"].keys()
     same = both[0]["weights"], both[1]["weights"]
     assert all((same[0][name] == same[1][name]).all() for name in same[0])
+
+
+def test_a_stretch_without_a_trained_token_waits_for_the_others() -> None:
+    """One long prompt and one short answer: the first half of the row trains nothing."""
+    for one, other in in_processes(2, long_prompt_gradient):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
+def long_prompt_gradient() -> tuple[float, float]:
+    torch.set_num_threads(1)
+    prompt, answer = tuple(range(10, 60)), (7, 8, 9)
+    nothing = (0.0,) * len(prompt)
+    sample = Sample(
+        tokens=prompt + answer,
+        trained=(False,) * len(prompt) + (True,) * 3,
+        logprobs=(*nothing, -5.0, -5.0, -5.0),
+        entropies=(*nothing, 0.0, 0.0, 0.0),
+        advantages=(*nothing, 1.0, 1.0, 1.0),
+        prefix=len(prompt),
+        group=0,
+    )
+    norms = []
+    with joined_processes() as processes:
+        for context in (Context(rank=processes.rank, count=2), None):
+            config = read_config(overrides=["algo.max_gap=100", "optim.learning_rate=1e-3"]).resolve()
+            own = processes if context else Processes()
+            learner = Learner(
+                policy_of(small_model()),
+                algo=config.algo,
+                optim=config.optim,
+                sampling=Sampling(max_tokens=8),
+                max_steps=1,
+                processes=own,
+                context=context,
+            )
+            norms.append(learner.update([sample], sequences=1, tokens=3)["policy/grad_norm"])
+    return norms[0], norms[1]
+
+
+def test_heads_that_cannot_be_shared_out_are_refused() -> None:
+    with pytest.raises(ConfigError, match="2 key heads do not divide by 3 processes"):
+        Context(rank=0, count=3).check(policy_of(small_model()))
 
 
 def test_more_processes_than_groups_divide_the_groups() -> None:

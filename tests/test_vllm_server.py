@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from scale_servers import VllmProcess, free_port
-from small_runs import lasting_metrics, small_config, task_file
 
 from groupwise.training import train
+from small_runs import lasting_metrics, small_config, task_file
 
 PYTHON = os.environ.get("GROUPWISE_VLLM_PYTHON")
 pytestmark = [

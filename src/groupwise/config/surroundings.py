@@ -94,7 +94,7 @@ class SftConfig:
 
 
 KINDS = ("grpo", "sft")
-PARALLEL = ("ddp", "fsdp")
+PARALLEL = ("ddp", "fsdp", "context")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +111,8 @@ class RunConfig:
     save_every: int = 10
     """Steps between checkpoints (one is also written at the end and on Ctrl-C)."""
     parallel: str | None = None
-    """How several processes hold the policy: ddp (each all of it) or fsdp (each a part of every layer).
-    None: as `accelerate launch` was told, else ddp."""
+    """How several processes share the update: ddp (each has the policy and some of the answers), fsdp (and a
+    part of every layer) or context (a part of every answer: long ones). None: as `accelerate launch` was told."""
     keep_last: int = 2
     keep_best: bool = True
     """Also keep the checkpoint with the best held-out accuracy."""

@@ -18,8 +18,9 @@ from groupwise.invariants import check_finite, check_gap
 from groupwise.learner.optimizer import clipped_step, make_optimizer
 from groupwise.learner.part import Done, Part
 from groupwise.learner.passes import pass_tokens
+from groupwise.learner.rows import row_logprobs
 from groupwise.learner.schedule import learning_rate
-from groupwise.model.logprobs import token_logprobs
+from groupwise.model.context import Context
 from groupwise.model.memory import total_memory
 from groupwise.model.policy import Policy
 from groupwise.parallel.balance import dealt_out
@@ -41,8 +42,11 @@ class Learner:
         sampling: Sampling,
         max_steps: int,
         processes: Processes | None = None,
+        context: Context | None = None,
     ) -> None:
         self.policy = policy
+        self.context = context
+        """Set when every row is spread over all processes, rather than each computing rows of its own."""
         self.processes = processes or Processes()
         self.algo = algo
         self.optim = optim
@@ -88,6 +92,8 @@ class Learner:
                     done = [found for found in self._accumulate(parts) if found is not None]
                     own = Done(sum(loss for loss, _ in done), merge(metrics for _, metrics in done))
                 everyone = self.processes.gather(own.on_cpu())
+                if self.context is not None:
+                    everyone = everyone[:1]  # all have computed the same, together
                 total = merge(each.metrics for each in everyone)
                 reports.append(total)
                 losses.append(sum(each.loss for each in everyone))
@@ -144,7 +150,10 @@ class Learner:
 
     def _parts(self, minibatch: Sequence[Sample], weights: Sequence[float]) -> Iterator[Part]:
         """Yield the passes that make up this process's share of a mini-batch."""
-        shares = dealt_out(minibatch, self.processes.count)
+        if self.context is not None:
+            shares = [list(range(len(minibatch)))] * self.processes.count
+        else:
+            shares = dealt_out(minibatch, self.processes.count)
         passes = [
             [[share[i] for i in indices] for indices in micro_batches(own, budget=self.micro_batch_tokens)]
             for share in shares
@@ -160,14 +169,9 @@ class Learner:
                 yield replace(Part.build(minibatch[:1], [0.0], device=self.policy.device), idle=True)
 
     def _logprobs(self, policy: Policy, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        hidden_TM = policy.hidden(batch.tokens_T, batch.positions_T, batch.layout)
-        return token_logprobs(
-            hidden_TM.index_select(0, batch.predictor_N),
-            policy.head_weight,
-            policy.head_bias,
-            batch.targets_N,
-            self.sampling,
-            entropy_gradient=self.algo.entropy_bonus != 0,
+        entropy_gradient = self.algo.entropy_bonus != 0
+        return row_logprobs(
+            policy, batch, self.sampling, entropy_gradient=entropy_gradient, context=self.context
         )
 
     @torch.no_grad()
@@ -193,7 +197,7 @@ class Learner:
             try:
                 return [self._backward(part) for part in parts]
             except torch.OutOfMemoryError as error:
-                if self.policy.shards is not None:
+                if self.policy.shards is not None or self.context is not None:
                     raise ConfigError(
                         "the update does not fit into memory: set a smaller optim.micro_batch_tokens "
                         f"(now {self.micro_batch_tokens}) or model.gradient_checkpointing=true"

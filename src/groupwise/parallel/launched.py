@@ -9,7 +9,7 @@ from groupwise.errors import ConfigError
 
 
 def layout_of(run: RunConfig) -> str:
-    """Return how several processes hold the policy: ddp or fsdp."""
+    """Return how several processes share the update: ddp, fsdp or context."""
     if run.parallel is not None:
         return run.parallel
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":

@@ -12,6 +12,8 @@ from groupwise.algo.samples import keep_top_entropy
 from groupwise.config import Config
 from groupwise.engine.sampler import derive_seed
 from groupwise.learner.learner import Learner
+from groupwise.model.context import Context
+from groupwise.parallel.launched import layout_of
 from groupwise.parallel.processes import Processes
 from groupwise.tasks import Task
 from groupwise.training.ahead import Ahead
@@ -55,6 +57,7 @@ class Run(Session):
             sampling=config.rollout.sampling,
             max_steps=config.run.max_steps,
             processes=self.processes,
+            context=self._context(),
         )
         self.collector = Collector(
             config,
@@ -73,6 +76,13 @@ class Run(Session):
             folder=self.folder,
             processes=self.processes,
         )
+
+    def _context(self) -> Context | None:
+        if self.processes.count == 1 or layout_of(self.config.run) != "context":
+            return None
+        context = Context(rank=self.processes.rank, count=self.processes.count)
+        context.check(self.policy)
+        return context
 
     def collect(self, step: int) -> Batch:
         """Draw, score and compare answers, and write them down before anything else can go wrong."""
