@@ -152,25 +152,19 @@ def evaluate(
     def answers(how: Sampling, count: int) -> list[Group]:
         own: list[Group] = []
         with processes.together():
-            own = own_answers(how, count)
+            own = collect(
+                examples,
+                ask=task.ask,
+                codec=codec,
+                engine=engine,
+                sampling=how,
+                group_size=count,
+                seed_parts=(seed, "evaluate"),
+                tools=tools,
+                share=processes.share,
+            )
+            own = [score_group(g, rewards=task.rewards, weights=task.weights, seconds=seconds) for g in own]
         return processes.joined(own)
-
-    def own_answers(how: Sampling, count: int) -> list[Group]:
-        groups = collect(
-            examples,
-            ask=task.ask,
-            codec=codec,
-            engine=engine,
-            sampling=how,
-            group_size=count,
-            seed_parts=(seed, "evaluate"),
-            tools=tools,
-            share=processes.share,
-        )
-        return [
-            score_group(group, rewards=task.rewards, weights=task.weights, seconds=seconds)
-            for group in groups
-        ]
 
     greedy = answers(replace(sampling, temperature=0.0), 1)
     sampled = answers(sampling, samples)

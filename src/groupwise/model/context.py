@@ -1,4 +1,4 @@
-"""One row over several processes: each computes a stretch of its tokens, and all tokens for some of the heads.
+"""One row over several processes: each computes a stretch of its tokens, and all of them for some heads.
 
 Everything in a decoder but attention looks at one token at a time, so a process needs only its own stretch.
 For attention the processes trade: each gives away its tokens' queries, keys and values, and gets those of
