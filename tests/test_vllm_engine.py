@@ -21,6 +21,7 @@ from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
 from groupwise.records import Request, Sampling
 from groupwise.training import train
+from several import in_processes
 from small_runs import lasting_metrics, small_config, task_file
 
 
@@ -242,6 +243,22 @@ def test_what_goes_wrong_ahead_stops_the_run(server: StandIn, tmp_path: Path) ->
     server.complete = die_later  # type: ignore[method-assign]
     with pytest.raises(InvariantError, match="no rollout server has answered"):
         train(config)
+
+
+@pytest.mark.parametrize("setting", ["rollout.overlap=true", "run.parallel=fsdp"])
+def test_two_processes_share_a_server(setting: str, server: StandIn, tmp_path: Path) -> None:
+    task_file(tmp_path)
+    over = ("engine.kind=vllm", f"engine.servers=[{server.address}]", "lora.r=4", "optim.minibatches=1")
+    in_processes(2, trained, small_config(tmp_path, *over, setting))
+    rows = lasting_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[0]["policy/gap"] < 1e-4
+    assert all((row["policy/gap"] > 1e-4) == ("overlap" in setting) for row in rows[1:])
+
+
+def trained(config: Any) -> None:
+    torch.set_num_threads(1)
+    train(config)
 
 
 def test_overlap_needs_a_generator_beside_the_trainer_and_a_correction() -> None:

@@ -68,9 +68,18 @@ class VllmEngine:
         if self._sent != self.policy.version:
             gathered = self.policy.gathered()
             with self.policy.whole():
-                self.processes.lead(lambda: self._publish(gathered))
+                self.probe.take()
+            self.processes.lead(lambda: self._publish(gathered))
             self._sent = self.policy.version
+            self._believe_the_leader()
         yield
+
+    def _believe_the_leader(self) -> None:
+        """Servers that one process has brought the weights to have them for all."""
+        brought = {server.address: server.version for server in self.servers.all}
+        brought, self.probe.rounding = self.processes.gather((brought, self.probe.rounding))[0]
+        for server in self.servers.all:
+            server.version = brought[server.address]
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
         """Return each request's completions; a group goes to a server as one request."""
@@ -95,7 +104,6 @@ class VllmEngine:
         folder = self.exchange / f"version-{version}"
         shutil.rmtree(folder, ignore_errors=True)
         self.policy.save(folder, gathered=gathered)
-        self.probe.take()
         self._sent = version
         if before is not None:
             self.servers.do(self._bring)  # at least one must have them

@@ -44,7 +44,8 @@ class Start:
         """Let the leader make the start; the others begin where it does."""
         own = processes.lead(make)
         # An open file does not travel.
-        where = processes.gather(own and (own.folder, own.state, own.checkpoint, own.recomputing))[0]
+        found = None if own is None else (own.folder, own.state, own.checkpoint, own.recomputing)
+        where = processes.gather(found)[0]
         if own is not None:
             return own
         assert where is not None, "the leader has made its start"
