@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -195,7 +196,8 @@ def joined_list() -> list[str]:
         return processes.joined("abcdefgh"[processes.share])
 
 
-def trained(config: Any, resume: Path | None = None) -> str:
+def trained(config: Any, resume: Path | None = None, told: dict[str, str] | None = None) -> str:
+    os.environ.update(told or {})
     torch.set_num_threads(1)
     return str(train(config, resume=resume))
 
@@ -238,6 +240,14 @@ def test_a_run_of_two_processes_is_that_of_one_and_either_goes_on_with_the_other
         assert [row["step"] for row in lasting_metrics(paths[name])] == [1, 2, 3, 4]
         weights = [load_file(paths[n] / "checkpoints/step-000004/model.safetensors") for n in ("one", name)]
         assert relative_difference(*weights) < 1e-4
+
+
+def test_accelerate_told_to_divide_divides(tmp_path: Path) -> None:
+    """With what `accelerate launch` sets for FSDP, every process still loads the weights itself."""
+    task_file(tmp_path)
+    told = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_VERSION": "2"}
+    in_processes(2, trained, small_config(tmp_path, "run.max_steps=2", "evaluate.skip=true"), None, told)
+    assert [row["step"] for row in lasting_metrics(tmp_path / "run")] == [1, 2]
 
 
 def test_what_fails_in_one_process_fails_in_all_and_the_leader_says_where() -> None:

@@ -42,6 +42,8 @@ class Server:
     failures: int = 0
     """In a row."""
     rest_until: float = 0.0
+    answered: float = 0.0
+    """When it last answered anything well."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held by whoever brings it new weights."""
 
@@ -59,15 +61,19 @@ class Server:
             raise Refused(error.code, f"{self.address}{path} answered {error.code}: {words}") from error
         except (OSError, HTTPException) as error:
             raise Unavailable(f"{path}: {error or type(error).__name__}") from error
+        self.answered = time.monotonic()
         try:
             return json.loads(text)
         except ValueError:
             return text.decode(errors="replace")
 
     def failed(self) -> None:
-        self.failures += 1
+        """Rest a while; what else was under way there fails with it and counts once."""
         self.version = None  # it may come back as another process, without what it was given
-        self.rest_until = time.monotonic() + min(FIRST_PAUSE * 2 ** (self.failures - 1), LONGEST_PAUSE)
+        now = time.monotonic()
+        if now >= self.rest_until:
+            self.failures += 1
+            self.rest_until = now + min(FIRST_PAUSE * 2 ** (self.failures - 1), LONGEST_PAUSE)
 
 
 class Servers:
@@ -89,14 +95,16 @@ class Servers:
 
     def do(self, work: Callable[[Server], Any]) -> Any:
         """Let some server do the work, another one or the same one later if it fails."""
-        deadline = time.monotonic() + self.patience
+        asked = time.monotonic()
         while True:
-            server = self._take(deadline)
+            server = self._take()
             try:
                 found = work(server)
             except Unavailable as error:
                 self.failed(server, error)
-                if time.monotonic() > deadline:
+                # Silence counts from the last answer to anything, of any server.
+                answered = max(asked, *(each.answered for each in self.all))
+                if time.monotonic() > answered + self.patience:
                     raise gone(self.patience, server, error) from error
             else:
                 if server.failures:
@@ -109,12 +117,14 @@ class Servers:
 
     def failed(self, server: Server, error: Unavailable) -> None:
         """Leave a server alone for a while, and say so the first time."""
-        self.retries += 1
-        server.failed()
-        if server.failures == 1:
+        with self._lock:
+            self.retries += 1
+            well = server.failures == 0
+            server.failed()
+        if well:
             self.say(f"rollout server {server.address} does not answer ({error}); trying again")
 
-    def _take(self, deadline: float) -> Server:
+    def _take(self) -> Server:
         while True:
             with self._lock:
                 now = time.monotonic()
@@ -124,7 +134,7 @@ class Servers:
                     server.busy += 1
                     return server
                 soonest = min(server.rest_until for server in self.all)
-            time.sleep(max(0.01, min(soonest, deadline) - time.monotonic()))
+            time.sleep(max(0.01, min(soonest - time.monotonic(), self.patience)))
 
 
 def gone(seconds: float, server: Server, error: Exception) -> GroupwiseError:

@@ -151,6 +151,8 @@ def joined_processes() -> Iterator[Processes]:
     import torch
     import torch.distributed as dist
 
+    # Else transformers, seeing accelerate's FSDP, would give all but the first process empty weights.
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
     cuda = torch.cuda.is_available()
     if cuda:
