@@ -66,7 +66,10 @@ class Session(ABC):
             self.config = config
             self.recorder = self._open_recorder(title)
             resources.callback(self.recorder.close)
-            self.interrupt = resources.enter_context(Interrupt(self.recorder.display.message))
+            launched = self.processes.count > 1
+            self.interrupt = resources.enter_context(
+                Interrupt(self.recorder.display.message, launched=launched)
+            )
             with self.processes.together():
                 self._load(start, resources)
             self.processes.lead(self._begin)
