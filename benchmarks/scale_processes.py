@@ -4,7 +4,7 @@
     python benchmarks/scale_processes.py --output out curves --seeds 0 1 2
 
 `gradients`: the relative difference of the gradient of two gloo processes from that of one, for every loss,
-on-policy and off, in float32, with whole and with divided layers. `curves`: the default run of Countdown,
+on-policy and off, in float32, for each way to share the update. `curves`: the default run of Countdown,
 with one process and with two (torchrun), each seed both ways: held-out accuracy before and after.
 """
 
@@ -26,6 +26,7 @@ def gradients(output: Path) -> None:
     """The tests hold these below 1e-5; here are the numbers."""
     sys.path.insert(0, str(TESTS))
     from groupwise.config.sections import LOSSES
+    from groupwise.config.surroundings import PARALLEL
     from several import in_processes
     from test_processes import WIDE, relative_difference
     from test_processes import gradients as gradients_of
@@ -33,7 +34,7 @@ def gradients(output: Path) -> None:
     rows, found = [], {}
     for loss in LOSSES:
         worst = {}
-        for layout in ("ddp", "fsdp"):
+        for layout in PARALLEL:
             settings = (*WIDE, f"run.parallel={layout}")
             alone = gradients_of(loss, settings)["gradients"]
             both = in_processes(2, gradients_of, loss, settings)
@@ -43,8 +44,8 @@ def gradients(output: Path) -> None:
                 for ours, expected in zip(each["gradients"], alone, strict=True)
             )
         found[loss] = worst
-        rows.append((loss, f"{worst['ddp']:.1e}", f"{worst['fsdp']:.1e}"))
-    print(markdown(("loss", "ddp", "fsdp"), rows))
+        rows.append((loss, *(f"{worst[layout]:.1e}" for layout in PARALLEL)))
+    print(markdown(("loss", *PARALLEL), rows))
     (output / "gradients.json").write_text(json.dumps(found, indent=1))
 
 
