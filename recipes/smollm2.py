@@ -84,7 +84,7 @@ STUDIES = {
         prompts=64,
         answers=4,
         warm_steps=300,
-        target=0.25,
+        target=0.17,
         warm_rate=5e-4,
     ),
     "words": Study(

@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 
 from groupwise import cli
+from groupwise.config import read_config
+from groupwise.config.model import ModelConfig
 from groupwise.errors import ConfigError
+from groupwise.model.load import load_for_generation
 from groupwise.records import Sampling
+from groupwise.serve.opened import held_out_example, system_of, tools_of
 from groupwise.serve.talk import Streaming, Talk
+from groupwise.serve.tool_talk import ToolAnswering, ToolTalk
 
 
 def test_every_turn_sees_the_turns_before_it():
@@ -92,3 +97,33 @@ def test_a_conversation_by_keyboard(capsys, monkeypatch):
 def test_mistakes_are_answered_in_a_sentence(words, message, capsys):
     assert cli.main(["chat", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+TOOLS = ["chat", "tiny-search", "--task", "search_qa", "--tools", "--temperature", "0", "model.device=cpu"]
+
+
+def test_a_models_calls_are_made_shown_and_judged(capsys):
+    assert cli.main([*TOOLS, "--example", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("<tool_call>") for line in lines)
+    assert any(line.startswith("→ 1. ") for line in lines)
+    assert lines[-1].startswith(("--- right: answer", "--- wrong: answer"))
+
+
+def test_calls_and_results_are_remembered_as_what_they_are():
+    policy = load_for_generation(ModelConfig(name="tiny-search", device="cpu"), rank=0, trained=None)
+    config = read_config(overrides=["model.name=tiny-search", "tools.max_turns=2", "tools.max_calls=1"])
+    asked = held_out_example(config, "search_qa", number=1)
+    streaming = Streaming(policy, Sampling(max_tokens=60, temperature=0.0), seed=0)
+    kit = tools_of(config, asked.task, None)
+    talk = ToolTalk(ToolAnswering(streaming, kit, limits=config.tools), system=system_of(asked))
+    "".join(talk.ask(str(asked.messages[-1]["content"])))
+    assert [m["role"] for m in talk.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert talk.messages[2]["content"].count("<tool_call>") == 1
+    assert kit.turns[0].calls[0].result == talk.messages[3]["content"]
+    streaming.close()
+
+
+def test_tools_that_are_not_there_are_refused(capsys):
+    assert cli.main(["chat", "tiny", "--tools", "--prompt", "a"]) == 2
+    assert "countdown has no tools" in capsys.readouterr().err

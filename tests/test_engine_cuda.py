@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtim
 class OnGPU(Engine):
     """An engine that takes the CPU for a GPU."""
 
-    _accelerated = True
+    accelerated = True
 
     def _affordable_blocks(self) -> int:
         return 1 << 20
@@ -92,7 +92,7 @@ def test_every_family_writes_what_the_cpu_writes_fused_or_not(config, fused):
 
 
 def test_a_model_that_is_not_fused_runs_as_it_is(small_policy, monkeypatch):
-    monkeypatch.setattr(cuda_runner, "fused_forward", lambda _: None)
+    monkeypatch.setattr(cuda_runner, "fused_forward", lambda *_: None)
     gpu, _ = both(small_policy, requests((3, 17), (2, 1)), Sampling(max_tokens=3))
     assert gpu._graph_runner is not None
     assert not gpu._graph_runner.fused

@@ -27,6 +27,9 @@ def test_a_merged_model_is_the_model_with_its_adapters(adapter, tmp_path):
     done = merge(adapter, tmp_path / "merged", base="tiny")
     assert done.difference < 1e-4 < 1e-2 < done.effect
     assert (done.precision, done.files) == ("float64", ("model.safetensors",))
+    plain, noise = done.rounded
+    assert 0 < noise < 1e-4
+    assert 0 < plain < 1e-4 + 2 * noise
     tokens = torch.arange(40, 80)[None]
     merged = AutoModelForCausalLM.from_pretrained(done.folder, dtype=torch.float32)
     base = AutoModelForCausalLM.from_pretrained(TINY_FOLDER, dtype=torch.float32)

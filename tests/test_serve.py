@@ -27,7 +27,7 @@ from groupwise.records import Request, Sampling
 from groupwise.serve.link import EngineSide
 from groupwise.serve.server import Server
 from groupwise.serve.text import TextStream
-from groupwise.serve.tool_calls import read_calls
+from groupwise.serve.tool_calls import for_template, read_answer
 from small_models import Scripted, policy_of, small_model, tiny_tokenizer
 
 
@@ -254,7 +254,7 @@ CALL = 'I add. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>
 @pytest.fixture
 def one_token(monkeypatch) -> None:
     """Every prompt is one token, as the scripted policy wants it."""
-    monkeypatch.setattr(Scripted, "encode", lambda self, prompt: (40,))
+    monkeypatch.setattr(Scripted, "encode", lambda self, prompt, tools=(): (40,))
 
 
 def test_calls_of_tools_are_read_out_of_the_answer(one_token):
@@ -282,11 +282,25 @@ def test_calls_of_tools_are_read_out_of_the_answer(one_token):
         ('x<tool_call>{"name": "a"}</tool_call><tool_call>{"name": "b"}</tool_call>', "x", ["a", "b"]),
         ("<tool_call>no json</tool_call>", "<tool_call>no json</tool_call>", []),
         ('<tool_call>{"name": 3}', '<tool_call>{"name": 3}', []),
+        ('<tool_call>{"name": "a"}', '<tool_call>{"name": "a"}', []),  # never closed, as in training
+        ('<think>\n<tool_call>{"name": "a"}</tool_call></think>\nb', None, []),  # thought, not called
+        ('<think>\n</think>{"name": "a", "parameters": {}}', "<think>\n</think>", ["a"]),
     ],
 )
 def test_reading_calls(text, said, names):
-    assert read_calls(text)[0] == said
-    assert [call["name"] for call in read_calls(text)[1]] == names
+    assert read_answer(text)[0] == (text if said is None else said)
+    assert [call["name"] for call in read_answer(text)[1]] == names
+
+
+def test_calls_that_a_client_sends_back_become_what_the_template_takes():
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    message = {"role": "assistant", "content": "I add.", "tool_calls": [call]}
+    known = for_template(message, knows_calls=True)
+    assert known["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+    assert for_template(message, knows_calls=False) == {
+        "role": "assistant",
+        "content": CALL.replace(". <", ".\n<"),
+    }
 
 
 def test_text_never_shows_half_a_character_or_part_of_a_stop_string():

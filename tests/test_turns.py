@@ -30,9 +30,9 @@ class Talk(Letters):
     def encode(self, prompt: object, *, tools: Any = ()) -> tuple[int, ...]:
         return tuple(map(ord, str(prompt)))
 
-    def encode_results(self, results: Any, *, prefill: str, ended: bool) -> tuple[int, ...]:
+    def encode_all_results(self, turns: Any, *, prefill: str, ended: bool) -> list[tuple[int, ...]]:
         assert ended
-        return tuple(map(ord, "".join(f"|{result}|" for result in results)))
+        return [tuple(map(ord, "".join(f"|{result}|" for result in results))) for results in turns]
 
 
 class Script:
@@ -184,7 +184,7 @@ class Babbling:
 
     def __init__(self, policy: Any) -> None:
         self.policy, self.end_tokens = policy, policy.end_tokens
-        self.encode_results = policy.encode_results
+        self.encode_all_results = policy.encode_all_results
 
     def encode(self, prompt: Any, *, tools: Any = ()) -> Any:
         return self.policy.encode(prompt)

@@ -9,8 +9,9 @@ gw.train(task, model="Qwen/Qwen2.5-0.5B-Instruct", max_steps=100)
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from groupwise import rewards
 from groupwise.config import Config, config_from_keywords
@@ -20,20 +21,37 @@ from groupwise.rollout.tools import Found
 from groupwise.tasks import Task, leave_task_file, load_examples
 from groupwise.tracking.run_folder import RunFolder
 
+if TYPE_CHECKING:
+    from groupwise.population.agent import Agent
+    from groupwise.population.env import PromptEnv
+
 __all__ = [
+    "Agent",
     "Config",
     "ConfigError",
     "Example",
     "Found",
     "GroupwiseError",
     "InvariantError",
+    "PromptEnv",
     "Rollout",
     "RolloutError",
     "Task",
+    "evolve",
     "load_examples",
     "rewards",
     "train",
 ]
+
+
+LATER = {"Agent": "groupwise.population.agent", "PromptEnv": "groupwise.population.env"}
+"""Names that bring torch along, and where they are: found when they are asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in LATER:
+        return getattr(import_module(LATER[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def train(task: Task, *, resume: str | Path | None = None, **settings: Any) -> Path:
@@ -49,3 +67,19 @@ def train(task: Task, *, resume: str | Path | None = None, **settings: Any) -> P
     from groupwise.training import train as run_training
 
     return run_training(config, resume=run.path if run else None, task=task)
+
+
+def evolve(task: Task, *, resume: str | Path | None = None, **settings: Any) -> Path:
+    """Train a population on one base, select among its members, and return the folder; `elite/` is the best.
+
+    Settings are those of `train`, and the section `evolve`: `evolve={"population": 8, "method": "pbt"}`.
+    """
+    leave_task_file(task)
+    run = None if resume is None else RunFolder.open(resume)
+    config = config_from_keywords(run.config if run else None, **settings)
+    config = replace(
+        config, task=replace(config.task, name=task.name), run=replace(config.run, kind="evolve")
+    )
+    from groupwise.population.loop import evolve as run_search
+
+    return run_search(config, resume=run.path if run else None, task=task)

@@ -16,6 +16,7 @@ import typer
 
 from groupwise.commands.chat import chat
 from groupwise.commands.doctor import doctor
+from groupwise.commands.evolve import evolve
 from groupwise.commands.index import index_app
 from groupwise.commands.merge import merge
 from groupwise.commands.quantize import quantize
@@ -169,6 +170,7 @@ def training_config(
 
 
 app.command(epilog="Anything else is set as section.key=value, such as optim.schedule=cosine.")(sft)
+app.command(epilog="Anything else is set as section.key=value, such as evolve.share=0.2.")(evolve)
 app.command(epilog="Anything else is set as section.key=value, such as model.dtype=bfloat16.")(chat)
 app.command()(doctor)
 app.command()(merge)

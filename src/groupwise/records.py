@@ -78,6 +78,10 @@ class Request:
     seeds: tuple[int, ...]
     continues: tuple[int, int] | None = None
     """The request and member of the same call that the prompt begins with; what was computed is used."""
+    adapter: int = 0
+    """Which of the engine's adapters answers, where it has several."""
+    temperature: float | None = None
+    """In place of the call's, unless that is greedy."""
 
     def __post_init__(self) -> None:
         if not self.prompt:

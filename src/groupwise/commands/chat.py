@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from groupwise.config import Config
     from groupwise.model.policy import Policy
     from groupwise.records import Sampling
-    from groupwise.serve.talk import Answering
+    from groupwise.serve.talk import Answering, Talk
 
 HELP = "type your message; /reset begins anew, /quit or Ctrl-D ends"
 
@@ -39,6 +40,7 @@ def chat(
     strategy: Annotated[
         str | None, typer.Option(help="Spend more on an answer, such as self-consistency:8.")
     ] = None,
+    tools: Annotated[bool, typer.Option("--tools", help="Let it call the tools of its task.")] = False,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
 ) -> None:
     """Talk to a model; answers are shown while they are written."""
@@ -49,50 +51,57 @@ def chat(
     between("--example", example, 1)
     if prompt is not None and example is not None:
         raise ConfigError("--prompt and --example both say what to ask; give one of them")
-    from groupwise.serve.opened import find_named, held_out_example
+    if tools and strategy is not None:
+        raise ConfigError("--tools and --strategy do not go together; give one of them")
+    from groupwise.serve.opened import find_named, held_out_example, system_of, tools_of
 
     named = find_named(target, words or [])
     config = named.config
-    asked = None if example is None else held_out_example(config, task, number=example)
+    asked = held_out_example(config, task, number=example or 1) if example or tools else None
+    kit = tools_of(config, asked.task, asked.example if example else None) if tools and asked else None
     from groupwise.model.load import load_for_generation
     from groupwise.records import Sampling
-    from groupwise.serve.talk import Talk
+    from groupwise.serve.talk import Streaming, Talk
+    from groupwise.serve.tool_talk import ToolAnswering, ToolTalk
 
     policy = load_for_generation(config.model, rank=named.target.rank, trained=named.target.trained)
     room = max(1, policy.context_length // 2)
     sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=min(max_tokens, room))
-    answering, close = answerer(strategy, policy, sampling, config=config, seed=seed)
-    try:
-        if asked is not None:
+    with ExitStack() as stack:
+        if strategy is not None:
+            answering: Answering = strategist(strategy, policy, sampling, config=config, seed=seed)
+            talk = Talk(answering, system=system)
+        else:
+            streaming = Streaming(policy, sampling, seed=seed)
+            stack.callback(streaming.close)
+            answering, talk = streaming, Talk(streaming, system=system)
+            if kit is not None and asked is not None:
+                answering = ToolAnswering(streaming, kit, limits=config.tools)
+                talk = ToolTalk(answering, system=system or system_of(asked))
+        if example and asked is not None:
             print(f"{asked.question}\n---")
-            print(asked.verdict(show(answering(asked.messages)), seconds=config.task.reward_seconds))
-            return
-        talk = Talk(answering, system=system)
-        if prompt is not None:
+            text = show(answering(asked.messages))
+            print(asked.verdict(text, seconds=config.task.reward_seconds, kit=kit))
+        elif prompt is not None:
             show(talk.ask(sys.stdin.read() if prompt == "-" else prompt))
-            return
-        print(f"{target}: {HELP}")
-        for line in questions():
-            if line == "/reset":
-                talk.reset()
-            else:
-                show(talk.ask(line))
-    finally:
-        close()
+        else:
+            print(f"{target}: {HELP}")
+            converse(talk)
 
 
-def answerer(
-    strategy: str | None, policy: Policy, sampling: Sampling, *, config: Config, seed: int
-) -> tuple[Answering, Callable[[], None]]:
-    """Return who answers, and what to call in the end."""
-    from groupwise.serve.talk import Streaming, by_strategy
+def strategist(strategy: str, policy: Policy, sampling: Sampling, *, config: Config, seed: int) -> Answering:
+    from groupwise.serve.talk import by_strategy
 
-    if strategy is None:
-        streaming = Streaming(policy, sampling, seed=seed)
-        return streaming, streaming.close
     drawn = replace(sampling, temperature=sampling.temperature or 0.7)  # several equal answers say nothing
-    answering = by_strategy(strategy, policy, drawn, engine=config.engine, seed=seed)
-    return answering, lambda: None
+    return by_strategy(strategy, policy, drawn, engine=config.engine, seed=seed)
+
+
+def converse(talk: Talk) -> None:
+    for line in questions():
+        if line == "/reset":
+            talk.reset()
+        else:
+            show(talk.ask(line))
 
 
 def questions() -> Iterator[str]:

@@ -136,6 +136,9 @@ def look_ahead(
     from groupwise.training.recompute import choose_recomputing
     from groupwise.training.shape import shape_of
 
+    if config.lora.r:
+        import peft  # noqa: F401  (its code is part of what a run takes on a CPU)
+
     kind = on or (config.model.device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0]
     shape = shape_of(config.model)
     place = place_of(kind, memory_gb)

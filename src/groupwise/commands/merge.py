@@ -41,6 +41,11 @@ def merge(
     print(f"largest difference of a logit on {done.tokens} tokens of real prompts, in {done.precision}:")
     print(f"  merged model, read back from disk, against model + adapters   {done.difference:.2e}")
     print(f"  model without adapters against model + adapters               {done.effect:.2e}")
+    if done.rounded is not None:
+        difference, noise = done.rounded
+        print("in float32:")
+        print(f"  merged model against model + adapters                         {difference:.2e}")
+        print(f"  rounding alone: model + adapters against itself in float64    {noise:.2e}")
     print(f"\nnext\n  groupwise chat {done.folder}")
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from groupwise.config.checks import between, one_of
+from groupwise.config.evolve import EvolveConfig
 from groupwise.config.model import BUILT_IN, TINY, TINY_SEARCH, LoraConfig, ModelConfig
 from groupwise.config.optim import OptimConfig
 from groupwise.config.surroundings import EngineConfig, EvaluateConfig, RunConfig, SftConfig, TrackConfig
@@ -26,6 +27,7 @@ __all__ = [
     "Config",
     "EngineConfig",
     "EvaluateConfig",
+    "EvolveConfig",
     "LoraConfig",
     "ModelConfig",
     "OptimConfig",
@@ -198,6 +200,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     sft: SftConfig = field(default_factory=SftConfig)
+    evolve: EvolveConfig = field(default_factory=EvolveConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     run: RunConfig = field(default_factory=RunConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
@@ -242,7 +245,7 @@ class Config:
         if model.name == TINY and self.task.name == "search_qa":
             model = replace(model, name=TINY_SEARCH)
         tiny = model.name in BUILT_IN
-        rank = self.lora.r if self.lora.r is not None else (0 if tiny else 16)
+        rank = self.lora.r if self.lora.r is not None else (0 if tiny and self.run.kind != "evolve" else 16)
         rates = (5e-4, 2e-4, 2e-5) if self.run.kind == "sft" else (1e-4, 1e-5, 1e-6)
         rate = self.optim.learning_rate or rates[0 if tiny else 1 if rank else 2]
         minibatches = self.optim.minibatches or (min(2, self.rollout.prompts) if tiny else 1)

@@ -93,7 +93,7 @@ class SftConfig:
         between("sft.max_length", self.max_length, 2)
 
 
-KINDS = ("grpo", "sft")
+KINDS = ("grpo", "sft", "evolve")
 PARALLEL = ("ddp", "fsdp", "context")
 
 
@@ -102,7 +102,7 @@ class RunConfig:
     """The run and its folder."""
 
     kind: str = "grpo"
-    """grpo (`groupwise train`) or sft (`groupwise sft`); the command sets it."""
+    """grpo (`groupwise train`), sft (`groupwise sft`) or evolve (`groupwise evolve`); the command sets it."""
     max_steps: int = 36
     seed: int = 0
     output_dir: str = "runs"

@@ -49,6 +49,8 @@ class Prefix:
     """Of the token after the prompt; None: not all of it is computed."""
     history: History | None = None
     """What its beginning can be taken over from."""
+    adapter: int = 0
+    """Which of several adapters reads it."""
 
     def clear(self) -> list[int]:
         """Forget what was computed, and return the blocks that held it."""

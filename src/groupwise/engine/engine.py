@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,6 +21,7 @@ from groupwise.engine.sampler import draw, uniforms
 from groupwise.engine.scheduler import NONE, More, Scheduler, Sequence
 from groupwise.engine.stopping import StopStrings
 from groupwise.errors import ConfigError
+from groupwise.model.members import Members
 from groupwise.model.memory import free_memory
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Finish, Request, Sampling
@@ -55,8 +56,10 @@ class Kept:
 class Engine:
     """Continues prompts with the policy, in groups that share their prompt's blocks."""
 
-    def __init__(self, policy: Policy, config: EngineConfig) -> None:
+    def __init__(self, policy: Policy, config: EngineConfig, members: Members | None = None) -> None:
         self.policy = policy
+        self.members = members
+        """Adapters of which each request names one; None: the policy's own answers everything."""
         self.config = config
         if config.unpack is not None:
             policy.unpacks = config.unpack
@@ -111,7 +114,7 @@ class Engine:
         pool = BlockPool(self._blocks(requests, sampling, slots, more), block_size=self.config.block_size)
         scheduler = Scheduler(requests, slots=slots, pool=pool, max_tokens=sampling.max_tokens, more=more)
         with evaluating(self.policy.model):
-            run = self._run_ahead if self._accelerated else self._run
+            run = self._run_ahead if self.accelerated else self._run
             run(scheduler, sampling, partner)
         scheduler.drop_histories()
         assert pool.free == pool.count, "blocks leaked"
@@ -123,6 +126,11 @@ class Engine:
         with self.policy.whole():
             yield
 
+    def make_room(self, needed: int) -> None:
+        """Give memory back where so many bytes are not free on a GPU: captured graphs are worth keeping."""
+        if self.policy.device.type == "cuda" and free_memory(self.policy.device) < needed:
+            self.release()
+
     def release(self) -> None:
         """Give back the memory of the cache, and of all that was made for it, until the next call."""
         if self._graph_runner is not None:
@@ -132,7 +140,12 @@ class Engine:
             torch.cuda.empty_cache()
 
     @property
-    def _accelerated(self) -> bool:
+    def _member_count(self) -> int:
+        return 0 if self.members is None else len(self.members)
+
+    @property
+    def accelerated(self) -> bool:
+        """Whether steps are CUDA graphs."""
         return self.policy.device.type == "cuda" and find_spec("triton") is not None
 
     def _run(self, scheduler: Scheduler, sampling: Sampling, partner: Partner) -> None:
@@ -172,6 +185,10 @@ class Engine:
         slots = scheduler.slots()
         at = scheduler.length[slots]
         noise = uniforms(scheduler.seed[slots], at.astype(np.uint64))
+        heat = scheduler.temperatures(slots, sampling.temperature)
+        if not sampling.greedy and (heat != np.float32(sampling.temperature)).any():
+            logits_RV = logits_RV.float() / torch.from_numpy(heat).to(logits_RV.device)[:, None]
+            sampling = replace(sampling, temperature=1.0)
         drawn = draw(logits_RV, sampling, torch.from_numpy(noise).to(logits_RV.device))
         tokens, logprobs, entropies = (x.cpu().numpy() for x in drawn)
         scheduler.tokens[slots, at] = tokens
@@ -202,7 +219,7 @@ class Engine:
         most, least = slots * answer + sum(prompts[:slots]), answer + prompts[0]
         most += min(slots, more.requests) * least  # what finished turns leave for the next
         if allowed is None:
-            return self._fitting(most, least) if self._accelerated else most
+            return self._fitting(most, least) if self.accelerated else most
         if allowed // size < least:
             raise ConfigError(
                 f"engine.kv_tokens={allowed} cannot hold the longest prompt and rollout.max_tokens="
@@ -212,20 +229,26 @@ class Engine:
 
     def _runner_with(self, pool: BlockPool) -> Runner:
         """Reuse the memory of the last call when it is large enough."""
-        if self._runner is None or self._runner.blocks < pool.count:
-            self._runner = None  # free the old cache before taking the new one
-            self._runner = Runner(self.policy, blocks=pool.count, block_size=pool.block_size)
-        return self._runner
+        kept = self._runner
+        if kept is None or kept.blocks < pool.count or kept.members != self._member_count:
+            self._runner = kept = None  # free the old cache before taking the new one
+            kept = Runner(self.policy, blocks=pool.count, block_size=pool.block_size, members=self.members)
+        assert self.members is None or kept.lean is not None, "ask `TogetherEngine.batched` first"
+        self._runner = kept
+        return kept
 
     def _graph_runner_for(self, scheduler: Scheduler) -> GraphRunner:
         """Reuse the memory and the graphs of the last call when they are large enough."""
         from groupwise.engine.cuda.runner import GraphRunner, Room
 
-        room = Room.of(scheduler)
-        if self._graph_runner is None or not self._graph_runner.room.holds(room):
-            self._graph_runner = None  # free the old cache before taking the new one
-            self._graph_runner = GraphRunner(self.policy, room, block_size=self.config.block_size)
-        return self._graph_runner
+        room, size = Room.of(scheduler), self.config.block_size
+        kept = self._graph_runner
+        if kept is None or not kept.room.holds(room) or kept.members != self._member_count:
+            self._graph_runner = kept = None  # free the old cache before taking the new one
+            kept = GraphRunner(self.policy, room, block_size=size, members=self.members)
+        assert self.members is None or kept.fused, "ask `TogetherEngine.batched` first"
+        self._graph_runner = kept
+        return kept
 
     def _fitting(self, most: int, least: int) -> int:
         """As many blocks as are asked for and fit; no new cache for one that is little larger."""

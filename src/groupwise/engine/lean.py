@@ -10,13 +10,15 @@ Axes: T tokens, M hidden size, H query heads, K key heads, D head size, I inner 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from groupwise.engine.cuda.weights import Matrix
+from groupwise.engine.shared import MakeMatrix, matrices_for
 from groupwise.model.interface import Layout
+from groupwise.model.members import Members
 from groupwise.model.packed import PackedLayout
 from groupwise.model.policy import Policy
 from groupwise.model.rotary import sine_halves, turn
@@ -27,28 +29,28 @@ CHECKED_TOKENS = 24
 class LeanLayer:
     """The weights of one decoder layer, in the order in which they are used."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, matrix: MakeMatrix) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        like = layer.input_layernorm.weight
         assert not hasattr(attention, "q_norm"), "normed queries are not lean"
         assert isinstance(mlp.act_fn, nn.SiLU) or type(mlp.act_fn).__name__ == "SiLUActivation"
         self.before_attention, self.before_mlp = layer.input_layernorm, layer.post_attention_layernorm
-        self.qkv = Matrix(attention.q_proj, attention.k_proj, attention.v_proj, like=like)
-        self.output = Matrix(attention.o_proj, like=like)
-        self.gate_up = Matrix(mlp.gate_proj, mlp.up_proj, like=like)
-        self.down = Matrix(mlp.down_proj, like=like)
+        self.qkv = matrix(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.output = matrix(attention.o_proj)
+        self.gate_up = matrix(mlp.gate_proj, mlp.up_proj)
+        self.down = matrix(mlp.down_proj)
         self.scale = float(attention.scaling)
 
 
 class LeanForward:
     """`Policy.hidden` without gradients."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, members: Members | None = None) -> None:
         assert policy.unpacks, "no room for unpacked weights"
+        matrix, self._own = matrices_for(policy, members)
         decoder: Any = policy.decoder
         self._embedding: Tensor = decoder.embed_tokens.weight
         self._rotary = decoder.rotary_emb
-        self._layers = [LeanLayer(layer) for layer in decoder.layers]
+        self._layers = [LeanLayer(layer, matrix) for layer in decoder.layers]
         self._norm = decoder.norm
         self._key_heads, self._size = policy.key_heads, policy.head_size
 
@@ -60,16 +62,18 @@ class LeanForward:
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout) -> Tensor:
         """Return the last hidden states_TM of one packed row."""
+        own_TS = self._own(layout)
         x_TM = nn.functional.embedding(tokens_T, self._embedding)
         cos_1TD, sin_1TD = self._rotary(x_TM[None], positions_T[None])
         cos_T1D, halves = cos_1TD[0, :, None], sine_halves(sin_1TD[0, :, None])
         for number, layer in enumerate(self._layers):
-            qkv_TND = layer.qkv(_normed(x_TM, layer.before_attention)).view(len(x_TM), -1, self._size)
+            qkv_TN = layer.qkv(_normed(x_TM, layer.before_attention), own_TS)
+            qkv_TND = qkv_TN.view(len(x_TM), -1, self._size)
             q_1HTD, k_1KTD, v_1KTD = self._heads(qkv_TND, cos_T1D, halves)
             mixed_1THD = layout.attend(q_1HTD, k_1KTD, v_1KTD, layer=number, scale=layer.scale)
-            x_TM += layer.output(mixed_1THD[0].flatten(1))
-            gate_TI, up_TI = layer.gate_up(_normed(x_TM, layer.before_mlp)).chunk(2, dim=1)
-            x_TM += layer.down(nn.functional.silu(gate_TI, inplace=True).mul_(up_TI))
+            x_TM += layer.output(mixed_1THD[0].flatten(1), own_TS)
+            gate_TI, up_TI = layer.gate_up(_normed(x_TM, layer.before_mlp), own_TS).chunk(2, dim=1)
+            x_TM += layer.down(nn.functional.silu(gate_TI, inplace=True).mul_(up_TI), own_TS)
         return _normed(x_TM, self._norm)
 
     def _heads(
@@ -89,17 +93,21 @@ def _normed(x_TM: Tensor, norm: Any) -> Tensor:
 
 
 @torch.no_grad()
-def lean_forward(policy: Policy) -> LeanForward | None:
-    """The lean forward pass of this policy, or None where that is not the same function."""
+def lean_forward(policy: Policy, members: Members | None = None) -> LeanForward | None:
+    """The lean forward pass of this policy, or None where that is not the same function.
+
+    With members it is compared without adapters: no row of the comparison is anybody's.
+    """
     weight = policy.head_weight
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
         return None
     try:
-        lean = LeanForward(policy)
+        lean = LeanForward(policy, members)
         layout = PackedLayout.build([(10, (CHECKED_TOKENS - 10,))], device=weight.device)
         tokens_T = torch.arange(3, 3 + CHECKED_TOKENS) % weight.shape[0]
         positions_T = torch.arange(CHECKED_TOKENS)
-        own_TM = policy.hidden(tokens_T, positions_T, layout)
+        with policy.without_adapter() if members else nullcontext(policy) as compared:
+            own_TM = compared.hidden(tokens_T, positions_T, layout)
         difference = lean.hidden(tokens_T, positions_T, layout) - own_TM
         return lean if difference.norm() <= 1e-4 * own_TM.norm() else None
     except (AttributeError, AssertionError, TypeError, ValueError, RuntimeError):

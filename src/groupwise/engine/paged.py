@@ -76,6 +76,8 @@ class PagedLayout:
     """Which row is which member of which prompt; any row where there is none."""
     member_R: Tensor
     """Each row's place in the flattened grid."""
+    adapter_T: Tensor
+    """Which of several adapters each row is written by."""
 
     @classmethod
     def build(cls, cache: KVCache, scheduler: Scheduler, *, like: Tensor) -> PagedLayout:
@@ -111,6 +113,7 @@ class PagedLayout:
             prompt_mask_P11S=_mask(move(lengths), prompts.shape[1] * size, like=like),
             grid_PG=move(grid),
             member_R=move(prompt_of * grid.shape[1] + member_of),
+            adapter_T=move(scheduler.adapter[slots]),
         )
 
     def attend(self, q_1HRD: Tensor, k_1KRD: Tensor, v_1KRD: Tensor, *, layer: int, scale: float) -> Tensor:

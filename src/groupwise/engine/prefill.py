@@ -51,9 +51,11 @@ class Stretch:
 class Prompts:
     """Computes prompts, and leaves the next token's logits on each."""
 
-    def __init__(self, policy: Policy, cache: KVCache) -> None:
+    def __init__(self, policy: Policy, cache: KVCache, *, shared: bool = False) -> None:
         self.policy = policy
         self.cache = cache
+        self.shared = shared
+        """Whether several adapters read prompts, each its own."""
 
     def compute(self, prefixes: Sequence[Prefix], forward: Forward) -> None:
         for _ in self.passes(prefixes, forward):
@@ -94,7 +96,7 @@ class Prompts:
         stretches = sorted(stretches, key=lambda stretch: stretch.start > 0)
         tokens = np.concatenate([s.prefix.tokens[s.start : s.end] for s in stretches])
         positions = np.concatenate([np.arange(s.start, s.end) for s in stretches])
-        layout = PrefillLayout.build(self.cache, stretches, device=self.policy.device)
+        layout = PrefillLayout.build(self.cache, stretches, device=self.policy.device, shared=self.shared)
         hidden_TM = forward(self._move(tokens), self._move(positions), layout)
         ends = np.cumsum([s.length for s in stretches]) - 1
         complete = [s.complete for s in stretches]
@@ -145,14 +147,19 @@ class PrefillLayout:
     """Cached tokens before each of the last stretches; the first ones begin their prompts."""
     before_places: Tensor
     device: torch.device
+    adapter_T: Tensor | None = None
+    """Which of several adapters each token is read by."""
     _parts: dict[Kind, Parts] = field(default_factory=dict)
 
     @classmethod
-    def build(cls, cache: KVCache, stretches: Sequence[Stretch], *, device: torch.device) -> PrefillLayout:
+    def build(
+        cls, cache: KVCache, stretches: Sequence[Stretch], *, device: torch.device, shared: bool = False
+    ) -> PrefillLayout:
         table = [places(s.prefix.blocks, cache.block_size) for s in stretches]
         own = [line[s.start : s.end] for line, s in zip(table, stretches, strict=True)]
         before = [line[: s.start] for line, s in zip(table, stretches, strict=True) if s.start]
         nothing = np.zeros(0, dtype=np.int64)
+        adapter = np.repeat([s.prefix.adapter for s in stretches], [s.length for s in stretches])
         return cls(
             cache=cache,
             places=torch.from_numpy(np.concatenate(own)).to(device),
@@ -160,6 +167,7 @@ class PrefillLayout:
             before=np.array([len(line) for line in before], dtype=np.int64),
             before_places=torch.from_numpy(np.concatenate([nothing, *before])).to(device),
             device=device,
+            adapter_T=torch.from_numpy(adapter).to(device) if shared else None,
         )
 
     def attend(self, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, *, layer: int, scale: float) -> Tensor:

@@ -15,16 +15,21 @@ from groupwise.engine.lean import lean_forward
 from groupwise.engine.paged import KVCache, PagedLayout
 from groupwise.engine.prefill import Prompts
 from groupwise.engine.scheduler import Scheduler
+from groupwise.model.members import Members
 from groupwise.model.policy import Policy
 
 
 class Runner:
     """Runs the policy module itself, or a lean form of it, so what generates is what is trained."""
 
-    def __init__(self, policy: Policy, *, blocks: int, block_size: int) -> None:
+    def __init__(
+        self, policy: Policy, *, blocks: int, block_size: int, members: Members | None = None
+    ) -> None:
         self.policy = policy
         self.blocks = blocks
-        self.lean = lean_forward(policy)
+        self.lean = lean_forward(policy, members)
+        self.members = 0 if members is None else len(members)
+        """Adapters that rows may have of their own; 0: the policy's."""
         self._hidden = policy.hidden if self.lean is None else self.lean.hidden
         self.cache = KVCache(
             layers=policy.layers,
@@ -34,7 +39,7 @@ class Runner:
             size=policy.head_size,
             like=policy.head_weight,
         )
-        self._prompts = Prompts(policy, self.cache)
+        self._prompts = Prompts(policy, self.cache, shared=bool(self.members))
 
     def ready(self) -> AbstractContextManager[None]:
         """Take over the policy's weights, with its adapters folded in, for as long as the block lasts."""

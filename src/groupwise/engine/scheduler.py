@@ -28,6 +28,8 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     slot: int = -1
     """-1: not running."""
+    temperature: float | None = None
+    """Its own, in place of the call's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,9 @@ class Scheduler:
         self._free_slots = list(range(slots - 1, -1, -1))
         self.request = np.zeros(slots, dtype=np.int64)
         self.seed = np.zeros(slots, dtype=np.uint64)
+        self.adapter = np.zeros(slots, dtype=np.int64)
+        self.temperature = np.full(slots, np.nan, dtype=np.float32)
+        """Of its own; nan: the call's."""
         self.length = np.zeros(slots, dtype=np.int64)
         """Tokens sampled so far."""
         self.room = np.zeros(slots, dtype=np.int64)
@@ -99,14 +104,21 @@ class Scheduler:
         """Let more requests wait; they are numbered on."""
         for r, request in enumerate(requests, start=self._requests):
             self.prompt_length[r] = len(request.prompt)
-            prefix = Prefix(tokens=request.prompt, history=self._history_of(request))
-            self.waiting.extend(Sequence(r, m, seed, prefix) for m, seed in enumerate(request.seeds))
+            history, heat = self._history_of(request), request.temperature
+            prefix = Prefix(tokens=request.prompt, history=history, adapter=request.adapter)
+            members = (Sequence(r, m, seed, prefix, temperature=heat) for m, seed in enumerate(request.seeds))
+            self.waiting.extend(members)
         self._requests += len(requests)
 
     def _history_of(self, request: Request) -> History | None:
         history = self._histories.get(request.continues) if request.continues else None
         assert history is None or history.prefix.tokens == request.prompt[: len(history.prefix.tokens)]
         return history
+
+    def temperatures(self, slots_N: NDArray[np.int64], usual: float) -> NDArray[np.float32]:
+        """Of the sequences in these slots."""
+        own_N = self.temperature[slots_N]
+        return np.where(np.isnan(own_N), np.float32(usual), own_N)
 
     def slots(self) -> NDArray[np.int64]:
         """The slot of every running sequence, in order."""
@@ -205,6 +217,8 @@ class Scheduler:
         prefix.users += 1
         sequence.slot = slot
         self.request[slot], self.seed[slot] = sequence.request, sequence.seed
+        self.adapter[slot] = prefix.adapter
+        self.temperature[slot] = np.nan if sequence.temperature is None else sequence.temperature
         self.length[slot] = self.room[slot] = 0
         self._grow(sequence)
         self.running.append(sequence)

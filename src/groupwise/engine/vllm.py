@@ -89,6 +89,9 @@ class VllmEngine:
     def release(self) -> None:
         """Nothing of this process's memory is held."""
 
+    def make_room(self, needed: int) -> None:
+        """Nothing of this process's memory is held."""
+
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self.processes.leader:

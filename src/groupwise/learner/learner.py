@@ -29,6 +29,9 @@ from groupwise.parallel.processes import Processes
 from groupwise.records import Sample, Sampling
 from groupwise.tracking.log import LOGGER
 
+GPU_LOGITS_BYTES = 2 << 30
+"""More than a chunk of logits and its gradient take on a GPU."""
+
 
 class Learner:
     """The optimizer and everything between a sample and a gradient."""
@@ -111,6 +114,12 @@ class Learner:
     def seen_by_all(self) -> dict[tuple[int, int], list[float]]:
         """Return what `seen` holds in any process."""
         return {which: own for seen in self.processes.gather(self.seen) for which, own in seen.items()}
+
+    @property
+    def most_bytes(self) -> int:
+        """What an update may take beside the weights, generously: activations, logits, gradients, moments."""
+        trained = sum(p.numel() for p in self.policy.trainable().values())
+        return self.micro_batch_tokens * self.policy.activation_bytes + GPU_LOGITS_BYTES + 16 * trained
 
     def rate(self, update: int) -> float:
         assert self.optim.learning_rate is not None

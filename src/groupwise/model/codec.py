@@ -43,8 +43,15 @@ class Codec:
 
         `ended`: the turn has its end token; one that was stopped gets it here, untrained.
         """
-        text = between_turns(self.tokenizer, results, prefill=prefill)
-        return self._tokens(text if ended else self.tokenizer.eos_token + text)
+        return self.encode_all_results([results], prefill=prefill, ended=ended)[0]
+
+    def encode_all_results(
+        self, turns: Sequence[Sequence[str]], *, prefill: str, ended: bool
+    ) -> list[tuple[int, ...]]:
+        """The same for the results of several turns: the tokenizer works on them at the same time."""
+        before = "" if ended else self.tokenizer.eos_token
+        texts = [before + between_turns(self.tokenizer, results, prefill=prefill) for results in turns]
+        return [tuple(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
     def _tokens(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])

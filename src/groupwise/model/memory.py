@@ -11,8 +11,9 @@ import torch
 def total_memory(device: torch.device) -> int:
     """Bytes that this process may hold on a device, all of them: what torch was limited to, if it was."""
     if device.type == "cuda":
-        share = torch.cuda.memory.get_per_process_memory_fraction(device)
-        return int(share * torch.cuda.get_device_properties(device).total_memory)
+        number = torch.cuda.current_device() if device.index is None else device.index
+        share = torch.cuda.memory.get_per_process_memory_fraction(number)
+        return int(share * torch.cuda.get_device_properties(number).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -52,6 +52,9 @@ class Merged:
     """Tokens that both were compared on."""
     precision: str
     """In which the logits were computed."""
+    rounded: tuple[float, float] | None
+    """Where that was float64: the same difference computed in float32, and how far float32 takes the logits
+    of the model with adapters from their own, to compare it with."""
     files: tuple[str, ...]
 
 
@@ -80,6 +83,7 @@ def merge(
     texts_T = _prompt_tokens(tokenizer, adapted.config.vocab_size, device=where)
     compared = _precision(adapted, chosen)
     expected = _logits(adapted, texts_T, compared)
+    own = _logits(adapted, texts_T, chosen) if compared != chosen else []
     with adapted.disable_adapter():
         without = _logits(adapted, texts_T, compared)
     quantized = is_quantized_model(adapted)
@@ -92,6 +96,7 @@ def merge(
         tokenizer.save_pretrained(unfinished)
         written = causal_model(unfinished, chosen, where)
         difference = _largest(_logits(written, texts_T, compared), expected)
+        plain = _largest(_logits(written, texts_T, chosen), own) if own else 0.0
         limit = _limit(expected, chosen, compared)
         if not difference <= limit:
             raise InvariantError(
@@ -112,6 +117,7 @@ def merge(
         effect=_largest(without, expected),
         tokens=sum(len(tokens_T) for tokens_T in texts_T),
         precision=str(compared).removeprefix("torch."),
+        rounded=(plain, _largest(own, expected)) if own else None,
         files=tuple(sorted(path.name for path in output.glob("*.safetensors"))),
     )
 

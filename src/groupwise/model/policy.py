@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +34,8 @@ class Policy(Codec):
         self._head: nn.Linear = self._causal.get_output_embeddings()
         super().__init__(tokenizer, vocabulary=self._head.weight.shape[0])
         self._frozen = reference
+        self.anchor: Mapping[str, Tensor] | None = None
+        """What the reference has in the place of the trained weights; None: those before training."""
         self.end_tokens = _end_tokens(self._causal, tokenizer)
         self.shards: Shards | None = None
         """Set when the policy is divided among processes."""
@@ -62,6 +64,12 @@ class Policy(Codec):
     @property
     def has_adapter(self) -> bool:
         return hasattr(self.model, "get_base_model")
+
+    @property
+    def plain_adapter(self) -> bool:
+        """Whether adapters add a low-rank product to linear layers and change nothing else."""
+        settings = getattr(self.model, "peft_config", {}).values()
+        return all(not (config.modules_to_save or config.use_dora) for config in settings)
 
     @property
     def decoder(self) -> nn.Module:
@@ -135,13 +143,33 @@ class Policy(Codec):
 
     @contextmanager
     def reference(self) -> Iterator[Policy]:
-        """The policy before any training: adapters off, or the frozen copy."""
-        if self.has_adapter:
-            with self.model.disable_adapter():
+        """What a KL penalty holds to: the anchor, or the policy before training (adapters off, or a copy)."""
+        if self.anchor is not None:
+            with self.holding(self.anchor):
+                yield self
+        elif self.has_adapter:
+            with self.without_adapter():
                 yield self
         else:
             assert self._frozen is not None, "full fine-tuning with a KL penalty loads a frozen copy"
             yield Policy(self._frozen, self.tokenizer)
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[Policy]:
+        """The base alone, for as long as the block lasts."""
+        with self.model.disable_adapter():
+            yield self
+
+    @contextmanager
+    def holding(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Other weights in the place of the trained ones, for as long as the block lasts."""
+        parameters = self.trainable()
+        before = {name: parameter.data for name, parameter in parameters.items()}
+        try:
+            place(parameters, weights)
+            yield
+        finally:
+            place(parameters, before)
 
     @contextmanager
     def folded(self) -> Iterator[None]:
@@ -203,12 +231,15 @@ class Policy(Codec):
         """A divided policy whole, for files; all processes come by here. None: it is not divided."""
         return None if self.shards is None else self.shards.gathered_state(self.model)
 
-    def save(self, folder: Path, *, gathered: dict[str, Tensor] | None = None) -> None:
+    def save(
+        self, folder: Path, *, gathered: dict[str, Tensor] | None = None, tokenizer: bool = True
+    ) -> None:
         """Write the adapter or the whole model in Hugging Face layout, with its tokenizer."""
         # PEFT would look the base model up online to see whether embeddings changed; they never do.
         options: dict[str, Any] = {"save_embedding_layers": False} if self.has_adapter else {}
         self.model.save_pretrained(folder, state_dict=gathered, **options)
-        self.tokenizer.save_pretrained(folder)
+        if tokenizer:
+            self.tokenizer.save_pretrained(folder)
 
 
 def kept_numbers(width: int, inner: int, layers: int, *, recomputed: bool) -> int:
@@ -219,6 +250,12 @@ def kept_numbers(width: int, inner: int, layers: int, *, recomputed: bool) -> in
     """
     layer = 10 * width + 5 * inner
     return layer + layers * width if recomputed else layers * layer
+
+
+def place(parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor]) -> None:
+    """Let parameters hold these tensors: pointers move, numbers do not."""
+    for name, parameter in parameters.items():
+        parameter.data = weights[name]
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:

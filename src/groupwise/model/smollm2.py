@@ -72,4 +72,8 @@ def unpack(source: Path, target: Path) -> None:
         source.parent, **where, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     )
     model.save_pretrained(target)
-    AutoTokenizer.from_pretrained(source.parent, **where).save_pretrained(target)
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
+    # Some versions of transformers take these from elsewhere than the file, and end a turn as it began.
+    for kind in ("bos_token", "eos_token", "pad_token"):
+        setattr(tokenizer, kind, tokenizer.convert_ids_to_tokens(getattr(model.config, f"{kind}_id")))
+    tokenizer.save_pretrained(target)

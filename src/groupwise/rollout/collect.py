@@ -15,6 +15,8 @@ from groupwise.rollout.converse import Conversations, Limits
 from groupwise.rollout.stream import Stream
 from groupwise.rollout.toolbox import Toolbox
 
+Prompt = str | Sequence[Message]
+
 
 class Generate(Protocol):
     """Anything that continues prompts: our engine, a remote server, a test double."""
@@ -96,6 +98,26 @@ def collect(
             seed_parts=seed_parts,
             tools=tools,
         )
+    prompts, requests = asked(
+        examples, ask=ask, codec=codec, group_size=group_size, seed_parts=seed_parts, which=which
+    )
+    return answered(examples, prompts, requests, engine.generate(requests, sampling), codec=codec)
+
+
+def asked(
+    examples: Sequence[Example],
+    *,
+    ask: Callable[[Example], Prompt],
+    codec: Codec,
+    group_size: int,
+    seed_parts: tuple[int | str, ...],
+    which: Sequence[tuple[str, int]] | None = None,
+) -> tuple[list[Prompt], list[Request]]:
+    """What is asked about each example, and the request for it: the part of `collect` before the engine.
+
+    `which`: how they are numbered where they are some of more.
+    """
+    which = list(_numbered(examples)) if which is None else which
     prompts = [ask(example) for example in examples]
     requests = [
         Request(
@@ -104,7 +126,18 @@ def collect(
         )
         for prompt, own in zip(prompts, which, strict=True)
     ]
-    completions = engine.generate(requests, sampling)
+    return prompts, requests
+
+
+def answered(
+    examples: Sequence[Example],
+    prompts: Sequence[Prompt],
+    requests: Sequence[Request],
+    completions: Sequence[Sequence[Completion]],
+    *,
+    codec: Codec,
+) -> list[Group]:
+    """The groups that the engine's answers make: the part of `collect` behind it."""
     return [
         Group(
             example=example,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -25,7 +25,9 @@ class ToolCodec(Protocol):
         self, prompt: str | Sequence[Message], *, tools: Sequence[dict[str, object]] = ()
     ) -> tuple[int, ...]: ...
 
-    def encode_results(self, results: Sequence[str], *, prefill: str, ended: bool) -> tuple[int, ...]: ...
+    def encode_all_results(
+        self, turns: Sequence[Sequence[str]], *, prefill: str, ended: bool
+    ) -> list[tuple[int, ...]]: ...
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
@@ -39,6 +41,20 @@ class Limits:
     calls: int
     tokens: int
     """Behind the prompt in all, those of tools and template included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What a policy reads between two of its turns."""
+
+    results: tuple[str, ...]
+    prefill: str
+    ended: bool
+    """Whether the turn before has its end token."""
+
+
+Answer = tuple[tuple[int, int], tuple[Call, ...] | RolloutError]
+"""Of a request's member: its calls as they were answered, or that the tool is out of order."""
 
 
 @dataclass(slots=True)
@@ -67,13 +83,10 @@ class Conversations:
     _last: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     """The engine's own numbers of each one's last turn."""
     _ready: list[Request] = field(default_factory=list)
-    _encoded: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict)
-    """Results as tokens: members of a group often read the same."""
+    _encoded: dict[Read, tuple[int, ...]] = field(default_factory=dict)
     _running: dict[tuple[int, int], tuple[float, list[Wish]]] = field(default_factory=dict)
     """Calls in threads: since when, and which."""
-    _arrived: SimpleQueue[tuple[tuple[int, int], tuple[Call, ...] | RolloutError]] = field(
-        default_factory=SimpleQueue
-    )
+    _arrived: SimpleQueue[Answer] = field(default_factory=SimpleQueue)
 
     def finished(self, request: int, member: int, completion: Completion) -> None:
         """Take in one turn."""
@@ -92,7 +105,7 @@ class Conversations:
             threading.Thread(target=self._work, args=(which, wishes), daemon=True).start()
         else:
             started = time.perf_counter()
-            self._take(which, self._answer(which, wishes))
+            self._take([(which, self._answer(which, wishes))])
             self.toolbox.spend(time.perf_counter() - started)
 
     @property
@@ -104,7 +117,7 @@ class Conversations:
         """Return the turns that can begin. With `wait`, none means that every rollout has ended."""
         if self._running:
             started = time.perf_counter()
-            self._collect(wait=wait and not self._ready)
+            self._take(list(self._arrivals(wait=wait and not self._ready)))
             self.toolbox.spend(time.perf_counter() - started)
         ready, self._ready = self._ready, []
         return ready
@@ -122,8 +135,8 @@ class Conversations:
         self.toolbox.spend(time.thread_time())  # since the thread began
         self._arrived.put((which, answer))
 
-    def _collect(self, *, wait: bool) -> None:
-        """Take in what threads have answered; with `wait`, there is an answer, or the end of its time."""
+    def _arrivals(self, *, wait: bool) -> Iterator[Answer]:
+        """Yield what threads have answered; with `wait`, there is an answer, or the end of its time."""
         while self._running:
             since, wishes = next(iter(self._running.values()))
             left = since + self.toolbox.seconds_each * len(wishes) - time.monotonic()
@@ -135,22 +148,30 @@ class Conversations:
                 if left <= 0:
                     which, (_, late) = next(iter(self._running.items()))
                     del self._running[which]
-                    self._take(which, self.toolbox.timed_out(late))
+                    yield which, self.toolbox.timed_out(late)
                     wait = False
                 continue
             if self._running.pop(which, None) is not None:  # else it comes too late: its time was up
-                self._take(which, calls)
+                yield which, calls
                 wait = False
 
-    def _take(self, which: tuple[int, int], calls: tuple[Call, ...] | RolloutError) -> None:
-        """Append the results and make the next turn, if there is room for one."""
+    def _take(self, answers: Sequence[Answer]) -> None:
+        """Append results and make the next turns, where there is room for one."""
+        read: list[tuple[tuple[int, int], Read]] = []
+        for which, calls in answers:
+            stream = self.streams[which[0]][which[1]]
+            if isinstance(calls, RolloutError):
+                stream.error = f"tool: {calls}"
+                continue
+            stream.turns[-1] = Turn(text=stream.turns[-1].text, calls=calls)
+            results = tuple(call.result for call in calls)
+            read.append((which, Read(results, prefill_of(stream.given), stream.finish == "end")))
+        self._encode([between for _, between in read])
+        for which, between in read:
+            self._go_on(which, self._encoded[between])
+
+    def _go_on(self, which: tuple[int, int], results: tuple[int, ...]) -> None:
         stream = self.streams[which[0]][which[1]]
-        if isinstance(calls, RolloutError):
-            stream.error = f"tool: {calls}"
-            return
-        turn = stream.turns[-1]
-        stream.turns[-1] = Turn(text=turn.text, calls=calls)
-        results = self._encode(tuple(call.result for call in calls), stream)
         room = self.limits.tokens - len(stream.tokens) - len(results)
         if room < self.sampling.max_tokens:
             stream.finish = "length"
@@ -161,13 +182,14 @@ class Conversations:
         prompt = (*stream.prompt, *stream.tokens)
         self._ready.append(Request(prompt=prompt, seeds=(seed,), continues=self._last[which]))
 
-    def _encode(self, results: tuple[str, ...], stream: Stream) -> tuple[int, ...]:
-        prefill, ended = prefill_of(stream.given), stream.finish == "end"
-        known = self._encoded.get((results, prefill, ended))
-        if known is None:
-            known = self.codec.encode_results(results, prefill=prefill, ended=ended)
-            self._encoded[results, prefill, ended] = known
-        return known
+    def _encode(self, read: Sequence[Read]) -> None:
+        """Make tokens of results, all of a kind at once; members of a group often read the same."""
+        new = [one for one in dict.fromkeys(read) if one not in self._encoded]
+        for prefill, ended in dict.fromkeys((one.prefill, one.ended) for one in new):
+            some = [one for one in new if (one.prefill, one.ended) == (prefill, ended)]
+            texts = [one.results for one in some]
+            tokens = self.codec.encode_all_results(texts, prefill=prefill, ended=ended)
+            self._encoded.update(zip(some, tokens, strict=True))
 
 
 def prefill_of(prompt: Sequence[Message] | str) -> str:

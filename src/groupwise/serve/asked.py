@@ -10,9 +10,10 @@ from typing import Any
 from groupwise.engine.live_scheduler import Job
 from groupwise.engine.sampler import derive_seed
 from groupwise.model.codec import Codec
+from groupwise.model.template import knows_tools
 from groupwise.records import Message, Sampling
 from groupwise.serve.http import Refused
-from groupwise.serve.tool_calls import with_tools
+from groupwise.serve.tool_calls import for_template
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (None, 0),
@@ -105,16 +106,11 @@ def chat_tokens(body: Mapping[str, Any], codec: Codec, tools: Sequence[Any]) -> 
         if not isinstance(tool, dict) or "name" not in tool.get("function", {}):
             raise Refused(400, "each of tools must be {type: function, function: {name, …}}")
     try:
-        if not tools and not any(m["role"] == "tool" or m.get("tool_calls") for m in chat):
-            return codec.encode(chat)
-        if "tools" not in (codec.tokenizer.chat_template or ""):
-            return codec.encode(with_tools(chat, tools) if tools else chat)
-        text = codec.tokenizer.apply_chat_template(
-            chat, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
-        )
+        template = codec.tokenizer.chat_template
+        knows = template is not None and knows_tools(codec.tokenizer)
+        return codec.encode([for_template(message, knows_calls=knows) for message in chat], tools=tools)
     except Exception as error:  # a template may refuse a chat in any way it likes
         raise Refused(400, f"the model's chat template refuses these messages: {error}") from error
-    return tuple(codec.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def read_message(message: Any) -> Message:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -14,6 +14,9 @@ HEAD_LIMIT = 32 * 1024
 BODY_LIMIT = 16 * 1024 * 1024
 IDLE_SECONDS = 60.0
 """After which a connection on which nothing is asked is closed."""
+
+
+encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +47,8 @@ class Reply:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-Events = AsyncIterator[Mapping[str, Any]]
-"""An answer that comes in parts."""
+Events = AsyncIterator[Sequence[Mapping[str, Any]]]
+"""An answer that comes in parts, as many at a time as there are."""
 Handler = Callable[[Question], Awaitable[Reply | Events]]
 
 
@@ -157,7 +160,7 @@ async def read_question(reader: asyncio.StreamReader) -> Question | None:
 
 
 async def write_reply(writer: asyncio.StreamWriter, reply: Reply, *, close: bool) -> None:
-    body = json.dumps(reply.body, ensure_ascii=False).encode()
+    body = encode(reply.body).encode()
     head = {"Content-Type": "application/json", "Content-Length": str(len(body)), **reply.headers}
     writer.write(status_and_headers(reply.status, head, close=close) + body)
     await writer.drain()
@@ -166,17 +169,22 @@ async def write_reply(writer: asyncio.StreamWriter, reply: Reply, *, close: bool
 async def write_events(writer: asyncio.StreamWriter, events: Events, *, close: bool) -> None:
     """Server-sent events, each sent as it comes; an error on the way is the last of them."""
     head = {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "Transfer-Encoding": "chunked"}
-    writer.write(status_and_headers(200, head, close=close))
+    unsent = status_and_headers(200, head, close=close)  # one call of the system takes all there is
     try:
-        async with aclosing(events) as parts:  # type: ignore[type-var]
-            async for part in parts:
-                writer.write(chunk(f"data: {json.dumps(part, ensure_ascii=False)}\n\n"))
+        async with aclosing(events) as batches:  # type: ignore[type-var]
+            async for parts in batches:
+                writer.write(unsent + chunk("".join(map(event, parts))))
+                unsent = b""
                 await writer.drain()
-        writer.write(chunk("data: [DONE]\n\n"))
+        last = "data: [DONE]\n\n"
     except Refused as refused:
-        writer.write(chunk(f"data: {json.dumps(refused.reply().body)}\n\n"))
-    writer.write(b"0\r\n\r\n")
+        last = event(refused.reply().body)
+    writer.write(unsent + chunk(last) + b"0\r\n\r\n")
     await writer.drain()
+
+
+def event(part: Mapping[str, Any]) -> str:
+    return f"data: {encode(part)}\n\n"
 
 
 def chunk(text: str) -> bytes:

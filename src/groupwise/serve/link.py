@@ -38,6 +38,8 @@ class EngineSide:
     ) -> None:
         self._connection = connection
         self._sending = threading.Lock()
+        self._knowing = threading.Lock()
+        """Held to look at the jobs under way: they end in one thread and are cancelled in another."""
         self._jobs: dict[int, Job] = {}
         self._numbers: dict[Job, int] = {}
         self._unfinished: dict[int, int] = {}
@@ -59,15 +61,15 @@ class EngineSide:
                     what, number, *rest = self._connection.recv()
                     if what == "submit":
                         self._submit(number, *rest)
-                    elif job := self._jobs.get(number):
-                        self._forget(number)
+                    elif job := self._forget(number):
                         self.engine.cancel(job)
         finally:
             self.engine.close()
 
     def _submit(self, number: int, job: Job) -> None:
-        self._jobs[number], self._numbers[job] = job, number
-        self._unfinished[number] = len(job.seeds)
+        with self._knowing:
+            self._jobs[number], self._numbers[job] = job, number
+            self._unfinished[number] = len(job.seeds)
         try:
             self.engine.submit(job)
         except (Busy, ValueError) as error:
@@ -76,22 +78,28 @@ class EngineSide:
         else:
             self._send("taken", number)
 
-    def _forget(self, number: int) -> None:
-        if (job := self._jobs.pop(number, None)) is not None:
-            self._numbers.pop(job, None)
-            self._unfinished.pop(number, None)
+    def _forget(self, number: int) -> Job | None:
+        """Return the job of this number, which is heard of no more, unless it has ended already."""
+        with self._knowing:
+            job = self._jobs.pop(number, None)
+            if job is not None:
+                del self._numbers[job], self._unfinished[number]
+        return job
 
     # Called from the engine's thread.
 
     def _deliver(self, news: Sequence[News]) -> None:
-        words = []
-        for part in news:
-            if (number := self._numbers.get(part.job)) is not None:
-                words.append((number, part.member, part.tokens, part.logprobs, part.finish))
-                if part.finish is not None:
-                    self._unfinished[number] -= 1
-                    if not self._unfinished[number]:
-                        self._forget(number)
+        with self._knowing:
+            words = [
+                (number, part.member, part.tokens, part.logprobs, part.finish)
+                for part in news
+                if (number := self._numbers.get(part.job)) is not None
+            ]
+            for number, *_, finish in words:
+                self._unfinished[number] -= finish is not None
+            ended = {number for number, *_ in words if not self._unfinished[number]}
+        for number in ended:
+            self._forget(number)
         if words:
             self._send("words", words)
 

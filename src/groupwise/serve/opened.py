@@ -11,6 +11,8 @@ from groupwise.errors import ConfigError
 from groupwise.evaluate.target import Target, find_target
 from groupwise.model.source import local_folder
 from groupwise.records import Example, Message
+from groupwise.rollout.toolbox import Toolbox
+from groupwise.serve.tool_talk import Kit
 from groupwise.tasks import Task, load_task, without_data
 from groupwise.tasks.verify import check
 
@@ -56,18 +58,37 @@ class Asked:
     def question(self) -> str:
         return "\n".join(str(message["content"]) for message in self.messages)
 
-    def verdict(self, answer: str, *, seconds: float) -> str:
-        """What the task's rewards make of an answer."""
-        found = check(self.task, answer, self.example, seconds=seconds)
+    def verdict(self, answer: str, *, seconds: float, kit: Kit | None = None) -> str:
+        """What the task's rewards make of an answer, and of the calls before it."""
+        turns, state = (tuple(kit.turns), kit.state) if kit else ((), None)
+        answer = turns[-1].text if turns else answer
+        found = check(self.task, answer, self.example, seconds=seconds, turns=turns, state=state)
         parts = ", ".join(f"{name} {value:g}" for name, value in found.parts.items())
         return f"--- {'right' if found.correct else 'wrong'}: {parts or found.error}"
+
+
+def system_of(asked: Asked) -> str | None:
+    """What a task's prompt says before any question, where it says something."""
+    first = asked.messages[0]
+    return str(first["content"]) if first["role"] == "system" else None
+
+
+def tools_of(config: Config, task: Task, example: Example | None) -> Kit:
+    """Make a task's tools ready, with the state that they work on, which only an example can make."""
+    if not task.tools:
+        raise ConfigError(f"task {task.name} has no tools: leave --tools out")
+    if task.state is not None and example is None:
+        raise ConfigError(f"the tools of task {task.name} work on a state of an example: give --example")
+    limits = config.tools
+    toolbox = Toolbox.of(task.tools, seconds=limits.seconds, characters=limits.result_characters)
+    return Kit(toolbox=toolbox, state=task.state(example) if task.state and example else None)
 
 
 def held_out_example(config: Config, task: str | None, *, number: int) -> Asked:
     """Return a held-out example of the named task, or of the run's own; counted from 1."""
     settings = config.task if task is None else without_data(replace(config.task, name=task, options={}))
     if settings.name == NO_TASK:
-        raise ConfigError("say which task's example to ask by --task")
+        raise ConfigError("say which task it is by --task")
     loaded = load_task(replace(config, task=settings).resolve().task)
     rows = loaded.split(settings, config.run.seed).held_out
     if number > len(rows):

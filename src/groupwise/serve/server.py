@@ -115,13 +115,11 @@ class Server:
 
     async def _stream(self, asked: Asked, telling: Telling, number: int, listener: Listener) -> Events:
         try:
-            for part in telling.first():
-                yield part
+            if first := list(telling.first()):
+                yield first
             while not telling.done:
-                for part in telling.take(await heard(listener)):
-                    yield part
-            if asked.usage:
-                yield telling.last()
+                parts = list(telling.take(await heard(listener)))
+                yield [*parts, telling.last()] if telling.done and asked.usage else parts
         finally:
             self._forget(asked, telling, number)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
@@ -15,7 +15,7 @@ from groupwise.engine.live_scheduler import Job
 from groupwise.engine.sampler import derive_seed
 from groupwise.errors import ConfigError
 from groupwise.model.policy import Policy
-from groupwise.records import Message, Sampling
+from groupwise.records import Finish, Message, Sampling
 from groupwise.serve.text import TextStream
 
 Answering = Callable[[Sequence[Message]], Iterator[str]]
@@ -37,7 +37,10 @@ class Talk:
         for part in self._answering(messages):
             parts.append(part)
             yield part
-        self.messages = [*messages, {"role": "assistant", "content": "".join(parts)}]
+        self.messages = [*messages, *self._said("".join(parts))]
+
+    def _said(self, text: str) -> list[Message]:
+        return [{"role": "assistant", "content": text}]
 
     def reset(self) -> None:
         self.messages = list(self._system)
@@ -61,9 +64,14 @@ class Streaming:
         self._engine.start()
 
     def __call__(self, messages: Sequence[Message]) -> Iterator[str]:
+        yield from self.write(self.policy.encode(messages))
+
+    def write(self, prompt: tuple[int, ...]) -> Generator[str, None, tuple[tuple[int, ...], Finish]]:
+        """Yield what comes after a prompt as text; returns its tokens and why they end."""
         self._turn += 1
         seed = derive_seed(self.seed, "chat", self._turn)
-        job = Job(prompt=self.policy.encode(messages), seeds=(seed,), sampling=self.sampling)
+        job = Job(prompt=prompt, seeds=(seed,), sampling=self.sampling)
+        written: list[int] = []
         try:
             self._engine.submit(job)
         except ValueError as error:
@@ -76,7 +84,9 @@ class Streaming:
                 if isinstance(news, BaseException):
                     raise news
                 finish = news.finish
+                written += news.tokens
                 yield stream.push(news.tokens, finish)
+            return tuple(written), finish
         finally:
             if finish is None:
                 self._engine.cancel(job)

@@ -9,7 +9,7 @@ from groupwise.records import Finish
 BROKEN = "\ufffd"
 """What bytes that are no character decode to: more of it may be under way."""
 REACH = 8
-"""Tokens before the new ones that are decoded with them, for what decodes differently at a beginning."""
+"""So many tokens before the new ones, or some more, are decoded with them: a beginning decodes otherwise."""
 
 
 class TextStream:
@@ -23,6 +23,9 @@ class TextStream:
         self._tokens: list[int] = []
         self._read = 0
         """Tokens whose text is in `_text`."""
+        self._start = 0
+        """The first of the tokens that are decoded with new ones, and the text of those read already."""
+        self._before = ""
         self._text = ""
         self._sent = 0
         self.stopped = False
@@ -51,13 +54,14 @@ class TextStream:
         return shown
 
     def _new_text(self, *, last: bool) -> str:
-        start = max(0, self._read - REACH)
-        before = self._decode(self._tokens[start : self._read])
-        after = self._decode(self._tokens[start:])
+        if self._read - self._start > 2 * REACH:
+            self._start = self._read - REACH
+            self._before = self._decode(self._tokens[self._start : self._read])
+        after = self._decode(self._tokens[self._start :])
         if after.endswith(BROKEN) and not last:
             return ""
-        self._read = len(self._tokens)
-        return after[len(before) :]
+        new, self._before, self._read = after[len(self._before) :], after, len(self._tokens)
+        return new
 
     def _safe_end(self) -> int:
         """Where text that may turn out to be part of a string begins."""

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from groupwise.records import Finish
+from groupwise.rollout.calls import OPEN
 from groupwise.serve.asked import Asked
 from groupwise.serve.link import Words
 from groupwise.serve.text import TextStream
-from groupwise.serve.tool_calls import OPEN, read_calls
+from groupwise.serve.tool_calls import read_answer
 
 REASONS: dict[Finish, str] = {"end": "stop", "stop": "stop", "length": "length"}
 
@@ -100,7 +101,7 @@ class Telling:
         rest = {"index": index, "logprobs": logprobs, "finish_reason": self._reason(choice, calls)}
         if not self.asked.chat:
             return {"text": choice.stream.text, **rest}
-        said = read_calls(choice.stream.text)[0] if calls else choice.stream.text
+        said = read_answer(choice.stream.text)[0] if calls else choice.stream.text
         message: dict[str, Any] = {"role": "assistant", "content": said or None if calls else said}
         if calls:
             message["tool_calls"] = calls
@@ -109,7 +110,7 @@ class Telling:
     def _calls(self, choice: Choice) -> list[dict[str, Any]]:
         if not self.asked.tools:
             return []
-        found = read_calls(choice.stream.text)[1]
+        found = read_answer(choice.stream.text)[1]
         # Named after the answer and the place: the same in a stream's parts as in the whole.
         return [
             {"id": f"call_{self.id[-12:]}_{number}", "type": "function", "function": call}

@@ -10,7 +10,7 @@ from typing import Any
 
 from groupwise.config.sections import TaskConfig
 from groupwise.errors import ConfigError
-from groupwise.records import Example, Group, Rollout
+from groupwise.records import Example, Group, Rollout, Turn
 from groupwise.rewards.score import score_group
 from groupwise.tasks.cases import CASES, Case
 from groupwise.tasks.columns import Column, renamed
@@ -58,9 +58,16 @@ class Check:
 
 
 def check(
-    task: Task, completion: str, example: Example, *, seconds: float, expected: float | str | None = None
+    task: Task,
+    completion: str,
+    example: Example,
+    *,
+    seconds: float,
+    expected: float | str | None = None,
+    turns: tuple[Turn, ...] = (),
+    state: Any = None,
 ) -> Check:
-    """Score one completion as training would."""
+    """Score one completion as training would; `turns` and `state` are those of a task with tools."""
     rollout = Rollout(
         prompt=prompt_for(task, example),
         text=completion,
@@ -70,6 +77,8 @@ def check(
         entropies=(0.0,),
         prompt_length=0,
         finish="end",
+        turns=turns,
+        state=state,
     )
     group = Group(example=example, rollouts=(rollout,))
     started = time.perf_counter()

@@ -35,6 +35,9 @@ class Display(Protocol):
     def message(self, text: str) -> None:
         """Say something that stays on the screen."""
 
+    def note(self, text: str, *, new: bool) -> None:
+        """Show a block of text in the panel until the next one; where there is no panel, if there is news."""
+
     def finish(self, summary: Summary) -> None:
         """End with the final block."""
 
@@ -84,6 +87,10 @@ class PlainDisplay:
             # The reader of a pipe went away (`| head`): the run goes on, its files tell the rest.
             self.closed = True
 
+    def note(self, text: str, *, new: bool) -> None:
+        for line in text.splitlines() if new else ():
+            self.message(line)
+
     def finish(self, summary: Summary) -> None:
         for line, _ in summary_lines(summary):
             self.message(line)
@@ -125,6 +132,11 @@ class LiveDisplay:
     def message(self, text: str) -> None:
         with suppress(OSError):
             self.console.print(Text(printable(text)), soft_wrap=True)
+
+    def note(self, text: str, *, new: bool) -> None:
+        assert self.progress is not None, "start comes before note"
+        self.progress.note = text
+        self.refresh()
 
     def finish(self, summary: Summary) -> None:
         self.close()

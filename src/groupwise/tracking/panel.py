@@ -62,6 +62,8 @@ class Progress:
     evaluations: Sequence[Scores] = ()
     paces: Sequence[float] = ()
     """Seconds that each of the last steps took, evaluations and checkpoints included."""
+    note: str = ""
+    """Lines that the panel ends with."""
 
     def advance(self, step: int, metrics: Mapping[str, float], *, now: float) -> None:
         """Take in one finished step."""
@@ -112,6 +114,8 @@ def live_panel(progress: Progress, *, now: float) -> RenderableType:
         parts += ["", scores(progress)]
     if progress.metrics:
         parts += ["", figures(progress.metrics)]
+    if progress.note:
+        parts += ["", Text("\n".join(map(printable, progress.note.splitlines())), no_wrap=True)]
     return Constrain(Padding(Group(*parts), (1, 0, 0, 1)), WIDTH + 1)
 
 

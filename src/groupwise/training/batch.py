@@ -164,7 +164,7 @@ class Collector:
             rollouts_in(drawn) + len(examples) * self.config.rollout.group_size
         )
         for group in groups:
-            scored.append(self._score(group))
+            scored.append(self.score(group))
             # Slow failures, such as time-outs, are not waited for once there are too many.
             if failures((*drawn, *scored)) > enough:
                 break
@@ -172,7 +172,8 @@ class Collector:
         times.reward = time.perf_counter() - answered
         return Answered(scored, times)
 
-    def _score(self, group: Group) -> Group:
+    def score(self, group: Group) -> Group:
+        """Reward the answers of a group and compare them."""
         task, algo = self.task, self.config.algo
         group = score_group(
             group, rewards=task.rewards, weights=task.weights, seconds=self.config.task.reward_seconds

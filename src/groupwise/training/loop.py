@@ -11,7 +11,7 @@ from groupwise.tasks import Task, leave_task_file, load_task
 from groupwise.tracking.display import open_display
 from groupwise.tracking.trackers import tracker_names
 from groupwise.training.run import Run
-from groupwise.training.start import Start
+from groupwise.training.start import Start, command_of
 
 
 def train(config: Config, *, resume: Path | None = None, task: Task | None = None) -> Path:
@@ -19,7 +19,7 @@ def train(config: Config, *, resume: Path | None = None, task: Task | None = Non
     if task is not None:
         leave_task_file(task)
     if config.run.kind != "grpo":
-        raise ConfigError("these are the settings of a warm start: groupwise sft goes on with it")
+        raise ConfigError(f"these settings are for another command: groupwise {command_of(config)}")
     config = config.resolve()
     task = task or load_task(config.task)
     tracker_names(config.track)  # a missing one is found before a folder is made

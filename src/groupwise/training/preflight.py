@@ -28,6 +28,8 @@ FILLED = 0.95
 """Share of the memory that may be taken: the rest is for what lies between the pieces."""
 PROMPT_TOKENS = 256
 """Of a prompt, where nothing is known of it."""
+FIRST_USE = 70_000_000
+"""What libraries take on a CPU when first used, besides their code: measured with a model of no size."""
 CUDA_CONTEXT = 0
 """Counted in no figure: torch.cuda.max_memory_allocated leaves the context out, about 0.5 GB."""
 CHUNKS_LEFT = 12
@@ -50,7 +52,7 @@ class Place:
     @classmethod
     def of(cls, device: torch.device) -> Place:
         """The memory of a device that is here."""
-        program = resident_bytes() if device.type == "cpu" else CUDA_CONTEXT
+        program = resident_bytes() + FIRST_USE if device.type == "cpu" else CUDA_CONTEXT
         return cls(kind=device.type, total=total_memory(device), program=program)
 
 

@@ -115,8 +115,7 @@ class Run(Session):
         started = time.perf_counter()
         samples, sequences, tokens = self.collector.samples(batch)
         samples = keep_top_entropy(samples, share=self.config.algo.top_entropy)
-        if self.policy.device.type == "cuda":
-            self.engine.release()  # its cache takes what is free of the GPU: the update needs that now
+        self.engine.make_room(self.learner.most_bytes)  # its cache may have taken what the update needs
         report = self.learner.update(samples, sequences=sequences, tokens=tokens)
         if step % self.config.track.rollouts_every == 0:
             self.recorder.updates(step, self.learner.seen_by_all())

@@ -113,7 +113,7 @@ def with_recomputing(config: Config, chosen: bool | None) -> Config:
 
 def command_of(config: Config) -> str:
     """The command that makes runs of this kind."""
-    return {"grpo": "train", "sft": "sft"}[config.run.kind]
+    return {"grpo": "train", "sft": "sft", "evolve": "evolve"}[config.run.kind]
 
 
 def refuse_other_settings(stored: Config, config: Config) -> None:

@@ -98,6 +98,10 @@ class DecodeLayout:
     def places(self) -> Tensor:
         return self.state.places
 
+    @property
+    def adapter_T(self) -> Tensor:
+        return self.state.adapter.index_select(0, self.state.rows[: self.rows])
+
     def store(self, k_RKD: Tensor, v_RKD: Tensor, *, layer: int) -> None:
         _, key_heads, size = k_RKD.shape
         assert k_RKD.stride(2) == v_RKD.stride(2) == 1, "heads lie in one piece"

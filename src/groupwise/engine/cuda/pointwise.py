@@ -13,7 +13,10 @@ import triton.language as tl
 
 
 @triton.jit
-def add_norm(X, DELTA, WEIGHT, OUT, eps, ADD: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr):
+def add_norm(
+    X, DELTA, WEIGHT, OUT, eps, delta_stride,
+    ADD: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
     """One program a token: the residual stream takes in a layer's output, and is normalised (RMSNorm)."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, PADDED)
@@ -21,7 +24,7 @@ def add_norm(X, DELTA, WEIGHT, OUT, eps, ADD: tl.constexpr, SIZE: tl.constexpr, 
     kind = OUT.dtype.element_ty
     x = tl.load(X + token * SIZE + at, mask=mask, other=0.0).to(tl.float32)
     if ADD:
-        x += tl.load(DELTA + token * SIZE + at, mask=mask, other=0.0).to(tl.float32)
+        x += tl.load(DELTA + token * delta_stride + at, mask=mask, other=0.0).to(tl.float32)
         x = x.to(kind).to(tl.float32)
         tl.store(X + token * SIZE + at, x.to(kind), mask=mask)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
@@ -31,7 +34,7 @@ def add_norm(X, DELTA, WEIGHT, OUT, eps, ADD: tl.constexpr, SIZE: tl.constexpr, 
 
 @triton.jit
 def rotate_and_store(
-    QKV, COS, SIN, Q_NORM, K_NORM, KEYS, VALUES, PLACES, eps,
+    QKV, COS, SIN, Q_NORM, K_NORM, KEYS, VALUES, PLACES, eps, stride,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr,
     PADDED: tl.constexpr, PADDED_KEYS: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
@@ -42,7 +45,7 @@ def rotate_and_store(
     heads, low = tl.arange(0, PADDED), tl.arange(0, HALF)
     inside = low < SIZE // 2
     mask = (heads[:, None] < HEADS + KEY_HEADS) & inside[None, :]
-    base = QKV + token * ((HEADS + 2 * KEY_HEADS) * SIZE) + heads[:, None] * SIZE + low[None, :]
+    base = QKV + token * stride + heads[:, None] * SIZE + low[None, :]
     first = tl.load(base, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(base + SIZE // 2, mask=mask, other=0.0).to(tl.float32)
     is_key = heads[:, None] >= HEADS
@@ -76,19 +79,19 @@ def rotate_and_store(
 
     keys, dims = tl.arange(0, PADDED_KEYS), tl.arange(0, 2 * HALF)
     kept = (keys[:, None] < KEY_HEADS) & (dims[None, :] < SIZE)
-    value = QKV + token * ((HEADS + 2 * KEY_HEADS) * SIZE) + (HEADS + KEY_HEADS + keys[:, None]) * SIZE
+    value = QKV + token * stride + (HEADS + KEY_HEADS + keys[:, None]) * SIZE
     v = tl.load(value + dims[None, :], mask=kept, other=0.0)
     tl.store(VALUES + (place * KEY_HEADS + keys[:, None]) * SIZE + dims[None, :], v, mask=kept)
 
 
 @triton.jit
-def silu_and_multiply(GATE_UP, OUT, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def silu_and_multiply(GATE_UP, OUT, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """One program a (token, stretch): SiLU of the first half times the second."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < SIZE
     kind = OUT.dtype.element_ty
-    gate = tl.load(GATE_UP + token * (2 * SIZE) + at, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(GATE_UP + token * (2 * SIZE) + SIZE + at, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(GATE_UP + token * stride + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(GATE_UP + token * stride + SIZE + at, mask=mask, other=0.0).to(tl.float32)
     active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
     tl.store(OUT + token * SIZE + at, (active * up).to(kind), mask=mask)

@@ -25,6 +25,7 @@ from groupwise.engine.paged import KVCache
 from groupwise.engine.prefill import PrefillLayout, Prompts
 from groupwise.engine.scheduler import Scheduler
 from groupwise.model.distribution import scaled_logits
+from groupwise.model.members import Members
 from groupwise.model.policy import Policy
 from groupwise.records import Sampling
 
@@ -67,10 +68,14 @@ class Room:
 class GraphRunner:
     """Runs prompts and decoding steps over static state; what a step needs is on the device already."""
 
-    def __init__(self, policy: Policy, room: Room, *, block_size: int) -> None:
+    def __init__(
+        self, policy: Policy, room: Room, *, block_size: int, members: Members | None = None
+    ) -> None:
         self.policy, self.room, self.block_size = policy, room, block_size
         self.device = policy.device
-        self._fused = fused_forward(policy)
+        self._fused = fused_forward(policy, members)
+        self.members = 0 if members is None else len(members)
+        """Adapters that rows may have of their own; 0: the policy's."""
         self.cache = KVCache(
             layers=policy.layers,
             blocks=room.blocks + 1,
@@ -87,7 +92,7 @@ class GraphRunner:
             idle_block=room.blocks,
             device=self.device,
         )
-        self._prompts = Prompts(policy, self.cache)
+        self._prompts = Prompts(policy, self.cache, shared=bool(self.members))
         self._ends = _end_tokens(policy)
         self._graphs: dict[tuple[int, int, Sampling], Callable[[], None]] = {}
         self._layouts: list[DecodeLayout] = []
@@ -103,7 +108,9 @@ class GraphRunner:
         """Take over the policy's weights as they are now; graphs of weights that have moved are dropped."""
         if self._fused is not None:
             self._fused.refresh()
-        addresses = tuple(p.data_ptr() for p in self.policy.model.parameters())
+        # With members, adapters change place in the policy all the time; they are read from copies.
+        read = (p for p in self.policy.model.parameters() if not (self.members and p.requires_grad))
+        addresses = tuple(p.data_ptr() for p in read)
         if addresses != self._addresses:
             self.drop_graphs()
             self._addresses = addresses
@@ -132,7 +139,13 @@ class GraphRunner:
         width = scheduler.prompt_tables.shape[1]
         state.host_prompt_table[slots_J, :width] = scheduler.prompt_tables[request_J]
         rows_J = self._move(slots_J)
-        state.start(rows_J, self._move(scheduler.seed[slots_J].astype(np.int64)))
+        heat_J = scheduler.temperatures(slots_J, 1.0 if sampling.greedy else sampling.temperature)
+        state.start(
+            rows_J,
+            self._move(scheduler.seed[slots_J].astype(np.int64)),
+            self._move(scheduler.adapter[slots_J]),
+            self._move(np.reciprocal(heat_J)),
+        )
         logits_JV = torch.stack([p.logits_V for p in prefixes if p.logits_V is not None])
         self._sample(logits_JV, rows_J.to(torch.int32), sampling)
 
@@ -206,9 +219,10 @@ class GraphRunner:
     def _sample(self, logits_RV: Tensor, rows_R: Tensor, sampling: Sampling) -> None:
         """Draw the next token of each row and move its sequence on."""
         state = self.state
-        scale = 1.0 if sampling.greedy else 1.0 / sampling.temperature
+        scaled = sampling.greedy or sampling.truncates
         if sampling.truncates and not sampling.greedy:
-            logits_RV, scale = scaled_logits(logits_RV, sampling), 1.0
+            scale_R1 = state.scale.index_select(0, rows_R[: len(logits_RV)])[:, None]
+            logits_RV = scaled_logits(logits_RV.float() * scale_R1, replace(sampling, temperature=1.0))
         logits_RV = logits_RV.contiguous()
         rows, vocabulary = logits_RV.shape
         chunks = -(-vocabulary // kernels.CHUNK)
@@ -217,9 +231,10 @@ class GraphRunner:
         launch(
             kernels.sum_chunks,
             (rows, chunks),
-            logits_RV, best, best_at, total, weighted, scale, vocabulary, chunks,
+            logits_RV, best, best_at, total, weighted, rows_R, state.scale, vocabulary, chunks,
             CHUNK=kernels.CHUNK,
             GREEDY=sampling.greedy,
+            SCALED=scaled,
             num_warps=4,
         )  # fmt: skip
         launch(
@@ -227,15 +242,16 @@ class GraphRunner:
             (rows,),
             logits_RV, best, best_at, total, weighted, rows_R, state.seed, state.length,
             state.token, state.done, state.logprob, state.entropy, self._ends,
-            scale, vocabulary, chunks, sampling.max_tokens,
+            state.scale, vocabulary, chunks, sampling.max_tokens,
             CHUNK=kernels.CHUNK,
             CHUNKS=padded(chunks, least=2),
             PADDED_ENDS=len(self._ends),
             GREEDY=sampling.greedy,
+            SCALED=scaled,
             num_warps=8,
         )  # fmt: skip
 
-    def _move(self, array: NDArray[np.int64]) -> Tensor:
+    def _move(self, array: NDArray[np.int64] | NDArray[np.float32]) -> Tensor:
         tensor = torch.from_numpy(array)
         if self.device.type != "cuda":
             return tensor

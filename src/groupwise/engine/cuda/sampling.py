@@ -36,14 +36,19 @@ def open_step(
 
 @triton.jit
 def sum_chunks(
-    LOGITS, BEST, BEST_AT, TOTAL, WEIGHTED, inverse_temperature, vocabulary, chunks,
-    CHUNK: tl.constexpr, GREEDY: tl.constexpr,
+    LOGITS, BEST, BEST_AT, TOTAL, WEIGHTED, ROWS, SCALE, vocabulary, chunks,
+    CHUNK: tl.constexpr, GREEDY: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """One program a (row, chunk): its largest scaled logit (GREEDY: and where), Σ exp and Σ exp · logit."""
+    """One program a (row, chunk): its largest scaled logit (GREEDY: and where), Σ exp and Σ exp · logit.
+
+    SCALED: the logits are as they should be, not to be divided by the temperature.
+    """
     row, chunk = tl.program_id(0), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(LOGITS + row.to(tl.int64) * vocabulary + at, mask=at < vocabulary, other=float("-inf"))
-    x = x.to(tl.float32) * inverse_temperature
+    x = x.to(tl.float32)
+    if not SCALED:
+        x = x * tl.load(SCALE + tl.load(ROWS + row))
     to = row * chunks + chunk
     if GREEDY:
         best, best_at = tl.max(x, 0, return_indices=True)
@@ -87,14 +92,16 @@ def locate(weights, index, aim, COUNT: tl.constexpr):
 @triton.jit(do_not_specialize=["max_tokens"])
 def close_step(
     LOGITS, BEST, BEST_AT, TOTAL, WEIGHTED, ROWS, SEED, LENGTH, TOKEN, DONE, LOGPROB, ENTROPY, ENDS,
-    inverse_temperature, vocabulary, chunks, max_tokens,
+    SCALE, vocabulary, chunks, max_tokens,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PADDED_ENDS: tl.constexpr, GREEDY: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """One program a row: draw its next token and move its sequence on, unless that has ended."""
     row = tl.program_id(0)
     slot = tl.load(ROWS + row)
     length = tl.load(LENGTH + slot)
     done = tl.load(DONE + slot)
+    inverse_temperature = 1.0 if SCALED else tl.load(SCALE + slot)
 
     index = tl.arange(0, CHUNKS)
     there = index < chunks

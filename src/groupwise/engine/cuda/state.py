@@ -45,6 +45,9 @@ class StepState:
         )
 
         self.seed = torch.zeros(every, dtype=torch.int64, device=device)
+        self.adapter = torch.zeros(every, dtype=torch.int64, device=device)
+        self.scale = torch.ones(every, device=device)
+        """What logits are multiplied by: 1 over the temperature."""
         self.length = torch.ones(every, dtype=torch.int32, device=device)
         """Tokens sampled so far; the last one's key is not stored yet."""
         self.status = torch.zeros(4, every, dtype=torch.int32, device=device)
@@ -90,9 +93,11 @@ class StepState:
         staged = staged.pin_memory() if self._device.is_cuda else staged.clone()
         self._device.copy_(staged, non_blocking=True)
 
-    def start(self, slots_N: Tensor, seeds_N: Tensor) -> None:
+    def start(self, slots_N: Tensor, seeds_N: Tensor, adapters_N: Tensor, scales_N: Tensor) -> None:
         """Begin a sequence in each of these slots."""
         self.seed.index_copy_(0, slots_N, seeds_N)
+        self.adapter.index_copy_(0, slots_N, adapters_N)
+        self.scale.index_copy_(0, slots_N, scales_N)
         self.length.index_fill_(0, slots_N, 0)
         self.done.index_fill_(0, slots_N, 0)
 

@@ -1,0 +1,1 @@
+"""Environments, agents and populations of them on one base."""

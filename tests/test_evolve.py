@@ -1,0 +1,200 @@
+"""A population from the first step to the last: selected, contained, killed, resumed."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import groupwise as gw
+from groupwise.config import read_config
+from groupwise.population.opening import Opening
+from groupwise.population.search import Search
+from groupwise.tasks import load_task
+from small_runs import INTERRUPT, KILL, SMALL, Blow, run_command, task_file, traces
+
+POPULATION = (
+    *("lora.r=4", "evolve.population=3", "evolve.every=2", "evolve.certain=false", "run.save_every=1"),
+    *("evaluate.during=3", "evaluate.every=0", "evolve.vary={optim.learning_rate: [1e-4, 1e-2]}"),
+)
+
+
+def words(folder: Path, name: str, *more: str) -> list[str]:
+    place = [f"run.output_dir={folder}", f"run.name={name}"]
+    return ["evolve", str(folder / "luck.py"), *place, *SMALL, *POPULATION, *more]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("searches")
+    task_file(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(place) -> Path:
+    ended = run_command(*words(place, "whole"))
+    assert ended.code == 0, ended.err
+    return place / "whole"
+
+
+def evolution(run: Path) -> dict[str, Any]:
+    return json.loads((run / "evolution.json").read_text())
+
+
+def lasting(run: Path) -> dict[str, Any]:
+    """All that must not depend on how often a search was stopped."""
+    told = evolution(run)
+    elite = {p.name: p.read_bytes() for p in (run / "elite").iterdir() if p.suffix == ".safetensors"}
+    return {**traces(run), "evolution": told, "elite": elite}
+
+
+def test_a_search_tells_who_came_from_whom_and_keeps_the_best(whole):
+    told = evolution(whole)
+    assert told["steps"] == 4
+    assert [snapshot["step"] for snapshot in told["snapshots"]] == [2, 4]
+    assert len(told["members"]) == 3
+    assert {event["what"] for event in told["events"]} >= {"born", "copied", "changed"}
+    names = {event["name"] for event in told["events"]}
+    assert all(member["parent"] is None or member["parent"] in names for member in told["members"])
+    best = max(told["members"], key=lambda member: member["fitness"][0])
+    assert told["best"]["fitness"] == best["fitness"]
+    assert "eval/greedy" in told["judged"]
+    for path in (
+        "elite/adapter_model.safetensors",
+        "plots/lineage.png",
+        "plots/values.png",
+        "eval/after.json",
+    ):
+        assert (whole / path).is_file()
+
+
+def test_members_are_told_the_same_and_differ_in_what_was_asked_for(whole):
+    rates = [
+        member["values"]["optim.learning_rate"] for member in evolution(whole)["snapshots"][0]["members"]
+    ]
+    assert len(set(rates)) == 3
+    assert rates[0] == pytest.approx(1e-4)
+    assert all(1e-4 <= rate <= 1e-2 for rate in rates)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_killed_at_any_moment_and_resumed_it_is_the_same_population_bit_for_bit(place, whole, number):
+    run = place / f"killed-{number}"
+    rng = random.Random(number)
+    blows = [
+        [Blow("metrics.jsonl", KILL, nth=2), Blow("elite", KILL, nth=1)],  # before and at a selection
+        [Blow(".step-000002.tmp-", KILL, nth=rng.randint(2, 12)), Blow(".step-000004.tmp-", KILL, nth=9)],
+        [Blow(f"{run.name}/", KILL, nth=n) for n in (rng.randint(20, 80), rng.randint(10, 50))],
+    ][number]
+    codes = [run_command(*words(place, run.name), blows=[blows[0]]).code]
+    codes += [run_command("evolve", "--resume", str(run), blows=[blow]).code for blow in blows[1:]]
+    assert codes == [-KILL] * len(blows)
+    assert run_command("evolve", "--resume", str(run)).code == 0
+    assert lasting(run) == lasting(whole)
+
+
+def test_an_interrupt_finishes_the_step_and_a_finished_search_says_so(place, whole):
+    run = place / "interrupted"
+    ended = run_command(*words(place, run.name), blows=[Blow(".step-000002.tmp-", INTERRUPT)])
+    assert ended.code == 130
+    assert f"groupwise evolve --resume {run}" in ended.out
+    assert run_command("evolve", "--resume", str(run)).code == 0
+    assert lasting(run) == lasting(whole)
+    again = run_command("evolve", "--resume", str(run))
+    assert again.out == f"{run} is finished after 4 steps\n"
+
+
+@pytest.mark.parametrize("method", ["pbt", "halving", "random"])
+def test_every_method_runs_to_its_end(place, method):
+    ended = run_command(*words(place, method, f"evolve.method={method}"))
+    assert ended.code == 0, ended.err
+    told = evolution(place / method)
+    assert told["best"] is not None
+    assert len(told["members"]) == {"pbt": 3, "random": 3, "halving": 2}[method] or method == "halving"
+
+
+def test_tokens_bound_the_whole_search(place):
+    ended = run_command(*words(place, "bounded", "evolve.tokens=200"))
+    assert ended.code == 0, ended.err
+    told = evolution(place / "bounded")
+    assert told["steps"] == 1
+    assert told["best"] is not None
+
+
+def search_in(folder: Path, *more: str) -> Search:
+    task_file(folder)
+    names = (f"run.output_dir={folder}", "run.name=run", f"task.name={folder / 'luck.py'}", "run.kind=evolve")
+    config = read_config(overrides=[*names, *SMALL, *POPULATION, *more]).resolve()
+    task = load_task(config.task)
+    return Search(config, task=task, opening=Opening.new(config, task=task.name))
+
+
+def test_a_member_that_diverges_is_contained_reported_and_replaced(tmp_path):
+    with search_in(tmp_path) as search:
+        for step in search.steps():
+            if step == 2:
+                next(iter(search.people.members[1].weights.values())).fill_(math.nan)
+            batches = search.collect(step)
+            assert sorted(batches) == ([0, 2] if step == 2 else [0, 1, 2])
+            search.track(step, search.learn(step, batches))
+            if step == 2:
+                assert search.story.at(1).name > 2  # somebody else took the place
+    told = evolution(tmp_path / "run")
+    trouble = next(event for event in told["events"] if event["what"] == "diverged")
+    assert (trouble["step"], trouble["name"]) == (2, 1)
+    assert "entropy" in trouble["detail"]
+    assert "which diverged" in next(e["detail"] for e in told["events"] if e["what"] == "copied")
+    assert len(told["members"]) == 3
+
+
+def test_an_update_that_breaks_a_member_leaves_no_gradient_to_the_others(tmp_path):
+    with search_in(tmp_path, "evolve.population=2", "run.max_steps=1") as search:
+        (step,) = [next(iter(search.steps()))]
+        batches = search.collect(step)
+        search.people.members[0].learner.algo = gw.Config().algo.__class__(max_gap=0.0)
+        reports = search.learn(step, batches)
+        assert list(reports) == [1]
+        assert all(p.grad is None for p in search.base.policy.trainable().values())
+        search.track(step, reports)
+    assert evolution(tmp_path / "run")["best"]["place"] == 1
+
+
+def test_python_and_the_shell_start_the_same_search(place, whole, tmp_path):
+    task = load_task(read_config(overrides=[f"task.name={place / 'luck.py'}"]).task)
+    settings = {
+        "model": {"device": "cpu"},
+        "rollout": {"prompts": 3, "group_size": 4, "max_tokens": 6, "temperature": 1.5},
+        "lora": {"r": 4},
+        "evolve": {
+            "population": 3,
+            "every": 2,
+            "certain": False,
+            "vary": {"optim.learning_rate": [1e-4, 1e-2]},
+        },
+        "evaluate": {"every": 0, "during": 3, "samples": 2},
+        "run": {"max_steps": 4, "save_every": 1, "keep_last": 3},
+        "track": {"trackers": (), "report": False},
+    }
+    run = gw.evolve(task, output_dir=tmp_path, run_name="whole", **settings)
+    assert lasting(run)["elite"] == lasting(whole)["elite"]
+
+
+@pytest.mark.parametrize(
+    ("given", "part"),
+    [
+        (["lora.r=0"], "members are adapters on one base"),
+        (["task.held_out=0"], "selection needs held-out examples"),
+        (["--vary", "beta=1"], "--vary is written NAME=LOW:HIGH"),
+        (["rollout.curriculum=2"], "rollout.curriculum goes with groupwise train"),
+    ],
+)
+def test_what_a_population_cannot_do_is_refused_in_a_sentence(place, given, part):
+    ended = run_command(*words(place, "refused", *given))
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert part in ended.err
+    assert not (place / "refused").exists()
