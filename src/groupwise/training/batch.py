@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -107,7 +108,7 @@ class Collector:
             rollout_seconds=times.rollout,
             reward_seconds=times.reward,
             tool_seconds=times.tools,
-            judged=spent_by_judges(self.task.rewards) - spent,
+            judged=sum(self.processes.gather(spent_by_judges(self.task.rewards) - spent), Counter()),
         )
 
     def samples(self, batch: Batch) -> tuple[list[Sample], int, int]:
