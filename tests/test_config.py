@@ -13,6 +13,7 @@ import pytest
 
 from groupwise.config import FLAGS, Config, config_from_keywords, differences, dump_config, read_config
 from groupwise.config.model import LORA_PRESETS
+from groupwise.config.optim import SCHEDULES
 from groupwise.config.read import SECTIONS, TYPES, closest
 from groupwise.config.sections import (
     ADVANTAGES,
@@ -20,7 +21,6 @@ from groupwise.config.sections import (
     CORRECTIONS,
     KL_ESTIMATORS,
     LOSSES,
-    SCHEDULES,
     OptimConfig,
     RolloutConfig,
 )
