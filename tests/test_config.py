@@ -25,6 +25,7 @@ from groupwise.config.sections import (
     RolloutConfig,
 )
 from groupwise.config.show import documentation
+from groupwise.config.surroundings import PARALLEL
 from groupwise.config.values import kind_of
 from groupwise.errors import ConfigError
 
@@ -258,6 +259,8 @@ CHOICES = {
     "optim.schedule": SCHEDULES,
     "optim.kind": ("adamw", "adamw8bit"),
     "run.kind": ("grpo", "sft"),
+    "run.parallel": PARALLEL,
+    "engine.kind": ("own", "vllm"),
     "track.trackers": ("trackio", "wandb", "tensorboard"),
 }
 AWKWARD = (
@@ -316,7 +319,7 @@ def random_setting(chance: random.Random, name: str) -> Any:
 def random_config(chance: random.Random) -> Config:
     """A valid configuration with about a third of its settings drawn at random."""
     config = Config()
-    for name in TYPES:
+    for name in chance.sample(list(TYPES), len(TYPES)):  # some settings need another one first
         if chance.random() < 0.35:
             section, key = name.split(".")
             try:
