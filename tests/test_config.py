@@ -260,7 +260,7 @@ CHOICES = {
     "optim.kind": ("adamw", "adamw8bit"),
     "run.kind": ("grpo", "sft"),
     "run.parallel": PARALLEL,
-    "engine.kind": ("own", "vllm"),
+    "engine.kind": ("vllm",),
     "track.trackers": ("trackio", "wandb", "tensorboard"),
 }
 AWKWARD = (
