@@ -9,11 +9,13 @@ in training and in the evaluations that it selects by, and each is run with seve
 - **evolved**: `groupwise evolve` as it comes: a tournament with elitism among four members, whose first
   values are drawn from the usual bounds (but for the first, which has the default settings), selection on
   paired evaluations, a member replaced only by one that is better beyond doubt;
+- **halving**: the same first four members, the worse half dropped at each selection, where it is worse beyond
+  doubt; whoever is left gets the tokens;
 - **random**: the same four members with the same first values, none ever replaced, the best taken at the end;
 - **default**: one member with the default settings gets all the tokens.
 
 What counts is accuracy on held-out puzzles that played no part in selection: of samples (avg@k) and greedy.
-Intervals are Student's, over seeds; differences are paired by seed. --methods also knows pbt and halving.
+Intervals are Student's, over seeds; differences are paired by seed. --methods also knows pbt.
 """
 
 from __future__ import annotations
@@ -82,6 +84,9 @@ def start_job(arm: str, seed: int, options: argparse.Namespace, folder: Path) ->
     result = folder / f"{arm}-{seed}.json"
     words = [sys.executable, __file__, "--job", arm, str(seed), str(folder), "--tokens", str(options.tokens)]
     environment = os.environ | {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
+    environment["GOMP_SPINCOUNT"] = (
+        "10000"  # as the command sets it: waiting threads leave the cores to others
+    )
     with (folder / f"{arm}-{seed}.log").open("w", encoding="utf-8") as log:
         code = subprocess.run(words, env=environment, stdout=log, stderr=log, check=False).returncode
     if code:
@@ -110,37 +115,50 @@ def points(values: list[float], *, sign: bool = False) -> str:
 
 def table(found: list[dict[str, Any]], methods: list[str]) -> str:
     rows = []
-    first = {row["seed"]: row for row in found if row["arm"] == methods[0]}
     for arm in methods:
         own = [row for row in found if row["arm"] == arm]
-        if not own:
-            continue
-        pairs = [(first[row["seed"]], row) for row in own if row["seed"] in first and arm != methods[0]]
-        gains = [points([a[what] - b[what] for a, b in pairs], sign=True) if pairs else "" for what in WHAT]
-        rows.append(
-            [
-                arm,
-                str(len(own)),
-                *(points([row[what] for row in own]) for what in WHAT),
-                *gains,
-                f"{fmean(row['tokens'] for row in own):,.0f}",
-                f"{fmean(row['seconds'] for row in own):.0f}",
+        if own:
+            rows.append(
+                [
+                    arm,
+                    str(len(own)),
+                    *(points([row[what] for row in own]) for what in WHAT),
+                    f"{fmean(row['steps'] for row in own):.0f}",
+                    f"{fmean(row['copied'] for row in own):.1f}",
+                    f"{fmean(row['tokens'] for row in own):,.0f}",
+                    f"{fmean(row['seconds'] for row in own):.0f}",
+                ]
+            )
+    return markdown(["Arm", "seeds", "avg %", "greedy %", "steps", "copied", "tokens", "s"], rows)
+
+
+def differences(found: list[dict[str, Any]], methods: list[str]) -> str:
+    """Each way of selecting against each that does not select, paired by seed."""
+    by = {(row["arm"], row["seed"]): row for row in found}
+    rows = []
+    for arm in methods:
+        for other in methods:
+            seeds = [seed for a, seed in by if a == arm and (other, seed) in by]
+            if arm in UNSELECTED or other not in UNSELECTED or not seeds:
+                continue
+            gains = [
+                points([by[arm, s][what] - by[other, s][what] for s in seeds], sign=True) for what in WHAT
             ]
-        )
-    gain = f"{methods[0]} − this"
-    return markdown(
-        ["Arm", "seeds", "avg %", "greedy %", f"{gain}, avg", f"{gain}, greedy", "tokens", "s"], rows
-    )
+            rows.append([f"{arm} − {other}", str(len(seeds)), *gains])
+    return markdown(["Difference, points", "seeds", "avg", "greedy"], rows) if rows else ""
 
 
+UNSELECTED = ("random", "default")
 WHAT = ("average", "greedy")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--methods", nargs="+", choices=ARMS, default=["evolved", "random", "default"])
+    parser.add_argument(
+        "--methods", nargs="+", choices=ARMS, default=["evolved", "halving", "random", "default"]
+    )
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=1_500_000, help="that each arm may sample")
+    parser.add_argument("--tokens", type=int, default=1_200_000, help="that each arm may sample")
     parser.add_argument("--jobs", type=int, default=1, help="searches at once")
     parser.add_argument("--threads", type=int, default=2, help="of each")
     parser.add_argument(
@@ -167,7 +185,7 @@ def main() -> None:
     for row in failed:
         print(f"{row['arm']} {row['seed']} failed: {row['error']}")
     found = [row for row in found if "error" not in row]
-    print("\n" + table(found, options.methods) + "\n")
+    print("\n" + table(found, options.methods) + "\n\n" + differences(found, options.methods) + "\n")
     if options.output:
         result = {"machine": about, "tokens": options.tokens, "jobs": found, "failed": failed}
         (options.output / "evolution.json").write_text(json.dumps(result, indent=1), encoding="utf-8")

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from groupwise.config import FLAGS, Config, config_from_keywords, differences, dump_config, read_config
+from groupwise.config.evolve import METHODS
 from groupwise.config.model import LORA_PRESETS
+from groupwise.config.optim import SCHEDULES
 from groupwise.config.read import SECTIONS, TYPES, closest
 from groupwise.config.sections import (
     ADVANTAGES,
@@ -20,11 +22,11 @@ from groupwise.config.sections import (
     CORRECTIONS,
     KL_ESTIMATORS,
     LOSSES,
-    SCHEDULES,
     OptimConfig,
     RolloutConfig,
 )
 from groupwise.config.show import documentation
+from groupwise.config.surroundings import PARALLEL
 from groupwise.config.values import kind_of
 from groupwise.errors import ConfigError
 
@@ -257,7 +259,10 @@ CHOICES = {
     "algo.correction": CORRECTIONS,
     "optim.schedule": SCHEDULES,
     "optim.kind": ("adamw", "adamw8bit"),
-    "run.kind": ("grpo", "sft"),
+    "run.kind": ("grpo", "sft", "evolve"),
+    "run.parallel": PARALLEL,
+    "engine.kind": ("vllm",),
+    "evolve.method": METHODS,
     "track.trackers": ("trackio", "wandb", "tensorboard"),
 }
 AWKWARD = (
@@ -299,6 +304,8 @@ def random_plain(chance: random.Random, depth: int = 0) -> Any:
 
 
 def random_setting(chance: random.Random, name: str) -> Any:
+    if name == "evolve.vary":
+        return {random_text(chance): [chance.random(), chance.uniform(1, 2)] for _ in range(3)}
     kind, optional = kind_of(TYPES[name])
     if optional and chance.random() < 0.3:
         return None
@@ -316,7 +323,7 @@ def random_setting(chance: random.Random, name: str) -> Any:
 def random_config(chance: random.Random) -> Config:
     """A valid configuration with about a third of its settings drawn at random."""
     config = Config()
-    for name in TYPES:
+    for name in chance.sample(list(TYPES), len(TYPES)):  # some settings need another one first
         if chance.random() < 0.35:
             section, key = name.split(".")
             try:
@@ -328,7 +335,7 @@ def random_config(chance: random.Random) -> Config:
 
 
 def test_a_written_configuration_reads_back_equal(tmp_path):
-    drawn = [random_config(random.Random(seed)) for seed in range(150)]
+    drawn = [random_config(random.Random(seed)) for seed in range(300)]
     for config in drawn:
         assert read_config(written(tmp_path, dump_config(config))) == config
     changed = {line.partition(":")[0] for config in drawn for line in differences(Config(), config)}

@@ -49,7 +49,8 @@ def test_full_training_keeps_gradient_and_two_moments_of_every_weight():
 
 
 def test_adapters_are_small_and_in_float32():
-    found = parts(preflight(config("lora.r=2"), SHAPE, GPU, prompt_tokens=16))
+    several_passes = config("lora.r=2", "optim.micro_batch_tokens=40")
+    found = parts(preflight(several_passes, SHAPE, GPU, prompt_tokens=16))
     adapters = 2 * ((10 + 20) + (20 + 10) + (30 + 10))
     assert found["weights"] == 2000
     assert found["adapters"] == found["gradients"] == 4 * adapters
@@ -71,13 +72,20 @@ def test_the_cache_holds_every_answer_and_each_prompt_once():
     assert found["KV cache"] == tokens * 2 * 2 * 5 * 2
 
 
-def test_a_gpu_generates_or_updates_a_cpu_holds_both():
-    gpu, cpu = (preflight(config(), SHAPE, place, prompt_tokens=20) for place in (GPU, CPU))
-    kept = parts(cpu)["KV cache"] + parts(cpu)["weight copies"]
-    both = {part.name for part in cpu.parts if part.generating and part.updating}
-    assert {"KV cache", "weight copies"} <= both
-    assert cpu.updating > kept
-    assert not {"KV cache", "weight copies"} & {part.name for part in gpu.parts if part.updating}
+def test_gradients_come_as_activations_go_in_a_pass_that_is_the_only_one():
+    found = parts(preflight(config("lora.r=2"), SHAPE, GPU, prompt_tokens=16))
+    assert found["activations"] > 4 * 2 * ((10 + 20) + (20 + 10) + (30 + 10))
+    assert "gradients" not in found
+
+
+def test_a_cpu_and_a_roomy_gpu_hold_the_generator_while_updating_a_full_one_does_not():
+    full = Place(kind="cuda", total=2 << 30, program=0)
+    cpu, roomy, tight = (preflight(config(), SHAPE, place, prompt_tokens=20) for place in (CPU, GPU, full))
+    for found in (cpu, roomy):
+        both = {part.name for part in found.parts if part.generating and part.updating}
+        assert {"KV cache", "weight copies"} <= both
+        assert "generating passes" not in both
+    assert not {"KV cache", "weight copies"} & {part.name for part in tight.parts if part.updating}
 
 
 def test_checkpointing_keeps_one_vector_a_layer():

@@ -426,3 +426,18 @@ def test_a_released_engine_frees_its_cache_at_once(small_policy: Policy) -> None
         assert cache() is None
     finally:
         gc.enable()
+
+
+def test_room_is_made_on_a_gpu_only_where_it_is_short(
+    small_policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(small_policy, EngineConfig())
+    engine.generate(requests(), Sampling(max_tokens=3))
+    engine.make_room(1 << 60)
+    assert engine._runner is not None, "on a CPU nothing is taken that an update could miss"
+    monkeypatch.setattr(Policy, "device", torch.device("cuda"))
+    monkeypatch.setattr("groupwise.engine.engine.free_memory", lambda device: 1000)
+    engine.make_room(1000)
+    assert engine._runner is not None
+    engine.make_room(1001)
+    assert engine._runner is None

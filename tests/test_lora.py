@@ -180,6 +180,16 @@ def test_the_gradient_through_quantized_weights_is_that_of_their_values(kind):
     torch.testing.assert_close(x.grad, y.grad)
 
 
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.filterwarnings("ignore")
+def test_the_gates_of_a_quantized_model_keep_as_little_as_any_others(kind):
+    pytest.importorskip("bitsandbytes")
+    from groupwise.model import gates
+
+    mlp = adapted(quantization=kind).decoder.layers[0].mlp
+    assert mlp.forward.__func__ is gates._forward
+
+
 def test_quantized_weights_cannot_be_trained_themselves():
     with pytest.raises(ConfigError, match="train adapters"):
         read_config(overrides=["model.quantization=nf4", "lora.r=0"])

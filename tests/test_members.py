@@ -12,6 +12,7 @@ import torch
 
 import interpreted  # noqa: F401  (before any kernel is imported)
 from groupwise.config.sections import EngineConfig
+from groupwise.engine.cuda.shared import GraphMatrix
 from groupwise.engine.engine import Engine
 from groupwise.engine.together import TogetherEngine
 from groupwise.model.members import Members
@@ -178,3 +179,37 @@ def test_a_dropped_member_leaves_its_number_to_the_next():
     assert members.add(members.of(2)) == 1
     assert all(torch.equal(a, b) for a, b in zip(members.of(1).values(), members.of(2).values(), strict=True))
     assert len(members) == 3
+
+
+def test_members_are_batched_also_while_the_policy_holds_on_to_an_anchor():
+    policy = adapted()
+    members = population(policy)
+    policy.anchor = {name: 2 * tensor for name, tensor in members.of(1).items()}
+    together = TogetherEngine(members, EngineConfig())
+    assert together.batched
+    answers = together.generate(mixed(), Sampling(max_tokens=4))
+    assert_same(answers, alone(members, mixed(), Sampling(max_tokens=4)))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"]], ids=str)
+def test_the_gpus_product_is_each_rows_own_at_any_number_of_rows_and_members(targets):
+    policy = adapted("qwen2", r=16, target_modules=targets)
+    members = population(policy, 9)  # 144 columns of adapters: more than a program takes at once
+    members.drop(4)
+    attention = policy.decoder.layers[0].self_attn
+    parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+    matrix = GraphMatrix(*parts, like=policy.head_weight, members=members)
+    generator = torch.Generator().manual_seed(0)
+    x_TI = torch.randn(70, 32, generator=generator)
+    adapter_T = torch.tensor([(7 * row) % 9 for row in range(70)])
+    adapter_T[adapter_T == 4] = 8
+    with torch.no_grad():
+        y_TO = matrix(x_TI, adapter_T)
+        for row, number in enumerate(adapter_T.tolist()):
+            members.put_in_place(number)
+            expected_O = torch.cat([part(x_TI[row]) for part in parts])
+            torch.testing.assert_close(y_TO[row], expected_O, rtol=1e-4, atol=1e-4)
+        members.put_in_place(0)
+        with policy.without_adapter():
+            base_TO = torch.cat([part(x_TI) for part in parts], dim=1)
+        torch.testing.assert_close(matrix(x_TI), base_TO)

@@ -23,12 +23,13 @@ from groupwise.commands.quantize import quantize
 from groupwise.commands.report import compare, report
 from groupwise.commands.runs import runs
 from groupwise.commands.serve import serve
+from groupwise.commands.serve_rollouts import serve_rollouts
 from groupwise.commands.sft import sft
 from groupwise.commands.watch import watch
 from groupwise.commands.words import settings_file, with_task
 from groupwise.config import FLAGS, Config, dump_config, read_config
 from groupwise.config.checks import between
-from groupwise.errors import ConfigError, InvariantError
+from groupwise.errors import ConfigError, EchoError, InvariantError
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 """Any word the parser rejects. Taken from here because typer's parser has moved between packages."""
@@ -57,16 +58,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except USAGE_ERROR as error:
         return fail(error.format_message(), code=2)  # type: ignore[attr-defined]
     except ConfigError as error:
-        return fail(str(error), code=2)
+        return fail(str(error), code=2, notes=getattr(error, "__notes__", ()))
     except InvariantError as error:
-        return fail(str(error), code=3)
+        return fail(str(error), code=3, notes=getattr(error, "__notes__", ()))
+    except EchoError as error:
+        return error.code  # the leader of the processes says it
     except (KeyboardInterrupt, typer.Abort):
         return 130
     return code if isinstance(code, int) else 0
 
 
-def fail(sentence: str, *, code: int) -> int:
-    print(f"error: {' '.join(sentence.split())}", file=sys.stderr)
+def fail(sentence: str, *, code: int, notes: Sequence[str] = ()) -> int:
+    # Of several processes that found the same mistake in the same words, one speaks.
+    if notes or os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"error: {' '.join(sentence.split())}", file=sys.stderr)
     return code
 
 
@@ -171,6 +176,7 @@ app.command()(doctor)
 app.command()(merge)
 app.command()(quantize)
 app.command(epilog="Anything else is set as section.key=value, such as model.dtype=bfloat16.")(serve)
+app.command(name="serve-rollouts")(serve_rollouts)
 
 
 @app.command(name="eval", epilog="Anything else is set as section.key=value, such as rollout.max_tokens=512.")

@@ -10,7 +10,8 @@
     ├── ConfigError
     │   └── CheckpointError
     ├── InvariantError
-    └── RolloutError
+    ├── RolloutError
+    └── EchoError           in the other processes of a run, where the leader tells what went wrong
 """
 
 from __future__ import annotations
@@ -34,3 +35,12 @@ class InvariantError(GroupwiseError):
 
 class RolloutError(GroupwiseError):
     """One rollout failed; it is recorded and excluded, the run goes on."""
+
+
+class EchoError(GroupwiseError):
+    """What went wrong in a run of several processes, raised in those that leave the telling to the leader."""
+
+    def __init__(self, sentence: str, *, code: int) -> None:
+        super().__init__(sentence)
+        self.code = code
+        """What the process ends with."""

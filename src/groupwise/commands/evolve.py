@@ -117,5 +117,7 @@ def evolve_config(
     overrides = [*kind, *settings, *extra, *(word for word in words if "=" in word)]
     read = read_config(settings_file(config, resume), overrides=overrides, flags=flags)
     if read.run.kind != "evolve":
-        raise ConfigError(f"{resume or config} is not a population: go on with groupwise train")
+        raise ConfigError(
+            f"{resume or config} is not a population, which is all that groupwise evolve goes on with"
+        )
     return read.resolve()

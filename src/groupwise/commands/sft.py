@@ -102,5 +102,7 @@ def sft_config(
     settings = [f"{SETTINGS[name]}={value}" for name, value in given.items()]
     read = read_config(config, overrides=[*kind, *settings, *overrides], flags=flags)
     if read.run.kind != "sft":
-        raise ConfigError(f"{resume or config} is not a warm start: go on with groupwise train")
+        raise ConfigError(
+            f"{resume or config} is not a warm start, which is all that groupwise sft goes on with"
+        )
     return read

@@ -1,5 +1,5 @@
-"""Every setting, one frozen dataclass a section, documented where it is declared: here, in `model` and in
-`surroundings`.
+"""Every setting, one frozen dataclass a section, documented where it is declared: here, in `model`, in
+`optim` and in `surroundings`.
 
 A value of None means "chosen for you": `resolve` replaces it before the run starts, and the run
 folder's config.yaml records what was chosen.
@@ -14,6 +14,7 @@ from typing import Any
 from groupwise.config.checks import between, one_of
 from groupwise.config.evolve import EvolveConfig
 from groupwise.config.model import BUILT_IN, TINY, TINY_SEARCH, LoraConfig, ModelConfig
+from groupwise.config.optim import OptimConfig
 from groupwise.config.surroundings import EngineConfig, EvaluateConfig, RunConfig, SftConfig, TrackConfig
 from groupwise.config.tools import ToolsConfig
 from groupwise.errors import ConfigError
@@ -92,6 +93,8 @@ class RolloutConfig:
     """Strings that end an answer."""
     refill: int = 1
     """Rounds of fresh prompts that may replace groups without signal, in each step."""
+    overlap: bool = False
+    """Draw the next step's answers while this step trains: one update off-policy. With engine.kind=vllm."""
     curriculum: int = 1
     """Candidates for each prompt, of which those of medium success so far are asked. 1: all are."""
 
@@ -161,6 +164,8 @@ class AlgoConfig:
     overlong_penalty: float = 1.0
     max_gap: float = 0.05
     """Largest mean |log-prob difference| between sampler and trainer; past it the run stops."""
+    max_stale_gap: float = 0.5
+    """The same with rollout.overlap, where an update lies between the two."""
 
     def __post_init__(self) -> None:
         one_of("algo.advantage", self.advantage, ADVANTAGES)
@@ -176,56 +181,10 @@ class AlgoConfig:
         between("algo.top_entropy", self.top_entropy, 0.01, 1.0)
         between("algo.overlong_buffer", self.overlong_buffer, 0)
         between("algo.max_gap", self.max_gap, 0.0)
+        between("algo.max_stale_gap", self.max_stale_gap, 0.0)
 
 
 GSPO_WIDEST_CLIP = 0.01
-SCHEDULES = ("constant", "linear", "cosine")
-OPTIMIZERS = ("adamw", "adamw8bit")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimConfig:
-    """How gradients become weights (AdamW)."""
-
-    learning_rate: float | None = None
-    """None: 1e-4 for the built-in model, 1e-5 with adapters, 1e-6 for full fine-tuning; in a warm start 5e-4,
-    2e-4 and 2e-5."""
-    schedule: str = "constant"
-    """constant, linear or cosine, counted in optimizer steps."""
-    warmup_steps: int = 0
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    max_grad_norm: float = 1.0
-    kind: str = "adamw"
-    """adamw, or adamw8bit: its state in eight bits (bitsandbytes)."""
-    offload: bool = False
-    """Keep the optimizer's state and a copy of the trained weights in main memory, and step there."""
-    epochs: int = 1
-    """Passes over each step's samples."""
-    minibatches: int | None = None
-    """Optimizer steps in each pass. None: 2 for the built-in model, 1 for any other."""
-    micro_batch_tokens: int | None = None
-    """Tokens in one forward and backward pass: bounds memory, never changes the gradient. None: by model."""
-
-    def __post_init__(self) -> None:
-        one_of("optim.schedule", self.schedule, SCHEDULES)
-        one_of("optim.kind", self.kind, OPTIMIZERS)
-        if self.offload and self.kind != "adamw":
-            raise ConfigError("optim.offload goes with optim.kind=adamw: there is memory enough over there")
-        if self.learning_rate is not None and not 0 < self.learning_rate < 1:
-            raise ConfigError(f"optim.learning_rate must lie between 0 and 1; got {self.learning_rate!r}")
-        between("optim.warmup_steps", self.warmup_steps, 0)
-        between("optim.max_grad_norm", self.max_grad_norm, 0.0)
-        between("optim.epochs", self.epochs, 1)
-        between("optim.minibatches", self.minibatches, 1)
-        between("optim.micro_batch_tokens", self.micro_batch_tokens, 1)
-
-    @property
-    def updates(self) -> int:
-        """Optimizer steps per training step."""
-        return self.epochs * (self.minibatches or 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,6 +210,14 @@ class Config:
         if self.lora.r == 0 and self.model.quantization is not None:
             raise ConfigError(
                 "model.quantization freezes the weights: train adapters on them (lora.r), not all of them"
+            )
+        if self.rollout.overlap and self.engine.kind != "vllm":
+            raise ConfigError("rollout.overlap needs a generator beside the trainer: engine.kind=vllm")
+        if self.rollout.overlap and self.algo.correction == "none":
+            raise ConfigError("rollout.overlap draws from the policy of before: it needs an algo.correction")
+        if self.engine.kind == "vllm" and self.algo.top_entropy < 1:
+            raise ConfigError(
+                "algo.top_entropy needs entropies, which vLLM does not tell: use engine.kind=own"
             )
         for setting, value, other, limit in (
             (

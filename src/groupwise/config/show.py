@@ -11,7 +11,7 @@ from functools import cache
 from itertools import chain, pairwise
 from typing import Any
 
-from groupwise.config import evolve, model, sections, surroundings, tools
+from groupwise.config import evolve, model, optim, sections, surroundings, tools
 from groupwise.config import text as yaml_text
 from groupwise.config.sections import Config
 
@@ -61,7 +61,7 @@ def comment(text: str) -> list[str]:
 def documentation() -> dict[str, dict[str, str]]:
     """Return the docstrings of the section classes: class -> setting -> text, the class's own under ""."""
     described: dict[str, dict[str, str]] = {}
-    sources = (inspect.getsource(module) for module in (model, sections, surroundings, tools, evolve))
+    sources = (inspect.getsource(module) for module in (model, optim, sections, surroundings, tools, evolve))
     for node in chain.from_iterable(ast.parse(source).body for source in sources):
         if isinstance(node, ast.ClassDef):
             described[node.name] = {"": ast.get_docstring(node) or ""}

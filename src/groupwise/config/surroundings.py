@@ -10,8 +10,20 @@ from groupwise.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The in-process generator."""
+    """The generator."""
 
+    kind: str = "own"
+    """own (in this process, with the policy's own weights) or vllm (on the servers below)."""
+    servers: tuple[str, ...] = ("http://127.0.0.1:8000",)
+    """Addresses of vLLM servers that `groupwise serve-rollouts` started."""
+    exchange: str | None = None
+    """Folder that trainer and servers share, for new weights. None: in the run's folder."""
+    requests: int = 64
+    """Groups asked of the servers at once."""
+    request_seconds: float = 600.0
+    """How long one request to a server may take before it counts as failed."""
+    patience: float = 900.0
+    """Seconds without an answer from any server after which the run stops."""
     max_sequences: int = 512
     """Sequences decoded at once."""
     block_size: int = 16
@@ -22,6 +34,12 @@ class EngineConfig:
     """Unpack quantized weights into a copy: fast. None: when that fits into half of the free memory."""
 
     def __post_init__(self) -> None:
+        one_of("engine.kind", self.kind, ("own", "vllm"))
+        if not self.servers:
+            raise ConfigError("engine.servers needs at least one address")
+        between("engine.requests", self.requests, 1)
+        between("engine.request_seconds", self.request_seconds, 0.1)
+        between("engine.patience", self.patience, 0.0)
         between("engine.max_sequences", self.max_sequences, 1)
         between("engine.block_size", self.block_size, 1)
         between("engine.kv_tokens", self.kv_tokens, 1)
@@ -76,6 +94,7 @@ class SftConfig:
 
 
 KINDS = ("grpo", "sft", "evolve")
+PARALLEL = ("ddp", "fsdp", "context")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,12 +110,17 @@ class RunConfig:
     """Folder under output_dir. None: task, model and time."""
     save_every: int = 10
     """Steps between checkpoints (one is also written at the end and on Ctrl-C)."""
+    parallel: str | None = None
+    """How several processes share the update: ddp (each has the policy and some of the answers), fsdp (and a
+    part of every layer) or context (a part of every answer: long ones). None: as accelerate says, or ddp."""
     keep_last: int = 2
     keep_best: bool = True
     """Also keep the checkpoint with the best held-out accuracy."""
 
     def __post_init__(self) -> None:
         one_of("run.kind", self.kind, KINDS)
+        if self.parallel is not None:
+            one_of("run.parallel", self.parallel, PARALLEL)
         between("run.max_steps", self.max_steps, 1)
         between("run.save_every", self.save_every, 1)
         between("run.keep_last", self.keep_last, 1)

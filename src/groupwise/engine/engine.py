@@ -120,6 +120,17 @@ class Engine:
         assert pool.free == pool.count, "blocks leaked"
         self.preempted = scheduler.preempted
 
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """While the block lasts, calls answer with the policy as it is now; all processes come by here."""
+        with self.policy.whole():
+            yield
+
+    def make_room(self, needed: int) -> None:
+        """Give memory back where so many bytes are not free on a GPU: captured graphs are worth keeping."""
+        if self.policy.device.type == "cuda" and free_memory(self.policy.device) < needed:
+            self.release()
+
     def release(self) -> None:
         """Give back the memory of the cache, and of all that was made for it, until the next call."""
         if self._graph_runner is not None:

@@ -106,7 +106,7 @@ def lean_forward(policy: Policy, members: Members | None = None) -> LeanForward 
         layout = PackedLayout.build([(10, (CHECKED_TOKENS - 10,))], device=weight.device)
         tokens_T = torch.arange(3, 3 + CHECKED_TOKENS) % weight.shape[0]
         positions_T = torch.arange(CHECKED_TOKENS)
-        with policy.reference() if members else nullcontext(policy) as compared:
+        with policy.without_adapter() if members else nullcontext(policy) as compared:
             own_TM = compared.hidden(tokens_T, positions_T, layout)
         difference = lean.hidden(tokens_T, positions_T, layout) - own_TM
         return lean if difference.norm() <= 1e-4 * own_TM.norm() else None

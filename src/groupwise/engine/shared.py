@@ -93,14 +93,30 @@ def rank_of(layer: Any) -> int:
     return int(layer.r[name])
 
 
+def one_rank(policy: Policy) -> int:
+    """The rank of every adapter; several are not mixed."""
+    ranks = {rank_of(layer) for layer in policy.model.modules() if is_adapted(layer)}
+    assert len(ranks) == 1, "adapters of one rank only"
+    return ranks.pop()
+
+
+class Product(Protocol):
+    """Linear layers of one input as one product; `own` says whose adapter each row takes."""
+
+    def __call__(self, x_TI: Tensor, own: Tensor | None = None, /) -> Tensor: ...
+
+    def refresh(self) -> None: ...
+
+
 class MakeMatrix(Protocol):
     """Makes one product of linear layers that share an input."""
 
-    def __call__(self, *parts: Any) -> Matrix | SharedMatrix: ...
+    def __call__(self, *parts: Any) -> Product: ...
 
 
 OwnColumns = Callable[[Any], Tensor | None]
-"""From a layout to own_TS: 1 in the columns of each row's own adapter and 0 elsewhere; None: no adapters."""
+"""From a layout to what says whose adapter each row takes; None: no adapters. Here that is own_TS, with 1 in
+the columns of a row's own adapter and 0 elsewhere."""
 
 
 def matrices_for(policy: Policy, members: Members | None) -> tuple[MakeMatrix, OwnColumns]:
@@ -108,9 +124,7 @@ def matrices_for(policy: Policy, members: Members | None) -> tuple[MakeMatrix, O
     like = policy.head_weight
     if members is None:
         return partial(Matrix, like=like), lambda layout: None
-    ranks = {rank_of(layer) for layer in policy.model.modules() if is_adapted(layer)}
-    assert len(ranks) == 1, "adapters of one rank only"
-    numbers_S = torch.arange(len(members)).repeat_interleave(ranks.pop()).to(like.device)
+    numbers_S = torch.arange(len(members)).repeat_interleave(one_rank(policy)).to(like.device)
 
     def own(layout: Any) -> Tensor | None:
         adapter_T: Tensor | None = getattr(layout, "adapter_T", None)

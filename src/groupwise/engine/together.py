@@ -44,7 +44,7 @@ class TogetherEngine:
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Answers:
         """Return each request's completions, in the order of its seeds."""
         if self._share(requests):
-            return self._shared.generate(requests, sampling)
+            return self._mixed(requests, sampling)
         answers, broken = self._one_by_one(requests, sampling)
         if broken:
             raise InvariantError(next(iter(broken.values())))
@@ -58,7 +58,7 @@ class TogetherEngine:
         """
         if self._share(requests):
             try:
-                return self._shared.generate(requests, sampling), {}
+                return self._mixed(requests, sampling), {}
             except InvariantError:
                 self._shared.release()  # what a broken member left in the cache stays broken
         return self._one_by_one(requests, sampling)
@@ -69,8 +69,18 @@ class TogetherEngine:
 
     def alone(self, number: int, requests: Sequence[Request], sampling: Sampling) -> Answers:
         """One member's answers by themselves, its adapter folded into the weights."""
+        self._make_room(self._shared)
         self.members.put_in_place(number)
         return self._alone.generate(requests, sampling)
+
+    def _mixed(self, requests: Sequence[Request], sampling: Sampling) -> Answers:
+        self._make_room(self._alone)
+        return self._shared.generate(requests, sampling)
+
+    def _make_room(self, other: Engine) -> None:
+        """On a GPU a cache takes what is free, so there is one at a time."""
+        if self.members.policy.device.type == "cuda":
+            other.release()
 
     def _one_by_one(self, requests: Sequence[Request], sampling: Sampling) -> tuple[Answers, dict[int, str]]:
         answers: Answers = [[] for _ in requests]

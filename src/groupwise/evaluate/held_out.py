@@ -21,6 +21,7 @@ from groupwise.rewards.score import score_group
 from groupwise.tasks.task import Task
 
 if TYPE_CHECKING:
+    from groupwise.parallel.processes import Processes
     from groupwise.rollout.collect import Codec, Generate, Tools
 
 
@@ -135,29 +136,35 @@ def evaluate(
     seed: int,
     seconds: float,
     tools: Tools | None = None,
+    processes: Processes | None = None,
 ) -> Evaluation:
     """Answer every example once greedily and `samples` times as in training, and score the answers.
 
-    The same seed gives the same noise whenever it is called, so two evaluations can be paired.
+    The same seed gives the same noise whenever it is called, so two evaluations can be paired. Several
+    processes each answer a share of the examples, and all return the whole.
     """
     # Not above: who only reads evaluations need not wait for torch.
+    from groupwise.parallel.processes import Processes
     from groupwise.rollout.collect import collect
 
+    processes = processes or Processes()
+
     def answers(how: Sampling, count: int) -> list[Group]:
-        groups = collect(
-            examples,
-            ask=task.ask,
-            codec=codec,
-            engine=engine,
-            sampling=how,
-            group_size=count,
-            seed_parts=(seed, "evaluate"),
-            tools=tools,
-        )
-        return [
-            score_group(group, rewards=task.rewards, weights=task.weights, seconds=seconds)
-            for group in groups
-        ]
+        own: list[Group] = []
+        with processes.together():
+            own = collect(
+                examples,
+                ask=task.ask,
+                codec=codec,
+                engine=engine,
+                sampling=how,
+                group_size=count,
+                seed_parts=(seed, "evaluate"),
+                tools=tools,
+                share=processes.share,
+            )
+            own = [score_group(g, rewards=task.rewards, weights=task.weights, seconds=seconds) for g in own]
+        return processes.joined(own)
 
     greedy = answers(replace(sampling, temperature=0.0), 1)
     sampled = answers(sampling, samples)

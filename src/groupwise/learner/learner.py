@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -16,23 +16,41 @@ from groupwise.config.sections import AlgoConfig, OptimConfig
 from groupwise.errors import ConfigError
 from groupwise.invariants import check_finite, check_gap
 from groupwise.learner.optimizer import clipped_step, make_optimizer
-from groupwise.learner.part import Part
+from groupwise.learner.part import Done, Part
 from groupwise.learner.passes import pass_tokens
+from groupwise.learner.rows import row_logprobs
 from groupwise.learner.schedule import learning_rate
-from groupwise.model.logprobs import token_logprobs
+from groupwise.model.context import Context
 from groupwise.model.memory import total_memory
 from groupwise.model.policy import Policy
+from groupwise.parallel.balance import dealt_out
+from groupwise.parallel.gradients import sum_gradients
+from groupwise.parallel.processes import Processes
 from groupwise.records import Sample, Sampling
 from groupwise.tracking.log import LOGGER
+
+GPU_LOGITS_BYTES = 2 << 30
+"""More than a chunk of logits and its gradient take on a GPU."""
 
 
 class Learner:
     """The optimizer and everything between a sample and a gradient."""
 
     def __init__(
-        self, policy: Policy, *, algo: AlgoConfig, optim: OptimConfig, sampling: Sampling, max_steps: int
+        self,
+        policy: Policy,
+        *,
+        algo: AlgoConfig,
+        optim: OptimConfig,
+        sampling: Sampling,
+        max_steps: int,
+        processes: Processes | None = None,
+        context: Context | None = None,
     ) -> None:
         self.policy = policy
+        self.context = context
+        """Set when every row is spread over all processes, rather than each computing rows of its own."""
+        self.processes = processes or Processes()
         self.algo = algo
         self.optim = optim
         self.sampling = sampling
@@ -59,7 +77,8 @@ class Learner:
         """Make this step's optimizer steps.
 
         `sequences` and `tokens` count the whole batch, also what is not computed because its
-        advantage is 0: they are the loss's denominators.
+        advantage is 0: they are the loss's denominators. Every process is given all samples and
+        computes a share; as losses are sums, so is the gradient.
         """
         self.seen = {}
         if not samples:
@@ -71,12 +90,18 @@ class Learner:
         norms: list[float] = []
         for _ in range(self.optim.epochs):
             for parts in minibatches:
-                done = self._accumulate(parts)
-                reports += [metrics for _, metrics in done]
-                losses.append(sum(loss for loss, _ in done))
+                own = Done(0.0, {})
+                with self.processes.together():
+                    done = [found for found in self._accumulate(parts) if found is not None]
+                    own = Done(sum(loss for loss, _ in done), merge(metrics for _, metrics in done))
+                everyone = self.processes.gather(own.on_cpu())
+                if self.context is not None:
+                    everyone = everyone[:1]  # all have computed the same, together
+                total = merge(each.metrics for each in everyone)
+                reports.append(total)
+                losses.append(sum(each.loss for each in everyone))
                 check_finite("the loss", losses[-1])
-                gap = averages(merge(metrics for _, metrics in done))["policy/gap"]
-                check_gap(gap, limit=self.algo.max_gap)
+                check_gap(averages(total)["policy/gap"], limit=self.algo.max_gap)
                 norms.append(self._step())
         return {
             **averages(merge(reports)),
@@ -85,6 +110,16 @@ class Learner:
             "policy/updates": float(len(norms)),
             "optim/learning_rate": self.rate(self.updates - 1),
         }
+
+    def seen_by_all(self) -> dict[tuple[int, int], list[float]]:
+        """Return what `seen` holds in any process."""
+        return {which: own for seen in self.processes.gather(self.seen) for which, own in seen.items()}
+
+    @property
+    def most_bytes(self) -> int:
+        """What an update may take beside the weights, generously: activations, logits, gradients, moments."""
+        trained = sum(p.numel() for p in self.policy.trainable().values())
+        return self.micro_batch_tokens * self.policy.activation_bytes + GPU_LOGITS_BYTES + 16 * trained
 
     def rate(self, update: int) -> float:
         assert self.optim.learning_rate is not None
@@ -111,12 +146,7 @@ class Learner:
             # Before the first update the old policy is the policy now, unless dropout makes it another.
             old_pass = bool(prepared) or self.optim.epochs > 1 or self.policy.has_dropout
             parts: list[Part] = []
-            for indices in micro_batches(minibatch, budget=self.micro_batch_tokens):
-                part = Part.build(
-                    [minibatch[i] for i in indices],
-                    [sample_weights[i] for i in indices],
-                    device=self.policy.device,
-                )
+            for part in self._parts(minibatch, sample_weights):
                 parts.append(
                     replace(
                         part,
@@ -127,15 +157,30 @@ class Learner:
             prepared.append(parts)
         return prepared
 
+    def _parts(self, minibatch: Sequence[Sample], weights: Sequence[float]) -> Iterator[Part]:
+        """Yield the passes that make up this process's share of a mini-batch."""
+        if self.context is not None:
+            shares = [list(range(len(minibatch)))] * self.processes.count
+        else:
+            shares = dealt_out(minibatch, self.processes.count)
+        passes = [
+            [[share[i] for i in indices] for indices in micro_batches(own, budget=self.micro_batch_tokens)]
+            for share in shares
+            for own in [[minibatch[i] for i in share]]
+        ]
+        for indices in passes[self.processes.rank]:
+            yield Part.build(
+                [minibatch[i] for i in indices], [weights[i] for i in indices], device=self.policy.device
+            )
+        if self.policy.shards is not None:
+            # A divided layer computes only where all processes do: whoever is done goes on for nothing.
+            for _ in range(max(map(len, passes)) - len(passes[self.processes.rank])):
+                yield replace(Part.build(minibatch[:1], [0.0], device=self.policy.device), idle=True)
+
     def _logprobs(self, policy: Policy, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        hidden_TM = policy.hidden(batch.tokens_T, batch.positions_T, batch.layout)
-        return token_logprobs(
-            hidden_TM.index_select(0, batch.predictor_N),
-            policy.head_weight,
-            policy.head_bias,
-            batch.targets_N,
-            self.sampling,
-            entropy_gradient=self.algo.entropy_bonus != 0,
+        entropy_gradient = self.algo.entropy_bonus != 0
+        return row_logprobs(
+            policy, batch, self.sampling, entropy_gradient=entropy_gradient, context=self.context
         )
 
     @torch.no_grad()
@@ -151,7 +196,7 @@ class Learner:
         with self.policy.reference() as reference:
             return self._fixed_logprobs(reference, batch)
 
-    def _accumulate(self, parts: list[Part]) -> list[tuple[float, dict[str, Tensor]]]:
+    def _accumulate(self, parts: list[Part]) -> list[tuple[float, dict[str, Tensor]] | None]:
         """Add up a mini-batch's gradient; where memory runs out, from the start with smaller passes.
 
         What a pass leaves behind when it fails is unknown, so all of it is thrown away; the smaller passes
@@ -161,6 +206,11 @@ class Learner:
             try:
                 return [self._backward(part) for part in parts]
             except torch.OutOfMemoryError as error:
+                if self.policy.shards is not None or self.context is not None:
+                    raise ConfigError(
+                        "the update does not fit into memory: set a smaller optim.micro_batch_tokens "
+                        f"(now {self.micro_batch_tokens}) or model.gradient_checkpointing=true"
+                    ) from error
                 if all(len(part.members) == 1 for part in parts):
                     raise ConfigError(
                         "a single answer is too long for the memory: "
@@ -177,7 +227,7 @@ class Learner:
                 self.micro_batch_tokens,
             )
 
-    def _backward(self, part: Part) -> tuple[float, dict[str, Tensor]]:
+    def _backward(self, part: Part) -> tuple[float, dict[str, Tensor]] | None:
         batch = part.batch
         logprobs_N, entropy_N = self._logprobs(self.policy, batch)
         loss, metrics = policy_loss(
@@ -194,6 +244,8 @@ class Learner:
             self.settings,
         )
         loss.backward()  # type: ignore[no-untyped-call]
+        if part.idle:
+            return None
         each = torch.split(logprobs_N.detach().float().cpu(), [sample.length for sample in part.members])
         for sample, own_N in zip(part.members, each, strict=True):
             self.seen[sample.group, sample.member] = own_N.tolist()
@@ -201,6 +253,7 @@ class Learner:
 
     def _step(self) -> float:
         """Make one optimizer step and count it; returns the gradient's norm before clipping."""
+        sum_gradients(self.processes, self.policy)
         rate = self.rate(self.updates)
         norm = clipped_step(self.policy, self.optimizer, rate=rate, max_grad_norm=self.optim.max_grad_norm)
         self.updates += 1

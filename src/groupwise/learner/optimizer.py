@@ -17,7 +17,7 @@ from groupwise.model.policy import Policy
 def make_optimizer(policy: Policy, optim: OptimConfig) -> torch.optim.Optimizer:
     """AdamW over what the policy trains: fused, with its state in eight bits, or in main memory."""
     assert optim.learning_rate is not None, "the config is resolved before a run starts"
-    parameters = list(policy.trainable().values())
+    parameters = list(policy.owned().values())
     settings: dict[str, Any] = {
         "lr": optim.learning_rate,
         "betas": (optim.beta1, optim.beta2),
@@ -79,11 +79,23 @@ def clipped_step(
     policy: Policy, optimizer: torch.optim.Optimizer, *, rate: float, max_grad_norm: float
 ) -> float:
     """Clip, step, forget the gradient; returns its norm before clipping. A limit of 0 clips nothing."""
-    limit = max_grad_norm or float("inf")
-    norm = float(torch.nn.utils.clip_grad_norm_(list(policy.trainable().values()), limit))
+    norm = clip(policy, max_grad_norm or float("inf"))
     check_finite("the gradient norm", norm)
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    policy.version += 1
     return norm
+
+
+def clip(policy: Policy, limit: float) -> float:
+    """Scale the gradient down to `limit` where it is larger; returns its norm before."""
+    if policy.shards is None:
+        return float(torch.nn.utils.clip_grad_norm_(list(policy.trainable().values()), limit))
+    policy.shards.take_gradients()
+    owned = list(policy.owned().values())
+    whole = [p.grad for n, p in policy.owned().items() if n not in policy.shards.parts and p.grad is not None]
+    norm = policy.shards.norm(whole)
+    torch.nn.utils.clip_grads_with_norm_(owned, limit, norm)
+    return float(norm)

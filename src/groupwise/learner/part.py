@@ -13,6 +13,18 @@ from groupwise.invariants import check_targets
 from groupwise.records import Sample
 
 
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What a mini-batch's passes found: the loss, and sums over tokens."""
+
+    loss: float
+    metrics: dict[str, Tensor]
+
+    def on_cpu(self) -> Done:
+        """The same, ready to travel to other processes."""
+        return replace(self, metrics={name: value.cpu() for name, value in self.metrics.items()})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """A micro-batch with what the loss needs besides."""
@@ -23,6 +35,8 @@ class Part:
     batch: MicroBatch
     old_N: Tensor | None = None
     reference_N: Tensor | None = None
+    idle: bool = False
+    """Computed only because others compute meanwhile: it weighs nothing and is not counted."""
 
     @classmethod
     def build(cls, members: Sequence[Sample], weights: Sequence[float], *, device: torch.device) -> Part:

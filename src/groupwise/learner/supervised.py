@@ -14,6 +14,9 @@ from groupwise.learner.optimizer import clipped_step, make_optimizer
 from groupwise.learner.schedule import learning_rate
 from groupwise.model.logprobs import token_logprobs
 from groupwise.model.policy import Policy
+from groupwise.parallel.balance import dealt_out
+from groupwise.parallel.gradients import sum_gradients
+from groupwise.parallel.processes import Processes
 from groupwise.records import Sample, Sampling
 
 
@@ -40,8 +43,11 @@ def masked_sample(tokens: Sequence[int], trained: Sequence[bool], *, group: int)
 class Imitator:
     """The optimizer of a warm start: samples in, new weights and a report out."""
 
-    def __init__(self, policy: Policy, *, optim: OptimConfig, max_steps: int) -> None:
+    def __init__(
+        self, policy: Policy, *, optim: OptimConfig, max_steps: int, processes: Processes | None = None
+    ) -> None:
         self.policy = policy
+        self.processes = processes or Processes()
         self.optim = optim
         self.micro_batch_tokens = optim.micro_batch_tokens or suited_tokens(policy)
         self.total_updates = max_steps
@@ -52,7 +58,8 @@ class Imitator:
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Make one optimizer step on the mean negative log-probability a token."""
         self.policy.model.train()
-        loss = mean_loss(self.policy, samples, micro_batch_tokens=self.micro_batch_tokens, backward=True)
+        loss = self._mean_loss(samples, backward=True)
+        sum_gradients(self.processes, self.policy)
         rate = self.rate(self.updates)
         norm = clipped_step(self.policy, self.optimizer, rate=rate, max_grad_norm=self.optim.max_grad_norm)
         self.updates += 1
@@ -72,7 +79,21 @@ class Imitator:
     def loss(self, samples: Sequence[Sample]) -> float:
         """Return the mean negative log-probability a token, without dropout and without learning."""
         self.policy.model.eval()
-        return mean_loss(self.policy, samples, micro_batch_tokens=self.micro_batch_tokens, backward=False)
+        return self._mean_loss(samples, backward=False)
+
+    def _mean_loss(self, samples: Sequence[Sample], *, backward: bool) -> float:
+        """The loss of all samples, of which each process computes a share."""
+        own = 0.0
+        with self.processes.together():
+            share = dealt_out(samples, self.processes.count)[self.processes.rank]
+            own = mean_loss(
+                self.policy,
+                [samples[i] for i in share],
+                tokens=sum(sample.length for sample in samples),
+                micro_batch_tokens=self.micro_batch_tokens,
+                backward=backward,
+            )
+        return sum(self.processes.gather(own))
 
 
 def supervised_step(
@@ -86,14 +107,16 @@ def supervised_step(
 ) -> float:
     """Make one optimizer step on the mean negative log-probability a token, which is returned."""
     policy.model.train()
-    loss = mean_loss(policy, samples, micro_batch_tokens=micro_batch_tokens, backward=True)
+    tokens = sum(sample.length for sample in samples)
+    loss = mean_loss(policy, samples, tokens=tokens, micro_batch_tokens=micro_batch_tokens, backward=True)
     clipped_step(policy, optimizer, rate=rate, max_grad_norm=max_grad_norm)
     return loss
 
 
-def mean_loss(policy: Policy, samples: Sequence[Sample], *, micro_batch_tokens: int, backward: bool) -> float:
-    """Return the mean negative log-probability of the trained tokens; `backward` also adds its gradient."""
-    tokens = sum(sample.length for sample in samples)
+def mean_loss(
+    policy: Policy, samples: Sequence[Sample], *, tokens: int, micro_batch_tokens: int, backward: bool
+) -> float:
+    """Return the negative log-probability of what is trained, over `tokens`; `backward` adds its gradient."""
     total = 0.0
     for indices in micro_batches(samples, budget=micro_batch_tokens):
         batch = pack([samples[i] for i in indices], device=policy.device)

@@ -20,8 +20,10 @@ PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
 def shorten_gates(model: nn.Module) -> None:
     """Give every module that computes a plain gated SiLU the shorter memory; others stay as they are."""
+    # Weights that are quantized are of another type and shape than what they stand for.
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     for module in model.modules():
-        if all(hasattr(module, part) for part in PARTS) and _same(module):
+        if all(hasattr(module, part) for part in PARTS) and _same(module, dtype):
             module.forward = MethodType(_forward, module)
 
 
@@ -32,15 +34,15 @@ def _forward(module: Any, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _same(module: Any) -> bool:
+def _same(module: Any, dtype: torch.dtype) -> bool:
     """Whether the module is what its attributes look like: some gate with another function, for one."""
-    weight = module.down_proj.weight
-    x_NM = torch.linspace(-2.0, 3.0, 2 * weight.shape[0]).view(2, -1).to(weight)
     try:
+        x_NM = torch.linspace(-2.0, 3.0, 2 * module.gate_proj.in_features).view(2, -1)
+        x_NM = x_NM.to(dtype=dtype, device=module.down_proj.weight.device)
         own_NM, short_NM = module(x_NM), _forward(module, x_NM)
     except (TypeError, RuntimeError, AttributeError):
         return False
-    return bool((own_NM - short_NM).norm() <= 16 * torch.finfo(weight.dtype).eps * own_NM.norm())
+    return bool((own_NM - short_NM).norm() <= 16 * torch.finfo(dtype).eps * own_NM.norm())
 
 
 class _GatedSiLU(torch.autograd.Function):

@@ -6,17 +6,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from groupwise.errors import ConfigError
 from groupwise.model.codec import Codec
 from groupwise.model.head import float_logits
 from groupwise.model.interface import Layout
 from groupwise.model.lora import base_of, effective_weight, is_adapted
 from groupwise.model.memory import free_memory
 from groupwise.model.quantized import is_quantized
+
+if TYPE_CHECKING:
+    from groupwise.model.sharded import Shards
 
 
 class Policy(Codec):
@@ -33,6 +37,10 @@ class Policy(Codec):
         self.anchor: Mapping[str, Tensor] | None = None
         """What the reference has in the place of the trained weights; None: those before training."""
         self.end_tokens = _end_tokens(self._causal, tokenizer)
+        self.shards: Shards | None = None
+        """Set when the policy is divided among processes."""
+        self.version = 0
+        """Grows with every update: a generator elsewhere sees by it that it needs new weights."""
 
     @cached_property
     def unpacks(self) -> bool:
@@ -140,11 +148,17 @@ class Policy(Codec):
             with self.holding(self.anchor):
                 yield self
         elif self.has_adapter:
-            with self.model.disable_adapter():
+            with self.without_adapter():
                 yield self
         else:
             assert self._frozen is not None, "full fine-tuning with a KL penalty loads a frozen copy"
             yield Policy(self._frozen, self.tokenizer)
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[Policy]:
+        """The base alone, for as long as the block lasts."""
+        with self.model.disable_adapter():
+            yield self
 
     @contextmanager
     def holding(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
@@ -191,10 +205,39 @@ class Policy(Codec):
         """Trained parameters by name, in a stable order; tied weights once."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def save(self, folder: Path, *, tokenizer: bool = True) -> None:
+    def owned(self) -> dict[str, nn.Parameter]:
+        """What this process's optimizer steps on, by name: trained parameters, or its parts of them."""
+        parts = {} if self.shards is None else self.shards.parts
+        return {name: parts.get(name, parameter) for name, parameter in self.trainable().items()}
+
+    def divide(self) -> None:
+        """Divide the decoder's layers among the processes of this run."""
+        from groupwise.model.sharded import Shards
+
+        if self.unpacked_bytes:
+            raise ConfigError("quantized weights cannot be divided among processes: use run.parallel=ddp")
+        self.shards = Shards(self.model, self._decoder, device=self.device)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """While the block lasts, this process can use the modules alone; a divided policy is gathered."""
+        if self.shards is None:
+            yield
+        else:
+            with self.shards.whole():
+                yield
+
+    def gathered(self) -> dict[str, Tensor] | None:
+        """A divided policy whole, for files; all processes come by here. None: it is not divided."""
+        return None if self.shards is None else self.shards.gathered_state(self.model)
+
+    def save(
+        self, folder: Path, *, gathered: dict[str, Tensor] | None = None, tokenizer: bool = True
+    ) -> None:
         """Write the adapter or the whole model in Hugging Face layout, with its tokenizer."""
         # PEFT would look the base model up online to see whether embeddings changed; they never do.
-        self.model.save_pretrained(folder, **({"save_embedding_layers": False} if self.has_adapter else {}))
+        options: dict[str, Any] = {"save_embedding_layers": False} if self.has_adapter else {}
+        self.model.save_pretrained(folder, state_dict=gathered, **options)
         if tokenizer:
             self.tokenizer.save_pretrained(folder)
 

@@ -51,8 +51,9 @@ def summary_of(
     best = story.best
     who = "" if best is None else f"; the best is member {best.name}"
     elite = folder.path / ELITE
+    options = "".join(f" task.options.{name}={value}" for name, value in config.task.options.items())
     commands = [
-        (f"groupwise eval {elite} --task {config.task.name}", "measures the best member again"),
+        (f"groupwise eval {elite} --task {config.task.name}{options}", "measures the best member again"),
         (f"groupwise chat {elite}", "talks to it"),
     ]
     if not done:

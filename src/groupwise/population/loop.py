@@ -11,6 +11,7 @@ from groupwise.population.search import Search
 from groupwise.tasks import Task, leave_task_file, load_task
 from groupwise.tracking.display import open_display
 from groupwise.tracking.trackers import tracker_names
+from groupwise.training.start import command_of
 
 
 def evolve(config: Config, *, resume: Path | None = None, task: Task | None = None) -> Path:
@@ -18,7 +19,7 @@ def evolve(config: Config, *, resume: Path | None = None, task: Task | None = No
     if task is not None:
         leave_task_file(task)
     if config.run.kind != "evolve":
-        raise ConfigError("these are not the settings of a population: groupwise train goes on with them")
+        raise ConfigError(f"these settings are for another command: groupwise {command_of(config)}")
     config = config.resolve()
     task = task or load_task(config.task)
     refuse_what_cannot_be_shared(config, task)

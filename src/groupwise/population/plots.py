@@ -12,6 +12,9 @@ from groupwise.report.plots import COLOURS, INK, MUTED
 from groupwise.tracking.files import write_atomically
 from groupwise.tracking.run_folder import RunFolder
 
+FAR = 10
+"""Values further apart than this, as a ratio, are drawn by their logarithm."""
+
 
 def write_plots(folder: RunFolder, story: Story) -> None:
     """Write both pictures; nothing where nobody was measured."""
@@ -56,9 +59,11 @@ def values(story: Story) -> bytes:
             for member in snapshot.members:
                 courses[member["place"]].append((snapshot.step, member["values"][name]))
         for place, points in sorted(courses.items()):
-            steps, heights = zip(*points, strict=True)
-            axes.step(steps, heights, where="post", color=COLOURS[place % len(COLOURS)], linewidth=1.6)
-        if min(v for points in courses.values() for _, v in points) > 0:
+            # A measurement is of the steps before it.
+            steps, heights = zip((0, points[0][1]), *points, strict=True)
+            axes.step(steps, heights, where="pre", color=COLOURS[place % len(COLOURS)], linewidth=1.6)
+        seen = [value for points in courses.values() for _, value in points]
+        if min(seen) > 0 and max(seen) > FAR * min(seen):
             axes.set_yscale("log")
         tidy(axes, short(name), last=index == len(names) - 1)
     return as_png(figure)
@@ -72,7 +77,8 @@ def new_figure(width: float, height: float) -> Any:
 
 def tidy(axes: Any, title: str, *, last: bool = True) -> None:
     axes.set_title(title, loc="left", size=9, color=INK)
-    axes.tick_params(labelsize=8, colors=MUTED)
+    axes.tick_params(which="both", labelsize=8, colors=MUTED)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     if last:
         axes.set_xlabel("step", size=8, color=MUTED)
     for side in ("top", "right"):

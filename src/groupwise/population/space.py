@@ -72,9 +72,9 @@ class Space:
         return {name: self.fit(name, current(name, config, task)) for name in self.bounds}
 
     def spread(self, count: int, *, seed: int) -> list[Values]:
-        """Draw values for so many members, spread out: of each setting, one from every equal part of its range.
+        """Draw values for so many members: of each setting, one from every equal part of its range.
 
-        Ranges are divided by their logarithm where both bounds are above 0 (Latin hypercube, McKay et al. 1979).
+        Ranges are divided by their logarithm where both bounds are above 0 (Latin hypercube, McKay 1979).
         """
         drawn: list[Values] = [{} for _ in range(count)]
         for name, (low, high) in self.bounds.items():

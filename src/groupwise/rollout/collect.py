@@ -77,15 +77,19 @@ def collect(
     group_size: int,
     seed_parts: tuple[int | str, ...],
     tools: Tools | None = None,
+    share: slice = slice(None),
 ) -> list[Group]:
-    """Return one group for each example.
+    """Return one group for each example, or for those in `share`: other processes answer the others.
 
     A member's noise derives from `seed_parts` (run seed, step, …), the example, the member and the
     turn, so it does not depend on what else is generated beside it.
     """
+    which = list(_numbered(examples))[share]
+    examples = examples[share]
     if tools is not None:
         return collect_turns(
             examples,
+            which=which,
             ask=ask,
             codec=codec,
             engine=engine,
@@ -94,7 +98,9 @@ def collect(
             seed_parts=seed_parts,
             tools=tools,
         )
-    prompts, requests = asked(examples, ask=ask, codec=codec, group_size=group_size, seed_parts=seed_parts)
+    prompts, requests = asked(
+        examples, ask=ask, codec=codec, group_size=group_size, seed_parts=seed_parts, which=which
+    )
     return answered(examples, prompts, requests, engine.generate(requests, sampling), codec=codec)
 
 
@@ -105,15 +111,20 @@ def asked(
     codec: Codec,
     group_size: int,
     seed_parts: tuple[int | str, ...],
+    which: Sequence[tuple[str, int]] | None = None,
 ) -> tuple[list[Prompt], list[Request]]:
-    """What is asked about each example, and the request for it: the part of `collect` before the engine."""
+    """What is asked about each example, and the request for it: the part of `collect` before the engine.
+
+    `which`: how they are numbered where they are some of more.
+    """
+    which = list(_numbered(examples)) if which is None else which
     prompts = [ask(example) for example in examples]
     requests = [
         Request(
             prompt=codec.encode(prompt),
-            seeds=tuple(derive_seed(*seed_parts, *which, member) for member in range(group_size)),
+            seeds=tuple(derive_seed(*seed_parts, *own, member) for member in range(group_size)),
         )
-        for prompt, which in zip(prompts, _numbered(examples), strict=True)
+        for prompt, own in zip(prompts, which, strict=True)
     ]
     return prompts, requests
 
@@ -142,6 +153,7 @@ def answered(
 def collect_turns(
     examples: Sequence[Example],
     *,
+    which: Sequence[tuple[str, int]],
     ask: Callable[[Example], str | Sequence[Message]],
     codec: Any,
     engine: Generate,
@@ -152,7 +164,6 @@ def collect_turns(
 ) -> list[Group]:
     """The same for rollouts that may call tools and go on."""
     prompts = [ask(example) for example in examples]
-    which = list(_numbered(examples))
     schemas = tools.toolbox.schemas
     streams = [
         [Stream(tokens, prompt, member, tools.fresh_state(example)) for member in range(group_size)]

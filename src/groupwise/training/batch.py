@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from groupwise.algo.samples import batch_size, to_samples
 from groupwise.config.sections import Config
 from groupwise.errors import InvariantError
 from groupwise.invariants import check_disjoint
+from groupwise.parallel.processes import Processes
 from groupwise.records import Example, Group, Sample
 from groupwise.rewards.judge import spent_by_judges
 from groupwise.rewards.score import score_group
@@ -51,8 +53,18 @@ class Batch:
 class Collector:
     """Makes batches; holds what does not change between steps."""
 
-    def __init__(self, config: Config, *, task: Task, split: Split, codec: Codec, engine: Generate) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        task: Task,
+        split: Split,
+        codec: Codec,
+        engine: Generate,
+        processes: Processes | None = None,
+    ) -> None:
         self.config = config
+        self.processes = processes or Processes()
         self.task = task
         self.split = split
         self.codec = codec
@@ -96,7 +108,7 @@ class Collector:
             rollout_seconds=times.rollout,
             reward_seconds=times.reward,
             tool_seconds=times.tools,
-            judged=spent_by_judges(self.task.rewards) - spent,
+            judged=sum(self.processes.gather(spent_by_judges(self.task.rewards) - spent), Counter()),
         )
 
     def samples(self, batch: Batch) -> tuple[list[Sample], int, int]:
@@ -119,8 +131,19 @@ class Collector:
     def _answer(
         self, examples: Sequence[Example], *, step: int, drawn: Sequence[Group], times: Times
     ) -> list[Group]:
-        """Answer and score the examples; `drawn` are the step's earlier groups."""
+        """Answer and score the examples, each process its share; `drawn` are the step's earlier groups."""
+        own = Answered()
+        with self.processes.together():
+            own = self._answer_share(examples, step=step, drawn=drawn)
+        slowest = self.processes.gather(own.times)
+        times.rollout += max(each.rollout for each in slowest)
+        times.reward += max(each.reward for each in slowest)
+        times.tools += max(each.tools for each in slowest)
+        return self.processes.joined(own.groups)
+
+    def _answer_share(self, examples: Sequence[Example], *, step: int, drawn: Sequence[Group]) -> Answered:
         check_disjoint((self.task.asks(example) for example in examples), self.held_out)
+        times = Times()
         started = time.perf_counter()
         groups = collect(
             examples,
@@ -132,19 +155,23 @@ class Collector:
             # The count tells apart one example drawn in two rounds of a step.
             seed_parts=(self.config.run.seed, "train", step, len(drawn)),
             tools=self.tools,
+            share=self.processes.share,
         )
         answered = time.perf_counter()
         if self.tools is not None:
-            times.tools += self.tools.toolbox.seconds_since_asked()
+            times.tools = self.tools.toolbox.seconds_since_asked()
         scored: list[Group] = []
+        enough = self.config.task.max_failed * (
+            rollouts_in(drawn) + len(examples) * self.config.rollout.group_size
+        )
         for group in groups:
             scored.append(self.score(group))
             # Slow failures, such as time-outs, are not waited for once there are too many.
-            if failures((*drawn, *scored)) > self.config.task.max_failed * rollouts_in((*drawn, *groups)):
+            if failures((*drawn, *scored)) > enough:
                 break
-        times.rollout += answered - started
-        times.reward += time.perf_counter() - answered
-        return scored
+        times.rollout = answered - started
+        times.reward = time.perf_counter() - answered
+        return Answered(scored, times)
 
     def score(self, group: Group) -> Group:
         """Reward the answers of a group and compare them."""
@@ -170,6 +197,14 @@ class Times:
     rollout: float = 0.0
     reward: float = 0.0
     tools: float = 0.0
+
+
+@dataclass(slots=True)
+class Answered:
+    """What one process has of a round."""
+
+    groups: list[Group] = field(default_factory=list)
+    times: Times = field(default_factory=Times)
 
 
 def check_failures(batch: Batch, *, limit: float) -> None:

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from groupwise.config.sections import Config
+from groupwise.engine.engine import Engine
+from groupwise.engine.vllm import VllmEngine
 from groupwise.evaluate.held_out import Evaluation, compare, evaluate
 from groupwise.evaluate.saved import read_evaluation, write_evaluation
 from groupwise.invariants import check_undisturbed
 from groupwise.model.policy import Policy
+from groupwise.parallel.processes import Processes
 from groupwise.records import Example
-from groupwise.rollout.collect import Generate, Tools
+from groupwise.rollout.collect import Tools
 from groupwise.tasks import Task
 from groupwise.tracking.run_folder import RunFolder, step_name
 from groupwise.training.state import Optimizing, State, fingerprint
@@ -29,10 +32,12 @@ class Examiner:
         task: Task | None,
         examples: Sequence[Example],
         codec: Policy,
-        engine: Generate,
+        engine: Engine | VllmEngine,
         folder: RunFolder,
+        processes: Processes | None = None,
     ) -> None:
         self.config = config
+        self.processes = processes or Processes()
         self.task = task
         self.examples = () if config.evaluate.skip else examples
         self.codec = codec
@@ -60,18 +65,21 @@ class Examiner:
         assert self.task is not None, "without a task there are no examples"
         ends = {0: BEFORE, self.config.run.max_steps: AFTER}
         untouched = fingerprint(self.codec, learner)
-        result = evaluate(
-            self.task,
-            self.examples if step in ends else self.examples[: self.config.evaluate.during],
-            codec=self.codec,
-            engine=self.engine,
-            sampling=self.config.rollout.sampling,
-            samples=self.config.evaluate.samples,
-            seed=self.config.run.seed,
-            seconds=self.config.task.reward_seconds,
-            tools=self.tools,
-        )
-        check_undisturbed(untouched, fingerprint(self.codec, learner))
+        with self.engine.ready():
+            result = evaluate(
+                self.task,
+                self.examples if step in ends else self.examples[: self.config.evaluate.during],
+                codec=self.codec,
+                engine=self.engine,
+                sampling=self.config.rollout.sampling,
+                samples=self.config.evaluate.samples,
+                seed=self.config.run.seed,
+                seconds=self.config.task.reward_seconds,
+                tools=self.tools,
+                processes=self.processes,
+            )
+        with self.processes.together():
+            check_undisturbed(untouched, fingerprint(self.codec, learner))
         about: dict[str, object] = {"step": step, "seed": self.config.run.seed}
         if step == 0:
             self.before = result
@@ -79,5 +87,6 @@ class Examiner:
             about["change"] = {name: asdict(change) for name, change in compare(self.before, result).items()}
         if step in ends and step > 0:
             self.after = result
-        write_evaluation(self.folder.evaluations, ends.get(step, step_name(step)), result, about=about)
+        name = ends.get(step, step_name(step))
+        self.processes.lead(lambda: write_evaluation(self.folder.evaluations, name, result, about=about))
         return result

@@ -16,8 +16,10 @@ class Interrupt:
     run as interrupted: a KeyboardInterrupt, or the end of the process.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, say: Callable[[str], None], *, launched: bool = False) -> None:
         self.held_back: int | None = None
+        self._echoes = 1 if launched else 0
+        """A launcher passes on what the terminal has told its processes already."""
         self._say = say
         self._before: dict[int, object] = {}
 
@@ -27,6 +29,9 @@ class Interrupt:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
+            if self._echoes:
+                self._echoes -= 1
+                return
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             return

@@ -6,11 +6,12 @@ from pathlib import Path
 
 from groupwise.config.sections import Config
 from groupwise.errors import ConfigError
+from groupwise.parallel.processes import Processes, joined_processes
 from groupwise.tasks import Task, leave_task_file, load_task
 from groupwise.tracking.display import open_display
 from groupwise.tracking.trackers import tracker_names
 from groupwise.training.run import Run
-from groupwise.training.start import Start
+from groupwise.training.start import Start, command_of
 
 
 def train(config: Config, *, resume: Path | None = None, task: Task | None = None) -> Path:
@@ -18,17 +19,27 @@ def train(config: Config, *, resume: Path | None = None, task: Task | None = Non
     if task is not None:
         leave_task_file(task)
     if config.run.kind != "grpo":
-        raise ConfigError("these are the settings of a warm start: groupwise sft goes on with it")
+        raise ConfigError(f"these settings are for another command: groupwise {command_of(config)}")
     config = config.resolve()
     task = task or load_task(config.task)
     tracker_names(config.track)  # a missing one is found before a folder is made
-    start = Start.new(config, task=task.name) if resume is None else Start.again(resume, config)
+    with joined_processes() as processes:
+        return train_with(processes, config, task, resume)
+
+
+def train_with(processes: Processes, config: Config, task: Task, resume: Path | None) -> Path:
+    """Train as one of these processes."""
+    start = Start.shared(
+        processes,
+        lambda: Start.new(config, task=task.name) if resume is None else Start.again(resume, config),
+    )
     if done := start.already_done(config):
         start.lock.close()
-        open_display().message(done)
+        if processes.leader:
+            open_display().message(done)
         return start.folder.path
 
-    with Run(config, task=task, start=start) as run:
+    with Run(config, task=task, start=start, processes=processes) as run:
         for step in run.steps():
             batch = run.collect(step)  # 1 prompt, 2 rollout, 3 reward, 4 advantage
             report = run.learn(step, batch)  # 5 loss, 6 update

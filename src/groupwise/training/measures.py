@@ -49,10 +49,15 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     return metrics
 
 
-def speed_metrics(batch: Batch, *, update_seconds: float) -> dict[str, float]:
-    """Time and memory; the only metrics that differ when a step is repeated."""
+def speed_metrics(
+    batch: Batch, *, update_seconds: float, step_seconds: float | None = None
+) -> dict[str, float]:
+    """Time and memory; the only metrics that differ when a step is repeated.
+
+    `step_seconds`: of the whole step, where its parts overlap.
+    """
     tokens = sum(rollout.length for group in batch.drawn for rollout in group.rollouts)
-    step = batch.rollout_seconds + batch.reward_seconds + update_seconds
+    step = step_seconds or batch.rollout_seconds + batch.reward_seconds + update_seconds
     return {
         "speed/tokens_per_second": tokens / step,
         "speed/rollout_tokens_per_second": tokens / batch.rollout_seconds,

@@ -2,18 +2,19 @@
 
 A step has two phases. While generating, the policy is there with copies of its weights and the KV cache;
 while updating, with gradients and what a pass leaves behind. On a GPU the generator gives its memory back in
-between.
+between where the update would otherwise be short of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from groupwise.config import Config
 from groupwise.engine.prefill import PREFILL_TOKENS
+from groupwise.learner.learner import GPU_LOGITS_BYTES
 from groupwise.learner.passes import pass_tokens
 from groupwise.model.logprobs import CHUNK_LOGITS
 from groupwise.model.memory import total_memory
@@ -64,6 +65,8 @@ class Part:
     bytes: float
     generating: bool = True
     updating: bool = True
+    stays: bool = True
+    """Held from step to step, if no one else needs it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,14 +98,26 @@ def preflight(config: Config, shape: Shape, place: Place, *, prompt_tokens: int)
     assert config.lora.r is not None, "the config is resolved before it is looked at"
     size = BYTES[config.model.dtype or ("float32" if place.kind == "cpu" else "bfloat16")]
     weights = weight_bytes(config, shape, size)
-    parts = [
+    always = [
         Part(name="program", bytes=place.program),
         Part(name="weights", bytes=weights),
         *trained_parts(config, shape, size),
-        *generating_parts(config, shape, size, place, prompt_tokens=prompt_tokens, taken=weights),
-        *updating_parts(config, shape, size, place, prompt_tokens=prompt_tokens),
     ]
+    generator = list(generating_parts(config, shape, size, place, prompt_tokens=prompt_tokens, taken=weights))
+    updating = list(updating_parts(config, shape, size, place, prompt_tokens=prompt_tokens))
+    held = sum(part.bytes for part in (*always, *generator) if part.stays)
+    if place.kind == "cpu" or held + most_bytes(config, shape, size, place) <= FILLED * place.total:
+        generator = [replace(part, updating=part.stays) for part in generator]
+    parts = (*always, *generator, *updating)
     return Preflight(parts=tuple(part for part in parts if part.bytes), place=place)
+
+
+def most_bytes(config: Config, shape: Shape, size: int, place: Place) -> float:
+    """What the learner says that an update may take; the generator keeps its memory where that is free."""
+    trained, _ = trained_numbers(config, shape, size)
+    recomputed = bool(config.model.gradient_checkpointing)
+    each = kept_numbers(shape.width, shape.inner, shape.layers, recomputed=recomputed) * size
+    return pass_budget(config, shape, size, place) * each + GPU_LOGITS_BYTES + 16 * trained
 
 
 def weight_bytes(config: Config, shape: Shape, size: int) -> float:
@@ -116,20 +131,24 @@ def weight_bytes(config: Config, shape: Shape, size: int) -> float:
 def trained_parts(config: Config, shape: Shape, size: int) -> Iterator[Part]:
     """What training keeps for every trained number; adapters and their optimizer are in float32."""
     adapters = shape.adapter_size(config.lora)
-    trained, each = (adapters, 4) if config.lora.r else (shape.parameters, size)
+    trained, each = trained_numbers(config, shape, size)
     if not config.lora.r and config.algo.beta:
         yield Part(name="reference", bytes=shape.parameters * size)
     yield Part(name="adapters", bytes=4 * adapters)
-    yield Part(name="gradients", bytes=trained * each, generating=False)
     eight_bit = config.optim.kind == "adamw8bit"
     moments = 2 * (trained * 1.02 if eight_bit else trained * each)
     yield Part(name="optimizer", bytes=0 if config.optim.offload else moments)
 
 
+def trained_numbers(config: Config, shape: Shape, size: int) -> tuple[int, int]:
+    """How many numbers are trained, and the bytes of each."""
+    return (shape.adapter_size(config.lora), 4) if config.lora.r else (shape.parameters, size)
+
+
 def generating_parts(
     config: Config, shape: Shape, size: int, place: Place, *, prompt_tokens: int, taken: float
 ) -> Iterator[Part]:
-    """The generator's copies, cache and passes; on a CPU they stay while the update runs."""
+    """The generator's copies, cache and passes."""
     rollout, on_cpu = config.rollout, place.kind == "cpu"
     sequences = min(rollout.prompts * rollout.group_size, config.engine.max_sequences)
     groups = min(rollout.prompts, -(-sequences // rollout.group_size))
@@ -141,9 +160,9 @@ def generating_parts(
     copies = copied(config, shape) * size
     if config.model.quantization and not unpacks(config, copies, place.total - taken):
         copies = 0
-    yield Part(name="weight copies", bytes=copies, updating=on_cpu)
+    yield Part(name="weight copies", bytes=copies, updating=False)
     each = 2 * shape.layers * shape.key_width * size
-    yield Part(name="KV cache", bytes=tokens * each, updating=on_cpu)
+    yield Part(name="KV cache", bytes=tokens * each, updating=False)
     # One layer of a pass over all sequences: their keys and values side by side, and its vectors.
     gathered = 2 * (sequences * answer + groups * prompt) * shape.key_width if on_cpu else 0
     width = 6 * shape.width + 3 * shape.inner
@@ -155,7 +174,8 @@ def generating_parts(
     passing = max(gathered + sequences * width, prefill) * size + logits
     # Adapters are added into a matrix in float32: it, what is added, and the sum.
     folding = 12 * max(linear.size for linear in shape.linears) if config.lora.r and copies else 0
-    yield Part(name="generating passes", bytes=passing if on_cpu else max(passing, folding), updating=False)
+    passing = passing if on_cpu else max(passing, folding)
+    yield Part(name="generating passes", bytes=passing, updating=False, stays=False)
 
 
 def unpacks(config: Config, copies: float, free: float) -> bool:
@@ -175,8 +195,15 @@ def updating_parts(
     config: Config, shape: Shape, size: int, place: Place, *, prompt_tokens: int
 ) -> Iterator[Part]:
     tokens = fullest_pass(config, shape, size, place, prompt_tokens=prompt_tokens)
-    kept = activation_numbers(config, shape)
-    yield Part(name="activations", bytes=tokens * kept * size, generating=False)
+    activations = tokens * activation_numbers(config, shape) * size
+    yield Part(name="activations", bytes=activations, generating=False)
+    trained, each = trained_numbers(config, shape, size)
+    gradients = float(trained * each)
+    step = config.rollout.prompts * (prompt_tokens + config.rollout.group_size * config.rollout.max_tokens)
+    if place.kind != "cpu" and step <= tokens * (config.optim.minibatches or 1):
+        # In a pass that is the only one, activations go as fast as gradients come.
+        gradients = max(0.0, gradients - activations)
+    yield Part(name="gradients", bytes=gradients, generating=False)
     # A layer that is differentiated has its vectors' gradients beside it.
     layer = layer_numbers(shape) if config.model.gradient_checkpointing else 0
     if place.kind == "cpu":
@@ -195,13 +222,18 @@ def updating_parts(
     yield Part(name=name, bytes=max(logits, passing), generating=False)
 
 
-def fullest_pass(config: Config, shape: Shape, size: int, place: Place, *, prompt_tokens: int) -> int:
-    """Tokens of the largest pass, packed as `algo.packing` does it: a prompt once, whole answers."""
+def pass_budget(config: Config, shape: Shape, size: int, place: Place) -> int:
+    """Tokens that a pass may have, as the learner chooses them."""
     recomputed = bool(config.model.gradient_checkpointing)
     each = kept_numbers(shape.width, shape.inner, shape.layers, recomputed=recomputed) * size
-    budget = config.optim.micro_batch_tokens or pass_tokens(
+    return config.optim.micro_batch_tokens or pass_tokens(
         gpu_memory=None if place.kind == "cpu" else place.total, token_bytes=each, recomputes=recomputed
     )
+
+
+def fullest_pass(config: Config, shape: Shape, size: int, place: Place, *, prompt_tokens: int) -> int:
+    """Tokens of the largest pass, packed as `algo.packing` does it: a prompt once, whole answers."""
+    budget = pass_budget(config, shape, size, place)
     if config.run.kind == "sft":
         return max(budget, config.sft.max_length)
     rollout = config.rollout

@@ -16,7 +16,7 @@ from groupwise.report.history import EvaluationFiles, MetricsTail
 from groupwise.report.write import write_all
 from groupwise.tracking.behind import WriteBehind
 from groupwise.tracking.completions import write_completions
-from groupwise.tracking.display import open_display
+from groupwise.tracking.display import Display, open_display
 from groupwise.tracking.files import write_atomically
 from groupwise.tracking.log import log_to
 from groupwise.tracking.metrics import MetricsFile
@@ -48,7 +48,7 @@ class Recorder:
         self.behind = WriteBehind()
         self.resources = ExitStack()
         self.resources.callback(self.behind.close)
-        self.display = open_display()
+        self.display: Display = open_display()
         self.resources.callback(self.display.close)
         self.display.start(total, title, done=done)
 
@@ -127,8 +127,12 @@ class Recorder:
         for tracker in self.trackers:
             tracker.samples(step, sample_rows(batch))
 
-    def end(self, summary: Summary, stats: Mapping[str, object]) -> None:
+    def flush(self) -> None:
+        """Wait until everything that is being written is on the disk."""
         self.behind.flush()
+
+    def end(self, summary: Summary, stats: Mapping[str, object]) -> None:
+        self.flush()
         raised = [asdict(alarm) for alarm in alarms(self.rows(), self.measured())]
         write_atomically(self.folder.stats, json.dumps({**stats, "alarms": raised}, indent=1))
         if self.reports:

@@ -12,7 +12,11 @@ from groupwise.algo.samples import keep_top_entropy
 from groupwise.config import Config
 from groupwise.engine.sampler import derive_seed
 from groupwise.learner.learner import Learner
+from groupwise.model.context import Context
+from groupwise.parallel.launched import layout_of
+from groupwise.parallel.processes import Processes
 from groupwise.tasks import Task
+from groupwise.training.ahead import Ahead
 from groupwise.training.batch import Batch, Collector, check_failures
 from groupwise.training.data import split_for
 from groupwise.training.examiner import Examiner
@@ -26,9 +30,11 @@ class Run(Session):
 
     learner: Learner
 
-    def __init__(self, config: Config, *, task: Task, start: Start) -> None:
+    def __init__(
+        self, config: Config, *, task: Task, start: Start, processes: Processes | None = None
+    ) -> None:
         self.task = task
-        super().__init__(config, title=task.name, start=start)
+        super().__init__(config, title=task.name, start=start, processes=processes)
 
     def read_data(self) -> None:
         self.split = split_for(self.config, self.task)
@@ -41,14 +47,26 @@ class Run(Session):
 
     def make_parts(self) -> None:
         config, task, split = self.config, self.task, self.split
+        overlap = config.rollout.overlap
+        limit = config.algo.max_stale_gap if overlap else config.algo.max_gap
+        self.ahead = Ahead()
         self.learner = Learner(
             self.policy,
-            algo=config.algo,
+            algo=replace(config.algo, max_gap=limit),
             optim=config.optim,
             sampling=config.rollout.sampling,
             max_steps=config.run.max_steps,
+            processes=self.processes,
+            context=self._context(),
         )
-        self.collector = Collector(config, task=task, split=split, codec=self.policy, engine=self.engine)
+        self.collector = Collector(
+            config,
+            task=task,
+            split=split,
+            codec=self.policy,
+            engine=self.engine,
+            processes=self.processes.aside() if overlap else self.processes,
+        )
         self.examiner = Examiner(
             config,
             task=task,
@@ -56,30 +74,60 @@ class Run(Session):
             codec=self.policy,
             engine=self.engine,
             folder=self.folder,
+            processes=self.processes,
         )
+
+    def _context(self) -> Context | None:
+        if self.processes.count == 1 or layout_of(self.config.run) != "context":
+            return None
+        context = Context(rank=self.processes.rank, count=self.processes.count)
+        context.check(self.policy)
+        return context
 
     def collect(self, step: int) -> Batch:
         """Draw, score and compare answers, and write them down before anything else can go wrong."""
-        batch = self.collector.collect(step, cursor=self.state.cursor, rates=self.state.rates)
+        self.began = time.perf_counter()
+        batch = self.ahead.take()
+        if batch is None:
+            with self.engine.ready():
+                batch = self.collector.collect(step, cursor=self.state.cursor, rates=self.state.rates)
         if step % self.config.track.rollouts_every == 0:
             self.recorder.rollouts(step, batch)
             self.recorder.completions(step, batch, perfect=self.collector.task.perfect)
         check_failures(batch, limit=self.config.task.max_failed)
         return batch
 
+    def _draw_ahead(self, step: int, batch: Batch) -> None:
+        """Begin the batch of this step, behind the one in hand, with the weights of now."""
+        if step > self.config.run.max_steps:
+            return
+        with self.engine.ready():
+            self.ahead.start(lambda: self.collector.collect(step, cursor=batch.cursor, rates=batch.rates))
+
     def learn(self, step: int, batch: Batch) -> dict[str, float]:
         """Update the policy and return what the update says of itself."""
+        overlap = self.config.rollout.overlap
+        if overlap:
+            self._draw_ahead(step + 1, batch)
         # Dropout is the one noise that torch draws by itself: it derives from the step too.
-        torch.manual_seed(derive_seed(self.config.run.seed, "update", step))
+        others = () if self.processes.leader else (self.processes.rank,)
+        torch.manual_seed(derive_seed(self.config.run.seed, "update", step, *others))
         started = time.perf_counter()
         samples, sequences, tokens = self.collector.samples(batch)
         samples = keep_top_entropy(samples, share=self.config.algo.top_entropy)
-        if self.policy.device.type == "cuda":
-            self.engine.release()  # its cache takes what is free of the GPU: the update needs that now
+        self.engine.make_room(self.learner.most_bytes)  # its cache may have taken what the update needs
         report = self.learner.update(samples, sequences=sequences, tokens=tokens)
         if step % self.config.track.rollouts_every == 0:
-            self.recorder.updates(step, self.learner.seen)
-        return {**report, **speed_metrics(batch, update_seconds=time.perf_counter() - started)}
+            self.recorder.updates(step, self.learner.seen_by_all())
+        ended = time.perf_counter()
+        whole = ended - self.began if overlap else None
+        return {**report, **speed_metrics(batch, update_seconds=ended - started, step_seconds=whole)}
+
+    def examine(self, step: int) -> dict[str, float]:
+        """Measure held-out accuracy if it is time to; what is being drawn needs the servers' old weights."""
+        if self.examiner.due(step):
+            self.ahead.wait()
+        return super().examine(step)
 
     def track(self, step: int, batch: Batch, report: dict[str, float]) -> None:
         """Log the step; evaluate and save when it is time to."""

@@ -7,19 +7,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import torch
 
 from groupwise.config import Config
+from groupwise.config.sections import ModelConfig
 from groupwise.engine.engine import Engine
 from groupwise.engine.sampler import derive_seed
+from groupwise.engine.vllm import VllmEngine
 from groupwise.errors import ConfigError
 from groupwise.learner.checkpoint import prune
 from groupwise.model.load import load_policy
 from groupwise.model.memory import free_memory
 from groupwise.model.source import model_folder
+from groupwise.parallel.launched import layout_of
+from groupwise.parallel.processes import Processes
 from groupwise.tracking.log import LOGGER
 from groupwise.training.ending import stats_of, summary_of
 from groupwise.training.examiner import Examiner
@@ -28,6 +33,7 @@ from groupwise.training.preflight import Place
 from groupwise.training.recompute import choose_recomputing
 from groupwise.training.recorder import Recorder
 from groupwise.training.shape import shape_of
+from groupwise.training.silent import SilentRecorder
 from groupwise.training.start import Start, command_of, with_recomputing
 from groupwise.training.state import Optimizing, load_learner, save_state
 
@@ -41,27 +47,32 @@ class Session(ABC):
     learner: Optimizing
     examiner: Examiner
 
-    def __init__(self, config: Config, *, title: str, start: Start) -> None:
+    def __init__(
+        self, config: Config, *, title: str, start: Start, processes: Processes | None = None
+    ) -> None:
         self.config = config
+        self.processes = processes or Processes()
         self.folder = start.folder
         self.state = start.state
         with ExitStack() as resources:
             resources.callback(start.withdraw)
             resources.enter_context(start.lock)
-            self.read_data()
-            config, recomputing = settled(config, start)
+            recomputing = ""
+            with self.processes.together():
+                self.read_data()
+                config, recomputing = settled(config, start)
+            # Free memory may differ from process to process: all do what suits the leader.
+            config, recomputing = self.processes.gather((config, recomputing))[0]
             self.config = config
-            self.recorder = Recorder(
-                start.folder,
-                title=f"{title} · {config.model.name}",
-                total=config.run.max_steps,
-                done=start.state.step,
-            )
+            self.recorder = self._open_recorder(title)
             resources.callback(self.recorder.close)
-            self.interrupt = resources.enter_context(Interrupt(self.recorder.display.message))
-            self._load(start)
-            self.recorder.begin(config, done=self.state.step)
-            self.policy.save_tokenizer(self.folder.tokenizer)
+            launched = self.processes.count > 1
+            self.interrupt = resources.enter_context(
+                Interrupt(self.recorder.display.message, launched=launched)
+            )
+            with self.processes.together():
+                self._load(start, resources)
+            self.processes.lead(self._begin)
             tell = self.recorder.say if config.model.gradient_checkpointing else LOGGER.info
             tell(recomputing)
             for notice in (*config.notices(), *self.policy.notices(), *self.data_notices()):
@@ -69,7 +80,23 @@ class Session(ABC):
             if self.examiner.before is not None:
                 self.recorder.evaluation("before", self.examiner.before)
             self.resources = resources.pop_all()
+        self.stopping = False
+        """Whether some process was asked to stop; known alike in all after each step."""
         self.clock = time.monotonic()
+
+    def _open_recorder(self, title: str) -> Recorder:
+        if not self.processes.leader:
+            return SilentRecorder()
+        return Recorder(
+            self.folder,
+            title=f"{title} · {self.config.model.name}",
+            total=self.config.run.max_steps,
+            done=self.state.step,
+        )
+
+    def _begin(self) -> None:
+        self.recorder.begin(self.config, done=self.state.step)
+        self.policy.save_tokenizer(self.folder.tokenizer)
 
     @abstractmethod
     def read_data(self) -> None:
@@ -83,34 +110,54 @@ class Session(ABC):
     def make_parts(self) -> None:
         """Make `learner` and `examiner`, and whatever else a step needs, of the policy and the engine."""
 
-    def _load(self, start: Start) -> None:
+    def _load(self, start: Start, resources: ExitStack) -> None:
         """Make the policy, the engine and the parts that work with them, as they were at the checkpoint."""
         config = self.config
         torch.manual_seed(derive_seed(config.run.seed, "adapters"))
         reference = config.run.kind == "grpo" and config.algo.beta > 0
-        self.policy = load_policy(config.model, config.lora, trained=start.checkpoint, reference=reference)
+        model = on_own_device(config.model, self.processes)
+        self.policy = load_policy(model, config.lora, trained=start.checkpoint, reference=reference)
         if self.policy.unpacked_bytes and not self.policy.has_adapter:
             raise ConfigError(f"the weights of {config.model.name} are quantized: train adapters (lora.r=16)")
-        self.engine = Engine(self.policy, config.engine)
+        if self.processes.count > 1 and layout_of(config.run) == "fsdp":
+            self.policy.divide()
+        self.engine = self._make_engine(resources)
         self.make_parts()
         if start.checkpoint is not None:
             load_learner(start.checkpoint, self.learner, start.state)
         self.examiner.recall(start.state)
 
+    def _make_engine(self, resources: ExitStack) -> Engine | VllmEngine:
+        if self.config.engine.kind == "own":
+            return Engine(self.policy, self.config.engine)
+        exchange = Path(self.config.engine.exchange or self.folder.path / "serving")
+        engine = VllmEngine(
+            self.policy,
+            self.config.engine,
+            exchange=exchange,
+            processes=self.processes,
+            say=self.recorder.warn,
+        )
+        resources.callback(engine.close)
+        return engine
+
     def steps(self) -> Iterator[int]:
         """Yield the steps that are left, measured before and after; stops early on Ctrl-C."""
-        if self.state.step == 0 and not self.interrupt.asked:
+        self.stopping = self.processes.any(self.interrupt.asked)
+        if self.state.step == 0 and not self.stopping:
             self.recorder.baseline(self.examine(0))
-        while self.state.step < self.config.run.max_steps and not self.interrupt.asked:
+            self.stopping = self.processes.any(self.interrupt.asked)
+        while self.state.step < self.config.run.max_steps and not self.stopping:
             yield self.state.step + 1
 
     def end_step(self, step: int, *, cursor: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Log the step; evaluate and save when it is time to. Returns what was measured."""
         self.state = replace(self.state, step=step, cursor=cursor, updates=self.learner.updates)
         measured = self.examine(step)
-        self.recorder.step(step, {**metrics, **measured})
+        self.processes.lead(lambda: self.recorder.step(step, {**metrics, **measured}))
         last = step == self.config.run.max_steps
-        if last or step % self.config.run.save_every == 0 or self.interrupt.asked:
+        self.stopping = self.processes.any(self.interrupt.asked)
+        if last or step % self.config.run.save_every == 0 or self.stopping:
             self._save()
         return measured
 
@@ -129,10 +176,18 @@ class Session(ABC):
         now = time.monotonic()
         self.state = replace(self.state, seconds=self.state.seconds + now - self.clock)
         self.clock = now
-        self.recorder.behind.flush()  # a checkpoint stands for everything before it, rollouts included
-        save_state(self.folder.checkpoints, self.state, policy=self.policy, learner=self.learner)
+        # A checkpoint stands for everything before it, rollouts included.
+        self.processes.lead(self.recorder.flush)
+        save_state(
+            self.folder.checkpoints,
+            self.state,
+            policy=self.policy,
+            learner=self.learner,
+            processes=self.processes,
+        )
         best = self.state.best_step if self.config.run.keep_best else None
-        prune(self.folder.checkpoints, keep_last=self.config.run.keep_last, best=best)
+        keep = self.config.run.keep_last
+        self.processes.lead(lambda: prune(self.folder.checkpoints, keep_last=keep, best=best))
 
     def __enter__(self) -> Self:
         return self
@@ -150,6 +205,13 @@ class Session(ABC):
                 summary_of(self.config, self.state, folder=self.folder, before=before, after=after),
                 stats_of(self.state, before=before, after=after),
             )
+
+
+def on_own_device(model: ModelConfig, processes: Processes) -> ModelConfig:
+    """Of several processes on a machine with GPUs, each has one of its own."""
+    if processes.count == 1 or model.device == "cpu" or not torch.cuda.is_available():
+        return model
+    return replace(model, device=f"cuda:{processes.local_rank}")
 
 
 def settled(config: Config, start: Start) -> tuple[Config, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,10 +13,14 @@ from typing import IO
 from groupwise.config import Config, differences, read_config
 from groupwise.errors import CheckpointError
 from groupwise.learner.checkpoint import latest_checkpoint
+from groupwise.parallel.processes import Processes
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.training.state import State, read_state
 
-MAY_CHANGE = ("run.max_steps", "run.save_every", "run.keep_", "evaluate.", "track.")
+MAY_CHANGE = (
+    *("run.max_steps", "run.save_every", "run.keep_", "run.parallel", "evaluate.", "track."),
+    *("engine.servers", "engine.exchange", "engine.request", "engine.patience"),
+)
 """Settings that a resumed run may give anew: none of them changes what a step computes."""
 
 
@@ -30,6 +36,28 @@ class Start:
     """None: from the very beginning."""
     recomputing: bool | None = None
     """model.gradient_checkpointing as it was chosen when the run began."""
+    leads: bool = True
+    """Whether this process claimed the folder; of several, only the leader does."""
+
+    @classmethod
+    def shared(cls, processes: Processes, make: Callable[[], Start]) -> Start:
+        """Let the leader make the start; the others begin where it does."""
+        own = processes.lead(make)
+        # An open file does not travel.
+        found = None if own is None else (own.folder, own.state, own.checkpoint, own.recomputing)
+        where = processes.gather(found)[0]
+        if own is not None:
+            return own
+        assert where is not None, "the leader has made its start"
+        folder, state, checkpoint, recomputing = where
+        return cls(
+            folder=folder,
+            lock=open(os.devnull, encoding="utf-8"),
+            state=state,
+            checkpoint=checkpoint,
+            recomputing=recomputing,
+            leads=False,
+        )
 
     @classmethod
     def new(cls, config: Config, *, task: str) -> Start:
@@ -70,7 +98,7 @@ class Start:
 
     def withdraw(self) -> None:
         """Take a new folder back if nothing came of it: a mistake leaves no empty run behind."""
-        if not self.folder.config.exists():
+        if self.leads and not self.folder.config.exists():
             with suppress(OSError):
                 (self.folder.path / ".lock").unlink(missing_ok=True)
                 self.folder.path.rmdir()

@@ -20,6 +20,8 @@ from groupwise.learner.checkpoint import (
     write_checkpoint,
 )
 from groupwise.model.policy import Policy
+from groupwise.model.sharded import Shards, local
+from groupwise.parallel.processes import Processes
 from groupwise.training.curriculum import Rates
 
 OPTIMIZER = "optimizer.safetensors"
@@ -57,16 +59,43 @@ class State:
         return replace(self, best_step=self.step, best_accuracy=accuracy)
 
 
-def save_state(folder: Path, state: State, *, policy: Policy, learner: Optimizing) -> Path:
-    """Write a checkpoint that Hugging Face tools load as a model (or adapter) and `load_state` as a run."""
-    tensors, settings = optimizer_tensors(learner.optimizer, policy.trainable())
+def save_state(
+    folder: Path, state: State, *, policy: Policy, learner: Optimizing, processes: Processes | None = None
+) -> None:
+    """Write a checkpoint that Hugging Face tools load as a model (or adapter) and `load_state` as a run.
+
+    It does not depend on how many processes there are: all must come by here, and the leader writes.
+    """
+    tensors, settings = optimizer_tensors(learner.optimizer, policy.owned())
+    if policy.shards is not None:
+        tensors = {key: gathered(policy.shards, key, tensor) for key, tensor in sorted(tensors.items())}
+
+    whole = policy.gathered()
 
     def write(target: Path) -> None:
-        policy.save(target)
+        policy.save(target, gathered=whole)
         save_file(tensors, target / OPTIMIZER)
         (target / OPTIMIZER_SETTINGS).write_text(json.dumps(settings))
 
-    return write_checkpoint(folder, step=state.step, write=write, state=asdict(state))
+    (processes or Processes()).lead(
+        lambda: write_checkpoint(folder, step=state.step, write=write, state=asdict(state))
+    )
+
+
+def gathered(shards: Shards, key: str, tensor: Tensor) -> Tensor:
+    """The optimizer's tensor of a divided parameter, whole: key "weight.exp_avg" is of "weight"."""
+    name = key.rpartition(".")[0]
+    if name not in shards.parts or tensor.shape != shards.parts[name].shape:
+        return tensor
+    return shards.gathered(name, tensor)
+
+
+def own_part(shards: Shards, key: str, tensor: Tensor) -> Tensor:
+    """Undo `gathered`."""
+    name = key.rpartition(".")[0]
+    if name not in shards.parts or tensor.shape != shards.divided[name].shape:
+        return tensor
+    return shards.own_part(name, tensor)
 
 
 def read_state(checkpoint: Path) -> State:
@@ -77,10 +106,13 @@ def read_state(checkpoint: Path) -> State:
 
 def load_learner(checkpoint: Path, learner: Optimizing, state: State) -> None:
     """Put the optimizer back as it was."""
+    tensors = load_file(checkpoint / OPTIMIZER, device=str(learner.policy.device))
+    if (shards := learner.policy.shards) is not None:
+        tensors = {key: own_part(shards, key, tensor) for key, tensor in sorted(tensors.items())}
     load_optimizer(
         learner.optimizer,
-        learner.policy.trainable(),
-        tensors=load_file(checkpoint / OPTIMIZER, device=str(learner.policy.device)),
+        learner.policy.owned(),
+        tensors=tensors,
         settings=json.loads((checkpoint / OPTIMIZER_SETTINGS).read_text()),
     )
     learner.updates = state.updates
@@ -98,4 +130,4 @@ def fingerprint(policy: Policy, learner: Optimizing) -> tuple[object, ...]:
 def bit_sum(tensor: Tensor) -> int:
     """Return the sum of a tensor's values read as whole numbers: any flipped bit changes it."""
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return int(tensor.detach().view(whole[tensor.element_size()]).sum(dtype=torch.int64))
+    return int(local(tensor.detach()).view(whole[tensor.element_size()]).sum(dtype=torch.int64))

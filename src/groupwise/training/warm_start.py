@@ -13,6 +13,7 @@ from groupwise.engine.sampler import derive_seed
 from groupwise.errors import ConfigError
 from groupwise.learner.imitation import to_samples
 from groupwise.learner.supervised import Imitator
+from groupwise.parallel.processes import Processes, joined_processes
 from groupwise.records import Sample
 from groupwise.tasks.demonstrations import Plan, held_out_of
 from groupwise.tracking.display import open_display
@@ -27,13 +28,26 @@ def warm_start(plan: Plan, *, resume: Path | None = None) -> Path:
     """Imitate demonstrations, and return the run's folder. `resume` goes on, bit for bit."""
     config = plan.config
     tracker_names(config.track)
-    start = Start.new(config, task=f"sft-{plan.title}") if resume is None else Start.again(resume, config)
+    with joined_processes() as processes:
+        return warm_start_with(processes, plan, resume)
+
+
+def warm_start_with(processes: Processes, plan: Plan, resume: Path | None) -> Path:
+    """Imitate as one of these processes."""
+    config = plan.config
+    start = Start.shared(
+        processes,
+        lambda: (
+            Start.new(config, task=f"sft-{plan.title}") if resume is None else Start.again(resume, config)
+        ),
+    )
     if done := start.already_done(config):
         start.lock.close()
-        open_display().message(done)
+        if processes.leader:
+            open_display().message(done)
         return start.folder.path
 
-    with WarmStart(plan, start=start) as run:
+    with WarmStart(plan, start=start, processes=processes) as run:
         for step in run.steps():
             batch = run.take(step)
             report = run.learn(step, batch)
@@ -55,10 +69,10 @@ class WarmStart(Session):
 
     learner: Imitator
 
-    def __init__(self, plan: Plan, *, start: Start) -> None:
+    def __init__(self, plan: Plan, *, start: Start, processes: Processes | None = None) -> None:
         self.task = plan.task
         self.demonstrations = plan.demonstrations
-        super().__init__(plan.config, title=f"warm start · {plan.title}", start=start)
+        super().__init__(plan.config, title=f"warm start · {plan.title}", start=start, processes=processes)
 
     def read_data(self) -> None:
         """The plan has read it, to know how many steps there are."""
@@ -71,7 +85,9 @@ class WarmStart(Session):
 
     def make_parts(self) -> None:
         config, task = self.config, self.task
-        self.learner = Imitator(self.policy, optim=config.optim, max_steps=config.run.max_steps)
+        self.learner = Imitator(
+            self.policy, optim=config.optim, max_steps=config.run.max_steps, processes=self.processes
+        )
         self.examiner = Examiner(
             config,
             task=task,
@@ -79,6 +95,7 @@ class WarmStart(Session):
             codec=self.policy,
             engine=self.engine,
             folder=self.folder,
+            processes=self.processes,
         )
         self.longest = min(config.sft.max_length, self.policy.context_length)
         self.held_out = to_samples(self.policy, self.demonstrations.held_out(), longest=self.longest)

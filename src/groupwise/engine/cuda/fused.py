@@ -21,9 +21,10 @@ from groupwise.engine.blocks import Prefix
 from groupwise.engine.cuda import pointwise as kernels
 from groupwise.engine.cuda.attention import launch, padded
 from groupwise.engine.cuda.layout import DecodeLayout
+from groupwise.engine.cuda.shared import graph_matrices_for
 from groupwise.engine.paged import KVCache
 from groupwise.engine.prefill import PrefillLayout, Stretch
-from groupwise.engine.shared import MakeMatrix, matrices_for
+from groupwise.engine.shared import MakeMatrix
 from groupwise.model.members import Members
 from groupwise.model.policy import Policy
 from groupwise.tracking.log import LOGGER
@@ -69,7 +70,7 @@ class FusedForward:
 
     def __init__(self, policy: Policy, members: Members | None = None) -> None:
         assert policy.unpacks, "no room for unpacked weights"
-        matrix, self._own = matrices_for(policy, members)
+        matrix, self._own = graph_matrices_for(policy, members)
         decoder: Any = policy.decoder
         self._embedding: Tensor = decoder.embed_tokens.weight
         self._rotary = decoder.rotary_emb
@@ -83,22 +84,22 @@ class FusedForward:
             layer.refresh()
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: DecodeLayout | PrefillLayout) -> Tensor:
-        own_TS = self._own(layout)
+        own_T = self._own(layout)
         x_TM = nn.functional.embedding(tokens_T, self._embedding)
         cos_1TD, sin_1TD = self._rotary(x_TM[None], positions_T[None])
         assert cos_1TD.shape[-1] == self._size, "rotary embeddings of part of a head are not fused"
         delta_TM: Tensor | None = None
         for number, layer in enumerate(self._layers):
             h_TM = _add_norm(x_TM, delta_TM, layer.before_attention)
-            qkv_TN = layer.qkv(h_TM, own_TS)
+            qkv_TN = layer.qkv(h_TM, own_T)
             self._rotate_and_store(qkv_TN, cos_1TD, sin_1TD, layer, layout, number)
             heads = qkv_TN.shape[1] // self._size - 2 * self._key_heads
             qkv_TND = qkv_TN.view(len(qkv_TN), -1, self._size)
             parts = torch.split(qkv_TND, [heads, self._key_heads, self._key_heads], dim=1)
             mixed_THD = layout.read(*parts, layer=number, scale=layer.scale)
-            delta_TM = layer.output(mixed_THD.flatten(1), own_TS)
+            delta_TM = layer.output(mixed_THD.flatten(1), own_T)
             h_TM = _add_norm(x_TM, delta_TM, layer.before_mlp)
-            delta_TM = layer.down(_silu_and_multiply(layer.gate_up(h_TM, own_TS)), own_TS)
+            delta_TM = layer.down(_silu_and_multiply(layer.gate_up(h_TM, own_T)), own_T)
         return _add_norm(x_TM, delta_TM, self._norm)
 
     def _rotate_and_store(
@@ -116,7 +117,8 @@ class FusedForward:
             kernels.rotate_and_store,
             (len(qkv_TN),),
             qkv_TN, cos_1TD, sin_1TD, q_norm.weight, k_norm.weight,
-            layout.cache.keys[number], layout.cache.values[number], layout.places, q_norm.eps,
+            layout.cache.keys[number], layout.cache.values[number], layout.places,
+            q_norm.eps, qkv_TN.stride(0),
             HEADS=heads,
             KEY_HEADS=self._key_heads,
             SIZE=self._size,
@@ -136,6 +138,7 @@ def _add_norm(x_TM: Tensor, delta_TM: Tensor | None, norm: Norm) -> Tensor:
         kernels.add_norm,
         (len(x_TM),),
         x_TM, x_TM if delta_TM is None else delta_TM, norm.weight, out_TM, norm.eps,
+        size if delta_TM is None else delta_TM.stride(0),
         ADD=delta_TM is not None,
         SIZE=size,
         PADDED=padded(size, least=1),
@@ -150,7 +153,7 @@ def _silu_and_multiply(gate_up_TN: Tensor) -> Tensor:
     launch(
         kernels.silu_and_multiply,
         (len(out_TN), -(-size // block)),
-        gate_up_TN, out_TN,
+        gate_up_TN, out_TN, gate_up_TN.stride(0),
         SIZE=size,
         BLOCK=block,
         num_warps=4,
@@ -166,7 +169,7 @@ def fused_forward(policy: Policy, members: Members | None = None) -> FusedForwar
     """
     try:
         fused = FusedForward(policy, members)
-        with policy.reference() if members else nullcontext(policy) as compared:
+        with policy.without_adapter() if members else nullcontext(policy) as compared:
             difference = _difference(compared, fused)
     except (AttributeError, AssertionError, TypeError, ValueError, RuntimeError) as error:
         LOGGER.info("generating with the model's own layers, which are not of the fused kind: %s", error)

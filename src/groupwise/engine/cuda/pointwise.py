@@ -1,7 +1,8 @@
 """Triton kernels between the matrix products of a decoder layer.
 
-Each rounds to the model's precision wherever the Hugging Face module does, so that the fused forward
-pass differs from the module by no more than the order of sums.
+Each rounds to the model's precision just where the passes of the update do (`model.pointwise` and torch's
+RMSNorm: once, at the end), so that sampler and trainer differ by no more than the order of sums: roundings at
+other places would differ by as much as all of bfloat16 does.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -13,7 +14,10 @@ import triton.language as tl
 
 
 @triton.jit
-def add_norm(X, DELTA, WEIGHT, OUT, eps, ADD: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr):
+def add_norm(
+    X, DELTA, WEIGHT, OUT, eps, delta_stride,
+    ADD: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
     """One program a token: the residual stream takes in a layer's output, and is normalised (RMSNorm)."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, PADDED)
@@ -21,17 +25,17 @@ def add_norm(X, DELTA, WEIGHT, OUT, eps, ADD: tl.constexpr, SIZE: tl.constexpr, 
     kind = OUT.dtype.element_ty
     x = tl.load(X + token * SIZE + at, mask=mask, other=0.0).to(tl.float32)
     if ADD:
-        x += tl.load(DELTA + token * SIZE + at, mask=mask, other=0.0).to(tl.float32)
+        x += tl.load(DELTA + token * delta_stride + at, mask=mask, other=0.0).to(tl.float32)
         x = x.to(kind).to(tl.float32)
         tl.store(X + token * SIZE + at, x.to(kind), mask=mask)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
     weight = tl.load(WEIGHT + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(OUT + token * SIZE + at, (weight * (x * scale).to(kind).to(tl.float32)).to(kind), mask=mask)
+    tl.store(OUT + token * SIZE + at, (x * scale * weight).to(kind), mask=mask)
 
 
 @triton.jit
 def rotate_and_store(
-    QKV, COS, SIN, Q_NORM, K_NORM, KEYS, VALUES, PLACES, eps,
+    QKV, COS, SIN, Q_NORM, K_NORM, KEYS, VALUES, PLACES, eps, stride,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr,
     PADDED: tl.constexpr, PADDED_KEYS: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
@@ -42,7 +46,7 @@ def rotate_and_store(
     heads, low = tl.arange(0, PADDED), tl.arange(0, HALF)
     inside = low < SIZE // 2
     mask = (heads[:, None] < HEADS + KEY_HEADS) & inside[None, :]
-    base = QKV + token * ((HEADS + 2 * KEY_HEADS) * SIZE) + heads[:, None] * SIZE + low[None, :]
+    base = QKV + token * stride + heads[:, None] * SIZE + low[None, :]
     first = tl.load(base, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(base + SIZE // 2, mask=mask, other=0.0).to(tl.float32)
     is_key = heads[:, None] >= HEADS
@@ -59,15 +63,19 @@ def rotate_and_store(
             tl.load(K_NORM + SIZE // 2 + low, mask=inside, other=0.0)[None, :].to(tl.float32),
             tl.load(Q_NORM + SIZE // 2 + low, mask=inside, other=0.0)[None, :].to(tl.float32),
         )
-        first = (weight_1 * (first * scale).to(kind).to(tl.float32)).to(kind).to(tl.float32)
-        second = (weight_2 * (second * scale).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+        first = (first * scale * weight_1).to(kind).to(tl.float32)
+        second = (second * scale * weight_2).to(kind).to(tl.float32)
     turn = token * SIZE + low
     cos_1 = tl.load(COS + turn, mask=inside, other=0.0).to(tl.float32)[None, :]
     sin_1 = tl.load(SIN + turn, mask=inside, other=0.0).to(tl.float32)[None, :]
     cos_2 = tl.load(COS + turn + SIZE // 2, mask=inside, other=0.0).to(tl.float32)[None, :]
     sin_2 = tl.load(SIN + turn + SIZE // 2, mask=inside, other=0.0).to(tl.float32)[None, :]
-    turned_1 = (first * cos_1).to(kind).to(tl.float32) - (second * sin_1).to(kind).to(tl.float32)
-    turned_2 = (second * cos_2).to(kind).to(tl.float32) + (first * sin_2).to(kind).to(tl.float32)
+    if NORMED:  # the update turns these as transformers does, which rounds every product
+        turned_1 = (first * cos_1).to(kind).to(tl.float32) - (second * sin_1).to(kind).to(tl.float32)
+        turned_2 = (second * cos_2).to(kind).to(tl.float32) + (first * sin_2).to(kind).to(tl.float32)
+    else:
+        turned_1 = first * cos_1 - second * sin_1
+        turned_2 = second * cos_2 + first * sin_2
     tl.store(base, turned_1.to(kind), mask=mask)
     tl.store(base + SIZE // 2, turned_2.to(kind), mask=mask)
     to = KEYS + (place * KEY_HEADS + heads[:, None] - HEADS) * SIZE + low[None, :]
@@ -76,19 +84,18 @@ def rotate_and_store(
 
     keys, dims = tl.arange(0, PADDED_KEYS), tl.arange(0, 2 * HALF)
     kept = (keys[:, None] < KEY_HEADS) & (dims[None, :] < SIZE)
-    value = QKV + token * ((HEADS + 2 * KEY_HEADS) * SIZE) + (HEADS + KEY_HEADS + keys[:, None]) * SIZE
+    value = QKV + token * stride + (HEADS + KEY_HEADS + keys[:, None]) * SIZE
     v = tl.load(value + dims[None, :], mask=kept, other=0.0)
     tl.store(VALUES + (place * KEY_HEADS + keys[:, None]) * SIZE + dims[None, :], v, mask=kept)
 
 
 @triton.jit
-def silu_and_multiply(GATE_UP, OUT, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def silu_and_multiply(GATE_UP, OUT, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """One program a (token, stretch): SiLU of the first half times the second."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < SIZE
     kind = OUT.dtype.element_ty
-    gate = tl.load(GATE_UP + token * (2 * SIZE) + at, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(GATE_UP + token * (2 * SIZE) + SIZE + at, mask=mask, other=0.0).to(tl.float32)
-    active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
-    tl.store(OUT + token * SIZE + at, (active * up).to(kind), mask=mask)
+    gate = tl.load(GATE_UP + token * stride + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(GATE_UP + token * stride + SIZE + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(OUT + token * SIZE + at, (gate * tl.sigmoid(gate) * up).to(kind), mask=mask)

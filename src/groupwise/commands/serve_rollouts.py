@@ -1,0 +1,91 @@
+"""`groupwise serve-rollouts`: the vLLM server that a run with engine.kind=vllm generates on."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from groupwise.config.checks import between, one_of
+from groupwise.config.model import SMOLLM2
+
+NAME = "policy"
+"""What the trainer calls the model without adapters."""
+
+
+def serve_rollouts(
+    model: Annotated[str, typer.Argument(help="tiny, a Hugging Face name, or a folder: as in training.")],
+    host: Annotated[
+        str, typer.Option(help="Address to listen on: keep it inside your network.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    lora_r: Annotated[int, typer.Option(help="Rank of the adapters; 0: every weight is trained.")] = 16,
+    max_context: Annotated[int, typer.Option(help="Tokens of prompt and answer together.")] = 4096,
+    max_sequences: Annotated[int, typer.Option(help="Answers written at once.")] = 256,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16: as in training.")] = "bfloat16",
+    gpus: Annotated[int, typer.Option(help="GPUs that share the model (tensor parallel).")] = 1,
+    python: Annotated[str, typer.Option(help="The Python that has vLLM.")] = "",
+    start: Annotated[bool, typer.Option("--start", help="Start it instead of printing the command.")] = False,
+    more: Annotated[list[str] | None, typer.Argument(help="Anything else, given to vLLM as it is.")] = None,
+) -> None:
+    """Print, or start, the vLLM server for engine.kind=vllm, whose weights follow the training."""
+    between("--port", port, 1, 65535)
+    between("--lora-r", lora_r, 0)
+    between("--gpus", gpus, 1)
+    one_of("--dtype", dtype, ("float32", "bfloat16"))
+    command = [
+        *server_command(
+            python or (sys.executable if find_spec("vllm") else "python"),
+            model_path(model),
+            lora_r=lora_r,
+            settings={
+                "--host": host,
+                "--port": port,
+                "--dtype": dtype,
+                "--max-model-len": max_context,
+                "--max-num-seqs": max_sequences,
+                "--tensor-parallel-size": gpus,
+            },
+        ),
+        *(more or ()),
+    ]
+    if not start:
+        print(" ".join([*(f"{key}={value}" for key, value in ENVIRONMENT.items()), shlex.join(command)]))
+        return
+    os.execvpe(command[0], command, {**os.environ, **ENVIRONMENT})
+
+
+ENVIRONMENT = {
+    # Adapters are loaded while the server runs; whole weights and caches are changed by its workers.
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+    "VLLM_SERVER_DEV_MODE": "1",
+}
+
+
+def server_command(python: str, model: str, *, lora_r: int, settings: dict[str, object]) -> Sequence[str]:
+    """Return the words that start a server fit for training."""
+    words = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    words += ["--served-model-name", NAME]
+    # Of the distribution that was drawn from: temperature and cuts included.
+    words += ["--logprobs-mode", "processed_logprobs"]
+    for name, value in settings.items():
+        words += [name, str(value)]
+    if lora_r:
+        # Ranks that vLLM has kernels for; two at once, as the new adapter comes before the old one goes.
+        rank = next((known for known in (8, 16, 32, 64, 128, 256, 320, 512) if known >= lora_r), 512)
+        words += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "2", "--max-cpu-loras", "4"]
+    return words
+
+
+def model_path(name: str) -> str:
+    """A built-in model's folder; any other name as it is."""
+    from groupwise.model.source import local_folder, model_folder
+
+    found = model_folder(name) if name == SMOLLM2 else local_folder(name)
+    return name if found is None else str(Path(found).resolve())

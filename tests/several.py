@@ -1,0 +1,51 @@
+"""The same function in several processes that know of each other, as torchrun would start them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from small_runs import PROCESSES
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def run_as(rank: int, count: int, port: int, answers: Any, work: Callable[..., Any], given: tuple) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(count),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    try:
+        answers.put((rank, work(*given), None))
+    except BaseException as error:
+        answers.put((rank, None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+
+
+def in_processes(count: int, work: Callable[..., Any], *given: Any) -> list[Any]:
+    """Return what `work` returned in each of `count` processes; fails where one of them failed."""
+    answers = PROCESSES.Queue()
+    port = free_port()
+    children = [
+        PROCESSES.Process(target=run_as, args=(rank, count, port, answers, work, given))
+        for rank in range(count)
+    ]
+    for child in children:
+        child.start()
+    arrived = [answers.get(timeout=200) for _ in children]
+    found = {rank: (value, error) for rank, value, error in arrived}
+    for child in children:
+        child.join(30)
+    errors = [error for _, error in found.values() if error is not None]
+    assert not errors, "\n".join(errors)
+    return [found[rank][0] for rank in range(count)]
