@@ -1,6 +1,6 @@
 """What was right while SmolLM2 trained, step by step, from the results that the recipes leave.
 
-    python benchmarks/learning_curves.py docs/runs docs/images/smollm2-learns.png
+python benchmarks/learning_curves.py docs/runs docs/images/smollm2-learns.png
 """
 
 from __future__ import annotations
