@@ -268,6 +268,8 @@ def examine(policy: Policy, folder: Path, deed: Callable[[Policy], None]) -> int
     engine = Engine(policy, EngineConfig())
 
     class Careless:
+        ready = engine.ready
+
         def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
             deed(policy)
             return engine.generate(requests, sampling)
