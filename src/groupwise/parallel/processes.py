@@ -191,7 +191,7 @@ def portable(error: Exception) -> Exception:
     try:
         copied: Exception = pickle.loads(pickle.dumps(error))
         return copied
-    except Exception:
+    except Exception:  # a user's error may fail to pickle in any way; its words must get through all the same
         return RuntimeError(f"{type(error).__name__}: {error}")
 
 
