@@ -94,7 +94,7 @@ class SftConfig:
 
 
 KINDS = ("grpo", "sft", "evolve")
-PARALLEL = ("ddp", "fsdp", "context")
+PARALLEL = ("ddp", "fsdp", "zero1", "zero2", "zero3", "context")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,8 @@ class RunConfig:
     """Steps between checkpoints (one is also written at the end and on Ctrl-C)."""
     parallel: str | None = None
     """How several processes share the update: ddp (each has the policy and some of the answers), fsdp (and a
-    part of every layer) or context (a part of every answer: long ones). None: as accelerate says, or ddp."""
+    part of every layer), zero1, zero2, zero3 (DeepSpeed) or context (a part of every answer: long ones).
+    None: as accelerate says, or ddp."""
     keep_last: int = 2
     keep_best: bool = True
     """Also keep the checkpoint with the best held-out accuracy."""

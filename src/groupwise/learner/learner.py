@@ -118,8 +118,8 @@ class Learner:
     @property
     def most_bytes(self) -> int:
         """What an update may take beside the weights, generously: activations, logits, gradients, moments."""
-        trained = sum(p.numel() for p in self.policy.trainable().values())
-        return self.micro_batch_tokens * self.policy.activation_bytes + GPU_LOGITS_BYTES + 16 * trained
+        weights = 16 * self.policy.trained_numbers
+        return self.micro_batch_tokens * self.policy.activation_bytes + GPU_LOGITS_BYTES + weights
 
     def rate(self, update: int) -> float:
         assert self.optim.learning_rate is not None
@@ -172,7 +172,7 @@ class Learner:
             yield Part.build(
                 [minibatch[i] for i in indices], [weights[i] for i in indices], device=self.policy.device
             )
-        if self.policy.shards is not None:
+        if self.policy.in_step:
             # A divided layer computes only where all processes do: whoever is done goes on for nothing.
             for _ in range(max(map(len, passes)) - len(passes[self.processes.rank])):
                 yield replace(Part.build(minibatch[:1], [0.0], device=self.policy.device), idle=True)
@@ -206,7 +206,7 @@ class Learner:
             try:
                 return [self._backward(part) for part in parts]
             except torch.OutOfMemoryError as error:
-                if self.policy.shards is not None or self.context is not None:
+                if self.policy.in_step or self.context is not None:
                     raise ConfigError(
                         "the update does not fit into memory: set a smaller optim.micro_batch_tokens "
                         f"(now {self.micro_batch_tokens}) or model.gradient_checkpointing=true"
@@ -243,7 +243,7 @@ class Learner:
             ),
             self.settings,
         )
-        loss.backward()  # type: ignore[no-untyped-call]
+        self.policy.backward(loss)
         if part.idle:
             return None
         each = torch.split(logprobs_N.detach().float().cpu(), [sample.length for sample in part.members])

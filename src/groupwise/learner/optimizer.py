@@ -24,6 +24,8 @@ def make_optimizer(policy: Policy, optim: OptimConfig) -> torch.optim.Optimizer:
         "eps": optim.eps,
         "weight_decay": optim.weight_decay,
     }
+    if policy.zero is not None:
+        return make_divided(policy, optim, settings)
     if optim.offload:
         return OffloadedAdamW(parameters, **settings)
     if optim.kind == "adamw8bit":
@@ -34,6 +36,16 @@ def make_optimizer(policy: Policy, optim: OptimConfig) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = AdamW8bit(parameters, **settings)
         return optimizer
     return torch.optim.AdamW(parameters, fused=True, **settings)
+
+
+def make_divided(policy: Policy, optim: OptimConfig, settings: dict[str, Any]) -> torch.optim.Optimizer:
+    """AdamW as DeepSpeed divides it among processes, in main memory or not."""
+    assert policy.zero is not None
+    if optim.kind != "adamw":
+        raise ConfigError(f"run.parallel=zero… goes with optim.kind=adamw; got {optim.kind}")
+    optimizer = torch.optim.AdamW(list(policy.trainable().values()), fused=True, **settings)
+    policy.zero.start(optimizer, max_grad_norm=optim.max_grad_norm, offload=optim.offload)
+    return optimizer
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
@@ -79,12 +91,16 @@ def clipped_step(
     policy: Policy, optimizer: torch.optim.Optimizer, *, rate: float, max_grad_norm: float
 ) -> float:
     """Clip, step, forget the gradient; returns its norm before clipping. A limit of 0 clips nothing."""
-    norm = clip(policy, max_grad_norm or float("inf"))
-    check_finite("the gradient norm", norm)
     for group in optimizer.param_groups:
         group["lr"] = rate
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    if policy.zero is not None:
+        norm = policy.zero.step()  # clips as it was told when it was made
+        check_finite("the gradient norm", norm)
+    else:
+        norm = clip(policy, max_grad_norm or float("inf"))
+        check_finite("the gradient norm", norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
     policy.version += 1
     return norm
 

@@ -25,6 +25,13 @@ def row_logprobs(
     """Return (logprobs_N, entropy_N). With a context every process returns all of them."""
     if context is not None:
         return spread_logprobs(policy, batch, sampling, entropy_gradient=entropy_gradient, context=context)
+    return policy.computing(lambda: own_logprobs(policy, batch, sampling, entropy_gradient=entropy_gradient))
+
+
+def own_logprobs(
+    policy: Policy, batch: MicroBatch, sampling: Sampling, *, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """The same of a row that one process computes."""
     hidden_TM = policy.hidden(batch.tokens_T, batch.positions_T, batch.layout)
     return token_logprobs(
         hidden_TM.index_select(0, batch.predictor_N),

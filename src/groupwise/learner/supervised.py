@@ -11,8 +11,8 @@ from groupwise.config.sections import OptimConfig
 from groupwise.invariants import check_finite
 from groupwise.learner.learner import suited_tokens
 from groupwise.learner.optimizer import clipped_step, make_optimizer
+from groupwise.learner.rows import row_logprobs
 from groupwise.learner.schedule import learning_rate
-from groupwise.model.logprobs import token_logprobs
 from groupwise.model.policy import Policy
 from groupwise.parallel.balance import dealt_out
 from groupwise.parallel.gradients import sum_gradients
@@ -120,18 +120,10 @@ def mean_loss(
     total = 0.0
     for indices in micro_batches(samples, budget=micro_batch_tokens):
         batch = pack([samples[i] for i in indices], device=policy.device)
-        hidden_TM = policy.hidden(batch.tokens_T, batch.positions_T, batch.layout)
-        logprobs_N, _ = token_logprobs(
-            hidden_TM.index_select(0, batch.predictor_N),
-            policy.head_weight,
-            policy.head_bias,
-            batch.targets_N,
-            Sampling(),
-            entropy_gradient=False,
-        )
+        logprobs_N, _ = row_logprobs(policy, batch, Sampling(), entropy_gradient=False)
         loss = -logprobs_N.sum() / tokens
         if backward:
-            loss.backward()  # type: ignore[no-untyped-call]
+            policy.backward(loss)
         total += float(loss.detach())
     check_finite("the loss", total)
     return total

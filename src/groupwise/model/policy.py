@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from groupwise.model.quantized import is_quantized
 
 if TYPE_CHECKING:
     from groupwise.model.sharded import Shards
+    from groupwise.model.zero import Zero
+
+T = TypeVar("T")
 
 
 class Policy(Codec):
@@ -38,7 +41,9 @@ class Policy(Codec):
         """What the reference has in the place of the trained weights; None: those before training."""
         self.end_tokens = _end_tokens(self._causal, tokenizer)
         self.shards: Shards | None = None
-        """Set when the policy is divided among processes."""
+        """Set when the decoder's layers are divided among processes."""
+        self.zero: Zero | None = None
+        """Set when DeepSpeed divides the policy, or what its optimizer keeps, among processes."""
         self.version = 0
         """Grows with every update: a generator elsewhere sees by it that it needs new weights."""
 
@@ -205,31 +210,56 @@ class Policy(Codec):
         """Trained parameters by name, in a stable order; tied weights once."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
+    @property
+    def trained_numbers(self) -> int:
+        """How many numbers are trained, in all processes together."""
+        return sum(getattr(p, "ds_numel", p.numel()) for p in self.trainable().values())
+
     def owned(self) -> dict[str, nn.Parameter]:
         """What this process's optimizer steps on, by name: trained parameters, or its parts of them."""
         parts = {} if self.shards is None else self.shards.parts
         return {name: parts.get(name, parameter) for name, parameter in self.trainable().items()}
 
-    def divide(self) -> None:
-        """Divide the decoder's layers among the processes of this run."""
-        from groupwise.model.sharded import Shards
-
+    def divide(self, layout: str = "fsdp") -> None:
+        """Divide among the processes of this run what the layout says: fsdp, zero1, zero2 or zero3."""
         if self.unpacked_bytes:
             raise ConfigError("quantized weights cannot be divided among processes: use run.parallel=ddp")
-        self.shards = Shards(self.model, self._decoder, device=self.device)
+        if layout == "fsdp":
+            from groupwise.model.sharded import Shards
+
+            self.shards = Shards(self.model, self._decoder, device=self.device)
+        else:
+            from groupwise.model.zero import Zero
+
+            self.zero = Zero(self.model, self._head, stage=int(layout.removeprefix("zero")))
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the passes of an update are made by all processes together."""
+        return self.shards is not None or self.zero is not None
+
+    def computing(self, compute: Callable[[], T]) -> T:
+        """Do a forward pass of an update; it may use any module and weight of the policy."""
+        return compute() if self.zero is None else self.zero.computing(compute)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add a loss's gradient to what this process has of the update's."""
+        if self.zero is None:
+            loss.backward()  # type: ignore[no-untyped-call]
+        else:
+            self.zero.backward(loss)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """While the block lasts, this process can use the modules alone; a divided policy is gathered."""
-        if self.shards is None:
+        divided = self.shards or self.zero
+        with nullcontext() if divided is None else divided.whole():
             yield
-        else:
-            with self.shards.whole():
-                yield
 
     def gathered(self) -> dict[str, Tensor] | None:
         """A divided policy whole, for files; all processes come by here. None: it is not divided."""
-        return None if self.shards is None else self.shards.gathered_state(self.model)
+        divided = self.shards or self.zero
+        return None if divided is None else divided.gathered_state(self.model)
 
     def save(
         self, folder: Path, *, gathered: dict[str, Tensor] | None = None, tokenizer: bool = True

@@ -11,9 +11,9 @@ from groupwise.parallel.processes import Processes
 def sum_gradients(processes: Processes, policy: Policy) -> None:
     """Give every process the sum of all gradients; one that no process has stays absent.
 
-    A divided policy has added up those of its layers by itself.
+    A divided policy has added up those of its layers by itself; DeepSpeed does so for all of them.
     """
-    if processes.count == 1:
+    if processes.count == 1 or policy.zero is not None:
         return
     divided = () if policy.shards is None else policy.shards.divided
     parameters = [p for name, p in policy.trainable().items() if name not in divided]

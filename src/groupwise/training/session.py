@@ -23,7 +23,7 @@ from groupwise.learner.checkpoint import prune
 from groupwise.model.load import load_policy
 from groupwise.model.memory import free_memory
 from groupwise.model.source import model_folder
-from groupwise.parallel.launched import layout_of
+from groupwise.parallel.launched import DIVIDING, layout_of
 from groupwise.parallel.processes import Processes
 from groupwise.tracking.log import LOGGER
 from groupwise.training.ending import stats_of, summary_of
@@ -119,8 +119,9 @@ class Session(ABC):
         self.policy = load_policy(model, config.lora, trained=start.checkpoint, reference=reference)
         if self.policy.unpacked_bytes and not self.policy.has_adapter:
             raise ConfigError(f"the weights of {config.model.name} are quantized: train adapters (lora.r=16)")
-        if self.processes.count > 1 and layout_of(config.run) == "fsdp":
-            self.policy.divide()
+        layout = layout_of(config.run)
+        if self.processes.count > 1 and layout in DIVIDING:
+            self.policy.divide(layout)
         self.engine = self._make_engine(resources)
         self.make_parts()
         if start.checkpoint is not None:

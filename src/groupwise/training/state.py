@@ -21,6 +21,7 @@ from groupwise.learner.checkpoint import (
 )
 from groupwise.model.policy import Policy
 from groupwise.model.sharded import Shards, local
+from groupwise.model.zero import without_masters
 from groupwise.parallel.processes import Processes
 from groupwise.training.curriculum import Rates
 
@@ -66,10 +67,12 @@ def save_state(
 
     It does not depend on how many processes there are: all must come by here, and the leader writes.
     """
-    tensors, settings = optimizer_tensors(learner.optimizer, policy.owned())
+    if policy.zero is not None:
+        tensors, settings = policy.zero.optimizer_state()
+    else:
+        tensors, settings = optimizer_tensors(learner.optimizer, policy.owned())
     if policy.shards is not None:
         tensors = {key: gathered(policy.shards, key, tensor) for key, tensor in sorted(tensors.items())}
-
     whole = policy.gathered()
 
     def write(target: Path) -> None:
@@ -106,22 +109,23 @@ def read_state(checkpoint: Path) -> State:
 
 def load_learner(checkpoint: Path, learner: Optimizing, state: State) -> None:
     """Put the optimizer back as it was."""
-    tensors = load_file(checkpoint / OPTIMIZER, device=str(learner.policy.device))
-    if (shards := learner.policy.shards) is not None:
-        tensors = {key: own_part(shards, key, tensor) for key, tensor in sorted(tensors.items())}
-    load_optimizer(
-        learner.optimizer,
-        learner.policy.owned(),
-        tensors=tensors,
-        settings=json.loads((checkpoint / OPTIMIZER_SETTINGS).read_text()),
-    )
+    policy = learner.policy
     learner.updates = state.updates
+    settings = json.loads((checkpoint / OPTIMIZER_SETTINGS).read_text())
+    if policy.zero is not None:
+        policy.zero.load_optimizer_state(load_file(checkpoint / OPTIMIZER), settings)
+        return
+    tensors = without_masters(load_file(checkpoint / OPTIMIZER, device=str(policy.device)))
+    if (shards := policy.shards) is not None:
+        tensors = {key: own_part(shards, key, tensor) for key, tensor in sorted(tensors.items())}
+    load_optimizer(learner.optimizer, policy.owned(), tensors=tensors, settings=settings)
 
 
 def fingerprint(policy: Policy, learner: Optimizing) -> tuple[object, ...]:
     """Return a value that changes when the training state does: bit sums of all tensors, counters, noise."""
+    weights = (getattr(p, "ds_tensor", p) for p in policy.model.parameters())  # as DeepSpeed divides them
     moments = (tensor for state in learner.optimizer.state.values() for _, tensor in flattened(state))
-    sums = tuple(bit_sum(tensor) for tensor in (*policy.model.parameters(), *moments))
+    sums = tuple(bit_sum(tensor) for tensor in (*weights, *moments))
     gradients = any(p.grad is not None for p in policy.model.parameters())
     noise = torch.random.get_rng_state().numpy().tobytes()
     return sums, gradients, policy.model.training, learner.updates, noise
