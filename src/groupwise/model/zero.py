@@ -9,6 +9,7 @@ an update's all, and the step says when the update is over. What is saved is who
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -55,8 +56,12 @@ class Zero:
         """Divide what this stage divides. The optimizer's parameters become parts of ours, laid end to end."""
         weight = next(self.model.parameters())
         os.environ.setdefault("DS_ACCELERATOR", weight.device.type)
+        # It calls torch's collectives by names that torch is about to change, at every pass.
+        warnings.filterwarnings("ignore", message=r".*torch\.distributed.* is deprecated", category=FutureWarning)
         import deepspeed
 
+        if weight.device.type == "cpu":
+            deepspeed.ops.__compatible_ops__.clear()  # else it compiles a way of its own for processes to talk
         self.names = [name for name, p in self.model.named_parameters() if p.requires_grad]
         self.half = optimizer.param_groups[0]["params"][0].dtype != torch.float32
         self.optimizer = optimizer
