@@ -1,8 +1,9 @@
-"""DeepSpeed divides an update among processes, and what it computes is what one process computes without it."""
+"""What DeepSpeed computes with several processes is what one process computes without it."""
 
 from __future__ import annotations
 
 import json
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,66 +13,265 @@ import torch
 from safetensors.torch import load_file
 
 from groupwise.config import read_config
+from groupwise.config.model import LoraConfig
 from groupwise.config.sections import LOSSES
+from groupwise.errors import ConfigError, InvariantError
 from groupwise.learner.learner import Learner
+from groupwise.learner.supervised import Imitator, worked_sample
 from groupwise.model import zero
-from groupwise.parallel.processes import joined_processes
+from groupwise.model.adapter import adapt_in_place
+from groupwise.model.lora import with_adapter
+from groupwise.model.policy import Policy
+from groupwise.parallel.processes import Processes, joined_processes
 from groupwise.records import Sampling
 from several import in_processes
 from small_models import policy_of, small_model
-from test_processes import gradients, made_samples, relative_difference
+from small_runs import lasting_metrics, small_config, task_file
+from test_processes import made_samples, relative_difference, trained
 
-pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+needs_deepspeed = pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="takes a package: pip install 'groupwise[deepspeed]'"
+)
+STAGES = ("zero1", "zero2", "zero3")
 
-OFF_POLICY = ("algo.max_gap=100", "optim.minibatches=1", "optim.epochs=2")
-# Adam's mean of one gradient is then that gradient.
-NO_MEMORY = ("optim.beta1=0",)
+
+def learner_of(policy: Policy, processes: Processes, *overrides: str) -> Learner:
+    settings = ["algo.max_gap=100", "optim.minibatches=1", "optim.learning_rate=1e-3", *overrides]
+    config = read_config(overrides=settings).resolve()
+    return Learner(
+        policy,
+        algo=config.algo,
+        optim=config.optim,
+        sampling=Sampling(max_tokens=8),
+        max_steps=4,
+        processes=processes,
+    )
 
 
-def zero_gradients(losses: list[str], overrides: tuple[str, ...]) -> list[dict[str, Any]]:
+def updated(learner: Learner) -> dict[str, float]:
+    samples = made_samples()
+    return learner.update(samples, sequences=14, tokens=sum(s.length for s in samples) + 9)
+
+
+CASES = {
+    **{loss: (f"algo.loss={loss}",) for loss in LOSSES},
+    "with a KL penalty and an entropy bonus": ("algo.beta=0.1", "algo.entropy_bonus=0.01"),
+    "in mini-batches and small micro-batches": ("optim.minibatches=2", "optim.micro_batch_tokens=12"),
+    "with tied embeddings": (),
+    "clipped, and stepping in main memory": ("optim.max_grad_norm=0.5", "optim.offload=true"),
+}
+# The second pass is off-policy; without a memory of older ones, Adam's mean is the gradient.
+EXPOSED = ("optim.epochs=2", "optim.beta1=0", "optim.max_grad_norm=0")
+
+
+def gradients(layout: str) -> dict[str, Any]:
+    """Return for each case the gradient of each optimizer step, and what the update says of itself."""
     torch.set_num_threads(1)
-    zero.KEPT_WHOLE = 0  # the models of tests are small
-    found = []
+    zero.KEPT_WHOLE = 0  # all weights of these models are small
     with joined_processes() as processes:
-        for loss in losses:
-            config = read_config(
-                overrides=[f"algo.loss={loss}", "optim.max_grad_norm=0", "optim.learning_rate=1e-3", *overrides]
-            ).resolve()
+        return {name: gradient(processes, layout, name) for name in CASES}
+
+
+def gradient(processes: Processes, layout: str, name: str) -> dict[str, Any]:
+    policy = policy_of(small_model(tie_word_embeddings="tied" in name))
+    if "KL" in name:
+        policy = Policy(policy.model, policy.tokenizer, reference=policy_of(small_model()).model)
+    if processes.count > 1:
+        policy.divide(layout)
+    learner = learner_of(policy, processes, *EXPOSED, *CASES[name])
+    kept: list[dict[str, Any]] = []
+    step = learner._step
+
+    def step_and_keep() -> float:
+        norm = step()
+        kept.append(means(learner))
+        return norm
+
+    learner._step = step_and_keep  # type: ignore[method-assign]
+    return {"report": updated(learner), "gradients": kept}
+
+
+def means(learner: Learner) -> dict[str, Any]:
+    policy = learner.policy
+    if policy.zero is None:
+        found = {name: learner.optimizer.state[p]["exp_avg"] for name, p in policy.trainable().items()}
+    else:
+        tensors, _ = policy.zero.optimizer_state()
+        found = {key.removesuffix(".exp_avg"): t for key, t in tensors.items() if key.endswith(".exp_avg")}
+    return {name: tensor.numpy().copy() for name, tensor in found.items()}
+
+
+@cache
+def gradients_alone() -> dict[str, Any]:
+    return gradients("none")
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("layout", STAGES)
+def test_the_gradient_of_two_processes_is_that_of_one(layout: str) -> None:
+    leader, follower = in_processes(2, gradients, layout)
+    for name, alone in gradients_alone().items():
+        assert len(leader[name]["gradients"]) == len(alone["gradients"])
+        for ours, expected in zip(leader[name]["gradients"], alone["gradients"], strict=True):
+            assert ours.keys() == expected.keys()
+            assert relative_difference(expected, ours) <= 1e-5, name
+        assert leader[name]["report"] == pytest.approx(alone["report"], rel=1e-4, abs=1e-6), name
+        assert follower[name]["report"] == leader[name]["report"]
+
+
+def divided_run(config: Any, resume: Path | None = None) -> str:
+    zero.KEPT_WHOLE = 0
+    return trained(config, resume)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("layout", "settings", "weights"),
+    [
+        ("zero2", ("optim.warmup_steps=3",), "model.safetensors"),
+        ("zero3", ("model.gradient_checkpointing=true",), "model.safetensors"),
+        ("zero3", ("lora.r=4", "algo.beta=0.1", "optim.offload=true"), "adapter_model.safetensors"),
+    ],
+    ids=["zero2", "zero3", "zero3, adapters"],
+)
+def test_a_run_goes_on_with_and_without_deepspeed(
+    layout: str, settings: tuple[str, ...], weights: str, tmp_path: Path
+) -> None:
+    paths = {name: tmp_path / name for name in ("one", "back", "forth")}
+    for path in paths.values():
+        path.mkdir()
+        task_file(path)
+    trained(small_config(paths["one"], *settings))
+    divided = f"run.parallel={layout}"
+    in_processes(2, divided_run, small_config(paths["back"], "run.max_steps=2", divided, *settings))
+    trained(small_config(paths["back"], *settings), paths["back"] / "run")
+    trained(small_config(paths["forth"], "run.max_steps=2", *settings))
+    in_processes(2, divided_run, small_config(paths["forth"], divided, *settings), paths["forth"] / "run")
+    one = paths["one"] / "run"
+    for name in ("back", "forth"):
+        other = paths[name] / "run"
+        for ours, theirs in zip(lasting_metrics(one), lasting_metrics(other), strict=True):
+            learnt = [name for name in ours if name.startswith(("policy/", "optim/"))]
+            assert [ours[n] for n in learnt] == pytest.approx([theirs[n] for n in learnt], rel=1e-3, abs=1e-5)
+        for step in ("step-000002", "step-000004"):
+            for file in (weights, "optimizer.safetensors"):
+                a, b = (load_file(run / "checkpoints" / step / file) for run in (one, other))
+                assert a.keys() == b.keys()
+                # As a whole: Adam makes a full step of a gradient that is all rounding.
+                assert relative_difference(a, b) < 1e-4, (name, step, file)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+def test_half_precision_goes_on_from_its_copies_in_float32(layout: str) -> None:
+    for whole, resumed, rounded in in_processes(2, half_precision, layout):
+        assert resumed == whole
+        assert rounded != whole
+
+
+def half_precision(layout: str) -> list[float]:
+    """Return a sum of the float32 weights after two updates: in one go, resumed, and resumed without them."""
+    torch.set_num_threads(1)
+    torch.backends.mkldnn.enabled = False  # some machines announce instructions that they do not have
+    sums = []
+    with joined_processes() as processes:
+        saved: dict[str, torch.Tensor] = {}
+        state: dict[str, torch.Tensor] = {}
+        settings: dict[str, Any] = {}
+        for without in (None, "nothing", ".master"):
             policy = policy_of(small_model())
-            policy.divide(config.run.parallel)
-            learner = Learner(
-                policy,
-                algo=config.algo,
-                optim=config.optim,
-                sampling=Sampling(max_tokens=8),
-                max_steps=1,
-                processes=processes,
+            policy.model.bfloat16()
+            if without is not None:
+                policy.model.load_state_dict(saved)
+            policy.divide(layout)
+            learner = learner_of(policy, processes)
+            assert policy.zero is not None
+            if without is None:
+                updated(learner)
+                with policy.whole():
+                    saved = {name: t.detach().clone() for name, t in policy.model.state_dict().items()}
+                state, settings = processes.gather(policy.zero.optimizer_state())[0]
+            else:
+                kept = {key: tensor for key, tensor in state.items() if not key.endswith(without)}
+                policy.zero.load_optimizer_state(kept, settings)
+            updated(learner)
+            tensors = processes.gather(policy.zero.optimizer_state()[0])[0]
+            sums.append(
+                sum(float(t.double().abs().sum()) for k, t in tensors.items() if k.endswith("master"))
             )
-            kept = []
-            step = learner._step
-
-            def keep_after() -> float:
-                norm = step()
-                tensors, _ = policy.zero.optimizer_state()
-                kept.append({n: tensors[f"{n}.exp_avg"].numpy() for n in policy.trainable()})
-                return norm
-
-            learner._step = keep_after
-            samples = made_samples()
-            report = learner.update(samples, sequences=14, tokens=sum(s.length for s in samples) + 9)
-            found.append({"gradients": kept, "report": report})
-    return found
+    return sums
 
 
-@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
-def test_the_gradient_of_two_processes_is_that_of_one(stage: str) -> None:
-    settings = (*OFF_POLICY, *NO_MEMORY, f"run.parallel={stage}")
-    losses = list(LOSSES)
-    both = in_processes(2, zero_gradients, losses, settings)
-    for i, loss in enumerate(losses):
-        alone = gradients(loss, settings)
-        for each in both:
-            for ours, expected in zip(each[i]["gradients"], alone["gradients"], strict=True):
-                print(loss, relative_difference(expected, ours))
-                assert relative_difference(expected, ours) <= 1e-5
-            assert each[i]["report"] == pytest.approx(alone["report"], rel=1e-4, abs=1e-6)
+@needs_deepspeed
+@pytest.mark.parametrize("layout", STAGES)
+def test_a_gradient_that_is_not_finite_stops_the_run(layout: str) -> None:
+    assert in_processes(2, infinite, layout) == ["the gradient norm"] * 2
+
+
+def infinite(layout: str) -> str:
+    torch.set_num_threads(1)
+    with joined_processes() as processes:
+        policy = policy_of(small_model())
+        policy.divide(layout)
+        learner = learner_of(policy, processes)
+        policy.backward = lambda loss: policy.zero.backward(loss * float("nan"))  # type: ignore
+        try:
+            updated(learner)
+        except InvariantError as error:
+            return str(error)[:17]
+    return "it went on"
+
+
+@pytest.mark.parametrize("layout", ["fsdp", pytest.param("zero3", marks=needs_deepspeed)])
+def test_who_has_nothing_to_imitate_goes_along(layout: str) -> None:
+    alone = imitation_loss("none")
+    for losses in in_processes(2, imitation_loss, layout):
+        assert losses == pytest.approx(alone, rel=1e-5)
+
+
+def imitation_loss(layout: str) -> list[float]:
+    """Return the loss of one demonstration before and after a step on it."""
+    torch.set_num_threads(1)
+    zero.KEPT_WHOLE = 0
+    with joined_processes() as processes:
+        config = read_config(overrides=["optim.learning_rate=1e-2"]).resolve()
+        torch.manual_seed(0)
+        model = with_adapter(small_model(), LoraConfig(r=3), None)
+        policy = policy_of(model)
+        adapt_in_place(model)
+        if processes.count > 1:
+            policy.divide(layout)
+        imitator = Imitator(policy, optim=config.optim, max_steps=1, processes=processes)
+        samples = [worked_sample((5, 6, 7), (8, 9), group=0)]
+        report = imitator.update(samples)
+        return [report["sft/loss"], report["policy/grad_norm"], imitator.loss(samples)]
+
+
+@needs_deepspeed
+def test_accelerate_told_to_use_deepspeed_does(tmp_path: Path) -> None:
+    task_file(tmp_path)
+    told = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
+    }
+    in_processes(2, trained, small_config(tmp_path, "run.max_steps=2", "evaluate.skip=true"), None, told)
+    assert [row["step"] for row in lasting_metrics(tmp_path / "run")] == [1, 2]
+    group = json.loads((tmp_path / "run/checkpoints/step-000002/optimizer.json").read_text())["groups"][0]
+    assert group["fused"]
+
+
+def test_deepspeed_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zero, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"zero2 takes a package: pip install 'groupwise\[deepspeed\]'"):
+        policy_of(small_model()).divide("zero2")
+
+
+@needs_deepspeed
+def test_eight_bits_are_not_divided() -> None:
+    policy = policy_of(small_model())
+    policy.divide("zero2")
+    with pytest.raises(ConfigError, match=r"goes with optim\.kind=adamw"):
+        learner_of(policy, Processes(), "optim.kind=adamw8bit")

@@ -85,14 +85,19 @@ class Imitator:
         """The loss of all samples, of which each process computes a share."""
         own = 0.0
         with self.processes.together():
-            share = dealt_out(samples, self.processes.count)[self.processes.rank]
+            shares = [[samples[i] for i in share] for share in dealt_out(samples, self.processes.count)]
             own = mean_loss(
                 self.policy,
-                [samples[i] for i in share],
+                shares[self.processes.rank],
                 tokens=sum(sample.length for sample in samples),
                 micro_batch_tokens=self.micro_batch_tokens,
                 backward=backward,
             )
+            if self.policy.in_step:
+                # A divided layer computes only where all processes do: whoever is done goes on for nothing.
+                passes = [len(micro_batches(share, budget=self.micro_batch_tokens)) for share in shares]
+                for _ in range(max(passes) - passes[self.processes.rank]):
+                    pass_loss(self.policy, samples[:1], tokens=float("inf"), backward=backward)
         return sum(self.processes.gather(own))
 
 
@@ -117,13 +122,19 @@ def mean_loss(
     policy: Policy, samples: Sequence[Sample], *, tokens: int, micro_batch_tokens: int, backward: bool
 ) -> float:
     """Return the negative log-probability of what is trained, over `tokens`; `backward` adds its gradient."""
-    total = 0.0
-    for indices in micro_batches(samples, budget=micro_batch_tokens):
-        batch = pack([samples[i] for i in indices], device=policy.device)
-        logprobs_N, _ = row_logprobs(policy, batch, Sampling(), entropy_gradient=False)
-        loss = -logprobs_N.sum() / tokens
-        if backward:
-            policy.backward(loss)
-        total += float(loss.detach())
+    total = sum(
+        pass_loss(policy, [samples[i] for i in indices], tokens=tokens, backward=backward)
+        for indices in micro_batches(samples, budget=micro_batch_tokens)
+    )
     check_finite("the loss", total)
     return total
+
+
+def pass_loss(policy: Policy, samples: Sequence[Sample], *, tokens: float, backward: bool) -> float:
+    """The same of what one pass takes."""
+    batch = pack(samples, device=policy.device)
+    logprobs_N, _ = row_logprobs(policy, batch, Sampling(), entropy_gradient=False)
+    loss = -logprobs_N.sum() / tokens
+    if backward:
+        policy.backward(loss)
+    return float(loss.detach())

@@ -1,9 +1,10 @@
-"""A policy trained through DeepSpeed: ZeRO divides the optimizer's state (1), the gradient too (2), all weights (3).
+"""A policy trained through DeepSpeed (ZeRO): each process keeps a part of what training takes.
 
-DeepSpeed wants to see every pass, so the learner's passes run inside of a module of which the model is a part.
-It averages gradients over processes and divides by the passes of an update; our losses are sums that are divided
-once by the count of the whole batch. So each loss is multiplied by the number of processes, one pass counts as
-an update's all, and the step says when the update is over. What is saved is whole and named as without DeepSpeed.
+Stage 1 divides the optimizer's state, 2 the gradient too, 3 all weights too. DeepSpeed wants to see
+every pass: the learner's passes run inside of a module that holds the model. It averages gradients over
+processes and over the passes of an update, while our losses are sums, divided once by the count of the whole
+batch; so losses are multiplied by the number of processes, each pass counts whole, and the step says when an
+update is over. What goes into files is whole and has the names it would have without DeepSpeed.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ T = TypeVar("T")
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
-"""Name, beside the moments, of a weight in float32 that the model has in half precision."""
+"""What files call, beside a weight's moments, the float32 copy of a weight in half precision."""
 KEPT_WHOLE = 100_000
-"""ZeRO-3 does not divide weights of fewer numbers: norms and biases."""
+"""Weights of so few numbers are gathered once a step, not for each pass: norms and biases."""
 
 
 class Passes(nn.Module):
@@ -43,35 +44,35 @@ class Passes(nn.Module):
 
 
 class Zero:
-    """DeepSpeed's engine around one model; there is none before the optimizer is made."""
+    """DeepSpeed's engine around one model; until `start` the model is as it was."""
+
+    engine: Any = None
+    optimizer: AdamW
+    names: tuple[str, ...]
+    """Of the trained parameters."""
+    half: bool
+    """Whether they are in half precision, of which the optimizer then keeps copies in float32."""
 
     def __init__(self, model: nn.Module, head: nn.Module, *, stage: int) -> None:
         if find_spec("deepspeed") is None:
-            raise ConfigError("run.parallel=zero… takes a package: pip install 'groupwise[deepspeed]'")
+            raise ConfigError(f"run.parallel=zero{stage} takes a package: pip install 'groupwise[deepspeed]'")
         self.model, self.head, self.stage = model, head, stage
-        self.engine: Any = None
-        self.optimizer: AdamW
 
     def start(self, optimizer: AdamW, *, max_grad_norm: float, offload: bool) -> None:
-        """Divide what this stage divides. The optimizer's parameters become parts of ours, laid end to end."""
-        weight = next(self.model.parameters())
-        os.environ.setdefault("DS_ACCELERATOR", weight.device.type)
-        # It calls torch's collectives by names that torch is about to change, at every pass.
-        warnings.filterwarnings("ignore", message=r".*torch\.distributed.* is deprecated", category=FutureWarning)
-        import deepspeed
-
-        if weight.device.type == "cpu":
-            deepspeed.ops.__compatible_ops__.clear()  # else it compiles a way of its own for processes to talk
-        self.names = [name for name, p in self.model.named_parameters() if p.requires_grad]
-        self.half = optimizer.param_groups[0]["params"][0].dtype != torch.float32
+        """Divide what this stage divides; the optimizer then steps on this process's part."""
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.names = tuple(trained)
+        self.half = any(p.dtype != torch.float32 for p in trained.values())
         self.optimizer = optimizer
+        device = next(iter(trained.values())).device
+        deepspeed = quiet_deepspeed(device)
         passes = Passes(self.model)
-        divided = {
+        divided: dict[str, Any] = {
             "stage": self.stage,
             "stage3_param_persistence_threshold": KEPT_WHOLE,
-            "offload_optimizer": {"device": "cpu", "pin_memory": weight.is_cuda} if offload else None,
         }
-        deepspeed.init_distributed(verbose=False)
+        if offload:
+            divided["offload_optimizer"] = {"device": "cpu", "pin_memory": device.type == "cuda"}
         self.engine, *_ = deepspeed.initialize(
             model=passes,
             optimizer=optimizer,
@@ -81,17 +82,17 @@ class Zero:
                 "managed_gradient_accumulation": False,
                 "gradient_clipping": max_grad_norm,
                 "bf16": {"enabled": self.half},
-                "zero_optimization": {k: v for k, v in divided.items() if v is not None},
-                "zero_force_ds_cpu_optimizer": False,  # torch's own steps there as well, and is not compiled
+                "zero_optimization": divided,
+                "zero_force_ds_cpu_optimizer": False,  # torch's steps there too, and needs no compiler
             },
         )
         if self.stage == 3:
-            # Our output layer reads these outside of their module.
+            # The product with the output layer is fused with the loss, outside of the layer's own module.
             for parameter in self.head.parameters():
                 deepspeed.zero.register_external_parameter(passes, parameter)
 
     def computing(self, compute: Callable[[], T]) -> T:
-        """Do a forward pass as DeepSpeed sees it."""
+        """Do a forward pass; all processes do it together."""
         found: T = self.engine(compute)
         return found
 
@@ -101,62 +102,57 @@ class Zero:
     def step(self) -> float:
         """Clip the sum of everyone's gradients and step; returns its norm before clipping."""
         self.engine.step()
-        return float(self.engine.get_global_grad_norm())
+        norm = float(self.engine.get_global_grad_norm())
+        return norm if norm >= 0 else float("nan")  # DeepSpeed says -1 of a gradient that is not finite
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Every process holds all weights while the block lasts; all must come by here together."""
-        if self.stage < 3 or self.engine is None:
+        if self.engine is None or self.stage < 3:
             yield
             return
-        import deepspeed
+        from deepspeed.runtime.zero import unwrap_model_for_generation
 
-        hooks = self.engine.optimizer.parameter_offload
-        hooks._remove_module_hooks()  # they would divide each weight again after its first use
-        hooks.forward_hooks, hooks.backward_hooks = [], []
-        try:
-            with deepspeed.zero.GatheredParameters(list(self.model.parameters())):
-                yield
-        finally:
-            hooks.setup_zero_stage3_hooks()
+        with unwrap_model_for_generation(self.engine):
+            yield
 
     def gathered_state(self, model: nn.Module) -> dict[str, Tensor] | None:
-        """Return everything that the model's files hold, whole, on the CPU. None: each process has it."""
-        if self.stage < 3 or self.engine is None:
+        """Give the first process, whole and on the CPU, what the model's files hold. None: all have it."""
+        if self.engine is None or self.stage < 3:
             return None
-        import deepspeed
+        from deepspeed.runtime.zero import GatheredParameters
 
-        copies: dict[int, Tensor] = {}
         state = model.state_dict(keep_vars=True)
+        copies: dict[int, Tensor] = {}  # one for all names of a tied weight
         for tensor in state.values():
-            if id(tensor) not in copies:
-                with deepspeed.zero.GatheredParameters([tensor]):
-                    copies[id(tensor)] = tensor.detach().cpu().clone()
-        return {name: copies[id(tensor)] for name, tensor in state.items()}
+            with GatheredParameters([tensor]):
+                if dist.get_rank() == 0 and id(tensor) not in copies:
+                    copies[id(tensor)] = tensor.detach().to("cpu", copy=True)
+        return {name: copies[id(tensor)] for name, tensor in state.items() if id(tensor) in copies}
 
     def optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return what `optimizer_tensors` returns of an optimizer that is not divided."""
+        """Give the first process what `optimizer_tensors` returns of an optimizer that is not divided."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-        group = {key: value for key, value in self.optimizer.param_groups[0].items() if key != "params"}
-        settings = {"groups": [{**group, "params": self.names}]}
-        states = list(self.optimizer.state.values())
-        if not states:
-            return {}, settings
+        group = {**self.optimizer.param_groups[0], "params": list(self.names)}
         tensors: dict[str, Tensor] = {}
-        for name in self.names:
-            parameter = self.model.get_parameter(name)
-            tensors[f"{name}.step"] = states[0]["step"].cpu().clone()
-            for key in MOMENTS:
-                tensors[f"{name}.{key}"] = safe_get_full_optimizer_state(parameter, key).cpu().clone()
-            if self.half:
-                tensors[f"{name}.{MASTER}"] = safe_get_full_fp32_param(parameter).cpu().clone()
-        return tensors, settings
+        for state in list(self.optimizer.state.values())[:1]:  # none before the first step; all count alike
+            for name in self.names:
+                parameter = self.model.get_parameter(name)
+                found = {"step": state["step"]}
+                found |= {key: safe_get_full_optimizer_state(parameter, key) for key in MOMENTS}
+                if self.half:
+                    found[MASTER] = safe_get_full_fp32_param(parameter)
+                if dist.get_rank() == 0:
+                    tensors |= {f"{name}.{key}": value.to("cpu", copy=True) for key, value in found.items()}
+        return tensors, {"groups": [group]}
 
     def load_optimizer_state(self, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> None:
-        """Put back what `optimizer_state` returned, or what an optimizer that was not divided left."""
-        if [name for group in settings["groups"] for name in group["params"]] != self.names:
-            raise CheckpointError("the checkpoint's optimizer belongs to other parameters than this model trains")
+        """Put back what `optimizer_state` gave, or what an optimizer that is not divided left."""
+        if tuple(name for group in settings["groups"] for name in group["params"]) != self.names:
+            raise CheckpointError(
+                "the checkpoint's optimizer belongs to other parameters than this model trains"
+            )
         if not tensors:
             return
         zero = self.engine.optimizer
@@ -168,30 +164,40 @@ class Zero:
         if self.stage < 3:
             zero._lazy_init_hp_params_optimizer_state()
         for name in self.names:
-            parameter = self.model.get_parameter(name)
-            for key in MOMENTS:
-                self._put_back(parameter, tensors[f"{name}.{key}"], key)
-            if self.half and f"{name}.{MASTER}" in tensors:
-                self._put_back(parameter, tensors[f"{name}.{MASTER}"], None)
+            for key in (*MOMENTS, MASTER) if self.half else MOMENTS:
+                if f"{name}.{key}" in tensors:
+                    self._put_back(self.model.get_parameter(name), key, tensors[f"{name}.{key}"])
 
-    def _put_back(self, parameter: nn.Parameter, whole: Tensor, key: str | None) -> None:
-        """Keep this process's part of one of the optimizer's tensors; key None is the weight in float32."""
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+    def _put_back(self, parameter: Any, key: str, whole: Tensor) -> None:
+        """Keep this process's part of one of the optimizer's tensors."""
+        from deepspeed import utils
 
-        if self.stage == 3:
-            size = parameter.ds_tensor.numel()
-            padded = torch.zeros(size * dist.get_world_size(), dtype=torch.float32, device=whole.device)
-            padded[: whole.numel()] = whole.flatten()
-            own = padded[size * dist.get_rank() :][:size]
-            if key is None:
-                safe_set_local_fp32_param(parameter, own)
-            else:
-                safe_set_local_optimizer_state(parameter, own, key)
-        elif key is None:
-            safe_set_full_fp32_param(parameter, whole)
+        if self.stage < 3:
+            own, setter = whole, utils.safe_set_full_optimizer_state
+            master = utils.safe_set_full_fp32_param
         else:
-            safe_set_full_optimizer_state(parameter, whole, key)
+            size, rank = parameter.ds_tensor.numel(), dist.get_rank()
+            padded = torch.zeros(size * dist.get_world_size())
+            padded[: whole.numel()] = whole.flatten()
+            own, setter = padded[size * rank : size * (rank + 1)], utils.safe_set_local_optimizer_state
+            master = utils.safe_set_local_fp32_param
+        if key == MASTER:
+            master(parameter, own)
+        else:
+            setter(parameter, own, key)
+
+
+def quiet_deepspeed(device: torch.device) -> Any:
+    """Import DeepSpeed for the device that the policy is on, and let it talk over the processes there are."""
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    # It calls torch by names that torch is about to change, and torch says so at every pass.
+    warnings.filterwarnings("ignore", message=r".*torch\.distributed.*is deprecated", category=FutureWarning)
+    import deepspeed
+
+    if device.type == "cpu":
+        deepspeed.ops.__compatible_ops__.clear()  # else it compiles a way of its own for processes to talk
+    deepspeed.init_distributed(verbose=False)
+    return deepspeed
 
 
 def without_masters(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from groupwise.learner.checkpoint import prune
 from groupwise.model.load import load_policy
 from groupwise.model.memory import free_memory
 from groupwise.model.source import model_folder
-from groupwise.parallel.launched import DIVIDING, layout_of
+from groupwise.parallel.launched import DIVIDING, as_launched, layout_of
 from groupwise.parallel.processes import Processes
 from groupwise.tracking.log import LOGGER
 from groupwise.training.ending import stats_of, summary_of
@@ -217,7 +217,7 @@ def on_own_device(model: ModelConfig, processes: Processes) -> ModelConfig:
 
 def settled(config: Config, start: Start) -> tuple[Config, str]:
     """Choose what depends on the memory that is free, and say why; a resumed run keeps what was chosen."""
-    config = with_recomputing(config, start.recomputing)
+    config = with_recomputing(as_launched(config), start.recomputing)
     model = replace(config.model, name=str(model_folder(config.model.name)))
     device = torch.device(model.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return choose_recomputing(config, shape_of(model), Place.of(device), free=free_memory(device))
