@@ -14,6 +14,7 @@ import argparse
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 
@@ -30,22 +31,28 @@ def gradients(output: Path) -> None:
     from several import in_processes
     from test_processes import WIDE, relative_difference
     from test_processes import gradients as gradients_of
+    from test_zero import STAGES, gradients_alone
+    from test_zero import gradients as zero_gradients
 
-    rows, found = [], {}
-    for loss in LOSSES:
-        worst = {}
-        for layout in PARALLEL:
+    layouts = [layout for layout in PARALLEL if layout not in STAGES or find_spec("deepspeed")]
+    # DeepSpeed gives the whole gradient to the first process.
+    zero = {layout: in_processes(2, zero_gradients, layout)[0] for layout in layouts if layout in STAGES}
+
+    def worst(loss: str, layout: str) -> float:
+        if layout in zero:
+            alone, several = gradients_alone()[loss], [zero[layout][loss]]
+        else:
             settings = (*WIDE, f"run.parallel={layout}")
-            alone = gradients_of(loss, settings)["gradients"]
-            both = in_processes(2, gradients_of, loss, settings)
-            worst[layout] = max(
-                relative_difference(expected, ours)
-                for each in both
-                for ours, expected in zip(each["gradients"], alone, strict=True)
-            )
-        found[loss] = worst
-        rows.append((loss, *(f"{worst[layout]:.1e}" for layout in PARALLEL)))
-    print(markdown(("loss", *PARALLEL), rows))
+            alone, several = gradients_of(loss, settings), in_processes(2, gradients_of, loss, settings)
+        return max(
+            relative_difference(expected, ours)
+            for each in several
+            for ours, expected in zip(each["gradients"], alone["gradients"], strict=True)
+        )
+
+    found = {loss: {layout: worst(loss, layout) for layout in layouts} for loss in LOSSES}
+    rows = [(loss, *(f"{found[loss][layout]:.1e}" for layout in layouts)) for loss in LOSSES]
+    print(markdown(("loss", *layouts), rows))
     (output / "gradients.json").write_text(json.dumps(found, indent=1))
 
 

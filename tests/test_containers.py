@@ -17,7 +17,7 @@ from groupwise.config import read_config
 from groupwise.config.sections import RunConfig
 from groupwise.engine.vllm import BASE, OLDEST
 from groupwise.errors import ConfigError
-from groupwise.parallel.launched import layout_of
+from groupwise.parallel.launched import as_launched, layout_of
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -124,6 +124,31 @@ def test_what_accelerate_was_told_decides_unless_the_run_says_otherwise(monkeypa
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert layout_of(RunConfig()) == "fsdp"
     assert layout_of(RunConfig(parallel="ddp")) == "ddp"
+
+
+@pytest.mark.parametrize(
+    ("said", "refused"),
+    [
+        ({"ZERO_STAGE": "0"}, "zero_stage must be 1, 2 or 3; got 0"),
+        ({"CONFIG_FILE": "zero.json"}, "deepspeed_config_file is not read"),
+        ({"OFFLOAD_PARAM_DEVICE": "cpu"}, "offload_param_device must be none"),
+        ({"OFFLOAD_OPTIMIZER_DEVICE": "nvme"}, "offload_optimizer_device must be none or cpu; got nvme"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else "".join(value),
+)
+def test_what_accelerate_says_of_deepspeed_is_done_or_refused(
+    said: dict[str, str], refused: str, monkeypatch: Any
+) -> None:
+    config = read_config(overrides=[])
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(ConfigError, match="DeepSpeed"):
-        layout_of(RunConfig())
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu")
+    assert layout_of(config.run) == "zero3"
+    assert as_launched(config).optim.offload
+    own = read_config(overrides=["run.parallel=zero1"])
+    assert layout_of(own.run) == "zero1"
+    assert as_launched(own) == own
+    for name, value in said.items():
+        monkeypatch.setenv(f"ACCELERATE_DEEPSPEED_{name}", value)
+    with pytest.raises(ConfigError, match=refused):
+        as_launched(config)

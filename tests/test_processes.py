@@ -64,7 +64,7 @@ def gradients(loss: str, overrides: tuple[str, ...]) -> dict[str, Any]:
         if config.algo.beta:
             policy = type(policy)(policy.model, policy.tokenizer, reference=policy_of(small_model()).model)
         if processes.count > 1 and config.run.parallel == "fsdp":
-            policy.divide()
+            policy.divide("fsdp")
         context = None
         if processes.count > 1 and config.run.parallel == "context":
             context = Context(rank=processes.rank, count=processes.count)

@@ -220,7 +220,7 @@ class Policy(Codec):
         parts = {} if self.shards is None else self.shards.parts
         return {name: parts.get(name, parameter) for name, parameter in self.trainable().items()}
 
-    def divide(self, layout: str = "fsdp") -> None:
+    def divide(self, layout: str) -> None:
         """Divide among the processes of this run what the layout says: fsdp, zero1, zero2 or zero3."""
         if self.unpacked_bytes:
             raise ConfigError("quantized weights cannot be divided among processes: use run.parallel=ddp")

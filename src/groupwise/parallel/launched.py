@@ -24,7 +24,7 @@ def layout_of(run: RunConfig) -> str:
 
 def as_launched(config: Config) -> Config:
     """Take over where accelerate's DeepSpeed settings put the optimizer; the rest is ours to say."""
-    if config.run.parallel is not None or told("USE_DEEPSPEED", "false") != "true":
+    if config.run.parallel is not None or not layout_of(config.run).startswith("zero"):
         return config
     if told("DEEPSPEED_CONFIG_FILE") != "none":
         raise ConfigError(
