@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -69,7 +68,8 @@ def gradients(layout: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     zero.KEPT_WHOLE = 0  # all weights of these models are small
     with joined_processes() as processes:
-        return {name: gradient(processes, layout, name) for name in CASES}
+        found = {name: gradient(processes, layout, name) for name in CASES}
+        return found if processes.count == 1 else {**found, "told": not_finite(processes, layout)}
 
 
 def gradient(processes: Processes, layout: str, name: str) -> dict[str, Any]:
@@ -101,6 +101,17 @@ def means(learner: Learner) -> dict[str, Any]:
     return {name: tensor.numpy().copy() for name, tensor in found.items()}
 
 
+def not_finite(processes: Processes, layout: str) -> str:
+    """Return what is said when a gradient has become infinite behind a loss that is not."""
+    policy = policy_of(small_model())
+    policy.divide(layout)
+    learner = learner_of(policy, processes)
+    policy.backward = lambda loss: policy.zero.backward(loss * float("inf"))  # type: ignore
+    with pytest.raises(InvariantError) as stopped:
+        updated(learner)
+    return str(stopped.value)
+
+
 @cache
 def gradients_alone() -> dict[str, Any]:
     return gradients("none")
@@ -117,109 +128,117 @@ def test_the_gradient_of_two_processes_is_that_of_one(layout: str) -> None:
             assert relative_difference(expected, ours) <= 1e-5, name
         assert leader[name]["report"] == pytest.approx(alone["report"], rel=1e-4, abs=1e-6), name
         assert follower[name]["report"] == leader[name]["report"]
+    assert leader["told"] == follower["told"]
+    assert leader["told"].startswith("the gradient norm is ")
 
 
-def divided_run(config: Any, resume: Path | None = None) -> str:
+def divided_run(config: Any, resume: Path | None = None, told: dict[str, str] | None = None) -> str:
     zero.KEPT_WHOLE = 0
-    return trained(config, resume)
+    return trained(config, resume, told)
+
+
+def same_run(one: Path, other: Path) -> None:
+    """Two runs have learnt the same but for rounding, and left the same files."""
+    for ours, theirs in zip(lasting_metrics(one), lasting_metrics(other), strict=True):
+        learnt = [name for name in ours if name.startswith(("policy/", "optim/"))]
+        assert [ours[n] for n in learnt] == pytest.approx([theirs[n] for n in learnt], rel=1e-3, abs=1e-5)
+    for path in sorted(one.glob("checkpoints/*/*.safetensors")):
+        a, b = load_file(path), load_file(other / path.relative_to(one))
+        assert a.keys() == b.keys()
+        # As a whole: Adam makes a full step of a gradient that is all rounding.
+        assert relative_difference(a, b) < 1e-4, path
+
+
+ACCELERATE = {
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
+}
 
 
 @needs_deepspeed
 @pytest.mark.parametrize(
-    ("layout", "settings", "weights"),
+    ("settings", "several", "told"),
     [
-        ("zero2", ("optim.warmup_steps=3",), "model.safetensors"),
-        ("zero3", ("model.gradient_checkpointing=true",), "model.safetensors"),
-        ("zero3", ("lora.r=4", "algo.beta=0.1", "optim.offload=true"), "adapter_model.safetensors"),
+        (("optim.warmup_steps=3",), ("run.parallel=zero2",), {}),
+        (("model.gradient_checkpointing=true",), ("run.parallel=zero3",), {}),
+        (("lora.r=4", "algo.beta=0.1"), (), ACCELERATE),
     ],
-    ids=["zero2", "zero3", "zero3, adapters"],
+    ids=["zero2", "zero3", "adapters, as accelerate says"],
 )
-def test_a_run_goes_on_with_and_without_deepspeed(
-    layout: str, settings: tuple[str, ...], weights: str, tmp_path: Path
+def test_a_run_begun_without_deepspeed_goes_on_with_it(
+    settings: tuple[str, ...], several: tuple[str, ...], told: dict[str, str], tmp_path: Path
 ) -> None:
-    paths = {name: tmp_path / name for name in ("one", "back", "forth")}
-    for path in paths.values():
-        path.mkdir()
-        task_file(path)
-    trained(small_config(paths["one"], *settings))
-    divided = f"run.parallel={layout}"
-    in_processes(2, divided_run, small_config(paths["back"], "run.max_steps=2", divided, *settings))
-    trained(small_config(paths["back"], *settings), paths["back"] / "run")
-    trained(small_config(paths["forth"], "run.max_steps=2", *settings))
-    in_processes(2, divided_run, small_config(paths["forth"], divided, *settings), paths["forth"] / "run")
-    one = paths["one"] / "run"
-    for name in ("back", "forth"):
-        other = paths[name] / "run"
-        for ours, theirs in zip(lasting_metrics(one), lasting_metrics(other), strict=True):
-            learnt = [name for name in ours if name.startswith(("policy/", "optim/"))]
-            assert [ours[n] for n in learnt] == pytest.approx([theirs[n] for n in learnt], rel=1e-3, abs=1e-5)
-        for step in ("step-000002", "step-000004"):
-            for file in (weights, "optimizer.safetensors"):
-                a, b = (load_file(run / "checkpoints" / step / file) for run in (one, other))
-                assert a.keys() == b.keys()
-                # As a whole: Adam makes a full step of a gradient that is all rounding.
-                assert relative_difference(a, b) < 1e-4, (name, step, file)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        task_file(tmp_path / name)
+    trained(small_config(tmp_path / "one", *settings))
+    trained(small_config(tmp_path / "two", "run.max_steps=2", *settings))
+    whole = small_config(tmp_path / "two", *settings, *several)
+    in_processes(2, divided_run, whole, tmp_path / "two/run", told)
+    same_run(tmp_path / "one/run", tmp_path / "two/run")
 
 
 @needs_deepspeed
-@pytest.mark.parametrize("layout", ["zero1", "zero3"])
-def test_half_precision_goes_on_from_its_copies_in_float32(layout: str) -> None:
-    for whole, resumed, rounded in in_processes(2, half_precision, layout):
-        assert resumed == whole
-        assert rounded != whole
+def test_a_run_begun_with_deepspeed_goes_on_without_it(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        task_file(tmp_path / name)
+    trained(small_config(tmp_path / "one"))
+    in_processes(2, divided_run, small_config(tmp_path / "two", "run.max_steps=2", "run.parallel=zero3"))
+    trained(small_config(tmp_path / "two"), tmp_path / "two/run")
+    same_run(tmp_path / "one/run", tmp_path / "two/run")
 
 
-def half_precision(layout: str) -> list[float]:
-    """Return a sum of the float32 weights after two updates: in one go, resumed, and resumed without them."""
+@needs_deepspeed
+def test_half_precision_goes_on_from_its_copies_in_float32() -> None:
+    for found in in_processes(2, half_precision):
+        for whole, resumed, rounded in found:
+            assert resumed == whole
+            assert rounded != whole
+
+
+def half_precision() -> list[tuple[float, float, float]]:
+    """Return sums of float32 weights after two updates: in one go, resumed, and resumed without them."""
     torch.set_num_threads(1)
     torch.backends.mkldnn.enabled = False  # some machines announce instructions that they do not have
-    sums = []
     with joined_processes() as processes:
-        saved: dict[str, torch.Tensor] = {}
-        state: dict[str, torch.Tensor] = {}
-        settings: dict[str, Any] = {}
-        for without in (None, "nothing", ".master"):
-            policy = policy_of(small_model())
-            policy.model.bfloat16()
-            if without is not None:
-                policy.model.load_state_dict(saved)
-            policy.divide(layout)
-            learner = learner_of(policy, processes)
-            assert policy.zero is not None
-            if without is None:
-                updated(learner)
-                with policy.whole():
-                    saved = {name: t.detach().clone() for name, t in policy.model.state_dict().items()}
-                state, settings = processes.gather(policy.zero.optimizer_state())[0]
-            else:
-                kept = {key: tensor for key, tensor in state.items() if not key.endswith(without)}
-                policy.zero.load_optimizer_state(kept, settings)
-            updated(learner)
-            tensors = processes.gather(policy.zero.optimizer_state()[0])[0]
-            sums.append(
-                sum(float(t.double().abs().sum()) for k, t in tensors.items() if k.endswith("master"))
-            )
-    return sums
+        return [half_precision_with(processes, layout) for layout in ("zero1", "zero3")]
 
 
-@needs_deepspeed
-@pytest.mark.parametrize("layout", STAGES)
-def test_a_gradient_that_is_not_finite_stops_the_run(layout: str) -> None:
-    assert in_processes(2, infinite, layout) == ["the gradient norm"] * 2
+def half_precision_with(processes: Processes, layout: str) -> tuple[float, float, float]:
+    learner = half_learner(processes, layout, None)
+    updated(learner)
+    with learner.policy.whole():
+        saved = {name: t.detach().clone() for name, t in learner.policy.model.state_dict().items()}
+    state, settings = processes.gather(divided(learner).optimizer_state())[0]
+    resumed, rounded = (half_learner(processes, layout, saved) for _ in range(2))
+    divided(resumed).load_optimizer_state(state, settings)
+    divided(rounded).load_optimizer_state(zero.without_masters(state), settings)
+    return master_sum(processes, learner), master_sum(processes, resumed), master_sum(processes, rounded)
 
 
-def infinite(layout: str) -> str:
-    torch.set_num_threads(1)
-    with joined_processes() as processes:
-        policy = policy_of(small_model())
-        policy.divide(layout)
-        learner = learner_of(policy, processes)
-        policy.backward = lambda loss: policy.zero.backward(loss * float("nan"))  # type: ignore
-        try:
-            updated(learner)
-        except InvariantError as error:
-            return str(error)[:17]
-    return "it went on"
+def half_learner(processes: Processes, layout: str, saved: dict[str, torch.Tensor] | None) -> Learner:
+    policy = policy_of(small_model())
+    policy.model.bfloat16()
+    if saved is not None:
+        policy.model.load_state_dict(saved)
+    policy.divide(layout)
+    return learner_of(policy, processes)
+
+
+def divided(learner: Learner) -> zero.Zero:
+    assert learner.policy.zero is not None
+    return learner.policy.zero
+
+
+def master_sum(processes: Processes, learner: Learner) -> float:
+    """Update once more and add up the float32 weights."""
+    updated(learner)
+    tensors, _ = processes.gather(divided(learner).optimizer_state())[0]
+    return sum(float(t.double().abs().sum()) for key, t in tensors.items() if key.endswith(zero.MASTER))
 
 
 @pytest.mark.parametrize("layout", ["fsdp", pytest.param("zero3", marks=needs_deepspeed)])
@@ -245,22 +264,6 @@ def imitation_loss(layout: str) -> list[float]:
         samples = [worked_sample((5, 6, 7), (8, 9), group=0)]
         report = imitator.update(samples)
         return [report["sft/loss"], report["policy/grad_norm"], imitator.loss(samples)]
-
-
-@needs_deepspeed
-def test_accelerate_told_to_use_deepspeed_does(tmp_path: Path) -> None:
-    task_file(tmp_path)
-    told = {
-        "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
-        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
-        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
-    }
-    in_processes(2, trained, small_config(tmp_path, "run.max_steps=2", "evaluate.skip=true"), None, told)
-    assert [row["step"] for row in lasting_metrics(tmp_path / "run")] == [1, 2]
-    group = json.loads((tmp_path / "run/checkpoints/step-000002/optimizer.json").read_text())["groups"][0]
-    assert group["fused"]
 
 
 def test_deepspeed_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
