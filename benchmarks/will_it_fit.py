@@ -131,6 +131,7 @@ def settings(case: Case, model: Path, folder: Path) -> list[str]:
         f"rollout.max_tokens={case.length}",
         "rollout.temperature=1.0",
         "rollout.refill=0",
+        "algo.max_gap=10",  # deep random models blow rounding up
         "optim.minibatches=1",
         "run.max_steps=2",
         "track.report=false",
@@ -152,10 +153,9 @@ def command(*words: str) -> str:
     return done.stdout
 
 
-def measured(case: Case, model: Path, folder: Path) -> dict[str, Any]:
+def measured(case: Case, model: Path, folder: Path, *, prompt: int) -> dict[str, Any]:
     task = folder / "task.py"
     words = settings(case, model, folder)
-    prompt = prompt_tokens(model)
     ahead = json.loads(command("doctor", "--json", "--prompt-tokens", str(prompt), *words))["preflight"]
     name = f"run-{case.name.replace(' ', '-')}"
     command("train", str(task), f"run.name={name}", *words)
@@ -221,7 +221,10 @@ def main() -> None:
         folder = Path(scratch)
         (folder / "task.py").write_text(TASK.replace("WORDS", "12"))
         models = make_models(found, grid, folder)
-        for row in pool.map(lambda case: measured(case, models[case.size], folder), found):
+        prompts = {size: prompt_tokens(model) for size, model in models.items()}
+        for row in pool.map(
+            lambda case: measured(case, models[case.size], folder, prompt=prompts[case.size]), found
+        ):
             rows.append(row)
             print(row, flush=True)
             if arguments.output:

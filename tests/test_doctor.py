@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from groupwise import cli
 from groupwise.config import Config, read_config
+from groupwise.model.source import TINY_FOLDER
 from groupwise.training.preflight import NF4_BYTES, Place, Preflight, advice, preflight
 from groupwise.training.shape import Linear, Shape, shape_of
 
@@ -61,7 +65,7 @@ def test_adapters_are_small_and_in_float32():
 
 
 def test_quantized_weights_leave_embeddings_and_norms_whole():
-    found = parts(preflight(config("model.quantization=nf4"), SHAPE, GPU, prompt_tokens=16))
+    found = parts(preflight(config(), replace(SHAPE, quantization="nf4"), GPU, prompt_tokens=16))
     assert found["weights"] == pytest.approx(700 * NF4_BYTES + 300 * 2)
     assert found["weight copies"] == 700 * 2
 
@@ -98,8 +102,21 @@ def test_what_does_not_fit_gets_advice():
     small = Place(kind="cuda", total=1000, program=0)
     found = preflight(config("lora.r=0"), SHAPE, small, prompt_tokens=16)
     assert not found.fits
-    assert any("lora.r=16" in line for line in advice(config("lora.r=0"), found))
-    assert list(advice(config(), preflight(config(), SHAPE, GPU, prompt_tokens=16))) == []
+    assert any("lora.r=16" in line for line in advice(config("lora.r=0"), SHAPE, found))
+    assert list(advice(config(), SHAPE, preflight(config(), SHAPE, GPU, prompt_tokens=16))) == []
+
+
+def test_a_model_that_is_quantized_on_disk_is_known_to_be(tmp_path: Path):
+    shutil.copytree(TINY_FOLDER, tmp_path, dirs_exist_ok=True)
+    record = json.loads((tmp_path / "config.json").read_text())
+    quantized = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "config.json").write_text(json.dumps({**record, "quantization_config": quantized}))
+    found = shape_of(read_config(overrides=[f"model.name={tmp_path}"]).model)
+    plain = shape_of(read_config(overrides=[f"model.name={TINY_FOLDER}"]).model)
+    assert (found.quantization, plain.quantization) == ("nf4", None)
+    assert replace(found, quantization=None) == plain
+    asked = read_config(overrides=[f"model.name={TINY_FOLDER}", "model.quantization=int8"]).model
+    assert shape_of(asked).quantization == "int8"
 
 
 def test_the_shape_of_the_built_in_model_is_known_without_its_weights():

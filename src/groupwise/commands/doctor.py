@@ -167,7 +167,7 @@ def look_ahead(
         "memory_gb": place.total / 1e9,
         "fits": found.fits,
         "recomputing": recomputing,
-        "advice": list(advice(config, found)),
+        "advice": list(advice(config, shape, found)),
         "seconds": seconds,
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,15 +41,19 @@ def check_installed() -> None:
 def quantization_of(folder: Path) -> str | None:
     """How the weights in a model's folder are quantized, as its files say; None: not at all."""
     record = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    found = record.get("quantization_config")
-    if not found:
+    return quantization_told(record.get("quantization_config"), model=str(folder))
+
+
+def quantization_told(settings: Mapping[str, Any] | None, *, model: str) -> str | None:
+    """How weights with these settings are quantized."""
+    if not settings:
         return None
-    if found.get("load_in_4bit"):
+    if settings.get("load_in_4bit"):
         return "nf4"
-    if found.get("load_in_8bit"):
+    if settings.get("load_in_8bit"):
         return "int8"
     raise ConfigError(
-        f"{folder} is quantized by {found.get('quant_method', 'an unknown method')}: only weights that "
+        f"{model} is quantized by {settings.get('quant_method', 'an unknown method')}: only weights that "
         "bitsandbytes quantized can be trained on; take the model they were made of"
     )
 

@@ -97,7 +97,7 @@ def preflight(config: Config, shape: Shape, place: Place, *, prompt_tokens: int)
     """Predict the memory of a resolved configuration; answers are taken to be as long as they may be."""
     assert config.lora.r is not None, "the config is resolved before it is looked at"
     size = BYTES[config.model.dtype or ("float32" if place.kind == "cpu" else "bfloat16")]
-    weights = weight_bytes(config, shape, size)
+    weights = weight_bytes(shape, size)
     always = [
         Part(name="program", bytes=place.program),
         Part(name="weights", bytes=weights),
@@ -120,11 +120,10 @@ def most_bytes(config: Config, shape: Shape, size: int, place: Place) -> float:
     return pass_budget(config, shape, size, place) * each + GPU_LOGITS_BYTES + 16 * trained
 
 
-def weight_bytes(config: Config, shape: Shape, size: int) -> float:
-    kind = config.model.quantization
-    if kind is None:
+def weight_bytes(shape: Shape, size: int) -> float:
+    if shape.quantization is None:
         return shape.parameters * size
-    each = NF4_BYTES if kind == "nf4" else 1.0
+    each = NF4_BYTES if shape.quantization == "nf4" else 1.0
     return shape.linear_size * each + (shape.parameters - shape.linear_size) * size
 
 
@@ -158,7 +157,7 @@ def generating_parts(
     if config.engine.kv_tokens is not None:
         tokens = min(tokens, config.engine.kv_tokens)
     copies = copied(config, shape) * size
-    if config.model.quantization and not unpacks(config, copies, place.total - taken):
+    if shape.quantization and not unpacks(config, copies, place.total - taken):
         copies = 0
     yield Part(name="weight copies", bytes=copies, updating=False)
     each = 2 * shape.layers * shape.key_width * size
@@ -185,7 +184,7 @@ def unpacks(config: Config, copies: float, free: float) -> bool:
 
 def copied(config: Config, shape: Shape) -> int:
     """Numbers that generation copies: matrices that it stacks, folds adapters into or unpacks."""
-    if config.lora.r or config.model.quantization:
+    if config.lora.r or shape.quantization:
         return shape.linear_size
     stacked = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
     return sum(linear.size for linear in shape.linears if linear.name.endswith(stacked))
@@ -266,7 +265,7 @@ def activation_numbers(config: Config, shape: Shape) -> int:
     return shape.layers * layer_numbers(shape) + low + ends
 
 
-def advice(config: Config, found: Preflight) -> Iterator[str]:
+def advice(config: Config, shape: Shape, found: Preflight) -> Iterator[str]:
     """Yield what would make a run that does not fit smaller, the least painful first."""
     if found.fits:
         return
@@ -276,7 +275,7 @@ def advice(config: Config, found: Preflight) -> Iterator[str]:
         yield "optim.micro_batch_tokens=1024: smaller passes, the same gradient"
         if not config.lora.r:
             yield "lora.r=16: gradients and optimizer for adapters alone"
-        elif config.model.quantization is None:
+        elif shape.quantization is None:
             yield "model.quantization=nf4: the frozen weights in four bits"
         if not config.optim.offload:
             yield "optim.offload=true: the optimizer's state in main memory"

@@ -9,6 +9,7 @@ import torch
 
 from groupwise.config.model import LoraConfig, ModelConfig
 from groupwise.errors import ConfigError
+from groupwise.model.quantize import quantization_told
 from groupwise.model.source import first_line, local_folder, model_folder
 
 
@@ -39,6 +40,8 @@ class Shape:
     key_heads: int
     head_size: int
     vocabulary: int
+    quantization: str | None = None
+    """Of the linear layers: on disk already, or as they are loaded."""
 
     @property
     def linear_size(self) -> int:
@@ -74,6 +77,7 @@ def shape_of(model: ModelConfig) -> Shape:
     name = str(folder or (model_folder(model.name) if "/" not in model.name else model.name))
     try:
         config: Any = AutoConfig.from_pretrained(name)
+        stored = quantization_told(getattr(config, "quantization_config", None), model=model.name)
         config.quantization_config = None
         with torch.device("meta"):
             laid_out: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
@@ -96,4 +100,5 @@ def shape_of(model: ModelConfig) -> Shape:
         key_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         head_size=int(getattr(config, "head_dim", None) or width // heads),
         vocabulary=int(config.vocab_size),
+        quantization=stored or model.quantization,
     )
