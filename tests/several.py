@@ -6,9 +6,16 @@ import os
 import socket
 import traceback
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
+import pytest
+
 from small_runs import PROCESSES
+
+needs_deepspeed = pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="takes a package: pip install 'groupwise[deepspeed]'"
+)
 
 
 def free_port() -> int:

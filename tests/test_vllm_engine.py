@@ -21,7 +21,7 @@ from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
 from groupwise.records import Request, Sampling
 from groupwise.training import train
-from several import in_processes
+from several import in_processes, needs_deepspeed
 from small_runs import lasting_metrics, small_config, task_file
 
 
@@ -245,7 +245,14 @@ def test_what_goes_wrong_ahead_stops_the_run(server: StandIn, tmp_path: Path) ->
         train(config)
 
 
-@pytest.mark.parametrize("setting", ["rollout.overlap=true", "run.parallel=fsdp"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "rollout.overlap=true",
+        "run.parallel=fsdp",
+        pytest.param("run.parallel=zero3", marks=needs_deepspeed),
+    ],
+)
 def test_two_processes_share_a_server(setting: str, server: StandIn, tmp_path: Path) -> None:
     task_file(tmp_path)
     over = ("engine.kind=vllm", f"engine.servers=[{server.address}]", "lora.r=4", "optim.minibatches=1")

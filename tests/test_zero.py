@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,11 @@ from groupwise.model.lora import with_adapter
 from groupwise.model.policy import Policy
 from groupwise.parallel.processes import Processes, joined_processes
 from groupwise.records import Sampling
-from several import in_processes
+from several import in_processes, needs_deepspeed
 from small_models import policy_of, small_model
 from small_runs import lasting_metrics, small_config, task_file
 from test_processes import made_samples, relative_difference, trained
 
-needs_deepspeed = pytest.mark.skipif(
-    find_spec("deepspeed") is None, reason="takes a package: pip install 'groupwise[deepspeed]'"
-)
 STAGES = ("zero1", "zero2", "zero3")
 
 

@@ -195,7 +195,7 @@ def quiet_deepspeed(device: torch.device) -> Any:
     import deepspeed
 
     if device.type == "cpu":
-        deepspeed.ops.__compatible_ops__.clear()  # else it compiles a way of its own for processes to talk
+        deepspeed.ops.__compatible_ops__ = {}  # else it compiles a way of its own for processes to talk
     deepspeed.init_distributed(verbose=False)
     return deepspeed
 
