@@ -157,7 +157,7 @@ class Zero:
             return
         zero = self.engine.optimizer
         parts = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
-        count = tensors[f"{self.names[0]}.step"]
+        count = next(tensor for key, tensor in tensors.items() if key.endswith(".step"))
         for part in parts:
             moments = {key: torch.zeros_like(part) for key in MOMENTS}
             self.optimizer.state[part] = {"step": count.to(part.device, torch.float32, copy=True), **moments}
