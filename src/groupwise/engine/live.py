@@ -19,7 +19,7 @@ import torch
 
 from groupwise.engine.blocks import BlockPool
 from groupwise.engine.engine import evaluating
-from groupwise.engine.live_scheduler import Job, LiveScheduler
+from groupwise.engine.live_scheduler import Alternatives, Job, LiveScheduler
 from groupwise.engine.live_steps import PlainSteps, Steps
 from groupwise.engine.scheduler import Sequence as Member
 from groupwise.model.policy import Policy
@@ -41,6 +41,8 @@ class News:
     member: int
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
+    alternatives: tuple[Alternatives, ...]
+    """Of each token; empty where none were asked for."""
     finish: Finish | None
     """None: there is more to come."""
 
@@ -178,15 +180,16 @@ class LiveEngine:
                 tokens = self.scheduler.tokens[member.slot, sent:known].tolist()
                 logprobs = self.scheduler.logprobs[member.slot, sent:known].tolist()
                 job = self.scheduler.job_of(member)
-                news.append(News(job, member.member, tuple(tokens), tuple(logprobs), None))
+                likely = tuple(self.scheduler.untold.pop(member, ()))
+                news.append(News(job, member.member, tuple(tokens), tuple(logprobs), likely, None))
         return news
 
     def _last_words(self, member: Member, completion: Completion) -> News:
+        likely = tuple(self.scheduler.untold.pop(member, ()))
         sent, job = self._sent.pop(member, 0), self.scheduler.forget(member)
         with self._changed:
             self._open[job] -= 1
             if not self._open[job]:
                 del self._open[job]
-        return News(
-            job, member.member, completion.tokens[sent:], completion.logprobs[sent:], completion.finish
-        )
+        tokens, logprobs = completion.tokens[sent:], completion.logprobs[sent:]
+        return News(job, member.member, tokens, logprobs, likely, completion.finish)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count
@@ -14,6 +15,8 @@ from groupwise.engine.scheduler import Scheduler, Sequence
 from groupwise.records import Completion, Finish, Request, Sampling
 
 Slots = NDArray[np.int64]
+Alternatives = tuple[tuple[int, float], ...]
+"""Tokens that might have been drawn in a place, with their log-probabilities, the likeliest first."""
 
 MOST_SETTINGS = 1024
 
@@ -25,6 +28,8 @@ class Job:
     prompt: tuple[int, ...]
     seeds: tuple[int, ...]
     sampling: Sampling
+    alternatives: int = 0
+    """How many of the likeliest tokens are told beside each one that is drawn."""
 
 
 class LiveScheduler(Scheduler):
@@ -41,6 +46,10 @@ class LiveScheduler(Scheduler):
         """Tokens that each slot's sequence may write."""
         self.stops = np.zeros(slots, dtype=np.bool_)
         """Whether a stop string may end it before."""
+        self.alternatives = np.zeros(slots, dtype=np.int64)
+        """How many are to be told."""
+        self.untold: defaultdict[Sequence, list[Alternatives]] = defaultdict(list)
+        """Those of each token that nobody was told of yet, of who asked for them."""
         self.drawn: list[Sampling] = [Sampling()] * slots
         """What a draw for it depends on; equal settings have one number."""
         self.settings = np.zeros(slots, dtype=np.int64)
@@ -87,7 +96,8 @@ class LiveScheduler(Scheduler):
             self._begin(self._queue.pop(0))
         joined = super().admit()
         for sequence in joined:
-            sampling, slot = self.job_of(sequence).sampling, sequence.slot
+            job, slot = self.job_of(sequence), sequence.slot
+            sampling, self.alternatives[slot] = job.sampling, job.alternatives
             self.limit[slot], self.stops[slot] = sampling.max_tokens, bool(sampling.stop)
             self.drawn[slot] = replace(sampling, stop=(), max_tokens=self.context)
             self.settings[slot] = self._number_of(self.drawn[slot])
@@ -143,7 +153,20 @@ class LiveScheduler(Scheduler):
         return self._owners[sequence]
 
     def forget(self, sequence: Sequence) -> Job:
+        self.untold.pop(sequence, None)
         return self._owners.pop(sequence)
+
+    def note(
+        self, slots_N: Slots, at_N: Slots, tokens_NA: NDArray[np.int64], logprobs_NA: NDArray[np.float32]
+    ) -> None:
+        """Keep what might have been drawn in these places of sequences that asked for it."""
+        # The drawn token has one log-probability, wherever it is told; another rounding is not another one.
+        drawn_N1, own_N1 = self.tokens[slots_N, at_N, None], self.logprobs[slots_N, at_N, None]
+        logprobs_NA = np.where(tokens_NA == drawn_N1, own_N1, logprobs_NA)
+        by_slot = {sequence.slot: sequence for sequence in self.running}
+        for slot, tokens, logprobs in zip(slots_N, tokens_NA.tolist(), logprobs_NA.tolist(), strict=True):
+            pairs = [pair for pair in zip(tokens, logprobs, strict=True) if pair[1] > -np.inf]
+            self.untold[by_slot[slot]].append(tuple(pairs[: self.alternatives[slot]]))
 
     @property
     def queued(self) -> int:

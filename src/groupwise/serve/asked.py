@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupwise.engine.live_scheduler import Job
-from groupwise.engine.sampler import derive_seed
+from groupwise.engine.sampler import MOST_ALTERNATIVES, derive_seed
 from groupwise.model.codec import Codec
 from groupwise.model.template import knows_tools
 from groupwise.records import Message, Sampling
@@ -20,7 +20,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0),
     "logit_bias": (None, {}),
     "response_format": (None, {"type": "text"}),
-    "top_logprobs": (None, 0),
     "best_of": (None, 1),
     "echo": (None, False),
     "suffix": (None, ""),
@@ -59,20 +58,18 @@ def read_asked(body: Mapping[str, Any], codec: Codec, *, chat: bool, context: in
     if not 1 <= count <= MOST_ANSWERS:
         raise Refused(400, f"n must lie between 1 and {MOST_ANSWERS}")
     seed = typed(body, "seed", int, secrets.randbits(62))
-    # A bool for chats; for plain completions, how many alternatives to name as well.
-    logprobs = body.get("logprobs")
-    if not chat and isinstance(logprobs, int) and not isinstance(logprobs, bool) and logprobs > 1:
-        raise Refused(400, "logprobs must be 0 or 1: only of the tokens that were drawn")
+    alternatives = read_alternatives(body, chat=chat)
     return Asked(
         chat=chat,
         job=Job(
             prompt=prompt,
             seeds=tuple(derive_seed(seed, "serve", member) for member in range(count)),
             sampling=read_sampling(body, chat=chat, room=context - len(prompt)),
+            alternatives=alternatives or 0,
         ),
         stream=typed(body, "stream", bool, False),
         usage=bool((body.get("stream_options") or {}).get("include_usage")),
-        logprobs=logprobs is not None and logprobs is not False,
+        logprobs=alternatives is not None,
         tools=bool(tools),
     )
 
@@ -95,6 +92,21 @@ def read_sampling(body: Mapping[str, Any], *, chat: bool, room: int) -> Sampling
         stop=stop,
     )
     return sampling
+
+
+def read_alternatives(body: Mapping[str, Any], *, chat: bool) -> int | None:
+    """How many tokens to tell beside each that is drawn; None: no log-probabilities at all."""
+    name = "top_logprobs" if chat else "logprobs"
+    count: int | None = typed(body, name, int, None)
+    if count is not None and not 0 <= count <= MOST_ALTERNATIVES:
+        raise Refused(400, f"{name} must lie between 0 and {MOST_ALTERNATIVES}")
+    if not chat:
+        return count
+    if typed(body, "logprobs", bool, False):
+        return count or 0
+    if count:
+        raise Refused(400, "top_logprobs needs logprobs to be true")
+    return None
 
 
 def chat_tokens(body: Mapping[str, Any], codec: Codec, tools: Sequence[Any]) -> tuple[int, ...]:

@@ -6,12 +6,15 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
+from groupwise.engine.live_scheduler import Alternatives
 from groupwise.records import Finish
 from groupwise.rollout.calls import OPEN
 from groupwise.serve.asked import Asked
 from groupwise.serve.link import Words
+from groupwise.serve.pieces import Pieces
 from groupwise.serve.text import TextStream
 from groupwise.serve.tool_calls import read_answer
 
@@ -25,14 +28,17 @@ class Choice:
     stream: TextStream
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    alternatives: list[Alternatives] = field(default_factory=list)
     finish: Finish | None = None
 
 
 class Telling:
     """One request's answers."""
 
-    def __init__(self, asked: Asked, *, model: str, decode: Callable[[Sequence[int]], str]) -> None:
-        self.asked, self.model, self._decode = asked, model, decode
+    def __init__(
+        self, asked: Asked, *, model: str, decode: Callable[[Sequence[int]], str], pieces: Pieces
+    ) -> None:
+        self.asked, self.model, self._pieces = asked, model, pieces
         prefix = "chatcmpl" if asked.chat else "cmpl"
         self.id, self.created = f"{prefix}-{secrets.token_hex(12)}", int(time.time())
         hold = (OPEN,) if asked.tools else ()
@@ -48,13 +54,14 @@ class Telling:
         for index, choice in enumerate(self.choices):
             mine = [part for part in news if part.member == index]
             if mine:
-                tokens = [token for part in mine for token in part.tokens]
-                logprobs = [value for part in mine for value in part.logprobs]
-                choice.tokens += tokens
-                choice.logprobs += logprobs
+                known = len(choice.tokens)
+                for part in mine:
+                    choice.tokens += part.tokens
+                    choice.logprobs += part.logprobs
+                    choice.alternatives += part.alternatives
                 choice.finish = mine[-1].finish
-                text = choice.stream.push(tokens, choice.finish)
-                yield from self._parts(index, choice, text, self._logprobs(tokens, logprobs))
+                text = choice.stream.push(choice.tokens[known:], choice.finish)
+                yield from self._parts(index, choice, text, self._logprobs(choice, known))
 
     def first(self) -> Iterator[dict[str, Any]]:
         """The parts that open a chat's answers: who speaks."""
@@ -97,7 +104,7 @@ class Telling:
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         calls = self._calls(choice)
-        logprobs = self._logprobs(choice.tokens, choice.logprobs)
+        logprobs = self._logprobs(choice)
         rest = {"index": index, "logprobs": logprobs, "finish_reason": self._reason(choice, calls)}
         if not self.asked.chat:
             return {"text": choice.stream.text, **rest}
@@ -121,22 +128,38 @@ class Telling:
         assert choice.finish is not None
         return "tool_calls" if calls else REASONS[choice.finish]
 
-    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
+    def _logprobs(self, choice: Choice, start: int = 0) -> dict[str, Any] | None:
+        """Of its tokens from `start` on."""
         if not self.asked.logprobs:
             return None
-        texts = [self._decode([token]) for token in tokens]
-        if not self.asked.chat:
-            return {
-                "tokens": texts,
-                "token_logprobs": list(logprobs),
-                "top_logprobs": None,
-                "text_offset": [],
-            }
-        content = [
-            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, value in zip(texts, logprobs, strict=True)
-        ]
-        return {"content": content, "refusal": None}
+        drawn = list(zip(choice.tokens, choice.logprobs, strict=True))[start:]
+        likely = choice.alternatives[start:] or [()] * len(drawn)
+        if self.asked.chat:
+            content = [
+                {**self._named(*pair), "top_logprobs": [self._named(*other) for other in others]}
+                for pair, others in zip(drawn, likely, strict=True)
+            ]
+            return {"content": content, "refusal": None}
+        ends = accumulate((self._pieces[token].characters for token in choice.tokens), initial=0)
+        return {
+            "tokens": [self._pieces[token].text for token, _ in drawn],
+            "token_logprobs": [logprob for _, logprob in drawn],
+            "top_logprobs": [
+                self._by_text((pair, *others)) for pair, others in zip(drawn, likely, strict=True)
+            ],
+            "text_offset": list(ends)[start:-1],
+        }
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        piece = self._pieces[token]
+        return {"token": piece.text, "logprob": logprob, "bytes": piece.bytes}
+
+    def _by_text(self, pairs: Alternatives) -> dict[str, float]:
+        """The drawn token is named in any case; where two read the same, the first counts."""
+        found: dict[str, float] = {}
+        for token, logprob in pairs:
+            found.setdefault(self._pieces[token].text, logprob)
+        return found
 
     def usage(self) -> dict[str, int]:
         prompt = len(self.asked.job.prompt)
