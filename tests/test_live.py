@@ -87,9 +87,13 @@ def test_jobs_that_join_one_by_one_end_as_if_alone(small_policy, make: Any):
 
 ASKING = [
     Job(prompt=PROMPT, seeds=(1,), sampling=Sampling(max_tokens=3), alternatives=20),
-    Job(prompt=PROMPT[:3], seeds=(2,), sampling=Sampling(max_tokens=4)),  # the same settings, but does not ask
+    Job(
+        prompt=PROMPT[:3], seeds=(2,), sampling=Sampling(max_tokens=4)
+    ),  # the same settings, but does not ask
     Job(prompt=PROMPT, seeds=(3,), sampling=Sampling(max_tokens=3, temperature=0.0), alternatives=2),
-    Job(prompt=PROMPT, seeds=(4,), sampling=Sampling(max_tokens=3, temperature=1.4, top_k=9), alternatives=20),
+    Job(
+        prompt=PROMPT, seeds=(4,), sampling=Sampling(max_tokens=3, temperature=1.4, top_k=9), alternatives=20
+    ),
 ]
 
 

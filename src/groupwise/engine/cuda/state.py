@@ -52,13 +52,14 @@ class StepState:
         """What logits are multiplied by: 1 over the temperature."""
         self.length = torch.ones(every, dtype=torch.int32, device=device)
         """Tokens sampled so far; the last one's key is not stored yet."""
-        # One tensor, so that one copy takes to the host what it wants to know after a step.
-        everything = torch.zeros(4 + 2 * MOST_ALTERNATIVES, every, dtype=torch.int32, device=device)
-        self.status, self.status_and_likely = everything[:4], everything
-        """Of the last draw: and the likeliest tokens of rows that asked for them."""
+        self.status_and_likely = torch.zeros(
+            4 + 2 * MOST_ALTERNATIVES, every, dtype=torch.int32, device=device
+        )
+        """What the host wants to know after each step, in one copy; the likeliest tokens only if someone asked."""
+        self.status, likely = self.status_and_likely.tensor_split([4])
         self.done, self.token, logprob, entropy = self.status
         self.logprob, self.entropy = logprob.view(torch.float32), entropy.view(torch.float32)
-        self.likely_tokens, likely_logprobs = everything[4:].chunk(2)
+        self.likely_tokens, likely_logprobs = likely.chunk(2)
         self.likely_logprobs = likely_logprobs.view(torch.float32)
         self.done.fill_(1)
 
