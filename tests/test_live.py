@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from groupwise.config.sections import EngineConfig
+from groupwise.engine import prefill, scores
 from groupwise.engine.blocks import BlockPool
 from groupwise.engine.engine import Engine
 from groupwise.engine.live import Busy, LiveEngine, News
-from groupwise.engine.live_scheduler import Alternatives, Job, LiveScheduler
+from groupwise.engine.live_scheduler import Job, LiveScheduler
 from groupwise.engine.live_steps import PlainSteps, Steps
+from groupwise.engine.sampler import Alternatives
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sampling
 from naive_distribution import naive_logprobs
@@ -139,6 +141,37 @@ def test_who_asks_is_told_the_likeliest_tokens_and_nobody_draws_otherwise(small_
 
 
 @interpreting
+@pytest.mark.parametrize("make", [plain_steps, graph_steps])
+def test_a_prompt_is_scored_as_a_plain_forward_pass_would(small_policy, make: Any, monkeypatch):
+    monkeypatch.setattr(prefill, "PREFILL_TOKENS", 6)  # it takes two passes
+    monkeypatch.setattr(scores, "TOGETHER", 4)
+    asking = Job(
+        prompt=tuple(range(50, 61)),
+        seeds=(1,),
+        sampling=Sampling(max_tokens=1),
+        alternatives=3,
+        scores_prompt=True,
+    )
+    beside = replace(asking, prompt=PROMPT, scores_prompt=False)
+    scheduler = LiveScheduler(slots=4, pool=BlockPool(24, block_size=4), context=24)
+    with torch.no_grad():
+        steps: Steps = make(small_policy, scheduler)
+        scheduler.enter(beside)
+        scheduler.enter(asking)
+        ended = {scheduler.job_of(sequence): sequence for sequence, _ in steps.advance()}
+        ended |= {scheduler.job_of(sequence): sequence for sequence, _ in steps.advance()}
+        logprobs_TV = small_model()(torch.tensor([asking.prompt])).logits[0].log_softmax(-1)
+    assert ended[beside].prefix.scores is None
+    found = ended[asking].prefix.scores
+    assert found is not None
+    for place, logprobs_V, token in zip(found.places, logprobs_TV[:-1], asking.prompt[1:], strict=True):
+        best = logprobs_V.topk(3)
+        assert [token for token, _ in place] == [token, *best.indices.tolist()]
+        expected = [float(logprobs_V[token]), *best.values.tolist()]
+        assert [value for _, value in place] == pytest.approx(expected, abs=1e-4)
+
+
+@interpreting
 def test_steps_of_those_who_did_not_ask_are_the_ones_there_always_were(small_policy):
     scheduler = LiveScheduler(slots=4, pool=BlockPool(24, block_size=4), context=24)
     with torch.no_grad():
@@ -172,7 +205,7 @@ def test_news_add_up_to_the_answer(small_policy):
     inbox = Inbox()
     engine = inbox.engine(small_policy)
     engine.start()
-    job = replace(JOBS[0], sampling=Sampling(max_tokens=20), alternatives=1)
+    job = replace(JOBS[0], sampling=Sampling(max_tokens=20), alternatives=1, scores_prompt=True)
     engine.submit(job)
     parts = []
     while not parts or parts[-1].finish is None:
@@ -181,6 +214,7 @@ def test_news_add_up_to_the_answer(small_policy):
     (expected,) = alone(small_policy, job)
     assert tuple(token for part in parts for token in part.tokens) == expected.tokens
     assert all(len(part.alternatives) == len(part.tokens) for part in parts)
+    assert [len(part.prompt) for part in parts] == [len(job.prompt) - 1, *[0] * (len(parts) - 1)]
     assert len(parts) > 1
     assert not inbox.errors
 

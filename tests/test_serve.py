@@ -197,6 +197,35 @@ def test_plain_completions_name_the_drawn_token_among_the_likeliest(port):
     assert {len(top) for top in told["top_logprobs"]} == {1}
 
 
+def test_an_echoed_prompt_comes_first_with_its_own_logprobs(port, tiny):
+    asked = {"prompt": ["1 + 2 ="], "max_tokens": 4, "temperature": 0, "seed": 1}
+    _, bare = ask(port, "/v1/completions", {**asked, "logprobs": 1})
+    _, answer = ask(port, "/v1/completions", {**asked, "logprobs": 1, "echo": True, "n": 2})
+    prompt = tiny.tokenizer("1 + 2 =")["input_ids"]
+    for choice in answer["choices"]:
+        assert choice["text"] == "1 + 2 =" + bare["choices"][0]["text"]
+        told = choice["logprobs"]
+        assert told["tokens"] == [*"1 + 2 =", *bare["choices"][0]["logprobs"]["tokens"]]
+        drawn = bare["choices"][0]["logprobs"]["token_logprobs"]
+        assert told["token_logprobs"][len(prompt) :] == pytest.approx(drawn, abs=1e-5)
+        assert told["text_offset"] == list(range(len(prompt) + 4))
+        assert (told["token_logprobs"][0], told["top_logprobs"][0]) == (None, None)
+        for token, own, top in list(
+            zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True)
+        )[1:]:
+            assert top[token] == own
+    assert answer["usage"]["completion_tokens"] == 8
+    _, parts = ask(port, "/v1/completions", {**asked, "logprobs": 1, "echo": True, "n": 2, "stream": True})
+    first = [part["choices"][0] for part in parts if part["choices"][0]["index"] == 0]
+    assert "".join(choice["text"] for choice in first) == answer["choices"][0]["text"]
+    shown = [choice["logprobs"] for choice in first]
+    for name, values in answer["choices"][0]["logprobs"].items():
+        assert [value for part in shown if part for value in part[name]] == values
+    _, unscored = ask(port, "/v1/completions", {**asked, "echo": True})
+    assert unscored["choices"][0]["text"] == answer["choices"][0]["text"]
+    assert unscored["choices"][0]["logprobs"] is None
+
+
 def test_offsets_say_where_each_token_begins_in_the_text(one_token):
     with serving(scripted("né ab")) as (_, port):
         _, answer = ask(port, "/v1/completions", {"prompt": [40], "logprobs": 0, "temperature": 0})
@@ -246,6 +275,8 @@ def test_tokens_of_a_vocabulary_with_marked_spaces_keep_them():
         ("/v1/chat/completions", chat("a", top_logprobs=2), 400, "needs logprobs to be true"),
         ("/v1/completions", {"prompt": "a", "logprobs": 21}, 400, "logprobs must lie between 0 and 20"),
         ("/v1/completions", {"prompt": "a", "logprobs": True}, 400, "logprobs must be of type int"),
+        ("/v1/chat/completions", chat("a", echo=True), 400, "echo is not supported in a chat"),
+        ("/v1/completions", {"prompt": ["a", "b"]}, 400, "one for each request"),
         ("/v1/completions", {"prompt": [10**6]}, 400, "token ids of this model"),
         ("/v1/embeddings", {"input": "a"}, 404, "nothing at POST"),
     ],
@@ -410,6 +441,9 @@ def test_the_official_client_is_satisfied(tiny, one_token):
         plain = client.completions.create(model="small", prompt="1 2 3", max_tokens=4, logprobs=5, n=2)
         assert plain.usage.completion_tokens == sum(len(each.logprobs.tokens) for each in plain.choices)
         assert {len(top) for each in plain.choices for top in each.logprobs.top_logprobs} <= {5, 6}
+        plain = client.completions.create(model="small", prompt="1 2 3", max_tokens=1, logprobs=5, echo=True)
+        assert plain.choices[0].logprobs.token_logprobs[0] is None
+        assert len(plain.choices[0].logprobs.tokens) == plain.usage.total_tokens
         with pytest.raises(openai.NotFoundError):
             client.chat.completions.create(**{**asked, "model": "other"})
         with pytest.raises(openai.AuthenticationError):

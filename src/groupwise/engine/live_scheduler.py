@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from groupwise.engine.blocks import BlockPool, Prefix
+from groupwise.engine.sampler import Alternatives
 from groupwise.engine.scheduler import Scheduler, Sequence
+from groupwise.engine.scores import Scores
 from groupwise.records import Completion, Finish, Request, Sampling
 
 Slots = NDArray[np.int64]
-Alternatives = tuple[tuple[int, float], ...]
-"""Tokens that might have been drawn in a place, with their log-probabilities, the likeliest first."""
 
 MOST_SETTINGS = 1024
 
@@ -30,6 +30,8 @@ class Job:
     sampling: Sampling
     alternatives: int = 0
     """How many of the likeliest tokens are told beside each one that is drawn."""
+    scores_prompt: bool = False
+    """Whether the prompt's own tokens are told with their log-probabilities, too."""
 
 
 class LiveScheduler(Scheduler):
@@ -116,7 +118,8 @@ class LiveScheduler(Scheduler):
         self._jobs[number], self._unfinished[number] = job, len(job.seeds)
         self._reserved += self.need(job)
         self.prompt_length[number] = len(job.prompt)
-        prefix = Prefix(tokens=job.prompt)
+        scores = Scores(job.alternatives) if job.scores_prompt else None
+        prefix = Prefix(tokens=job.prompt, scores=scores)
         members = [Sequence(number, m, seed, prefix) for m, seed in enumerate(job.seeds)]
         self._owners.update(dict.fromkeys(members, job))
         self.waiting.extend(members)

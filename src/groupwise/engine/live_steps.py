@@ -57,7 +57,7 @@ class PlainSteps:
             scheduler.entropies[slots, at] = entropies
             asking = scheduler.alternatives[slots] > 0
             if asking.any():
-                likely = likeliest(scaled_logits(logits_RV[indices[asking]], sampling))
+                likely = likeliest(scaled_logits(logits_RV[indices[asking]], sampling).log_softmax(-1))
                 scheduler.note(slots[asking], at[asking], *(x.cpu().numpy() for x in likely))
         scheduler.length[running] += 1
         return self._ending.finish(running, scheduler.length[running])

@@ -20,6 +20,8 @@ from groupwise.records import Sampling
 CHUNK = 64
 MOST_ALTERNATIVES = 20
 """Of the likeliest tokens, how many can be asked for."""
+Alternatives = tuple[tuple[int, float], ...]
+"""Tokens that might have been drawn in a place, with their log-probabilities, the likeliest first."""
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -49,9 +51,9 @@ def draw(logits_NV: Tensor, sampling: Sampling, noise_N: Tensor) -> tuple[Tensor
     return tokens_N, chosen_N, entropies_N
 
 
-def likeliest(scaled_NV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the (tokens_NA, logprobs_NA) likeliest to be drawn with these `scaled_logits`, best first."""
-    logprobs_NA, tokens_NA = scaled_NV.log_softmax(-1).topk(MOST_ALTERNATIVES, dim=-1)
+def likeliest(logprobs_NV: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (tokens_NA, logprobs_NA), the best first."""
+    logprobs_NA, tokens_NA = logprobs_NV.topk(MOST_ALTERNATIVES, dim=-1)
     return tokens_NA, logprobs_NA
 
 

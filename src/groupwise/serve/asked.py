@@ -21,7 +21,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logit_bias": (None, {}),
     "response_format": (None, {"type": "text"}),
     "best_of": (None, 1),
-    "echo": (None, False),
     "suffix": (None, ""),
     "functions": (None, []),
 }
@@ -40,6 +39,8 @@ class Asked:
     usage: bool
     """Whether a stream ends with the count of tokens."""
     logprobs: bool
+    echo: str
+    """What each answer begins with: the prompt, or nothing."""
     tools: bool
     """Whether calls are to be read out of the answers."""
 
@@ -59,6 +60,9 @@ def read_asked(body: Mapping[str, Any], codec: Codec, *, chat: bool, context: in
         raise Refused(400, f"n must lie between 1 and {MOST_ANSWERS}")
     seed = typed(body, "seed", int, secrets.randbits(62))
     alternatives = read_alternatives(body, chat=chat)
+    echo = typed(body, "echo", bool, False)
+    if chat and echo:
+        raise Refused(400, "echo is not supported in a chat")
     return Asked(
         chat=chat,
         job=Job(
@@ -66,10 +70,12 @@ def read_asked(body: Mapping[str, Any], codec: Codec, *, chat: bool, context: in
             seeds=tuple(derive_seed(seed, "serve", member) for member in range(count)),
             sampling=read_sampling(body, chat=chat, room=context - len(prompt)),
             alternatives=alternatives or 0,
+            scores_prompt=echo and alternatives is not None,
         ),
         stream=typed(body, "stream", bool, False),
         usage=bool((body.get("stream_options") or {}).get("include_usage")),
         logprobs=alternatives is not None,
+        echo=codec.decode(prompt) if echo else "",
         tools=bool(tools),
     )
 
@@ -143,6 +149,8 @@ def read_message(message: Any) -> Message:
 
 def plain_tokens(body: Mapping[str, Any], codec: Codec) -> tuple[int, ...]:
     prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        prompt = prompt[0]
     if isinstance(prompt, str) and prompt:
         return tuple(codec.tokenizer(prompt)["input_ids"])
     if isinstance(prompt, list) and prompt:

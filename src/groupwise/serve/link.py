@@ -15,7 +15,8 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from groupwise.engine.live import Busy, LiveEngine, News
-from groupwise.engine.live_scheduler import Alternatives, Job
+from groupwise.engine.live_scheduler import Job
+from groupwise.engine.sampler import Alternatives
 from groupwise.model.policy import Policy
 from groupwise.records import Finish
 
@@ -28,6 +29,7 @@ class Words(NamedTuple):
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     alternatives: tuple[Alternatives, ...]
+    prompt: tuple[Alternatives, ...]
     finish: Finish | None
 
 
@@ -92,7 +94,15 @@ class EngineSide:
     def _deliver(self, news: Sequence[News]) -> None:
         with self._knowing:
             words = [
-                (number, part.member, part.tokens, part.logprobs, part.alternatives, part.finish)
+                (
+                    number,
+                    part.member,
+                    part.tokens,
+                    part.logprobs,
+                    part.alternatives,
+                    part.prompt,
+                    part.finish,
+                )
                 for part in news
                 if (number := self._numbers.get(part.job)) is not None
             ]

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from groupwise.engine.live_scheduler import Alternatives
 from groupwise.records import Finish
 from groupwise.rollout.calls import OPEN
 from groupwise.serve.asked import Asked
@@ -17,6 +16,9 @@ from groupwise.serve.link import Words
 from groupwise.serve.pieces import Pieces
 from groupwise.serve.text import TextStream
 from groupwise.serve.tool_calls import read_answer
+
+Place = tuple[tuple[int, float | None], ...]
+"""The token that stands there and its log-probability, then others; a prompt's first has none."""
 
 REASONS: dict[Finish, str] = {"end": "stop", "stop": "stop", "length": "length"}
 
@@ -27,9 +29,17 @@ class Choice:
 
     stream: TextStream
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    alternatives: list[Alternatives] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    """Of all its tokens, after those of a prompt that is echoed."""
     finish: Finish | None = None
+
+    def add(self, part: Words) -> None:
+        self.tokens += part.tokens
+        drawn = zip(part.tokens, part.logprobs, strict=True)
+        likely = part.alternatives or [()] * len(part.tokens)
+        self.places += part.prompt
+        self.places += [(pair, *others) for pair, others in zip(drawn, likely, strict=True)]
+        self.finish = part.finish
 
 
 class Telling:
@@ -43,7 +53,10 @@ class Telling:
         self.id, self.created = f"{prefix}-{secrets.token_hex(12)}", int(time.time())
         hold = (OPEN,) if asked.tools else ()
         stop = asked.job.sampling.stop
-        self.choices = [Choice(TextStream(decode, stop=stop, hold=hold)) for _ in asked.job.seeds]
+        first: list[Place] = [((asked.job.prompt[0], None),)] if asked.job.scores_prompt else []
+        self.choices = [
+            Choice(TextStream(decode, stop=stop, hold=hold), places=first.copy()) for _ in asked.job.seeds
+        ]
 
     @property
     def done(self) -> bool:
@@ -55,13 +68,12 @@ class Telling:
             mine = [part for part in news if part.member == index]
             if mine:
                 known = len(choice.tokens)
+                told = len(choice.places) if known else 0
                 for part in mine:
-                    choice.tokens += part.tokens
-                    choice.logprobs += part.logprobs
-                    choice.alternatives += part.alternatives
-                choice.finish = mine[-1].finish
+                    choice.add(part)
                 text = choice.stream.push(choice.tokens[known:], choice.finish)
-                yield from self._parts(index, choice, text, self._logprobs(choice, known))
+                text = text if known else self.asked.echo + text
+                yield from self._parts(index, choice, text, self._logprobs(choice, told))
 
     def first(self) -> Iterator[dict[str, Any]]:
         """The parts that open a chat's answers: who speaks."""
@@ -107,7 +119,7 @@ class Telling:
         logprobs = self._logprobs(choice)
         rest = {"index": index, "logprobs": logprobs, "finish_reason": self._reason(choice, calls)}
         if not self.asked.chat:
-            return {"text": choice.stream.text, **rest}
+            return {"text": self.asked.echo + choice.stream.text, **rest}
         said = read_answer(choice.stream.text)[0] if calls else choice.stream.text
         message: dict[str, Any] = {"role": "assistant", "content": said or None if calls else said}
         if calls:
@@ -129,35 +141,32 @@ class Telling:
         return "tool_calls" if calls else REASONS[choice.finish]
 
     def _logprobs(self, choice: Choice, start: int = 0) -> dict[str, Any] | None:
-        """Of its tokens from `start` on."""
+        """Of its places from `start` on."""
         if not self.asked.logprobs:
             return None
-        drawn = list(zip(choice.tokens, choice.logprobs, strict=True))[start:]
-        likely = choice.alternatives[start:] or [()] * len(drawn)
+        places = choice.places[start:]
         if self.asked.chat:
             content = [
-                {**self._named(*pair), "top_logprobs": [self._named(*other) for other in others]}
-                for pair, others in zip(drawn, likely, strict=True)
+                {**self._named(*own), "top_logprobs": [self._named(*other) for other in others]}
+                for own, *others in places
             ]
             return {"content": content, "refusal": None}
-        ends = accumulate((self._pieces[token].characters for token in choice.tokens), initial=0)
+        ends = accumulate((self._pieces[own].characters for (own, _), *_ in choice.places), initial=0)
         return {
-            "tokens": [self._pieces[token].text for token, _ in drawn],
-            "token_logprobs": [logprob for _, logprob in drawn],
-            "top_logprobs": [
-                self._by_text((pair, *others)) for pair, others in zip(drawn, likely, strict=True)
-            ],
+            "tokens": [self._pieces[own].text for (own, _), *_ in places],
+            "token_logprobs": [logprob for (_, logprob), *_ in places],
+            "top_logprobs": [None if place[0][1] is None else self._by_text(place) for place in places],
             "text_offset": list(ends)[start:-1],
         }
 
-    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+    def _named(self, token: int, logprob: float | None) -> dict[str, Any]:
         piece = self._pieces[token]
         return {"token": piece.text, "logprob": logprob, "bytes": piece.bytes}
 
-    def _by_text(self, pairs: Alternatives) -> dict[str, float]:
-        """The drawn token is named in any case; where two read the same, the first counts."""
-        found: dict[str, float] = {}
-        for token, logprob in pairs:
+    def _by_text(self, place: Place) -> dict[str, float | None]:
+        """Where two tokens read the same, the first counts."""
+        found: dict[str, float | None] = {}
+        for token, logprob in place:
             found.setdefault(self._pieces[token].text, logprob)
         return found
 

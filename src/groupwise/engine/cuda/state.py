@@ -55,7 +55,7 @@ class StepState:
         self.status_and_likely = torch.zeros(
             4 + 2 * MOST_ALTERNATIVES, every, dtype=torch.int32, device=device
         )
-        """What the host wants to know after each step, in one copy; the likeliest tokens only if someone asked."""
+        """What the host wants to know after each step, in one copy; the likeliest tokens if someone asks."""
         self.status, likely = self.status_and_likely.tensor_split([4])
         self.done, self.token, logprob, entropy = self.status
         self.logprob, self.entropy = logprob.view(torch.float32), entropy.view(torch.float32)
@@ -112,7 +112,7 @@ class StepState:
         """Leave the likeliest tokens of each row for the host; `scaled`: the temperature is in the logits."""
         if not scaled:
             logits_RV = logits_RV * self.scale[slots_R, None]
-        tokens_RA, logprobs_RA = likeliest(logits_RV)
+        tokens_RA, logprobs_RA = likeliest(logits_RV.log_softmax(-1))
         self.likely_tokens.index_copy_(1, slots_R, tokens_RA.T.int())
         self.likely_logprobs.index_copy_(1, slots_R, logprobs_RA.T)
 
