@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from groupwise.engine.cuda.attention import launch
+from groupwise.engine.cuda.attention import launch, padded
 from groupwise.engine.cuda.weights import Matrix
 from groupwise.engine.shared import MakeMatrix, OwnColumns, one_rank, rank_of, rows_of
 from groupwise.model.lora import base_of, is_adapted
@@ -27,40 +27,40 @@ from groupwise.model.members import Members
 from groupwise.model.policy import Policy
 from groupwise.model.quantized import plain_weight
 
-ROWS, COLUMNS, RANKS = 64, 64, 64
-"""What a program works on: rows, outputs, and columns of the adapters at a time."""
+ROWS, COLUMNS = 64, 128
+"""What a program works on: rows and outputs."""
 
 
 @triton.jit
 def add_own(
     Y, UP, ADAPTER, PARTS, rows, y_stride, low_at, up_stride,
-    SIZE: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
+    SIZE: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One program a (block of rows, block of outputs, part): add what each row's own adapter gives.
 
     PARTS: of each part, where its outputs begin and how many there are. What adapters made of the input
-    stands behind the outputs, SIZE columns a part.
+    stands behind the outputs, SIZE columns a part. Rows of nobody have the adapter -1.
     """
     part = tl.program_id(2)
     start, width = tl.load(PARTS + 2 * part), tl.load(PARTS + 2 * part + 1)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     if tl.program_id(1) * COLUMNS < width:
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        adapter = tl.load(ADAPTER + row, mask=row < rows, other=-1)
+        rank = tl.arange(0, PADDED)
         line = Y + row[:, None].to(tl.int64) * y_stride
-        total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-        for first in range(0, SIZE, RANKS):
-            rank = first + tl.arange(0, RANKS)
-            own = ((rank // RANK)[None, :] == adapter[:, None]) & (rank < SIZE)[None, :]
-            if tl.max(tl.max(own.to(tl.int32), 1), 0) > 0:
-                low = tl.load(line + low_at + part * SIZE + rank[None, :], mask=own, other=0.0)
-                there = (rank < SIZE)[:, None] & (column < width)[None, :]
-                up = tl.load(UP + rank[:, None] * up_stride + start + column[None, :], mask=there, other=0.0)
-                total += tl.dot(low, up, input_precision="ieee")
         mask = (row < rows)[:, None] & (column < width)[None, :]
         to = line + start + column[None, :]
-        y = tl.load(to, mask=mask, other=0.0).to(tl.float32) + total
-        tl.store(to, y.to(Y.dtype.element_ty), mask=mask)
+        adapter = tl.load(ADAPTER + row, mask=row < rows, other=-1)
+        total = tl.load(to, mask=mask, other=0.0).to(tl.float32)
+        last = tl.max(adapter, 0)
+        first = tl.maximum(tl.min(tl.where(adapter < 0, last, adapter), 0), 0)
+        for number in range(first, last + 1):
+            own = (adapter == number)[:, None] & (rank < RANK)[None, :]
+            low = tl.load(line + low_at + part * SIZE + number * RANK + rank[None, :], mask=own, other=0.0)
+            there = (rank < RANK)[:, None] & (column < width)[None, :]
+            at = (number * RANK + rank)[:, None] * up_stride + start + column[None, :]
+            total += tl.dot(low, tl.load(UP + at, mask=there, other=0.0), input_precision="ieee")
+        tl.store(to, total.to(Y.dtype.element_ty), mask=mask)
 
 
 class GraphMatrix:
@@ -114,9 +114,9 @@ class GraphMatrix:
                 len(y_TN), y_TN.stride(0), self._outputs, self._up_SO.stride(0),
                 SIZE=self._size,
                 RANK=self._rank,
+                PADDED=padded(self._rank),
                 ROWS=ROWS,
                 COLUMNS=COLUMNS,
-                RANKS=RANKS,
                 num_warps=4,
             )  # fmt: skip
         return y_TN[:, : self._outputs]
