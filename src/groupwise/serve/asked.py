@@ -50,6 +50,8 @@ def read_asked(body: Mapping[str, Any], codec: Codec, *, chat: bool, context: in
     for name, accepted in UNSUPPORTED.items():
         if body.get(name) not in accepted:
             raise Refused(400, f"{name} is not supported")
+    if body.get("echo" if chat else "top_logprobs"):
+        raise Refused(400, "echo is for plain completions" if chat else "top_logprobs is for chats")
     named = typed(body, "model", str, model)
     if named != model:
         raise Refused(404, f"the model {named!r} is not served here; {model!r} is")
@@ -61,8 +63,6 @@ def read_asked(body: Mapping[str, Any], codec: Codec, *, chat: bool, context: in
     seed = typed(body, "seed", int, secrets.randbits(62))
     alternatives = read_alternatives(body, chat=chat)
     echo = typed(body, "echo", bool, False)
-    if chat and echo:
-        raise Refused(400, "echo is not supported in a chat")
     return Asked(
         chat=chat,
         job=Job(

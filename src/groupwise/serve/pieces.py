@@ -38,13 +38,14 @@ class Pieces:
         return self._known[token]
 
     def _look_up(self, token: int) -> Piece:
+        name = self._tokenizer.convert_ids_to_tokens(token)
+        if token in self._marks:
+            return Piece(name, None)
         # Some tokenizers drop the space that a text begins with: the second of two has it.
         text = self._decode(token, token)[len(self._decode(token)) :]
-        if token in self._marks:
-            return Piece(text, None)
         if BROKEN not in text:
             return Piece(text, list(text.encode()))
-        raw = _raw_bytes(self._tokenizer.convert_ids_to_tokens(token))
+        raw = _raw_bytes(name)
         return Piece("bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), list(raw))
 
     def _decode(self, *tokens: int) -> str:

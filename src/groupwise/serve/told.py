@@ -6,7 +6,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 from groupwise.records import Finish
@@ -31,6 +30,8 @@ class Choice:
     tokens: list[int] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
     """Of all its tokens, after those of a prompt that is echoed."""
+    offsets: list[int] = field(default_factory=lambda: [0])
+    """In its text, of the places that were told, and of the next."""
     finish: Finish | None = None
 
     def add(self, part: Words) -> None:
@@ -151,12 +152,13 @@ class Telling:
                 for own, *others in places
             ]
             return {"content": content, "refusal": None}
-        ends = accumulate((self._pieces[own].characters for (own, _), *_ in choice.places), initial=0)
+        for (own, _), *_ in choice.places[len(choice.offsets) - 1 :]:
+            choice.offsets.append(choice.offsets[-1] + self._pieces[own].characters)
         return {
             "tokens": [self._pieces[own].text for (own, _), *_ in places],
             "token_logprobs": [logprob for (_, logprob), *_ in places],
             "top_logprobs": [None if place[0][1] is None else self._by_text(place) for place in places],
-            "text_offset": list(ends)[start:-1],
+            "text_offset": choice.offsets[start:-1],
         }
 
     def _named(self, token: int, logprob: float | None) -> dict[str, Any]:
