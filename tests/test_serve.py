@@ -221,6 +221,10 @@ def test_an_echoed_prompt_comes_first_with_its_own_logprobs(port, tiny):
     shown = [choice["logprobs"] for choice in first]
     for name, values in answer["choices"][0]["logprobs"].items():
         assert [value for part in shown if part for value in part[name]] == values
+    _, alone = ask(port, "/v1/completions", {**asked, "logprobs": 1, "echo": True, "max_tokens": 0})
+    assert (alone["choices"][0]["text"], alone["usage"]["completion_tokens"]) == ("1 + 2 =", 0)
+    scores = answer["choices"][0]["logprobs"]["token_logprobs"][: len(prompt)]
+    assert alone["choices"][0]["logprobs"]["token_logprobs"] == scores
     _, unscored = ask(port, "/v1/completions", {**asked, "echo": True})
     assert unscored["choices"][0]["text"] == answer["choices"][0]["text"]
     assert unscored["choices"][0]["logprobs"] is None

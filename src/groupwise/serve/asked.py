@@ -41,6 +41,8 @@ class Asked:
     logprobs: bool
     echo: str
     """What each answer begins with: the prompt, or nothing."""
+    silent: bool
+    """Whether nothing is to come after it."""
     tools: bool
     """Whether calls are to be read out of the answers."""
 
@@ -63,6 +65,9 @@ def read_asked(body: Mapping[str, Any], codec: Codec, *, chat: bool, context: in
     seed = typed(body, "seed", int, secrets.randbits(62))
     alternatives = read_alternatives(body, chat=chat)
     echo = typed(body, "echo", bool, False)
+    silent = echo and body.get("max_tokens") == 0
+    if silent:
+        body = {**body, "max_tokens": 1}  # it is drawn and not told
     return Asked(
         chat=chat,
         job=Job(
@@ -76,6 +81,7 @@ def read_asked(body: Mapping[str, Any], codec: Codec, *, chat: bool, context: in
         usage=bool((body.get("stream_options") or {}).get("include_usage")),
         logprobs=alternatives is not None,
         echo=codec.decode(prompt) if echo else "",
+        silent=silent,
         tools=bool(tools),
     )
 

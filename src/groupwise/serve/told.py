@@ -67,6 +67,9 @@ class Telling:
         """Take in what was written, and yield the parts of a stream that tell of it."""
         for index, choice in enumerate(self.choices):
             mine = [part for part in news if part.member == index]
+            if self.asked.silent:
+                nothing: dict[str, Any] = {"tokens": (), "logprobs": (), "alternatives": ()}
+                mine = [part._replace(**nothing, finish="length") for part in mine]
             if mine:
                 known = len(choice.tokens)
                 told = len(choice.places) if known else 0
