@@ -100,8 +100,12 @@ class Prompts:
         hidden_TM = forward(self._move(tokens), self._move(positions), layout)
         ends = np.cumsum([s.length for s in stretches]) - 1
         complete = [s.complete for s in stretches]
-        for stretch in stretches:
+        for stretch, end in zip(stretches, ends.tolist(), strict=True):
             stretch.prefix.done = stretch.end
+            if stretch.prefix.scores is not None:
+                following = stretch.prefix.tokens[stretch.start + 1 : stretch.end + 1]
+                first = end + 1 - stretch.length
+                stretch.prefix.scores.add(self.policy, hidden_TM[first : first + len(following)], following)
         if any(complete):
             logits_PV = self.policy.logits(hidden_TM[self._move(ends[complete])])
             finished = [s.prefix for s in stretches if s.complete]

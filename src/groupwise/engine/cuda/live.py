@@ -63,7 +63,8 @@ class GraphSteps:
         slots = scheduler.slots()
         going = slots[scheduler.length[slots] < scheduler.limit[slots]]
         for sampling, indices in scheduler.by_settings(going):
-            self.runner.step(scheduler, going[indices], sampling)
+            slots = going[indices]
+            self.runner.step(scheduler, slots, sampling, likely=self._asking(slots))
         self._issue(going)
         return len(going)
 
@@ -77,7 +78,8 @@ class GraphSteps:
         slots = np.array([sequence.slot for sequence in joined], dtype=np.int64)
         for sampling, indices in scheduler.by_settings(slots):
             prefixes = [joined[index].prefix for index in indices]
-            self.runner.join(scheduler, slots[indices], prefixes, sampling)
+            likely = self._asking(slots[indices])
+            self.runner.join(scheduler, slots[indices], prefixes, sampling, likely=likely)
         self.known[slots] = 0
         self._issue(slots)
         return len(joined)
@@ -95,11 +97,15 @@ class GraphSteps:
         self._waits_since = None
         return True
 
+    def _asking(self, slots: NDArray[np.int64]) -> bool:
+        """Whether someone in these slots wants to know the likeliest tokens."""
+        return bool(self.scheduler.alternatives[slots].any())
+
     def _issue(self, slots: NDArray[np.int64]) -> None:
         if not len(slots):
             return
         scheduler = self.scheduler
-        status, arrived = self.runner.status()
+        status, arrived = self.runner.status(likely=self._asking(slots))
         self._issued.append(Issued(slots, scheduler.length[slots], scheduler.tenant[slots], status, arrived))
         scheduler.length[slots] += 1
 
@@ -110,10 +116,15 @@ class GraphSteps:
         still = scheduler.tenant[issued.slots] == issued.tenant
         slots, at = issued.slots[still], issued.at[still]
         tokens = issued.status[1].numpy()[slots]
-        logprobs, entropies = issued.status[2:].view(torch.float32).numpy()[:, slots]
+        logprobs, entropies = issued.status[2:4].view(torch.float32).numpy()[:, slots]
         check_finite("the entropy of the policy", float(entropies.sum()))
         scheduler.tokens[slots, at] = tokens
         scheduler.logprobs[slots, at] = logprobs
         scheduler.entropies[slots, at] = entropies
+        asking = scheduler.alternatives[slots] > 0
+        if asking.any():
+            likely, likely_logprobs = issued.status[4:].chunk(2)
+            shown = (likely, likely_logprobs.view(torch.float32))
+            scheduler.note(slots[asking], at[asking], *(x.numpy()[:, slots[asking]].T for x in shown))
         self.known[slots] = at + 1
         return self._ending.finish(slots, at + 1)
