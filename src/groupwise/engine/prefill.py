@@ -23,6 +23,7 @@ from groupwise.model.attend import merge
 from groupwise.model.packed import Kind, Parts
 from groupwise.model.padded import PaddedAttention
 from groupwise.model.policy import Policy
+from groupwise.model.transfer import to_device
 from groupwise.model.varlen import VarlenAttention, fits
 
 PREFILL_TOKENS = 8192
@@ -113,10 +114,7 @@ class Prompts:
                 prefix.logits_V = logits_V
 
     def _move(self, array: NDArray[np.int64]) -> Tensor:
-        tensor = torch.from_numpy(array)
-        if self.policy.device.type != "cuda":
-            return tensor
-        return tensor.pin_memory().to(self.policy.device, non_blocking=True)
+        return to_device(array, self.policy.device)
 
 
 def next_pass(prefixes: Sequence[Prefix]) -> list[Stretch]:
@@ -166,12 +164,12 @@ class PrefillLayout:
         adapter = np.repeat([s.prefix.adapter for s in stretches], [s.length for s in stretches])
         return cls(
             cache=cache,
-            places=torch.from_numpy(np.concatenate(own)).to(device),
+            places=to_device(np.concatenate(own), device),
             lengths=np.array([s.length for s in stretches], dtype=np.int64),
             before=np.array([len(line) for line in before], dtype=np.int64),
-            before_places=torch.from_numpy(np.concatenate([nothing, *before])).to(device),
+            before_places=to_device(np.concatenate([nothing, *before]), device),
             device=device,
-            adapter_T=torch.from_numpy(adapter).to(device) if shared else None,
+            adapter_T=to_device(adapter, device) if shared else None,
         )
 
     def attend(self, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, *, layer: int, scale: float) -> Tensor:

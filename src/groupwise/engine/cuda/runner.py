@@ -27,6 +27,7 @@ from groupwise.engine.scheduler import Scheduler
 from groupwise.model.distribution import scaled_logits
 from groupwise.model.members import Members
 from groupwise.model.policy import Policy
+from groupwise.model.transfer import to_device
 from groupwise.records import Sampling
 
 MOST_GRAPHS = 512
@@ -266,10 +267,7 @@ class GraphRunner:
         )  # fmt: skip
 
     def _move(self, array: NDArray[np.int64] | NDArray[np.float32]) -> Tensor:
-        tensor = torch.from_numpy(array)
-        if self.device.type != "cuda":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        return to_device(array, self.device)
 
 
 def _end_tokens(policy: Policy) -> Tensor:
