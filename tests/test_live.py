@@ -87,6 +87,61 @@ def test_jobs_that_join_one_by_one_end_as_if_alone(small_policy, make: Any):
             assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
 
+class Late:
+    """Prompts that are computed at once, but are known to be only when asked for the third time."""
+
+    def __init__(self) -> None:
+        self.asked, self.waited = 0, False
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self.asked > 2
+
+    def wait(self) -> None:
+        self.waited = True
+
+
+@interpreting
+def test_others_go_on_while_prompts_are_computed_and_who_is_cancelled_meanwhile_leaves_nothing(small_policy):
+    pool = BlockPool(24, block_size=4)
+    scheduler = LiveScheduler(slots=4, pool=pool, context=24)
+    first, second, third = (
+        Job(prompt=PROMPT[:count], seeds=(count,), sampling=Sampling(max_tokens=12)) for count in (3, 4, 5)
+    )
+    events: list[Late] = []
+
+    def run(work: Any) -> Late:
+        work()
+        events.append(Late())
+        return events[-1]
+
+    with torch.no_grad():
+        steps: Any = graph_steps(small_policy, scheduler)
+        steps._beside.run = run
+        scheduler.enter(first)
+        steps.advance()
+        assert events[0].waited, "nobody runs who could go on"
+        scheduler.enter(second)
+        scheduler.enter(third)
+        steps.advance()
+        (going,) = [sequence for sequence in scheduler.running if sequence.prefix.tokens == first.prompt]
+        before = scheduler.length[going.slot]
+        steps.advance()
+        assert scheduler.length[going.slot] == before + 1
+        assert not events[1].waited
+        for member in scheduler.drop(third):
+            scheduler.forget(member)
+        found: dict[Job, Completion] = {}
+        while scheduler.busy:
+            for sequence, completion in steps.advance():
+                found[scheduler.forget(sequence)] = completion
+    assert events[1].waited
+    assert pool.free == pool.count
+    assert {job: done.tokens for job, done in found.items()} == {
+        job: alone(small_policy, job)[0].tokens for job in (first, second)
+    }
+
+
 ASKING = [
     Job(prompt=PROMPT, seeds=(1,), sampling=Sampling(max_tokens=3), alternatives=20),
     Job(
