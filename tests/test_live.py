@@ -121,9 +121,12 @@ def test_others_go_on_while_prompts_are_computed_and_who_is_cancelled_meanwhile_
         scheduler.enter(first)
         steps.advance()
         assert events[0].waited, "nobody runs who could go on"
+        steps.known[[slot for slot in range(4) if slot != scheduler.running[0].slot]] = 7  # what others left
         scheduler.enter(second)
         scheduler.enter(third)
         steps.advance()
+        joining = [sequence.slot for sequence in scheduler.running if sequence.prefix.tokens != first.prompt]
+        assert steps.known[joining].tolist() == [0, 0]
         (going,) = [sequence for sequence in scheduler.running if sequence.prefix.tokens == first.prompt]
         before = scheduler.length[going.slot]
         steps.advance()

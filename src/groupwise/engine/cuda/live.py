@@ -134,7 +134,6 @@ class GraphSteps:
             prefixes = [joined[index].prefix for index in indices]
             likely = self._asking(slots[indices])
             self.runner.join(scheduler, slots[indices], prefixes, sampling, likely=likely)
-        self.known[slots] = 0
         self._issue(slots)
         return len(joined)
 
@@ -143,6 +142,7 @@ class GraphSteps:
         joined = self.scheduler.admit()
         if not joined:
             return None
+        self.known[[sequence.slot for sequence in joined]] = 0  # nobody reads what was there before
         prefixes = list(dict.fromkeys(s.prefix for s in joined if s.prefix.logits_V is None))
         return Joining(joined, self._beside.run(lambda: self.runner.prefill(prefixes)))
 
