@@ -4,9 +4,9 @@
     python benchmarks/sampler_gap.py --model tiny --prompts 4 --group-size 4 --max-tokens 32
 
 A few steps of Countdown with a reward that is luck, so that every answer is trained on, at a learning rate of
-nothing. The last step's answers are then read by transformers: in the model's own precision, and in float32 with
-the same (rounded) weights. Rounding makes all of them differ a little, and none of them much more than another;
-if one does, something other than rounding is at work. KL is estimated on the drawn tokens (k3).
+nothing. The last step's answers are then read by transformers: in the model's own precision, and in float32
+with the same (rounded) weights. Rounding makes all of them differ a little, and none of them much more than
+another; if one does, something other than rounding is at work. KL is estimated on the drawn tokens (k3).
 """
 
 from __future__ import annotations
