@@ -6,7 +6,7 @@
 A server in a process of its own; clients that ask for stream after stream, each with a seed of its own. Every
 stream must be whole. A sample of them is compared with what the engine gives offline for the same seed: equal
 but for rounding on a GPU, which may turn an answer from some token on. Throughput is compared with the engine
-offline at the same number of sequences.
+offline at the same number of sequences. `--top-logprobs 20` has every client ask for that many alternatives.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import takewhile
+from itertools import pairwise, takewhile
+from math import exp
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 PROMPTS = [f"Using each number in this list only once (3, {n}, 5), create an equation." for n in range(7, 40)]
 
@@ -40,7 +42,7 @@ class Stream:
 
 async def ask(port: int, body: dict[str, object]) -> tuple[int, list[str], float]:
     """One request on a connection of its own: status, the data lines, and when the first text came."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
     data = json.dumps(body).encode()
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
@@ -60,7 +62,7 @@ async def ask(port: int, body: dict[str, object]) -> tuple[int, list[str], float
     return status, lines, first
 
 
-async def stream(port: int, seed: int, tokens: int) -> Stream:
+async def stream(port: int, seed: int, tokens: int, top: int) -> Stream:
     body = {
         "messages": [{"role": "user", "content": PROMPTS[seed % len(PROMPTS)]}],
         "max_tokens": tokens,
@@ -68,6 +70,7 @@ async def stream(port: int, seed: int, tokens: int) -> Stream:
         "temperature": 1.0,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **({"logprobs": True, "top_logprobs": top} if top else {}),
     }
     status, lines, first = await ask(port, body)
     assert status == 200, f"status {status}"
@@ -75,12 +78,30 @@ async def stream(port: int, seed: int, tokens: int) -> Stream:
     parts = [json.loads(line) for line in lines[:-1]]
     assert len({part["id"] for part in parts}) == 1, "parts of several answers in one stream"
     assert parts[-2]["choices"][0]["finish_reason"] in ("stop", "length"), "the answer has no end"
+    count = parts[-1]["usage"]["completion_tokens"]
+    check_alternatives(
+        [part["choices"][0]["logprobs"] for part in parts[:-1]], count=count if top else 0, top=top
+    )
     text = "".join(part["choices"][0]["delta"].get("content") or "" for part in parts if part["choices"])
-    return Stream(seed, text, parts[-1]["usage"]["completion_tokens"], first)
+    return Stream(seed, text, count, first)
+
+
+def check_alternatives(parts: Sequence[Any], *, count: int, top: int) -> None:
+    """All tokens have as many as asked for, the best first, and the drawn one is none better than these."""
+    places = [place for part in parts if part for place in part["content"]]
+    assert len(places) == count, "tokens without log-probabilities"
+    for place in places:
+        values = [other["logprob"] for other in place["top_logprobs"]]
+        assert len(values) == top, "fewer alternatives than asked for"
+        assert all(one >= two - 1e-4 for one, two in pairwise(values)), "the best is not first"
+        assert sum(map(exp, values)) < 1.001, "more than everything is likely"
+        assert place["logprob"] in values or place["logprob"] <= values[-1] + 1e-4, (
+            "the drawn one is left out"
+        )
 
 
 async def clients_at(
-    port: int, numbers: Sequence[int], *, seconds: float, tokens: int
+    port: int, numbers: Sequence[int], *, seconds: float, tokens: int, top: int
 ) -> tuple[list[Stream], float]:
     """Each of these clients asks for one stream after another until time is up."""
     deadline = time.perf_counter() + seconds
@@ -89,7 +110,7 @@ async def clients_at(
     async def client(number: int) -> None:
         turn = 0
         while time.perf_counter() < deadline:
-            found.append(await stream(port, 1000 * number + turn, tokens))
+            found.append(await stream(port, 1000 * number + turn, tokens, top))
             turn += 1
 
     started = time.perf_counter()
@@ -98,17 +119,24 @@ async def clients_at(
 
 
 def some_clients(
-    port: int, numbers: Sequence[int], seconds: float, tokens: int
+    port: int, numbers: Sequence[int], seconds: float, tokens: int, top: int
 ) -> tuple[list[Stream], float]:
-    return asyncio.run(clients_at(port, numbers, seconds=seconds, tokens=tokens))
+    return asyncio.run(clients_at(port, numbers, seconds=seconds, tokens=tokens, top=top))
 
 
 def load(
-    pool: ProcessPoolExecutor, processes: int, port: int, *, clients: int, seconds: float, tokens: int
+    pool: ProcessPoolExecutor,
+    processes: int,
+    port: int,
+    *,
+    clients: int,
+    seconds: float,
+    tokens: int,
+    top: int,
 ) -> tuple[list[Stream], float]:
     """All clients, in as many processes: one alone would not read as fast as a GPU writes."""
     shares = [range(first, clients, processes) for first in range(processes)]
-    parts = [pool.submit(some_clients, port, share, seconds, tokens) for share in shares]
+    parts = [pool.submit(some_clients, port, share, seconds, tokens, top) for share in shares]
     done = [part.result() for part in parts]
     return [one for streams, _ in done for one in streams], max(took for _, took in done)
 
@@ -177,6 +205,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--top-logprobs", type=int, default=0)
     parser.add_argument("--processes", type=int, default=max(1, min(8, (os.cpu_count() or 1) // 2)))
     parser.add_argument("--output", type=Path, help="folder for serving.json")
     arguments = parser.parse_args()
@@ -190,7 +219,8 @@ def main() -> None:
         port = int(said.partition("http://127.0.0.1:")[2].partition("/")[0])
         processes = min(arguments.processes, clients)
         with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-            measure = partial(load, pool, processes, port, clients=clients, tokens=tokens)
+            top = arguments.top_logprobs
+            measure = partial(load, pool, processes, port, clients=clients, tokens=tokens, top=top)
             measure(seconds=5)  # warm
             streams, seconds = measure(seconds=arguments.seconds)
         refused = asyncio.run(overload(port, count=6 * clients, tokens=tokens))
@@ -204,6 +234,7 @@ def main() -> None:
     found = {
         "model": arguments.model,
         "clients": clients,
+        "top_logprobs": arguments.top_logprobs,
         "streams": len(streams),
         "seconds": seconds,
         "compared": len(sample),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 from dataclasses import replace
 from typing import Any
@@ -10,13 +11,17 @@ import pytest
 import torch
 
 from groupwise.config.sections import EngineConfig
+from groupwise.engine import prefill, scores
 from groupwise.engine.blocks import BlockPool
 from groupwise.engine.engine import Engine
 from groupwise.engine.live import Busy, LiveEngine, News
 from groupwise.engine.live_scheduler import Job, LiveScheduler
 from groupwise.engine.live_steps import PlainSteps, Steps
+from groupwise.engine.sampler import Alternatives
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sampling
+from naive_distribution import naive_logprobs
+from small_models import small_model
 
 PROMPT = (40, 41, 42, 43, 44)
 SETTINGS = [
@@ -29,6 +34,10 @@ JOBS = [
     Job(prompt=PROMPT[: 2 + n % 4], seeds=tuple(range(n, n + 1 + n % 3)), sampling=SETTINGS[n % 4])
     for n in range(9)
 ]
+
+
+interpreting = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+"""Numpy's."""
 
 
 def alone(policy: Policy, job: Job) -> list[Completion]:
@@ -53,7 +62,7 @@ def plain_steps(policy: Policy, scheduler: LiveScheduler) -> Steps:
     return PlainSteps(policy, scheduler, policy.end_tokens)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, interpreting
+@interpreting
 @pytest.mark.parametrize("make", [plain_steps, graph_steps])
 def test_jobs_that_join_one_by_one_end_as_if_alone(small_policy, make: Any):
     pool = BlockPool(24, block_size=4)
@@ -78,6 +87,162 @@ def test_jobs_that_join_one_by_one_end_as_if_alone(small_policy, make: Any):
             assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
 
+class Late:
+    """Prompts that are computed at once, but are known to be only when asked for the third time."""
+
+    def __init__(self) -> None:
+        self.asked, self.waited = 0, False
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self.asked > 2
+
+    def wait(self) -> None:
+        self.waited = True
+
+
+@interpreting
+def test_others_go_on_while_prompts_are_computed_and_who_is_cancelled_meanwhile_leaves_nothing(small_policy):
+    pool = BlockPool(24, block_size=4)
+    scheduler = LiveScheduler(slots=4, pool=pool, context=24)
+    first, second, third = (
+        Job(prompt=PROMPT[:count], seeds=(count,), sampling=Sampling(max_tokens=12)) for count in (3, 4, 5)
+    )
+    events: list[Late] = []
+
+    def run(work: Any) -> Late:
+        work()
+        events.append(Late())
+        return events[-1]
+
+    with torch.no_grad():
+        steps: Any = graph_steps(small_policy, scheduler)
+        steps._beside.run = run
+        scheduler.enter(first)
+        steps.advance()
+        assert events[0].waited, "nobody runs who could go on"
+        steps.known[[slot for slot in range(4) if slot != scheduler.running[0].slot]] = 7  # what others left
+        scheduler.enter(second)
+        scheduler.enter(third)
+        steps.advance()
+        joining = [sequence.slot for sequence in scheduler.running if sequence.prefix.tokens != first.prompt]
+        assert steps.known[joining].tolist() == [0, 0]
+        (going,) = [sequence for sequence in scheduler.running if sequence.prefix.tokens == first.prompt]
+        before = scheduler.length[going.slot]
+        steps.advance()
+        assert scheduler.length[going.slot] == before + 1
+        assert not events[1].waited
+        for member in scheduler.drop(third):
+            scheduler.forget(member)
+        found: dict[Job, Completion] = {}
+        while scheduler.busy:
+            for sequence, completion in steps.advance():
+                found[scheduler.forget(sequence)] = completion
+    assert events[1].waited
+    assert pool.free == pool.count
+    assert {job: done.tokens for job, done in found.items()} == {
+        job: alone(small_policy, job)[0].tokens for job in (first, second)
+    }
+
+
+ASKING = [
+    Job(prompt=PROMPT, seeds=(1,), sampling=Sampling(max_tokens=3), alternatives=20),
+    Job(
+        prompt=PROMPT[:3], seeds=(2,), sampling=Sampling(max_tokens=4)
+    ),  # the same settings, but does not ask
+    Job(prompt=PROMPT, seeds=(3,), sampling=Sampling(max_tokens=3, temperature=0.0), alternatives=2),
+    Job(
+        prompt=PROMPT, seeds=(4,), sampling=Sampling(max_tokens=3, temperature=1.4, top_k=9), alternatives=20
+    ),
+]
+
+
+@torch.no_grad()
+def naive_alternatives(job: Job, written: Completion) -> list[Alternatives]:
+    """The best of one plain forward pass over prompt and completion."""
+    row = torch.tensor([job.prompt + written.tokens])
+    logits_TV = small_model()(row).logits[0, len(job.prompt) - 1 : -1]
+    ranked = []
+    for logits_V in logits_TV:
+        pairs = enumerate(naive_logprobs(logits_V, job.sampling))
+        possible = [pair for pair in pairs if pair[1] > -math.inf]
+        ranked.append(tuple(sorted(possible, key=lambda pair: -pair[1])[: job.alternatives]))
+    return ranked
+
+
+@interpreting
+@pytest.mark.parametrize("make", [plain_steps, graph_steps])
+def test_who_asks_is_told_the_likeliest_tokens_and_nobody_draws_otherwise(small_policy, make: Any):
+    scheduler = LiveScheduler(slots=4, pool=BlockPool(24, block_size=4), context=24)
+    found: dict[Job, tuple[Completion, list[Alternatives]]] = {}
+    with torch.no_grad():
+        steps: Steps = make(small_policy, scheduler)
+        for job in ASKING:
+            scheduler.enter(job)
+        while scheduler.busy:
+            for sequence, completion in steps.advance():
+                told = scheduler.untold.get(sequence, [])
+                found[scheduler.forget(sequence)] = completion, told
+    assert not scheduler.untold
+    for job in ASKING:
+        completion, told = found[job]
+        assert completion.tokens == alone(small_policy, job)[0].tokens
+        if not job.alternatives:
+            assert told == []
+            continue
+        for pairs, expected in zip(told, naive_alternatives(job, completion), strict=True):
+            assert [token for token, _ in pairs] == [token for token, _ in expected]
+            assert [value for _, value in pairs] == pytest.approx([value for _, value in expected], abs=1e-4)
+        for pairs, token, own in zip(told, completion.tokens, completion.logprobs, strict=True):
+            assert dict(pairs).get(token, own) == own
+    assert [len(pairs) for pairs in found[ASKING[3]][1]] == [9, 9, 9]  # no others can be drawn
+
+
+@interpreting
+@pytest.mark.parametrize("make", [plain_steps, graph_steps])
+def test_a_prompt_is_scored_as_a_plain_forward_pass_would(small_policy, make: Any, monkeypatch):
+    monkeypatch.setattr(prefill, "PREFILL_TOKENS", 6)  # it takes two passes
+    monkeypatch.setattr(scores, "TOGETHER", 4)
+    asking = Job(
+        prompt=tuple(range(50, 61)),
+        seeds=(1,),
+        sampling=Sampling(max_tokens=1),
+        alternatives=3,
+        scores_prompt=True,
+    )
+    beside = replace(asking, prompt=PROMPT, scores_prompt=False)
+    scheduler = LiveScheduler(slots=4, pool=BlockPool(24, block_size=4), context=24)
+    with torch.no_grad():
+        steps: Steps = make(small_policy, scheduler)
+        scheduler.enter(beside)
+        scheduler.enter(asking)
+        ended = {scheduler.job_of(sequence): sequence for sequence, _ in steps.advance()}
+        ended |= {scheduler.job_of(sequence): sequence for sequence, _ in steps.advance()}
+        logprobs_TV = small_model()(torch.tensor([asking.prompt])).logits[0].log_softmax(-1)
+    assert ended[beside].prefix.scores is None
+    found = ended[asking].prefix.scores
+    assert found is not None
+    for place, logprobs_V, token in zip(found.places, logprobs_TV[:-1], asking.prompt[1:], strict=True):
+        best = logprobs_V.topk(3)
+        assert [token for token, _ in place] == [token, *best.indices.tolist()]
+        expected = [float(logprobs_V[token]), *best.values.tolist()]
+        assert [value for _, value in place] == pytest.approx(expected, abs=1e-4)
+
+
+@interpreting
+def test_steps_of_those_who_did_not_ask_are_the_ones_there_always_were(small_policy):
+    scheduler = LiveScheduler(slots=4, pool=BlockPool(24, block_size=4), context=24)
+    with torch.no_grad():
+        steps: Any = graph_steps(small_policy, scheduler)
+        for job in ASKING[:2]:
+            scheduler.enter(job)
+        while scheduler.busy:
+            steps.advance()
+    # Both run together while the one that asks is there; its neighbour, which writes more, goes on alone.
+    assert [(rows, likely) for rows, _, _, likely in steps.runner._graphs] == [(2, True), (1, False)]
+    assert steps.runner.status()[0].shape[0] == 4
+
+
 class Inbox:
     """Collects what a live engine delivers."""
 
@@ -98,7 +263,7 @@ def test_news_add_up_to_the_answer(small_policy):
     inbox = Inbox()
     engine = inbox.engine(small_policy)
     engine.start()
-    job = replace(JOBS[0], sampling=Sampling(max_tokens=20))
+    job = replace(JOBS[0], sampling=Sampling(max_tokens=20), alternatives=1, scores_prompt=True)
     engine.submit(job)
     parts = []
     while not parts or parts[-1].finish is None:
@@ -106,6 +271,8 @@ def test_news_add_up_to_the_answer(small_policy):
     engine.close()
     (expected,) = alone(small_policy, job)
     assert tuple(token for part in parts for token in part.tokens) == expected.tokens
+    assert all(len(part.alternatives) == len(part.tokens) for part in parts)
+    assert [len(part.prompt) for part in parts] == [len(job.prompt) - 1, *[0] * (len(parts) - 1)]
     assert len(parts) > 1
     assert not inbox.errors
 

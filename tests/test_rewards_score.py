@@ -10,7 +10,7 @@ import pytest
 from groupwise.errors import ConfigError
 from groupwise.records import Example, Group, Rollout
 from groupwise.rewards import length, score_group
-from groupwise.rewards.time_limit import TimeLimitReached, time_limit
+from groupwise.rewards.time_limit import TimeLimitReached, TimeLimits, time_limit
 
 
 def rollout(text="hi", *, prompt="q", error=None, member=0):
@@ -234,6 +234,20 @@ def test_time_limits_nest_and_the_earlier_deadline_wins():
             time.sleep(5)
         assert signal.getitimer(signal.ITIMER_REAL)[0] > 50
     assert signal.getsignal(signal.SIGALRM) is before
+
+
+def test_every_block_under_one_limit_has_its_own_time():
+    with TimeLimits(0.5) as limit:
+        for _ in range(3):  # together longer than the limit, alone shorter
+            with limit:
+                time.sleep(0.2)
+        time.sleep(0.6)  # between blocks nothing is limited
+        began = time.monotonic()
+        with pytest.raises(TimeLimitReached), limit:
+            time.sleep(60)
+        assert 0.49 < time.monotonic() - began < 30
+        with limit:  # and after one that was cut short the next has its time
+            time.sleep(0.1)
 
 
 def test_outside_the_main_thread_rewards_run_without_a_limit():

@@ -15,6 +15,8 @@ from multiprocessing import Pipe
 from typing import Any
 
 import pytest
+import tokenizers
+import transformers
 
 from groupwise.config.model import LoraConfig, ModelConfig
 from groupwise.config.sections import EngineConfig
@@ -25,6 +27,7 @@ from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
 from groupwise.records import Request, Sampling
 from groupwise.serve.link import EngineSide
+from groupwise.serve.pieces import Pieces
 from groupwise.serve.server import Server
 from groupwise.serve.text import TextStream
 from groupwise.serve.tool_calls import for_template, read_answer
@@ -162,6 +165,100 @@ def test_logprobs_are_those_of_the_tokens(port, tiny):
     assert len(plain["choices"][0]["logprobs"]["token_logprobs"]) == plain["usage"]["completion_tokens"] == 16
 
 
+def test_the_likeliest_tokens_come_with_each_in_a_stream_as_in_one_piece(port):
+    asked = chat("2 + 2", max_tokens=9, seed=1, logprobs=True, top_logprobs=3, temperature=1.5, top_k=50)
+    _, answer = ask(port, "/v1/chat/completions", asked)
+    content = answer["choices"][0]["logprobs"]["content"]
+    for part in content:
+        values = [other["logprob"] for other in part["top_logprobs"]]
+        assert values == sorted(values, reverse=True)
+        assert len(values) == 3
+        assert part["logprob"] in values or part["logprob"] < values[-1]
+    _, parts = ask(port, "/v1/chat/completions", {**asked, "stream": True})
+    shown = [part["choices"][0]["logprobs"] for part in parts]
+    assert [entry for part in shown if part for entry in part["content"]] == content
+
+
+def test_plain_completions_name_the_drawn_token_among_the_likeliest(port):
+    asked = {"prompt": "1 2 3", "max_tokens": 12, "seed": 4, "logprobs": 2, "temperature": 1.5}
+    _, answer = ask(port, "/v1/completions", asked)
+    told = answer["choices"][0]["logprobs"]
+    for token, own, top in zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True):
+        assert top[token] == own
+        assert len(top) == 2 or own == min(top.values())
+    assert {len(top) for top in told["top_logprobs"]} == {2, 3}
+    _, parts = ask(port, "/v1/completions", {**asked, "stream": True})
+    shown = [part["choices"][0]["logprobs"] for part in parts]
+    for name, values in told.items():
+        assert [value for part in shown if part for value in part[name]] == values
+    _, greedy = ask(port, "/v1/completions", {**asked, "temperature": 0, "logprobs": 1})
+    told = greedy["choices"][0]["logprobs"]
+    assert [max(top.values()) for top in told["top_logprobs"]] == told["token_logprobs"]
+    assert {len(top) for top in told["top_logprobs"]} == {1}
+
+
+def test_an_echoed_prompt_comes_first_with_its_own_logprobs(port, tiny):
+    asked = {"prompt": ["1 + 2 ="], "max_tokens": 4, "temperature": 0, "seed": 1}
+    _, bare = ask(port, "/v1/completions", {**asked, "logprobs": 1})
+    _, answer = ask(port, "/v1/completions", {**asked, "logprobs": 1, "echo": True, "n": 2})
+    prompt = tiny.tokenizer("1 + 2 =")["input_ids"]
+    for choice in answer["choices"]:
+        assert choice["text"] == "1 + 2 =" + bare["choices"][0]["text"]
+        told = choice["logprobs"]
+        assert told["tokens"] == [*"1 + 2 =", *bare["choices"][0]["logprobs"]["tokens"]]
+        drawn = bare["choices"][0]["logprobs"]["token_logprobs"]
+        assert told["token_logprobs"][len(prompt) :] == pytest.approx(drawn, abs=1e-5)
+        assert told["text_offset"] == list(range(len(prompt) + 4))
+        assert (told["token_logprobs"][0], told["top_logprobs"][0]) == (None, None)
+        for token, own, top in list(
+            zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True)
+        )[1:]:
+            assert top[token] == own
+    assert answer["usage"]["completion_tokens"] == 8
+    _, parts = ask(port, "/v1/completions", {**asked, "logprobs": 1, "echo": True, "n": 2, "stream": True})
+    first = [part["choices"][0] for part in parts if part["choices"][0]["index"] == 0]
+    assert "".join(choice["text"] for choice in first) == answer["choices"][0]["text"]
+    shown = [choice["logprobs"] for choice in first]
+    for name, values in answer["choices"][0]["logprobs"].items():
+        assert [value for part in shown if part for value in part[name]] == values
+    _, alone = ask(port, "/v1/completions", {**asked, "logprobs": 1, "echo": True, "max_tokens": 0})
+    assert (alone["choices"][0]["text"], alone["usage"]["completion_tokens"]) == ("1 + 2 =", 0)
+    scores = answer["choices"][0]["logprobs"]["token_logprobs"][: len(prompt)]
+    assert alone["choices"][0]["logprobs"]["token_logprobs"] == scores
+    _, unscored = ask(port, "/v1/completions", {**asked, "echo": True})
+    assert unscored["choices"][0]["text"] == answer["choices"][0]["text"]
+    assert unscored["choices"][0]["logprobs"] is None
+
+
+def test_offsets_say_where_each_token_begins_in_the_text(one_token):
+    with serving(scripted("né ab")) as (_, port):
+        _, answer = ask(port, "/v1/completions", {"prompt": [40], "logprobs": 0, "temperature": 0})
+    told = answer["choices"][0]["logprobs"]
+    assert told["tokens"] == ["n", "bytes:\\xc3", "bytes:\\xa9", " ", "a", "b", "<|im_end|>"]
+    assert told["text_offset"] == [0, 1, 2, 2, 3, 4, 5]
+    assert answer["choices"][0]["text"] == "né ab"
+
+
+def test_tokens_are_told_by_text_and_bytes():
+    pieces = Pieces(tiny_tokenizer())
+    first, second = (pieces[token] for token in tiny_tokenizer()("é", add_special_tokens=False)["input_ids"])
+    assert (first, second) == (("bytes:\\xc3", [0xC3]), ("bytes:\\xa9", [0xA9]))
+    assert pieces[40] == ("I", [73])
+    assert pieces[tiny_tokenizer().eos_token_id] == ("<|im_end|>", None)
+    assert pieces[271] == ("", [])  # the model has a token more than the tokenizer
+
+
+def test_tokens_of_a_vocabulary_with_marked_spaces_keep_them():
+    model = tokenizers.models.BPE({"▁a": 0, "b": 1, "<0xE2>": 2, "<unk>": 3}, [], byte_fallback=True)
+    fast = tokenizers.Tokenizer(model)
+    replace, strip = tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.Strip(" ", 1, 0)
+    fuse = tokenizers.decoders.Fuse()
+    fast.decoder = tokenizers.decoders.Sequence([replace, tokenizers.decoders.ByteFallback(), fuse, strip])
+    pieces = Pieces(transformers.PreTrainedTokenizerFast(tokenizer_object=fast))
+    assert [pieces[token].text for token in range(3)] == [" a", "b", "bytes:\\xe2"]
+    assert [pieces[token].bytes for token in range(3)] == [[32, 97], [98], [0xE2]]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
@@ -173,6 +270,18 @@ def test_logprobs_are_those_of_the_tokens(port, tiny):
         ("/v1/chat/completions", chat("a", max_tokens=True), 400, "max_tokens"),
         ("/v1/chat/completions", chat("a", presence_penalty=1), 400, "presence_penalty is not supported"),
         ("/v1/chat/completions", chat("a", n=0), 400, "n must lie between"),
+        (
+            "/v1/chat/completions",
+            chat("a", logprobs=True, top_logprobs=21),
+            400,
+            "top_logprobs must lie between",
+        ),
+        ("/v1/chat/completions", chat("a", top_logprobs=2), 400, "needs logprobs to be true"),
+        ("/v1/completions", {"prompt": "a", "logprobs": 21}, 400, "logprobs must lie between 0 and 20"),
+        ("/v1/completions", {"prompt": "a", "logprobs": True}, 400, "logprobs must be of type int"),
+        ("/v1/chat/completions", chat("a", echo=True), 400, "echo is for plain completions"),
+        ("/v1/completions", {"prompt": "a", "top_logprobs": 1}, 400, "top_logprobs is for chats"),
+        ("/v1/completions", {"prompt": ["a", "b"]}, 400, "one for each request"),
         ("/v1/completions", {"prompt": [10**6]}, 400, "token ids of this model"),
         ("/v1/embeddings", {"input": "a"}, 404, "nothing at POST"),
     ],
@@ -325,8 +434,21 @@ def test_the_official_client_is_satisfied(tiny, one_token):
         stream = client.chat.completions.create(**asked, seed=1, stream=True)
         text = "".join(part.choices[0].delta.content or "" for part in stream)
         assert text == answer.choices[0].message.content
-        plain = client.completions.create(model="small", prompt="1 2 3", max_tokens=4, logprobs=1)
-        assert plain.usage.completion_tokens == len(plain.choices[0].logprobs.tokens)
+        answer = client.chat.completions.create(**asked, temperature=0, logprobs=True, top_logprobs=5)
+        content = answer.choices[0].logprobs.content
+        assert [len(entry.top_logprobs) for entry in content] == [5] * answer.usage.completion_tokens
+        assert all(entry.top_logprobs[0].token == entry.token for entry in content)
+        stream = client.chat.completions.create(
+            **asked, temperature=0, logprobs=True, top_logprobs=5, stream=True
+        )
+        shown = [part.choices[0].logprobs for part in stream]
+        assert [entry for part in shown if part for entry in part.content] == content
+        plain = client.completions.create(model="small", prompt="1 2 3", max_tokens=4, logprobs=5, n=2)
+        assert plain.usage.completion_tokens == sum(len(each.logprobs.tokens) for each in plain.choices)
+        assert {len(top) for each in plain.choices for top in each.logprobs.top_logprobs} <= {5, 6}
+        plain = client.completions.create(model="small", prompt="1 2 3", max_tokens=1, logprobs=5, echo=True)
+        assert plain.choices[0].logprobs.token_logprobs[0] is None
+        assert len(plain.choices[0].logprobs.tokens) == plain.usage.total_tokens
         with pytest.raises(openai.NotFoundError):
             client.chat.completions.create(**{**asked, "model": "other"})
         with pytest.raises(openai.AuthenticationError):

@@ -236,8 +236,8 @@ class Sample:
 
 def same_length(record: Any, *names: str) -> None:
     """Refuse a record whose per-token fields differ in length."""
-    lengths = {name: len(getattr(record, name)) for name in names}
-    if len(set(lengths.values())) != 1:
+    if len({len(getattr(record, name)) for name in names}) != 1:
+        lengths = {name: len(getattr(record, name)) for name in names}
         raise ValueError(f"{type(record).__name__} fields must share one length, got {lengths}")
 
 

@@ -90,10 +90,13 @@ def with_advantages(
     assert all(math.isfinite(rollout.reward) for rollout in group.valid), "a reward is not a finite number"
     compared = chosen(group.valid)
     advantages = dict(zip(map(id, compared), ADVANTAGES[kind](compared, weights), strict=True))
-    rollouts = tuple(
-        replace(rollout, advantage=advantages.get(id(rollout), 0.0)) for rollout in group.rollouts
-    )
-    return replace(group, rollouts=rollouts)
+
+    def compared_with(rollout: Rollout) -> Rollout:
+        advantage = advantages.get(id(rollout), 0.0)
+        # Most of what scoring costs is copies: where nothing can be learned, none is made.
+        return rollout if advantage == rollout.advantage else replace(rollout, advantage=advantage)
+
+    return replace(group, rollouts=tuple(map(compared_with, group.rollouts)))
 
 
 def overlong_penalty(length: int, *, max_tokens: int, buffer: int, penalty: float) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, groupby
 from typing import Any
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from groupwise.model.packed import PackedLayout
+from groupwise.model.transfer import to_device
 from groupwise.records import Sample
 
 
@@ -79,8 +81,7 @@ def pack(samples: Sequence[Sample], *, device: torch.device) -> MicroBatch:
 
     trained_A = answers("trained", np.bool_)
 
-    def move(array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(device)
+    move = partial(to_device, device=device)
 
     return MicroBatch(
         tokens_T=move(np.fromiter(chain(*prompts, *own), np.int64)),

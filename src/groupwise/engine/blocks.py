@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from groupwise.engine.scores import Scores
+
 
 class BlockPool:
     """A fixed number of blocks; equal runs get equal blocks."""
@@ -51,6 +53,8 @@ class Prefix:
     """What its beginning can be taken over from."""
     adapter: int = 0
     """Which of several adapters reads it."""
+    scores: Scores | None = None
+    """Where its tokens' log-probabilities go, if anyone wants to know them."""
 
     def clear(self) -> list[int]:
         """Forget what was computed, and return the blocks that held it."""

@@ -21,6 +21,7 @@ from groupwise.engine.blocks import BlockPool
 from groupwise.engine.engine import evaluating
 from groupwise.engine.live_scheduler import Job, LiveScheduler
 from groupwise.engine.live_steps import PlainSteps, Steps
+from groupwise.engine.sampler import Alternatives
 from groupwise.engine.scheduler import Sequence as Member
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Finish
@@ -41,6 +42,10 @@ class News:
     member: int
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
+    alternatives: tuple[Alternatives, ...]
+    """Of each token; empty where none were asked for."""
+    prompt: tuple[Alternatives, ...]
+    """In the first news, where it was asked for: `Scores.places`."""
     finish: Finish | None
     """None: there is more to come."""
 
@@ -178,15 +183,21 @@ class LiveEngine:
                 tokens = self.scheduler.tokens[member.slot, sent:known].tolist()
                 logprobs = self.scheduler.logprobs[member.slot, sent:known].tolist()
                 job = self.scheduler.job_of(member)
-                news.append(News(job, member.member, tuple(tokens), tuple(logprobs), None))
+                beside = self._beside(member, sent)
+                news.append(News(job, member.member, tuple(tokens), tuple(logprobs), *beside, None))
         return news
 
     def _last_words(self, member: Member, completion: Completion) -> News:
-        sent, job = self._sent.pop(member, 0), self.scheduler.forget(member)
+        sent = self._sent.pop(member, 0)
+        beside, job = self._beside(member, sent), self.scheduler.forget(member)
         with self._changed:
             self._open[job] -= 1
             if not self._open[job]:
                 del self._open[job]
-        return News(
-            job, member.member, completion.tokens[sent:], completion.logprobs[sent:], completion.finish
-        )
+        tokens, logprobs = completion.tokens[sent:], completion.logprobs[sent:]
+        return News(job, member.member, tokens, logprobs, *beside, completion.finish)
+
+    def _beside(self, member: Member, sent: int) -> tuple[tuple[Alternatives, ...], tuple[Alternatives, ...]]:
+        """What is told with tokens after the first `sent`: their alternatives, and the prompt's scores."""
+        scores = None if sent else member.prefix.scores
+        return tuple(self.scheduler.untold.pop(member, ())), () if scores is None else tuple(scores.places)

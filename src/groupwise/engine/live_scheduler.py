@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count
@@ -10,7 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from groupwise.engine.blocks import BlockPool, Prefix
+from groupwise.engine.sampler import Alternatives
 from groupwise.engine.scheduler import Scheduler, Sequence
+from groupwise.engine.scores import Scores
 from groupwise.records import Completion, Finish, Request, Sampling
 
 Slots = NDArray[np.int64]
@@ -25,6 +28,10 @@ class Job:
     prompt: tuple[int, ...]
     seeds: tuple[int, ...]
     sampling: Sampling
+    alternatives: int = 0
+    """How many of the likeliest tokens are told beside each one that is drawn."""
+    scores_prompt: bool = False
+    """Whether the prompt's own tokens are told with their log-probabilities, too."""
 
 
 class LiveScheduler(Scheduler):
@@ -41,6 +48,10 @@ class LiveScheduler(Scheduler):
         """Tokens that each slot's sequence may write."""
         self.stops = np.zeros(slots, dtype=np.bool_)
         """Whether a stop string may end it before."""
+        self.alternatives = np.zeros(slots, dtype=np.int64)
+        """How many are to be told."""
+        self.untold: defaultdict[Sequence, list[Alternatives]] = defaultdict(list)
+        """Those of each token that nobody was told of yet, of who asked for them."""
         self.drawn: list[Sampling] = [Sampling()] * slots
         """What a draw for it depends on; equal settings have one number."""
         self.settings = np.zeros(slots, dtype=np.int64)
@@ -87,7 +98,8 @@ class LiveScheduler(Scheduler):
             self._begin(self._queue.pop(0))
         joined = super().admit()
         for sequence in joined:
-            sampling, slot = self.job_of(sequence).sampling, sequence.slot
+            job, slot = self.job_of(sequence), sequence.slot
+            sampling, self.alternatives[slot] = job.sampling, job.alternatives
             self.limit[slot], self.stops[slot] = sampling.max_tokens, bool(sampling.stop)
             self.drawn[slot] = replace(sampling, stop=(), max_tokens=self.context)
             self.settings[slot] = self._number_of(self.drawn[slot])
@@ -106,7 +118,8 @@ class LiveScheduler(Scheduler):
         self._jobs[number], self._unfinished[number] = job, len(job.seeds)
         self._reserved += self.need(job)
         self.prompt_length[number] = len(job.prompt)
-        prefix = Prefix(tokens=job.prompt)
+        scores = Scores(job.alternatives) if job.scores_prompt else None
+        prefix = Prefix(tokens=job.prompt, scores=scores)
         members = [Sequence(number, m, seed, prefix) for m, seed in enumerate(job.seeds)]
         self._owners.update(dict.fromkeys(members, job))
         self.waiting.extend(members)
@@ -143,7 +156,20 @@ class LiveScheduler(Scheduler):
         return self._owners[sequence]
 
     def forget(self, sequence: Sequence) -> Job:
+        self.untold.pop(sequence, None)
         return self._owners.pop(sequence)
+
+    def note(
+        self, slots_N: Slots, at_N: Slots, tokens_NA: NDArray[np.int64], logprobs_NA: NDArray[np.float32]
+    ) -> None:
+        """Keep what might have been drawn in these places of sequences that asked for it."""
+        # The drawn token has one log-probability, wherever it is told; another rounding is not another one.
+        drawn_N1, own_N1 = self.tokens[slots_N, at_N, None], self.logprobs[slots_N, at_N, None]
+        logprobs_NA = np.where(tokens_NA == drawn_N1, own_N1, logprobs_NA)
+        by_slot = {sequence.slot: sequence for sequence in self.running}
+        for slot, tokens, logprobs in zip(slots_N, tokens_NA.tolist(), logprobs_NA.tolist(), strict=True):
+            pairs = [pair for pair in zip(tokens, logprobs, strict=True) if pair[1] > -np.inf]
+            self.untold[by_slot[slot]].append(tuple(pairs[: self.alternatives[slot]]))
 
     @property
     def queued(self) -> int:

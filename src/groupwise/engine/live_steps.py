@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from groupwise.engine.live_scheduler import LiveScheduler, Slots
 from groupwise.engine.runner import Runner
-from groupwise.engine.sampler import draw, uniforms
+from groupwise.engine.sampler import draw, likeliest, uniforms
 from groupwise.engine.scheduler import Sequence
 from groupwise.engine.stopping import StopStrings
+from groupwise.model.distribution import scaled_logits
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Finish
 
@@ -54,6 +55,10 @@ class PlainSteps:
             scheduler.tokens[slots, at] = tokens
             scheduler.logprobs[slots, at] = logprobs
             scheduler.entropies[slots, at] = entropies
+            asking = scheduler.alternatives[slots] > 0
+            if asking.any():
+                likely = likeliest(scaled_logits(logits_RV[indices[asking]], sampling).log_softmax(-1))
+                scheduler.note(slots[asking], at[asking], *(x.cpu().numpy() for x in likely))
         scheduler.length[running] += 1
         return self._ending.finish(running, scheduler.length[running])
 

@@ -23,6 +23,7 @@ from groupwise.model.attend import merge
 from groupwise.model.packed import Kind, Parts
 from groupwise.model.padded import PaddedAttention
 from groupwise.model.policy import Policy
+from groupwise.model.transfer import to_device
 from groupwise.model.varlen import VarlenAttention, fits
 
 PREFILL_TOKENS = 8192
@@ -100,8 +101,12 @@ class Prompts:
         hidden_TM = forward(self._move(tokens), self._move(positions), layout)
         ends = np.cumsum([s.length for s in stretches]) - 1
         complete = [s.complete for s in stretches]
-        for stretch in stretches:
+        for stretch, end in zip(stretches, ends.tolist(), strict=True):
             stretch.prefix.done = stretch.end
+            if stretch.prefix.scores is not None:
+                following = stretch.prefix.tokens[stretch.start + 1 : stretch.end + 1]
+                first = end + 1 - stretch.length
+                stretch.prefix.scores.add(self.policy, hidden_TM[first : first + len(following)], following)
         if any(complete):
             logits_PV = self.policy.logits(hidden_TM[self._move(ends[complete])])
             finished = [s.prefix for s in stretches if s.complete]
@@ -109,10 +114,7 @@ class Prompts:
                 prefix.logits_V = logits_V
 
     def _move(self, array: NDArray[np.int64]) -> Tensor:
-        tensor = torch.from_numpy(array)
-        if self.policy.device.type != "cuda":
-            return tensor
-        return tensor.pin_memory().to(self.policy.device, non_blocking=True)
+        return to_device(array, self.policy.device)
 
 
 def next_pass(prefixes: Sequence[Prefix]) -> list[Stretch]:
@@ -162,12 +164,12 @@ class PrefillLayout:
         adapter = np.repeat([s.prefix.adapter for s in stretches], [s.length for s in stretches])
         return cls(
             cache=cache,
-            places=torch.from_numpy(np.concatenate(own)).to(device),
+            places=to_device(np.concatenate(own), device),
             lengths=np.array([s.length for s in stretches], dtype=np.int64),
             before=np.array([len(line) for line in before], dtype=np.int64),
-            before_places=torch.from_numpy(np.concatenate([nothing, *before])).to(device),
+            before_places=to_device(np.concatenate([nothing, *before]), device),
             device=device,
-            adapter_T=torch.from_numpy(adapter).to(device) if shared else None,
+            adapter_T=to_device(adapter, device) if shared else None,
         )
 
     def attend(self, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, *, layer: int, scale: float) -> Tensor:

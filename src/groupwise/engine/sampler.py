@@ -1,6 +1,6 @@
 """Drawing tokens, with noise that depends on who the token is for and on nothing else.
 
-Axes: N sequences, V vocabulary, C chunks of it, W tokens a chunk.
+Axes: N sequences, V vocabulary, A alternatives, C chunks of the vocabulary, W tokens a chunk.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from groupwise.model.distribution import entropy, scaled_logits
 from groupwise.records import Sampling
 
 CHUNK = 64
+MOST_ALTERNATIVES = 20
+"""Of the likeliest tokens, how many can be asked for."""
+Alternatives = tuple[tuple[int, float], ...]
+"""Tokens that might have been drawn in a place, with their log-probabilities, the likeliest first."""
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -45,6 +49,12 @@ def draw(logits_NV: Tensor, sampling: Sampling, noise_N: Tensor) -> tuple[Tensor
     tokens_N = logprobs_NV.argmax(-1) if sampling.greedy else pick(logprobs_NV.exp(), noise_N)
     chosen_N = logprobs_NV.gather(1, tokens_N[:, None]).squeeze(1)
     return tokens_N, chosen_N, entropies_N
+
+
+def likeliest(logprobs_NV: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (tokens_NA, logprobs_NA), the best first."""
+    logprobs_NA, tokens_NA = logprobs_NV.topk(MOST_ALTERNATIVES, dim=-1)
+    return tokens_NA, logprobs_NA
 
 
 def pick(probs_NV: Tensor, noise_N: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ class _PackedAttention(torch.autograd.Function):
             if has_kernels(q_THD):
                 from groupwise.model.pointwise import merge_into
 
-                merge_into(*own, *other)
+                lse_TH[members] = merge_into(*own, *other)
             else:
                 output_THD[members], lse_TH[members] = merge(own, other)
         ctx.save_for_backward(q_THD, k_TKD, v_TKD, output_THD, lse_TH)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from groupwise.model.attend import attend, attend_backward
+from groupwise.model.transfer import to_device
 
 Integers = NDArray[np.int64]
 
@@ -48,9 +49,9 @@ class Grid:
         place_T = place_T[np.argsort(token_N[place_T])]
         return cls(
             shapes=tuple(shapes),
-            token_N=torch.from_numpy(token_N).to(device),
-            empty_N=torch.from_numpy(~filled_N).to(device),
-            place_T=torch.from_numpy(place_T).to(device),
+            token_N=to_device(token_N, device),
+            empty_N=to_device(~filled_N, device),
+            place_T=to_device(place_T, device),
         )
 
     def lay(self, x_THD: Tensor) -> list[Tensor]:

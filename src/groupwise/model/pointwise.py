@@ -98,19 +98,23 @@ def turn(x_TND: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, back: bool) -> Tensor
 
 @triton.jit
 def _merge(
-    OUT, LSE, OTHER, OTHER_LSE, lse_token, lse_head, other_token, other_head,
+    OUT, LSE, OTHER, OTHER_LSE, MERGED_LSE, lse_token, lse_head, other_token, other_head,
     HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED_HEADS: tl.constexpr, PADDED_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One token: attention over other keys joined into what it has."""
+    """One token: attention over other keys joined into what it has.
+
+    Every warp reads the normalisers for itself: they must not be written where they are read, or a warp
+    that is late takes what another has merged for what was there before.
+    """
     token = tl.program_id(0).to(tl.int64)
     heads, place = tl.arange(0, PADDED_HEADS), tl.arange(0, PADDED_SIZE)
     head_live = heads < HEADS
-    lse_at = LSE + token * lse_token + heads * lse_head
-    one = tl.load(lse_at, mask=head_live, other=0.0)
+    one = tl.load(LSE + token * lse_token + heads * lse_head, mask=head_live, other=0.0)
     two = tl.load(OTHER_LSE + token * other_token + heads * other_head, mask=head_live, other=0.0)
     share = tl.sigmoid(two - one)
     largest = tl.maximum(one, two)
-    tl.store(lse_at, largest + tl.log(tl.exp(one - largest) + tl.exp(two - largest)), mask=head_live)
+    merged_lse = largest + tl.log(tl.exp(one - largest) + tl.exp(two - largest))
+    tl.store(MERGED_LSE + token * HEADS + heads, merged_lse, mask=head_live)
     at = token * HEADS * SIZE + heads[:, None] * SIZE + place[None, :]
     live = head_live[:, None] & (place[None, :] < SIZE)
     mine = tl.load(OUT + at, mask=live).to(tl.float32)
@@ -119,15 +123,19 @@ def _merge(
     tl.store(OUT + at, merged.to(OUT.dtype.element_ty), mask=live)
 
 
-def merge_into(output_THD: Tensor, lse_TH: Tensor, other_THD: Tensor, other_lse_TH: Tensor) -> None:
-    """`attend.merge`, in place of the first two."""
+def merge_into(output_THD: Tensor, lse_TH: Tensor, other_THD: Tensor, other_lse_TH: Tensor) -> Tensor:
+    """`attend.merge`, with the output in place of the first; returns the merged lse_TH."""
     tokens, heads, size = output_THD.shape
     assert output_THD.is_contiguous(), "rows lie in one piece"
     assert other_THD.is_contiguous(), "rows lie in one piece"
+    merged_lse_TH = torch.empty(tokens, heads, device=lse_TH.device)
     _merge[(tokens,)](
-        output_THD, lse_TH, other_THD, other_lse_TH, *lse_TH.stride(), *other_lse_TH.stride(),
+        output_THD, lse_TH, other_THD, other_lse_TH, merged_lse_TH,
+        *lse_TH.stride(), *other_lse_TH.stride(),
         HEADS=heads,
         SIZE=size,
         PADDED_HEADS=triton.next_power_of_2(heads),
         PADDED_SIZE=triton.next_power_of_2(size),
+        num_warps=4,
     )  # fmt: skip
+    return merged_lse_TH

@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from groupwise.model.transfer import to_device
+
 Integers = NDArray[np.int64]
 
 LARGEST_HEAD = 256
@@ -44,7 +46,7 @@ class VarlenAttention:
 
         def starts(lengths: Integers) -> Tensor:
             bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-            return torch.from_numpy(bounds).to(device)
+            return to_device(bounds, device)
 
         starts_q = starts(queries)
         return cls(

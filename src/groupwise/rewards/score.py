@@ -20,6 +20,7 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, SupportsFloat
 
 from groupwise.errors import RolloutError
@@ -72,6 +73,14 @@ def score_group(
 
 def takes_batches(function: RewardFunction) -> bool:
     """Tell whether a reward is written in TRL style."""
+    try:
+        return _takes_batches(function)
+    except TypeError:  # an object that has no hash, which cannot be remembered
+        return _takes_batches.__wrapped__(function)
+
+
+@lru_cache(maxsize=64)
+def _takes_batches(function: RewardFunction) -> bool:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

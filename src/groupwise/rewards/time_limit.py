@@ -50,6 +50,7 @@ class TimeLimits:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.possible:
+            signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, self.previous)
             if self.limit.outer is not None:
                 remaining = self.limit.outer - time.monotonic()
@@ -57,31 +58,46 @@ class TimeLimits:
 
 
 class Limit:
-    """One block at a time."""
+    """One block at a time.
+
+    Setting an alarm takes longer than most blocks, so one is set for many: when it goes off before the block
+    under way is due, it is set again for then. It never goes off late, as no block is due before those
+    that it follows.
+    """
 
     def __init__(self, seconds: float, *, possible: bool) -> None:
         self.seconds = seconds
         self.possible = possible
         self.armed = False
+        self.due = 0.0
+        """When the block under way has had its time."""
         self.outer: float | None = None
         """When an alarm goes off that was set before."""
+        self._alarm_set = False
 
     def expire(self, number: int, frame: FrameType | None) -> None:
-        if self.armed:
+        self._alarm_set = False
+        if not self.armed:
+            return
+        left = self.due - time.monotonic()
+        if left <= 0:
             raise TimeLimitReached
+        self._set_alarm(left)
+
+    def _set_alarm(self, seconds: float) -> None:
+        self._alarm_set = True
+        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
 
     def __enter__(self) -> None:
         if self.possible:
+            now = time.monotonic()
+            self.due = now + self.seconds if self.outer is None else min(now + self.seconds, self.outer)
             self.armed = True
-            seconds = self.seconds
-            if self.outer is not None:
-                seconds = min(seconds, max(self.outer - time.monotonic(), 1e-6))
-            signal.setitimer(signal.ITIMER_REAL, seconds)
+            if not self._alarm_set:
+                self._set_alarm(self.due - now)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The alarm may go off before the next line is done, but only once: it leaves the block either way.
+        # The alarm may go off before this line is done, but only once: it leaves the block either way.
         self.armed = False
-        if self.possible:
-            signal.setitimer(signal.ITIMER_REAL, 0)

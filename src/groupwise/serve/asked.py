@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupwise.engine.live_scheduler import Job
-from groupwise.engine.sampler import derive_seed
+from groupwise.engine.sampler import MOST_ALTERNATIVES, derive_seed
 from groupwise.model.codec import Codec
 from groupwise.model.template import knows_tools
 from groupwise.records import Message, Sampling
@@ -20,9 +20,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0),
     "logit_bias": (None, {}),
     "response_format": (None, {"type": "text"}),
-    "top_logprobs": (None, 0),
     "best_of": (None, 1),
-    "echo": (None, False),
     "suffix": (None, ""),
     "functions": (None, []),
 }
@@ -41,6 +39,10 @@ class Asked:
     usage: bool
     """Whether a stream ends with the count of tokens."""
     logprobs: bool
+    echo: str
+    """What each answer begins with: the prompt, or nothing."""
+    silent: bool
+    """Whether nothing is to come after it."""
     tools: bool
     """Whether calls are to be read out of the answers."""
 
@@ -50,6 +52,8 @@ def read_asked(body: Mapping[str, Any], codec: Codec, *, chat: bool, context: in
     for name, accepted in UNSUPPORTED.items():
         if body.get(name) not in accepted:
             raise Refused(400, f"{name} is not supported")
+    if body.get("echo" if chat else "top_logprobs"):
+        raise Refused(400, "echo is for plain completions" if chat else "top_logprobs is for chats")
     named = typed(body, "model", str, model)
     if named != model:
         raise Refused(404, f"the model {named!r} is not served here; {model!r} is")
@@ -59,20 +63,25 @@ def read_asked(body: Mapping[str, Any], codec: Codec, *, chat: bool, context: in
     if not 1 <= count <= MOST_ANSWERS:
         raise Refused(400, f"n must lie between 1 and {MOST_ANSWERS}")
     seed = typed(body, "seed", int, secrets.randbits(62))
-    # A bool for chats; for plain completions, how many alternatives to name as well.
-    logprobs = body.get("logprobs")
-    if not chat and isinstance(logprobs, int) and not isinstance(logprobs, bool) and logprobs > 1:
-        raise Refused(400, "logprobs must be 0 or 1: only of the tokens that were drawn")
+    alternatives = read_alternatives(body, chat=chat)
+    echo = typed(body, "echo", bool, False)
+    silent = echo and body.get("max_tokens") == 0
+    if silent:
+        body = {**body, "max_tokens": 1}  # it is drawn and not told
     return Asked(
         chat=chat,
         job=Job(
             prompt=prompt,
             seeds=tuple(derive_seed(seed, "serve", member) for member in range(count)),
             sampling=read_sampling(body, chat=chat, room=context - len(prompt)),
+            alternatives=alternatives or 0,
+            scores_prompt=echo and alternatives is not None,
         ),
         stream=typed(body, "stream", bool, False),
         usage=bool((body.get("stream_options") or {}).get("include_usage")),
-        logprobs=logprobs is not None and logprobs is not False,
+        logprobs=alternatives is not None,
+        echo=codec.decode(prompt) if echo else "",
+        silent=silent,
         tools=bool(tools),
     )
 
@@ -95,6 +104,21 @@ def read_sampling(body: Mapping[str, Any], *, chat: bool, room: int) -> Sampling
         stop=stop,
     )
     return sampling
+
+
+def read_alternatives(body: Mapping[str, Any], *, chat: bool) -> int | None:
+    """How many tokens to tell beside each that is drawn; None: no log-probabilities at all."""
+    name = "top_logprobs" if chat else "logprobs"
+    count: int | None = typed(body, name, int, None)
+    if count is not None and not 0 <= count <= MOST_ALTERNATIVES:
+        raise Refused(400, f"{name} must lie between 0 and {MOST_ALTERNATIVES}")
+    if not chat:
+        return count
+    if typed(body, "logprobs", bool, False):
+        return count or 0
+    if count:
+        raise Refused(400, "top_logprobs needs logprobs to be true")
+    return None
 
 
 def chat_tokens(body: Mapping[str, Any], codec: Codec, tools: Sequence[Any]) -> tuple[int, ...]:
@@ -131,6 +155,8 @@ def read_message(message: Any) -> Message:
 
 def plain_tokens(body: Mapping[str, Any], codec: Codec) -> tuple[int, ...]:
     prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        prompt = prompt[0]
     if isinstance(prompt, str) and prompt:
         return tuple(codec.tokenizer(prompt)["input_ids"])
     if isinstance(prompt, list) and prompt:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from groupwise.engine.live import Busy, LiveEngine, News
 from groupwise.engine.live_scheduler import Job
+from groupwise.engine.sampler import Alternatives
 from groupwise.model.policy import Policy
 from groupwise.records import Finish
 
@@ -27,6 +28,8 @@ class Words(NamedTuple):
     member: int
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
+    alternatives: tuple[Alternatives, ...]
+    prompt: tuple[Alternatives, ...]
     finish: Finish | None
 
 
@@ -91,7 +94,15 @@ class EngineSide:
     def _deliver(self, news: Sequence[News]) -> None:
         with self._knowing:
             words = [
-                (number, part.member, part.tokens, part.logprobs, part.finish)
+                (
+                    number,
+                    part.member,
+                    part.tokens,
+                    part.logprobs,
+                    part.alternatives,
+                    part.prompt,
+                    part.finish,
+                )
                 for part in news
                 if (number := self._numbers.get(part.job)) is not None
             ]

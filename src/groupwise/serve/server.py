@@ -15,6 +15,7 @@ from groupwise.model.codec import Codec
 from groupwise.serve.asked import Asked, read_asked
 from groupwise.serve.http import HEAD_LIMIT, Events, Question, Refused, Reply, serve_connection
 from groupwise.serve.link import FrontSide, Listener, Words
+from groupwise.serve.pieces import Pieces
 from groupwise.serve.told import Telling
 
 
@@ -32,6 +33,7 @@ class Server:
         api_key: str | None,
     ) -> None:
         self.codec, self.model, self.context, self.slots = codec, model, context, slots
+        self._pieces = Pieces(codec.tokenizer)
         self._api_key = api_key
         self._connection = connection
         self._open = 0
@@ -102,7 +104,7 @@ class Server:
         except (RuntimeError, OSError) as error:
             raise Refused(500, f"the generator failed: {error}") from None
         self._open += len(asked.job.seeds)
-        telling = Telling(asked, model=self.model, decode=self.codec.decode)
+        telling = Telling(asked, model=self.model, decode=self.codec.decode, pieces=self._pieces)
         if asked.stream:
             return self._stream(asked, telling, number, listener)
         try:

@@ -12,8 +12,12 @@ from groupwise.records import Finish
 from groupwise.rollout.calls import OPEN
 from groupwise.serve.asked import Asked
 from groupwise.serve.link import Words
+from groupwise.serve.pieces import Pieces
 from groupwise.serve.text import TextStream
 from groupwise.serve.tool_calls import read_answer
+
+Place = tuple[tuple[int, float | None], ...]
+"""The token that stands there and its log-probability, then others; a prompt's first has none."""
 
 REASONS: dict[Finish, str] = {"end": "stop", "stop": "stop", "length": "length"}
 
@@ -24,20 +28,36 @@ class Choice:
 
     stream: TextStream
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    """Of all its tokens, after those of a prompt that is echoed."""
+    offsets: list[int] = field(default_factory=lambda: [0])
+    """In its text, of the places that were told, and of the next."""
     finish: Finish | None = None
+
+    def add(self, part: Words) -> None:
+        self.tokens += part.tokens
+        drawn = zip(part.tokens, part.logprobs, strict=True)
+        likely = part.alternatives or [()] * len(part.tokens)
+        self.places += part.prompt
+        self.places += [(pair, *others) for pair, others in zip(drawn, likely, strict=True)]
+        self.finish = part.finish
 
 
 class Telling:
     """One request's answers."""
 
-    def __init__(self, asked: Asked, *, model: str, decode: Callable[[Sequence[int]], str]) -> None:
-        self.asked, self.model, self._decode = asked, model, decode
+    def __init__(
+        self, asked: Asked, *, model: str, decode: Callable[[Sequence[int]], str], pieces: Pieces
+    ) -> None:
+        self.asked, self.model, self._pieces = asked, model, pieces
         prefix = "chatcmpl" if asked.chat else "cmpl"
         self.id, self.created = f"{prefix}-{secrets.token_hex(12)}", int(time.time())
         hold = (OPEN,) if asked.tools else ()
         stop = asked.job.sampling.stop
-        self.choices = [Choice(TextStream(decode, stop=stop, hold=hold)) for _ in asked.job.seeds]
+        first: list[Place] = [((asked.job.prompt[0], None),)] if asked.job.scores_prompt else []
+        self.choices = [
+            Choice(TextStream(decode, stop=stop, hold=hold), places=first.copy()) for _ in asked.job.seeds
+        ]
 
     @property
     def done(self) -> bool:
@@ -47,14 +67,17 @@ class Telling:
         """Take in what was written, and yield the parts of a stream that tell of it."""
         for index, choice in enumerate(self.choices):
             mine = [part for part in news if part.member == index]
+            if self.asked.silent:
+                nothing: dict[str, Any] = {"tokens": (), "logprobs": (), "alternatives": ()}
+                mine = [part._replace(**nothing, finish="length") for part in mine]
             if mine:
-                tokens = [token for part in mine for token in part.tokens]
-                logprobs = [value for part in mine for value in part.logprobs]
-                choice.tokens += tokens
-                choice.logprobs += logprobs
-                choice.finish = mine[-1].finish
-                text = choice.stream.push(tokens, choice.finish)
-                yield from self._parts(index, choice, text, self._logprobs(tokens, logprobs))
+                known = len(choice.tokens)
+                told = len(choice.places) if known else 0
+                for part in mine:
+                    choice.add(part)
+                text = choice.stream.push(choice.tokens[known:], choice.finish)
+                text = text if known else self.asked.echo + text
+                yield from self._parts(index, choice, text, self._logprobs(choice, told))
 
     def first(self) -> Iterator[dict[str, Any]]:
         """The parts that open a chat's answers: who speaks."""
@@ -97,10 +120,10 @@ class Telling:
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         calls = self._calls(choice)
-        logprobs = self._logprobs(choice.tokens, choice.logprobs)
+        logprobs = self._logprobs(choice)
         rest = {"index": index, "logprobs": logprobs, "finish_reason": self._reason(choice, calls)}
         if not self.asked.chat:
-            return {"text": choice.stream.text, **rest}
+            return {"text": self.asked.echo + choice.stream.text, **rest}
         said = read_answer(choice.stream.text)[0] if calls else choice.stream.text
         message: dict[str, Any] = {"role": "assistant", "content": said or None if calls else said}
         if calls:
@@ -121,22 +144,36 @@ class Telling:
         assert choice.finish is not None
         return "tool_calls" if calls else REASONS[choice.finish]
 
-    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
+    def _logprobs(self, choice: Choice, start: int = 0) -> dict[str, Any] | None:
+        """Of its places from `start` on."""
         if not self.asked.logprobs:
             return None
-        texts = [self._decode([token]) for token in tokens]
-        if not self.asked.chat:
-            return {
-                "tokens": texts,
-                "token_logprobs": list(logprobs),
-                "top_logprobs": None,
-                "text_offset": [],
-            }
-        content = [
-            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, value in zip(texts, logprobs, strict=True)
-        ]
-        return {"content": content, "refusal": None}
+        places = choice.places[start:]
+        if self.asked.chat:
+            content = [
+                {**self._named(*own), "top_logprobs": [self._named(*other) for other in others]}
+                for own, *others in places
+            ]
+            return {"content": content, "refusal": None}
+        for (own, _), *_ in choice.places[len(choice.offsets) - 1 :]:
+            choice.offsets.append(choice.offsets[-1] + self._pieces[own].characters)
+        return {
+            "tokens": [self._pieces[own].text for (own, _), *_ in places],
+            "token_logprobs": [logprob for (_, logprob), *_ in places],
+            "top_logprobs": [None if place[0][1] is None else self._by_text(place) for place in places],
+            "text_offset": choice.offsets[start:-1],
+        }
+
+    def _named(self, token: int, logprob: float | None) -> dict[str, Any]:
+        piece = self._pieces[token]
+        return {"token": piece.text, "logprob": logprob, "bytes": piece.bytes}
+
+    def _by_text(self, place: Place) -> dict[str, float | None]:
+        """Where two tokens read the same, the first counts."""
+        found: dict[str, float | None] = {}
+        for token, logprob in place:
+            found.setdefault(self._pieces[token].text, logprob)
+        return found
 
     def usage(self) -> dict[str, int]:
         prompt = len(self.asked.job.prompt)

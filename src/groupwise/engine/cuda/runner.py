@@ -27,6 +27,7 @@ from groupwise.engine.scheduler import Scheduler
 from groupwise.model.distribution import scaled_logits
 from groupwise.model.members import Members
 from groupwise.model.policy import Policy
+from groupwise.model.transfer import to_device
 from groupwise.records import Sampling
 
 MOST_GRAPHS = 512
@@ -94,7 +95,7 @@ class GraphRunner:
         )
         self._prompts = Prompts(policy, self.cache, shared=bool(self.members))
         self._ends = _end_tokens(policy)
-        self._graphs: dict[tuple[int, int, Sampling], Callable[[], None]] = {}
+        self._graphs: dict[tuple[int, int, Sampling, bool], Callable[[], None]] = {}
         self._layouts: list[DecodeLayout] = []
         self._pool: Any = None
         self._addresses: tuple[int, ...] = ()
@@ -130,9 +131,18 @@ class GraphRunner:
         return self._prompts.passes(prefixes, self._hidden)
 
     def join(
-        self, scheduler: Scheduler, slots_J: NDArray[np.int64], prefixes: Sequence[Prefix], sampling: Sampling
+        self,
+        scheduler: Scheduler,
+        slots_J: NDArray[np.int64],
+        prefixes: Sequence[Prefix],
+        sampling: Sampling,
+        *,
+        likely: bool = False,
     ) -> None:
-        """Begin sequences in these slots, each with the first token after its prompt."""
+        """Begin sequences in these slots, each with the first token after its prompt.
+
+        `likely`: leave the likeliest tokens beside it.
+        """
         state = self.state
         request_J = scheduler.request[slots_J]
         state.host_prompt_length[slots_J] = scheduler.prompt_length[request_J]
@@ -147,31 +157,34 @@ class GraphRunner:
             self._move(np.reciprocal(heat_J)),
         )
         logits_JV = torch.stack([p.logits_V for p in prefixes if p.logits_V is not None])
-        self._sample(logits_JV, rows_J.to(torch.int32), sampling)
+        self._sample(logits_JV, rows_J.to(torch.int32), sampling, likely=likely)
 
-    def step(self, scheduler: Scheduler, slots_R: NDArray[np.int64], sampling: Sampling) -> None:
+    def step(
+        self, scheduler: Scheduler, slots_R: NDArray[np.int64], sampling: Sampling, *, likely: bool = False
+    ) -> None:
         """Add one token to the sequences in these slots, unless they have ended."""
         state = self.state
         parts = own_splits(scheduler.length[slots_R], key_heads=self.policy.key_heads)
-        graph = self._graph(bucket(len(slots_R), most=state.slots), parts, sampling)
+        graph = self._graph(bucket(len(slots_R), most=state.slots), parts, sampling, likely)
         width = scheduler.tables.shape[1]
         state.host_table[: len(scheduler.tables), :width] = scheduler.tables
         state.set_rows(slots_R, scheduler.request[slots_R])
         state.push()
         graph()
 
-    def status(self) -> tuple[Tensor, torch.cuda.Event | None]:
+    def status(self, *, likely: bool = False) -> tuple[Tensor, torch.cuda.Event | None]:
         """What the last draw left, on its way to the host, and when it will be there."""
+        status = self.state.status_and_likely if likely else self.state.status
         if self.device.type != "cuda":
-            return self.state.status.clone(), None
-        copy = torch.empty_like(self.state.status, device="cpu", pin_memory=True)
+            return status.clone(), None
+        copy = torch.empty_like(status, device="cpu", pin_memory=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copy.copy_(self.state.status, non_blocking=True)
+        copy.copy_(status, non_blocking=True)
         arrived.record()
         return copy, arrived
 
-    def _graph(self, rows: int, parts: int, sampling: Sampling) -> Callable[[], None]:
-        key = (rows, parts, replace(sampling, stop=()))
+    def _graph(self, rows: int, parts: int, sampling: Sampling, likely: bool) -> Callable[[], None]:
+        key = (rows, parts, replace(sampling, stop=()), likely)
         if key not in self._graphs:
             if len(self._graphs) >= MOST_GRAPHS:
                 torch.cuda.synchronize()
@@ -180,7 +193,7 @@ class GraphRunner:
                 self.cache, self.state, rows=rows, heads=self.policy.heads, own_splits=parts
             )
             self._layouts.append(layout)  # a graph keeps addresses, not tensors
-            self._graphs[key] = self._captured(lambda: self._step(layout, sampling))
+            self._graphs[key] = self._captured(lambda: self._step(layout, sampling, likely=likely))
         return self._graphs[key]
 
     def _captured(self, step: Callable[[], None]) -> Callable[[], None]:
@@ -199,7 +212,7 @@ class GraphRunner:
         torch.cuda.current_stream().wait_stream(stream)
         return graph.replay
 
-    def _step(self, layout: DecodeLayout, sampling: Sampling) -> None:
+    def _step(self, layout: DecodeLayout, sampling: Sampling, *, likely: bool) -> None:
         state, rows = self.state, layout.rows
         launch(
             kernels.open_step,
@@ -210,13 +223,13 @@ class GraphRunner:
             num_warps=1,
         )  # fmt: skip
         hidden_RM = self._hidden(state.tokens[:rows], state.positions[:rows], layout)
-        self._sample(self.policy.logits(hidden_RM), state.rows, sampling)
+        self._sample(self.policy.logits(hidden_RM), state.rows, sampling, likely=likely)
 
     def _hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: DecodeLayout | PrefillLayout) -> Tensor:
         forward = self.policy.hidden if self._fused is None else self._fused.hidden
         return forward(tokens_T, positions_T, layout)
 
-    def _sample(self, logits_RV: Tensor, rows_R: Tensor, sampling: Sampling) -> None:
+    def _sample(self, logits_RV: Tensor, rows_R: Tensor, sampling: Sampling, *, likely: bool) -> None:
         """Draw the next token of each row and move its sequence on."""
         state = self.state
         scaled = sampling.greedy or sampling.truncates
@@ -225,6 +238,8 @@ class GraphRunner:
             logits_RV = scaled_logits(logits_RV.float() * scale_R1, replace(sampling, temperature=1.0))
         logits_RV = logits_RV.contiguous()
         rows, vocabulary = logits_RV.shape
+        if likely:
+            state.keep_likeliest(logits_RV.float(), rows_R[:rows].long(), scaled=scaled)
         chunks = -(-vocabulary // kernels.CHUNK)
         best, total, weighted = torch.empty(3, rows, chunks, device=self.device)
         best_at = torch.empty(rows, chunks, dtype=torch.int32, device=self.device)
@@ -252,10 +267,7 @@ class GraphRunner:
         )  # fmt: skip
 
     def _move(self, array: NDArray[np.int64] | NDArray[np.float32]) -> Tensor:
-        tensor = torch.from_numpy(array)
-        if self.device.type != "cuda":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        return to_device(array, self.device)
 
 
 def _end_tokens(policy: Policy) -> Tensor:

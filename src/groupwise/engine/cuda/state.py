@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from groupwise.engine.sampler import MOST_ALTERNATIVES, likeliest
+
 
 class StepState:
     """Slots of sequences, and one more that idle rows stand for: ended, with a block that nobody reads."""
@@ -50,10 +52,15 @@ class StepState:
         """What logits are multiplied by: 1 over the temperature."""
         self.length = torch.ones(every, dtype=torch.int32, device=device)
         """Tokens sampled so far; the last one's key is not stored yet."""
-        self.status = torch.zeros(4, every, dtype=torch.int32, device=device)
-        """What the host wants to know after each step, in one copy."""
+        self.status_and_likely = torch.zeros(
+            4 + 2 * MOST_ALTERNATIVES, every, dtype=torch.int32, device=device
+        )
+        """What the host wants to know after each step, in one copy; the likeliest tokens if someone asks."""
+        self.status, likely = self.status_and_likely.tensor_split([4])
         self.done, self.token, logprob, entropy = self.status
         self.logprob, self.entropy = logprob.view(torch.float32), entropy.view(torch.float32)
+        self.likely_tokens, likely_logprobs = likely.chunk(2)
+        self.likely_logprobs = likely_logprobs.view(torch.float32)
         self.done.fill_(1)
 
         self.tokens = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -100,6 +107,14 @@ class StepState:
         self.scale.index_copy_(0, slots_N, scales_N)
         self.length.index_fill_(0, slots_N, 0)
         self.done.index_fill_(0, slots_N, 0)
+
+    def keep_likeliest(self, logits_RV: Tensor, slots_R: Tensor, *, scaled: bool) -> None:
+        """Leave the likeliest tokens of each row for the host; `scaled`: the temperature is in the logits."""
+        if not scaled:
+            logits_RV = logits_RV * self.scale[slots_R, None]
+        tokens_RA, logprobs_RA = likeliest(logits_RV.log_softmax(-1))
+        self.likely_tokens.index_copy_(1, slots_R, tokens_RA.T.int())
+        self.likely_logprobs.index_copy_(1, slots_R, logprobs_RA.T)
 
 
 def _aligned(count: int) -> int:
