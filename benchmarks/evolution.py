@@ -6,11 +6,11 @@
 The built-in model learns Countdown under adapters of rank 16. Every arm may sample the same number of tokens,
 in training and in the evaluations that it selects by, and each is run with several seeds:
 
-- **evolved**: `groupwise evolve` as it comes: a tournament with elitism among four members, whose first
-  values are drawn from the usual bounds (but for the first, which has the default settings), selection on
-  paired evaluations, a member replaced only by one that is better beyond doubt;
-- **halving**: the same first four members, the worse half dropped at each selection, where it is worse beyond
-  doubt; whoever is left gets the tokens;
+- **halving**: `groupwise evolve` as it comes: four members, whose first values are drawn from the usual
+  bounds (but for the first, which has the default settings), the worse half dropped at each selection, where
+  it is worse beyond doubt in paired evaluations; whoever is left gets the tokens;
+- **evolved**: the same first four members in a tournament with elitism, a member replaced only by one that is
+  better beyond doubt;
 - **random**: the same four members with the same first values, none ever replaced, the best taken at the end;
 - **default**: one member with the default settings gets all the tokens.
 

@@ -19,6 +19,7 @@ from small_runs import INTERRUPT, KILL, SMALL, Blow, run_command, task_file, tra
 
 POPULATION = (
     *("lora.r=4", "evolve.population=3", "evolve.every=2", "evolve.certain=false", "run.save_every=1"),
+    "evolve.method=tournament",
     *("evaluate.during=3", "evaluate.every=0", "evolve.vary={optim.learning_rate: [1e-4, 1e-2]}"),
 )
 
@@ -171,6 +172,7 @@ def test_python_and_the_shell_start_the_same_search(place, whole, tmp_path):
         "rollout": {"prompts": 3, "group_size": 4, "max_tokens": 6, "temperature": 1.5},
         "lora": {"r": 4},
         "evolve": {
+            "method": "tournament",
             "population": 3,
             "every": 2,
             "certain": False,

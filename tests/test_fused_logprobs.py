@@ -58,5 +58,25 @@ def test_a_vocabulary_wider_than_a_block_is_read_to_its_end() -> None:
     assert relative(entropy_N, -(exact_NV.exp() * exact_NV).sum(-1)) < 1e-5
 
 
+@pytest.mark.parametrize("frozen_head", [False, True])
+def test_a_stretch_without_trained_tokens_has_no_values_and_a_gradient_of_zeros(frozen_head: bool) -> None:
+    hidden = torch.randn(0, 4, requires_grad=True)
+    weight = torch.randn(7, 4, requires_grad=not frozen_head)
+    values = FusedTokenLogprobs.apply(hidden, weight, None, torch.zeros(0, dtype=torch.int64), 1.0)
+    assert [tuple(x.shape) for x in values] == [(0,), (0,)]
+    values[0].sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.shape == (0, 4)
+    assert frozen_head or torch.equal(weight.grad, torch.zeros(7, 4))
+
+
+def test_a_token_that_the_model_rules_out_adds_nothing_to_the_entropy() -> None:
+    hidden, weight = torch.ones(1, 1), torch.tensor([[1.0], [-float("inf")], [2.0]])
+    logprobs_N, entropy_N = FusedTokenLogprobs.apply(hidden, weight, None, torch.tensor([2]), 1.0)
+    possible = torch.tensor([1.0, 2.0]).log_softmax(0)
+    torch.testing.assert_close(logprobs_N, possible[1:])
+    torch.testing.assert_close(entropy_N, -(possible.exp() * possible).sum()[None])
+
+
 def test_the_estimate_of_memory_knows_how_many_logits_are_held():
     assert fused_logprobs.CHUNK_LOGITS == GPU_CHUNK_LOGITS

@@ -87,6 +87,12 @@ def test_jobs_that_join_one_by_one_end_as_if_alone(small_policy, make: Any):
             assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
 
+def test_a_job_without_a_prompt_is_refused():
+    scheduler = LiveScheduler(slots=4, pool=BlockPool(24, block_size=4), context=24)
+    with pytest.raises(ValueError, match="has no tokens"):
+        scheduler.check(Job(prompt=(), seeds=(1,), sampling=Sampling(max_tokens=2)))
+
+
 class Late:
     """Prompts that are computed at once, but are known to be only when asked for the third time."""
 

@@ -108,6 +108,12 @@ def test_an_answer_is_what_the_engine_writes(port, tiny):
     assert answer["object"] == "chat.completion"
 
 
+def test_hardly_any_temperature_is_none(port, tiny):
+    status, answer = ask(port, "/v1/chat/completions", chat("7 + 5", max_tokens=9, temperature=1e-38))
+    expected, _ = offline(tiny, "7 + 5", seed=0, max_tokens=9, temperature=0.0)
+    assert (status, answer["choices"][0]["message"]["content"]) == (200, expected)
+
+
 def test_a_stream_adds_up_to_the_answer(port, tiny):
     body = chat("7 + 5", max_tokens=30, seed=3, stream=True, stream_options={"include_usage": True})
     _, parts = ask(port, "/v1/chat/completions", body)

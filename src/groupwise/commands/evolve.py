@@ -48,7 +48,7 @@ def evolve(
     task: Annotated[str | None, what(help="A built-in task: see `groupwise tasks`.")] = None,
     data: Annotated[str | None, what(help="Examples from a file or a Hugging Face dataset.")] = None,
     model: Annotated[str | None, what(help="tiny (built in), a Hugging Face name, or a folder.")] = None,
-    method: Annotated[str | None, how(help="tournament, pbt, halving or random.")] = None,
+    method: Annotated[str | None, how(help="halving, tournament, pbt or random.")] = None,
     population: Annotated[int | None, how(help="Members.")] = None,
     every: Annotated[int | None, how(help="Steps between selections.")] = None,
     vary: Annotated[

@@ -9,15 +9,15 @@ from typing import Any
 from groupwise.config.checks import between, finite, one_of
 from groupwise.errors import ConfigError
 
-METHODS = ("tournament", "pbt", "halving", "random")
+METHODS = ("halving", "tournament", "pbt", "random")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvolveConfig:
     """A population on one base (`groupwise evolve`)."""
 
-    method: str = "tournament"
-    """tournament (with elitism), pbt, halving (successive), or random: nobody is replaced."""
+    method: str = "halving"
+    """halving (successive), tournament (with elitism), pbt, or random: nobody is replaced."""
     population: int = 4
     every: int = 12
     """Steps between selections; each is preceded by an evaluation of every member."""

@@ -128,6 +128,8 @@ class LiveEngine:
 
     def _run(self) -> None:
         try:
+            if self.policy.device.type == "cuda":
+                torch.cuda.set_device(self.policy.device)  # of this thread
             with torch.inference_mode(), evaluating(self.policy.model), ExitStack() as stack:
                 steps = self._steps(stack)
                 while self._take_in():

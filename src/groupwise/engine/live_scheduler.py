@@ -71,6 +71,8 @@ class LiveScheduler(Scheduler):
 
     def check(self, job: Job) -> None:
         """Refuse a job that could never run."""
+        if not job.prompt:
+            raise ValueError("the prompt has no tokens")
         total = len(job.prompt) + job.sampling.max_tokens
         if total > self.context:
             raise ValueError(

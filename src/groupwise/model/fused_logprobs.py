@@ -48,7 +48,8 @@ def _token_rows(
         safe = tl.where(new_best == -float("inf"), 0.0, new_best)
         shrink, share = tl.exp(best - safe), tl.exp(x - safe)
         total = total * shrink + share
-        weighted = weighted * shrink + tl.where(live, share * x, 0.0)
+        # A token that the model rules out adds nothing, though its logit is -inf.
+        weighted = weighted * shrink + tl.where(x == -float("inf"), 0.0, share * x)
         best = new_best
     largest = tl.max(best, 0)
     shrink = tl.exp(best - largest)
@@ -103,22 +104,21 @@ class FusedTokenLogprobs(torch.autograd.Function):
         ctx.frozen_head = need_hidden and not (need_weight or need_bias)
         slope_N = torch.full((len(tokens_N),), 1 / temperature, device=hidden_NM.device)
         dhidden_NM = torch.empty_like(hidden_NM) if ctx.frozen_head else None
-        parts = []
+        logprobs_N, entropy_N = torch.empty_like(slope_N), torch.empty_like(slope_N)
         for part in chunks(tokens_N, weight_VM, CHUNK_LOGITS):
             logits_CV = float_logits(hidden_NM[part], weight_VM, bias_V)
             if dhidden_NM is None:
-                parts.append(_rows(logits_CV, tokens_N[part], temperature))
+                logprobs_N[part], entropy_N[part] = _rows(logits_CV, tokens_N[part], temperature)
                 continue
             dlogits_CV = torch.empty_like(logits_CV, dtype=weight_VM.dtype)
-            parts.append(
-                _rows(logits_CV, tokens_N[part], temperature, slope_C=slope_N[part], gradient_CV=dlogits_CV)
+            logprobs_N[part], entropy_N[part] = _rows(
+                logits_CV, tokens_N[part], temperature, slope_C=slope_N[part], gradient_CV=dlogits_CV
             )
             torch.mm(dlogits_CV, weight_VM, out=dhidden_NM[part])
             del logits_CV, dlogits_CV  # or they would stay beside the next chunk
         kept = (dhidden_NM,) if ctx.frozen_head else (hidden_NM, weight_VM, bias_V, tokens_N)
         ctx.save_for_backward(*kept)
         ctx.temperature = temperature
-        logprobs_N, entropy_N = (torch.cat(x) for x in zip(*parts, strict=True))
         ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 

@@ -84,6 +84,7 @@ def turn(x_TND: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, back: bool) -> Tensor
     """Rotate every head by its token's angles."""
     x_TND, cos_TD, sin_TD = x_TND.contiguous(), cos_TD.contiguous(), sin_TD.contiguous()
     tokens, heads, size = x_TND.shape
+    assert cos_TD.shape[-1] == sin_TD.shape[-1] == size, "whole heads are turned"
     out_TND = torch.empty_like(x_TND)
     _turn[(tokens,)](
         x_TND, cos_TD, sin_TD, out_TND,

@@ -27,6 +27,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 """Parameters that only these values are accepted of."""
 
 MOST_ANSWERS = 32
+COLDEST = 1e-4
+"""A temperature below which only the likeliest token is left; logits divided by less than that overflow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +97,9 @@ def read_sampling(body: Mapping[str, Any], *, chat: bool, room: int) -> Sampling
     asked = body.get("max_completion_tokens") or body.get("max_tokens")
     if asked is not None and (isinstance(asked, bool) or not isinstance(asked, int) or asked < 1):
         raise Refused(400, "max_tokens must be a whole number of at least 1")
+    heat = number(body, "temperature", 1.0, 0.0, 10.0)
     sampling = Sampling(
-        temperature=number(body, "temperature", 1.0, 0.0, 10.0),
+        temperature=0.0 if heat < COLDEST else heat,
         top_p=number(body, "top_p", 1.0, 1e-6, 1.0),
         top_k=int(number(body, "top_k", 0, 0, 1e9)),
         min_p=number(body, "min_p", 0.0, 0.0, 1.0),

@@ -70,7 +70,14 @@ class DecodeLayout:
 
     @classmethod
     def build(
-        cls, cache: KVCache, state: StepState, *, rows: int, heads: int, own_splits: int
+        cls,
+        cache: KVCache,
+        state: StepState,
+        *,
+        rows: int,
+        heads: int,
+        own_splits: int,
+        side: torch.cuda.Stream | None,
     ) -> DecodeLayout:
         key_heads, size = cache.keys.shape[-2:]
         longest = state.prompt_width * cache.block_size
@@ -85,7 +92,7 @@ class DecodeLayout:
             splits=splits,
             own_splits=own_splits,
             shares=shares,
-            side=torch.cuda.Stream() if cache.keys.is_cuda else None,  # type: ignore[no-untyped-call]
+            side=side,
         )
 
     def attend(self, q_1HRD: Tensor, k_1KRD: Tensor, v_1KRD: Tensor, *, layer: int, scale: float) -> Tensor:

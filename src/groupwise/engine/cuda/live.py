@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from groupwise.engine.cuda.ahead import AHEAD, Issued
 from groupwise.engine.cuda.attention import padded
-from groupwise.engine.cuda.runner import GraphRunner, Room
+from groupwise.engine.cuda.runner import GraphRunner, Room, new_stream
 from groupwise.engine.live_scheduler import LiveScheduler
 from groupwise.engine.live_steps import Ending
 from groupwise.engine.scheduler import Sequence
@@ -35,7 +35,7 @@ class Beside:
     """A stream for work that runs beside what the main one is given later, and behind all it has by now."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = new_stream(device)
 
     def run(self, work: Callable[[], None]) -> torch.cuda.Event | None:
         """Give it work; returns what tells when that is done, None: it is done."""
@@ -94,7 +94,7 @@ class GraphSteps:
         scheduler.make_room()
         moved = self._step() + self._join()
         # Stop strings need text: then nobody runs ahead of it.
-        stops = bool(scheduler.stops[scheduler.slots()].any())
+        stops = bool(scheduler.stops[self._begun()].any())
         ended: list[tuple[Sequence, Completion]] = []
         while len(self._issued) > (AHEAD if moved and not stops else 0):
             ended += self._take_in(self._issued.popleft())

@@ -27,8 +27,9 @@ def add_norm(
     if ADD:
         x += tl.load(DELTA + token * delta_stride + at, mask=mask, other=0.0).to(tl.float32)
         x = x.to(kind).to(tl.float32)
-        tl.store(X + token * SIZE + at, x.to(kind), mask=mask)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
+    if ADD:  # after the sum, for which all warps have read what stands here
+        tl.store(X + token * SIZE + at, x.to(kind), mask=mask)
     weight = tl.load(WEIGHT + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(OUT + token * SIZE + at, (x * scale * weight).to(kind), mask=mask)
 

@@ -95,6 +95,9 @@ class GraphRunner:
         )
         self._prompts = Prompts(policy, self.cache, shared=bool(self.members))
         self._ends = _end_tokens(policy)
+        # One of each for all graphs: torch has 32 streams and hands them out again and again, and products
+        # on one stream share their scratch memory, also with whatever else runs on it.
+        self._capturing, self._side = new_stream(self.device), new_stream(self.device)
         self._graphs: dict[tuple[int, int, Sampling, bool], Callable[[], None]] = {}
         self._layouts: list[DecodeLayout] = []
         self._pool: Any = None
@@ -190,20 +193,25 @@ class GraphRunner:
                 torch.cuda.synchronize()
                 self.drop_graphs()
             layout = DecodeLayout.build(
-                self.cache, self.state, rows=rows, heads=self.policy.heads, own_splits=parts
+                self.cache,
+                self.state,
+                rows=rows,
+                heads=self.policy.heads,
+                own_splits=parts,
+                side=self._side,
             )
             self._layouts.append(layout)  # a graph keeps addresses, not tensors
             self._graphs[key] = self._captured(lambda: self._step(layout, sampling, likely=likely))
         return self._graphs[key]
 
     def _captured(self, step: Callable[[], None]) -> Callable[[], None]:
-        if self.device.type != "cuda":
+        stream = self._capturing
+        if stream is None:
             return step
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         self.state.idle()
         step()  # compiles kernels and takes workspaces, which must not happen while capturing
         graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -268,6 +276,11 @@ class GraphRunner:
 
     def _move(self, array: NDArray[np.int64] | NDArray[np.float32]) -> Tensor:
         return to_device(array, self.device)
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream beside the current one, on a GPU."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
 def _end_tokens(policy: Policy) -> Tensor:

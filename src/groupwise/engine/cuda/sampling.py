@@ -135,6 +135,7 @@ def close_step(
 
     is_end = tl.sum((tl.load(ENDS + tl.arange(0, PADDED_ENDS)) == token).to(tl.int32), 0)
     ended = (length + 1 >= max_tokens) | (is_end > 0)
+    # Warps that are late may read what is stored here; one thread stores all of it, and has read before.
     if done == 0:
         tl.store(TOKEN + slot, token)
         tl.store(LOGPROB + slot, logit - best - log_total)
