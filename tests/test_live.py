@@ -87,6 +87,28 @@ def test_jobs_that_join_one_by_one_end_as_if_alone(small_policy, make: Any):
             assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
 
+@interpreting
+def test_answers_of_different_temperatures_share_a_step(small_policy):
+    scheduler = LiveScheduler(slots=4, pool=BlockPool(24, block_size=4), context=24)
+    jobs = [
+        Job(prompt=PROMPT, seeds=(1,), sampling=Sampling(max_tokens=3, temperature=heat))
+        for heat in (0.6, 1.0, 1.4)
+    ]
+    found: dict[Job, Completion] = {}
+    with torch.no_grad():
+        steps: Any = graph_steps(small_policy, scheduler)
+        for job in jobs:
+            scheduler.enter(job)
+        while scheduler.busy:
+            for sequence, completion in steps.advance():
+                found[scheduler.forget(sequence)] = completion
+    assert len(steps.runner._graphs) == 1
+    for job in jobs:
+        (expected,) = alone(small_policy, job)
+        assert found[job].tokens == expected.tokens
+        assert found[job].logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
 def test_a_job_without_a_prompt_is_refused():
     scheduler = LiveScheduler(slots=4, pool=BlockPool(24, block_size=4), context=24)
     with pytest.raises(ValueError, match="has no tokens"):

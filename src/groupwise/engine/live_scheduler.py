@@ -53,7 +53,7 @@ class LiveScheduler(Scheduler):
         self.untold: defaultdict[Sequence, list[Alternatives]] = defaultdict(list)
         """Those of each token that nobody was told of yet, of who asked for them."""
         self.drawn: list[Sampling] = [Sampling()] * slots
-        """What a draw for it depends on; equal settings have one number."""
+        """What a draw for it depends on besides its temperature; equal settings have one number."""
         self.settings = np.zeros(slots, dtype=np.int64)
         self._known: dict[Sampling, int] = {}
         self._next_number = count()
@@ -103,7 +103,9 @@ class LiveScheduler(Scheduler):
             job, slot = self.job_of(sequence), sequence.slot
             sampling, self.alternatives[slot] = job.sampling, job.alternatives
             self.limit[slot], self.stops[slot] = sampling.max_tokens, bool(sampling.stop)
-            self.drawn[slot] = replace(sampling, stop=(), max_tokens=self.context)
+            # Logits are divided by each one's own temperature: it tells nobody apart.
+            heat = 0.0 if sampling.greedy else 1.0
+            self.drawn[slot] = replace(sampling, stop=(), max_tokens=self.context, temperature=heat)
             self.settings[slot] = self._number_of(self.drawn[slot])
         return joined
 
@@ -122,7 +124,8 @@ class LiveScheduler(Scheduler):
         self.prompt_length[number] = len(job.prompt)
         scores = Scores(job.alternatives) if job.scores_prompt else None
         prefix = Prefix(tokens=job.prompt, scores=scores)
-        members = [Sequence(number, m, seed, prefix) for m, seed in enumerate(job.seeds)]
+        heat = None if job.sampling.greedy else job.sampling.temperature
+        members = [Sequence(number, m, seed, prefix, temperature=heat) for m, seed in enumerate(job.seeds)]
         self._owners.update(dict.fromkeys(members, job))
         self.waiting.extend(members)
 

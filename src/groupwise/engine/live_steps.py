@@ -44,8 +44,10 @@ class PlainSteps:
         rows += [s.prefix.logits_V[None] for s in joined if s.prefix.logits_V is not None]
         if not rows:
             return []
-        logits_RV = torch.cat(rows)
+        logits_RV = torch.cat(rows).float()
         running = scheduler.slots()
+        heat_R = torch.from_numpy(scheduler.temperatures(running, 1.0))
+        logits_RV = logits_RV / heat_R.to(logits_RV.device)[:, None]
         for sampling, indices in scheduler.by_settings(running):
             slots = running[indices]
             at = scheduler.length[slots]
