@@ -110,13 +110,18 @@ def test_an_interrupt_finishes_the_step_and_a_finished_search_says_so(place, who
     assert again.out == f"{run} is finished after 4 steps\n"
 
 
-@pytest.mark.parametrize("method", ["pbt", "halving", "random"])
-def test_every_method_runs_to_its_end(place, method):
+@pytest.mark.parametrize(("method", "left"), [("pbt", 3), ("halving", 2), ("random", 3)])
+def test_every_method_runs_to_the_same_end_killed_after_a_selection_or_not(place, method, left):
     ended = run_command(*words(place, method, f"evolve.method={method}"))
     assert ended.code == 0, ended.err
     told = evolution(place / method)
     assert told["best"] is not None
-    assert len(told["members"]) == {"pbt": 3, "random": 3, "halving": 2}[method] or method == "halving"
+    assert len(told["members"]) == left
+    killed = place / f"{method}-killed"
+    blow = Blow(".step-000003.tmp-", KILL, nth=3)  # the first selection is after step 2
+    assert run_command(*words(place, killed.name, f"evolve.method={method}"), blows=[blow]).code == -KILL
+    assert run_command("evolve", "--resume", str(killed)).code == 0
+    assert lasting(killed) == lasting(place / method)
 
 
 def test_tokens_bound_the_whole_search(place):
