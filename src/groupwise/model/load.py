@@ -15,6 +15,7 @@ from groupwise.model import interface
 from groupwise.model.adapter import adapt_in_place
 from groupwise.model.gates import shorten_gates
 from groupwise.model.lora import with_adapter
+from groupwise.model.memory import return_freed_memory
 from groupwise.model.norms import shorten_norms
 from groupwise.model.packed import PackedLayout
 from groupwise.model.policy import Policy
@@ -114,7 +115,20 @@ def causal_model(
             f"the weights in {folder} lack {len(lacking)} of the model's tensors, such as {lacking[0]}"
         )
     unpack_in_passes(model)
-    return model if options else model.to(device)
+    if not options:
+        return model.to(device)
+    if device.type == "cpu":
+        _let_go_of_the_file(model)
+    return model
+
+
+@torch.no_grad()
+def _let_go_of_the_file(model: Any) -> None:
+    """Copy what was not quantized out of the mapped file, else held whole; give freed memory back."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.clone()
+    return_freed_memory()
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -98,10 +98,6 @@ def preflight(config: Config, shape: Shape, place: Place, *, prompt_tokens: int)
     assert config.lora.r is not None, "the config is resolved before it is looked at"
     size = BYTES[config.model.dtype or ("float32" if place.kind == "cpu" else "bfloat16")]
     weights = weight_bytes(shape, size)
-    if place.kind == "cpu" and config.model.quantization:
-        weights += (
-            shape.linear_size * size
-        )  # the embeddings keep the file mapped that the rest was quantized from
     always = [
         Part(name="program", bytes=place.program),
         Part(name="weights", bytes=weights),
