@@ -182,12 +182,13 @@ def test_the_gradient_through_quantized_weights_is_that_of_their_values(kind):
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.filterwarnings("ignore")
-def test_the_gates_of_a_quantized_model_keep_as_little_as_any_others(kind):
+def test_the_layers_of_a_quantized_model_keep_as_little_as_any_others(kind):
     pytest.importorskip("bitsandbytes")
-    from groupwise.model import gates
+    from groupwise.model import gates, rotary
 
-    mlp = adapted(quantization=kind).decoder.layers[0].mlp
-    assert mlp.forward.__func__ is gates._forward
+    layer = adapted(quantization=kind).decoder.layers[0]
+    assert layer.mlp.forward.__func__ is gates._forward
+    assert layer.self_attn.forward.__func__ is rotary._forward
 
 
 def test_quantized_weights_cannot_be_trained_themselves():

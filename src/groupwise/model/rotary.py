@@ -23,11 +23,13 @@ PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling", "layer_i
 
 def shorten_rotation(model: nn.Module) -> None:
     """Give every module that computes plain rotary attention the shorter passes; others stay as they are."""
+    # Weights that are quantized are of another type than what they stand for.
+    like = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if like is None or (like.device.type != "cuda" and like.dtype != torch.float32):
+        return
     for module in model.modules():
-        if all(hasattr(module, part) for part in PARTS):
-            weight: Any = module.o_proj.weight  # type: ignore[union-attr]
-            if (weight.device.type == "cuda" or weight.dtype == torch.float32) and _same(module):
-                module.forward = MethodType(_forward, module)
+        if all(hasattr(module, part) for part in PARTS) and _same(module, like):
+            module.forward = MethodType(_forward, module)
 
 
 def turn(x_TND: Tensor, cos_T1D: Tensor, first_T1D: Tensor, second_T1D: Tensor) -> Tensor:
@@ -98,20 +100,20 @@ def _forward(
 
 
 @torch.no_grad()
-def _same(module: Any) -> bool:
+def _same(module: Any, like: Tensor) -> bool:
     """Whether the module is what its attributes look like: some norm their queries, for one."""
-    tokens, weight = 6, module.o_proj.weight
-    layout = PackedLayout.build([(4, (2,))], device=weight.device)
+    tokens = 6
+    layout = PackedLayout.build([(4, (2,))], device=like.device)
     x_1TM = torch.linspace(-2.0, 3.0, tokens * module.q_proj.in_features).sin().view(1, tokens, -1)
     angles_1TD = torch.linspace(0.0, 5.0, tokens * module.head_dim // 2).view(1, tokens, -1).repeat(1, 1, 2)
     told = {
-        "position_embeddings": (angles_1TD.cos().to(weight), angles_1TD.sin().to(weight)),
+        "position_embeddings": (angles_1TD.cos().to(like), angles_1TD.sin().to(like)),
         "layout": layout,
     }
     try:
-        own_1TM, _ = module(x_1TM.to(weight), attention_mask=None, **told)
-        short_1TM, _ = _forward(module, x_1TM.to(weight), **told)  # type: ignore[arg-type]
+        own_1TM, _ = module(x_1TM.to(like), attention_mask=None, **told)
+        short_1TM, _ = _forward(module, x_1TM.to(like), **told)  # type: ignore[arg-type]
     except (TypeError, RuntimeError, AttributeError):
         return False
-    rounding = max(16 * torch.finfo(weight.dtype).eps, 1e-4)
+    rounding = max(16 * torch.finfo(like.dtype).eps, 1e-4)
     return bool((own_1TM - short_1TM).norm() <= rounding * own_1TM.norm())
