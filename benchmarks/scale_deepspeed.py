@@ -1,6 +1,6 @@
 """DeepSpeed on one GPU, in one process: the same update as without it, its time, and its memory.
 
-    python benchmarks/scale_deepspeed.py --output out            # some two minutes on one GPU
+    python benchmarks/scale_deepspeed.py --output out            # on one GPU
     python benchmarks/scale_deepspeed.py --output out --quick    # does it run? The times mean nothing
 
 With one process nothing is divided and a run would not use DeepSpeed; but its whole way is gone on the GPU:

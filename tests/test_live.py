@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import queue
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from groupwise.engine.live import Busy, LiveEngine, News
 from groupwise.engine.live_scheduler import Job, LiveScheduler
 from groupwise.engine.live_steps import PlainSteps, Steps
 from groupwise.engine.sampler import Alternatives
+from groupwise.engine.scheduler import Sequence as Member
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sampling
 from naive_distribution import naive_logprobs
@@ -62,6 +64,16 @@ def plain_steps(policy: Policy, scheduler: LiveScheduler) -> Steps:
     return PlainSteps(policy, scheduler, policy.end_tokens)
 
 
+def ending(
+    steps: Steps, scheduler: LiveScheduler, jobs: Sequence[Job] = ()
+) -> Iterator[tuple[Member, Completion]]:
+    """Let jobs enter, and yield who ends until nobody is left."""
+    for job in jobs:
+        scheduler.enter(job)
+    while scheduler.busy:
+        yield from steps.advance()
+
+
 @interpreting
 @pytest.mark.parametrize("make", [plain_steps, graph_steps])
 def test_jobs_that_join_one_by_one_end_as_if_alone(small_policy, make: Any):
@@ -94,14 +106,9 @@ def test_answers_of_different_temperatures_share_a_step(small_policy):
         Job(prompt=PROMPT, seeds=(1,), sampling=Sampling(max_tokens=3, temperature=heat))
         for heat in (0.6, 1.0, 1.4)
     ]
-    found: dict[Job, Completion] = {}
     with torch.no_grad():
         steps: Any = graph_steps(small_policy, scheduler)
-        for job in jobs:
-            scheduler.enter(job)
-        while scheduler.busy:
-            for sequence, completion in steps.advance():
-                found[scheduler.forget(sequence)] = completion
+        found = {scheduler.forget(who): wrote for who, wrote in ending(steps, scheduler, jobs)}
     assert len(steps.runner._graphs) == 1
     for job in jobs:
         (expected,) = alone(small_policy, job)
@@ -162,10 +169,7 @@ def test_others_go_on_while_prompts_are_computed_and_who_is_cancelled_meanwhile_
         assert not events[1].waited
         for member in scheduler.drop(third):
             scheduler.forget(member)
-        found: dict[Job, Completion] = {}
-        while scheduler.busy:
-            for sequence, completion in steps.advance():
-                found[scheduler.forget(sequence)] = completion
+        found = {scheduler.forget(who): wrote for who, wrote in ending(steps, scheduler)}
     assert events[1].waited
     assert pool.free == pool.count
     assert {job: done.tokens for job, done in found.items()} == {
@@ -205,12 +209,9 @@ def test_who_asks_is_told_the_likeliest_tokens_and_nobody_draws_otherwise(small_
     found: dict[Job, tuple[Completion, list[Alternatives]]] = {}
     with torch.no_grad():
         steps: Steps = make(small_policy, scheduler)
-        for job in ASKING:
-            scheduler.enter(job)
-        while scheduler.busy:
-            for sequence, completion in steps.advance():
-                told = scheduler.untold.get(sequence, [])
-                found[scheduler.forget(sequence)] = completion, told
+        for sequence, completion in ending(steps, scheduler, ASKING):
+            told = scheduler.untold.get(sequence, [])
+            found[scheduler.forget(sequence)] = completion, told
     assert not scheduler.untold
     for job in ASKING:
         completion, told = found[job]
@@ -262,10 +263,8 @@ def test_steps_of_those_who_did_not_ask_are_the_ones_there_always_were(small_pol
     scheduler = LiveScheduler(slots=4, pool=BlockPool(24, block_size=4), context=24)
     with torch.no_grad():
         steps: Any = graph_steps(small_policy, scheduler)
-        for job in ASKING[:2]:
-            scheduler.enter(job)
-        while scheduler.busy:
-            steps.advance()
+        for _ in ending(steps, scheduler, ASKING[:2]):
+            pass
     # Both run together while the one that asks is there; its neighbour, which writes more, goes on alone.
     assert [(rows, likely) for rows, _, _, likely in steps.runner._graphs] == [(2, True), (1, False)]
     assert steps.runner.status()[0].shape[0] == 4
