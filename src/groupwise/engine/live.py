@@ -27,7 +27,7 @@ from groupwise.model.policy import Policy
 from groupwise.records import Completion, Finish
 
 PAUSE = 0.02
-"""Seconds between two deliveries at least, but of ends: many small ones would take the steps' time."""
+"""Seconds between two news of one answer at least, but of its end: many small ones take the steps' time."""
 
 
 class Busy(Exception):
@@ -80,11 +80,10 @@ class LiveEngine:
         self.scheduler = LiveScheduler(slots=slots, pool=pool, context=self.context)
         self._incoming: deque[Job] = deque()
         self._cancelled: set[Job] = set()
-        self._sent: dict[Member, int] = {}
+        self._sent: dict[Member, tuple[int, float]] = {}
+        """How many tokens of each were told, and when. Everyone has a time of their own: no bursts."""
         self._changed = threading.Condition()
         self._closing = False
-        self._told = 0.0
-        """When everyone was last heard of."""
         self._thread = threading.Thread(target=self._run, name="groupwise-engine", daemon=True)
 
     @property
@@ -175,13 +174,10 @@ class LiveEngine:
         ended = steps.advance()
         news = [self._last_words(member, completion) for member, completion in ended]
         now = time.monotonic()
-        if now < self._told + PAUSE:
-            return news
-        self._told = now
         for member in self.scheduler.running:
-            sent, known = self._sent.get(member, 0), int(steps.known[member.slot])
-            if known > sent:
-                self._sent[member] = known
+            sent, told = self._sent.get(member, (0, 0.0))
+            if now >= told + PAUSE and (known := int(steps.known[member.slot])) > sent:
+                self._sent[member] = known, now
                 tokens = self.scheduler.tokens[member.slot, sent:known].tolist()
                 logprobs = self.scheduler.logprobs[member.slot, sent:known].tolist()
                 job = self.scheduler.job_of(member)
@@ -190,7 +186,7 @@ class LiveEngine:
         return news
 
     def _last_words(self, member: Member, completion: Completion) -> News:
-        sent = self._sent.pop(member, 0)
+        sent, _ = self._sent.pop(member, (0, 0.0))
         beside, job = self._beside(member, sent), self.scheduler.forget(member)
         with self._changed:
             self._open[job] -= 1
