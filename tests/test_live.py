@@ -311,7 +311,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self.news: queue.Queue[News] = queue.Queue()
-        self.errors: list[BaseException] = []
+        self.errors: list[Exception] = []
 
     def deliver(self, news: Any) -> None:
         for part in news:

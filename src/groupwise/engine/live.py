@@ -1,6 +1,6 @@
 """Generation without end: requests join while others are under way, tokens are handed out as they come.
 
-The engine's parts, run by a thread of their own. What one request gets depends on nothing that runs beside it
+The engine's parts, run by one thread. What one request gets depends on nothing that runs beside it
 but rounding: its noise is its own, and a request starts only when the cache has room for all it may write, so
 nobody is ever made to start over.
 """
@@ -26,7 +26,7 @@ from groupwise.engine.scheduler import Sequence as Member
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Finish
 
-PAUSE = 0.02
+PAUSE = 0.04
 """Seconds between two news of one answer at least, but of its end: many small ones take the steps' time."""
 
 
@@ -61,7 +61,7 @@ class LiveEngine:
         context: int,
         waiting: int,
         deliver: Callable[[Sequence[News]], None],
-        failed: Callable[[BaseException], None],
+        failed: Callable[[Exception], None],
         block_size: int = 16,
         kv_tokens: int | None = None,
     ) -> None:
@@ -84,7 +84,7 @@ class LiveEngine:
         """How many tokens of each were told, and when. Everyone has a time of their own: no bursts."""
         self._changed = threading.Condition()
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="groupwise-engine", daemon=True)
+        self._thread = threading.Thread(target=self.run, name="groupwise-engine", daemon=True)
 
     @property
     def load(self) -> tuple[int, int]:
@@ -99,6 +99,7 @@ class LiveEngine:
             return frozenset(self._open)
 
     def start(self) -> None:
+        """Run in a thread of its own."""
         self._thread.start()
 
     def submit(self, job: Job) -> None:
@@ -125,7 +126,12 @@ class LiveEngine:
         if self._thread.is_alive():
             self._thread.join(30)
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Run until it is closed, in this thread.
+
+        On a CPU the main one is best: OpenMP keeps threads for each thread that computes, and where they
+        are more than cores they go to sleep whenever they wait for each other: half the speed on two cores.
+        """
         try:
             if self.policy.device.type == "cuda":
                 torch.cuda.set_device(self.policy.device)  # of this thread
@@ -133,7 +139,7 @@ class LiveEngine:
                 steps = self._steps(stack)
                 while self._take_in():
                     self._deliver(self._news(steps))
-        except BaseException as error:
+        except Exception as error:
             self._failed(error)
             raise
 
