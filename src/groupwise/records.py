@@ -4,7 +4,7 @@
      prompt          rollout          reward    advantage, loss
 
 All are frozen, refuse to be built wrong and know nothing of torch. A stage never edits the record
-it was given: it makes a new one with `dataclasses.replace`.
+it was given: it makes a new one with `dataclasses.replace`, or with `Rollout.judged`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from operator import attrgetter
+from typing import Any, Literal, TypedDict, Unpack
 
 Message = Mapping[str, Any]
 """A chat message: {"role": "user", "content": "…"}."""
@@ -33,6 +34,9 @@ class Example(Mapping[str, Any]):
             return self.columns[column]
         except KeyError:
             raise KeyError(f"the example has no column {column!r}; it has {sorted(self.columns)}") from None
+
+    def __contains__(self, column: object) -> bool:
+        return column in self.columns
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.columns)
@@ -128,6 +132,15 @@ class Turn:
     calls: tuple[Call, ...] = ()
 
 
+class Verdict(TypedDict, total=False):
+    """What scoring says of a rollout."""
+
+    rewards: Mapping[str, float]
+    reward: float
+    advantage: float
+    error: str | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One member of a group: the whole token stream, and what became of it.
@@ -163,6 +176,19 @@ class Rollout:
 
     def __post_init__(self) -> None:
         same_length(self, "tokens", "trained", "logprobs", "entropies")
+
+    def judged(self, **verdict: Unpack[Verdict]) -> Rollout:
+        """Return a copy with this verdict.
+
+        It is what `dataclasses.replace` returns, in less than half the time: every rollout of a step is
+        copied, most of them twice, and tokens that stay as they are need not be checked again.
+        """
+        copy = object.__new__(Rollout)
+        for write, value in zip(WRITE_FIELDS, read_fields(self), strict=True):
+            write(copy, value)
+        for name, value in verdict.items():
+            object.__setattr__(copy, name, value)
+        return copy
 
     @property
     def length(self) -> int:
@@ -243,3 +269,8 @@ def same_length(record: Any, *names: str) -> None:
 
 def field_names(cls: Any) -> list[str]:
     return [f.name for f in fields(cls)]
+
+
+# What `Rollout.judged` copies.
+read_fields = attrgetter(*field_names(Rollout))
+WRITE_FIELDS = [getattr(Rollout, name).__set__ for name in field_names(Rollout)]

@@ -62,11 +62,11 @@ def score_group(
         if index not in parts:
             return rollout
         if index in errors:
-            return replace(rollout, error=errors[index])
+            return rollout.judged(error=errors[index])
         if not parts[index]:
-            return replace(rollout, error="no reward applies: each returned None")
-        total = sum(weights.get(name, 1.0) * value for name, value in parts[index].items())
-        return replace(rollout, rewards=parts[index], reward=total)
+            return rollout.judged(error="no reward applies: each returned None")
+        total = sum([weights.get(name, 1.0) * value for name, value in parts[index].items()])
+        return rollout.judged(rewards=parts[index], reward=total)
 
     return replace(group, rollouts=tuple(scored(i, r) for i, r in enumerate(group.rollouts)))
 
@@ -169,7 +169,7 @@ def finite(value: Any) -> float | None:
     """Return a reward as a float, None as None, and refuse everything else."""
     if value is None:
         return None
-    if not isinstance(value, float | SupportsFloat):  # in this order: asking the protocol is slow
+    if not isinstance(value, float) and not isinstance(value, SupportsFloat):  # asking the protocol is slow
         raise RolloutError(f"returned {type(value).__name__}, not a number")
     try:
         number = float(value)

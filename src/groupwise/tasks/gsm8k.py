@@ -19,6 +19,7 @@ from groupwise.rewards.worked_solution import (
     SOLUTION,
     START,
     TAGS,
+    has_tags,
     is_exact,
     solution_of,
     tags_once,
@@ -174,9 +175,15 @@ class Reading:
     """The one number that its one solution block states."""
 
 
+PLAIN = Reading(exact=False, tags_once=0, number=None)
+"""What there is to see without any tag: most of what an untrained policy writes."""
+
+
 @lru_cache(maxsize=4096)
 def read(completion: str) -> Reading:
     """Read a completion, once for all rewards."""
+    if not has_tags(completion):
+        return PLAIN
     return Reading(
         exact=is_exact(completion, least_working=LEAST_WORKING),
         tags_once=tags_once(completion),
@@ -225,7 +232,8 @@ def named(*functions: Callable[[Rollout, Example], float]) -> dict[str, RewardFu
 
 def is_right(rollout: Rollout, example: Example) -> bool:
     """Tell whether the one solution block states the one right number."""
-    return read(rollout.text).number == gold_of(example)
+    stated, gold = read(rollout.text).number, gold_of(example)
+    return stated is not None and stated == gold
 
 
 def same_number(one: str, other: str) -> bool:

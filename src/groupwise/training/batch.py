@@ -160,18 +160,21 @@ class Collector:
         answered = time.perf_counter()
         if self.tools is not None:
             times.tools = self.tools.toolbox.seconds_since_asked()
-        scored: list[Group] = []
         enough = self.config.task.max_failed * (
             rollouts_in(drawn) + len(examples) * self.config.rollout.group_size
         )
-        for group in groups:
-            scored.append(self.score(group))
+        failed = failures(drawn)
+        for number, group in enumerate(groups):
+            # In its place: what scoring makes does not add up until garbage is collected in the midst of it.
+            groups[number] = scored = self.score(group)
+            failed += failures([scored])
             # Slow failures, such as time-outs, are not waited for once there are too many.
-            if failures((*drawn, *scored)) > enough:
+            if failed > enough:
+                del groups[number + 1 :]
                 break
         times.rollout = answered - started
         times.reward = time.perf_counter() - answered
-        return Answered(scored, times)
+        return Answered(groups, times)
 
     def score(self, group: Group) -> Group:
         """Reward the answers of a group and compare them."""
