@@ -57,7 +57,7 @@ def test_the_reward_is_the_weighted_sum_and_a_missing_weight_is_one():
         {"error": "no"},
         {"rewards": {"a": 1.0}, "reward": 0.5},
         {"advantage": -1.0},
-        {"reward": 2.0, "error": None},
+        {"reward": 2.0, "error": "b"},
     ],
 )
 def test_judging_a_rollout_is_replacing_its_verdict(verdict):

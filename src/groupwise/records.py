@@ -13,8 +13,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from operator import attrgetter
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal
 
 Message = Mapping[str, Any]
 """A chat message: {"role": "user", "content": "…"}."""
@@ -132,15 +131,6 @@ class Turn:
     calls: tuple[Call, ...] = ()
 
 
-class Verdict(TypedDict, total=False):
-    """What scoring says of a rollout."""
-
-    rewards: Mapping[str, float]
-    reward: float
-    advantage: float
-    error: str | None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One member of a group: the whole token stream, and what became of it.
@@ -177,17 +167,35 @@ class Rollout:
     def __post_init__(self) -> None:
         same_length(self, "tokens", "trained", "logprobs", "entropies")
 
-    def judged(self, **verdict: Unpack[Verdict]) -> Rollout:
-        """Return a copy with this verdict.
+    def judged(
+        self,
+        *,
+        rewards: Mapping[str, float] | None = None,
+        reward: float | None = None,
+        advantage: float | None = None,
+        error: str | None = None,
+    ) -> Rollout:
+        """Return a copy with this verdict; what is None stays as it is.
 
-        It is what `dataclasses.replace` returns, in less than half the time: every rollout of a step is
-        copied, most of them twice, and tokens that stay as they are need not be checked again.
+        It is what `dataclasses.replace` returns, in a third of the time: every rollout of a step is copied,
+        most of them twice, and tokens that stay as they are need not be checked again.
         """
-        copy = object.__new__(Rollout)
-        for write, value in zip(WRITE_FIELDS, read_fields(self), strict=True):
-            write(copy, value)
-        for name, value in verdict.items():
-            object.__setattr__(copy, name, value)
+        copy, write = object.__new__(Rollout), object.__setattr__
+        write(copy, "prompt", self.prompt)
+        write(copy, "text", self.text)
+        write(copy, "tokens", self.tokens)
+        write(copy, "trained", self.trained)
+        write(copy, "logprobs", self.logprobs)
+        write(copy, "entropies", self.entropies)
+        write(copy, "prompt_length", self.prompt_length)
+        write(copy, "finish", self.finish)
+        write(copy, "member", self.member)
+        write(copy, "rewards", self.rewards if rewards is None else rewards)
+        write(copy, "reward", self.reward if reward is None else reward)
+        write(copy, "advantage", self.advantage if advantage is None else advantage)
+        write(copy, "error", self.error if error is None else error)
+        write(copy, "turns", self.turns)
+        write(copy, "state", self.state)
         return copy
 
     @property
@@ -269,8 +277,3 @@ def same_length(record: Any, *names: str) -> None:
 
 def field_names(cls: Any) -> list[str]:
     return [f.name for f in fields(cls)]
-
-
-# What `Rollout.judged` copies.
-read_fields = attrgetter(*field_names(Rollout))
-WRITE_FIELDS = [getattr(Rollout, name).__set__ for name in field_names(Rollout)]

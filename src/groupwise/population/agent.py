@@ -149,9 +149,9 @@ class Agent:
 def rewarded(group: Sequence[Rollout], rewards: Sequence[float]) -> Group:
     """Answers to one prompt with their rewards; nan is a failure, never a 0."""
     rollouts = tuple(
-        rollout.judged(error="it could not be scored")
+        replace(rollout, error="it could not be scored")
         if value != value
-        else rollout.judged(reward=float(value), error=None)
+        else replace(rollout, reward=float(value), error=None)
         for rollout, value in zip(group, rewards, strict=True)
     )
     return Group(example=Example({}), rollouts=rollouts)

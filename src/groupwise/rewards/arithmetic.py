@@ -67,13 +67,12 @@ def is_too_deep(text: str) -> bool:
 
 def evaluate(node: ast.expr, numbers: list[int]) -> Exact:
     """Return the value of a syntax tree and append its literals to `numbers`."""
-    match node:
-        case ast.Constant(value=int(number)):
-            numbers.append(number)
-            return number
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
-            return OPERATIONS[type(op)](evaluate(left, numbers), evaluate(right, numbers))
-        case ast.UnaryOp(op=ast.USub(), operand=operand) if not isinstance(operand, ast.UnaryOp):
-            return -evaluate(operand, numbers)
-        case _:
-            raise ArithmeticError(f"{type(node).__name__} is not plain arithmetic")
+    # Not with `match`, which takes four times as long here.
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        numbers.append(node.value)
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
+        return OPERATIONS[type(node.op)](evaluate(node.left, numbers), evaluate(node.right, numbers))
+    if isinstance(node, ast.UnaryOp) and type(node.op) is ast.USub and type(node.operand) is not ast.UnaryOp:
+        return -evaluate(node.operand, numbers)
+    raise ArithmeticError(f"{type(node).__name__} is not plain arithmetic")

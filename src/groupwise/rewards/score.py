@@ -43,20 +43,28 @@ def score_group(
     A reward without a weight weighs 1; a weight of 0 makes it a mere metric. Rollouts that failed
     before are left alone. `seconds` limits one call (see `time_limit` for where it cannot).
     """
-    parts: dict[int, dict[str, float]] = {i: {} for i, r in enumerate(group.rollouts) if r.error is None}
-    errors: dict[int, str] = {}
     with TimeLimits(seconds) as limit:
-        for name, function in rewards.items():
-            members = [index for index in parts if index not in errors]
-            if not members:
-                break
-            rollouts = [group.rollouts[index] for index in members]
-            run = score_together if takes_batches(function) else score_each
-            for index, outcome in zip(members, run(function, rollouts, group.example, limit), strict=True):
-                if isinstance(outcome, RolloutError):
-                    errors[index] = f"reward {name}: {outcome}"
-                elif outcome is not None:
-                    parts[index][name] = outcome
+        return score_within(limit, group, rewards=rewards, weights=weights)
+
+
+def score_within(
+    limit: Limit, group: Group, *, rewards: Mapping[str, RewardFunction], weights: Mapping[str, float]
+) -> Group:
+    """Do the same under a limit that many groups share."""
+    members = {index: rollout for index, rollout in enumerate(group.rollouts) if rollout.error is None}
+    parts: dict[int, dict[str, float]] = {index: {} for index in members}
+    errors: dict[int, str] = {}
+    for name, function in rewards.items():
+        if not members:
+            break
+        run = score_together if takes_batches(function) else score_each
+        outcomes = run(function, list(members.values()), group.example, limit)
+        for index, outcome in zip(list(members), outcomes, strict=True):
+            if isinstance(outcome, RolloutError):
+                errors[index] = f"reward {name}: {outcome}"
+                del members[index]
+            elif outcome is not None:
+                parts[index][name] = outcome
 
     def scored(index: int, rollout: Rollout) -> Rollout:
         if index not in parts:

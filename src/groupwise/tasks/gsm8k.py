@@ -37,6 +37,7 @@ SYSTEM = (
 )
 LEAST_WORKING = 8
 """Characters, besides spaces, below which nothing was worked out: `12+3=15.` has eight."""
+TENTH, FIFTH = Fraction(1, 10), Fraction(1, 5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,9 +185,10 @@ def read(completion: str) -> Reading:
     """Read a completion, once for all rewards."""
     if not has_tags(completion):
         return PLAIN
+    exact = is_exact(completion, least_working=LEAST_WORKING)
     return Reading(
-        exact=is_exact(completion, least_working=LEAST_WORKING),
-        tags_once=tags_once(completion),
+        exact=exact,
+        tags_once=len(TAGS) if exact else tags_once(completion),
         number=stated_number(solution_of(completion) or ""),
     )
 
@@ -249,6 +251,6 @@ def answer_score(stated: Fraction | None, gold: Fraction, scores: Scores) -> flo
     if stated == gold:
         return scores.right
     off = abs(stated / gold - 1) if gold else None
-    if off is None or off > Fraction(1, 5):
+    if off is None or off > FIFTH:
         return scores.wrong
-    return scores.within_10 if off <= Fraction(1, 10) else scores.within_20
+    return scores.within_10 if off <= TENTH else scores.within_20
