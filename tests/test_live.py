@@ -13,7 +13,7 @@ import torch
 
 from groupwise.config.sections import EngineConfig
 from groupwise.engine import prefill, scores
-from groupwise.engine.blocks import BlockPool
+from groupwise.engine.blocks import BlockPool, Prefix
 from groupwise.engine.engine import Engine
 from groupwise.engine.live import Busy, LiveEngine, News
 from groupwise.engine.live_scheduler import Job, LiveScheduler
@@ -120,6 +120,42 @@ def test_a_job_without_a_prompt_is_refused():
     scheduler = LiveScheduler(slots=4, pool=BlockPool(24, block_size=4), context=24)
     with pytest.raises(ValueError, match="has no tokens"):
         scheduler.check(Job(prompt=(), seeds=(1,), sampling=Sampling(max_tokens=2)))
+
+
+@interpreting
+def test_short_prompts_in_a_row_of_fixed_size_are_what_a_plain_pass_computes(small_policy, monkeypatch):
+    scheduler = LiveScheduler(slots=4, pool=BlockPool(24, block_size=4), context=24)
+    texts = [PROMPT, PROMPT[:2], PROMPT[1:4]]
+    with torch.no_grad():
+        steps: Any = graph_steps(small_policy, scheduler)
+        from groupwise.engine.cuda import prompts
+
+        monkeypatch.setattr(prompts, "SIZES", (8, 12))
+        monkeypatch.setattr(prompts, "PROMPTS", 3)
+        cache, hidden, plain = steps.runner.cache, steps.runner.hidden, steps.runner.prefill
+        rows, idle = steps._prompts._rows, scheduler.pool.count
+
+        def computed(texts: Sequence[tuple[int, ...]], how: Any) -> tuple[list[torch.Tensor], list[Any]]:
+            cache.keys.zero_()
+            cache.values.zero_()
+            prefixes = [Prefix(tokens=text, blocks=[3 * n, 3 * n + 1]) for n, text in enumerate(texts)]
+            how(prefixes)
+            assert [prefix.done for prefix in prefixes] == [len(prefix.tokens) for prefix in prefixes]
+            left = [stored[:, :idle].clone() for stored in (cache.keys, cache.values)]
+            return left, [prefix.logits_V for prefix in prefixes]
+
+        def in_rows(prefixes: list[Prefix]) -> None:
+            steps._prompts.compute(prefixes, hidden)
+
+        for chosen, size in ((texts, 12), (texts[:2], 8), (texts[1:], 8), (texts, 12)):
+            torch.testing.assert_close(computed(chosen, in_rows), computed(chosen, plain), atol=1e-5, rtol=0)
+            assert size in rows
+        for too_much in ([PROMPT, PROMPT, PROMPT], [PROMPT[:1]] * 4):
+            before = dict(rows)
+            torch.testing.assert_close(computed(too_much, in_rows), computed(too_much, plain))
+            assert rows == before
+        computed([PROMPT[:1]] * 2, in_rows)  # what the row held before is left alone
+        assert not cache.keys[:, [1, 2, 4]].any()
 
 
 class Late:
@@ -275,7 +311,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self.news: queue.Queue[News] = queue.Queue()
-        self.errors: list[BaseException] = []
+        self.errors: list[Exception] = []
 
     def deliver(self, news: Any) -> None:
         for part in news:

@@ -469,3 +469,19 @@ def test_the_official_client_is_satisfied(tiny, one_token):
         )
         assert answer.choices[0].message.tool_calls[0].function.name == "add"
         json.loads(answer.choices[0].message.tool_calls[0].function.arguments)
+
+
+def test_a_generator_that_fails_says_so_and_the_server_goes_on_saying_so(tiny, monkeypatch, caplog):
+    with serving(tiny) as (engine, port):
+
+        def broken(steps: Any) -> list[Any]:
+            raise RuntimeError("out of luck")
+
+        monkeypatch.setattr(engine, "_news", broken)
+        for _ in range(2):
+            status, said = ask(port, "/v1/completions", {"prompt": "1", "max_tokens": 2})
+            assert status == 500
+            assert "out of luck" in said["error"]["message"]
+        status, said = ask(port, "/health", None)
+        assert (status, said["status"]) == (500, "RuntimeError: out of luck")
+    assert "the generator failed" in caplog.text

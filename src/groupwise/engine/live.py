@@ -1,6 +1,6 @@
 """Generation without end: requests join while others are under way, tokens are handed out as they come.
 
-The engine's parts, run by a thread of their own. What one request gets depends on nothing that runs beside it
+The engine's parts, run by one thread. What one request gets depends on nothing that runs beside it
 but rounding: its noise is its own, and a request starts only when the cache has room for all it may write, so
 nobody is ever made to start over.
 """
@@ -26,8 +26,8 @@ from groupwise.engine.scheduler import Sequence as Member
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Finish
 
-PAUSE = 0.02
-"""Seconds between two deliveries at least, but of ends: many small ones would take the steps' time."""
+PAUSE = 0.04
+"""Seconds between two news of one answer at least, but of its end: many small ones take the steps' time."""
 
 
 class Busy(Exception):
@@ -61,7 +61,7 @@ class LiveEngine:
         context: int,
         waiting: int,
         deliver: Callable[[Sequence[News]], None],
-        failed: Callable[[BaseException], None],
+        failed: Callable[[Exception], None],
         block_size: int = 16,
         kv_tokens: int | None = None,
     ) -> None:
@@ -80,12 +80,11 @@ class LiveEngine:
         self.scheduler = LiveScheduler(slots=slots, pool=pool, context=self.context)
         self._incoming: deque[Job] = deque()
         self._cancelled: set[Job] = set()
-        self._sent: dict[Member, int] = {}
+        self._sent: dict[Member, tuple[int, float]] = {}
+        """How many tokens of each were told, and when. Everyone has a time of their own: no bursts."""
         self._changed = threading.Condition()
         self._closing = False
-        self._told = 0.0
-        """When everyone was last heard of."""
-        self._thread = threading.Thread(target=self._run, name="groupwise-engine", daemon=True)
+        self._thread = threading.Thread(target=self.run, name="groupwise-engine", daemon=True)
 
     @property
     def load(self) -> tuple[int, int]:
@@ -100,6 +99,7 @@ class LiveEngine:
             return frozenset(self._open)
 
     def start(self) -> None:
+        """Run in a thread of its own."""
         self._thread.start()
 
     def submit(self, job: Job) -> None:
@@ -126,7 +126,12 @@ class LiveEngine:
         if self._thread.is_alive():
             self._thread.join(30)
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Run until it is closed, in this thread.
+
+        On a CPU the main one is best: OpenMP keeps threads for each thread that computes, and where they
+        are more than cores they go to sleep whenever they wait for each other: half the speed on two cores.
+        """
         try:
             if self.policy.device.type == "cuda":
                 torch.cuda.set_device(self.policy.device)  # of this thread
@@ -134,7 +139,7 @@ class LiveEngine:
                 steps = self._steps(stack)
                 while self._take_in():
                     self._deliver(self._news(steps))
-        except BaseException as error:
+        except Exception as error:
             self._failed(error)
             raise
 
@@ -175,13 +180,10 @@ class LiveEngine:
         ended = steps.advance()
         news = [self._last_words(member, completion) for member, completion in ended]
         now = time.monotonic()
-        if now < self._told + PAUSE:
-            return news
-        self._told = now
         for member in self.scheduler.running:
-            sent, known = self._sent.get(member, 0), int(steps.known[member.slot])
-            if known > sent:
-                self._sent[member] = known
+            sent, told = self._sent.get(member, (0, 0.0))
+            if now >= told + PAUSE and (known := int(steps.known[member.slot])) > sent:
+                self._sent[member] = known, now
                 tokens = self.scheduler.tokens[member.slot, sent:known].tolist()
                 logprobs = self.scheduler.logprobs[member.slot, sent:known].tolist()
                 job = self.scheduler.job_of(member)
@@ -190,7 +192,7 @@ class LiveEngine:
         return news
 
     def _last_words(self, member: Member, completion: Completion) -> News:
-        sent = self._sent.pop(member, 0)
+        sent, _ = self._sent.pop(member, (0, 0.0))
         beside, job = self._beside(member, sent), self.scheduler.forget(member)
         with self._changed:
             self._open[job] -= 1

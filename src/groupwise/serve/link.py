@@ -19,6 +19,7 @@ from groupwise.engine.live_scheduler import Job
 from groupwise.engine.sampler import Alternatives
 from groupwise.model.policy import Policy
 from groupwise.records import Finish
+from groupwise.tracking.log import LOGGER
 
 
 class Words(NamedTuple):
@@ -56,18 +57,24 @@ class EngineSide:
         )
 
     def run(self) -> None:
-        """Answer until the other side has gone."""
-        self.engine.start()
+        """Answer until the other side has gone; it is told if the engine fails."""
+        reading = threading.Thread(target=self._read, name="groupwise-link", daemon=True)
+        reading.start()
         try:
-            with suppress(EOFError, OSError):
-                while True:
-                    what, number, *rest = self._connection.recv()
-                    if what == "submit":
-                        self._submit(number, *rest)
-                    elif job := self._forget(number):
-                        self.engine.cancel(job)
-        finally:
-            self.engine.close()
+            self.engine.run()
+        except Exception:
+            LOGGER.exception("the generator failed")
+            reading.join()
+
+    def _read(self) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                what, number, *rest = self._connection.recv()
+                if what == "submit":
+                    self._submit(number, *rest)
+                elif job := self._forget(number):
+                    self.engine.cancel(job)
+        self.engine.close()
 
     def _submit(self, number: int, job: Job) -> None:
         with self._knowing:
@@ -89,7 +96,7 @@ class EngineSide:
                 del self._numbers[job], self._unfinished[number]
         return job
 
-    # Called from the engine's thread.
+    # Called by the engine.
 
     def _deliver(self, news: Sequence[News]) -> None:
         with self._knowing:
@@ -114,7 +121,7 @@ class EngineSide:
         if words:
             self._send("words", words)
 
-    def _failed(self, error: BaseException) -> None:
+    def _failed(self, error: Exception) -> None:
         self._send("failed", f"{type(error).__name__}: {error}")
 
     def _send(self, *message: Any) -> None:
@@ -162,7 +169,12 @@ class FrontSide:
         threading.Thread(target=self._read, name="groupwise-link", daemon=True).start()
 
     async def submit(self, job: Job) -> tuple[int, Listener]:
-        """Let a job join; raises `Busy` when too many wait, ValueError when it can never run."""
+        """Let a job join; raises `Busy` when too many wait, ValueError when it can never run.
+
+        RuntimeError: nobody answers any more.
+        """
+        if self.failure is not None:
+            raise RuntimeError(self.failure)
         number, listener = next(self._numbers), Listener()
         self._asked[number] = self._loop.create_future()
         self._listeners[number] = listener

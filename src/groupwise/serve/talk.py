@@ -52,7 +52,7 @@ class Streaming:
     def __init__(self, policy: Policy, sampling: Sampling, *, seed: int) -> None:
         self.policy, self.sampling, self.seed = policy, sampling, seed
         self._turn = 0
-        self._news: queue.Queue[News | BaseException] = queue.Queue()
+        self._news: queue.Queue[News | Exception] = queue.Queue()
         self._engine = LiveEngine(
             policy,
             slots=1,
@@ -81,7 +81,7 @@ class Streaming:
         try:
             while finish is None:
                 news = self._news.get()
-                if isinstance(news, BaseException):
+                if isinstance(news, Exception):
                     raise news
                 finish = news.finish
                 written += news.tokens

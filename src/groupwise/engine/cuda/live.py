@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from groupwise.engine.cuda.ahead import AHEAD, Issued
+from groupwise.engine.cuda.ahead import Issued
 from groupwise.engine.cuda.attention import padded
+from groupwise.engine.cuda.prompts import PromptGraphs
 from groupwise.engine.cuda.runner import GraphRunner, Room, new_stream
 from groupwise.engine.live_scheduler import LiveScheduler
 from groupwise.engine.live_steps import Ending
@@ -27,8 +28,10 @@ from groupwise.records import Completion
 
 LARGEST_GROUP = 8
 """Answers to one prompt that share a read of it."""
-TOGETHER, PATIENCE = 8, 0.02
+TOGETHER, PATIENCE = 8, 0.004
 """One answer for every so many that run may begin at once; after so many seconds whoever waits."""
+AHEAD = 2
+"""Draws issued before the results of one are looked at: someone waits for each place that is free."""
 
 
 class Beside:
@@ -82,6 +85,7 @@ class GraphSteps:
         )
         self.runner = GraphRunner(policy, room, block_size=scheduler.pool.block_size)
         self.known = np.zeros(len(scheduler.length), dtype=np.int64)
+        self._prompts = PromptGraphs(policy, self.runner.cache, idle_block=room.blocks)
         self._beside = Beside(policy.device)
         self._joining: Joining | None = None
         self._issued: deque[Issued] = deque()
@@ -144,7 +148,7 @@ class GraphSteps:
             return None
         self.known[[sequence.slot for sequence in joined]] = 0  # nobody reads what was there before
         prefixes = list(dict.fromkeys(s.prefix for s in joined if s.prefix.logits_V is None))
-        return Joining(joined, self._beside.run(lambda: self.runner.prefill(prefixes)))
+        return Joining(joined, self._beside.run(lambda: self._prompts.compute(prefixes, self.runner.hidden)))
 
     def _leave_out_cancelled(self) -> None:
         """Forget who was cancelled while joining, once their prompts no longer write to blocks they had."""

@@ -19,6 +19,7 @@ from groupwise.engine.blocks import Prefix
 from groupwise.engine.cuda import sampling as kernels
 from groupwise.engine.cuda.attention import launch, padded
 from groupwise.engine.cuda.fused import fused_forward
+from groupwise.engine.cuda.graphs import captured
 from groupwise.engine.cuda.layout import DecodeLayout, members_of_a_tile, own_splits
 from groupwise.engine.cuda.state import StepState
 from groupwise.engine.paged import KVCache
@@ -127,11 +128,11 @@ class GraphRunner:
 
     def prefill(self, prefixes: Sequence[Prefix]) -> None:
         """Compute prompts into their blocks and leave the next token's logits on each."""
-        self._prompts.compute(prefixes, self._hidden)
+        self._prompts.compute(prefixes, self.hidden)
 
     def prefill_passes(self, prefixes: Sequence[Prefix]) -> Iterator[None]:
         """The same, a pass each time it is asked for one."""
-        return self._prompts.passes(prefixes, self._hidden)
+        return self._prompts.passes(prefixes, self.hidden)
 
     def join(
         self,
@@ -210,15 +211,8 @@ class GraphRunner:
             return step
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         self.state.idle()
-        step()  # compiles kernels and takes workspaces, which must not happen while capturing
-        graph = torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            step()
-            graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
-        return graph.replay
+        step()
+        return captured(step, stream=stream, pool=self._pool)
 
     def _step(self, layout: DecodeLayout, sampling: Sampling, *, likely: bool) -> None:
         state, rows = self.state, layout.rows
@@ -230,10 +224,10 @@ class GraphRunner:
             PAGE=self.block_size,
             num_warps=1,
         )  # fmt: skip
-        hidden_RM = self._hidden(state.tokens[:rows], state.positions[:rows], layout)
+        hidden_RM = self.hidden(state.tokens[:rows], state.positions[:rows], layout)
         self._sample(self.policy.logits(hidden_RM), state.rows, sampling, likely=likely)
 
-    def _hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: DecodeLayout | PrefillLayout) -> Tensor:
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: DecodeLayout | PrefillLayout) -> Tensor:
         forward = self.policy.hidden if self._fused is None else self._fused.hidden
         return forward(tokens_T, positions_T, layout)
 
