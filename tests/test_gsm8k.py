@@ -87,6 +87,10 @@ def test_the_best_total_is_nine_and_a_half_and_no_format_is_minus_two():
         ("<SOLUTION>72</SOLUTION>", 0.0, 0.0, 0.0, 1.5),
         ("</SOLUTION>72<SOLUTION>", 0.0, 0.0, 0.0, 0.0),
         (f"{WORKING}<SOLUTION></SOLUTION>", 0.0, 2.0, 0.0, 0.0),
+        (f"{WORKING}<SOLUTION> \n</SOLUTION>", 0.0, 2.0, 0.0, 0.0),
+        ("<start_working_out>1 2 3 4 5 6 7 8<end_working_out><SOLUTION>72</SOLUTION>", 3.0, 2.0, 3.0, 1.5),
+        ("<start_working_out>1 2 3 4 5 6 7<end_working_out><SOLUTION>72</SOLUTION>", 0.0, 2.0, 0.0, 1.5),
+        (f"{WORKING}<end_working_out><SOLUTION>72</SOLUTION>", 0.0, 1.0, 0.0, 0.0),  # ended twice
         # A tag that is only talked about while working out hides no solution.
         (
             "<start_working_out>I will use <SOLUTION> tags.<end_working_out><SOLUTION>72</SOLUTION>",

@@ -92,6 +92,18 @@ def test_oversized_input_is_refused_without_an_exception(text):
     assert evaluate_expression(text) is None
 
 
+def test_parentheses_may_be_many_but_not_deep():
+    assert evaluate_expression("+".join(["(1)"] * 30)).value == 30
+    assert evaluate_expression("(" * 20 + "1" + ")" * 20).value == 1
+    assert evaluate_expression("(" * 21 + "1" + ")" * 21) is None
+
+
+def test_the_value_is_a_fraction_whether_or_not_something_was_divided():
+    assert [repr(evaluate_expression(text).value) for text in ("1 + 2", "6 / 3", "1 / 2 - 1", "-4")] == [
+        "Fraction(3, 1)", "Fraction(2, 1)", "Fraction(-1, 2)", "Fraction(-4, 1)",
+    ]  # fmt: skip
+
+
 def test_the_largest_accepted_value_is_still_small():
     result = evaluate_expression("9" * 99 + "*" + "9" * 99)
     assert result is not None

@@ -4,6 +4,7 @@ import asyncio
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -47,6 +48,26 @@ def test_the_reward_is_the_weighted_sum_and_a_missing_weight_is_one():
     assert a.rewards == {"correct": 0.0, "letters": 4.0, "metric": 100.0}
     assert a.reward == 2.0  # 0 + 0.5 · 4 + 0 · 100
     assert b.reward == 1.5  # 1 + 0.5 · 1 + 0 · 100
+
+
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        {},
+        {"error": "no"},
+        {"rewards": {"a": 1.0}, "reward": 0.5},
+        {"advantage": -1.0},
+        {"reward": 2.0, "error": "b"},
+    ],
+)
+def test_judging_a_rollout_is_replacing_its_verdict(verdict):
+    before = replace(
+        rollout(error="yes", member=3), rewards={"b": 2.0}, advantage=4.0, turns=("one",), state=["kept"]
+    )
+    after = before.judged(**verdict)
+    assert after == replace(before, **verdict)
+    assert after.state is before.state
+    assert (before.error, before.rewards, before.advantage) == ("yes", {"b": 2.0}, 4.0)
 
 
 def test_a_reward_that_does_not_apply_is_absent_and_adds_nothing():

@@ -179,6 +179,22 @@ def test_too_many_failures_end_the_step_early_and_stop_the_run():
         check_failures(batch, limit=0.5)
 
 
+def test_a_reward_that_hangs_fails_its_rollout_in_every_group_and_no_other():
+    def hangs(rollout: Rollout, example: Example) -> float:
+        while rollout.text == "8":
+            pass
+        return float(rollout.text)
+
+    made = collector({"a": "81", "b": "02", "c": "38"}, prompts=3, refill=0)
+    made.task = replace(made.task, rewards={"hangs": hangs})
+    made.config = replace(made.config, task=replace(made.config.task, reward_seconds=0.02))
+    groups = {group.example["q"]: group.rollouts for group in made.collect(1, cursor=0).groups}
+    late = "reward hangs: took longer than 0.02 s"
+    assert {q: [r.error or r.reward for r in rollouts] for q, rollouts in groups.items()} == {
+        "a": [late, 1.0], "b": [0.0, 2.0], "c": [3.0, late],
+    }  # fmt: skip
+
+
 # The data.
 
 

@@ -4,7 +4,7 @@
      prompt          rollout          reward    advantage, loss
 
 All are frozen, refuse to be built wrong and know nothing of torch. A stage never edits the record
-it was given: it makes a new one with `dataclasses.replace`.
+it was given: it makes a new one with `dataclasses.replace`, or with `Rollout.judged`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ class Example(Mapping[str, Any]):
             return self.columns[column]
         except KeyError:
             raise KeyError(f"the example has no column {column!r}; it has {sorted(self.columns)}") from None
+
+    def __contains__(self, column: object) -> bool:
+        return column in self.columns
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.columns)
@@ -163,6 +166,37 @@ class Rollout:
 
     def __post_init__(self) -> None:
         same_length(self, "tokens", "trained", "logprobs", "entropies")
+
+    def judged(
+        self,
+        *,
+        rewards: Mapping[str, float] | None = None,
+        reward: float | None = None,
+        advantage: float | None = None,
+        error: str | None = None,
+    ) -> Rollout:
+        """Return a copy with this verdict; what is None stays as it is.
+
+        It is what `dataclasses.replace` returns, in a third of the time: every rollout of a step is copied,
+        most of them twice, and tokens that stay as they are need not be checked again.
+        """
+        copy, write = object.__new__(Rollout), object.__setattr__
+        write(copy, "prompt", self.prompt)
+        write(copy, "text", self.text)
+        write(copy, "tokens", self.tokens)
+        write(copy, "trained", self.trained)
+        write(copy, "logprobs", self.logprobs)
+        write(copy, "entropies", self.entropies)
+        write(copy, "prompt_length", self.prompt_length)
+        write(copy, "finish", self.finish)
+        write(copy, "member", self.member)
+        write(copy, "rewards", self.rewards if rewards is None else rewards)
+        write(copy, "reward", self.reward if reward is None else reward)
+        write(copy, "advantage", self.advantage if advantage is None else advantage)
+        write(copy, "error", self.error if error is None else error)
+        write(copy, "turns", self.turns)
+        write(copy, "state", self.state)
+        return copy
 
     @property
     def length(self) -> int:

@@ -94,7 +94,7 @@ def with_advantages(
     def compared_with(rollout: Rollout) -> Rollout:
         advantage = advantages.get(id(rollout), 0.0)
         # Most of what scoring costs is copies: where nothing can be learned, none is made.
-        return rollout if advantage == rollout.advantage else replace(rollout, advantage=advantage)
+        return rollout if advantage == rollout.advantage else rollout.judged(advantage=advantage)
 
     return replace(group, rollouts=tuple(map(compared_with, group.rollouts)))
 
@@ -123,7 +123,7 @@ def with_overlong_penalty(group: Group, *, max_tokens: int, buffer: int, penalty
         if rollout.error is not None:
             return rollout
         part = overlong_penalty(rollout.length, max_tokens=max_tokens, buffer=buffer, penalty=penalty)
-        return replace(rollout, rewards={**rollout.rewards, OVERLONG: part}, reward=rollout.reward + part)
+        return rollout.judged(rewards={**rollout.rewards, OVERLONG: part}, reward=rollout.reward + part)
 
     return replace(group, rollouts=tuple(penalised(rollout) for rollout in group.rollouts))
 

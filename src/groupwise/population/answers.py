@@ -13,6 +13,7 @@ from groupwise.invariants import check_disjoint
 from groupwise.model.policy import Policy
 from groupwise.records import Example, Group, Sampling
 from groupwise.rewards.score import score_group
+from groupwise.rewards.time_limit import TimeLimits
 from groupwise.rollout.collect import answered, asked
 from groupwise.tasks import Split, Task
 from groupwise.training.batch import Batch, Collector, has_signal
@@ -110,8 +111,10 @@ class Answers:
             rollout_seconds += time.perf_counter() - started
             started = time.perf_counter()
             for place, found in groups.items():
-                for group in map(collectors[place].score, found):
-                    (kept if has_signal(group) else silent)[place].append(group)
+                collector = collectors[place]
+                with TimeLimits(collector.config.task.reward_seconds) as limit:
+                    for group in (collector.score(each, limit) for each in found):
+                        (kept if has_signal(group) else silent)[place].append(group)
             reward_seconds += time.perf_counter() - started
         share = 1 / len(collectors)
         batches = {

@@ -7,20 +7,23 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from itertools import accumulate
 
-# Length is checked before anything reads the text. Without powers a value has no more digits than
+# Length is checked before anything parses the text. Without powers a value has no more digits than
 # the text that wrote it, so this one limit also bounds the numbers and the time.
 MAX_CHARACTERS = 200
 MAX_DEPTH = 20
 
 TYPOGRAPHIC = str.maketrans({"×": "*", "·": "*", "⋅": "*", "÷": "/", "−": "-", "–": "-"})
 ALLOWED = frozenset("0123456789+-*/() ")
-OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+Exact = int | Fraction
+"""A fraction only where something was divided: whole numbers are added in a tenth of the time."""
+OPERATIONS: dict[type[ast.operator], Callable[[Exact, Exact], Exact]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
+    ast.Div: Fraction,
 }
 
 
@@ -32,6 +35,7 @@ class Arithmetic:
     numbers: tuple[int, ...]
 
 
+@lru_cache(maxsize=4096)  # the answers of a group are much alike
 def evaluate_expression(text: str) -> Arithmetic | None:
     """Evaluate an expression exactly; None for whatever is not plain arithmetic.
 
@@ -43,31 +47,32 @@ def evaluate_expression(text: str) -> Arithmetic | None:
     if len(text) > MAX_CHARACTERS:
         return None
     text = " ".join(text.translate(TYPOGRAPHIC).split())
-    if not text or not ALLOWED.issuperset(text) or nesting(text) > MAX_DEPTH:
+    if not text or not ALLOWED.issuperset(text) or is_too_deep(text):
         return None
     try:
         tree = ast.parse(text, mode="eval")
         numbers: list[int] = []
-        value = evaluate(tree.body, numbers)
+        value = Fraction(evaluate(tree.body, numbers))
     except (SyntaxError, ArithmeticError):
         return None
     return Arithmetic(value, tuple(sorted(numbers)))
 
 
-def nesting(text: str) -> int:
-    """Return how deep the parentheses go."""
-    return max(accumulate((character == "(") - (character == ")") for character in text))
+def is_too_deep(text: str) -> bool:
+    """Tell whether parentheses are nested more than MAX_DEPTH times."""
+    if text.count("(") <= MAX_DEPTH:  # nearly always, and a walk through the text is slow
+        return False
+    return max(accumulate((character == "(") - (character == ")") for character in text)) > MAX_DEPTH
 
 
-def evaluate(node: ast.expr, numbers: list[int]) -> Fraction:
+def evaluate(node: ast.expr, numbers: list[int]) -> Exact:
     """Return the value of a syntax tree and append its literals to `numbers`."""
-    match node:
-        case ast.Constant(value=int(number)):
-            numbers.append(number)
-            return Fraction(number)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
-            return OPERATIONS[type(op)](evaluate(left, numbers), evaluate(right, numbers))
-        case ast.UnaryOp(op=ast.USub(), operand=operand) if not isinstance(operand, ast.UnaryOp):
-            return -evaluate(operand, numbers)
-        case _:
-            raise ArithmeticError(f"{type(node).__name__} is not plain arithmetic")
+    # Not with `match`, which takes four times as long here.
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        numbers.append(node.value)
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
+        return OPERATIONS[type(node.op)](evaluate(node.left, numbers), evaluate(node.right, numbers))
+    if isinstance(node, ast.UnaryOp) and type(node.op) is ast.USub and type(node.operand) is not ast.UnaryOp:
+        return -evaluate(node.operand, numbers)
+    raise ArithmeticError(f"{type(node).__name__} is not plain arithmetic")

@@ -13,9 +13,9 @@ def only_block(completion: str, *, after: str, opening: str, closing: str) -> st
     at all: nothing is gained by writing more. A completion that never ends its thinking may still have
     exactly one block in all. Text around the block is allowed here.
     """
-    if completion.count(after) > 1:
-        return None
     _, ended, rest = completion.partition(after)
+    if after in rest:
+        return None
     scope = rest if ended else completion
     if scope.count(opening) != 1 or scope.count(closing) != 1:
         return None

@@ -43,30 +43,38 @@ def score_group(
     A reward without a weight weighs 1; a weight of 0 makes it a mere metric. Rollouts that failed
     before are left alone. `seconds` limits one call (see `time_limit` for where it cannot).
     """
-    parts: dict[int, dict[str, float]] = {i: {} for i, r in enumerate(group.rollouts) if r.error is None}
-    errors: dict[int, str] = {}
     with TimeLimits(seconds) as limit:
-        for name, function in rewards.items():
-            members = [index for index in parts if index not in errors]
-            if not members:
-                break
-            rollouts = [group.rollouts[index] for index in members]
-            run = score_together if takes_batches(function) else score_each
-            for index, outcome in zip(members, run(function, rollouts, group.example, limit), strict=True):
-                if isinstance(outcome, RolloutError):
-                    errors[index] = f"reward {name}: {outcome}"
-                elif outcome is not None:
-                    parts[index][name] = outcome
+        return score_within(limit, group, rewards=rewards, weights=weights)
+
+
+def score_within(
+    limit: Limit, group: Group, *, rewards: Mapping[str, RewardFunction], weights: Mapping[str, float]
+) -> Group:
+    """Do the same under a limit that many groups share."""
+    members = {index: rollout for index, rollout in enumerate(group.rollouts) if rollout.error is None}
+    parts: dict[int, dict[str, float]] = {index: {} for index in members}
+    errors: dict[int, str] = {}
+    for name, function in rewards.items():
+        if not members:
+            break
+        run = score_together if takes_batches(function) else score_each
+        outcomes = run(function, list(members.values()), group.example, limit)
+        for index, outcome in zip(list(members), outcomes, strict=True):
+            if isinstance(outcome, RolloutError):
+                errors[index] = f"reward {name}: {outcome}"
+                del members[index]
+            elif outcome is not None:
+                parts[index][name] = outcome
 
     def scored(index: int, rollout: Rollout) -> Rollout:
         if index not in parts:
             return rollout
         if index in errors:
-            return replace(rollout, error=errors[index])
+            return rollout.judged(error=errors[index])
         if not parts[index]:
-            return replace(rollout, error="no reward applies: each returned None")
-        total = sum(weights.get(name, 1.0) * value for name, value in parts[index].items())
-        return replace(rollout, rewards=parts[index], reward=total)
+            return rollout.judged(error="no reward applies: each returned None")
+        total = sum([weights.get(name, 1.0) * value for name, value in parts[index].items()])
+        return rollout.judged(rewards=parts[index], reward=total)
 
     return replace(group, rollouts=tuple(scored(i, r) for i, r in enumerate(group.rollouts)))
 
@@ -169,7 +177,7 @@ def finite(value: Any) -> float | None:
     """Return a reward as a float, None as None, and refuse everything else."""
     if value is None:
         return None
-    if not isinstance(value, float | SupportsFloat):  # in this order: asking the protocol is slow
+    if not isinstance(value, float) and not isinstance(value, SupportsFloat):  # asking the protocol is slow
         raise RolloutError(f"returned {type(value).__name__}, not a number")
     try:
         number = float(value)

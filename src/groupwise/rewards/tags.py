@@ -26,11 +26,12 @@ def is_well_formed(completion: str) -> bool:
 
     Thinking and answer must not be blank, and neither may hold a think tag.
     """
-    thinking, _, rest = completion.partition(END_THINK)
+    thinking, ended, rest = completion.partition(END_THINK)
+    if not ended or END_THINK in rest:
+        return False
     block = rest.strip()
     return (
-        completion.count(END_THINK) == 1
-        and THINK not in completion
+        THINK not in completion
         and bool(thinking.strip())
         and block.startswith(ANSWER)
         and block.endswith(END_ANSWER)

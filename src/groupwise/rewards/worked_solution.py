@@ -6,11 +6,14 @@ the one block after it.
 
 from __future__ import annotations
 
+import re
+
 from groupwise.rewards.blocks import only_block
 
 START, END = "<start_working_out>", "<end_working_out>"
 SOLUTION, END_SOLUTION = "<SOLUTION>", "</SOLUTION>"
 TAGS = (START, END, SOLUTION, END_SOLUTION)
+ANY_TAG = re.compile("|".join(TAGS))
 
 
 def solution_of(completion: str) -> str | None:
@@ -26,17 +29,21 @@ def is_exact(completion: str, *, least_working: int) -> bool:
     text = completion.strip()
     if not (text.startswith(START) and text.endswith(END_SOLUTION)):
         return False
-    if any(text.count(tag) != 1 for tag in TAGS):
+    if tags_once(text) < len(TAGS):
         return False
     working, _, rest = text.removeprefix(START).partition(END)
+    worked = "".join(working.split(maxsplit=least_working))  # beyond so many words there is no need to count
     block = rest.strip()
-    return (
-        len("".join(working.split())) >= least_working
-        and block.startswith(SOLUTION)
-        and bool(solution_of(completion))
-    )
+    solution = block.removeprefix(SOLUTION).removesuffix(END_SOLUTION).strip()
+    return len(worked) >= least_working and block.startswith(SOLUTION) and bool(solution)
+
+
+def has_tags(completion: str) -> bool:
+    """Tell whether any of the four tags stands in the completion."""
+    return ANY_TAG.search(completion) is not None
 
 
 def tags_once(completion: str) -> int:
     """Return how many of the four tags stand in the completion exactly once."""
-    return sum(completion.count(tag) == 1 for tag in TAGS)
+    found = ANY_TAG.findall(completion)
+    return [found.count(tag) for tag in TAGS].count(1)

@@ -26,7 +26,7 @@ Columns = Mapping[str, Column]
 
 def text(value: Any) -> str:
     """Read text that is not blank; a number will do."""
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise ValueError(f"expected text, got {type(value).__name__}")
     if not str(value).strip():
         raise ValueError("it is empty")

@@ -19,6 +19,7 @@ from groupwise.rewards.worked_solution import (
     SOLUTION,
     START,
     TAGS,
+    has_tags,
     is_exact,
     solution_of,
     tags_once,
@@ -36,6 +37,7 @@ SYSTEM = (
 )
 LEAST_WORKING = 8
 """Characters, besides spaces, below which nothing was worked out: `12+3=15.` has eight."""
+TENTH, FIFTH = Fraction(1, 10), Fraction(1, 5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,12 +176,19 @@ class Reading:
     """The one number that its one solution block states."""
 
 
+PLAIN = Reading(exact=False, tags_once=0, number=None)
+"""What there is to see without any tag: most of what an untrained policy writes."""
+
+
 @lru_cache(maxsize=4096)
 def read(completion: str) -> Reading:
     """Read a completion, once for all rewards."""
+    if not has_tags(completion):
+        return PLAIN
+    exact = is_exact(completion, least_working=LEAST_WORKING)
     return Reading(
-        exact=is_exact(completion, least_working=LEAST_WORKING),
-        tags_once=tags_once(completion),
+        exact=exact,
+        tags_once=len(TAGS) if exact else tags_once(completion),
         number=stated_number(solution_of(completion) or ""),
     )
 
@@ -225,7 +234,8 @@ def named(*functions: Callable[[Rollout, Example], float]) -> dict[str, RewardFu
 
 def is_right(rollout: Rollout, example: Example) -> bool:
     """Tell whether the one solution block states the one right number."""
-    return read(rollout.text).number == gold_of(example)
+    stated, gold = read(rollout.text).number, gold_of(example)
+    return stated is not None and stated == gold
 
 
 def same_number(one: str, other: str) -> bool:
@@ -241,6 +251,6 @@ def answer_score(stated: Fraction | None, gold: Fraction, scores: Scores) -> flo
     if stated == gold:
         return scores.right
     off = abs(stated / gold - 1) if gold else None
-    if off is None or off > Fraction(1, 5):
+    if off is None or off > FIFTH:
         return scores.wrong
-    return scores.within_10 if off <= Fraction(1, 10) else scores.within_20
+    return scores.within_10 if off <= TENTH else scores.within_20

@@ -16,7 +16,8 @@ from groupwise.invariants import check_disjoint
 from groupwise.parallel.processes import Processes
 from groupwise.records import Example, Group, Sample
 from groupwise.rewards.judge import spent_by_judges
-from groupwise.rewards.score import score_group
+from groupwise.rewards.score import score_within
+from groupwise.rewards.time_limit import Limit, TimeLimits
 from groupwise.rollout.collect import Codec, Generate, Tools, collect
 from groupwise.tasks import Split, Task
 from groupwise.training.curriculum import NOTHING_KNOWN, Rates, check_kinds, choose, updated
@@ -160,25 +161,27 @@ class Collector:
         answered = time.perf_counter()
         if self.tools is not None:
             times.tools = self.tools.toolbox.seconds_since_asked()
-        scored: list[Group] = []
         enough = self.config.task.max_failed * (
             rollouts_in(drawn) + len(examples) * self.config.rollout.group_size
         )
-        for group in groups:
-            scored.append(self.score(group))
-            # Slow failures, such as time-outs, are not waited for once there are too many.
-            if failures((*drawn, *scored)) > enough:
-                break
+        failed = failures(drawn)
+        with TimeLimits(self.config.task.reward_seconds) as limit:
+            for number, group in enumerate(groups):
+                # In its place: what scoring makes does not add up until garbage is collected in its midst.
+                groups[number] = scored = self.score(group, limit)
+                failed += failures([scored])
+                # Slow failures, such as time-outs, are not waited for once there are too many.
+                if failed > enough:
+                    del groups[number + 1 :]
+                    break
         times.rollout = answered - started
         times.reward = time.perf_counter() - answered
-        return Answered(scored, times)
+        return Answered(groups, times)
 
-    def score(self, group: Group) -> Group:
-        """Reward the answers of a group and compare them."""
+    def score(self, group: Group, limit: Limit) -> Group:
+        """Reward the answers of a group, each reward within the limit, and compare them."""
         task, algo = self.task, self.config.algo
-        group = score_group(
-            group, rewards=task.rewards, weights=task.weights, seconds=self.config.task.reward_seconds
-        )
+        group = score_within(limit, group, rewards=task.rewards, weights=task.weights)
         group = with_combined(group, kind=algo.combine, weights=task.weights)
         group = with_overlong_penalty(
             group,
