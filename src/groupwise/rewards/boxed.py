@@ -15,10 +15,13 @@ def last_box(text: str) -> str | None:
     `\boxed 42` counts too. A box that is never closed hides no earlier one, and a box inside another
     is part of that one. The time is linear in the text.
     """
-    closes = closing_braces(text)
+    first = BOX.search(text)
+    if first is None:
+        return None
+    closes = closing_braces(text, first.start())
     content: str | None = None
     end = 0
-    for box in BOX.finditer(text):
+    for box in BOX.finditer(text, first.start()):
         start = box.end()
         if start < end:
             continue  # inside the box before
@@ -39,11 +42,11 @@ def last_box(text: str) -> str | None:
     return content or None
 
 
-def closing_braces(text: str) -> dict[int, int]:
-    """Return where each opening brace that is closed is closed; escaped braces do not count."""
+def closing_braces(text: str, start: int) -> dict[int, int]:
+    """Return where each opening brace from there on that is closed is closed; escaped braces do not count."""
     open_at: list[int] = []
     closes: dict[int, int] = {}
-    for brace in BRACE.finditer(text):
+    for brace in BRACE.finditer(text, start):
         if brace[0] == "{":
             open_at.append(brace.start())
         elif brace[0] == "}" and open_at:

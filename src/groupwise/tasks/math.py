@@ -119,4 +119,4 @@ def alike(one: str, other: str) -> bool:
 
 def boxed(rollout: Rollout, example: Example) -> float:
     """1 for any answer in a box."""
-    return float(last_box(rollout.text) is not None)
+    return float(verify_boxed(rollout.text, str(example["answer"])).has_answer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import lru_cache
 
 from groupwise.rewards.latex.tokens import Malformed, clean
 
@@ -43,15 +44,16 @@ UNITS = {
 
 def same_text(one: str, other: str) -> bool:
     """Tell whether two answers are spelled alike, spacing and case aside; `1 2` is not `12`."""
-
-    def spelling(text: str) -> str:
-        with suppress(Malformed):
-            text = clean(text)
-        text = re.sub(r"(?<=[0-9.])\s+(?=[0-9.])", "␣", text)
-        return re.sub(r"\s+", "", text).casefold()
-
     spelled = spelling(one)
     return bool(spelled) and spelled == spelling(other)
+
+
+@lru_cache(maxsize=4096)  # the answers of a group are much alike, and the true one is the same
+def spelling(text: str) -> str:
+    with suppress(Malformed):
+        text = clean(text)
+    text = re.sub(r"(?<=[0-9.])\s+(?=[0-9.])", "␣", text)
+    return re.sub(r"\s+", "", text).casefold()
 
 
 def same_words(one: str, other: str) -> bool:
