@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -75,12 +76,18 @@ def shorten_passes(model: Any) -> None:
 def keep_quiet() -> None:
     """Stop transformers from drawing progress bars and notices over the live display.
 
-    Nothing is lost: what it would warn of while loading, `causal_model` refuses.
+    Nothing is lost: what it would warn of while loading, `causal_model` refuses. DeepSpeed, where it is
+    installed, is imported whether it is used or not, sets its own level then, and tells that there is no GPU.
     """
-    from transformers.utils import logging
+    from transformers.utils import logging as hugging_face
 
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    hugging_face.set_verbosity_error()  # type: ignore[no-untyped-call]
+    hugging_face.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.getLogger("DeepSpeed").addFilter(only_errors)
+
+
+def only_errors(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def causal_model(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,7 @@ from groupwise.model.source import model_folder
 from groupwise.parallel.launched import DIVIDING, as_launched, layout_of
 from groupwise.parallel.processes import Processes
 from groupwise.tracking.log import LOGGER
+from groupwise.training.crowd import crowd_notice, used
 from groupwise.training.ending import stats_of, summary_of
 from groupwise.training.examiner import Examiner
 from groupwise.training.interrupt import Interrupt
@@ -54,6 +56,7 @@ class Session(ABC):
         self.processes = processes or Processes()
         self.folder = start.folder
         self.state = start.state
+        used_before = used()
         with ExitStack() as resources:
             resources.callback(start.withdraw)
             resources.enter_context(start.lock)
@@ -77,6 +80,10 @@ class Session(ABC):
             tell(recomputing)
             for notice in (*config.notices(), *self.policy.notices(), *self.data_notices()):
                 self.recorder.say(notice)
+            if self.policy.device.type == "cpu" and not launched:
+                threads, cores = torch.get_num_threads(), os.cpu_count() or 1
+                if crowd := crowd_notice(used_before, used(), threads=threads, cores=cores):
+                    self.recorder.say(crowd)
             if self.examiner.before is not None:
                 self.recorder.evaluation("before", self.examiner.before)
             self.resources = resources.pop_all()
