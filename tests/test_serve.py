@@ -10,7 +10,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from typing import Any
 
@@ -26,6 +26,7 @@ from groupwise.engine.sampler import derive_seed
 from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
 from groupwise.records import Request, Sampling
+from groupwise.serve.http import Question, Reply, answer
 from groupwise.serve.link import EngineSide
 from groupwise.serve.pieces import Pieces
 from groupwise.serve.server import Server
@@ -314,6 +315,39 @@ def test_stop_strings_end_an_answer_and_are_not_part_of_it(port, tiny):
             text = answer["choices"][0]["message"]["content"]
             reason = answer["choices"][0]["finish_reason"]
         assert (text, reason) == (whole[: whole.index(stop)], "stop")
+
+
+class Unread:
+    """A connection on which nothing comes, and that takes whatever is written."""
+
+    def at_eof(self) -> bool:
+        return False
+
+    def write(self, data: bytes) -> None:
+        pass
+
+    async def drain(self) -> None:
+        pass
+
+
+def test_a_connection_can_be_cancelled_at_any_moment_of_its_answer():
+    async def reply(question: Question) -> Reply:
+        await asyncio.sleep(0)
+        return Reply(body={})
+
+    async def cancelled_after(turns: int) -> bool:
+        """Whether an answer is cancelled, or has ended, when it was told to in this turn of the loop."""
+        line: Any = Unread()
+        question = Question(method="GET", path="/", headers={}, body=b"")
+        task = asyncio.ensure_future(answer(reply, question, line, line, close=False))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        ended = not task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        return ended or task.cancelled()
+
+    assert [asyncio.run(cancelled_after(turns)) for turns in range(12)] == [True] * 12
 
 
 def test_a_key_is_asked_for(tiny):

@@ -102,14 +102,16 @@ async def answer(
     """Answer one question; False: whoever asked has gone. What is under way for them is then cancelled."""
     work = asyncio.ensure_future(respond(handler, question, writer, close=close))
     gone = asyncio.ensure_future(until_gone(reader))
-    await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-    still_there = work.done()
-    for task in (work, gone):
-        task.cancel()
-    with suppress(asyncio.CancelledError, ConnectionError):
-        await work
-    with suppress(asyncio.CancelledError, ConnectionError):
-        await gone
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        still_there = work.done()
+    finally:
+        work.cancel()
+        gone.cancel()
+    # Together, and not each with its cancellation suppressed: that would swallow our own as well.
+    outcome, _ = await asyncio.gather(work, gone, return_exceptions=True)
+    if isinstance(outcome, Exception) and not isinstance(outcome, ConnectionError):
+        raise outcome
     return still_there
 
 

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -60,7 +61,8 @@ class Server:
         assert task is not None
         self._connections.add(task)
         try:
-            await serve_connection(self.answer, reader, writer)
+            with suppress(asyncio.CancelledError):  # the end; asyncio would print it as an error
+                await serve_connection(self.answer, reader, writer)
         finally:
             self._connections.discard(task)
 
