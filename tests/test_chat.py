@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from groupwise import cli
@@ -9,8 +11,9 @@ from groupwise.config import read_config
 from groupwise.config.model import ModelConfig
 from groupwise.errors import ConfigError
 from groupwise.model.load import load_for_generation
+from groupwise.model.source import FOLDERS
 from groupwise.records import Sampling
-from groupwise.serve.opened import held_out_example, system_of, tools_of
+from groupwise.serve.opened import find_named, held_out_example, system_of, tools_of
 from groupwise.serve.talk import Streaming, Talk
 from groupwise.serve.tool_talk import ToolAnswering, ToolTalk
 
@@ -127,3 +130,13 @@ def test_calls_and_results_are_remembered_as_what_they_are():
 def test_tools_that_are_not_there_are_refused(capsys):
     assert cli.main(["chat", "tiny", "--tools", "--prompt", "a"]) == 2
     assert "countdown has no tools" in capsys.readouterr().err
+
+
+def test_the_command_for_vllm_names_folders_and_a_rank_that_it_knows(tmp_path):
+    named = find_named("tiny", [])
+    assert named.vllm_command == f"vllm serve {FOLDERS['tiny']}"
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "tiny", "r": 12}))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    adapter = find_named(str(tmp_path), [])
+    words = f"--enable-lora --max-lora-rank 16 --lora-modules {tmp_path.name}={tmp_path}"
+    assert adapter.vllm_command == f"vllm serve {FOLDERS['tiny']} {words}"

@@ -7,13 +7,12 @@ import shlex
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from groupwise.config.checks import between, one_of
-from groupwise.config.model import SMOLLM2
+from groupwise.config.model import rank_known_to_vllm
 
 NAME = "policy"
 """What the trainer calls the model without adapters."""
@@ -39,10 +38,12 @@ def serve_rollouts(
     between("--lora-r", lora_r, 0)
     between("--gpus", gpus, 1)
     one_of("--dtype", dtype, ("float32", "bfloat16"))
+    from groupwise.model.source import name_for_others
+
     command = [
         *server_command(
             python or (sys.executable if find_spec("vllm") else "python"),
-            model_path(model),
+            name_for_others(model),
             lora_r=lora_r,
             settings={
                 "--host": host,
@@ -77,15 +78,7 @@ def server_command(python: str, model: str, *, lora_r: int, settings: dict[str, 
     for name, value in settings.items():
         words += [name, str(value)]
     if lora_r:
-        # Ranks that vLLM has kernels for; two at once, as the new adapter comes before the old one goes.
-        rank = next((known for known in (8, 16, 32, 64, 128, 256, 320, 512) if known >= lora_r), 512)
-        words += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "2", "--max-cpu-loras", "4"]
+        rank = str(rank_known_to_vllm(lora_r))
+        # Two at once, as the new adapter comes before the old one goes.
+        words += ["--enable-lora", "--max-lora-rank", rank, "--max-loras", "2", "--max-cpu-loras", "4"]
     return words
-
-
-def model_path(name: str) -> str:
-    """A built-in model's folder; any other name as it is."""
-    from groupwise.model.source import local_folder, model_folder
-
-    found = model_folder(name) if name == SMOLLM2 else local_folder(name)
-    return name if found is None else str(Path(found).resolve())

@@ -87,3 +87,8 @@ def preset_settings(preset: object) -> dict[str, Any]:
     """The settings that a preset stands for, by full name."""
     values = LORA_PRESETS.get(preset, {}) if isinstance(preset, str) else {}
     return {f"lora.{key}": value for key, value in values.items()}
+
+
+def rank_known_to_vllm(rank: int) -> int:
+    """The least of the ranks that vLLM has kernels for and that holds this one."""
+    return next((known for known in (8, 16, 32, 64, 128, 256, 320, 512) if known >= rank), 512)

@@ -32,6 +32,12 @@ def model_folder(name: str) -> Path:
     return local_folder(name) or _cached(name) or _downloaded(name)
 
 
+def name_for_others(name: str) -> str:
+    """Return what other programs find the model by: a folder for names that are ours, any other as it is."""
+    found = model_folder(name) if name == SMOLLM2 else local_folder(name)
+    return name if found is None else str(found.resolve())
+
+
 def local_folder(name: str) -> Path | None:
     """Return the folder of a model that is not named as on Hugging Face; raise when it lacks something."""
     if name in FOLDERS:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from groupwise.config import Config, read_config
+from groupwise.config.model import rank_known_to_vllm
 from groupwise.config.sections import NO_TASK
 from groupwise.errors import ConfigError
 from groupwise.evaluate.target import Target, find_target
-from groupwise.model.source import local_folder
+from groupwise.model.source import local_folder, name_for_others
 from groupwise.records import Example, Message
 from groupwise.rollout.toolbox import Toolbox
 from groupwise.serve.tool_talk import Kit
@@ -27,10 +29,13 @@ class Named:
     @property
     def vllm_command(self) -> str:
         """The command that serves the same with vLLM."""
-        target, model = self.target, self.config.model.name
-        if target.rank:
-            return f"vllm serve {model} --enable-lora --lora-modules {target.name}={target.trained}"
-        return f"vllm serve {target.trained or model}"
+        target, model = self.target, name_for_others(self.config.model.name)
+        if not target.rank:
+            return f"vllm serve {target.trained or model}"
+        rank = rank_known_to_vllm(target.rank)
+        name = Path(target.name).name
+        adapters = f"--enable-lora --max-lora-rank {rank} --lora-modules {name}={target.trained}"
+        return f"vllm serve {model} {adapters}"
 
 
 def find_named(name: str, overrides: Sequence[str]) -> Named:
