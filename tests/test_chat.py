@@ -140,3 +140,15 @@ def test_the_command_for_vllm_names_folders_and_a_rank_that_it_knows(tmp_path):
     adapter = find_named(str(tmp_path), [])
     words = f"--enable-lora --max-lora-rank 16 --lora-modules {tmp_path.name}={tmp_path}"
     assert adapter.vllm_command == f"vllm serve {FOLDERS['tiny']} {words}"
+
+
+def test_an_answer_whose_generator_fails_ends_with_the_reason(small_policy, monkeypatch):
+    monkeypatch.setattr("threading.excepthook", lambda _: None)
+    streaming = Streaming(small_policy, Sampling(max_tokens=4), seed=0)
+
+    def broken(steps):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(streaming._engine, "_news", broken)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        list(streaming.write((40, 41)))

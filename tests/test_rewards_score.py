@@ -284,3 +284,24 @@ def test_length_pays_for_at_most_that_many_characters():
     assert [short(rollout(text), Example({})) for text in ("", "abc", "abcd")] == [1.0, 1.0, 0.0]
     with pytest.raises(ConfigError, match="at least 1"):
         length(at_most=0)
+
+
+def test_a_block_that_sets_an_alarm_of_its_own_takes_nobody_elses_limit_away():
+    with TimeLimits(0.1) as limit:
+        with limit:  # as math-verify does
+            before = signal.signal(signal.SIGALRM, lambda *_: None)
+            signal.alarm(1)
+            signal.alarm(0)
+            signal.signal(signal.SIGALRM, before)
+        with pytest.raises(TimeLimitReached), limit:
+            time.sleep(5)
+
+
+def test_a_limit_within_a_block_has_what_the_block_has_left_and_not_an_earlier_one():
+    with TimeLimits(0.3) as limit:
+        with limit:
+            time.sleep(0.2)
+        with limit, time_limit(0.28):
+            time.sleep(0.2)  # the first block's alarm goes off meanwhile
+        with pytest.raises(TimeLimitReached), limit, time_limit(60):
+            time.sleep(5)

@@ -140,6 +140,8 @@ class LiveEngine:
                 while self._take_in():
                     self._deliver(self._news(steps))
         except Exception as error:
+            with self._changed:
+                self._open.clear()  # nobody need wait for them
             self._failed(error)
             raise
 

@@ -44,6 +44,9 @@ class TimeLimits:
             outer, self.interval = signal.setitimer(signal.ITIMER_REAL, 0)
             self.limit.outer = time.monotonic() + outer if outer else None
             self.previous = signal.signal(signal.SIGALRM, self.limit.expire)
+            around = getattr(self.previous, "__self__", None)
+            if isinstance(around, Limit):  # its alarm may be that of an earlier block
+                self.limit.outer = around.due if around.armed else None
         return self.limit
 
     def __exit__(
@@ -88,11 +91,18 @@ class Limit:
         self._alarm_set = True
         signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
 
+    def _is_lost(self) -> bool:
+        """Whether a block has set an alarm of its own, as some libraries do, and with it taken ours away."""
+        return self._alarm_set and not signal.getitimer(signal.ITIMER_REAL)[0]
+
     def __enter__(self) -> None:
         if self.possible:
             now = time.monotonic()
             self.due = now + self.seconds if self.outer is None else min(now + self.seconds, self.outer)
             self.armed = True
+            if self._is_lost():
+                signal.signal(signal.SIGALRM, self.expire)
+                self._alarm_set = False
             if not self._alarm_set:
                 self._set_alarm(self.due - now)
 

@@ -67,14 +67,19 @@ class EngineSide:
             reading.join()
 
     def _read(self) -> None:
-        with suppress(EOFError, OSError):
-            while True:
-                what, number, *rest = self._connection.recv()
-                if what == "submit":
-                    self._submit(number, *rest)
-                elif job := self._forget(number):
-                    self.engine.cancel(job)
-        self.engine.close()
+        try:
+            with suppress(EOFError, OSError):
+                while True:
+                    what, number, *rest = self._connection.recv()
+                    if what == "submit":
+                        self._submit(number, *rest)
+                    elif job := self._forget(number):
+                        self.engine.cancel(job)
+        except Exception as error:
+            self._failed(error)
+            raise
+        finally:
+            self.engine.close()
 
     def _submit(self, number: int, job: Job) -> None:
         with self._knowing:

@@ -45,16 +45,18 @@ class Server:
     async def run(self, host: str, port: int, *, ready: Callable[[int], None]) -> None:
         """Serve until cancelled, or the engine is gone; `ready` is told the port that was taken."""
         self.link = FrontSide(self._connection)
-        try:
-            server = await asyncio.start_server(self._connected, host, port, limit=HEAD_LIMIT, backlog=512)
-            async with server:
+        server = await asyncio.start_server(self._connected, host, port, limit=HEAD_LIMIT, backlog=512)
+        async with server:
+            try:
                 ready(server.sockets[0].getsockname()[1])
                 await self.link.gone.wait()
-        finally:
-            self._encoder.shutdown(wait=False)
-            for connection in self._connections:
-                connection.cancel()
-            await asyncio.gather(*self._connections, return_exceptions=True)
+            finally:
+                # In here: leaving waits for the connections, and a client may keep one for a minute.
+                server.close()
+                self._encoder.shutdown(wait=False)
+                for connection in self._connections:
+                    connection.cancel()
+                await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

@@ -11,40 +11,69 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-STAT = Path("/proc/stat")
+PROC = Path("/proc")
 WORTH_SAYING = 0.5
 """Cores that others keep busy."""
+SECONDS = 1.0
+"""Of looking, at least: anything is busy for a moment."""
 
 
 class Used(NamedTuple):
-    """Seconds since the machine started: of the clock, of all cores, and of this process."""
+    """Seconds since the machine started: of the clock, of our cores, and of this process and its children."""
 
     clock: float
     everyone: float
     own: float
 
 
-def used(stat: Path = STAT) -> Used | None:
+def our_cores() -> frozenset[int]:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def used(proc: Path = PROC, *, cores: frozenset[int], pid: int) -> Used | None:
     """Read what was used so far; None where the system does not tell."""
     try:
-        user, nice, system, _idle, _waiting, *interrupts = map(int, stat.read_text().split()[1:8])
+        ticks = 0
+        for line in (proc / "stat").read_text().splitlines():
+            name, *fields = line.split()
+            if name[:3] == "cpu" and name[3:].isdecimal() and int(name[3:]) in cores:
+                user, nice, system, _idle, _waiting, *interrupts = map(int, fields[:7])
+                ticks += user + nice + system + sum(interrupts)
+        own = ticks_of_family(proc, pid)
     except (OSError, ValueError):
         return None
-    ticks = user + nice + system + sum(interrupts)
-    own = os.times()
-    return Used(time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), own.user + own.system)
+    second = os.sysconf("SC_CLK_TCK")
+    return Used(time.monotonic(), ticks / second, own / second)
+
+
+def ticks_of_family(proc: Path, pid: int) -> int:
+    """What a process and all that came from it have used."""
+    ticks, children = {}, dict[int, list[int]]()
+    for stat in proc.glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()  # the name before may hold anything
+        except OSError:
+            continue  # it has ended meanwhile
+        number, parent = int(stat.parent.name), int(fields[1])
+        ticks[number] = int(fields[11]) + int(fields[12])
+        children.setdefault(parent, []).append(number)
+    family = [pid]
+    for member in family:
+        family += children.get(member, [])
+    return sum(ticks.get(member, 0) for member in family)
 
 
 def crowd_notice(before: Used | None, after: Used | None, *, threads: int, cores: int) -> str | None:
     """Say so when others keep so many cores busy that too few are left for these threads."""
-    if before is None or after is None or after.clock <= before.clock:
+    if before is None or after is None or after.clock < before.clock + SECONDS:
         return None
     everyone, own = after.everyone - before.everyone, after.own - before.own
     others = (everyone - own) / (after.clock - before.clock)
-    if others < WORTH_SAYING or threads + others < cores + WORTH_SAYING:
-        return None
     fewer = max(1, round(cores - others))
-    if fewer >= threads:
+    if others < WORTH_SAYING or threads + others < cores + WORTH_SAYING or fewer >= threads:
         return None
     return (
         f"other processes keep {others:.1f} of {cores} cores busy, and {threads} threads wait for them again "

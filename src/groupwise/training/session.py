@@ -27,7 +27,7 @@ from groupwise.model.source import model_folder
 from groupwise.parallel.launched import DIVIDING, as_launched, layout_of
 from groupwise.parallel.processes import Processes
 from groupwise.tracking.log import LOGGER
-from groupwise.training.crowd import crowd_notice, used
+from groupwise.training.crowd import crowd_notice, our_cores, used
 from groupwise.training.ending import stats_of, summary_of
 from groupwise.training.examiner import Examiner
 from groupwise.training.interrupt import Interrupt
@@ -56,7 +56,8 @@ class Session(ABC):
         self.processes = processes or Processes()
         self.folder = start.folder
         self.state = start.state
-        used_before = used()
+        cores, pid = our_cores(), os.getpid()
+        used_before = used(cores=cores, pid=pid)
         with ExitStack() as resources:
             resources.callback(start.withdraw)
             resources.enter_context(start.lock)
@@ -81,8 +82,8 @@ class Session(ABC):
             for notice in (*config.notices(), *self.policy.notices(), *self.data_notices()):
                 self.recorder.say(notice)
             if self.policy.device.type == "cpu" and not launched:
-                threads, cores = torch.get_num_threads(), os.cpu_count() or 1
-                if crowd := crowd_notice(used_before, used(), threads=threads, cores=cores):
+                now, threads = used(cores=cores, pid=pid), torch.get_num_threads()
+                if crowd := crowd_notice(used_before, now, threads=threads, cores=len(cores)):
                     self.recorder.say(crowd)
             if self.examiner.before is not None:
                 self.recorder.evaluation("before", self.examiner.before)
