@@ -26,6 +26,20 @@ class Used(NamedTuple):
     own: float
 
 
+class Crowd:
+    """Looks at who else computes, from when it is made."""
+
+    def __init__(self, *, threads: int) -> None:
+        self._threads, self._cores = threads, our_cores()
+        self._before = self._used()
+
+    def _used(self) -> Used | None:
+        return used(cores=self._cores, pid=os.getpid())
+
+    def notice(self) -> str | None:
+        return crowd_notice(self._before, self._used(), threads=self._threads, cores=len(self._cores))
+
+
 def our_cores() -> frozenset[int]:
     """The cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):

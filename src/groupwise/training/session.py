@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -27,7 +26,7 @@ from groupwise.model.source import model_folder
 from groupwise.parallel.launched import DIVIDING, as_launched, layout_of
 from groupwise.parallel.processes import Processes
 from groupwise.tracking.log import LOGGER
-from groupwise.training.crowd import crowd_notice, our_cores, used
+from groupwise.training.crowd import Crowd
 from groupwise.training.ending import stats_of, summary_of
 from groupwise.training.examiner import Examiner
 from groupwise.training.interrupt import Interrupt
@@ -56,8 +55,6 @@ class Session(ABC):
         self.processes = processes or Processes()
         self.folder = start.folder
         self.state = start.state
-        cores, pid = our_cores(), os.getpid()
-        used_before = used(cores=cores, pid=pid)
         with ExitStack() as resources:
             resources.callback(start.withdraw)
             resources.enter_context(start.lock)
@@ -81,15 +78,13 @@ class Session(ABC):
             tell(recomputing)
             for notice in (*config.notices(), *self.policy.notices(), *self.data_notices()):
                 self.recorder.say(notice)
-            if self.policy.device.type == "cpu" and not launched:
-                now, threads = used(cores=cores, pid=pid), torch.get_num_threads()
-                if crowd := crowd_notice(used_before, now, threads=threads, cores=len(cores)):
-                    self.recorder.say(crowd)
             if self.examiner.before is not None:
                 self.recorder.evaluation("before", self.examiner.before)
             self.resources = resources.pop_all()
         self.stopping = False
         """Whether some process was asked to stop; known alike in all after each step."""
+        alone = self.policy.device.type == "cpu" and not launched
+        self.crowd = Crowd(threads=torch.get_num_threads()) if alone else None
         self.clock = time.monotonic()
 
     def _open_recorder(self, title: str) -> Recorder:
@@ -164,11 +159,18 @@ class Session(ABC):
         self.state = replace(self.state, step=step, cursor=cursor, updates=self.learner.updates)
         measured = self.examine(step)
         self.processes.lead(lambda: self.recorder.step(step, {**metrics, **measured}))
+        self._look_around()
         last = step == self.config.run.max_steps
         self.stopping = self.processes.any(self.interrupt.asked)
         if last or step % self.config.run.save_every == 0 or self.stopping:
             self._save()
         return measured
+
+    def _look_around(self) -> None:
+        """After the first step, tell who else computes here."""
+        if self.crowd is not None and (notice := self.crowd.notice()):
+            self.recorder.say(notice)
+        self.crowd = None
 
     def examine(self, step: int) -> dict[str, float]:
         """Measure held-out accuracy if it is time to, without touching the training state."""
