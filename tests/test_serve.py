@@ -506,6 +506,8 @@ def test_the_official_client_is_satisfied(tiny, one_token):
 
 
 def test_a_generator_that_fails_says_so_and_the_server_goes_on_saying_so(tiny, monkeypatch, caplog):
+    ended: list[Any] = []
+    monkeypatch.setattr("threading.excepthook", ended.append)
     with serving(tiny) as (engine, port):
 
         def broken(steps: Any) -> list[Any]:
@@ -519,3 +521,4 @@ def test_a_generator_that_fails_says_so_and_the_server_goes_on_saying_so(tiny, m
         status, said = ask(port, "/health", None)
         assert (status, said["status"]) == (500, "RuntimeError: out of luck")
     assert "the generator failed" in caplog.text
+    assert [str(one.exc_value) for one in ended] == ["out of luck"]  # in the end it is an error, not an end

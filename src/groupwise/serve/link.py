@@ -64,7 +64,8 @@ class EngineSide:
             self.engine.run()
         except Exception:
             LOGGER.exception("the generator failed")
-            reading.join()
+            reading.join()  # clients are told the reason as long as there are any
+            raise
 
     def _read(self) -> None:
         try:
