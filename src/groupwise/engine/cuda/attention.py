@@ -3,8 +3,8 @@
 Every sequence attends to its group's prompt and to its own tokens. The prompt comes first: a tile of
 members, times the query heads of one key head, are the rows of one matrix product, so each prompt
 block is read once for all of them. Each tile leaves its share (output and base-2 log-sum-exp) in
-float32; attention over a sequence's own tokens starts from that share and ends with the whole. Long
-stretches may be split over programs, and then `_join` adds up the shares.
+float32; attention over a sequence's own tokens runs beside it and ends with adding that share. Long
+stretches may be split over programs, and then `join_shares` adds up everything.
 
 Names: a *slot* is a sequence's place in the state, a *row* its place in this step's batch.
 """
@@ -13,10 +13,10 @@ Names: a *slot* is a sequence's place in the state, a *row* its place in this st
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
+
+from groupwise.engine.cuda.launch import let_next_start, wait_for_previous
 
 
 @triton.jit
@@ -58,6 +58,8 @@ def attend_prompts(
     A tile is the slot whose prompt it is (-1: no more tiles), the prompt's length, and the members' rows.
     How many tiles are in use is not known when the grid is captured.
     """
+    wait_for_previous()
+    let_next_start()
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUPED: tl.constexpr = HEADS // KEY_HEADS
     lanes, dims = tl.arange(0, TILE), tl.arange(0, DIM)
@@ -101,8 +103,8 @@ def attend_own(
 ):  # fmt: skip
     """One program a (row, key head, split of the row's own tokens).
 
-    WHOLE: there is one split, which starts from the prompt's shares and writes the output itself.
-    LENGTH is by row, and no split is shorter than LEAST.
+    WHOLE: there is one split, which adds the prompt's shares and writes the output itself. Those are all that
+    it needs of the kernel before it, beside which it runs. LENGTH is by row; no split is shorter than LEAST.
     """
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(ROWS + row)
@@ -125,15 +127,16 @@ def attend_own(
     best = tl.full([PADDED], float("-inf"), tl.float32)
     total = tl.zeros([PADDED], tl.float32)
     acc = tl.zeros([PADDED, DIM], tl.float32)
-    if WHOLE:
-        best, total, acc = _add_shares(
-            best, total, acc, SHARE, LSE, row * HEADS + query_head, splits, used, mask, SIZE, DIM
-        )
     best, total, acc = _attend_stretch(
         q, best, total, acc,
         KEYS, VALUES, TABLE + slot * table_width, begin, end, head, scale,
         KEY_HEADS, SIZE, DIM, PAGE, BLOCK,
     )  # fmt: skip
+    if WHOLE:
+        wait_for_previous()
+        best, total, acc = _add_shares(
+            best, total, acc, SHARE, LSE, row * HEADS + query_head, splits, used, mask, SIZE, DIM
+        )
     acc = acc / total[:, None]
     if WHOLE:
         where = (row * HEADS + query_head)[:, None] * SIZE + dims[None, :]
@@ -202,12 +205,3 @@ def store_keys(
     tl.store(KEYS + to, k, mask=mask)
     v = tl.load(V + row * v_row + heads[:, None] * v_head + dims[None, :], mask=mask)
     tl.store(VALUES + to, v, mask=mask)
-
-
-def padded(size: int, *, least: int = 16) -> int:
-    """The power of two, and no less than a matrix unit takes, that holds `size`."""
-    return max(least, int(triton.next_power_of_2(size)))
-
-
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    kernel[grid](*args, **options)

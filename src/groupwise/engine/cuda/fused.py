@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from groupwise.engine.blocks import Prefix
 from groupwise.engine.cuda import pointwise as kernels
-from groupwise.engine.cuda.attention import launch, padded
+from groupwise.engine.cuda.launch import launch, padded
 from groupwise.engine.cuda.layout import DecodeLayout
 from groupwise.engine.cuda.shared import graph_matrices_for
 from groupwise.engine.paged import KVCache
@@ -126,6 +126,7 @@ class FusedForward:
             PADDED=padded(heads + self._key_heads, least=1),
             PADDED_KEYS=padded(self._key_heads, least=1),
             NORMED=layer.q_norm is not None,
+            early=True,
             num_warps=4,
         )  # fmt: skip
 
@@ -142,6 +143,7 @@ def _add_norm(x_TM: Tensor, delta_TM: Tensor | None, norm: Norm) -> Tensor:
         ADD=delta_TM is not None,
         SIZE=size,
         PADDED=padded(size, least=1),
+        early=True,
         num_warps=4 if size <= 4096 else 8,
     )  # fmt: skip
     return out_TM
@@ -156,6 +158,7 @@ def _silu_and_multiply(gate_up_TN: Tensor) -> Tensor:
         gate_up_TN, out_TN, gate_up_TN.stride(0),
         SIZE=size,
         BLOCK=block,
+        early=True,
         num_warps=4,
     )  # fmt: skip
     return out_TN

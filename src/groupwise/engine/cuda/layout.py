@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from groupwise.engine.cuda import attention as kernels
+from groupwise.engine.cuda.launch import launch, padded
 from groupwise.engine.cuda.state import StepState
 from groupwise.engine.paged import KVCache
 
@@ -112,15 +113,15 @@ class DecodeLayout:
     def store(self, k_RKD: Tensor, v_RKD: Tensor, *, layer: int) -> None:
         _, key_heads, size = k_RKD.shape
         assert k_RKD.stride(2) == v_RKD.stride(2) == 1, "heads lie in one piece"
-        kernels.launch(
+        launch(
             kernels.store_keys,
             (self.rows,),
             k_RKD, v_RKD, self.cache.keys[layer], self.cache.values[layer], self.state.places,
             k_RKD.stride(0), k_RKD.stride(1), v_RKD.stride(0), v_RKD.stride(1),
             KEY_HEADS=key_heads,
             SIZE=size,
-            DIM=kernels.padded(size),
-            PADDED=kernels.padded(key_heads, least=1),
+            DIM=padded(size),
+            PADDED=padded(key_heads, least=1),
             num_warps=1,
         )  # fmt: skip
 
@@ -140,14 +141,14 @@ class DecodeLayout:
         self._wait()
         heads, size = q_RHD.shape[1:]
         share, lse, own_share, own_lse = self._parts(size)
-        kernels.launch(
+        launch(
             kernels.join_shares,
             (self.rows,),
             share, lse, own_share, own_lse, output_RHD, self.splits, self.own_splits,
             HEADS=heads,
             SIZE=size,
-            DIM=kernels.padded(size),
-            PADDED=kernels.padded(heads, least=1),
+            DIM=padded(size),
+            PADDED=padded(heads, least=1),
             num_warps=4,
         )  # fmt: skip
         return output_RHD
@@ -156,7 +157,7 @@ class DecodeLayout:
         state, keys, values = self.state, self.cache.keys[layer], self.cache.values[layer]
         shape = self._shape(q_RHD)
         share, lse, _, _ = self._parts(shape["SIZE"])
-        kernels.launch(
+        launch(
             kernels.attend_prompts,
             (min(self.rows, TILE_PROGRAMS), shape["KEY_HEADS"], self.splits),
             q_RHD, keys, values, share, lse, state.tiles, state.prompt_table,
@@ -164,7 +165,8 @@ class DecodeLayout:
             **shape,
             BLOCK=PROMPT_BLOCK,
             MEMBERS=state.members,
-            TILE=kernels.padded(state.members * (self.heads // shape["KEY_HEADS"])),
+            TILE=padded(state.members * (self.heads // shape["KEY_HEADS"])),
+            early=self.own_splits == 1,
             num_warps=4,
             num_stages=2,
         )  # fmt: skip
@@ -173,7 +175,7 @@ class DecodeLayout:
         state, keys, values = self.state, self.cache.keys[layer], self.cache.values[layer]
         shape = self._shape(q_RHD)
         share, lse, own_share, own_lse = self._parts(shape["SIZE"])
-        kernels.launch(
+        launch(
             kernels.attend_own,
             (self.rows, shape["KEY_HEADS"], self.own_splits),
             q_RHD, keys, values, share, lse, output_RHD, own_share, own_lse,
@@ -182,8 +184,9 @@ class DecodeLayout:
             **shape,
             BLOCK=BLOCK,
             LEAST=LEAST,
-            PADDED=kernels.padded(self.heads // shape["KEY_HEADS"]),
+            PADDED=padded(self.heads // shape["KEY_HEADS"]),
             WHOLE=self.own_splits == 1,
+            early=self.own_splits == 1,
             num_warps=2,
             num_stages=2,
         )  # fmt: skip
@@ -194,7 +197,7 @@ class DecodeLayout:
             "HEADS": heads,
             "KEY_HEADS": self.cache.keys.shape[-2],
             "SIZE": size,
-            "DIM": kernels.padded(size),
+            "DIM": padded(size),
             "PAGE": self.cache.block_size,
         }
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from groupwise.engine.cuda.ahead import Issued
-from groupwise.engine.cuda.attention import padded
+from groupwise.engine.cuda.launch import padded
 from groupwise.engine.cuda.prompts import PromptGraphs
 from groupwise.engine.cuda.runner import GraphRunner, Room, new_stream
 from groupwise.engine.live_scheduler import LiveScheduler

@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from groupwise.engine.cuda.launch import let_next_start, wait_for_previous
+
 
 @triton.jit
 def add_norm(
@@ -19,6 +21,7 @@ def add_norm(
     ADD: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """One program a token: the residual stream takes in a layer's output, and is normalised (RMSNorm)."""
+    wait_for_previous()
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, PADDED)
     mask = at < SIZE
@@ -41,6 +44,8 @@ def rotate_and_store(
     PADDED: tl.constexpr, PADDED_KEYS: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
     """One program a token: turn its queries and keys by position, in place, and store keys and values."""
+    let_next_start()
+    wait_for_previous()
     token = tl.program_id(0).to(tl.int64)
     place = tl.load(PLACES + token)
     kind = QKV.dtype.element_ty
@@ -93,6 +98,7 @@ def rotate_and_store(
 @triton.jit
 def silu_and_multiply(GATE_UP, OUT, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """One program a (token, stretch): SiLU of the first half times the second."""
+    wait_for_previous()
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < SIZE

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from groupwise.engine.blocks import Prefix
 from groupwise.engine.cuda import sampling as kernels
-from groupwise.engine.cuda.attention import launch, padded
 from groupwise.engine.cuda.fused import fused_forward
 from groupwise.engine.cuda.graphs import captured
+from groupwise.engine.cuda.launch import launch, padded
 from groupwise.engine.cuda.layout import DecodeLayout, members_of_a_tile, own_splits
 from groupwise.engine.cuda.state import StepState
 from groupwise.engine.paged import KVCache
@@ -252,6 +252,7 @@ class GraphRunner:
             CHUNK=kernels.CHUNK,
             GREEDY=sampling.greedy,
             SCALED=scaled,
+            early=True,
             num_warps=4,
         )  # fmt: skip
         launch(
@@ -265,6 +266,7 @@ class GraphRunner:
             PADDED_ENDS=len(self._ends),
             GREEDY=sampling.greedy,
             SCALED=scaled,
+            early=True,
             num_warps=8,
         )  # fmt: skip
 

@@ -15,7 +15,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from groupwise.engine.cuda.launch import let_next_start, wait_for_previous
+
 CHUNK = 4096
+LOWEST = tl.constexpr(-1e30)
+"""A logit below all others."""
 
 
 @triton.jit(do_not_specialize=["table_width"])
@@ -43,24 +47,26 @@ def sum_chunks(
 
     SCALED: the logits are as they should be, not to be divided by the temperature.
     """
+    let_next_start()
+    wait_for_previous()
     row, chunk = tl.program_id(0), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(LOGITS + row.to(tl.int64) * vocabulary + at, mask=at < vocabulary, other=float("-inf"))
     x = x.to(tl.float32)
     if not SCALED:
         x = x * tl.load(SCALE + tl.load(ROWS + row))
+    # A token that is never drawn weighs nothing, and times a number that still is nothing.
+    x = tl.maximum(x, LOWEST, propagate_nan=tl.PropagateNan.ALL)
     to = row * chunks + chunk
     if GREEDY:
         best, best_at = tl.max(x, 0, return_indices=True)
         tl.store(BEST_AT + to, chunk * CHUNK + best_at)
     else:
         best = tl.max(x, 0)
-    safe = tl.where(best == float("-inf"), 0.0, best)
-    weight = tl.exp(x - safe)
+    weight = tl.exp(x - best)
     tl.store(BEST + to, best)
     tl.store(TOTAL + to, tl.sum(weight, 0))
-    # A token that is never drawn adds nothing, though its logit is -inf.
-    tl.store(WEIGHTED + to, tl.sum(tl.where(x == float("-inf"), 0.0, weight * (x - safe)), 0))
+    tl.store(WEIGHTED + to, tl.sum(weight * (x - best), 0))
 
 
 @triton.jit
@@ -97,6 +103,7 @@ def close_step(
     SCALED: tl.constexpr,
 ):  # fmt: skip
     """One program a row: draw its next token and move its sequence on, unless that has ended."""
+    wait_for_previous()
     row = tl.program_id(0)
     slot = tl.load(ROWS + row)
     length = tl.load(LENGTH + slot)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from groupwise.engine.cuda.attention import launch, padded
+from groupwise.engine.cuda.launch import launch, padded
 from groupwise.engine.cuda.weights import Matrix
 from groupwise.engine.shared import MakeMatrix, OwnColumns, one_rank, rank_of, rows_of
 from groupwise.model.lora import base_of, is_adapted
