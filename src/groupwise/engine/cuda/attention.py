@@ -106,6 +106,7 @@ def attend_own(
     WHOLE: there is one split, which adds the prompt's shares and writes the output itself. Those are all that
     it needs of the kernel before it, beside which it runs. LENGTH is by row; no split is shorter than LEAST.
     """
+    let_next_start()
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(ROWS + row)
     length = tl.load(LENGTH + row)
@@ -120,9 +121,10 @@ def attend_own(
     query_head = head * GROUPED + lanes
     mask = used[:, None] & (dims[None, :] < SIZE)
     share = (row * HEADS + query_head) * own_splits + split
-    if begin >= end:
-        tl.store(OWN_LSE + share, tl.full([PADDED], float("-inf"), tl.float32), mask=used)
-        return
+    if not WHOLE:  # noqa: SIM102  (known when this is compiled: then no load waits for `length`)
+        if begin >= end:
+            tl.store(OWN_LSE + share, tl.full([PADDED], float("-inf"), tl.float32), mask=used)
+            return
     q = tl.load(Q + row * q_row + query_head[:, None] * q_head + dims[None, :], mask=mask, other=0.0)
     best = tl.full([PADDED], float("-inf"), tl.float32)
     total = tl.zeros([PADDED], tl.float32)
@@ -132,8 +134,8 @@ def attend_own(
         KEYS, VALUES, TABLE + slot * table_width, begin, end, head, scale,
         KEY_HEADS, SIZE, DIM, PAGE, BLOCK,
     )  # fmt: skip
+    wait_for_previous()
     if WHOLE:
-        wait_for_previous()
         best, total, acc = _add_shares(
             best, total, acc, SHARE, LSE, row * HEADS + query_head, splits, used, mask, SIZE, DIM
         )
@@ -174,6 +176,7 @@ def join_shares(
     HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """One program a row: the prompt's shares and its own become the output."""
+    wait_for_previous()
     row = tl.program_id(0)
     heads, dims = tl.arange(0, PADDED), tl.arange(0, DIM)
     used = heads < HEADS

@@ -5,7 +5,7 @@ taken apart into their weights and run as four matrix products and four small ke
 assumed that is not checked: `fused_forward` compares the result with the module's own, and a model
 that differs generates with the module itself.
 
-Axes: T tokens, M hidden size, D head size.
+Axes: T tokens, M hidden size, N outputs of a product, D head size, C half of that.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from groupwise.model.policy import Policy
 from groupwise.tracking.log import LOGGER
 
 CHECKED_TOKENS = 24
+STEADY = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary embeddings whose frequencies do not depend on how long a text is."""
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 1e-2}
 """Far above rounding, which a deep random model blows up, and far below another function."""
 
@@ -73,7 +75,11 @@ class FusedForward:
         matrix, self._own = graph_matrices_for(policy, members)
         decoder: Any = policy.decoder
         self._embedding: Tensor = decoder.embed_tokens.weight
-        self._rotary = decoder.rotary_emb
+        rotary = decoder.rotary_emb
+        assert rotary.rope_type in STEADY, f"rotary embeddings of the kind {rotary.rope_type} are not fused"
+        self._frequencies_C = rotary.inv_freq.to(self._embedding.device, torch.float32)
+        self._turn_scale = float(rotary.attention_scaling)
+        assert 2 * len(self._frequencies_C) == policy.head_size, "embeddings of part of a head are not fused"
         self._layers = [FusedLayer(layer, matrix) for layer in decoder.layers]
         self._norm = Norm.of(decoder.norm)
         self._key_heads, self._size = policy.key_heads, policy.head_size
@@ -86,13 +92,13 @@ class FusedForward:
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: DecodeLayout | PrefillLayout) -> Tensor:
         own_T = self._own(layout)
         x_TM = nn.functional.embedding(tokens_T, self._embedding)
-        cos_1TD, sin_1TD = self._rotary(x_TM[None], positions_T[None])
-        assert cos_1TD.shape[-1] == self._size, "rotary embeddings of part of a head are not fused"
+        angles_TC = positions_T[:, None] * self._frequencies_C
+        cos_TC, sin_TC = angles_TC.cos(), angles_TC.sin()
         delta_TM: Tensor | None = None
         for number, layer in enumerate(self._layers):
             h_TM = _add_norm(x_TM, delta_TM, layer.before_attention)
             qkv_TN = layer.qkv(h_TM, own_T)
-            self._rotate_and_store(qkv_TN, cos_1TD, sin_1TD, layer, layout, number)
+            self._rotate_and_store(qkv_TN, cos_TC, sin_TC, layer, layout, number)
             heads = qkv_TN.shape[1] // self._size - 2 * self._key_heads
             qkv_TND = qkv_TN.view(len(qkv_TN), -1, self._size)
             parts = torch.split(qkv_TND, [heads, self._key_heads, self._key_heads], dim=1)
@@ -105,8 +111,8 @@ class FusedForward:
     def _rotate_and_store(
         self,
         qkv_TN: Tensor,
-        cos_1TD: Tensor,
-        sin_1TD: Tensor,
+        cos_TC: Tensor,
+        sin_TC: Tensor,
         layer: FusedLayer,
         layout: DecodeLayout | PrefillLayout,
         number: int,
@@ -116,9 +122,9 @@ class FusedForward:
         launch(
             kernels.rotate_and_store,
             (len(qkv_TN),),
-            qkv_TN, cos_1TD, sin_1TD, q_norm.weight, k_norm.weight,
+            qkv_TN, cos_TC, sin_TC, q_norm.weight, k_norm.weight,
             layout.cache.keys[number], layout.cache.values[number], layout.places,
-            q_norm.eps, qkv_TN.stride(0),
+            self._turn_scale, q_norm.eps, qkv_TN.stride(0),
             HEADS=heads,
             KEY_HEADS=self._key_heads,
             SIZE=self._size,

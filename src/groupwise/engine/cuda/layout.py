@@ -67,7 +67,7 @@ class DecodeLayout:
     shares: Tensor
     """[rows, H, splits + own splits, D] and the log-sum-exps behind them, flat, float32."""
     side: torch.cuda.Stream | None
-    """Where prompts are read while rows read their own tokens in parts."""
+    """Where prompts are read beside own tokens that are read in parts, if kernels cannot start early."""
 
     @classmethod
     def build(
@@ -149,6 +149,7 @@ class DecodeLayout:
             SIZE=size,
             DIM=padded(size),
             PADDED=padded(heads, least=1),
+            early=self.side is None,
             num_warps=4,
         )  # fmt: skip
         return output_RHD
@@ -166,7 +167,7 @@ class DecodeLayout:
             BLOCK=PROMPT_BLOCK,
             MEMBERS=state.members,
             TILE=padded(state.members * (self.heads // shape["KEY_HEADS"])),
-            early=self.own_splits == 1,
+            early=self.side is None,
             num_warps=4,
             num_stages=2,
         )  # fmt: skip
@@ -186,7 +187,7 @@ class DecodeLayout:
             LEAST=LEAST,
             PADDED=padded(self.heads // shape["KEY_HEADS"]),
             WHOLE=self.own_splits == 1,
-            early=self.own_splits == 1,
+            early=self.side is None,
             num_warps=2,
             num_stages=2,
         )  # fmt: skip

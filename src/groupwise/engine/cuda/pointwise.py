@@ -39,11 +39,14 @@ def add_norm(
 
 @triton.jit
 def rotate_and_store(
-    QKV, COS, SIN, Q_NORM, K_NORM, KEYS, VALUES, PLACES, eps, stride,
+    QKV, COS, SIN, Q_NORM, K_NORM, KEYS, VALUES, PLACES, turn_scale, eps, stride,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr,
     PADDED: tl.constexpr, PADDED_KEYS: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """One program a token: turn its queries and keys by position, in place, and store keys and values."""
+    """One program a token: turn its queries and keys by position, in place, and store keys and values.
+
+    COS and SIN are of half a head: the other half turns by the same angles.
+    """
     let_next_start()
     wait_for_previous()
     token = tl.program_id(0).to(tl.int64)
@@ -71,17 +74,15 @@ def rotate_and_store(
         )
         first = (first * scale * weight_1).to(kind).to(tl.float32)
         second = (second * scale * weight_2).to(kind).to(tl.float32)
-    turn = token * SIZE + low
-    cos_1 = tl.load(COS + turn, mask=inside, other=0.0).to(tl.float32)[None, :]
-    sin_1 = tl.load(SIN + turn, mask=inside, other=0.0).to(tl.float32)[None, :]
-    cos_2 = tl.load(COS + turn + SIZE // 2, mask=inside, other=0.0).to(tl.float32)[None, :]
-    sin_2 = tl.load(SIN + turn + SIZE // 2, mask=inside, other=0.0).to(tl.float32)[None, :]
+    turn = token * (SIZE // 2) + low
+    cos = (tl.load(COS + turn, mask=inside, other=0.0) * turn_scale).to(kind).to(tl.float32)[None, :]
+    sin = (tl.load(SIN + turn, mask=inside, other=0.0) * turn_scale).to(kind).to(tl.float32)[None, :]
     if NORMED:  # the update turns these as transformers does, which rounds every product
-        turned_1 = (first * cos_1).to(kind).to(tl.float32) - (second * sin_1).to(kind).to(tl.float32)
-        turned_2 = (second * cos_2).to(kind).to(tl.float32) + (first * sin_2).to(kind).to(tl.float32)
+        turned_1 = (first * cos).to(kind).to(tl.float32) - (second * sin).to(kind).to(tl.float32)
+        turned_2 = (second * cos).to(kind).to(tl.float32) + (first * sin).to(kind).to(tl.float32)
     else:
-        turned_1 = first * cos_1 - second * sin_1
-        turned_2 = second * cos_2 + first * sin_2
+        turned_1 = first * cos - second * sin
+        turned_2 = second * cos + first * sin
     tl.store(base, turned_1.to(kind), mask=mask)
     tl.store(base + SIZE // 2, turned_2.to(kind), mask=mask)
     to = KEYS + (place * KEY_HEADS + heads[:, None] - HEADS) * SIZE + low[None, :]
