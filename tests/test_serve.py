@@ -12,10 +12,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tokenizers
+import torch
 import transformers
 
 from groupwise.config.model import LoraConfig, ModelConfig
@@ -26,6 +28,7 @@ from groupwise.engine.sampler import derive_seed
 from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
 from groupwise.records import Request, Sampling
+from groupwise.serve.cores import leave_a_core
 from groupwise.serve.http import Question, Reply, answer
 from groupwise.serve.link import EngineSide
 from groupwise.serve.pieces import Pieces
@@ -522,3 +525,20 @@ def test_a_generator_that_fails_says_so_and_the_server_goes_on_saying_so(tiny, m
         assert (status, said["status"]) == (500, "RuntimeError: out of luck")
     assert "the generator failed" in caplog.text
     assert [str(one.exc_value) for one in ended] == ["out of luck"]  # in the end it is an error, not an end
+
+
+@pytest.mark.parametrize(
+    ("width", "said", "left"),
+    [(192, {}, 3), (576, {}, None), (192, {"OMP_NUM_THREADS": "4"}, None)],
+    ids=["small", "large", "told"],
+)
+def test_a_small_model_leaves_a_core_to_whoever_talks_to_clients(width, said, left, monkeypatch):
+    policy: Any = SimpleNamespace(device=torch.device("cpu"), head_weight=torch.zeros(2, width))
+    chosen: list[int] = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    leave_a_core(policy)
+    assert chosen == ([left] if left else [])

@@ -41,11 +41,13 @@ def serve(
     named = find_named(target, words or [])
     from groupwise.model.load import load_for_generation
     from groupwise.model.source import model_folder
+    from groupwise.serve.cores import leave_a_core
     from groupwise.serve.front import Opening, open_front, start_front
     from groupwise.serve.link import EngineSide
 
     front = start_front()  # it imports while the model loads
     policy = load_for_generation(named.config.model, rank=named.target.rank, trained=named.target.trained)
+    leave_a_core(policy)
     side = EngineSide(policy, front, slots=max_sequences, context=max_context, waiting=queue)
     model = name or os.path.basename(target.rstrip("/"))
     opening = Opening(

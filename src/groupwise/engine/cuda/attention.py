@@ -121,10 +121,9 @@ def attend_own(
     query_head = head * GROUPED + lanes
     mask = used[:, None] & (dims[None, :] < SIZE)
     share = (row * HEADS + query_head) * own_splits + split
-    if not WHOLE:  # noqa: SIM102  (known when this is compiled: then no load waits for `length`)
-        if begin >= end:
-            tl.store(OWN_LSE + share, tl.full([PADDED], float("-inf"), tl.float32), mask=used)
-            return
+    if begin >= end:
+        tl.store(OWN_LSE + share, tl.full([PADDED], float("-inf"), tl.float32), mask=used)
+        return
     q = tl.load(Q + row * q_row + query_head[:, None] * q_head + dims[None, :], mask=mask, other=0.0)
     best = tl.full([PADDED], float("-inf"), tl.float32)
     total = tl.zeros([PADDED], tl.float32)
