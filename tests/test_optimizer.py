@@ -10,7 +10,7 @@ import torch
 from groupwise.config import read_config
 from groupwise.errors import ConfigError
 from groupwise.learner.checkpoint import load_optimizer, optimizer_tensors
-from groupwise.learner.optimizer import make_optimizer
+from groupwise.learner.optimizer import OffloadedAdamW, make_optimizer
 from small_models import policy_of, small_model
 from small_runs import KILL, Blow, run_command, traces
 
@@ -33,6 +33,19 @@ def test_an_offloaded_optimizer_makes_the_same_steps():
     steps(other, make_optimizer(other, optim("optim.offload=true")), 5)
     for name, parameter in one.trainable().items():
         torch.testing.assert_close(other.trainable()[name], parameter, rtol=1e-5, atol=1e-6)
+
+
+def test_an_offloaded_optimizer_steps_weights_that_do_not_lie_in_one_piece():
+    start, gradient = torch.randn(6, 8), torch.randn(6, 8)
+    settings: Any = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+    pieces = torch.nn.Parameter(start.clone()[:, ::2])
+    whole = torch.nn.Parameter(start[:, ::2].clone())
+    one, other = OffloadedAdamW([pieces], **settings), torch.optim.AdamW([whole], **settings)
+    for _ in range(3):
+        pieces.grad, whole.grad = gradient[:, ::2], gradient[:, ::2].clone()
+        one.step()
+        other.step()
+    torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("words", [(), ("optim.offload=true",), ("optim.kind=adamw8bit",)])
