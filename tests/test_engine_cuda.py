@@ -21,6 +21,7 @@ from groupwise.engine import prefill
 from groupwise.engine.cuda import ahead, layout
 from groupwise.engine.cuda import runner as cuda_runner
 from groupwise.engine.cuda.fused import fused_forward
+from groupwise.engine.cuda.graphs import can_be_captured
 from groupwise.engine.cuda.state import StepState
 from groupwise.engine.engine import Engine
 from groupwise.errors import InvariantError
@@ -207,11 +208,23 @@ def test_adapters_are_folded_into_copies_and_the_weights_are_not_touched(small_p
     assert all(torch.equal(before[name], p) for name, p in adapted.named_parameters())
 
 
-def test_logits_that_are_not_finite_stop_the_run(small_policy):
+@pytest.mark.parametrize(
+    ("broken", "cut"),
+    [(slice(3, 4), {}), (slice(None), {}), (slice(None), {"top_p": 0.9}), (slice(None), {"top_k": 5})],
+    ids=["one", "all", "top-p", "top-k"],
+)
+def test_logits_that_are_not_finite_stop_the_run(small_policy, broken, cut):
     with torch.no_grad():
-        small_policy.head_weight[3] = math.nan
+        small_policy.head_weight[broken] = math.nan
     with pytest.raises(InvariantError, match="entropy"):
-        OnGPU(small_policy, EngineConfig()).generate(requests((3,), (1,)), Sampling(max_tokens=3))
+        OnGPU(small_policy, EngineConfig()).generate(requests((3,), (1,)), Sampling(max_tokens=3, **cut))
+
+
+def test_a_model_that_looks_how_long_a_text_is_runs_uncaptured_and_not_fused(small_policy):
+    assert can_be_captured(small_policy)
+    small_policy.model.model.rotary_emb.rope_type = "dynamic"
+    assert not can_be_captured(small_policy)
+    assert fused_forward(small_policy) is None
 
 
 def test_rows_are_captured_in_few_sizes_that_waste_little():

@@ -48,6 +48,18 @@ def test_an_offloaded_optimizer_steps_weights_that_do_not_lie_in_one_piece():
     torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-6)
 
 
+def test_an_offloaded_state_of_bfloat16_weights_is_put_back_in_the_same_bits():
+    weight = torch.nn.Parameter(torch.randn(4, 5).bfloat16())
+    settings: Any = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+    first, second = (OffloadedAdamW([weight], **settings) for _ in range(2))
+    weight.grad = torch.randn(4, 5).bfloat16()
+    first.step()
+    second.load_state_dict(first.state_dict())
+    for name, saved in first.state[weight].items():
+        assert saved.dtype == torch.float32
+        assert torch.equal(second.state[weight][name], saved), name
+
+
 @pytest.mark.parametrize("words", [(), ("optim.offload=true",), ("optim.kind=adamw8bit",)])
 def test_a_state_that_was_saved_goes_on_in_the_same_bits(words):
     if words == ("optim.kind=adamw8bit",):

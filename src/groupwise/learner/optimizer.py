@@ -91,11 +91,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
         parameter.copy_(weight.to(parameter.dtype))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put a saved state back, into main memory: torch would move it to where the parameters are."""
-        super().load_state_dict(state_dict)
-        for state in self.state.values():
-            for name, value in state.items():
-                state[name] = value.to("cpu", torch.float32)
+        """Put a saved state back as it is; torch would round it and move it to where the parameters are."""
+        super().load_state_dict({**state_dict, "state": {}})
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, state in state_dict["state"].items():
+            self.state[parameters[index]] = {
+                name: value.to("cpu", torch.float32, copy=True) for name, value in state.items()
+            }
 
 
 def clipped_step(

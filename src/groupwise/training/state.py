@@ -19,6 +19,7 @@ from groupwise.learner.checkpoint import (
     verify,
     write_checkpoint,
 )
+from groupwise.learner.optimizer import OffloadedAdamW
 from groupwise.model.policy import Policy
 from groupwise.model.sharded import Shards, local
 from groupwise.model.zero import without_masters
@@ -115,7 +116,8 @@ def load_learner(checkpoint: Path, learner: Optimizing, state: State) -> None:
     if policy.zero is not None:
         policy.zero.load_optimizer_state(load_file(checkpoint / OPTIMIZER), settings)
         return
-    tensors = without_masters(load_file(checkpoint / OPTIMIZER, device=str(policy.device)))
+    device = "cpu" if isinstance(learner.optimizer, OffloadedAdamW) else str(policy.device)
+    tensors = without_masters(load_file(checkpoint / OPTIMIZER, device=device))
     if (shards := policy.shards) is not None:
         tensors = {key: own_part(shards, key, tensor) for key, tensor in sorted(tensors.items())}
     load_optimizer(learner.optimizer, policy.owned(), tensors=tensors, settings=settings)

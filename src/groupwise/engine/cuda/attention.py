@@ -122,9 +122,12 @@ def attend_own(
     mask = used[:, None] & (dims[None, :] < SIZE)
     share = (row * HEADS + query_head) * own_splits + split
     if begin >= end:
+        wait_for_previous()
         tl.store(OWN_LSE + share, tl.full([PADDED], float("-inf"), tl.float32), mask=used)
         return
-    q = tl.load(Q + row * q_row + query_head[:, None] * q_head + dims[None, :], mask=mask, other=0.0)
+    # Not through the nearest cache: nothing has been waited for since the queries were turned.
+    at = Q + row * q_row + query_head[:, None] * q_head + dims[None, :]
+    q = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
     best = tl.full([PADDED], float("-inf"), tl.float32)
     total = tl.zeros([PADDED], tl.float32)
     acc = tl.zeros([PADDED, DIM], tl.float32)

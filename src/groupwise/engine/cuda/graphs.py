@@ -7,6 +7,14 @@ from typing import Any
 
 import torch
 
+from groupwise.model.policy import Policy
+
+
+def can_be_captured(policy: Policy) -> bool:
+    """Whether a pass asks the device nothing: `dynamic` rotary embeddings look how long the text is."""
+    rotary = getattr(policy.decoder, "rotary_emb", None)
+    return bool(getattr(rotary, "rope_type", None) != "dynamic")
+
 
 def captured(step: Callable[[], None], *, stream: torch.cuda.Stream, pool: Any) -> Callable[[], None]:
     """Record a step; what is returned runs it again.

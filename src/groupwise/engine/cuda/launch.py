@@ -20,7 +20,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 EARLY = tl.constexpr(
     torch.version.cuda is not None
     and torch.cuda.is_available()
-    and torch.cuda.get_device_capability() >= (9, 0)
+    and not triton.knobs.runtime.interpret
+    and all(torch.cuda.get_device_capability(n) >= (9, 0) for n in range(torch.cuda.device_count()))
 )
 
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from groupwise.engine.cuda.graphs import captured
+from groupwise.engine.cuda.graphs import can_be_captured, captured
 from groupwise.engine.paged import KVCache
 from groupwise.engine.prefill import Forward, PrefillLayout, Prompts, Stretch, places
 from groupwise.model.packed import Kind, Parts
@@ -108,7 +108,7 @@ class PromptGraphs(Prompts):
         super().__init__(policy, cache)
         self._idle_block = idle_block
         query_THD = policy.head_weight.new_empty(0, policy.heads, policy.head_size)
-        self._possible = fits(query_THD) or not query_THD.is_cuda
+        self._possible = (fits(query_THD) or not query_THD.is_cuda) and can_be_captured(policy)
         """Where prompts are padded instead, the host must know their lengths."""
         self._rows: dict[int, Row] = {}
         self._pool: Any = None

@@ -18,7 +18,7 @@ from torch import Tensor
 from groupwise.engine.blocks import Prefix
 from groupwise.engine.cuda import sampling as kernels
 from groupwise.engine.cuda.fused import fused_forward
-from groupwise.engine.cuda.graphs import captured
+from groupwise.engine.cuda.graphs import can_be_captured, captured
 from groupwise.engine.cuda.launch import EARLY, launch, padded
 from groupwise.engine.cuda.layout import DecodeLayout, members_of_a_tile, own_splits
 from groupwise.engine.cuda.state import StepState
@@ -98,7 +98,7 @@ class GraphRunner:
         self._ends = _end_tokens(policy)
         # One of each for all graphs: torch has 32 streams and hands them out again and again, and products
         # on one stream share their scratch memory, also with whatever else runs on it.
-        self._capturing = new_stream(self.device)
+        self._capturing = new_stream(self.device) if can_be_captured(policy) else None
         self._side = None if EARLY.value else new_stream(self.device)
         self._graphs: dict[tuple[int, int, Sampling, bool], Callable[[], None]] = {}
         self._layouts: list[DecodeLayout] = []

@@ -64,7 +64,8 @@ def sum_chunks(
     else:
         best = tl.max(x, 0)
     weight = tl.exp(x - best)
-    tl.store(BEST + to, best)
+    # Where nothing can be drawn in any chunk, no number must come out: that is how NaN logits are noticed.
+    tl.store(BEST + to, tl.where(best == LOWEST, float("-inf"), best))
     tl.store(TOTAL + to, tl.sum(weight, 0))
     tl.store(WEIGHTED + to, tl.sum(weight * (x - best), 0))
 
