@@ -12,6 +12,7 @@ import pytest
 
 from groupwise.commands.sft import sft_config
 from groupwise.config import Config, read_config
+from groupwise.config.sections import TaskConfig
 from groupwise.errors import ConfigError
 from groupwise.learner.imitation import encode, to_samples
 from groupwise.learner.supervised import Imitator
@@ -19,14 +20,18 @@ from groupwise.model.policy import Policy
 from groupwise.records import Example, Group, Rollout
 from groupwise.rewards.arithmetic import evaluate_expression
 from groupwise.rewards.tags import final_answer, is_well_formed
+from groupwise.rollout.tools import tool_of
 from groupwise.tasks.countdown import countdown
 from groupwise.tasks.demonstrations import (
+    ROLLOUT_COLUMNS,
     Demonstration,
     SampledTokens,
     best_answers,
+    of_rollout,
     of_row,
     plan_warm_start,
 )
+from groupwise.tasks.load import load_task
 from groupwise.tracking.rollouts import write_rollouts
 from groupwise.tracking.run_folder import RunFolder
 from small_models import policy_of, small_model, tiny_tokenizer
@@ -119,6 +124,70 @@ def test_sampled_tokens_are_trained_as_they_were_sampled(small_policy):
     assert encode(small_policy, Demonstration(prompt="x", completion="y", sampled=sampled)) == (odd, mask)
     other = Demonstration(prompt="another", completion="y", sampled=sampled)
     assert parts(small_policy, other)[1] == ["y<|im_end|>"]  # the ids are of another prompt: encoded anew
+
+
+TOOL_TASK = """
+import groupwise as gw
+
+def look(query: str) -> str:
+    'Look something up.'
+    return query
+
+task = gw.Task(
+    name="t", examples=[{"n": n} for n in range(20)], prompt=lambda e: f"{e['n']}",
+    rewards={"r": lambda rollout, example: 0.0}, tools=[look],
+)
+"""
+
+
+def sampled_with_tools(policy: Policy, prompt: str, tools: Any) -> Rollout:
+    """An answer that called a tool, read its result and ended."""
+    end = policy.tokenizer.eos_token_id
+    given = policy.encode(prompt, tools=tools)
+    first, last = ((*policy._tokens(turn), end) for turn in ("<think> a</think>", "b"))
+    read = policy.encode_results(["c"], prefill="", ended=True)
+    mask = [False] * len(given) + [True] * len(first) + [False] * len(read) + [True] * len(last)
+    nothing = (0.0,) * len(mask)
+    return replace(
+        rollout(prompt, "b", 1.0),
+        tokens=(*given, *first, *read, *last),
+        trained=tuple(mask),
+        logprobs=nothing,
+        entropies=nothing,
+        prompt_length=len(given),
+    )
+
+
+@pytest.fixture
+def run_with_tools(tmp_path) -> Path:
+    """The folder of a run whose task has a tool; it has no rollouts yet."""
+    (tmp_path / "task.py").write_text(TOOL_TASK)
+    run = RunFolder.create(tmp_path, name="tools", task="t", model="m")
+    run.config.write_text(f"task: {{name: {tmp_path}/task.py, held_out: 0}}\n")
+    return run.path
+
+
+def test_a_runs_answers_with_tools_are_trained_with_their_calls(small_policy, run_with_tools):
+    tools = [tool_of(load_task(TaskConfig(name=f"{run_with_tools.parent}/task.py")).tools[0]).schema]
+    answer = sampled_with_tools(small_policy, "3", tools)
+    path = RunFolder.open(run_with_tools).rollouts_at(1)
+    write_rollouts(path, 1, [Group(example=Example({"n": 3}), rollouts=(answer,))])
+    given = {"from_run": str(run_with_tools), "epochs": 1}
+    plan = plan_warm_start(sft_config(["task.held_out=0"], config=None, resume=None, given=given, flags={}))
+    (demonstration,), _ = plan.demonstrations.take(0, 1)
+    assert encode(small_policy, demonstration) == (answer.tokens, answer.trained)
+
+
+def test_answers_with_tools_after_another_prompt_are_refused(small_policy):
+    answer = sampled_with_tools(small_policy, "3", [tool_of(look).schema])
+    columns = {name: getattr(answer, name) for name in ROLLOUT_COLUMNS}
+    with pytest.raises(ConfigError, match="with the run's own model and task"):
+        encode(small_policy, of_rollout(Example(columns)))
+
+
+def look(query: str) -> str:
+    """Look something up."""
+    return query
 
 
 def test_equal_prompts_are_shared_and_long_rows_left_out(small_policy):

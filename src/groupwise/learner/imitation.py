@@ -33,10 +33,16 @@ def encode(policy: Policy, demonstration: Demonstration) -> tuple[tuple[int, ...
     """
     if isinstance(demonstration.completion, tuple):
         return joined(policy, list(stretches(policy, demonstration)))
-    prompt = policy.encode(demonstration.prompt)
+    prompt = policy.encode(demonstration.prompt, tools=demonstration.tools)
     sampled = demonstration.sampled
     if sampled is not None and sampled.tokens[: sampled.prompt_length] == prompt:
         return sampled.tokens, sampled.trained
+    if sampled is not None and (demonstration.tools or sampled.read_more):
+        # The text is of the last turn alone: training on it would teach not to call the tools.
+        raise ConfigError(
+            "the run's answers used tools, and its prompts are not those that this model and task give: "
+            "imitate them with the run's own model and task"
+        )
     answer = (*text_tokens(policy, demonstration.completion), end_token(policy))
     return (*prompt, *answer), (False,) * len(prompt) + (True,) * len(answer)
 

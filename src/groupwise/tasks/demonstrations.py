@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from groupwise.config import read_config
 from groupwise.config.sections import NO_TASK, Config, TaskConfig
 from groupwise.errors import ConfigError
 from groupwise.records import Example, Message
+from groupwise.rollout.tools import tool_of
 from groupwise.tasks.examples import load_examples
 from groupwise.tasks.load import load_task
 from groupwise.tasks.split import Split, split_rows
@@ -29,6 +31,11 @@ class SampledTokens:
     tokens: tuple[int, ...]
     trained: tuple[bool, ...]
     prompt_length: int
+
+    @property
+    def read_more(self) -> bool:
+        """Whether the policy was given more to read after the prompt: what its tools answered."""
+        return not all(self.trained[self.prompt_length :])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,12 +129,13 @@ def demonstrations_for(config: Config, task: Task | None) -> Demonstrations:
     """Return what the configuration says to imitate."""
     held_out = set() if task is None else {str(task.ask(e)) for e in held_out_of(config, task)}
     if config.sft.from_run is not None:
+        tools = () if task is None else tuple(tool_of(function).schema for function in task.tools)
         rows = best_answers(config)
-        return of_rows(rows, config=config, held_out=held_out, from_rollout=True)
+        return of_rows(rows, config=config, held_out=held_out, make=partial(of_rollout, tools=tools))
     if config.sft.data is not None:
         rows = load_examples(config.sft.data)
         check_rows(rows, source=config.sft.data)
-        return of_rows(rows, config=config, held_out=held_out, from_rollout=False)
+        return of_rows(rows, config=config, held_out=held_out, make=of_row)
     assert task is not None, "without data, a task says what to imitate"
     return of_task(task, config=config)
 
@@ -152,15 +160,14 @@ def of_task(task: Task, *, config: Config) -> Demonstrations:
 
 
 def of_rows(
-    rows: Sequence[Example], *, config: Config, held_out: set[str], from_rollout: bool
+    rows: Sequence[Example], *, config: Config, held_out: set[str], make: Callable[[Example], Demonstration]
 ) -> Demonstrations:
     """Demonstrations that the rows hold, without those that ask what evaluation will ask."""
-    make = of_rollout if from_rollout else of_row
     kept = [row for row in rows if str(make(row).prompt) not in held_out]
     if not kept:
         raise ConfigError("no demonstration is left: each asks what a held-out example asks")
     # Answers to one prompt would lie on both sides of a split by rows.
-    settings = TaskConfig(held_out=0 if from_rollout else config.task.held_out)
+    settings = TaskConfig(held_out=0 if config.sft.from_run else config.task.held_out)
     split = split_rows(kept, held_out=None, config=settings, seed=config.run.seed)
     return Demonstrations(
         split=split,
@@ -254,8 +261,9 @@ def best_answers(config: Config) -> list[Example]:
 ROLLOUT_COLUMNS = ("prompt", "text", "tokens", "trained", "prompt_length")
 
 
-def of_rollout(row: Example) -> Demonstration:
+def of_rollout(row: Example, *, tools: Sequence[Mapping[str, Any]] = ()) -> Demonstration:
+    """Read an answer that was recorded. `tools`: what its prompt told of them."""
     sampled = SampledTokens(
         tokens=tuple(row["tokens"]), trained=tuple(row["trained"]), prompt_length=row["prompt_length"]
     )
-    return Demonstration(prompt=row["prompt"], completion=row["text"], sampled=sampled)
+    return Demonstration(prompt=row["prompt"], completion=row["text"], tools=tools, sampled=sampled)
