@@ -272,6 +272,27 @@ def test_a_runs_best_answers_are_chosen(finished, settings, expected):
     assert [row["text"] for row in best_answers(config)] == expected
 
 
+@pytest.mark.parametrize(
+    ("words", "settings", "expected"),
+    [
+        ((), None, "tiny-search"),
+        (("model.name=tiny",), None, "tiny"),
+        ((), "model: {device: cpu}", "tiny-search"),
+        ((), "model: {name: tiny}", "tiny"),
+    ],
+)
+def test_a_runs_answers_are_imitated_by_its_model_unless_another_is_named(
+    finished, tmp_path, words, settings, expected
+):
+    (finished / "config.yaml").write_text("task: {name: countdown}\nmodel: {name: tiny-search}\n")
+    config = None
+    if settings is not None:
+        config = tmp_path / "settings.yaml"
+        config.write_text(settings)
+    given = {"from_run": str(finished), "epochs": 1}
+    assert sft_config(words, config=config, resume=None, given=given, flags={}).model.name == expected
+
+
 def test_a_reward_that_nobody_earned_is_refused(finished):
     config = read_config(overrides=[f"sft.from_run={finished}", "sft.min_reward=3"])
     with pytest.raises(ConfigError, match="the best has 2"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,8 +12,10 @@ import typer
 
 from groupwise.commands.words import settings_file, with_task
 from groupwise.config import Config, read_config
+from groupwise.config.read import read_file
 from groupwise.config.sections import NO_TASK
 from groupwise.errors import ConfigError
+from groupwise.tracking.run_folder import RunFolder
 
 what = partial(typer.Option, show_default=False, rich_help_panel="What to imitate")
 how = partial(typer.Option, show_default=False, rich_help_panel="How to learn")
@@ -105,4 +108,9 @@ def sft_config(
         raise ConfigError(
             f"{resume or config} is not a warm start, which is all that groupwise sft goes on with"
         )
-    return read
+    named = "model" in given or any(word.startswith("model.name=") for word in words)
+    if read.sft.from_run is None or named or (config is not None and "model.name" in read_file(config)):
+        return read
+    # A run's answers are its model's: the very tokens fit no other.
+    own = read_config(RunFolder.open(read.sft.from_run).config).model
+    return replace(read, model=replace(read.model, name=own.name))
