@@ -307,6 +307,10 @@ def test_a_reward_that_nobody_earned_is_refused(finished):
         ({"prompt": "", "completion": "b"}, "prompt must be text"),
         ({"messages": [{"role": "user", "content": "a"}]}, "end with the assistant's"),
         ({"messages": "a"}, "a list of messages"),
+        ({"prompt": "a", "completion": [{"role": "user", "content": "b"}]}, "no message of the assistant's"),
+        ({"prompt": "a", "completion": "b", "tools": "look"}, "tools must be a list"),
+        ({"prompt": "a", "completion": "b", "tools": '{"name": "look"}'}, "tools must be a list"),
+        ({"prompt": "a\ud800", "completion": "b"}, "not Unicode"),
     ],
 )
 def test_a_bad_row_is_refused_with_its_number(tmp_path, row, reason):
@@ -315,6 +319,30 @@ def test_a_bad_row_is_refused_with_its_number(tmp_path, row, reason):
     settings = sft_config([], config=None, resume=None, given={"data": str(path)}, flags={})
     with pytest.raises(ConfigError, match=f"rows.jsonl, row 2: .*{reason}"):
         plan_warm_start(settings)
+
+
+def test_tools_may_be_written_as_json():
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    for written in (tools, json.dumps(tools)):
+        assert of_row(Example({"prompt": "a", "completion": "b", "tools": written})).tools == tools
+    assert of_row(Example({"prompt": "a", "completion": "b", "tools": "[]"})).tools == ()
+
+
+@pytest.mark.parametrize("content", [None, [{"type": "text", "text": "a"}]], ids=["null", "parts"])
+def test_a_chat_that_the_template_cannot_write_is_refused_in_a_sentence(small_policy, content):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+    with pytest.raises(ConfigError, match="chat template cannot write these messages"):
+        encode(small_policy, of_row(Example({"messages": messages})))
+
+
+def test_a_warm_start_that_fails_at_its_first_rows_leaves_no_folder(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "completion": "b" * 99}))
+    words = ("sft", "--data", str(path), "--max-steps", "1", "--max-length", "9", *SMALL)
+    ended = run_command(*words, f"run.output_dir={tmp_path}", "run.name=r")
+    assert ended.code == 2
+    assert "raise sft.max_length" in ended.err
+    assert not (tmp_path / "r").exists()
 
 
 def test_rows_that_ask_what_evaluation_asks_are_left_out(tmp_path):

@@ -48,13 +48,19 @@ def render(
         shown = with_tools_text(shown, tools)
     if not knows_tools(tokenizer):
         shown = as_user_turns(shown)
-    text: str = tokenizer.apply_chat_template(
-        shown,
-        tokenize=False,
-        add_generation_prompt=more and not prefilled,
-        continue_final_message=prefilled,
-        **extra,
-    )
+    try:
+        text: str = tokenizer.apply_chat_template(
+            shown,
+            tokenize=False,
+            add_generation_prompt=more and not prefilled,
+            continue_final_message=prefilled,
+            **extra,
+        )
+    except Exception as error:  # a template may refuse a chat in any way it likes
+        raise ConfigError(
+            f"the model's chat template cannot write these messages: {error} ({type(error).__name__}); they "
+            f"begin {list(messages)!r:.120}"
+        ) from error
     return text
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -189,6 +191,13 @@ def check_rows(rows: Sequence[Example], *, source: str) -> None:
 
 
 def fault_in(row: Example) -> str | None:
+    try:
+        json.dumps(dict(row), ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        return f"its text is not Unicode: {error.reason}"
+    tools = tools_in(row)
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+        return "tools must be a list of descriptions, or one as JSON"
     if "messages" in row:
         if not is_prompt(row["messages"]) or isinstance(row["messages"], str):
             return "messages must be a list of messages with role and content"
@@ -202,12 +211,24 @@ def fault_in(row: Example) -> str | None:
         return "prompt must be text, or messages with role and content"
     if not is_prompt(row["completion"]):
         return "completion must be text, or messages with role and content"
+    answers = row["completion"]
+    if not isinstance(answers, str) and all(message["role"] != "assistant" for message in answers):
+        return "completion has no message of the assistant's: there is nothing to imitate"
     return None
+
+
+def tools_in(row: Example) -> Any:
+    """Return what a row says of tools; many datasets hold it as JSON."""
+    tools = row.get("tools") or ()
+    if isinstance(tools, str):
+        with suppress(ValueError):
+            return json.loads(tools) or ()
+    return tools
 
 
 def of_row(row: Example) -> Demonstration:
     """Read a checked row; of a chat, the prompt is what precedes the assistant's first message."""
-    tools = row.get("tools") or ()
+    tools = tools_in(row)
     if "messages" in row:
         messages = [without_nulls(message) for message in row["messages"]]
         first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")

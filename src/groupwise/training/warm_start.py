@@ -99,6 +99,8 @@ class WarmStart(Session):
         )
         self.longest = min(config.sft.max_length, self.policy.context_length)
         self.held_out = to_samples(self.policy, self.demonstrations.held_out(), longest=self.longest)
+        # A mistake in the first rows is found before anything is written or measured.
+        self.take(self.state.step + 1)
 
     def take(self, step: int) -> Taken:
         """Encode the next demonstrations; those that are too long are replaced, and counted."""
