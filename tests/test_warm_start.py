@@ -372,6 +372,18 @@ def test_epochs_count_passes_over_the_rows(tmp_path):
     assert plan.config.run.max_steps == 8  # 3 × 20 / 8, rounded up
 
 
+def test_a_pass_over_few_rows_is_one_small_batch(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"{n}", "completion": "x"}) for n in range(5)))
+    given = {"data": str(path), "epochs": 2, "batch_size": 32}
+    settings = sft_config([], config=None, resume=None, given=given, flags={})
+    plan = plan_warm_start(settings)
+    assert (plan.config.sft.batch, plan.config.run.max_steps) == (4, 2)  # a fifth is kept back
+    assert plan_warm_start(plan.config, resumed=True).config == plan.config
+    old = plan_warm_start(settings, resumed=True).config  # begun when batches were filled up
+    assert (old.sft.batch, old.run.max_steps) == (32, 1)
+
+
 @pytest.mark.parametrize("variant", [(), ("lora.r=4", "lora.dropout=0.1")], ids=["full", "lora"])
 def test_killed_and_resumed_a_warm_start_gives_the_same_bits(tmp_path, variant):
     words = ["sft", "--task", "countdown", "--max-steps", "4", f"run.output_dir={tmp_path}", *SMALL, *variant]

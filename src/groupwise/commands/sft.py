@@ -79,7 +79,8 @@ def sft(
 
     tracker_names(settings.track)
     local_folder(settings.model.name)
-    plan = plan_warm_start(settings)  # before torch, so that a mistake in the data is answered at once
+    # Before torch, so that a mistake in the data is answered at once.
+    plan = plan_warm_start(settings, resumed=resume is not None)
     from groupwise.training.warm_start import warm_start
 
     warm_start(plan, resume=resume)

@@ -108,8 +108,8 @@ class Plan:
         return self.task.name
 
 
-def plan_warm_start(config: Config, *, task: Task | None = None) -> Plan:
-    """Settle what to imitate and for how long."""
+def plan_warm_start(config: Config, *, task: Task | None = None, resumed: bool = False) -> Plan:
+    """Settle what to imitate and for how long; a resumed run keeps its batches as they are."""
     if config.sft.from_run is not None and config.task.name == NO_TASK:
         # The run's own task says which of its prompts are held out, and measures what imitation is worth.
         own = read_config(RunFolder.open(config.sft.from_run).config).task
@@ -121,8 +121,11 @@ def plan_warm_start(config: Config, *, task: Task | None = None) -> Plan:
     if task is None and config.sft.data is None:
         raise ConfigError("say what to imitate: --data FILE, --from-run RUN, or --task NAME")
     demonstrations = demonstrations_for(config, task)
-    if config.sft.passes is not None:
-        steps = demonstrations.steps_for(config.sft.passes, batch=config.sft.batch)
+    if (passes := config.sft.passes) is not None:
+        size = demonstrations.split.size
+        if size is not None and not resumed:  # no batch holds a row twice: a pass stays one
+            config = replace(config, sft=replace(config.sft, batch=min(config.sft.batch, size)))
+        steps = demonstrations.steps_for(passes, batch=config.sft.batch)
         config = replace(config, run=replace(config.run, max_steps=steps))
     return Plan(config=config, task=task, demonstrations=demonstrations)
 
