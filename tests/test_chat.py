@@ -7,6 +7,7 @@ import json
 import pytest
 
 from groupwise import cli
+from groupwise.commands.chat import readable
 from groupwise.config import read_config
 from groupwise.config.model import ModelConfig
 from groupwise.errors import ConfigError
@@ -54,8 +55,9 @@ def test_an_answer_given_up_half_way_does_not_disturb_the_next(small_policy):
 
 def test_a_conversation_beyond_the_context_is_refused(small_policy):
     streaming = Streaming(small_policy, Sampling(max_tokens=1000), seed=0)
+    assert list(streaming([{"role": "user", "content": "x" * 100}])), "an answer as long as there is room"
     with pytest.raises(ConfigError, match="begin anew"):
-        list(streaming([{"role": "user", "content": "x" * 100}]))
+        list(streaming([{"role": "user", "content": "x" * 100_000}]))
     streaming.close()
 
 
@@ -81,6 +83,20 @@ def test_one_question_one_answer(capsys):
     assert capsys.readouterr().out.strip()
 
 
+def test_what_does_not_fit_the_context_is_said_and_the_conversation_goes_on(capsys, monkeypatch):
+    typed = iter(["3 " * 2000, "1 + 1", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda _: next(typed))
+    assert cli.main(["chat", "tiny", "--max-tokens", "4"]) == 0
+    _, refused, answered, *_ = capsys.readouterr().out.splitlines()
+    assert "exceed the context" in refused
+    assert "exceed" not in answered
+
+
+def test_what_is_no_text_is_shown_as_a_terminal_would():
+    assert readable("2 + 2 = ½") == "2 + 2 = ½"
+    assert readable(b"a\xffb".decode(errors="surrogateescape")) == "a\N{REPLACEMENT CHARACTER}b"
+
+
 def test_a_conversation_by_keyboard(capsys, monkeypatch):
     typed = iter(["1 + 1", "", "/reset", "2 + 2", "/quit"])
     monkeypatch.setattr("builtins.input", lambda _: next(typed))
@@ -95,6 +111,7 @@ def test_a_conversation_by_keyboard(capsys, monkeypatch):
         (["tiny", "--example", "999"], "there is no number 999"),
         (["/nowhere/at/all"], "neither the folder of a run"),
         (["tiny", "--temperature", "-1"], "--temperature must be at least 0"),
+        (["tiny", "--prompt", "a", "--task", "math"], "give --example or --tools"),
     ],
 )
 def test_mistakes_are_answered_in_a_sentence(words, message, capsys):

@@ -104,6 +104,26 @@ def test_what_does_not_fit_gets_advice():
     assert not found.fits
     assert any("lora.r=16" in line for line in advice(config("lora.r=0"), SHAPE, found))
     assert list(advice(config(), SHAPE, preflight(config(), SHAPE, GPU, prompt_tokens=16))) == []
+    asked = config("optim.micro_batch_tokens=1024")
+    on_cpu = Place(kind="cpu", total=1000, program=0)
+    lines = list(advice(asked, SHAPE, preflight(asked, SHAPE, on_cpu, prompt_tokens=16)))
+    assert not any("offload" in line or "micro_batch" in line for line in lines)
+    assert any("max_sequences" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--memory-gb", "nan"], "--memory-gb must be"),
+        (["--memory-gb", "-5"], "--memory-gb must be"),
+        (["--on", "tpu"], "--on must be one of cpu, cuda"),
+        (["--prompt-tokens", "-3"], "--prompt-tokens must be at least 1"),
+        (["--answer-tokens", "0"], "--answer-tokens must be at least 1"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(words, message, capsys):
+    assert cli.main(["doctor", "--model", "tiny", *words]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_model_that_is_quantized_on_disk_is_known_to_be(tmp_path: Path):

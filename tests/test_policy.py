@@ -218,6 +218,12 @@ def test_an_incomplete_folder_is_refused_by_what_it_lacks(
         load_policy(model_config(folder), FULL)
 
 
+def test_pickled_weights_are_left_to_those_who_trust_them(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"pytorch_model.bin is pickled and may run code: if you trust"):
+        load_policy(model_config(folder), FULL)
+
+
 def test_damaged_weights_are_refused(folder: Path) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])

@@ -294,12 +294,33 @@ def test_tokens_of_a_vocabulary_with_marked_spaces_keep_them():
         ("/v1/completions", {"prompt": ["a", "b"]}, 400, "one for each request"),
         ("/v1/completions", {"prompt": [10**6]}, 400, "token ids of this model"),
         ("/v1/embeddings", {"input": "a"}, 404, "nothing at POST"),
+        ("/v1/chat/completions", chat("a", stop=["\ud800"]), 400, "half of a surrogate pair"),
+        ("/v1/completions", {"prompt": "\ud800"}, 400, "half of a surrogate pair"),
+        ("/v1/chat/completions", chat("a", stop=5), 400, "stop must be text"),
+        ("/v1/chat/completions", chat("a", stream_options="x"), 400, "stream_options must be of type dict"),
+        ("/v1/chat/completions", chat("a", tools=[{"function": None}]), 400, "each of tools must be"),
+        ("/v1/chat/completions", chat("a", tools=[{"function": "name"}]), 400, "each of tools must be"),
+        ("/v1/chat/completions", chat("a", tool_choice="required"), 400, "tool_choice must be auto or none"),
+        ("/v1/chat/completions", chat("a", top_k=1.5), 400, "top_k must be a whole number"),
+        ("/v1/chat/completions", chat("a", max_completion_tokens=0), 400, "at least 1"),
     ],
 )
 def test_what_cannot_be_answered_is_refused_with_a_reason(port, path, body, status, message):
     got, answer = ask(port, path, body)
     assert got == status
     assert message in answer["error"]["message"]
+
+
+def test_the_model_can_be_looked_up_by_name(port):
+    assert ask(port, "/v1/models/small", None)[1]["id"] == "small"
+    assert ask(port, "/v1/models/other", None)[0] == 404
+
+
+def test_a_request_that_the_server_fails_at_is_answered_500_and_the_next_one_as_ever(port):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Server, "_health", lambda _: 1 // 0)
+        assert ask(port, "/health", None)[0] == 500
+    assert ask(port, "/health", None)[0] == 200
 
 
 def test_stop_strings_end_an_answer_and_are_not_part_of_it(port, tiny):
@@ -358,6 +379,7 @@ def test_a_key_is_asked_for(tiny):
         assert ask(port, "/v1/models", None)[0] == 401
         assert ask(port, "/v1/models", None, Authorization="Bearer wrong")[0] == 401
         assert ask(port, "/v1/models", None, Authorization="Bearer secret")[0] == 200
+        assert ask(port, "/v1/models", None, Authorization="bearer secret")[0] == 200
         assert ask(port, "/health", None)[0] == 200
 
 

@@ -53,6 +53,8 @@ def chat(
     between("--example", example, 1)
     if prompt is not None and example is not None:
         raise ConfigError("--prompt and --example both say what to ask; give one of them")
+    if task is not None and example is None and not tools:
+        raise ConfigError("--task says whose example or tools to take: give --example or --tools with it")
     if tools and strategy is not None:
         raise ConfigError("--tools and --strategy do not go together; give one of them")
     from groupwise.serve.opened import find_named, held_out_example, tools_of
@@ -79,7 +81,7 @@ def chat(
             return
         talk = conversation(answering, system=system, asked=asked)
         if prompt is not None:
-            show(talk.ask(sys.stdin.read() if prompt == "-" else prompt))
+            show(talk.ask(readable(sys.stdin.read() if prompt == "-" else prompt)))
         else:
             print(f"{target}: {HELP}")
             converse(talk)
@@ -120,8 +122,11 @@ def converse(talk: Talk) -> None:
     for line in questions():
         if line == "/reset":
             talk.reset()
-        else:
+            continue
+        try:
             show(talk.ask(line))
+        except ConfigError as error:  # such as a context that is full: what was said so far is kept
+            print(error)
 
 
 def questions() -> Iterator[str]:
@@ -135,7 +140,12 @@ def questions() -> Iterator[str]:
         if line == "/quit":
             return
         if line:
-            yield line
+            yield readable(line)
+
+
+def readable(text: str) -> str:
+    """Text as the user typed it; what is no UTF-8 is replaced, as a terminal shows it."""
+    return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def show(parts: Iterator[str]) -> str:

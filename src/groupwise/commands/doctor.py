@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from groupwise.config import Config, read_config
+from groupwise.config.checks import between, one_of
 
 if TYPE_CHECKING:
     from groupwise.training.preflight import Place, Preflight
@@ -47,6 +48,10 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> int:
     """Say what is installed; with a model or settings, whether a run will fit and how long a step takes."""
+    between("--prompt-tokens", prompt_tokens, 1)
+    between("--answer-tokens", answer_tokens, 1)
+    between("--memory-gb", memory_gb, 0.0, 1e6)
+    one_of("--on", on or "cpu", ("cpu", "cuda"))
     if template is not None:
         return template_report(template)
     found = environment()

@@ -20,6 +20,7 @@ NEEDED = {
     "a tokenizer (tokenizer.json)": ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json"),
 }
 """What a model's folder must hold, and how it is recognised."""
+PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth")
 
 
 def model_folder(name: str) -> Path:
@@ -71,7 +72,11 @@ def check_folder(path: Path, *, name: str) -> None:
         )
     lacking = missing_files(path)
     if lacking:
-        raise ConfigError(f"the model folder {name} lacks {' and '.join(lacking)}")
+        pickled = next((file.name for pattern in PICKLED for file in path.glob(pattern)), None)
+        raise ConfigError(
+            f"the model folder {name} lacks {' and '.join(lacking)}"
+            + (f"; {pickled} is pickled and may run code: {convert(name)}" if pickled else "")
+        )
 
 
 def missing_files(folder: Path) -> list[str]:
@@ -118,8 +123,17 @@ def _downloaded(name: str) -> Path:
         ) from error
     lacking = missing_files(folder)
     if lacking:
-        raise ConfigError(f"the Hugging Face model {name} lacks {' and '.join(lacking)}")
+        raise ConfigError(
+            f"the Hugging Face model {name} lacks {' and '.join(lacking)}; pickled weights, "
+            f"which it may have, can run code: {convert(name)}"
+        )
     return folder
+
+
+def convert(name: str) -> str:
+    """How someone who trusts a model's pickled weights makes others of them."""
+    save = f"AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained({Path(name).name + '-safe'!r})"
+    return f"if you trust them, run {save} of transformers, save its AutoTokenizer there too, and name that"
 
 
 def first_line(error: Exception) -> str:

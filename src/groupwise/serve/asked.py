@@ -59,7 +59,10 @@ def read_asked(body: Mapping[str, Any], codec: Codec, *, chat: bool, context: in
     named = typed(body, "model", str, model)
     if named != model:
         raise Refused(404, f"the model {named!r} is not served here; {model!r} is")
-    tools = typed(body, "tools", list, []) if chat and body.get("tool_choice") != "none" else []
+    choice = body.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise Refused(400, "tool_choice must be auto or none: the model decides whether it calls")
+    tools = typed(body, "tools", list, []) if chat and choice != "none" else []
     prompt = chat_tokens(body, codec, tools) if chat else plain_tokens(body, codec)
     count = typed(body, "n", int, 1)
     if not 1 <= count <= MOST_ANSWERS:
@@ -80,7 +83,7 @@ def read_asked(body: Mapping[str, Any], codec: Codec, *, chat: bool, context: in
             scores_prompt=echo and alternatives is not None,
         ),
         stream=typed(body, "stream", bool, False),
-        usage=bool((body.get("stream_options") or {}).get("include_usage")),
+        usage=bool(typed(body, "stream_options", dict, {}).get("include_usage")),
         logprobs=alternatives is not None,
         echo=codec.decode(prompt) if echo else "",
         silent=silent,
@@ -90,21 +93,23 @@ def read_asked(body: Mapping[str, Any], codec: Codec, *, chat: bool, context: in
 
 def read_sampling(body: Mapping[str, Any], *, chat: bool, room: int) -> Sampling:
     """Read how tokens are drawn; without a limit, a chat may use what is left of the context."""
-    stop = body.get("stop") or ()
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(string, str) and string for string in stop) or len(stop) > 16:
+    stop = body.get("stop") or []
+    stop = [stop] if isinstance(stop, str) else stop
+    texts = isinstance(stop, list) and all(isinstance(string, str) and string for string in stop)
+    if not texts or len(stop) > 16:
         raise Refused(400, "stop must be text, or up to 16 of them")
-    asked = body.get("max_completion_tokens") or body.get("max_tokens")
+    asked = body.get("max_completion_tokens")
+    asked = body.get("max_tokens") if asked is None else asked
     if asked is not None and (isinstance(asked, bool) or not isinstance(asked, int) or asked < 1):
         raise Refused(400, "max_tokens must be a whole number of at least 1")
     heat = number(body, "temperature", 1.0, 0.0, 10.0)
     sampling = Sampling(
         temperature=0.0 if heat < COLDEST else heat,
         top_p=number(body, "top_p", 1.0, 1e-6, 1.0),
-        top_k=int(number(body, "top_k", 0, 0, 1e9)),
+        top_k=int(number(body, "top_k", 0, 0, 1e9, whole=True)),
         min_p=number(body, "min_p", 0.0, 0.0, 1.0),
         max_tokens=asked or (max(1, room) if chat else 16),
-        stop=stop,
+        stop=tuple(stop),
     )
     return sampling
 
@@ -130,7 +135,8 @@ def chat_tokens(body: Mapping[str, Any], codec: Codec, tools: Sequence[Any]) -> 
         raise Refused(400, "messages must be a list of at least one message")
     chat = [read_message(message) for message in messages]
     for tool in tools:
-        if not isinstance(tool, dict) or "name" not in tool.get("function", {}):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise Refused(400, "each of tools must be {type: function, function: {name, …}}")
     try:
         template = codec.tokenizer.chat_template
@@ -178,10 +184,14 @@ def typed(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
     return value
 
 
-def number(body: Mapping[str, Any], name: str, default: float, low: float, high: float) -> float:
+def number(
+    body: Mapping[str, Any], name: str, default: float, low: float, high: float, *, whole: bool = False
+) -> float:
     value = body.get(name)
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise Refused(400, f"{name} must be a number between {low:g} and {high:g}")
+    if whole and value != int(value):
+        raise Refused(400, f"{name} must be a whole number")
     return float(value)

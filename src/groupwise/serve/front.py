@@ -65,5 +65,5 @@ def run_front(connection: Connection) -> None:
     )
     try:
         asyncio.run(server.run(opening.host, opening.port, ready=connection.send))
-    except OSError as error:
-        connection.send(error.strerror or str(error))
+    except (OSError, UnicodeError) as error:  # some names of hosts cannot even be looked up
+        connection.send(getattr(error, "strerror", None) or str(error))

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
+from groupwise.tracking.log import LOGGER
+
 HEAD_LIMIT = 32 * 1024
 BODY_LIMIT = 16 * 1024 * 1024
 IDLE_SECONDS = 60.0
@@ -35,6 +37,10 @@ class Question:
             raise Refused(400, "the body is not valid JSON") from None
         if not isinstance(value, dict):
             raise Refused(400, "the body must be a JSON object")
+        try:
+            encode(value).encode()
+        except (UnicodeEncodeError, RecursionError):
+            raise Refused(400, "the body holds text that is none: half of a surrogate pair") from None
         return value
 
 
@@ -129,6 +135,12 @@ async def respond(handler: Handler, question: Question, writer: asyncio.StreamWr
             return
     except Refused as refused:
         await write_reply(writer, refused.reply(), close=close)
+        return
+    except ConnectionError:
+        raise
+    except Exception:  # one request must not leave its client, or others, without an answer
+        LOGGER.exception("a request could not be answered")
+        await write_reply(writer, Refused(500, "the server failed at this request").reply(), close=close)
         return
     await write_events(writer, reply, close=close)
 

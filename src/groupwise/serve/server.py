@@ -10,6 +10,7 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
+from urllib.parse import unquote
 
 from groupwise.engine.live import Busy
 from groupwise.model.codec import Codec
@@ -35,6 +36,7 @@ class Server:
     ) -> None:
         self.codec, self.model, self.context, self.slots = codec, model, context, slots
         self._pieces = Pieces(codec.tokenizer)
+        self._about = {"id": model, "object": "model", "created": 0, "owned_by": "groupwise"}
         self._api_key = api_key
         self._connection = connection
         self._open = 0
@@ -75,8 +77,9 @@ class Server:
         self._check_key(question)
         match question.method, question.path.rstrip("/"):
             case "GET", "/v1/models":
-                model = {"id": self.model, "object": "model", "created": 0, "owned_by": "groupwise"}
-                return Reply(body={"object": "list", "data": [model]})
+                return Reply(body={"object": "list", "data": [self._about]})
+            case "GET", path if unquote(path) == f"/v1/models/{self.model}":
+                return Reply(body=self._about)
             case "POST", "/v1/chat/completions":
                 return await self._complete(question.json(), chat=True)
             case "POST", "/v1/completions":
@@ -91,8 +94,9 @@ class Server:
     def _check_key(self, question: Question) -> None:
         if self._api_key is None:
             return
-        given = question.headers.get("authorization", "").removeprefix("Bearer ").encode()
-        if not hmac.compare_digest(given, self._api_key.encode()):
+        scheme, _, given = question.headers.get("authorization", "").partition(" ")
+        right = hmac.compare_digest(given.strip().encode(), self._api_key.encode())
+        if scheme.lower() != "bearer" or not right:
             raise Refused(401, "the API key is missing or wrong")
 
     async def _complete(self, body: Mapping[str, Any], *, chat: bool) -> Reply | Events:

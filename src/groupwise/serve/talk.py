@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -70,12 +71,14 @@ class Streaming:
         """Yield what comes after a prompt as text; returns its tokens and why they end."""
         self._turn += 1
         seed = derive_seed(self.seed, "chat", self._turn)
-        job = Job(prompt=prompt, seeds=(seed,), sampling=self.sampling)
+        room = max(1, self._engine.context - len(prompt))
+        sampling = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, room))
+        job = Job(prompt=prompt, seeds=(seed,), sampling=sampling)
         written: list[int] = []
         try:
             self._engine.submit(job)
         except ValueError as error:
-            raise ConfigError(f"{error}: begin anew, or lower --max-tokens") from None
+            raise ConfigError(f"{error}: begin anew") from None
         stream = TextStream(self.policy.decode, stop=self.sampling.stop)
         finish = None
         try:

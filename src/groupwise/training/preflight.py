@@ -28,6 +28,7 @@ NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 FILLED = 0.95
 """Share of the memory that may be taken: the rest is for what lies between the pieces."""
 PROMPT_TOKENS = 256
+SMALL_PASS = 1024
 """Of a prompt, where nothing is known of it."""
 FIRST_USE = 70_000_000
 """What libraries take on a CPU when first used, besides their code: measured with a model of no size."""
@@ -267,18 +268,18 @@ def activation_numbers(config: Config, shape: Shape) -> int:
 
 def advice(config: Config, shape: Shape, found: Preflight) -> Iterator[str]:
     """Yield what would make a run that does not fit smaller, the least painful first."""
-    if found.fits:
-        return
-    if found.updating > found.generating:
+    room = FILLED * found.place.total
+    if found.updating > room:
         if not config.model.gradient_checkpointing:
             yield "model.gradient_checkpointing=true: activations of one layer at a time, a third more time"
-        yield "optim.micro_batch_tokens=1024: smaller passes, the same gradient"
+        if (config.optim.micro_batch_tokens or SMALL_PASS + 1) > SMALL_PASS:
+            yield f"optim.micro_batch_tokens={SMALL_PASS}: smaller passes, the same gradient"
         if not config.lora.r:
             yield "lora.r=16: gradients and optimizer for adapters alone"
         elif shape.quantization is None:
             yield "model.quantization=nf4: the frozen weights in four bits"
-        if not config.optim.offload:
+        if not config.optim.offload and found.place.kind != "cpu":
             yield "optim.offload=true: the optimizer's state in main memory"
-    else:
+    if found.generating > room:
         yield "engine.max_sequences=64: fewer answers at once, slower"
         yield "rollout.max_tokens or rollout.group_size: fewer tokens in the cache"
