@@ -111,7 +111,7 @@ def test_a_conversation_by_keyboard(capsys, monkeypatch):
         (["tiny", "--example", "999"], "there is no number 999"),
         (["/nowhere/at/all"], "neither the folder of a run"),
         (["tiny", "--temperature", "-1"], "--temperature must be at least 0"),
-        (["tiny", "--prompt", "a", "--task", "math"], "give --example or --tools"),
+        (["tiny", "--prompt", "a", "--task", "math"], "--task says whose example"),
     ],
 )
 def test_mistakes_are_answered_in_a_sentence(words, message, capsys):

@@ -53,10 +53,10 @@ def chat(
     between("--example", example, 1)
     if prompt is not None and example is not None:
         raise ConfigError("--prompt and --example both say what to ask; give one of them")
-    if task is not None and example is None and not tools:
-        raise ConfigError("--task says whose example or tools to take: give --example or --tools with it")
     if tools and strategy is not None:
         raise ConfigError("--tools and --strategy do not go together; give one of them")
+    if task and not (example or tools):
+        raise ConfigError("--task says whose example or tools to take: give --example or --tools with it")
     from groupwise.serve.opened import find_named, held_out_example, tools_of
 
     named = find_named(target, words or [])
@@ -67,14 +67,14 @@ def chat(
     from groupwise.records import Sampling
 
     policy = load_for_generation(config.model, rank=named.target.rank, trained=named.target.trained)
-    room = max(1, policy.context_length // 2)
-    sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=min(max_tokens, room))
+    longest = min(max_tokens, max(1, policy.context_length // 2))
+    sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=longest)
     with ExitStack() as stack:
         if strategy is not None:
             answering = strategist(strategy, policy, sampling, config=config, seed=seed)
         else:
             answering = streamer(policy, sampling, stack, config=config, kit=kit, seed=seed)
-        if example and asked is not None:
+        if example and asked:
             print(f"{asked.question}\n---")
             text = show(answering(asked.messages))
             print(asked.verdict(text, seconds=config.task.reward_seconds, kit=kit))
@@ -83,8 +83,7 @@ def chat(
         if prompt is not None:
             show(talk.ask(readable(sys.stdin.read() if prompt == "-" else prompt)))
         else:
-            print(f"{target}: {HELP}")
-            converse(talk)
+            converse(talk, title=target)
 
 
 def streamer(
@@ -118,7 +117,8 @@ def strategist(strategy: str, policy: Policy, sampling: Sampling, *, config: Con
     return by_strategy(strategy, policy, drawn, engine=config.engine, seed=seed)
 
 
-def converse(talk: Talk) -> None:
+def converse(talk: Talk, *, title: str) -> None:
+    print(f"{title}: {HELP}")
     for line in questions():
         if line == "/reset":
             talk.reset()

@@ -9,6 +9,7 @@ from typing import Any
 
 from groupwise.engine.live_scheduler import Job
 from groupwise.engine.sampler import MOST_ALTERNATIVES, derive_seed
+from groupwise.errors import ConfigError
 from groupwise.model.codec import Codec
 from groupwise.model.template import knows_tools
 from groupwise.records import Message, Sampling
@@ -142,6 +143,8 @@ def chat_tokens(body: Mapping[str, Any], codec: Codec, tools: Sequence[Any]) -> 
         template = codec.tokenizer.chat_template
         knows = template is not None and knows_tools(codec.tokenizer)
         return codec.encode([for_template(message, knows_calls=knows) for message in chat], tools=tools)
+    except ConfigError as error:
+        raise Refused(400, str(error)) from error
     except Exception as error:  # a template may refuse a chat in any way it likes
         raise Refused(400, f"the model's chat template refuses these messages: {error}") from error
 
