@@ -13,7 +13,7 @@ from groupwise.errors import ConfigError, InvariantError
 from groupwise.model import merge as merging
 from groupwise.model.merge import merge
 from groupwise.model.source import TINY_FOLDER, local_folder, model_folder
-from test_lora import KINDS, adapted
+from test_lora import KINDS, adapted, logprobs
 
 
 @pytest.fixture(params=KINDS)
@@ -101,6 +101,27 @@ def test_a_quantized_base_is_unpacked(tmp_path):
     assert "quantization_config" not in json.loads((done.folder / "config.json").read_text())
     merged = AutoModelForCausalLM.from_pretrained(done.folder, dtype=torch.float32)
     assert {type(m) for m in merged.modules() if isinstance(m, torch.nn.Linear)} == {torch.nn.Linear}
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_of_a_run_are_merged_into_the_quantized_weights_that_they_were_trained_on(kind, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(f"model: {{quantization: {kind}}}\nlora: {{r: 4}}\n")
+    policy = adapted(quantization=kind)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000001"
+    policy.save(checkpoint)
+    for number, words in enumerate([[], ["--base-model", "tiny"]]):
+        output = tmp_path / f"merged-{number}"
+        words = [*words, "--lora-model", str(checkpoint), "--output-path", str(output)]
+        assert cli.main(["merge", *words]) == 0
+        merged = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
+        prompt, answer = (40, 41, 42), tuple(range(43, 80))
+        with torch.no_grad():
+            logits_TV = merged(torch.tensor([[*prompt, *answer]])).logits[0, 2:-1]
+        scores = logits_TV.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+        torch.testing.assert_close(scores, logprobs(policy, prompt, answer), rtol=1e-4, atol=1e-4)
 
 
 def test_a_folder_that_is_no_model_says_what_to_do(tmp_path, plain):

@@ -63,6 +63,7 @@ def merge(
     output: Path,
     *,
     base: str | None = None,
+    quantization: str | None = None,
     dtype: str = "float32",
     device: str | None = None,
     shard_size: str = "4GB",
@@ -70,6 +71,7 @@ def merge(
 ) -> Merged:
     """Write base + adapter to `output`, load that again, and compare it with what was merged.
 
+    A base that was trained on quantized is quantized again first: the adapter was fitted to those weights.
     The new folder gets its name only when the comparison holds.
     """
     keep_quiet()
@@ -79,7 +81,7 @@ def merge(
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen: torch.dtype = getattr(torch, dtype)
     tokenizer = load_tokenizer(adapter if (adapter / "tokenizer.json").is_file() else source)
-    adapted = _with_adapter(causal_model(source, chosen, where), adapter)
+    adapted = _with_adapter(causal_model(source, chosen, where, quantization=quantization), adapter)
     texts_T = _prompt_tokens(tokenizer, adapted.config.vocab_size, device=where)
     compared = _precision(adapted, chosen)
     expected = _logits(adapted, texts_T, compared)
