@@ -90,6 +90,30 @@ def test_the_command_prints_what_it_compared(plain, tmp_path, capsys):
     assert cli.main(["merge", "--output-path", str(tmp_path / "m")]) == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("adapter_model.safetensors", None, "adapter_model.safetensors is missing"),
+        ("adapter_model.safetensors", b"\x10\0\0\0\0\0\0\0{", "is damaged or does not fit the model"),
+        ("adapter_config.json", b"{}", "gives no rank r"),
+        ("adapter_config.json", b"[]", "gives no rank r"),
+        ("adapter_config.json", b"{", "is not valid JSON"),
+        ("adapter_config.json", b'{"r": 4}', "does not name its model"),
+    ],
+)
+def test_damaged_adapters_are_refused_in_a_sentence(name, content, message, plain, tmp_path, capsys):
+    (plain / name).unlink()
+    if content is not None:
+        (plain / name).write_bytes(content)
+    for words in (
+        ["merge", "--lora-model", str(plain), "--output-path", str(tmp_path / "merged")],
+        ["chat", str(plain), "--prompt", "hi", "model.device=cpu"],
+    ):
+        assert cli.main(words) == 2
+        assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_quantized_base_is_unpacked(tmp_path):
     pytest.importorskip("bitsandbytes")

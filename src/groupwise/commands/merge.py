@@ -29,10 +29,12 @@ def merge(
     """Add adapters into their model: a plain Hugging Face folder, compared with what was merged."""
     one_of("--dtype", dtype, ("float32", "bfloat16"))
     adapter, base, quantization = named_adapter(run, lora_model, base_model)
-    from groupwise.model.merge import adapter_settings, check_output
+    from groupwise.model.merge import check_output
     from groupwise.model.merge import merge as merge_adapter
+    from groupwise.model.source import adapter_base, adapter_settings
 
     adapter_settings(adapter)
+    base = base or adapter_base(adapter)
     check_output(output_path, overwrite=overwrite)
     done = merge_adapter(
         adapter,

@@ -5,7 +5,6 @@ Axes: T tokens, V vocabulary.
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -18,9 +17,9 @@ from torch import Tensor
 
 from groupwise.errors import ConfigError, InvariantError
 from groupwise.model.load import causal_model, keep_quiet, load_tokenizer
-from groupwise.model.lora import base_of, effective_weight, is_adapted
+from groupwise.model.lora import base_of, effective_weight, is_adapted, load_adapter
 from groupwise.model.quantized import is_quantized, is_quantized_model
-from groupwise.model.source import ADAPTER, first_line, model_folder
+from groupwise.model.source import adapter_base, model_folder
 
 LIMIT = 1e-4
 """Largest difference of a logit where it is computed in float64: rounding the sums to float32 makes less."""
@@ -75,13 +74,13 @@ def merge(
     The new folder gets its name only when the comparison holds.
     """
     keep_quiet()
-    settings = adapter_settings(adapter)
     check_output(output, overwrite=overwrite)
-    source = model_folder(base or settings["base_model_name_or_path"])
+    source = model_folder(base or adapter_base(adapter))
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen: torch.dtype = getattr(torch, dtype)
     tokenizer = load_tokenizer(adapter if (adapter / "tokenizer.json").is_file() else source)
-    adapted = _with_adapter(causal_model(source, chosen, where, quantization=quantization), adapter)
+    model = causal_model(source, chosen, where, quantization=quantization)
+    adapted = load_adapter(model, adapter).eval()
     texts_T = _prompt_tokens(tokenizer, adapted.config.vocab_size, device=where)
     compared = _precision(adapted, chosen)
     expected = _logits(adapted, texts_T, compared)
@@ -125,18 +124,6 @@ def _check(difference: float, *, limit: float) -> None:
             f"the merged model differs from model and adapter by {difference:.1e} in a logit, more than "
             f"rounding explains ({limit:.1e}): nothing was written"
         )
-
-
-def adapter_settings(folder: Path) -> dict[str, Any]:
-    """Read what an adapter says of itself."""
-    path = folder / ADAPTER
-    if not path.is_file():
-        raise ConfigError(f"{folder} holds no adapter: it has no {ADAPTER}")
-    try:
-        settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {first_line(error)}") from error
-    return settings
 
 
 def check_output(output: Path, *, overwrite: bool) -> None:
@@ -186,15 +173,6 @@ def _plain_linears(model: Any, dtype: torch.dtype) -> None:
 def _put(root: Any, name: str, module: torch.nn.Module) -> None:
     parent, _, last = name.rpartition(".")
     setattr(root.get_submodule(parent), last, module)
-
-
-def _with_adapter(model: Any, adapter: Path) -> Any:
-    import peft
-
-    try:
-        return peft.PeftModel.from_pretrained(model, str(adapter)).eval()
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise ConfigError(f"the adapter in {adapter} does not fit the model: {first_line(error)}") from error
 
 
 def _prompt_tokens(tokenizer: Any, vocabulary: int, *, device: torch.device) -> list[Tensor]:
