@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from groupwise import cli
+from groupwise.config import read_config
 from groupwise.errors import ConfigError, InvariantError
 from groupwise.model import merge as merging
 from groupwise.model.merge import merge
+from groupwise.model.output import new_folder
 from groupwise.model.source import TINY_FOLDER, local_folder, model_folder
 from test_lora import KINDS, adapted, logprobs
 
@@ -88,6 +91,65 @@ def test_the_command_prints_what_it_compared(plain, tmp_path, capsys):
     assert "already holds a model" in capsys.readouterr().err
     assert cli.main(["merge", str(tmp_path), "--output-path", str(tmp_path / "m")]) == 2
     assert cli.main(["merge", "--output-path", str(tmp_path / "m")]) == 2
+
+
+def test_of_a_link_what_it_points_to_is_replaced(plain, tmp_path):
+    done = merge(plain, tmp_path / "merged", base="tiny")
+    (done.folder / "old.txt").write_text("old")
+    (tmp_path / "link").symlink_to(done.folder)
+    merge(plain, tmp_path / "link", base="tiny", overwrite=True)
+    assert (tmp_path / "link").is_symlink()
+    assert not (done.folder / "old.txt").exists()
+    assert local_folder(str(done.folder)) == done.folder
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "link", "merged"]
+
+
+def test_a_model_is_kept_until_the_new_one_is_whole(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("old")
+    with (
+        pytest.raises(ConfigError, match=r"cannot write .*model: No space left"),
+        new_folder(tmp_path / "model"),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert (tmp_path / "model" / "config.json").read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--shard-size", "banana"], "--shard-size must be a size such as 500MB or 4GB; got 'banana'"),
+        (["--shard-size", "1"], "--shard-size must be"),
+        (["--shard-size", "0GB"], "--shard-size must be"),
+        (["--output-path", "FILE/x"], "cannot write"),
+        (["--output-path", "FILE/x/y"], "cannot write"),
+        (["--output-path", "/proc/xx"], "cannot write /proc/xx"),
+        (["--output-path", "x" * 250], "cannot write"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_a_model_is_loaded(
+    words, message, plain, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(merging, "causal_model", None)
+    (tmp_path / "file").write_text("mine")
+    words = [word.replace("FILE", str(tmp_path / "file")) for word in words]
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["merge", "--lora-model", str(plain), *words]) == 2
+    assert message in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "file"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantized_model_is_not_quantized_again_and_its_settings_name_any_folder(tmp_path, capsys):
+    pytest.importorskip("bitsandbytes")
+    output = tmp_path / "sp: {ace}"
+    assert cli.main(["quantize", "--model", "tiny", "--output-path", str(output)]) == 0
+    assert f"--config '{output}/train.yaml'" in capsys.readouterr().out
+    assert read_config(output / "train.yaml").model.name == str(output)
+    words = ["quantize", "--model", str(output), "--output-path", str(tmp_path / "again"), "--kind", "int8"]
+    assert cli.main(words) == 2
+    assert "is quantized already (nf4)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

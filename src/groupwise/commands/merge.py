@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +13,8 @@ from groupwise.config import read_config
 from groupwise.config.checks import one_of
 from groupwise.errors import ConfigError
 from groupwise.tracking.run_folder import RunFolder
+
+SIZE = re.compile(r"(?=.*[1-9])\d+(\.\d+)? ?[KMGT]B", re.IGNORECASE)
 
 
 def merge(
@@ -28,9 +32,11 @@ def merge(
 ) -> None:
     """Add adapters into their model: a plain Hugging Face folder, compared with what was merged."""
     one_of("--dtype", dtype, ("float32", "bfloat16"))
+    if not SIZE.fullmatch(shard_size):
+        raise ConfigError(f"--shard-size must be a size such as 500MB or 4GB; got {shard_size!r}")
     adapter, base, quantization = named_adapter(run, lora_model, base_model)
-    from groupwise.model.merge import check_output
     from groupwise.model.merge import merge as merge_adapter
+    from groupwise.model.output import check_output
     from groupwise.model.source import adapter_base, adapter_settings
 
     adapter_settings(adapter)
@@ -54,7 +60,7 @@ def merge(
         print("in float32:")
         print(f"  merged model against model + adapters                         {difference:.2e}")
         print(f"  rounding alone: model + adapters against itself in float64    {noise:.2e}")
-    print(f"\nnext\n  groupwise chat {done.folder}")
+    print(f"\nnext\n  {shlex.join(['groupwise', 'chat', str(done.folder)])}")
 
 
 def named_adapter(

@@ -5,8 +5,6 @@ Axes: T tokens, V vocabulary.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.errors import ConfigError, InvariantError
+from groupwise.errors import InvariantError
 from groupwise.model.load import causal_model, keep_quiet, load_tokenizer
 from groupwise.model.lora import base_of, effective_weight, is_adapted, load_adapter
+from groupwise.model.output import check_output, new_folder
 from groupwise.model.quantized import is_quantized, is_quantized_model
 from groupwise.model.source import adapter_base, model_folder
 
@@ -89,9 +88,7 @@ def merge(
         without = _logits(adapted, texts_T, compared)
     quantized = is_quantized_model(adapted)
     layers, merged = fold(adapted, chosen)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
-    try:
+    with new_folder(output) as unfinished:
         # What was loaded quantized cannot be turned back into the form it was quantized from.
         merged.save_pretrained(unfinished, max_shard_size=shard_size, save_original_format=not quantized)
         tokenizer.save_pretrained(unfinished)
@@ -99,13 +96,6 @@ def merge(
         difference = _largest(_logits(written, texts_T, compared), expected)
         plain = _largest(_logits(written, texts_T, chosen), own) if own else 0.0
         _check(difference, limit=_limit(expected, chosen, compared))
-        if output.exists():
-            shutil.rmtree(output)
-        unfinished.chmod(0o755)
-        unfinished.rename(output)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
     return Merged(
         folder=output,
         layers=layers,
@@ -124,16 +114,6 @@ def _check(difference: float, *, limit: float) -> None:
             f"the merged model differs from model and adapter by {difference:.1e} in a logit, more than "
             f"rounding explains ({limit:.1e}): nothing was written"
         )
-
-
-def check_output(output: Path, *, overwrite: bool) -> None:
-    """Refuse to write over anything, unless told to; then only over a model."""
-    if not output.exists():
-        return
-    if not output.is_dir() or (any(output.iterdir()) and not (output / "config.json").is_file()):
-        raise ConfigError(f"{output} exists and is not a model: choose another --output-path")
-    if any(output.iterdir()) and not overwrite:
-        raise ConfigError(f"{output} already holds a model: choose another --output-path, or --overwrite")
 
 
 def fold(adapted: Any, dtype: torch.dtype) -> tuple[int, Any]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,6 +12,7 @@ from typing import Any
 import torch
 
 from groupwise.errors import ConfigError
+from groupwise.model.output import new_folder
 
 TRAIN_SETTINGS = "train.yaml"
 """A file beside quantized weights with the settings of adapters for them."""
@@ -72,19 +71,10 @@ class Quantized:
 def save_quantized(model: Any, tokenizer: Any, output: Path, *, source: Path, extra: str) -> Quantized:
     """Write a model that was loaded quantized, its tokenizer, and the settings `extra` to train it with."""
     layers = sum(type(module).__name__ in ("Linear4bit", "Linear8bitLt") for module in model.modules())
-    output.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
-    try:
+    with new_folder(output) as unfinished:
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         (unfinished / TRAIN_SETTINGS).write_text(extra, encoding="utf-8")
-        if output.exists():
-            shutil.rmtree(output)
-        unfinished.chmod(0o755)
-        unfinished.rename(output)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
     return Quantized(
         folder=output, layers=layers, bytes_before=weight_bytes(source), bytes_after=weight_bytes(output)
     )
