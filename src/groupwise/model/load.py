@@ -99,6 +99,11 @@ def causal_model(
 
     options: dict[str, Any] = {}
     stored = quantization_of(folder)
+    if quantization and stored and quantization != stored:
+        raise ConfigError(
+            f"the weights in {folder} are {stored} already: leave model.quantization={quantization} out, "
+            "or name the model that they were made of"
+        )
     if stored or quantization:
         check_installed()
         options["device_map"] = {"": device}  # quantized weights cannot be moved afterwards
