@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import stat
 
 import pytest
 import torch
@@ -102,6 +104,16 @@ def test_of_a_link_what_it_points_to_is_replaced(plain, tmp_path):
     assert not (done.folder / "old.txt").exists()
     assert local_folder(str(done.folder)) == done.folder
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "link", "merged"]
+
+
+def test_weights_can_be_read_by_all_who_can_read_their_folder(plain, tmp_path):
+    before = os.umask(0o027)
+    try:
+        done = merge(plain, tmp_path / "merged", base="tiny")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(done.folder.stat().st_mode) == 0o750
+    assert {stat.S_IMODE(path.stat().st_mode) for path in done.folder.iterdir()} == {0o640}
 
 
 def test_a_model_is_kept_until_the_new_one_is_whole(tmp_path):

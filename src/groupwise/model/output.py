@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 
 from groupwise.errors import ConfigError
 from groupwise.model.source import first_line
+from groupwise.tracking.files import let_read
 
 
 def check_output(output: Path, *, overwrite: bool) -> None:
@@ -48,6 +49,7 @@ def new_folder(output: Path) -> Iterator[Path]:
             unfinished, replaced = Path(hidden) / "new", Path(hidden) / "old"
             unfinished.mkdir()
             yield unfinished
+            let_read(unfinished)
             if final.exists():
                 final.rename(replaced)
             try:
