@@ -14,7 +14,7 @@ from torch import Tensor
 from groupwise.config.model import LoraConfig
 from groupwise.errors import ConfigError
 from groupwise.model.quantized import plain_weight
-from groupwise.model.source import adapter_settings, first_line
+from groupwise.model.source import adapter_settings, first_line, unloadable
 
 
 def with_adapter(model: Any, lora: LoraConfig, trained: Path | None) -> Any:
@@ -45,12 +45,11 @@ def with_adapter(model: Any, lora: LoraConfig, trained: Path | None) -> Any:
 def load_adapter(model: Any, folder: Path, *, trainable: bool = False) -> Any:
     """Return the model with the adapters in a folder, or raise."""
     import peft
-    from safetensors import SafetensorError
 
     adapter_settings(folder)  # PEFT looks on the network for what it does not find in the folder
     try:
         return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)
-    except (OSError, ValueError, TypeError, RuntimeError, KeyError, SafetensorError) as error:
+    except unloadable() as error:
         raise ConfigError(
             f"the adapter in {folder} is damaged or does not fit the model: {first_line(error)}"
         ) from error

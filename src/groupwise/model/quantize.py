@@ -13,6 +13,7 @@ import torch
 
 from groupwise.errors import ConfigError
 from groupwise.model.output import new_folder
+from groupwise.model.source import first_line
 
 TRAIN_SETTINGS = "train.yaml"
 """A file beside quantized weights with the settings of adapters for them."""
@@ -39,8 +40,11 @@ def check_installed() -> None:
 
 def quantization_of(folder: Path) -> str | None:
     """How the weights in a model's folder are quantized, as its files say; None: not at all."""
-    record = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return quantization_told(record.get("quantization_config"), model=str(folder))
+    try:
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+        return quantization_told(settings, model=str(folder))
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{folder / 'config.json'} is damaged: {first_line(error)}") from error
 
 
 def quantization_told(settings: Mapping[str, Any] | None, *, model: str) -> str | None:

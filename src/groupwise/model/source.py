@@ -149,7 +149,17 @@ def _downloaded(name: str) -> Path:
     return folder
 
 
+def unloadable() -> tuple[type[Exception], ...]:
+    """What loading a folder raises whose files are damaged or whose config holds impossible values."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    wrong = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, AssertionError)
+    return (*wrong, OSError, RuntimeError, SafetensorError, StrictDataclassError)
+
+
 def first_line(error: Exception) -> str:
-    """What an error says, as one sentence of ours can quote it."""
+    """What an error says, as one sentence of ours can quote it; the line after a heading, if it has one."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:300]
+    headed = lines[0].endswith(":") and len(lines) > 1
+    return lines[1 if headed else 0].strip()[:300]
