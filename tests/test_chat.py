@@ -11,12 +11,14 @@ from groupwise.commands.chat import readable
 from groupwise.config import read_config
 from groupwise.config.model import ModelConfig
 from groupwise.errors import ConfigError
+from groupwise.evaluate.target import Target
 from groupwise.model.load import load_for_generation
 from groupwise.model.source import FOLDERS
 from groupwise.records import Sampling
-from groupwise.serve.opened import find_named, held_out_example, system_of, tools_of
+from groupwise.serve.opened import Named, find_named, held_out_example, system_of, tools_of
 from groupwise.serve.talk import Streaming, Talk
 from groupwise.serve.tool_talk import ToolAnswering, ToolTalk
+from groupwise.tracking.run_folder import RunFolder
 
 
 def test_every_turn_sees_the_turns_before_it():
@@ -157,6 +159,25 @@ def test_the_command_for_vllm_names_folders_and_a_rank_that_it_knows(tmp_path):
     adapter = find_named(str(tmp_path), [])
     words = f"--enable-lora --max-lora-rank 16 --lora-modules {tmp_path.name}={tmp_path}"
     assert adapter.vllm_command == f"vllm serve {FOLDERS['tiny']} {words}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "overrides"),
+    [
+        ({"use_dora": True}, []),
+        ({"modules_to_save": ["norm"]}, []),
+        ({}, ["model.quantization=nf4", "lora.r=12"]),
+    ],
+)
+def test_adapters_that_vllm_cannot_add_are_merged_first(settings, overrides, tmp_path):
+    folder = tmp_path / "my run"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 12, **settings}))
+    (folder / "adapter_model.safetensors").write_bytes(b"")
+    target = Target(name=str(folder), trained=folder, rank=12, run=RunFolder(folder))
+    named = Named(target=target, config=read_config(overrides=overrides))
+    merge = f"groupwise merge '{folder}' --output-path merged"
+    assert named.vllm_command == f"{merge} && vllm serve merged"
 
 
 def test_an_answer_whose_generator_fails_ends_with_the_reason(small_policy, monkeypatch):

@@ -60,6 +60,14 @@ def test_every_file_is_listed_with_size_and_checksum(tmp_path: Path) -> None:
     }
 
 
+def test_weights_can_be_read_by_all_who_can_read_the_checkpoint(tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        save_file({"weight": torch.zeros(2)}, folder / "model.safetensors")
+
+    path = write_checkpoint(tmp_path, step=10, write=write, state={})
+    assert (path / "model.safetensors").stat().st_mode & 0o666 == path.stat().st_mode & 0o666
+
+
 def test_the_latest_is_the_highest_step_and_none_without_checkpoints(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path / "nothing here") is None
     for step in (5, 20, 10):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from groupwise import cli
 from groupwise.algo.packing import pack
 from groupwise.config import read_config
 from groupwise.config.model import LORA_PRESETS, LoraConfig, ModelConfig
@@ -189,6 +191,17 @@ def test_the_layers_of_a_quantized_model_keep_as_little_as_any_others(kind):
     layer = adapted(quantization=kind).decoder.layers[0]
     assert layer.mlp.forward.__func__ is gates._forward
     assert layer.self_attn.forward.__func__ is rotary._forward
+
+
+@pytest.mark.parametrize(("asked", "refused"), [("nf4", False), ("int8", True)])
+@pytest.mark.filterwarnings("ignore")
+def test_weights_of_one_quantization_are_not_asked_for_in_another(asked, refused, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    assert cli.main(["quantize", "--model", "tiny", "--output-path", str(tmp_path / "nf4")]) == 0
+    model = ModelConfig(name=str(tmp_path / "nf4"), device="cpu", quantization=asked)
+    sentence = r"are nf4 already: leave model\.quantization=int8 out"
+    with pytest.raises(ConfigError, match=sentence) if refused else nullcontext():
+        load_policy(model, LoraConfig(r=4))
 
 
 def test_quantized_weights_cannot_be_trained_themselves():

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import stat
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from groupwise import cli
+from groupwise.config import read_config
 from groupwise.errors import ConfigError, InvariantError
 from groupwise.model import merge as merging
 from groupwise.model.merge import merge
+from groupwise.model.output import new_folder
 from groupwise.model.source import TINY_FOLDER, local_folder, model_folder
-from test_lora import KINDS, adapted
+from test_lora import KINDS, adapted, logprobs
 
 
 @pytest.fixture(params=KINDS)
@@ -90,6 +95,99 @@ def test_the_command_prints_what_it_compared(plain, tmp_path, capsys):
     assert cli.main(["merge", "--output-path", str(tmp_path / "m")]) == 2
 
 
+def test_of_a_link_what_it_points_to_is_replaced(plain, tmp_path):
+    done = merge(plain, tmp_path / "merged", base="tiny")
+    (done.folder / "old.txt").write_text("old")
+    (tmp_path / "link").symlink_to(done.folder)
+    merge(plain, tmp_path / "link", base="tiny", overwrite=True)
+    assert (tmp_path / "link").is_symlink()
+    assert not (done.folder / "old.txt").exists()
+    assert local_folder(str(done.folder)) == done.folder
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "link", "merged"]
+
+
+def test_weights_can_be_read_by_all_who_can_read_their_folder(plain, tmp_path):
+    before = os.umask(0o027)
+    try:
+        done = merge(plain, tmp_path / "merged", base="tiny")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(done.folder.stat().st_mode) == 0o750
+    assert {stat.S_IMODE(path.stat().st_mode) for path in done.folder.iterdir()} == {0o640}
+
+
+def test_a_model_is_kept_until_the_new_one_is_whole(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("old")
+    with (
+        pytest.raises(ConfigError, match=r"cannot write .*model: No space left"),
+        new_folder(tmp_path / "model"),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert (tmp_path / "model" / "config.json").read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--shard-size", "banana"], "--shard-size must be a size such as 500MB or 4GB; got 'banana'"),
+        (["--shard-size", "1"], "--shard-size must be"),
+        (["--shard-size", "0GB"], "--shard-size must be"),
+        (["--output-path", "FILE/x"], "cannot write"),
+        (["--output-path", "FILE/x/y"], "cannot write"),
+        (["--output-path", "/proc/xx"], "cannot write /proc/xx"),
+        (["--output-path", "x" * 250], "cannot write"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_a_model_is_loaded(
+    words, message, plain, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(merging, "causal_model", None)
+    (tmp_path / "file").write_text("mine")
+    words = [word.replace("FILE", str(tmp_path / "file")) for word in words]
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["merge", "--lora-model", str(plain), *words]) == 2
+    assert message in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "file"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantized_model_is_not_quantized_again_and_its_settings_name_any_folder(tmp_path, capsys):
+    pytest.importorskip("bitsandbytes")
+    output = tmp_path / "sp: {ace}"
+    assert cli.main(["quantize", "--model", "tiny", "--output-path", str(output)]) == 0
+    assert f"--config '{output}/train.yaml'" in capsys.readouterr().out
+    assert read_config(output / "train.yaml").model.name == str(output)
+    words = ["quantize", "--model", str(output), "--output-path", str(tmp_path / "again"), "--kind", "int8"]
+    assert cli.main(words) == 2
+    assert "is quantized already (nf4)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("adapter_model.safetensors", None, "adapter_model.safetensors is missing"),
+        ("adapter_model.safetensors", b"\x10\0\0\0\0\0\0\0{", "is damaged or does not fit the model"),
+        ("adapter_config.json", b"{}", "gives no rank r"),
+        ("adapter_config.json", b"[]", "gives no rank r"),
+        ("adapter_config.json", b"{", "is not valid JSON"),
+        ("adapter_config.json", b'{"r": 4}', "does not name its model"),
+    ],
+)
+def test_damaged_adapters_are_refused_in_a_sentence(name, content, message, plain, tmp_path, capsys):
+    (plain / name).unlink()
+    if content is not None:
+        (plain / name).write_bytes(content)
+    for words in (
+        ["merge", "--lora-model", str(plain), "--output-path", str(tmp_path / "merged")],
+        ["chat", str(plain), "--prompt", "hi", "model.device=cpu"],
+    ):
+        assert cli.main(words) == 2
+        assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_quantized_base_is_unpacked(tmp_path):
     pytest.importorskip("bitsandbytes")
@@ -101,6 +199,27 @@ def test_a_quantized_base_is_unpacked(tmp_path):
     assert "quantization_config" not in json.loads((done.folder / "config.json").read_text())
     merged = AutoModelForCausalLM.from_pretrained(done.folder, dtype=torch.float32)
     assert {type(m) for m in merged.modules() if isinstance(m, torch.nn.Linear)} == {torch.nn.Linear}
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_of_a_run_are_merged_into_the_quantized_weights_that_they_were_trained_on(kind, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(f"model: {{quantization: {kind}}}\nlora: {{r: 4}}\n")
+    policy = adapted(quantization=kind)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000001"
+    policy.save(checkpoint)
+    for number, words in enumerate([[], ["--base-model", "tiny"]]):
+        output = tmp_path / f"merged-{number}"
+        words = [*words, "--lora-model", str(checkpoint), "--output-path", str(output)]
+        assert cli.main(["merge", *words]) == 0
+        merged = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
+        prompt, answer = (40, 41, 42), tuple(range(43, 80))
+        with torch.no_grad():
+            logits_TV = merged(torch.tensor([[*prompt, *answer]])).logits[0, 2:-1]
+        scores = logits_TV.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+        torch.testing.assert_close(scores, logprobs(policy, prompt, answer), rtol=1e-4, atol=1e-4)
 
 
 def test_a_folder_that_is_no_model_says_what_to_do(tmp_path, plain):

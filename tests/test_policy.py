@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Mist
 
 from groupwise.config.sections import LoraConfig, ModelConfig
 from groupwise.errors import ConfigError
-from groupwise.model.load import check_attention, load_policy
+from groupwise.model.load import causal_model, check_attention, load_policy
 from groupwise.model.packed import PackedLayout
 from groupwise.model.policy import Policy
 from groupwise.model.source import TINY_FOLDER
@@ -198,6 +199,28 @@ def test_a_long_sliding_window_bounds_the_context() -> None:
     config = MistralConfig(**SHAPE, sliding_window=48, max_position_embeddings=4096)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     assert policy_of(model).context_length == 48
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 64}, "hidden size (64) is not a multiple of the number of attention heads (6)"),
+        ({"hidden_size": "x"}, "'hidden_size' expected int, got str"),
+        ({"num_key_value_heads": 0}, "division or modulo by zero"),
+        ({"vocab_size": -5}, "cannot load the model in"),
+        ({"quantization_config": 5}, "config.json is damaged"),
+        (None, "config.json is damaged"),
+    ],
+)
+def test_an_impossible_config_is_one_sentence(
+    folder: Path, change: dict[str, Any] | None, message: str
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change if change else []))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        causal_model(folder, torch.float32, CPU)
+    with pytest.raises(ConfigError):
+        load_policy(model_config(folder), FULL)
 
 
 @pytest.mark.parametrize(

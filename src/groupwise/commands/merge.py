@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +13,8 @@ from groupwise.config import read_config
 from groupwise.config.checks import one_of
 from groupwise.errors import ConfigError
 from groupwise.tracking.run_folder import RunFolder
+
+SIZE = re.compile(r"(?=.*[1-9])\d+(\.\d+)? ?[KMGT]B", re.IGNORECASE)
 
 
 def merge(
@@ -28,14 +32,24 @@ def merge(
 ) -> None:
     """Add adapters into their model: a plain Hugging Face folder, compared with what was merged."""
     one_of("--dtype", dtype, ("float32", "bfloat16"))
-    adapter, base = named_adapter(run, lora_model, base_model)
-    from groupwise.model.merge import adapter_settings, check_output
+    if not SIZE.fullmatch(shard_size):
+        raise ConfigError(f"--shard-size must be a size such as 500MB or 4GB; got {shard_size!r}")
+    adapter, base, quantization = named_adapter(run, lora_model, base_model)
     from groupwise.model.merge import merge as merge_adapter
+    from groupwise.model.output import check_output
+    from groupwise.model.source import adapter_base, adapter_settings
 
     adapter_settings(adapter)
+    base = base or adapter_base(adapter)
     check_output(output_path, overwrite=overwrite)
     done = merge_adapter(
-        adapter, output_path, base=base, dtype=dtype, shard_size=shard_size, overwrite=overwrite
+        adapter,
+        output_path,
+        base=base,
+        quantization=quantization,
+        dtype=dtype,
+        shard_size=shard_size,
+        overwrite=overwrite,
     )
     print(f"{done.layers} layers merged into {done.folder} ({', '.join(done.files)})")
     print(f"largest difference of a logit on {done.tokens} tokens of real prompts, in {done.precision}:")
@@ -46,13 +60,16 @@ def merge(
         print("in float32:")
         print(f"  merged model against model + adapters                         {difference:.2e}")
         print(f"  rounding alone: model + adapters against itself in float64    {noise:.2e}")
-    print(f"\nnext\n  groupwise chat {done.folder}")
+    print(f"\nnext\n  {shlex.join(['groupwise', 'chat', str(done.folder)])}")
 
 
 def named_adapter(
     run: Path | None, lora_model: Path | None, base_model: str | None
-) -> tuple[Path, str | None]:
-    """Return the folder of the adapters and the model under them, as far as the user or a run names it."""
+) -> tuple[Path, str | None, str | None]:
+    """Return the folder of the adapters, the model under them and how that was quantized while it loaded.
+
+    Model and quantization are None where neither the user nor a run names them.
+    """
     if (run is None) == (lora_model is None):
         raise ConfigError("name the adapters once: a run, or --lora-model FOLDER")
     folder = run or lora_model
@@ -67,6 +84,7 @@ def named_adapter(
             raise ConfigError(f"{folder} has no checkpoint yet")
         folder = checkpoint
     settings = RunFolder(folder.resolve().parent.parent).config
-    if base_model is None and settings.is_file():
-        base_model = read_config(settings).model.name
-    return folder, base_model
+    if not settings.is_file():
+        return folder, base_model, None
+    trained = read_config(settings).model
+    return folder, base_model or trained.name, trained.quantization

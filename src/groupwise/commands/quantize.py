@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,8 @@ import typer
 
 from groupwise.config.checks import one_of
 from groupwise.config.model import LORA_PRESETS, QUANTIZATIONS
+from groupwise.config.text import write
+from groupwise.errors import ConfigError
 
 
 def quantize(
@@ -26,8 +29,8 @@ def quantize(
     one_of("--lora-preset", lora_preset, tuple(LORA_PRESETS))
     if dtype is not None:
         one_of("--dtype", dtype, ("float32", "bfloat16"))
-    from groupwise.model.merge import check_output
-    from groupwise.model.quantize import TRAIN_SETTINGS, check_installed, save_quantized
+    from groupwise.model.output import check_output
+    from groupwise.model.quantize import TRAIN_SETTINGS, check_installed, quantization_of, save_quantized
     from groupwise.model.source import local_folder, model_folder
 
     check_installed()
@@ -39,13 +42,17 @@ def quantize(
 
     keep_quiet()
     source = model_folder(model)
+    stored = quantization_of(source)
+    if stored is not None:
+        raise ConfigError(f"{model} is quantized already ({stored}): name the model that it was made of")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen = getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    settings = f"model: {{name: {output_path.resolve()}}}\nlora: {{preset: {lora_preset}}}\n"
+    settings = f"model: {write({'name': str(output_path.resolve())})}\nlora: {{preset: {lora_preset}}}\n"
     loaded = causal_model(source, chosen, device, quantization=kind)
     done = save_quantized(loaded, load_tokenizer(source), output_path, source=source, extra=settings)
     print(
         f"{done.layers} layers in {kind} written to {done.folder}: "
         f"{done.bytes_before / 1e9:.2f} GB of weight files before, {done.bytes_after / 1e9:.2f} GB after"
     )
-    print(f"\nnext\n  groupwise train --config {done.folder / TRAIN_SETTINGS} --task countdown")
+    train = ["groupwise", "train", "--config", str(done.folder / TRAIN_SETTINGS), "--task", "countdown"]
+    print(f"\nnext\n  {shlex.join(train)}")

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from groupwise.config import read_config
 from groupwise.config.model import BUILT_IN
 from groupwise.errors import ConfigError
 from groupwise.learner.checkpoint import CHECKSUMS, latest_checkpoint, verify
+from groupwise.model.source import ADAPTER, adapter_base, adapter_settings
 from groupwise.tracking.run_folder import RunFolder
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-ADAPTER = "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +46,8 @@ def find_target(name: str) -> Target:
         if (path / CHECKSUMS).is_file() and run_of(path).config.is_file():
             return of_checkpoint(name, path)
         if (path / ADAPTER).is_file():
-            adapter = read_json(path / ADAPTER)
-            return Target(name=name, base=adapter["base_model_name_or_path"], trained=path, rank=adapter["r"])
+            rank = adapter_settings(path)["r"]
+            return Target(name=name, base=adapter_base(path), trained=path, rank=rank)
         if (path / "config.json").is_file():
             return Target(name=name, base=str(path))
         raise ConfigError(f"{name} holds neither a run (config.yaml) nor a model (config.json, {ADAPTER})")
@@ -77,11 +75,3 @@ def of_checkpoint(name: str, checkpoint: Path) -> Target:
 def run_of(checkpoint: Path) -> RunFolder:
     """Return the folder that holds the folder `checkpoints`, whether or not it is a run's."""
     return RunFolder(checkpoint.resolve().parent.parent)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
-    return record

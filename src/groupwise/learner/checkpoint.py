@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import CheckpointError
-from groupwise.tracking.files import sync, write_atomically
+from groupwise.tracking.files import let_read, sync, write_atomically
 from groupwise.tracking.run_folder import step_name, step_of
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def write_checkpoint(
     try:
         write(temporary)
         write_atomically(temporary / STATE, json.dumps({"step": step, **state}, indent=1))
+        let_read(temporary)
         seal(temporary)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -23,7 +23,7 @@ from groupwise.model.policy import Policy
 from groupwise.model.quantize import check_installed, quantization_of, settings_for
 from groupwise.model.quantized import unpack_in_passes
 from groupwise.model.rotary import shorten_rotation
-from groupwise.model.source import first_line, model_folder
+from groupwise.model.source import first_line, model_folder, unloadable
 
 
 def load_policy(
@@ -94,11 +94,15 @@ def causal_model(
     folder: Path, dtype: torch.dtype, device: torch.device, *, quantization: str | None = None
 ) -> Any:
     """Load a model whole, or raise: `quantization` makes its weights smaller, if they are not so on disk."""
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {}
     stored = quantization_of(folder)
+    if quantization and stored and quantization != stored:
+        raise ConfigError(
+            f"the weights in {folder} are {stored} already: leave model.quantization={quantization} out, "
+            "or name the model that they were made of"
+        )
     if stored or quantization:
         check_installed()
         options["device_map"] = {"": device}  # quantized weights cannot be moved afterwards
@@ -113,7 +117,7 @@ def causal_model(
             local_files_only=True,
             **options,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except unloadable() as error:
         raise ConfigError(f"cannot load the model in {folder}: {first_line(error)}") from error
     model, report = loaded
     lacking = sorted(report["missing_keys"])
@@ -143,7 +147,7 @@ def load_tokenizer(folder: Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except unloadable() as error:
         raise ConfigError(f"cannot load the tokenizer in {folder}: {first_line(error)}") from error
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from groupwise.config.model import LoraConfig
 from groupwise.errors import ConfigError
 from groupwise.model.quantized import plain_weight
-from groupwise.model.source import first_line
+from groupwise.model.source import adapter_settings, first_line, unloadable
 
 
 def with_adapter(model: Any, lora: LoraConfig, trained: Path | None) -> Any:
@@ -23,7 +23,7 @@ def with_adapter(model: Any, lora: LoraConfig, trained: Path | None) -> Any:
 
     assert lora.r, "without a rank there are no adapters"
     if trained is not None:
-        return peft.PeftModel.from_pretrained(model, str(trained), is_trainable=True)
+        return load_adapter(model, trained, trainable=True)
     refuse_ends(model, lora)
     targets: str | list[str] = "all-linear" if lora.targets == ("all-linear",) else list(lora.targets)
     settings = peft.LoraConfig(
@@ -40,6 +40,19 @@ def with_adapter(model: Any, lora: LoraConfig, trained: Path | None) -> Any:
         return peft.get_peft_model(model, settings)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"lora.targets {list(lora.targets)}: {first_line(error)}") from error
+
+
+def load_adapter(model: Any, folder: Path, *, trainable: bool = False) -> Any:
+    """Return the model with the adapters in a folder, or raise."""
+    import peft
+
+    adapter_settings(folder)  # PEFT looks on the network for what it does not find in the folder
+    try:
+        return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)
+    except unloadable() as error:
+        raise ConfigError(
+            f"the adapter in {folder} is damaged or does not fit the model: {first_line(error)}"
+        ) from error
 
 
 def refuse_ends(model: Any, lora: LoraConfig) -> None:

@@ -5,9 +5,6 @@ Axes: T tokens, V vocabulary.
 
 from __future__ import annotations
 
-import json
-import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.errors import ConfigError, InvariantError
+from groupwise.errors import InvariantError
 from groupwise.model.load import causal_model, keep_quiet, load_tokenizer
-from groupwise.model.lora import base_of, effective_weight, is_adapted
+from groupwise.model.lora import base_of, effective_weight, is_adapted, load_adapter
+from groupwise.model.output import check_output, new_folder
 from groupwise.model.quantized import is_quantized, is_quantized_model
-from groupwise.model.source import ADAPTER, first_line, model_folder
+from groupwise.model.source import adapter_base, model_folder
 
 LIMIT = 1e-4
 """Largest difference of a logit where it is computed in float64: rounding the sums to float32 makes less."""
@@ -63,6 +61,7 @@ def merge(
     output: Path,
     *,
     base: str | None = None,
+    quantization: str | None = None,
     dtype: str = "float32",
     device: str | None = None,
     shard_size: str = "4GB",
@@ -70,16 +69,17 @@ def merge(
 ) -> Merged:
     """Write base + adapter to `output`, load that again, and compare it with what was merged.
 
+    A base that was trained on quantized is quantized again first: the adapter was fitted to those weights.
     The new folder gets its name only when the comparison holds.
     """
     keep_quiet()
-    settings = adapter_settings(adapter)
     check_output(output, overwrite=overwrite)
-    source = model_folder(base or settings["base_model_name_or_path"])
+    source = model_folder(base or adapter_base(adapter))
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen: torch.dtype = getattr(torch, dtype)
     tokenizer = load_tokenizer(adapter if (adapter / "tokenizer.json").is_file() else source)
-    adapted = _with_adapter(causal_model(source, chosen, where), adapter)
+    model = causal_model(source, chosen, where, quantization=quantization)
+    adapted = load_adapter(model, adapter).eval()
     texts_T = _prompt_tokens(tokenizer, adapted.config.vocab_size, device=where)
     compared = _precision(adapted, chosen)
     expected = _logits(adapted, texts_T, compared)
@@ -88,9 +88,7 @@ def merge(
         without = _logits(adapted, texts_T, compared)
     quantized = is_quantized_model(adapted)
     layers, merged = fold(adapted, chosen)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
-    try:
+    with new_folder(output) as unfinished:
         # What was loaded quantized cannot be turned back into the form it was quantized from.
         merged.save_pretrained(unfinished, max_shard_size=shard_size, save_original_format=not quantized)
         tokenizer.save_pretrained(unfinished)
@@ -98,13 +96,6 @@ def merge(
         difference = _largest(_logits(written, texts_T, compared), expected)
         plain = _largest(_logits(written, texts_T, chosen), own) if own else 0.0
         _check(difference, limit=_limit(expected, chosen, compared))
-        if output.exists():
-            shutil.rmtree(output)
-        unfinished.chmod(0o755)
-        unfinished.rename(output)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
     return Merged(
         folder=output,
         layers=layers,
@@ -123,28 +114,6 @@ def _check(difference: float, *, limit: float) -> None:
             f"the merged model differs from model and adapter by {difference:.1e} in a logit, more than "
             f"rounding explains ({limit:.1e}): nothing was written"
         )
-
-
-def adapter_settings(folder: Path) -> dict[str, Any]:
-    """Read what an adapter says of itself."""
-    path = folder / ADAPTER
-    if not path.is_file():
-        raise ConfigError(f"{folder} holds no adapter: it has no {ADAPTER}")
-    try:
-        settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {first_line(error)}") from error
-    return settings
-
-
-def check_output(output: Path, *, overwrite: bool) -> None:
-    """Refuse to write over anything, unless told to; then only over a model."""
-    if not output.exists():
-        return
-    if not output.is_dir() or (any(output.iterdir()) and not (output / "config.json").is_file()):
-        raise ConfigError(f"{output} exists and is not a model: choose another --output-path")
-    if any(output.iterdir()) and not overwrite:
-        raise ConfigError(f"{output} already holds a model: choose another --output-path, or --overwrite")
 
 
 def fold(adapted: Any, dtype: torch.dtype) -> tuple[int, Any]:
@@ -184,15 +153,6 @@ def _plain_linears(model: Any, dtype: torch.dtype) -> None:
 def _put(root: Any, name: str, module: torch.nn.Module) -> None:
     parent, _, last = name.rpartition(".")
     setattr(root.get_submodule(parent), last, module)
-
-
-def _with_adapter(model: Any, adapter: Path) -> Any:
-    import peft
-
-    try:
-        return peft.PeftModel.from_pretrained(model, str(adapter)).eval()
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise ConfigError(f"the adapter in {adapter} does not fit the model: {first_line(error)}") from error
 
 
 def _prompt_tokens(tokenizer: Any, vocabulary: int, *, device: torch.device) -> list[Tensor]:

@@ -18,6 +18,7 @@ from groupwise.model.interface import Layout
 from groupwise.model.lora import base_of, effective_weight, is_adapted
 from groupwise.model.memory import free_memory
 from groupwise.model.quantized import is_quantized
+from groupwise.tracking.files import let_read
 
 if TYPE_CHECKING:
     from groupwise.model.sharded import Shards
@@ -268,6 +269,7 @@ class Policy(Codec):
         # PEFT would look the base model up online to see whether embeddings changed; they never do.
         options: dict[str, Any] = {"save_embedding_layers": False} if self.has_adapter else {}
         self.model.save_pretrained(folder, state_dict=gathered, **options)
+        let_read(folder)
         if tokenizer:
             self.tokenizer.save_pretrained(folder)
 

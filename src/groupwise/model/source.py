@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from groupwise.config.model import BUILT_IN, SMOLLM2
 from groupwise.errors import ConfigError
@@ -12,6 +13,7 @@ from groupwise.model.smollm2 import check_available, smollm2_folder
 FOLDERS = {name: Path(__file__).parent / name.replace("-", "_") for name in BUILT_IN}
 TINY_FOLDER = FOLDERS["tiny"]
 ADAPTER = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 NEEDED = {
@@ -100,6 +102,31 @@ def _shards(folder: Path) -> list[str]:
     return sorted(set(weights.values()))
 
 
+def adapter_settings(folder: Path) -> dict[str, Any]:
+    """Read what an adapter says of itself; raise where that or its weights are not there."""
+    path = folder / ADAPTER
+    if not path.is_file():
+        raise ConfigError(f"{folder} holds no adapter: it has no {ADAPTER}")
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path} is not valid JSON: {first_line(error)}") from error
+    rank = settings.get("r") if isinstance(settings, dict) else None
+    if type(rank) is not int or rank < 1:
+        raise ConfigError(f"{path} is not that of a LoRA adapter: it gives no rank r")
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise ConfigError(f"the adapter in {folder} has no weights: {ADAPTER_WEIGHTS} is missing")
+    return dict(settings)
+
+
+def adapter_base(folder: Path) -> str:
+    """Return the model that an adapter says it is for."""
+    base = adapter_settings(folder).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ConfigError(f"{folder / ADAPTER} does not name its model as base_model_name_or_path")
+    return base
+
+
 def _cached(name: str) -> Path | None:
     from huggingface_hub import snapshot_download
 
@@ -136,7 +163,17 @@ def convert(name: str) -> str:
     return f"if you trust them, run {save} of transformers, save its AutoTokenizer there too, and name that"
 
 
+def unloadable() -> tuple[type[Exception], ...]:
+    """What loading a folder raises whose files are damaged or whose config holds impossible values."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    wrong = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, AssertionError)
+    return (*wrong, OSError, RuntimeError, SafetensorError, StrictDataclassError)
+
+
 def first_line(error: Exception) -> str:
-    """What an error says, as one sentence of ours can quote it."""
+    """What an error says, as one sentence of ours can quote it; the line after a heading, if it has one."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:300]
+    headed = lines[0].endswith(":") and len(lines) > 1
+    return lines[1 if headed else 0].strip()[:300]

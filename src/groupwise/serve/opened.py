@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from groupwise.config.model import rank_known_to_vllm
 from groupwise.config.sections import NO_TASK
 from groupwise.errors import ConfigError
 from groupwise.evaluate.target import Target, find_target
-from groupwise.model.source import local_folder, name_for_others
+from groupwise.model.source import adapter_settings, local_folder, name_for_others
 from groupwise.records import Example, Message
 from groupwise.rollout.toolbox import Toolbox
 from groupwise.serve.tool_talk import Kit
@@ -28,14 +29,18 @@ class Named:
 
     @property
     def vllm_command(self) -> str:
-        """The command that serves the same with vLLM."""
+        """The command that serves the same with vLLM; what that cannot add to a model is merged first."""
         target, model = self.target, name_for_others(self.config.model.name)
-        if not target.rank:
-            return f"vllm serve {target.trained or model}"
-        rank = rank_known_to_vllm(target.rank)
-        name = Path(target.name).name
-        adapters = f"--enable-lora --max-lora-rank {rank} --lora-modules {name}={target.trained}"
-        return f"vllm serve {model} {adapters}"
+        if not target.rank or target.trained is None:
+            return shlex.join(["vllm", "serve", str(target.trained or model)])
+        settings = adapter_settings(target.trained)
+        unknown = settings.get("use_dora") or settings.get("modules_to_save")
+        if unknown or (target.run is not None and self.config.model.quantization):
+            merge = shlex.join(["groupwise", "merge", target.name, "--output-path", "merged"])
+            return f"{merge} && vllm serve merged"
+        adapters = ["--enable-lora", "--max-lora-rank", str(rank_known_to_vllm(target.rank))]
+        named = f"{Path(target.name).name}={target.trained}"
+        return shlex.join(["vllm", "serve", model, *adapters, "--lora-modules", named])
 
 
 def find_named(name: str, overrides: Sequence[str]) -> Named:

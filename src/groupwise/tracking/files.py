@@ -32,3 +32,10 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def let_read(folder: Path) -> None:
+    """Let all who may read a folder read the weights in it: safetensors writes them for their owner alone."""
+    mode = folder.stat().st_mode & 0o666
+    for path in folder.rglob("*.safetensors"):
+        path.chmod(mode)

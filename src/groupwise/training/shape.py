@@ -10,7 +10,7 @@ import torch
 from groupwise.config.model import LoraConfig, ModelConfig
 from groupwise.errors import ConfigError
 from groupwise.model.quantize import quantization_told
-from groupwise.model.source import first_line, local_folder, model_folder
+from groupwise.model.source import first_line, local_folder, model_folder, unloadable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ def shape_of(model: ModelConfig) -> Shape:
         config.quantization_config = None
         with torch.device("meta"):
             laid_out: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    except (OSError, ValueError, KeyError) as error:
+    except unloadable() as error:
         raise ConfigError(f"cannot read the config of {model.name}: {first_line(error)}") from error
     head = laid_out.get_output_embeddings()
     linears = tuple(
