@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -12,9 +13,11 @@ from typing import Any
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, MistralConfig
 
+from groupwise import cli
 from groupwise.config.sections import LoraConfig, ModelConfig
 from groupwise.errors import ConfigError
 from groupwise.model.load import causal_model, check_attention, load_policy
@@ -243,8 +246,58 @@ def test_an_incomplete_folder_is_refused_by_what_it_lacks(
 
 def test_pickled_weights_are_left_to_those_who_trust_them(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match=r"pytorch_model.bin is pickled and may run code: if you trust"):
+    with pytest.raises(ConfigError, match=rf"bin is pickled and may run code.* groupwise convert {folder}"):
         load_policy(model_config(folder), FULL)
+
+
+def pickle_weights(folder: Path, **more: object) -> dict[str, torch.Tensor]:
+    weights = load_file(folder / "model.safetensors")
+    torch.save({**weights, **more}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    return weights
+
+
+def test_pickled_weights_are_converted_number_for_number(folder: Path, tmp_path: Path) -> None:
+    weights = pickle_weights(folder)
+    output = tmp_path / "safe"
+    assert cli.main(["convert", str(folder), "--output-path", str(output)]) == 0
+    written = load_file(output / "model.safetensors")
+    assert written.keys() == weights.keys()
+    for name, tensor in weights.items():
+        assert tensor.dtype == written[name].dtype
+        assert torch.equal(tensor, written[name])
+    load_policy(model_config(output), FULL)
+
+
+class Command:
+    """What a pickle may hold that is no tensor: here, a file that is made when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pickle_that_would_run_code_is_not_converted(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pickle_weights(folder, more=Command(tmp_path / "ran"))
+    assert cli.main(["convert", str(folder), "--output-path", str(tmp_path / "safe")]) != 0
+    assert "hold more than tensors: not read" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "safe").exists()
+
+
+def test_only_pickled_weights_are_converted(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["convert", str(folder), "--output-path", str(tmp_path / "safe")]
+    assert cli.main(words) != 0
+    assert "has weights in safetensors: name it as it is" in capsys.readouterr().err
+    (folder / "model.safetensors").unlink()
+    assert cli.main(words) != 0
+    assert "has no pickled weights" in capsys.readouterr().err
 
 
 def test_damaged_weights_are_refused(folder: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from groupwise.commands.chat import chat
+from groupwise.commands.convert import convert
 from groupwise.commands.doctor import doctor
 from groupwise.commands.evolve import evolve
 from groupwise.commands.index import index_app
@@ -175,6 +176,7 @@ app.command(epilog="Anything else is set as section.key=value, such as model.dty
 app.command()(doctor)
 app.command()(merge)
 app.command()(quantize)
+app.command()(convert)
 app.command(epilog="Anything else is set as section.key=value, such as model.dtype=bfloat16.")(serve)
 app.command(name="serve-rollouts")(serve_rollouts)
 

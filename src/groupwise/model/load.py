@@ -6,6 +6,7 @@ import ctypes
 import logging
 import sys
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -91,9 +92,18 @@ def only_errors(record: logging.LogRecord) -> bool:
 
 
 def causal_model(
-    folder: Path, dtype: torch.dtype, device: torch.device, *, quantization: str | None = None
+    folder: Path,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    *,
+    quantization: str | None = None,
+    pickled: bool = False,
 ) -> Any:
-    """Load a model whole, or raise: `quantization` makes its weights smaller, if they are not so on disk."""
+    """Load a model whole, or raise: `quantization` makes its weights smaller, if they are not so on disk.
+
+    Without a `dtype` they keep the one they have there. They are read from safetensors, or, `pickled`, from
+    pickles that may hold tensors and nothing else.
+    """
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {}
@@ -111,12 +121,15 @@ def causal_model(
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(folder),
-            dtype=dtype,
-            use_safetensors=True,
+            dtype=dtype or "auto",
+            use_safetensors=not pickled,
+            weights_only=True,
             output_loading_info=True,
             local_files_only=True,
             **options,
         )
+    except UnpicklingError as error:
+        raise ConfigError(f"the pickled weights in {folder} hold more than tensors: not read") from error
     except unloadable() as error:
         raise ConfigError(f"cannot load the model in {folder}: {first_line(error)}") from error
     model, report = loaded

@@ -19,7 +19,7 @@ TRAIN_SETTINGS = "train.yaml"
 """A file beside quantized weights with the settings of adapters for them."""
 
 
-def settings_for(kind: str, dtype: torch.dtype) -> Any:
+def settings_for(kind: str, dtype: torch.dtype | None) -> Any:
     """What transformers needs to know to quantize a model while it loads; products are in `dtype`."""
     from transformers import BitsAndBytesConfig
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ NEEDED = {
     "a tokenizer (tokenizer.json)": ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json"),
 }
 """What a model's folder must hold, and how it is recognised."""
-PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth")
+PICKLED = "pytorch_model*.bin"
+"""Weights as pickles, which may run code when they are read; `groupwise convert` makes others of them."""
 
 
 def model_folder(name: str) -> Path:
@@ -74,10 +76,10 @@ def check_folder(path: Path, *, name: str) -> None:
         )
     lacking = missing_files(path)
     if lacking:
-        pickled = next((file.name for pattern in PICKLED for file in path.glob(pattern)), None)
+        pickled = next((file.name for file in path.glob(PICKLED)), None)
         raise ConfigError(
             f"the model folder {name} lacks {' and '.join(lacking)}"
-            + (f"; {pickled} is pickled and may run code: {convert(name)}" if pickled else "")
+            + (f"; {pickled} is pickled and may run code: {_advice(name)}" if pickled else "")
         )
 
 
@@ -138,29 +140,48 @@ def _cached(name: str) -> Path | None:
 
 
 def _downloaded(name: str) -> Path:
+    folder = _snapshot(name, weights="*.safetensors")
+    lacking = missing_files(folder)
+    if lacking:
+        raise ConfigError(
+            f"the Hugging Face model {name} lacks {' and '.join(lacking)}; pickled weights, "
+            f"which it may have, can run code: {_advice(name)}"
+        )
+    return folder
+
+
+def pickled_folder(name: str) -> Path:
+    """Return the folder of a model with pickled weights alone, which the user has said to trust."""
+    path = Path(name).expanduser()
+    folder = path if path.is_dir() else _snapshot(name, weights=PICKLED)
+    if next(folder.glob("*.safetensors"), None):
+        raise ConfigError(f"{name} has weights in safetensors: name it as it is, there is nothing to convert")
+    if not next(folder.glob(PICKLED), None):
+        raise ConfigError(f"{name} has no pickled weights ({PICKLED}) to convert")
+    return folder
+
+
+def _snapshot(name: str, *, weights: str) -> Path:
+    """Download a model's files, its weights in one form."""
     from huggingface_hub import snapshot_download
 
-    wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    wanted = ["*.json", weights, "*.jinja", "*.model", "*.txt"]
     try:
-        folder = Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=["*/*"]))
+        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=["*/*"]))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"model.name: {name} is neither a folder nor in the Hugging Face cache, "
             f"and cannot be downloaded: {first_line(error)}"
         ) from error
-    lacking = missing_files(folder)
-    if lacking:
-        raise ConfigError(
-            f"the Hugging Face model {name} lacks {' and '.join(lacking)}; pickled weights, "
-            f"which it may have, can run code: {convert(name)}"
-        )
-    return folder
 
 
-def convert(name: str) -> str:
+def _advice(name: str) -> str:
     """How someone who trusts a model's pickled weights makes others of them."""
-    save = f"AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained({Path(name).name + '-safe'!r})"
-    return f"if you trust them, run {save} of transformers, save its AutoTokenizer there too, and name that"
+    output = Path(name).name + "-safe"
+    return (
+        f"if you trust them, run {shlex.join(['groupwise', 'convert', name, '--output-path', output])} "
+        "and name that folder"
+    )
 
 
 def unloadable() -> tuple[type[Exception], ...]:
