@@ -78,10 +78,11 @@ class NoTokenizer:
     eos_token_id = None
 
 
-def random_policy(shape: str, *, device: torch.device, lora: int = 0) -> Policy:
+def random_policy(shape: str, *, device: torch.device, lora: int = 0, short: bool = True) -> Policy:
     model: Any = random_model(shape, device=device)
     check_attention(model, name=shape)
-    shorten_passes(model)
+    if short:
+        shorten_passes(model)
     if lora:
         model = peft.get_peft_model(
             model, peft.LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear")

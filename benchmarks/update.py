@@ -12,7 +12,9 @@ update is `Learner.update`: packing, forward, backward, clipping, AdamW.
 3. **Shared prompt.** Groups of 8, prompts of 2,048 tokens, answers of 256. "Repeated" gives each answer a
    group of its own, so that its prompt is computed with it. Memory is what the update adds to what was held
    before it, with a group in one pass.
-4. **Where the time goes**: the longest kernels of one update.
+4. **torch.compile**, when asked for: every layer compiled but for its attention, with our kernels between
+   the products and with the plain modules, which the compiler fuses itself; the first update compiles.
+5. **Where the time goes**, when asked for: the longest kernels of one update.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from machine import markdown
 from shared_prefix import batch, new_learner, repeated
 
 from groupwise.learner.learner import Learner
+from groupwise.model.packed import PackedLayout
 from groupwise.model.policy import Policy
 from groupwise.records import Sample
 
@@ -109,6 +112,36 @@ def shared_prompt(policy: Policy, *, prompt: int, answer: int, repeats: int) -> 
     print(markdown(header, rows), flush=True)
 
 
+def compiled(shape: str, samples: Sequence[Sample], *, size: int, repeats: int) -> None:
+    """The same update by layers as they are and by layers that torch compiles."""
+    torch._dynamo.config.recompile_limit = 64  # a model's layers share their code, not their numbers
+    attend = PackedLayout.attend
+    rows = []
+    for name, short, compile_layers in (
+        ("our passes", True, False),
+        ("our passes, compiled", True, True),
+        ("plain modules, compiled", False, True),
+    ):
+        policy = random_policy(shape, device=DEVICE, lora=16, short=short)
+        if compile_layers:
+            PackedLayout.attend = torch.compiler.disable(attend)  # type: ignore[method-assign]
+            for layer in policy.model.get_base_model().model.layers:
+                layer.compile(dynamic=True)
+        learner = new_learner(policy)
+        learner.micro_batch_tokens = size
+        started = time.perf_counter()
+        learner.update(samples, sequences=len(samples), tokens=sum(s.length for s in samples))
+        first = time.perf_counter() - started
+        seconds, added, norm = measured(learner, samples, repeats=repeats)
+        rows.append([name, f"{first:.1f}", f"{seconds:.2f}", f"{added:.1f}", f"{norm:.4f}"])
+        print(name, rows[-1], flush=True)
+        PackedLayout.attend = attend  # type: ignore[method-assign]
+        torch._dynamo.reset()
+        del policy, learner
+    header = (f"layers, {size:,} tokens a pass", "first, s", "s", "GiB added", "gradient norm")
+    print(markdown(header, rows), flush=True)
+
+
 def longest_kernels(policy: Policy, samples: Sequence[Sample], *, size: int) -> None:
     from torch.profiler import ProfilerActivity, profile
 
@@ -124,6 +157,7 @@ def longest_kernels(policy: Policy, samples: Sequence[Sample], *, size: int) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a smoke run")
+    parser.add_argument("--compiled", action="store_true", help="also with layers that torch compiles")
     parser.add_argument("--kernels", action="store_true", help="also list the longest kernels")
     options = parser.parse_args()
     shape, answer, prompt, sizes = "1.5b", 512, 2048, (2048, 4096, 8192, 16384)
@@ -135,6 +169,8 @@ def main() -> None:
     samples = batch(groups=16, prompt=prompt // 16, answer=answer, vocabulary=len(policy.head_weight))
     sizes_of_a_pass(policy, samples, sizes, repeats=2)
     shared_prompt(policy, prompt=prompt, answer=answer // 2, repeats=2)
+    if options.compiled:
+        compiled(shape, samples, size=sizes[-1], repeats=2)
     if options.kernels:
         longest_kernels(policy, samples, size=sizes[1])
 
