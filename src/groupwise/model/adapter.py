@@ -59,7 +59,8 @@ class _AdaptedLinear(torch.autograd.Function):
         a_RI, b_OR = a_RI.to(x_NI.dtype), b_OR.to(x_NI.dtype)
         low_NR = x_NI @ a_RI.T
         ctx.save_for_backward(x_NI, a_RI, b_OR, low_NR)
-        return nn.functional.linear(x_NI, w_OI, bias_O).addmm_(low_NR, b_OR.T, alpha=scale)
+        y_NO = nn.functional.linear(x_NI, w_OI, bias_O).addmm_(low_NR, b_OR.T, alpha=scale)
+        return y_NO.detach()  # compiled by torch 2.11, what was changed in place would have no gradient
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
