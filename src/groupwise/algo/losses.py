@@ -154,7 +154,7 @@ def divergences(tokens: Tokens) -> dict[str, Tensor]:
     """Return how far apart the policies are that had a part in these tokens."""
     gap_T = (tokens.old_T - tokens.sampled_T).abs()
     metrics = {
-        "policy/tokens": torch.tensor(len(gap_T), device=gap_T.device),
+        "policy/tokens": torch.full((), len(gap_T), device=gap_T.device),
         "policy/gap": gap_T.sum(),
         "policy/gap_max": gap_T.max(),
         "policy/gap_kl": k3(tokens.sampled_T - tokens.old_T).sum(),  # KL(sampler || trainer)

@@ -16,7 +16,7 @@ from groupwise.config.sections import AlgoConfig, OptimConfig
 from groupwise.errors import ConfigError
 from groupwise.invariants import check_finite, check_gap
 from groupwise.learner.optimizer import clipped_step, make_optimizer
-from groupwise.learner.part import Done, Part
+from groupwise.learner.part import Done, Found, Part
 from groupwise.learner.passes import pass_tokens
 from groupwise.learner.rows import row_logprobs
 from groupwise.learner.schedule import learning_rate
@@ -92,8 +92,7 @@ class Learner:
             for parts in minibatches:
                 own = Done(0.0, {})
                 with self.processes.together():
-                    done = [found for found in self._accumulate(parts) if found is not None]
-                    own = Done(sum(loss for loss, _ in done), merge(metrics for _, metrics in done))
+                    own = self._noted(parts, self._accumulate(parts))
                 everyone = self.processes.gather(own.on_cpu())
                 if self.context is not None:
                     everyone = everyone[:1]  # all have computed the same, together
@@ -196,7 +195,7 @@ class Learner:
         with self.policy.reference() as reference:
             return self._fixed_logprobs(reference, batch)
 
-    def _accumulate(self, parts: list[Part]) -> list[tuple[float, dict[str, Tensor]] | None]:
+    def _accumulate(self, parts: list[Part]) -> list[Found]:
         """Add up a mini-batch's gradient; where memory runs out, from the start with smaller passes.
 
         What a pass leaves behind when it fails is unknown, so all of it is thrown away; the smaller passes
@@ -227,7 +226,7 @@ class Learner:
                 self.micro_batch_tokens,
             )
 
-    def _backward(self, part: Part) -> tuple[float, dict[str, Tensor]] | None:
+    def _backward(self, part: Part) -> Found:
         batch = part.batch
         logprobs_N, entropy_N = self._logprobs(self.policy, batch)
         loss, metrics = policy_loss(
@@ -244,12 +243,20 @@ class Learner:
             self.settings,
         )
         self.policy.backward(loss)
-        if part.idle:
-            return None
-        each = torch.split(logprobs_N.detach().float().cpu(), [sample.length for sample in part.members])
-        for sample, own_N in zip(part.members, each, strict=True):
-            self.seen[sample.group, sample.member] = own_N.tolist()
-        return float(loss.detach()), {name: value.detach() for name, value in metrics.items()}
+        return Found(
+            loss=loss.detach(),
+            metrics={name: value.detach() for name, value in metrics.items()},
+            logprobs_N=logprobs_N.detach(),
+        )
+
+    def _noted(self, parts: Sequence[Part], found: Sequence[Found]) -> Done:
+        """Read what the passes of a mini-batch found: only here does the host wait for a GPU."""
+        counted = [(part, one) for part, one in zip(parts, found, strict=True) if not part.idle]
+        for part, one in counted:
+            each = torch.split(one.logprobs_N.float().cpu(), [sample.length for sample in part.members])
+            for sample, own_N in zip(part.members, each, strict=True):
+                self.seen[sample.group, sample.member] = own_N.tolist()
+        return Done(sum(float(one.loss) for _, one in counted), merge(one.metrics for _, one in counted))
 
     def _step(self) -> float:
         """Make one optimizer step and count it; returns the gradient's norm before clipping."""

@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from groupwise.algo.packing import MicroBatch, pack
 from groupwise.invariants import check_targets
+from groupwise.model.transfer import to_device
 from groupwise.records import Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What one pass found, left on its device: a GPU is given the next pass before this one has ended."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+    logprobs_N: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +57,7 @@ class Part:
 
     @property
     def weights_N(self) -> Tensor:
-        weights_S = torch.tensor(self.weights, device=self.batch.targets_N.device)
+        weights_S = to_device(np.asarray(self.weights, dtype=np.float32), self.batch.targets_N.device)
         return weights_S[self.batch.sequence_N]
 
     def halves(self) -> list[Part]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from groupwise.algo.packing import micro_batches, pack
 from groupwise.config.sections import OptimConfig
@@ -122,19 +123,20 @@ def mean_loss(
     policy: Policy, samples: Sequence[Sample], *, tokens: int, micro_batch_tokens: int, backward: bool
 ) -> float:
     """Return the negative log-probability of what is trained, over `tokens`; `backward` adds its gradient."""
-    total = sum(
+    losses = [
         pass_loss(policy, [samples[i] for i in indices], tokens=tokens, backward=backward)
         for indices in micro_batches(samples, budget=micro_batch_tokens)
-    )
+    ]
+    total = sum(map(float, losses))  # read when all are under way: a GPU need not wait for the next pass
     check_finite("the loss", total)
     return total
 
 
-def pass_loss(policy: Policy, samples: Sequence[Sample], *, tokens: float, backward: bool) -> float:
-    """The same of what one pass takes."""
+def pass_loss(policy: Policy, samples: Sequence[Sample], *, tokens: float, backward: bool) -> Tensor:
+    """The same of what one pass takes, left where it was computed."""
     batch = pack(samples, device=policy.device)
     logprobs_N, _ = row_logprobs(policy, batch, Sampling(), entropy_gradient=False)
     loss = -logprobs_N.sum() / tokens
     if backward:
         policy.backward(loss)
-    return float(loss.detach())
+    return loss.detach()
