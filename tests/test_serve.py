@@ -20,6 +20,7 @@ import tokenizers
 import torch
 import transformers
 
+from groupwise import cli
 from groupwise.config.model import LoraConfig, ModelConfig
 from groupwise.config.sections import EngineConfig
 from groupwise.engine.engine import Engine
@@ -564,3 +565,18 @@ def test_a_small_model_leaves_a_core_to_whoever_talks_to_clients(width, said, le
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     leave_a_core(policy)
     assert chosen == ([left] if left else [])
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "no.such.host.invalid", "a" * 70])
+def test_an_address_that_cannot_be_listened_at_is_refused_before_a_model_is_loaded(
+    host: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def loaded(*_: object, **__: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("groupwise.model.load.load_for_generation", loaded)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = ["serve", "tiny", "--host", host, "--port", str(port), "--api-key", "key"]
+        assert cli.main(words) != 0
+    assert f"cannot listen at {host}:{port}: " in capsys.readouterr().err

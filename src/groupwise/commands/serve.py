@@ -42,9 +42,10 @@ def serve(
     from groupwise.model.load import load_for_generation
     from groupwise.model.source import model_folder
     from groupwise.serve.cores import leave_a_core
-    from groupwise.serve.front import Opening, open_front, start_front
+    from groupwise.serve.front import Opening, check_address, open_front, start_front
     from groupwise.serve.link import EngineSide
 
+    check_address(host, port)
     front = start_front()  # it imports while the model loads
     policy = load_for_generation(named.config.model, rank=named.target.rank, trained=named.target.trained)
     leave_a_core(policy)

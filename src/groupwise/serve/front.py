@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -38,12 +39,27 @@ def start_front() -> Connection:
     return ours
 
 
+def check_address(host: str, port: int) -> None:
+    """Refuse an address that nobody can listen at, before a model is loaded for it."""
+    try:
+        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(address)
+    except (OSError, UnicodeError) as error:  # some names of hosts cannot even be looked up
+        raise cannot_listen(host, port, getattr(error, "strerror", None) or str(error)) from error
+
+
+def cannot_listen(host: str, port: int, reason: str) -> ConfigError:
+    return ConfigError(f"cannot listen at {host}:{port}: {reason}")
+
+
 def open_front(connection: Connection, opening: Opening) -> int:
     """Let it listen, and return the port."""
     connection.send(opening)
     port: int | str = connection.recv()
     if isinstance(port, str):
-        raise ConfigError(f"cannot listen on {opening.host}:{opening.port}: {port}")
+        raise cannot_listen(opening.host, opening.port, port)
     return port
 
 
@@ -65,5 +81,5 @@ def run_front(connection: Connection) -> None:
     )
     try:
         asyncio.run(server.run(opening.host, opening.port, ready=connection.send))
-    except (OSError, UnicodeError) as error:  # some names of hosts cannot even be looked up
+    except (OSError, UnicodeError) as error:
         connection.send(getattr(error, "strerror", None) or str(error))
