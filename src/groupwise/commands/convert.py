@@ -31,5 +31,6 @@ def convert(
         loaded.save_pretrained(unfinished, max_shard_size="4GB")
         tokenizer.save_pretrained(unfinished)
     numbers = sum(parameter.numel() for parameter in loaded.parameters())
-    print(f"{numbers / 1e6:,.1f} M parameters in {loaded.dtype} written to {output_path} as safetensors")
+    dtype = str(loaded.dtype).removeprefix("torch.")
+    print(f"{numbers / 1e6:,.1f} M parameters in {dtype} written to {output_path} as safetensors")
     print(f"\nnext\n  {shlex.join(['groupwise', 'train', '--model', str(output_path)])}")
