@@ -140,12 +140,12 @@ task = gw.Task(
 """
 
 
-def sampled_with_tools(policy: Policy, prompt: str, tools: Any) -> Rollout:
+def sampled_with_tools(policy: Policy, prompt: str, tools: Any, *, result: str = "c") -> Rollout:
     """An answer that called a tool, read its result and ended."""
     end = policy.tokenizer.eos_token_id
     given = policy.encode(prompt, tools=tools)
     first, last = ((*policy._tokens(turn), end) for turn in ("<think> a</think>", "b"))
-    read = policy.encode_results(["c"], prefill="", ended=True)
+    read = policy.encode_results([result], prefill="", ended=True)
     mask = [False] * len(given) + [True] * len(first) + [False] * len(read) + [True] * len(last)
     nothing = (0.0,) * len(mask)
     return replace(
@@ -176,6 +176,14 @@ def test_a_runs_answers_with_tools_are_trained_with_their_calls(small_policy, ru
     plan = plan_warm_start(sft_config(["task.held_out=0"], config=None, resume=None, given=given, flags={}))
     (demonstration,), _ = plan.demonstrations.take(0, 1)
     assert encode(small_policy, demonstration) == (answer.tokens, answer.trained)
+
+
+def test_answers_that_end_alike_after_other_calls_are_not_one(small_policy, run_with_tools):
+    ways = [sampled_with_tools(small_policy, "3", [tool_of(look).schema], result=r) for r in "cdc"]
+    path = RunFolder.open(run_with_tools).rollouts_at(1)
+    write_rollouts(path, 1, [Group(example=Example({"n": 3}), rollouts=tuple(ways))])
+    config = read_config(overrides=[f"sft.from_run={run_with_tools}"])
+    assert [tuple(row["tokens"]) for row in best_answers(config)] == [ways[0].tokens, ways[1].tokens]
 
 
 def test_answers_with_tools_after_another_prompt_are_refused(small_policy):

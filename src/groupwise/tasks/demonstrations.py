@@ -272,12 +272,15 @@ def best_answers(config: Config) -> list[Example]:
         raise ConfigError(f"no answer in {run.path} has a reward of {least:g}; the best has {best:g}")
     chosen: list[Example] = []
     count: Counter[str] = Counter()
-    seen: set[tuple[str, str]] = set()
+    seen: set[tuple[Any, ...]] = set()
     for row in good:
         prompt = str(row["prompt"])
-        if count[prompt] < config.sft.per_prompt and (prompt, row["text"]) not in seen:
+        # Of an answer that used tools the text is the last turn: what came before it may be another way.
+        turns = tuple(row["tokens"]) if sampled_tokens(row).read_more else ()
+        said = (prompt, row["text"], turns)
+        if count[prompt] < config.sft.per_prompt and said not in seen:
             count[prompt] += 1
-            seen.add((prompt, row["text"]))
+            seen.add(said)
             chosen.append(Example({key: row[key] for key in ROLLOUT_COLUMNS}))
     return chosen
 
@@ -287,7 +290,12 @@ ROLLOUT_COLUMNS = ("prompt", "text", "tokens", "trained", "prompt_length")
 
 def of_rollout(row: Example, *, tools: Sequence[Mapping[str, Any]] = ()) -> Demonstration:
     """Read an answer that was recorded. `tools`: what its prompt told of them."""
-    sampled = SampledTokens(
+    return Demonstration(
+        prompt=row["prompt"], completion=row["text"], tools=tools, sampled=sampled_tokens(row)
+    )
+
+
+def sampled_tokens(row: Mapping[str, Any]) -> SampledTokens:
+    return SampledTokens(
         tokens=tuple(row["tokens"]), trained=tuple(row["trained"]), prompt_length=row["prompt_length"]
     )
-    return Demonstration(prompt=row["prompt"], completion=row["text"], tools=tools, sampled=sampled)
