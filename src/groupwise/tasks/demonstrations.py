@@ -26,13 +26,17 @@ from groupwise.tracking.rollouts import read_rollouts
 from groupwise.tracking.run_folder import RunFolder
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SampledTokens:
     """An answer as it was sampled: training on these ids leaves nothing to a tokenizer's second thoughts."""
 
     tokens: tuple[int, ...]
     trained: tuple[bool, ...]
     prompt_length: int
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> SampledTokens:
+        return cls(tuple(row["tokens"]), tuple(row["trained"]), row["prompt_length"])
 
     @property
     def read_more(self) -> bool:
@@ -276,7 +280,7 @@ def best_answers(config: Config) -> list[Example]:
     for row in good:
         prompt = str(row["prompt"])
         # Of an answer that used tools the text is the last turn: what came before it may be another way.
-        turns = tuple(row["tokens"]) if sampled_tokens(row).read_more else ()
+        turns = tuple(row["tokens"]) if SampledTokens.of(row).read_more else ()
         said = (prompt, row["text"], turns)
         if count[prompt] < config.sft.per_prompt and said not in seen:
             count[prompt] += 1
@@ -291,11 +295,5 @@ ROLLOUT_COLUMNS = ("prompt", "text", "tokens", "trained", "prompt_length")
 def of_rollout(row: Example, *, tools: Sequence[Mapping[str, Any]] = ()) -> Demonstration:
     """Read an answer that was recorded. `tools`: what its prompt told of them."""
     return Demonstration(
-        prompt=row["prompt"], completion=row["text"], tools=tools, sampled=sampled_tokens(row)
-    )
-
-
-def sampled_tokens(row: Mapping[str, Any]) -> SampledTokens:
-    return SampledTokens(
-        tokens=tuple(row["tokens"]), trained=tuple(row["trained"]), prompt_length=row["prompt_length"]
+        prompt=row["prompt"], completion=row["text"], tools=tools, sampled=SampledTokens.of(row)
     )
