@@ -284,7 +284,7 @@ def test_a_pickle_that_would_run_code_is_not_converted(
 ) -> None:
     pickle_weights(folder, more=Command(tmp_path / "ran"))
     assert cli.main(["convert", str(folder), "--output-path", str(tmp_path / "safe")]) != 0
-    assert "hold more than tensors: not read" in capsys.readouterr().err
+    assert "hold more than tensors" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
     assert not (tmp_path / "safe").exists()
 

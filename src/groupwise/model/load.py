@@ -129,7 +129,9 @@ def causal_model(
             **options,
         )
     except UnpicklingError as error:
-        raise ConfigError(f"the pickled weights in {folder} hold more than tensors: not read") from error
+        raise ConfigError(
+            f"the pickled weights in {folder} hold more than tensors, or are damaged: not read"
+        ) from error
     except unloadable() as error:
         raise ConfigError(f"cannot load the model in {folder}: {first_line(error)}") from error
     model, report = loaded

@@ -33,14 +33,13 @@ class Question:
     def json(self) -> dict[str, Any]:
         try:
             value = json.loads(self.body)
+            encode(value).encode()
+        except UnicodeEncodeError:
+            raise Refused(400, "the body holds text that is none: half of a surrogate pair") from None
         except (ValueError, RecursionError):
             raise Refused(400, "the body is not valid JSON") from None
         if not isinstance(value, dict):
             raise Refused(400, "the body must be a JSON object")
-        try:
-            encode(value).encode()
-        except (UnicodeEncodeError, RecursionError):
-            raise Refused(400, "the body holds text that is none: half of a surrogate pair") from None
         return value
 
 

@@ -28,8 +28,9 @@ NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 FILLED = 0.95
 """Share of the memory that may be taken: the rest is for what lies between the pieces."""
 PROMPT_TOKENS = 256
-SMALL_PASS = 1024
 """Of a prompt, where nothing is known of it."""
+SMALL_PASS = 1024
+"""Tokens of a pass that is advised where memory is short: smaller ones save little more."""
 FIRST_USE = 70_000_000
 """What libraries take on a CPU when first used, besides their code: measured with a model of no size."""
 CUDA_CONTEXT = 0
