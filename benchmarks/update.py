@@ -112,7 +112,7 @@ def shared_prompt(policy: Policy, *, prompt: int, answer: int, repeats: int) -> 
     print(markdown(header, rows), flush=True)
 
 
-def compiled(shape: str, samples: Sequence[Sample], *, size: int, repeats: int) -> None:
+def compiled(shape: str, samples: Sequence[Sample], sizes: Sequence[int], *, repeats: int) -> None:
     """The same update by layers as they are and by layers that torch compiles."""
     torch._dynamo.config.recompile_limit = 64  # a model's layers share their code, not their numbers
     attend = PackedLayout.attend
@@ -123,18 +123,19 @@ def compiled(shape: str, samples: Sequence[Sample], *, size: int, repeats: int) 
             PackedLayout.attend = torch.compiler.disable(attend)  # type: ignore[method-assign]
             for layer in policy.model.get_base_model().model.layers:
                 layer.compile(dynamic=True)
-        learner = new_learner(policy)
-        learner.micro_batch_tokens = size
-        started = time.perf_counter()
-        learner.update(samples, sequences=len(samples), tokens=sum(s.length for s in samples))
-        first = time.perf_counter() - started
-        seconds, added, norm = measured(learner, samples, repeats=repeats)
-        rows.append([name, f"{first:.1f}", f"{seconds:.2f}", f"{added:.1f}", f"{norm:.4f}"])
-        print(name, rows[-1], flush=True)
+        for size in sizes:
+            learner = new_learner(policy)
+            learner.micro_batch_tokens = size
+            started = time.perf_counter()
+            learner.update(samples, sequences=len(samples), tokens=sum(s.length for s in samples))
+            first = time.perf_counter() - started
+            seconds, added, norm = measured(learner, samples, repeats=repeats)
+            rows.append([name, f"{size:,}", f"{first:.1f}", f"{seconds:.2f}", f"{added:.1f}", f"{norm:.4f}"])
+            print(*rows[-1], sep=", ", flush=True)
         PackedLayout.attend = attend  # type: ignore[method-assign]
         torch._dynamo.reset()
         del policy, learner
-    header = (f"layers, {size:,} tokens a pass", "first, s", "s", "GiB added", "gradient norm")
+    header = ("layers", "tokens a pass", "first, s", "s", "GiB added", "gradient norm")
     print(markdown(header, rows), flush=True)
 
 
@@ -166,7 +167,7 @@ def main() -> None:
     sizes_of_a_pass(policy, samples, sizes, repeats=2)
     shared_prompt(policy, prompt=prompt, answer=answer // 2, repeats=2)
     if options.compiled:
-        compiled(shape, samples, size=sizes[-1], repeats=2)
+        compiled(shape, samples, sizes[1::2], repeats=2)
     if options.kernels:
         longest_kernels(policy, samples, size=sizes[1])
 

@@ -9,8 +9,10 @@ import torch
 
 from groupwise.config import read_config
 from groupwise.errors import ConfigError
+from groupwise.learner import offload
 from groupwise.learner.checkpoint import load_optimizer, optimizer_tensors
-from groupwise.learner.optimizer import OffloadedAdamW, make_optimizer
+from groupwise.learner.offload import OffloadedAdamW
+from groupwise.learner.optimizer import make_optimizer
 from small_models import policy_of, small_model
 from small_runs import KILL, Blow, run_command, traces
 
@@ -27,7 +29,9 @@ def optim(*words: str) -> Any:
     return read_config(overrides=["optim.weight_decay=0.1", "optim.learning_rate=0.01", *words]).optim
 
 
-def test_an_offloaded_optimizer_makes_the_same_steps():
+@pytest.mark.parametrize("piece", [1 << 22, 1000, 7])
+def test_an_offloaded_optimizer_makes_the_same_steps(monkeypatch, piece):
+    monkeypatch.setattr(offload, "PIECE", piece)
     one, other = policy_of(small_model()), policy_of(small_model())
     steps(one, make_optimizer(one, optim()), 5)
     steps(other, make_optimizer(other, optim("optim.offload=true")), 5)
@@ -35,7 +39,8 @@ def test_an_offloaded_optimizer_makes_the_same_steps():
         torch.testing.assert_close(other.trainable()[name], parameter, rtol=1e-5, atol=1e-6)
 
 
-def test_an_offloaded_optimizer_steps_weights_that_do_not_lie_in_one_piece():
+def test_an_offloaded_optimizer_steps_weights_that_do_not_lie_in_one_piece(monkeypatch):
+    monkeypatch.setattr(offload, "PIECE", 5)
     start, gradient = torch.randn(6, 8), torch.randn(6, 8)
     settings: Any = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
     pieces = torch.nn.Parameter(start.clone()[:, ::2])

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch.optim.adamw import adamw
 
 from groupwise.config.sections import OptimConfig
 from groupwise.errors import ConfigError
 from groupwise.invariants import check_finite
+from groupwise.learner.offload import OffloadedAdamW
 from groupwise.model.policy import Policy
 
 
@@ -47,57 +46,6 @@ def make_divided(policy: Policy, optim: OptimConfig, settings: dict[str, Any]) -
     optimizer = torch.optim.AdamW(list(policy.trainable().values()), fused=True, **settings)
     policy.zero.start(optimizer, max_grad_norm=optim.max_grad_norm, offload=optim.offload)
     return optimizer
-
-
-class OffloadedAdamW(torch.optim.Optimizer):
-    """AdamW whose moments live in main memory, in float32; gradients and weights visit them for a step."""
-
-    def __init__(self, parameters: list[torch.nn.Parameter], **settings: Any) -> None:
-        super().__init__(parameters, settings)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(parameter, group)
-
-    def _step(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
-        assert parameter.grad is not None
-        # Everything travels in its own precision, float32 would take twice as long, and arrives in one piece:
-        # the fused step looks at no strides.
-        gradient, weight = (x.to("cpu").float().contiguous() for x in (parameter.grad, parameter.detach()))
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros(())
-            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(gradient) for _ in range(2))
-        beta1, beta2 = group["betas"]
-        adamw(
-            [weight],
-            [gradient],
-            [state["exp_avg"]],
-            [state["exp_avg_sq"]],
-            [],
-            [state["step"]],
-            fused=True,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-        parameter.copy_(weight.to(parameter.dtype))
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put a saved state back as it is; torch would round it and move it to where the parameters are."""
-        super().load_state_dict({**state_dict, "state": {}})
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for index, state in state_dict["state"].items():
-            self.state[parameters[index]] = {
-                name: value.to("cpu", torch.float32, copy=True) for name, value in state.items()
-            }
 
 
 def clipped_step(

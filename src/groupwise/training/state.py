@@ -19,7 +19,7 @@ from groupwise.learner.checkpoint import (
     verify,
     write_checkpoint,
 )
-from groupwise.learner.optimizer import OffloadedAdamW
+from groupwise.learner.offload import OffloadedAdamW
 from groupwise.model.policy import Policy
 from groupwise.model.sharded import Shards, local
 from groupwise.model.zero import without_masters
