@@ -143,14 +143,12 @@ def test_more_sequences_than_slots_take_turns(small_policy):
     assert gpu.occupancy > 0.8
 
 
-def test_preempted_sequences_write_the_same_when_they_start_over(small_policy, monkeypatch):
-    monkeypatch.setattr(ahead, "WRITTEN_OUT", 2)  # some of what they wrote is written out by then
+def test_preempted_sequences_write_the_same_when_they_start_over(small_policy):
     gpu, _ = both(small_policy, requests((4, 3), (2, 1)), Sampling(max_tokens=8), kv_tokens=20, block_size=4)
     assert gpu.preempted > 0
 
 
-def test_answers_end_at_the_end_token_and_at_stop_strings(small_policy, monkeypatch):
-    monkeypatch.setattr(ahead, "WRITTEN_OUT", 3)
+def test_answers_end_at_the_end_token_and_at_stop_strings(small_policy):
     torch.nn.init.zeros_(small_policy.head_weight)  # every token is equally likely
     small_policy.end_tokens = frozenset(range(0, 272, 9))
     _, answers = both(small_policy, requests((3, 4), (3, 2)), Sampling(max_tokens=8))

@@ -90,8 +90,6 @@ class Scheduler:
         self.tokens = np.zeros((slots, max_tokens), dtype=np.int64)
         self.logprobs = np.zeros((slots, max_tokens), dtype=np.float32)
         self.entropies = np.zeros((slots, max_tokens), dtype=np.float32)
-        self._written: list[tuple[list[int], list[float], list[float]]] = [([], [], [])] * slots
-        """The same three as Python's numbers, as far as somebody had time for it."""
         longest = max(more.longest, *(len(request.prompt) for request in requests), 0)
         self.prompt_length = np.zeros(len(requests) + more.requests, dtype=np.int64)
         """By request, as are the blocks of its prompt."""
@@ -187,10 +185,11 @@ class Scheduler:
     def finish(self, sequence: Sequence, reason: Finish) -> Completion:
         """Release a sequence and return what it wrote."""
         slot, length = sequence.slot, int(self.length[sequence.slot])
-        self.write_out(slot, length)
-        tokens, logprobs, entropies = self._written[slot]
         completion = Completion(
-            tokens=tuple(tokens), logprobs=tuple(logprobs), entropies=tuple(entropies), finish=reason
+            tokens=tuple(self.tokens[slot, :length].tolist()),
+            logprobs=tuple(self.logprobs[slot, :length].tolist()),
+            entropies=tuple(self.entropies[slot, :length].tolist()),
+            finish=reason,
         )
         self._vacate(sequence)
         if self._keeps:
@@ -201,13 +200,6 @@ class Scheduler:
             self._give_back(sequence)
         self._crowded = False
         return completion
-
-    def write_out(self, slot: int, known: int) -> None:
-        """Turn the first `known` tokens of a slot into Python's numbers, which takes a while for many."""
-        tokens, logprobs, entropies = self._written[slot]
-        tokens += self.tokens[slot, len(tokens) : known].tolist()
-        logprobs += self.logprobs[slot, len(logprobs) : known].tolist()
-        entropies += self.entropies[slot, len(entropies) : known].tolist()
 
     def drop_histories(self) -> None:
         """Nothing will be continued any more: give back what finished sequences left."""
@@ -228,7 +220,6 @@ class Scheduler:
         self.adapter[slot] = prefix.adapter
         self.temperature[slot] = np.nan if sequence.temperature is None else sequence.temperature
         self.length[slot] = self.room[slot] = 0
-        self._written[slot] = ([], [], [])
         self._grow(sequence)
         self.running.append(sequence)
 

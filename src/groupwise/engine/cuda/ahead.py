@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 AHEAD = 4
 """Draws issued before the results of one are looked at. With stop strings, which need text: none."""
 
-WRITTEN_OUT = 64
-"""Tokens after which an answer is written out while the GPU computes: at the end it would wait for us."""
 
 DONE = object()
 
@@ -137,8 +135,6 @@ class Ahead:
         scheduler.tokens[slots, at] = tokens
         scheduler.logprobs[slots, at] = logprobs
         scheduler.entropies[slots, at] = entropies
-        for row in np.flatnonzero((at + slots) % WRITTEN_OUT == 0):  # never all slots at once
-            scheduler.write_out(int(slots[row]), int(at[row]) + 1)
         stop = np.zeros(len(slots), dtype=np.bool_)
         if self.sampling.stop and len(slots):
             written = (scheduler.tokens[slot, : n + 1] for slot, n in zip(slots, at, strict=True))
