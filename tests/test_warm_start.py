@@ -353,6 +353,19 @@ def test_a_warm_start_that_fails_at_its_first_rows_leaves_no_folder(tmp_path):
     assert not (tmp_path / "r").exists()
 
 
+def test_a_chat_that_cannot_be_written_is_found_before_a_step_comes_to_it(tmp_path):
+    chats = [[{"role": "user", "content": str(n)}, {"role": "assistant", "content": "b"}] for n in range(20)]
+    chats[7][1]["content"] = [{"type": "text", "text": "c"}]  # type: ignore[assignment]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    words = ("sft", "--data", str(path), "--max-steps", "1", "sft.batch=1", "task.held_out=0", *SMALL)
+    ended = run_command(*words, f"run.output_dir={tmp_path}", "run.name=r")
+    assert ended.code == 2
+    assert "chat template cannot write these messages" in ended.err
+    assert "'7'" in ended.err
+    assert not (tmp_path / "r").exists()
+
+
 def test_rows_that_ask_what_evaluation_asks_are_left_out(tmp_path):
     task = tmp_path / "task.py"
     task.write_text(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 
 from groupwise.errors import ConfigError
 from groupwise.learner.supervised import masked_sample
@@ -23,6 +24,15 @@ def to_samples(policy: Policy, demonstrations: Sequence[Demonstration], *, longe
         prefix = tokens[: trained.index(True)]
         samples.append(masked_sample(tokens, trained, group=groups.setdefault(prefix, len(groups))))
     return samples
+
+
+def check_chats(policy: Policy, demonstrations: Iterable[Demonstration]) -> None:
+    """Refuse a chat that the template cannot write: a step that came upon it would be the run's last."""
+    for demonstration in demonstrations:
+        if isinstance(demonstration.completion, tuple):
+            deque(stretches(policy, demonstration), maxlen=0)
+        elif not isinstance(demonstration.prompt, str) and policy.tokenizer.chat_template is not None:
+            render(policy.tokenizer, demonstration.prompt, tools=demonstration.tools)
 
 
 def encode(policy: Policy, demonstration: Demonstration) -> tuple[tuple[int, ...], tuple[bool, ...]]:

@@ -11,7 +11,7 @@ import torch
 
 from groupwise.engine.sampler import derive_seed
 from groupwise.errors import ConfigError
-from groupwise.learner.imitation import to_samples
+from groupwise.learner.imitation import check_chats, to_samples
 from groupwise.learner.supervised import Imitator
 from groupwise.parallel.processes import Processes, joined_processes
 from groupwise.records import Sample
@@ -99,8 +99,11 @@ class WarmStart(Session):
         )
         self.longest = min(config.sft.max_length, self.policy.context_length)
         self.held_out = to_samples(self.policy, self.demonstrations.held_out(), longest=self.longest)
-        # A mistake in the first rows is found before anything is written or measured.
+        # A mistake in the rows is found before anything is written or measured.
         self.take(self.state.step + 1)
+        size = self.demonstrations.split.size
+        if config.sft.data is not None and size is not None and self.state.step == 0:
+            check_chats(self.policy, self.demonstrations.take(0, size)[0])
 
     def take(self, step: int) -> Taken:
         """Encode the next demonstrations; those that are too long are replaced, and counted."""
