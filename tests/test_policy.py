@@ -13,7 +13,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, MistralConfig
 
@@ -155,6 +155,16 @@ def test_the_reference_of_a_full_policy_stays_the_model_that_was_named(tmp_path:
     with resumed.reference() as reference:
         assert torch.equal(our_logits(reference, TOKENS), before)
         assert not reference.trainable()
+
+
+def test_weights_lie_alike_in_memory_whatever_file_they_come_from(tmp_path: Path) -> None:
+    model = small_model()
+    model.config.save_pretrained(tmp_path)
+    for size in range(1, 65, 8):  # of the header, which the weights follow
+        metadata = {"format": "pt", "more": "x" * size}
+        save_file(model.state_dict(), tmp_path / "model.safetensors", metadata=metadata)
+        loaded = causal_model(tmp_path, torch.float32, torch.device("cpu"))
+        assert {parameter.data_ptr() % 64 for parameter in loaded.parameters()} == {0}
 
 
 def test_nothing_is_printed_while_loading_and_saving(

@@ -142,7 +142,7 @@ def causal_model(
         )
     unpack_in_passes(model)
     if not options:
-        return model.to(device)
+        model.to(device)
     if device.type == "cpu":
         _let_go_of_the_file(model)
     return model
@@ -150,7 +150,11 @@ def causal_model(
 
 @torch.no_grad()
 def _let_go_of_the_file(model: Any) -> None:
-    """Copy what was not quantized out of the mapped file, else held whole; give freed memory back."""
+    """Copy what was not quantized out of the mapped file, else held whole; give freed memory back.
+
+    Where weights begin in a file depends on its header, and on some CPUs products round differently for it:
+    a resumed run reads them from another file than the run that it goes on with.
+    """
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.clone()
