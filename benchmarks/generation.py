@@ -49,8 +49,9 @@ from random_qwen import SHAPES, random_model, shape_config
 from groupwise.config.sections import EngineConfig
 from groupwise.engine.engine import Engine
 from groupwise.engine.sampler import derive_seed
+from groupwise.model.accepted import check_attention
 from groupwise.model.adapter import adapt_in_place
-from groupwise.model.load import check_attention, keep_quiet, shorten_passes
+from groupwise.model.load import keep_quiet, shorten_passes
 from groupwise.model.packed import PackedLayout
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sampling

@@ -36,7 +36,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from groupwise.config.sections import AlgoConfig, OptimConfig
 from groupwise.learner.learner import Learner
-from groupwise.model.load import check_attention, keep_freed_memory, shorten_passes
+from groupwise.model.accepted import check_attention
+from groupwise.model.load import keep_freed_memory, shorten_passes
 from groupwise.model.policy import Policy
 from groupwise.records import Sample, Sampling
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config, Qwen3Config
 
-from groupwise.model.load import check_attention
+from groupwise.model.accepted import check_attention
 from groupwise.model.policy import Policy
 from groupwise.model.source import TINY_FOLDER
 

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Mist
 from groupwise import cli
 from groupwise.config.sections import LoraConfig, ModelConfig
 from groupwise.errors import ConfigError
-from groupwise.model.load import causal_model, check_attention, load_policy
+from groupwise.model.accepted import check_attention
+from groupwise.model.load import causal_model, load_policy
 from groupwise.model.packed import PackedLayout
 from groupwise.model.policy import Policy
 from groupwise.model.source import TINY_FOLDER

@@ -265,16 +265,16 @@ class Engine:
     def _check_context(self, requests: SequenceOf[Request], sampling: Sampling, more: More) -> None:
         longest = max(len(request.prompt) for request in requests)
         limit = self.policy.context_length
+        if longest + sampling.max_tokens > limit:
+            raise ConfigError(
+                f"a prompt of {longest} tokens and rollout.max_tokens={sampling.max_tokens} exceed the "
+                f"model's context of {limit}; lower rollout.max_tokens"
+            )
         if more.longest + sampling.max_tokens > limit:
             added = more.longest + sampling.max_tokens - longest
             raise ConfigError(
                 f"a prompt of {longest} tokens and the {added} that turns and tools may add exceed the "
                 f"model's context of {limit}; lower tools.max_tokens"
-            )
-        if longest + sampling.max_tokens > limit:
-            raise ConfigError(
-                f"a prompt of {longest} tokens and rollout.max_tokens={sampling.max_tokens} exceed the "
-                f"model's context of {limit}; lower rollout.max_tokens"
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import sys
+import warnings
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -14,12 +15,12 @@ import torch
 from groupwise.config.model import BUILT_IN, SMOLLM2, LoraConfig, ModelConfig
 from groupwise.errors import ConfigError
 from groupwise.model import interface
+from groupwise.model.accepted import check_attention
 from groupwise.model.adapter import adapt_in_place
 from groupwise.model.gates import shorten_gates
 from groupwise.model.lora import with_adapter
 from groupwise.model.memory import return_freed_memory
 from groupwise.model.norms import shorten_norms
-from groupwise.model.packed import PackedLayout
 from groupwise.model.policy import Policy
 from groupwise.model.quantize import check_installed, quantization_of, settings_for
 from groupwise.model.quantized import unpack_in_passes
@@ -85,6 +86,8 @@ def keep_quiet() -> None:
     hugging_face.set_verbosity_error()  # type: ignore[no-untyped-call]
     hugging_face.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.getLogger("DeepSpeed").addFilter(only_errors)
+    # Of its own making: PEFT names experts by two names, and has no use for one of them.
+    warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
 
 
 def only_errors(record: logging.LogRecord) -> bool:
@@ -141,11 +144,33 @@ def causal_model(
             f"the weights in {folder} lack {len(lacking)} of the model's tensors, such as {lacking[0]}"
         )
     unpack_in_passes(model)
+    _make_savable(model)
     if not options:
         model.to(device)
     if device.type == "cpu":
         _let_go_of_the_file(model)
     return model
+
+
+def _make_savable(model: Any) -> None:
+    """Mend settings of generation that transformers reads and would refuse to write.
+
+    Many a published folder has a temperature without saying that tokens are drawn.
+    """
+    settings = model.generation_config
+    if _is_valid(settings):
+        return
+    settings.do_sample = True
+    if not _is_valid(settings):
+        model.generation_config = type(settings)(eos_token_id=settings.eos_token_id)
+
+
+def _is_valid(settings: Any) -> bool:
+    try:
+        settings.validate(strict=True)
+    except ValueError:
+        return False
+    return True
 
 
 @torch.no_grad()
@@ -168,54 +193,6 @@ def load_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except unloadable() as error:
         raise ConfigError(f"cannot load the tokenizer in {folder}: {first_line(error)}") from error
-
-
-def check_attention(model: Any, *, name: str) -> None:
-    """Switch the model to our attention, and refuse it if its logits then differ from its own.
-
-    Catches in one look what a list of supported architectures would have to spell out: short sliding
-    windows, capped scores, scaled logits, modules that do not go through the interface.
-    """
-    interface.register()
-    device = model.get_output_embeddings().weight.device
-    tokens_T = torch.arange(3, 3 + 24, device=device) % model.config.vocab_size
-    with torch.no_grad():
-        own_TV = model(tokens_T[None]).logits[0].float()
-        try:
-            model.set_attn_implementation(interface.NAME)
-            layout = PackedLayout.build([(10, (14,))], device=device)
-            policy = Policy(model, tokenizer=_NoTokenizer())
-            hidden_TM = policy.hidden(tokens_T, torch.arange(24, device=device), layout)
-        except (ValueError, TypeError, AttributeError, AssertionError) as error:
-            raise ConfigError(
-                f"the model {name!r} does not accept our attention: {first_line(error)}"
-            ) from error
-        difference = (policy.logits(hidden_TM).float() - own_TV).abs().max() / own_TV.abs().max()
-        limit = 1e-3 if model.dtype == torch.float32 else 5e-2
-        if not difference < limit and model.dtype != torch.float32:
-            limit = max(limit, 3 * _noise(model, tokens_T, own_TV))
-    if not difference < limit:
-        raise ConfigError(
-            f"the model {name!r} computes attention or logits in a way that is not supported "
-            f"(its logits differ by {difference:.1e} of their size)"
-        )
-
-
-def _noise(model: Any, tokens_T: torch.Tensor, own_TV: torch.Tensor) -> float:
-    """How far the model's logits move when it computes the same attention in another order.
-
-    Rounding to bfloat16 grows with depth, and more so in a model that has not been trained.
-    """
-    model.set_attn_implementation("eager")
-    try:
-        other_TV = model(tokens_T[None]).logits[0].float()
-    finally:
-        model.set_attn_implementation(interface.NAME)
-    return float((other_TV - own_TV).abs().max() / own_TV.abs().max())
-
-
-class _NoTokenizer:
-    eos_token_id = None
 
 
 def keep_freed_memory() -> None:

@@ -20,6 +20,7 @@ from groupwise.model.source import adapter_settings, first_line, unloadable
 def with_adapter(model: Any, lora: LoraConfig, trained: Path | None) -> Any:
     """Return the model with fresh adapters, or with those in the folder `trained`."""
     import peft
+    from transformers.pytorch_utils import Conv1D
 
     assert lora.r, "without a rank there are no adapters"
     if trained is not None:
@@ -34,6 +35,7 @@ def with_adapter(model: Any, lora: LoraConfig, trained: Path | None) -> Any:
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         modules_to_save=list(lora.modules_to_save) or None,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         task_type="CAUSAL_LM",
     )
     try:
@@ -101,6 +103,8 @@ def effective_weight(layer: Any) -> Tensor:
         whole_OI = whole_OI + layer.get_delta_weight(name).float()
     for name in layer.active_adapters:
         if name in layer.lora_magnitude_vector:
-            lengths_O = layer.lora_magnitude_vector[name].weight.float()
-            whole_OI = whole_OI * (lengths_O / torch.linalg.vector_norm(whole_OI, dim=1))[:, None]
+            # GPT-2 keeps its weights the other way round.
+            inputs = 0 if layer.fan_in_fan_out else 1
+            now = torch.linalg.vector_norm(whole_OI, dim=inputs, keepdim=True)
+            whole_OI = whole_OI * (layer.lora_magnitude_vector[name].weight.float().view_as(now) / now)
     return whole_OI

@@ -6,6 +6,7 @@ Axes: T tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,7 @@ def merge(
     model = causal_model(source, chosen, where, quantization=quantization)
     adapted = load_adapter(model, adapter).eval()
     texts_T = _prompt_tokens(tokenizer, adapted.config.vocab_size, device=where)
-    compared = _precision(adapted, chosen)
-    expected = _logits(adapted, texts_T, compared)
+    compared, expected = _expected(adapted, texts_T, chosen)
     own = _logits(adapted, texts_T, chosen) if compared != chosen else []
     with adapted.disable_adapter():
         without = _logits(adapted, texts_T, compared)
@@ -119,6 +119,11 @@ def _check(difference: float, *, limit: float) -> None:
 def fold(adapted: Any, dtype: torch.dtype) -> tuple[int, Any]:
     """Put the sum of weight and adapter in the place of each adapted layer; of a quantized one, in full."""
     layers = {name: module for name, module in adapted.named_modules() if is_adapted(module)}
+    if not all(
+        type(base_of(module)) is torch.nn.Linear or is_quantized(base_of(module))
+        for module in layers.values()
+    ):
+        return len(layers), adapted.merge_and_unload()  # PEFT knows best what it does to experts and Conv1D
     weights = {name: effective_weight(module).to(dtype) for name, module in layers.items()}
     model = adapted.get_base_model()
     for name, module in layers.items():
@@ -169,11 +174,17 @@ def _prompt_tokens(tokenizer: Any, vocabulary: int, *, device: torch.device) -> 
     return [torch.tensor(tokens, device=device) % vocabulary for tokens in encoded]
 
 
-def _precision(model: Any, dtype: torch.dtype) -> torch.dtype:
-    """In float32 the order of additions alone moves a logit by 1e-4: compare in float64 where that fits."""
+def _expected(model: Any, texts_T: Sequence[Tensor], dtype: torch.dtype) -> tuple[torch.dtype, list[Tensor]]:
+    """The precision to compare in, and the logits in it.
+
+    In float32 the order of additions alone moves a logit by 1e-4: it is float64 where that fits, and where
+    the model can compute in it, which experts cannot.
+    """
     small = sum(p.numel() for p in model.parameters()) <= MOST_PRECISE
-    precise = dtype == torch.float32 and small and not is_quantized_model(model)
-    return torch.float64 if precise else dtype
+    if dtype == torch.float32 and small and not is_quantized_model(model):
+        with suppress(RuntimeError):
+            return torch.float64, _logits(model, texts_T, torch.float64)
+    return dtype, _logits(model, texts_T, dtype)
 
 
 def _limit(logits_TV: Sequence[Tensor], dtype: torch.dtype, compared: torch.dtype) -> float:
@@ -188,10 +199,11 @@ def _logits(model: Any, texts_T: Sequence[Tensor], dtype: torch.dtype) -> list[T
     before = model.dtype
     if dtype != before:
         model.to(dtype)
-    logits = [model(tokens_T[None]).logits[0].double() for tokens_T in texts_T]
-    if dtype != before:
-        model.to(before)  # back to the same bits: float64 holds every float32
-    return logits
+    try:
+        return [model(tokens_T[None]).logits[0].double() for tokens_T in texts_T]
+    finally:
+        if dtype != before:
+            model.to(before)  # back to the same bits: float64 holds every float32
 
 
 def _largest(ones_TV: Sequence[Tensor], others_TV: Sequence[Tensor]) -> float:

@@ -117,7 +117,10 @@ class Policy(Codec):
     def context_length(self) -> int:
         """Longest sequence: as far as positions go, and no further than a window that we do not compute."""
         config = self._causal.config
-        limits = ("max_position_embeddings", "sliding_window", "attention_chunk_size")
+        limits = ["max_position_embeddings", "sliding_window", "attention_chunk_size"]
+        # Beyond its first length, longrope turns all texts of a row otherwise.
+        if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
+            limits.append("original_max_position_embeddings")
         return min(int(getattr(config, name, None) or 1 << 30) for name in limits)
 
     @property

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 
 def is_quantized(linear: Any) -> bool:
-    return type(linear.weight).__name__ in ("Params4bit", "Int8Params")
+    return type(getattr(linear, "weight", None)).__name__ in ("Params4bit", "Int8Params")
 
 
 def is_quantized_model(model: nn.Module) -> bool:

@@ -82,7 +82,9 @@ def _forward(
     layout: Layout | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    if layout is None:  # not our call: transformers' `generate`, for one
+    # Not our call (transformers' `generate`, for one), or angles of a part of each head.
+    if layout is None or position_embeddings[0].shape[-1] != module.head_dim:
+        options |= {} if layout is None else {"layout": layout}
         own: tuple[Tensor, Tensor | None] = type(module).forward(
             module, hidden_states, position_embeddings, attention_mask, **options
         )
