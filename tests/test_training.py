@@ -17,7 +17,7 @@ from groupwise.records import Completion, Example, Message, Request, Rollout, Sa
 from groupwise.tasks import Task
 from groupwise.tracking import trackers
 from groupwise.tracking.rollouts import read_rollouts
-from groupwise.tracking.run_folder import RunFolder
+from groupwise.tracking.run_folder import RunFolder, step_of
 from groupwise.tracking.trackers import Metrics, Opening, Rows
 from groupwise.training import train
 from groupwise.training.batch import Collector, check_failures
@@ -25,7 +25,8 @@ from groupwise.training.data import split_for
 from groupwise.training.ending import next_commands
 from groupwise.training.measures import batch_metrics
 from groupwise.training.recorder import sample_rows
-from small_runs import Files, lasting_metrics, small_config, task_file, traces
+from groupwise.training.state import read_state
+from small_runs import LUCK, Files, lasting_metrics, small_config, task_file, traces
 
 # Batches, with a policy that is written down: each prompt's answers are a digit each.
 
@@ -259,6 +260,17 @@ def test_a_run_writes_its_whole_story(place, capfd):
     log = (run / "training.log").read_text()
     assert "algo.clip_low=0.2 hardly ever clips with algo.loss=gspo" in log
     assert "hardly ever clips" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("keep", "left"), [("true", [3, 6]), ("false", [6])])
+def test_the_best_step_is_saved_and_kept_though_no_checkpoint_is_due_there(place, keep, left):
+    task_file(place, LUCK.replace("% 4 == 0", "> 2**32"))  # all are as bad: the first to be measured is best
+    settings = ("run.max_steps=6", "run.save_every=5", "run.keep_last=1", f"run.keep_best={keep}")
+    run = train(small_config(place, *settings))
+    assert json.loads((run / "training_stats.json").read_text())["best_step"] == 3
+    found = {step_of(path.name): read_state(path) for path in (run / "checkpoints").iterdir()}
+    assert sorted(found) == left
+    assert {state.best_step for state in found.values()} == {3}
 
 
 def test_the_same_settings_give_the_same_bits_and_another_seed_gives_others(place):

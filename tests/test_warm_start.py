@@ -414,6 +414,8 @@ def test_killed_and_resumed_a_warm_start_gives_the_same_bits(tmp_path, variant):
     assert run_command("train", "--resume", str(run)).code == 2  # not a run of that kind
     assert run_command("sft", "--resume", str(run)).code == 0
     assert traces(run) == traces(tmp_path / "whole")
+    # Step 3 was measured, none did better, and it is kept though only even ones are due.
+    assert [path.name for path in sorted(run.glob("checkpoints/*"))] == ["step-000003", "step-000004"]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert "sft/held_out_loss" in rows[2]

@@ -109,14 +109,14 @@ class RunConfig:
     name: str | None = None
     """Folder under output_dir. None: task, model and time."""
     save_every: int = 10
-    """Steps between checkpoints (one is also written at the end and on Ctrl-C)."""
+    """Steps between checkpoints (one is also written at the end, on Ctrl-C and by `keep_best`)."""
     parallel: str | None = None
     """How several processes share the update: ddp (each has the policy and some of the answers), fsdp (and a
     part of every layer), zero1, zero2, zero3 (DeepSpeed) or context (a part of every answer: long ones).
     None: as accelerate says, or ddp."""
     keep_last: int = 2
     keep_best: bool = True
-    """Also keep the checkpoint with the best held-out accuracy."""
+    """Also write and keep the checkpoint of the step with the best held-out accuracy."""
 
     def __post_init__(self) -> None:
         one_of("run.kind", self.kind, KINDS)

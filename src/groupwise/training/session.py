@@ -160,9 +160,10 @@ class Session(ABC):
         measured = self.examine(step)
         self.processes.lead(lambda: self.recorder.step(step, {**metrics, **measured}))
         self._look_around()
-        last = step == self.config.run.max_steps
+        run = self.config.run
+        best = run.keep_best and step == self.state.best_step
         self.stopping = self.processes.any(self.interrupt.asked)
-        if last or step % self.config.run.save_every == 0 or self.stopping:
+        if step == run.max_steps or step % run.save_every == 0 or best or self.stopping:
             self._save()
         return measured
 
