@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from functools import partial
 
 import pytest
 
@@ -76,6 +77,17 @@ def test_a_missing_reward_counts_as_the_mean_of_the_others_and_failures_are_left
 
 def test_the_mean_filter_drops_mixed_members_and_centres_the_rest_anew():
     good, bad, mixed = rollout(a=1.0, b=1.0), rollout(a=0.0, b=0.0), rollout(a=1.0, b=0.0)
-    assert agreeing([good, bad, mixed]) == [good, bad]
-    found = with_advantages(group(good, bad, mixed), kind="dr_grpo", weights={}, chosen=agreeing)
+    unweighted = partial(agreeing, weights={})
+    assert unweighted([good, bad, mixed]) == [good, bad]
+    found = with_advantages(group(good, bad, mixed), kind="dr_grpo", weights={}, chosen=unweighted)
     assert [r.advantage for r in found.rollouts] == [1.0, -1.0, 0.0]
+
+
+def test_the_mean_filter_goes_by_weighted_rewards():
+    # Means 0.5 and 30. Less length is better: right and short agree, and so do wrong and long.
+    best, worst = rollout(correct=1.0, length=10.0), rollout(correct=0.0, length=50.0)
+    wordy, curt = rollout(correct=1.0, length=50.0), rollout(correct=0.0, length=10.0)
+    members = [best, worst, wordy, curt]
+    assert agreeing(members, weights={"correct": 1.0, "length": -0.5}) == [best, worst]
+    assert agreeing(members, weights={"correct": 1.0, "length": 0.5}) == [wordy, curt]
+    assert agreeing(members, weights={"correct": 1.0, "length": 0.0}) == members

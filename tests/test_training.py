@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.config import Config, read_config
-from groupwise.config.sections import RolloutConfig, TaskConfig
+from groupwise.config.sections import AlgoConfig, RolloutConfig, TaskConfig
 from groupwise.errors import ConfigError, InvariantError
 from groupwise.records import Completion, Example, Message, Request, Rollout, Sampling
 from groupwise.tasks import Task
@@ -213,6 +213,16 @@ def test_a_training_row_that_asks_what_a_held_out_one_asks_is_dropped():
     assert (split.size, split.dropped) == (2, 2)
     with pytest.raises(ConfigError, match="every training example asks what a held-out one asks"):
         split_for(Config(), replace(task, prompt=lambda example: "the same"))
+
+
+def test_the_mean_filter_of_a_step_knows_the_weights_of_its_task():
+    made = collector({"a": "05"}, prompts=1, refill=0)
+    rewards = {"value": value, "cost": lambda rollout, example: -value(rollout, example)}
+    made.task = replace(made.task, rewards=rewards, weights={"cost": -1.0})
+    made.config = replace(made.config, algo=AlgoConfig(advantage="dr_grpo", mean_filter=True))
+    (group,) = made.collect(1, cursor=0).groups
+    # 0 and 5, and as much again for a cost of 0 and -5.
+    assert [rollout.advantage for rollout in group.rollouts] == [-5.0, 5.0]
 
 
 # Whole runs, in this process.

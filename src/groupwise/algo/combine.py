@@ -116,13 +116,20 @@ def with_combined(group: Group, *, kind: str, weights: Mapping[str, float]) -> G
     return replace(group, rollouts=rollouts)
 
 
-def agreeing(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Return the members whose rewards all say the same: none below its mean in the group, or none above."""
-    names = sorted({name for rollout in rollouts for name in rollout.rewards})
+def agreeing(rollouts: Sequence[Rollout], *, weights: Mapping[str, float]) -> list[Rollout]:
+    """Return the members whose rewards all say the same: none below its mean in the group, or none above.
+
+    They are weighted first: where a weight is negative, less is better. A reward of weight 0 says nothing.
+    """
+    names = sorted({name for rollout in rollouts for name in rollout.rewards if weights.get(name, 1.0)})
     means = {name: fmean(r.rewards[name] for r in rollouts if name in r.rewards) for name in names}
 
     def agree(rollout: Rollout) -> bool:
-        above = [value - means[name] for name, value in rollout.rewards.items()]
+        above = [
+            weights.get(name, 1.0) * (rollout.rewards[name] - mean)
+            for name, mean in means.items()
+            if name in rollout.rewards
+        ]
         return all(gap >= -SAME for gap in above) or all(gap <= SAME for gap in above)
 
     return [rollout for rollout in rollouts if agree(rollout)]

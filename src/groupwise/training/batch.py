@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from groupwise.algo.advantages import with_advantages, with_overlong_penalty
 from groupwise.algo.combine import agreeing, with_combined
@@ -189,7 +190,7 @@ class Collector:
             buffer=algo.overlong_buffer,
             penalty=algo.overlong_penalty,
         )
-        chosen = agreeing if algo.mean_filter else list
+        chosen = partial(agreeing, weights=task.weights) if algo.mean_filter else list
         return with_advantages(group, kind=algo.advantage, weights=task.weights, chosen=chosen)
 
 
