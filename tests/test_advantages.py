@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -158,6 +159,28 @@ def test_the_overlong_penalty_is_a_reward_part_of_valid_rollouts():
     assert (long.reward, long.rewards) == (0.5, {"right": 1.0, "overlong": -0.5})
     assert (short.reward, short.rewards) == (1.0, {"right": 1.0, "overlong": 0.0})
     assert failed == members.rollouts[2]
+
+
+def in_turns(*lengths: int) -> Rollout:
+    """A rollout with turns of these lengths, and three tokens to read between two of them."""
+    trained = (False,) * 2
+    for number, length in enumerate(lengths):
+        trained += (False,) * (3 if number else 0) + (True,) * length
+    zeros = (0.0,) * len(trained)
+    return replace(
+        rollout(), tokens=tuple(range(len(trained))), trained=trained, logprobs=zeros, entropies=zeros
+    )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"), [((60, 60), 0.0), ((60, 90, 85), -0.5), ((100, 1), -1.0), ((), 0.0)]
+)
+def test_the_overlong_penalty_is_for_the_longest_turn_which_is_what_has_a_limit(lengths, expected):
+    (found,) = with_overlong_penalty(
+        group(in_turns(*lengths)), max_tokens=100, buffer=20, penalty=1.0
+    ).rollouts
+    assert found.rewards == {"overlong": expected}
+    assert found.length == sum(lengths)
 
 
 def test_samples_have_the_advantage_on_trained_tokens_only():

@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import groupby
 from typing import Any, Literal
 
 Message = Mapping[str, Any]
@@ -202,6 +203,11 @@ class Rollout:
     def length(self) -> int:
         """Tokens the policy chose."""
         return self.trained.count(True)
+
+    @property
+    def longest_turn(self) -> int:
+        """Tokens the policy chose in a row, at the most: what it reads lies between two turns."""
+        return max((sum(turn) for chosen, turn in groupby(self.trained) if chosen), default=0)
 
     @property
     def truncated(self) -> bool:

@@ -114,7 +114,7 @@ def with_overlong_penalty(group: Group, *, max_tokens: int, buffer: int, penalty
     """Return the group with the penalty as one more reward part of each valid member.
 
     As a part of its own it shows in the metrics, tells apart members of equal reward and is normalised
-    like any other by `gdpo`.
+    like any other by `gdpo`. Of several turns the longest counts: `max_tokens` is the limit of each.
     """
     if buffer == 0:
         return group
@@ -122,7 +122,8 @@ def with_overlong_penalty(group: Group, *, max_tokens: int, buffer: int, penalty
     def penalised(rollout: Rollout) -> Rollout:
         if rollout.error is not None:
             return rollout
-        part = overlong_penalty(rollout.length, max_tokens=max_tokens, buffer=buffer, penalty=penalty)
+        length = rollout.longest_turn
+        part = overlong_penalty(length, max_tokens=max_tokens, buffer=buffer, penalty=penalty)
         return rollout.judged(rewards={**rollout.rewards, OVERLONG: part}, reward=rollout.reward + part)
 
     return replace(group, rollouts=tuple(penalised(rollout) for rollout in group.rollouts))
