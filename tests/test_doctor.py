@@ -11,9 +11,11 @@ import pytest
 
 from groupwise import cli
 from groupwise.config import Config, read_config
+from groupwise.model.load import load_policy
 from groupwise.model.source import TINY_FOLDER
 from groupwise.training.preflight import NF4_BYTES, Place, Preflight, advice, preflight
 from groupwise.training.shape import Linear, Shape, shape_of
+from small_models import small_model, tiny_tokenizer
 
 CPU = Place(kind="cpu", total=10**10, program=0)
 GPU = Place(kind="cuda", total=24 * 10**9, program=0)
@@ -62,6 +64,47 @@ def test_adapters_are_small_and_in_float32():
     assert found["weight copies"] == 700 * 2
     offloaded = preflight(config("lora.r=2", "optim.offload=true"), SHAPE, GPU, prompt_tokens=16)
     assert "optimizer" not in parts(offloaded)
+
+
+def test_modules_trained_whole_are_there_twice_with_gradient_and_moments():
+    shape = replace(SHAPE, modules={"model.embed_tokens": 500, "lm_head": 500})
+    plain, saving = (
+        preflight(config("lora.r=2", f"lora.modules_to_save=[{names}]"), shape, CPU, prompt_tokens=16)
+        for names in ("", "embed_tokens, lm_head")
+    )
+    without, found = parts(plain), parts(saving)
+    assert "saved modules" not in without
+    assert found["weights"] == without["weights"]
+    assert found["adapters"] == without["adapters"]
+    assert found["saved modules"] == 4000
+    assert found["gradients"] - without["gradients"] == 4000
+    assert found["optimizer"] - without["optimizer"] == 8000
+    assert saving.updating - plain.updating == 16000  # which decides on gradient checkpointing
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("names", ["", "embed_tokens, lm_head", "norm", "mlp"])
+def test_what_is_trained_beside_adapters_is_counted_as_peft_trains_it(tmp_path: Path, names, dtype):
+    small_model().save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    model = (f"model.name={tmp_path}", "model.device=cpu", f"model.dtype={dtype}")
+    asked = config(*model, "lora.r=2", f"lora.modules_to_save=[{names}]")
+    policy = load_policy(asked.model, asked.lora)
+    shape = shape_of(asked.model)
+    assert shape.trained_size(asked.lora) == policy.trained_numbers
+    trained = sum(p.numel() * p.element_size() for p in policy.trainable().values())
+    found = parts(preflight(asked, shape, CPU, prompt_tokens=16))
+    assert found["adapters"] + found.get("saved modules", 0) == trained
+    assert (found["gradients"], found["optimizer"]) == (trained, 2 * trained)
+
+
+def test_the_gradient_of_an_output_layer_that_is_trained_takes_memory_on_a_gpu():
+    shape = replace(SHAPE, modules={"lm_head": 500}, vocabulary=50_000)
+    plain, saving = (
+        parts(preflight(config("lora.r=2", *words), shape, GPU, prompt_tokens=16))
+        for words in ((), ("lora.modules_to_save=[lm_head]",))
+    )
+    assert saving["logits"] - plain["logits"] == 50_000 * 10 * (4 + 2)
 
 
 def test_quantized_weights_leave_embeddings_and_norms_whole():

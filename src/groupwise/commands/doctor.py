@@ -164,7 +164,7 @@ def look_ahead(
     return {
         "model": config.model.name,
         "parameters": shape.parameters,
-        "trained": shape.adapter_size(config.lora) if config.lora.r else shape.parameters,
+        "trained": shape.trained_size(config.lora),
         "parts_gb": {part.name: part.bytes / 1e9 for part in found.parts},
         "generating_gb": found.generating / 1e9,
         "updating_gb": found.updating / 1e9,

@@ -116,10 +116,10 @@ def preflight(config: Config, shape: Shape, place: Place, *, prompt_tokens: int)
 
 def most_bytes(config: Config, shape: Shape, size: int, place: Place) -> float:
     """What the learner says that an update may take; the generator keeps its memory where that is free."""
-    trained, _ = trained_numbers(config, shape, size)
     recomputed = bool(config.model.gradient_checkpointing)
     each = kept_numbers(shape.width, shape.inner, shape.layers, recomputed=recomputed) * size
-    return pass_budget(config, shape, size, place) * each + GPU_LOGITS_BYTES + 16 * trained
+    passing = pass_budget(config, shape, size, place) * each
+    return passing + GPU_LOGITS_BYTES + 16 * shape.trained_size(config.lora)
 
 
 def weight_bytes(shape: Shape, size: int) -> float:
@@ -131,19 +131,21 @@ def weight_bytes(shape: Shape, size: int) -> float:
 
 def trained_parts(config: Config, shape: Shape, size: int) -> Iterator[Part]:
     """What training keeps for every trained number; adapters and their optimizer are in float32."""
-    adapters = shape.adapter_size(config.lora)
-    trained, each = trained_numbers(config, shape, size)
-    if not config.lora.r and config.algo.beta:
+    if config.lora.r:
+        yield Part(name="adapters", bytes=4 * shape.adapter_size(config.lora))
+        yield Part(name="saved modules", bytes=shape.saved_size(config.lora) * size)
+    elif config.algo.beta:
         yield Part(name="reference", bytes=shape.parameters * size)
-    yield Part(name="adapters", bytes=4 * adapters)
-    eight_bit = config.optim.kind == "adamw8bit"
-    moments = 2 * (trained * 1.02 if eight_bit else trained * each)
-    yield Part(name="optimizer", bytes=0 if config.optim.offload else moments)
+    in_eight_bits = 1.02 * shape.trained_size(config.lora)
+    moment = in_eight_bits if config.optim.kind == "adamw8bit" else trained_bytes(config, shape, size)
+    yield Part(name="optimizer", bytes=0 if config.optim.offload else 2 * moment)
 
 
-def trained_numbers(config: Config, shape: Shape, size: int) -> tuple[int, int]:
-    """How many numbers are trained, and the bytes of each."""
-    return (shape.adapter_size(config.lora), 4) if config.lora.r else (shape.parameters, size)
+def trained_bytes(config: Config, shape: Shape, size: int) -> int:
+    """Of all trained numbers: modules that are trained whole are in the model's own precision."""
+    if not config.lora.r:
+        return shape.parameters * size
+    return 4 * shape.adapter_size(config.lora) + size * shape.saved_size(config.lora)
 
 
 def generating_parts(
@@ -198,8 +200,7 @@ def updating_parts(
     tokens = fullest_pass(config, shape, size, place, prompt_tokens=prompt_tokens)
     activations = tokens * activation_numbers(config, shape) * size
     yield Part(name="activations", bytes=activations, generating=False)
-    trained, each = trained_numbers(config, shape, size)
-    gradients = float(trained * each)
+    gradients = float(trained_bytes(config, shape, size))
     step = config.rollout.prompts * (prompt_tokens + config.rollout.group_size * config.rollout.max_tokens)
     if place.kind != "cpu" and step <= tokens * (config.optim.minibatches or 1):
         # In a pass that is the only one, activations go as fast as gradients come.
@@ -216,7 +217,7 @@ def updating_parts(
     passing = tokens * (layer + 3 * shape.width + 2 * shape.inner) * size
     chunk = min(tokens * shape.vocabulary, GPU_CHUNK_LOGITS)
     logits = chunk * (4 + size) + 3 * tokens * shape.width * size
-    if not config.lora.r:
+    if shape.trains_head(config.lora):
         logits += shape.head_params * (4 + size)  # the output layer's gradient, added up in float32
     # One after the other, and what the one leaves is free for the other.
     name = "logits" if logits > passing else "backward pass"

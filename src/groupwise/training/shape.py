@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,6 +43,10 @@ class Shape:
     vocabulary: int
     quantization: str | None = None
     """Of the linear layers: on disk already, or as they are loaded."""
+    modules: Mapping[str, int] = field(default_factory=dict)
+    """Parameters of every module by its name, a module before those inside it."""
+    head: str = "lm_head"
+    """The name of the output layer."""
 
     @property
     def linear_size(self) -> int:
@@ -56,17 +61,43 @@ class Shape:
         return self.key_heads * self.head_size
 
     def adapted(self, lora: LoraConfig) -> list[Linear]:
-        """The layers that get adapters."""
+        """The layers that get adapters: none that is trained whole does."""
+        saved = self.saved(lora)
+        linears = [linear for linear in self.linears if not inside(linear.name, saved)]
         if lora.targets == ("all-linear",):
-            return list(self.linears)
+            return linears
         ends = tuple(target.rpartition(".")[2] for target in lora.targets)
-        return [linear for linear in self.linears if linear.name.rpartition(".")[2] in ends]
+        return [linear for linear in linears if linear.name.rpartition(".")[2] in ends]
+
+    def saved(self, lora: LoraConfig) -> list[str]:
+        """The modules of which PEFT trains a copy: all whose names end as one of `lora.modules_to_save`."""
+        found: list[str] = []
+        for name in self.modules:
+            if name.endswith(lora.modules_to_save) and not inside(name, found):
+                found.append(name)
+        return found
+
+    def saved_size(self, lora: LoraConfig) -> int:
+        """Parameters of those copies."""
+        return sum(self.modules[name] for name in self.saved(lora))
 
     def adapter_size(self, lora: LoraConfig) -> int:
         """Parameters of the adapters."""
         rank = lora.r or 0
         magnitudes = sum(linear.outputs for linear in self.adapted(lora)) if lora.dora else 0
         return sum(rank * (linear.inputs + linear.outputs) for linear in self.adapted(lora)) + magnitudes
+
+    def trained_size(self, lora: LoraConfig) -> int:
+        """Parameters that are trained."""
+        return self.adapter_size(lora) + self.saved_size(lora) if lora.r else self.parameters
+
+    def trains_head(self, lora: LoraConfig) -> bool:
+        return not lora.r or inside(self.head, self.saved(lora))
+
+
+def inside(name: str, modules: Iterable[str]) -> bool:
+    """Whether the module of this name is one of those, or a part of one."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def shape_of(model: ModelConfig) -> Shape:
@@ -91,7 +122,7 @@ def shape_of(model: ModelConfig) -> Shape:
     )
     width, heads = int(config.hidden_size), int(config.num_attention_heads)
     return Shape(
-        parameters=sum({id(p): p.numel() for p in laid_out.parameters()}.values()),
+        parameters=parameters_of(laid_out),
         linears=linears,
         layers=int(config.num_hidden_layers),
         width=width,
@@ -101,4 +132,11 @@ def shape_of(model: ModelConfig) -> Shape:
         head_size=int(getattr(config, "head_dim", None) or width // heads),
         vocabulary=int(config.vocab_size),
         quantization=stored or model.quantization,
+        modules={name: parameters_of(module) for name, module in laid_out.named_modules() if name},
+        head=next((name for name, module in laid_out.named_modules() if module is head), ""),
     )
+
+
+def parameters_of(module: torch.nn.Module) -> int:
+    """How many numbers a module has; a matrix that is in two places counts once."""
+    return sum(parameter.numel() for parameter in module.parameters())
