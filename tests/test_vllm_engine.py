@@ -98,8 +98,47 @@ def test_each_update_brings_new_weights_once_and_drops_the_old(
                 engine.generate(PROMPTS[:1], SAMPLING)
         assert len(server.loaded) == 1
         assert server.loaded[0].endswith(f"-{version}")
-        assert [path.name for path in tmp_path.iterdir()] == [f"version-{version}"]
+        assert [path.name for path in tmp_path.glob("*/*")] == [f"version-{version}"]
         moved(policy)
+
+
+def test_closing_deletes_nothing_but_what_was_written(
+    server: StandIn, policy: Policy, tmp_path: Path
+) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "version-0").mkdir()
+    engine = engine_for(policy, tmp_path, server)
+    with engine.ready():
+        assert len(list(tmp_path.iterdir())) == 3
+    engine.close()
+    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "version-0"}
+
+
+def test_two_runs_that_share_a_folder_keep_to_their_own_weights(policy: Policy, tmp_path: Path) -> None:
+    with StandIn() as first, StandIn() as second:
+        one = engine_for(policy, tmp_path, first)
+        with one.ready():
+            before = one.generate(PROMPTS, SAMPLING)
+        apart = load_policy(ModelConfig(name="tiny", device="cpu", dtype="float32"), LoraConfig(r=4))
+        moved(apart)
+        apart.version = policy.version
+        other = engine_for(apart, tmp_path, second)
+        with other.ready(), one.ready():
+            first.mood = "forgetful"  # the weights are read from the folder again
+            assert one.generate(PROMPTS, SAMPLING) == before
+            one.close()
+            second.mood = "forgetful"
+            other.generate(PROMPTS, SAMPLING)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_run_leaves_no_weights_for_servers_behind(named: bool, server: StandIn, tmp_path: Path) -> None:
+    task_file(tmp_path)
+    shared = tmp_path / "shared"
+    over = ["engine.kind=vllm", f"engine.servers=[{server.address}]", "lora.r=4", "run.max_steps=2"]
+    run = train(small_config(tmp_path, *over, *[f"engine.exchange={shared}"] * named))
+    assert not (run / "serving").exists()
+    assert not named or list(shared.iterdir()) == []
 
 
 def test_a_server_that_keeps_the_old_weights_stops_the_run(

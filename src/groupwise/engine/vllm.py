@@ -5,11 +5,13 @@ them cannot answer; and after each update it is asked for log-probabilities of a
 must be those of the policy now, not those of before.
 
 Adapters are loaded by name (`/v1/load_lora_adapter`); whole weights through `reload_weights` of vLLM's
-workers. Both read files in a folder that trainer and servers share.
+workers. Both read files in a folder that trainer and servers share, and others may share it too: each
+session writes into a sub-folder of its own and deletes nothing else.
 """
 
 from __future__ import annotations
 
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -53,6 +55,8 @@ class VllmEngine:
         self.config = config
         self.processes = processes or Processes()
         self.exchange = exchange.resolve()
+        self.session = secrets.token_hex(8)
+        """Sets its files apart from those of others; the leader's, once servers have weights."""
         self.servers = Servers(config.servers, patience=config.patience, say=say, first=self.processes.rank)
         self.probe = Probe(policy)
         self._sent: int | None = None
@@ -77,7 +81,8 @@ class VllmEngine:
     def _believe_the_leader(self) -> None:
         """Servers that one process has brought the weights to have them for all."""
         brought = {server.address: server.version for server in self.servers.all}
-        brought, self.probe.rounding = self.processes.gather((brought, self.probe.rounding))[0]
+        known = (brought, self.probe.rounding, self.session)
+        brought, self.probe.rounding, self.session = self.processes.gather(known)[0]
         for server in self.servers.all:
             server.version = brought[server.address]
 
@@ -95,7 +100,10 @@ class VllmEngine:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self.processes.leader:
-            shutil.rmtree(self.exchange, ignore_errors=True)
+            shutil.rmtree(self.exchange / self.session, ignore_errors=True)
+
+    def _folder(self, version: int | None) -> Path:
+        return self.exchange / self.session / f"version-{version}"
 
     @property
     def _name(self) -> str:
@@ -104,9 +112,7 @@ class VllmEngine:
     def _publish(self, gathered: dict[str, Tensor] | None) -> None:
         """Write the weights, bring them to every server that is up, and make sure that they arrived."""
         version, before = self.policy.version, self._sent
-        folder = self.exchange / f"version-{version}"
-        shutil.rmtree(folder, ignore_errors=True)
-        self.policy.save(folder, gathered=gathered)
+        self.policy.save(self._folder(version), gathered=gathered)
         self._sent = version
         if before is not None:
             self.servers.do(self._bring)  # at least one must have them
@@ -120,14 +126,14 @@ class VllmEngine:
                     ) from error
                 self.servers.failed(server, error)
         if before is not None and before != version:
-            shutil.rmtree(self.exchange / f"version-{before}", ignore_errors=True)
+            shutil.rmtree(self._folder(before), ignore_errors=True)
 
     def _bring(self, server: Server) -> None:
         """Give a server the weights of now, and check them, unless it is known to have them."""
         with server.lock:
             if server.version == self._sent:
                 return
-            folder = str(self.exchange / f"version-{self._sent}")
+            folder = str(self._folder(self._sent))
             seconds = self.config.request_seconds
             if self.policy.has_adapter:
                 load_adapter(server, self._name, folder, seconds=seconds)

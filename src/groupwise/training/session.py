@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -134,11 +135,13 @@ class Session(ABC):
     def _make_engine(self, resources: ExitStack) -> Engine | VllmEngine:
         if self.config.engine.kind == "own":
             return Engine(self.policy, self.config.engine)
-        exchange = Path(self.config.engine.exchange or self.folder.path / "serving")
+        named, own = self.config.engine.exchange, self.folder.path / "serving"
+        if not named and self.processes.leader:  # with what a session that was killed left there
+            resources.callback(shutil.rmtree, own, ignore_errors=True)
         engine = VllmEngine(
             self.policy,
             self.config.engine,
-            exchange=exchange,
+            exchange=Path(named or own),
             processes=self.processes,
             say=self.recorder.warn,
         )
