@@ -72,6 +72,8 @@ class StandIn:
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         if path == "/v1/load_lora_adapter":
+            if body["lora_name"] in self.loaded:
+                return refusal(400, f"The lora adapter '{body['lora_name']}' has already been loaded.")
             self.loaded.append(body["lora_name"])
             if self.mood != "stale":
                 tensors = load_file(Path(body["lora_path"]) / "adapter_model.safetensors")
@@ -83,7 +85,7 @@ class StandIn:
         if self.mood == "forgetful":
             self.loaded, self.mood = [], "well"
         if body["model"] not in ("policy", *self.loaded):
-            return None
+            return refusal(404, f"The model `{body['model']}` does not exist.")
         if "allowed_token_ids" in body:
             return {"choices": [{"logprobs": {"token_logprobs": [-3.0 if self.raw else 0.0]}}]}
         return self.probe(body) if "prompt_logprobs" in body else self.complete(body)
@@ -111,6 +113,10 @@ class StandIn:
                 for index, answer in enumerate(answers)
             ]
         }
+
+
+def refusal(code: int, message: str) -> dict[str, Any]:
+    return {"error": {"code": code, "message": message}}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -144,8 +150,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         if mood == "hanging":
             time.sleep(3)
-        found = {"error": "broken"} if mood == "broken" else work()
-        code = 500 if mood == "broken" else 404 if found is None else 200
+        found = refusal(500, "broken") if mood == "broken" else work()
+        code = found["error"]["code"] if "error" in found else 200
         data = found.encode() if isinstance(found, str) else json.dumps(found).encode()
         try:
             self.send_response(code)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,18 @@ from stand_in_vllm import StandIn
 
 from groupwise.config import read_config
 from groupwise.config.sections import EngineConfig, LoraConfig, ModelConfig
-from groupwise.engine import remote
+from groupwise.engine import remote, vllm
+from groupwise.engine.engine import Engine
+from groupwise.engine.probe import FINEST
+from groupwise.engine.sampler import derive_seed
 from groupwise.engine.vllm import VllmEngine
 from groupwise.errors import ConfigError, InvariantError
 from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
-from groupwise.records import Request, Sampling
+from groupwise.records import Completion, Request, Sampling
 from groupwise.training import train
 from several import in_processes, needs_deepspeed
-from small_runs import lasting_metrics, small_config, task_file
+from small_runs import KILL, SMALL, Blow, lasting_metrics, run_command, small_config, task_file, traces
 
 
 @pytest.fixture
@@ -69,18 +72,16 @@ def test_a_group_is_one_request_and_its_logprobs_are_the_policys(
         groups = engine.generate(PROMPTS, SAMPLING)
     assert server.asked == 4
     assert [len(group) for group in groups] == [3, 3, 3, 3]
-    from groupwise.engine.engine import Engine
+    assert_drawn_by(policy, groups)
 
-    # The same seeds through the policy here draw the same tokens with the same log-probabilities.
-    from groupwise.engine.sampler import derive_seed
 
-    own = Engine(policy, EngineConfig()).generate(
-        [
-            Request(prompt=r.prompt, seeds=tuple(derive_seed(r.seeds[0], member) for member in range(3)))
-            for r in PROMPTS
-        ],
-        SAMPLING,
-    )
+def assert_drawn_by(policy: Policy, groups: Sequence[Sequence[Completion]]) -> None:
+    """The same seeds through the policy here draw the same tokens with the same log-probabilities."""
+    requests = [
+        Request(prompt=r.prompt, seeds=tuple(derive_seed(r.seeds[0], member) for member in range(3)))
+        for r in PROMPTS
+    ]
+    own = Engine(policy, EngineConfig()).generate(requests, SAMPLING)
     for theirs, ours in zip(groups, own, strict=True):
         for one, other in zip(theirs, ours, strict=True):
             assert one.tokens == other.tokens
@@ -129,6 +130,71 @@ def test_two_runs_that_share_a_folder_keep_to_their_own_weights(policy: Policy, 
             one.close()
             second.mood = "forgetful"
             other.generate(PROMPTS, SAMPLING)
+
+
+def test_a_session_never_meets_the_adapters_of_one_that_was_killed(
+    server: StandIn, policy: Policy, tmp_path: Path
+) -> None:
+    with engine_for(policy, tmp_path, server).ready():
+        left = list(server.loaded)
+    moved(policy)
+    policy.version = 0  # as a new process counts
+    engine = engine_for(policy, tmp_path, server)
+    with engine.ready():
+        assert engine.probe.rounding == FINEST
+        groups = engine.generate(PROMPTS, SAMPLING)
+    assert [name for name in server.loaded if name not in left] == [f"{engine.session}-0"]
+    assert_drawn_by(policy, groups)
+
+
+def test_an_adapter_whose_loading_was_not_confirmed_is_taken_for_loaded(
+    server: StandIn, policy: Policy, tmp_path: Path
+) -> None:
+    engine = engine_for(policy, tmp_path, server)
+    with engine.ready():
+        for known in engine.servers.all:
+            known.version = None
+        engine.generate(PROMPTS, SAMPLING)
+    assert len(server.loaded) == 1
+
+
+def test_a_session_that_ends_takes_its_adapters_along(policy: Policy, tmp_path: Path) -> None:
+    with StandIn() as first, StandIn() as second:
+        first.loaded.append("of-another")
+        engine = engine_for(policy, tmp_path, first, second)
+        with engine.ready():
+            assert len(first.loaded) == 2
+        engine.close()
+        assert (first.loaded, second.loaded) == (["of-another"], [])
+
+
+@pytest.mark.parametrize("mood", ["dead", "hanging", "broken"])
+def test_closing_waits_for_no_server(
+    mood: str, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "FAREWELL", 1.0)
+    with StandIn() as well, StandIn() as first, StandIn() as second:
+        engine = engine_for(policy, tmp_path, first, well, second)
+        with engine.ready():
+            first.mood = second.mood = mood
+        began = time.monotonic()
+        engine.close()
+        assert time.monotonic() - began < 2.9  # a hanging one answers after 3 s
+        assert well.loaded == []
+
+
+def test_a_run_that_was_killed_and_goes_on_learns_what_it_would_have(server: StandIn, tmp_path: Path) -> None:
+    task = str(task_file(tmp_path))
+    where = (*SMALL, f"run.output_dir={tmp_path}", "engine.kind=vllm", f"engine.servers=[{server.address}]")
+    words = ("train", task, *where, "lora.r=4", "optim.learning_rate=1e-3")
+    assert run_command(*words, "run.name=whole").code == 0
+    assert server.loaded == []
+    killed = run_command(*words, "run.name=run", blows=[Blow("step-000003", KILL)])
+    assert killed.code == -KILL
+    assert len(server.loaded) == 1
+    assert run_command("train", "--resume", str(tmp_path / "run")).code == 0
+    assert traces(tmp_path / "run") == traces(tmp_path / "whole")
+    assert not (tmp_path / "run" / "serving").exists()
 
 
 @pytest.mark.parametrize("named", [False, True])

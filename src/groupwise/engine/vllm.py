@@ -1,8 +1,8 @@
 """Generation by vLLM servers: token ids in, token ids and log-probabilities out, weights after every update.
 
-A server is told everything and believed nothing. New weights get a name of their own, so one that missed
-them cannot answer; and after each update it is asked for log-probabilities of a fixed probe, which
-must be those of the policy now, not those of before.
+A server is told everything and believed nothing. New weights get a name that no session has used, so one
+that missed them cannot answer; and after each update it is asked for log-probabilities of a fixed probe,
+which must be those of the policy now, not those of before.
 
 Adapters are loaded by name (`/v1/load_lora_adapter`); whole weights through `reload_weights` of vLLM's
 workers. Both read files in a folder that trainer and servers share, and others may share it too: each
@@ -15,7 +15,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from torch import Tensor
 from groupwise.config.sections import EngineConfig
 from groupwise.engine.probe import Probe
 from groupwise.engine.remote import Refused, Server, Servers, Unavailable
-from groupwise.engine.sampler import derive_seed
 from groupwise.errors import ConfigError
 from groupwise.model.policy import Policy
 from groupwise.parallel.processes import Processes
@@ -35,6 +34,8 @@ OLDEST = (0, 28)
 """The first version whose interface this module was made for."""
 BASE = "policy"
 """What servers call the model without adapters: `groupwise serve-rollouts` says so."""
+FAREWELL = 5.0
+"""Seconds that a server has to drop the adapters of a session that ends."""
 
 
 class VllmEngine:
@@ -56,11 +57,13 @@ class VllmEngine:
         self.processes = processes or Processes()
         self.exchange = exchange.resolve()
         self.session = secrets.token_hex(8)
-        """Sets its files apart from those of others; the leader's, once servers have weights."""
+        """Sets files and adapters apart from those of others, and of this run before it was stopped.
+
+        The leader's, once servers have weights.
+        """
         self.servers = Servers(config.servers, patience=config.patience, say=say, first=self.processes.rank)
         self.probe = Probe(policy)
         self._sent: int | None = None
-        self._run = f"{derive_seed(str(self.exchange)):x}"[:8]
         self._pool = ThreadPoolExecutor(config.requests)
         for server in self.servers.all:
             check_server(server, adapters=policy.has_adapter, seconds=config.request_seconds)
@@ -101,13 +104,20 @@ class VllmEngine:
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self.processes.leader:
             shutil.rmtree(self.exchange / self.session, ignore_errors=True)
+            if self.policy.has_adapter and self._sent is not None:
+                with ThreadPoolExecutor(len(self.servers.all)) as pool:
+                    pool.map(self._take_leave, self.servers.all)
+
+    def _take_leave(self, server: Server) -> None:
+        with suppress(Exception):  # whatever a server that may be gone answers, the run is over
+            unload(server, session=self.session, seconds=FAREWELL)
 
     def _folder(self, version: int | None) -> Path:
         return self.exchange / self.session / f"version-{version}"
 
     @property
     def _name(self) -> str:
-        return f"{self._run}-{self._sent}" if self.policy.has_adapter else BASE
+        return f"{self.session}-{self._sent}" if self.policy.has_adapter else BASE
 
     def _publish(self, gathered: dict[str, Tensor] | None) -> None:
         """Write the weights, bring them to every server that is up, and make sure that they arrived."""
@@ -137,7 +147,7 @@ class VllmEngine:
             seconds = self.config.request_seconds
             if self.policy.has_adapter:
                 load_adapter(server, self._name, folder, seconds=seconds)
-                unload_others(server, keep=self._name, run=self._run, seconds=seconds)
+                unload(server, session=self.session, seconds=seconds, keep=self._name)
             else:
                 body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
                 server.ask("/collective_rpc", body, seconds=seconds)
@@ -222,6 +232,7 @@ def check_logprobs(server: Server, *, seconds: float) -> None:
 
 
 def load_adapter(server: Server, name: str, folder: str, *, seconds: float) -> None:
+    """Load an adapter; where the name is known, an earlier try succeeded whose answer did not arrive."""
     try:
         server.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder}, seconds=seconds)
     except Refused as error:
@@ -232,10 +243,10 @@ def load_adapter(server: Server, name: str, folder: str, *, seconds: float) -> N
             ) from error
 
 
-def unload_others(server: Server, *, keep: str, run: str, seconds: float) -> None:
-    """Drop adapters of earlier updates of this run."""
+def unload(server: Server, *, session: str, seconds: float, keep: str | None = None) -> None:
+    """Drop a session's adapters but the one to keep."""
     for model in server.ask("/v1/models", seconds=seconds)["data"]:
-        if model["id"].startswith(f"{run}-") and model["id"] != keep:
+        if model["id"].startswith(f"{session}-") and model["id"] != keep:
             server.ask("/v1/unload_lora_adapter", {"lora_name": model["id"]}, seconds=seconds)
 
 
