@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from typing import Any
 
@@ -21,6 +22,14 @@ VOCABULARY = 272
 @cache
 def tiny_tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(TINY_FOLDER)
+
+
+def with_more_tokens() -> Any:
+    """A tokenizer that was given `<more>`, for which these models have no row."""
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.add_tokens([f"<spare{number}>" for number in range(VOCABULARY - len(tokenizer))])
+    tokenizer.add_tokens(["<more>"])
+    return tokenizer
 
 
 def small_model(kind: str = "llama", *, key_heads: int = 2, **settings: Any) -> Any:

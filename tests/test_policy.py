@@ -25,7 +25,7 @@ from groupwise.model.load import causal_model, load_policy
 from groupwise.model.packed import PackedLayout
 from groupwise.model.policy import Policy
 from groupwise.model.source import TINY_FOLDER
-from small_models import policy_of, small_model, tiny_tokenizer
+from small_models import VOCABULARY, policy_of, small_model, tiny_tokenizer, with_more_tokens
 
 FULL = LoraConfig(r=0)
 CPU = torch.device("cpu")
@@ -76,6 +76,24 @@ def test_without_a_chat_template_the_text_itself_is_the_prompt() -> None:
     assert policy.decode(policy.encode("1 + 1")) == "1 + 1"
     both = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1"}]
     assert policy.decode(policy.encode(both)) == "Be brief.\n1 + 1"
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_a_token_that_only_the_tokenizer_has_is_one_sentence(template: bool) -> None:
+    tokenizer = with_more_tokens()
+    if not template:
+        tokenizer.chat_template = None
+    policy = Policy(small_model(), tokenizer)
+    sentence = (
+        rf"the text holds '<more>', token \d+ of the tokenizer, and the model has only {VOCABULARY} tokens"
+    )
+    for asked in ("1 <more>", [{"role": "user", "content": "<more>"}]):
+        with pytest.raises(ConfigError, match=sentence):
+            policy.encode(asked)
+    assert policy.encode("1 + 1")
+    if template:
+        with pytest.raises(ConfigError, match=sentence):
+            policy.encode_results(["4", "<more>"], prefill="", ended=True)
 
 
 def test_decoding_gives_back_the_text_without_the_end_token() -> None:

@@ -36,7 +36,7 @@ from groupwise.serve.pieces import Pieces
 from groupwise.serve.server import Server
 from groupwise.serve.text import TextStream
 from groupwise.serve.tool_calls import for_template, read_answer
-from small_models import Scripted, policy_of, small_model, tiny_tokenizer
+from small_models import Scripted, policy_of, small_model, tiny_tokenizer, with_more_tokens
 
 
 @contextmanager
@@ -158,6 +158,20 @@ def test_eight_clients_at_once_each_get_their_own_stream(port, tiny):
         thread.join(120)
     assert sorted(answers) == list(range(8))
     assert [pair for mine in answers.values() for pair in mine if pair[0] != pair[1]] == []
+
+
+def test_a_text_with_tokens_that_the_model_does_not_have_is_refused_and_others_are_answered():
+    policy = Policy(small_model(), with_more_tokens())
+    with serving(policy) as (_, port):
+        for path, body in (
+            ("/v1/completions", {"prompt": "1 <more>"}),
+            ("/v1/completions", {"prompt": ["<more>"]}),
+            ("/v1/chat/completions", chat("<more>")),
+        ):
+            status, answer = ask(port, path, body)
+            assert (status, "the text holds '<more>'" in answer["error"]["message"]) == (400, True)
+        assert ask(port, "/v1/completions", {"prompt": "1 + 1", "max_tokens": 2})[0] == 200
+        assert ask(port, "/health", None)[0] == 200
 
 
 def test_several_answers_differ_and_come_in_order(port):

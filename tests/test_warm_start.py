@@ -92,7 +92,7 @@ def test_a_demonstration_with_tools_is_laid_out_as_a_rollout_is(small_policy):
     ]
     tokens, trained = encode(small_policy, of_row(Example({"messages": rows, "tools": tools})))
     end = small_policy.tokenizer.eos_token_id
-    wrote = [(*small_policy._tokens(turn), end) for turn in turns]
+    wrote = [(*small_policy.encode_text(turn, special=False), end) for turn in turns]
     prompt = small_policy.encode(asked, tools=tools)
     read = small_policy.encode_results(["e"], prefill="", ended=True)
     assert tokens == (*prompt, *wrote[0], *read, *wrote[1])
@@ -144,7 +144,7 @@ def sampled_with_tools(policy: Policy, prompt: str, tools: Any, *, result: str =
     """An answer that called a tool, read its result and ended."""
     end = policy.tokenizer.eos_token_id
     given = policy.encode(prompt, tools=tools)
-    first, last = ((*policy._tokens(turn), end) for turn in ("<think> a</think>", "b"))
+    first, last = ((*policy.encode_text(turn, special=False), end) for turn in ("<think> a</think>", "b"))
     read = policy.encode_results([result], prefill="", ended=True)
     mask = [False] * len(given) + [True] * len(first) + [False] * len(read) + [True] * len(last)
     nothing = (0.0,) * len(mask)

@@ -53,7 +53,7 @@ def encode(policy: Policy, demonstration: Demonstration) -> tuple[tuple[int, ...
             "the run's answers used tools, and its prompts are not those that this model and task give: "
             "imitate them with the run's own model and task"
         )
-    answer = (*text_tokens(policy, demonstration.completion), end_token(policy))
+    answer = (*policy.encode_text(demonstration.completion, special=False), end_token(policy))
     return (*prompt, *answer), (False,) * len(prompt) + (True,) * len(answer)
 
 
@@ -93,16 +93,12 @@ def joined(policy: Policy, turns: Sequence[tuple[str, bool]]) -> tuple[tuple[int
     tokens: list[int] = []
     trained: list[bool] = []
     for text, imitated in turns:
-        ids = text_tokens(policy, text)
+        ids = policy.encode_text(text, special=False)
         if imitated and (not ids or ids[-1] not in policy.end_tokens):
             ids = (*ids, end_token(policy))
         tokens += ids
         trained += [imitated] * len(ids)
     return tuple(tokens), tuple(trained)
-
-
-def text_tokens(policy: Policy, text: str) -> tuple[int, ...]:
-    return tuple(policy.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def end_token(policy: Policy) -> int:

@@ -18,7 +18,7 @@ class Codec:
     def __init__(self, tokenizer: Any, *, vocabulary: int) -> None:
         self.tokenizer = tokenizer
         self.vocabulary = vocabulary
-        """Tokens that the model tells apart, which may be more than the tokenizer has."""
+        """Tokens that the model tells apart, which may be more or fewer than the tokenizer has."""
 
     def encode(
         self, prompt: str | Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
@@ -32,11 +32,11 @@ class Codec:
             if tools:
                 raise ConfigError("the model has no chat template: it cannot be given tools")
             text = prompt if isinstance(prompt, str) else "\n".join(str(m["content"]) for m in prompt)
-            return tuple(self.tokenizer(text)["input_ids"])
+            return self.encode_text(text)
         messages: list[Message] = (
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         )
-        return self._tokens(render(self.tokenizer, messages, tools=tools))
+        return self.encode_text(render(self.tokenizer, messages, tools=tools), special=False)
 
     def encode_results(self, results: Sequence[str], *, prefill: str, ended: bool) -> tuple[int, ...]:
         """Tokens from the end of a turn to the beginning of the next: what tools answered, and the glue.
@@ -51,10 +51,22 @@ class Codec:
         """The same for the results of several turns: the tokenizer works on them at the same time."""
         before = "" if ended else self.tokenizer.eos_token
         texts = [before + between_turns(self.tokenizer, results, prefill=prefill) for results in turns]
-        return [tuple(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]]
+        found = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return [self._known(ids) for ids in found]
 
-    def _tokens(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+    def encode_text(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        """Tokens of a text as it is; `special`: with those that the tokenizer puts around any text."""
+        return self._known(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+
+    def _known(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Refuse tokens without a row among the model's weights: looking one up ends the process on a GPU."""
+        highest = max(ids, default=0)
+        if highest >= self.vocabulary:
+            raise ConfigError(
+                f"the text holds {self.tokenizer.convert_ids_to_tokens(highest)!r}, token {highest} of the "
+                f"tokenizer, and the model has only {self.vocabulary} tokens: do the two belong together?"
+            )
+        return tuple(ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(

@@ -170,7 +170,10 @@ def plain_tokens(body: Mapping[str, Any], codec: Codec) -> tuple[int, ...]:
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]
     if isinstance(prompt, str) and prompt:
-        return tuple(codec.tokenizer(prompt)["input_ids"])
+        try:
+            return codec.encode_text(prompt)
+        except ConfigError as error:
+            raise Refused(400, str(error)) from error
     if isinstance(prompt, list) and prompt:
         tokens = [token for token in prompt if type(token) is int and 0 <= token < codec.vocabulary]
         if len(tokens) == len(prompt):
