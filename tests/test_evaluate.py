@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 import groupwise
+from groupwise import cli
 from groupwise.config import read_config
 from groupwise.config.sections import EngineConfig, LoraConfig, ModelConfig
 from groupwise.engine.engine import Engine
@@ -211,6 +214,28 @@ def test_a_target_that_means_nothing_gets_one_sentence(runs, tmp_path):
     (spoiled / "checkpoints" / "step-000002" / "state.json").write_text("{}")
     with pytest.raises((CheckpointError, ConfigError)):
         find_target(str(spoiled))
+
+
+def test_a_place_that_cannot_hold_results_is_refused_before_a_model_loads(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.setattr("groupwise.evaluate.command.load_target", None)
+    for place in (tmp_path / "file", tmp_path / "file" / "inside"):
+        with pytest.raises(ConfigError, match=f"cannot save results in {place}: .*; name another folder"):
+            evaluate_command("tiny", task="countdown", output=str(place))
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_figures_that_cannot_be_saved_are_printed_all_the_same(runs, tmp_path, monkeypatch, capsys):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("groupwise.evaluate.saved.write_atomically", full)
+    assert cli.main(["eval", str(runs["full"]), "--output", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert "  greedy " in said.out
+    assert "saved in" not in said.out
+    assert said.err.startswith(f"error: cannot save results in {tmp_path}: No space left on device; ")
+    assert said.err.count("\n") == 1
 
 
 def test_a_run_whose_task_was_defined_in_python_asks_for_its_file(runs, tmp_path):

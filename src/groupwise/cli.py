@@ -234,6 +234,9 @@ def evaluate(
     for found in reports:
         for line in [json.dumps(found)] if as_json else report_lines(found):
             print(line)
+    for found in reports:
+        if "unsaved" in found:
+            raise ConfigError(found["unsaved"])
 
 
 @app.command(epilog="Anything else is set as section.key=value, such as task.options.scoring=lenient.")

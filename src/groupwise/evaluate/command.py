@@ -74,9 +74,12 @@ def evaluate_command(
         exams = [benchmark_exam(name, found, overrides, wish) for name in benchmarks]
     else:
         exams = [task_exam(found, overrides, wish, task=task, data=data)]
+    from groupwise.evaluate.saved import make_writable
     from groupwise.evaluate.strategies import strategy_named
 
     strategies = {name: strategy_named(name) for name in wish.strategies}
+    if (folder := folder_for(found, wish)) is not None:
+        make_writable(folder)
     policy, engine = load_target(found, settings(found, overrides).resolve())
     return [
         report(
@@ -88,6 +91,11 @@ def evaluate_command(
         )
         for exam in exams
     ]
+
+
+def folder_for(target: Target, wish: Wish) -> Path | None:
+    """Return where results are saved: where the user says, or with the run."""
+    return Path(wish.output) if wish.output else target.run.evaluations if target.run else None
 
 
 def settings(target: Target, overrides: Sequence[str]) -> Config:
@@ -201,9 +209,12 @@ def spendings(
 def report(
     exam: Exam, result: Evaluation, strategies: dict[str, Any], *, target: Target, wish: Wish
 ) -> dict[str, Any]:
-    """Return what was found, for scripts and for `report_lines`, saved where it belongs."""
+    """Return what was found, for scripts and for `report_lines`, saved where it belongs.
+
+    Where that fails, "unsaved" says why: what was measured is not lost with it.
+    """
     from groupwise.evaluate.held_out import compare
-    from groupwise.evaluate.saved import read_evaluation, unused_name, write_evaluation
+    from groupwise.evaluate.saved import cannot_save, read_evaluation, unused_name, write_evaluation
 
     before = read_evaluation(target.run, "before") if target.run else None
     about: dict[str, Any] = {
@@ -223,10 +234,12 @@ def report(
     }
     if before is not None and (changes := compare(before, result)):
         about["change"] = {name: asdict(change) for name, change in changes.items()}
-    folder = Path(wish.output) if wish.output else target.run.evaluations if target.run else None
-    if folder is not None:
+    if (folder := folder_for(target, wish)) is not None:
         # A name of its own: nothing that was measured earlier is overwritten.
         again = exam.name if wish.output else f"again-{Path(target.description).name}"
-        path = write_evaluation(folder, unused_name(folder, again), result, about=about)
-        about["saved"] = str(path)
+        try:
+            path = write_evaluation(folder, unused_name(folder, again), result, about=about)
+            about["saved"] = str(path)
+        except OSError as error:
+            about["unsaved"] = cannot_save(folder, error)
     return about | {"questions": [asdict(question) for question in result.questions]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,19 @@ from groupwise.tracking.run_folder import RunFolder
 
 TRANSCRIPTS = 10
 """Answers in the text file."""
+
+
+def make_writable(folder: Path) -> None:
+    """Make the folder, and a file in it: what cannot be written is found before hours of measuring."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(cannot_save(folder, error)) from error
+
+
+def cannot_save(folder: Path, error: OSError) -> str:
+    return f"cannot save results in {folder}: {error.strerror or error}; name another folder by --output"
 
 
 def write_evaluation(folder: Path, name: str, result: Evaluation, *, about: Mapping[str, Any]) -> Path:
