@@ -171,6 +171,15 @@ def test_runs_are_listed_newest_first_with_state_best_and_size(tmp_path: Path) -
     assert "90.0 % avg@4 at 2" in second
 
 
+def test_a_run_is_finished_when_its_last_step_was_kept(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=3)
+    assert SeenRun(run).state() == "finished"  # its checkpoints were deleted after it had ended
+    run.stats.write_text(json.dumps({"steps": 2}))
+    assert SeenRun(run).state() == "stopped"
+    run.checkpoint_at(3).mkdir(parents=True)
+    assert SeenRun(run).state() == "finished"
+
+
 @pytest.mark.parametrize(
     ("size", "words"), [(12, "12 B"), (1500, "1.5 kB"), (2_340_000, "2.3 MB"), (5e9, "5.0 GB")]
 )

@@ -315,6 +315,12 @@ def test_perfect_answers_are_written_to_be_read_and_others_are_not(tmp_path: Pat
 # The log
 
 
+def test_a_log_that_meets_a_full_disk_fills_no_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(OSError, match="No space left"), log_to(Path("/dev/full")) as logger:
+        logger.info("a step")
+    assert capsys.readouterr().err == ""
+
+
 def test_the_log_file_gets_what_the_package_says_and_the_terminal_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,8 +15,9 @@ import pytest
 
 from groupwise.config import Config, read_config
 from groupwise.config.sections import AlgoConfig, RolloutConfig, TaskConfig
-from groupwise.errors import ConfigError, InvariantError
+from groupwise.errors import CheckpointError, ConfigError, InvariantError
 from groupwise.records import Completion, Example, Message, Request, Rollout, Sampling
+from groupwise.report.catalogue import SeenRun
 from groupwise.tasks import Task
 from groupwise.tracking import trackers
 from groupwise.tracking.rollouts import read_rollouts
@@ -314,6 +318,28 @@ def test_a_step_whose_rollouts_fail_leaves_them_to_be_read(place):
         train(small_config(place, "evaluate.skip=true"))
     (rollouts,) = (place / "run" / "rollouts").iterdir()
     assert {row["error"] for row in read_rollouts(rollouts)} == {"reward broken: KeyError: 'gold'"}
+
+
+@contextmanager
+def small_disk(most: int) -> Iterator[None]:
+    """Let no file grow beyond so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_one_sentence_and_the_run_goes_on_once_there_is_room(place):
+    config = small_config(place, "evaluate.skip=true", "run.max_steps=1")
+    run = place / "run"
+    sentence = f"cannot write {run}: File too large; make room, then groupwise train --resume {run} goes on"
+    with small_disk(100_000), pytest.raises(CheckpointError, match=f"^{re.escape(sentence)}$"):
+        train(config)
+    assert SeenRun(RunFolder(run)).state() == "stopped"
+    train(config, resume=run)
+    assert SeenRun(RunFolder(run)).state() == "finished"
 
 
 # The last words

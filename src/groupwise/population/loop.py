@@ -11,6 +11,7 @@ from groupwise.population.search import Search
 from groupwise.tasks import Task, leave_task_file, load_task
 from groupwise.tracking.display import open_display
 from groupwise.tracking.trackers import tracker_names
+from groupwise.training.full_disk import told_when_full
 from groupwise.training.start import command_of
 
 
@@ -30,7 +31,7 @@ def evolve(config: Config, *, resume: Path | None = None, task: Task | None = No
         open_display().message(done)
         return opening.folder.path
 
-    with Search(config, task=task, opening=opening) as search:
+    with told_when_full(opening.folder, config), Search(config, task=task, opening=opening) as search:
         for step in search.steps():
             batches = search.collect(step)  # prompt, rollout, reward, advantage: all members at once
             reports = search.learn(step, batches)  # loss, update: one adapter at a time

@@ -55,7 +55,11 @@ class SeenRun:
         """The same without asking whether somebody trains: the only question a trainer may ask itself."""
         rows = self.tail.rows()
         done = bool(rows) and self.max_steps is not None and rows[-1]["step"] >= self.max_steps
-        return "finished" if done else "stopped"
+        return "finished" if done and self.kept(rows[-1]["step"]) else "stopped"
+
+    def kept(self, step: int) -> bool:
+        """Whether a step outlived its session: in a checkpoint, or one that was deleted after a good end."""
+        return self.folder.checkpoint_at(step).is_dir() or self.stats().get("steps") == step
 
     def overview(self, *, state: str | None = None) -> dict[str, Any]:
         """Return what the page shows of a run before anything is chosen."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,10 +11,18 @@ from pathlib import Path
 LOGGER = logging.getLogger("groupwise")
 
 
+class LogFile(logging.FileHandler):
+    """A file whose full disk is no news: what else the run writes there says so in a sentence."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+
 @contextmanager
 def log_to(path: Path) -> Iterator[logging.Logger]:
     """Append everything the package logs inside the block to a file, and nothing to the terminal."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     level_before = LOGGER.level
     LOGGER.addHandler(handler)

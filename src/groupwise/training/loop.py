@@ -10,6 +10,7 @@ from groupwise.parallel.processes import Processes, joined_processes
 from groupwise.tasks import Task, leave_task_file, load_task
 from groupwise.tracking.display import open_display
 from groupwise.tracking.trackers import tracker_names
+from groupwise.training.full_disk import told_when_full
 from groupwise.training.run import Run
 from groupwise.training.start import Start, command_of
 
@@ -39,7 +40,10 @@ def train_with(processes: Processes, config: Config, task: Task, resume: Path | 
             open_display().message(done)
         return start.folder.path
 
-    with Run(config, task=task, start=start, processes=processes) as run:
+    with (
+        told_when_full(start.folder, config),
+        Run(config, task=task, start=start, processes=processes) as run,
+    ):
         for step in run.steps():
             batch = run.collect(step)  # 1 prompt, 2 rollout, 3 reward, 4 advantage
             report = run.learn(step, batch)  # 5 loss, 6 update

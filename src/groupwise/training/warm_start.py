@@ -19,6 +19,7 @@ from groupwise.tasks.demonstrations import Plan, held_out_of
 from groupwise.tracking.display import open_display
 from groupwise.tracking.trackers import tracker_names
 from groupwise.training.examiner import Examiner
+from groupwise.training.full_disk import told_when_full
 from groupwise.training.measures import peak_memory
 from groupwise.training.session import Session
 from groupwise.training.start import Start
@@ -47,7 +48,7 @@ def warm_start_with(processes: Processes, plan: Plan, resume: Path | None) -> Pa
             open_display().message(done)
         return start.folder.path
 
-    with WarmStart(plan, start=start, processes=processes) as run:
+    with told_when_full(start.folder, config), WarmStart(plan, start=start, processes=processes) as run:
         for step in run.steps():
             batch = run.take(step)
             report = run.learn(step, batch)
