@@ -31,10 +31,10 @@ def light(tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
         (poison / f"{name}.py").write_text(f"raise RuntimeError('{name} was imported')\n")
     environment = os.environ | {"PYTHONPATH": str(poison), "COLUMNS": "110", "NO_COLOR": "1"}
 
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
+    def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "groupwise", *words]
         return subprocess.run(
-            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60
+            command, env=environment | variables, cwd=tmp_path, capture_output=True, text=True, timeout=60
         )
 
     return run
@@ -290,6 +290,14 @@ def test_evaluating_passes_every_option_on_and_prints_json(measured, capsys):
             "overrides": ["evaluate.data_dir=files", "rollout.max_tokens=9"],
         }
     ]
+
+
+def test_an_output_that_lacks_a_letter_shows_another_in_its_place(light):
+    whole, poor = light("tasks"), light("tasks", PYTHONIOENCODING="ascii")
+    assert not whole.stdout.isascii()
+    assert (poor.returncode, poor.stderr) == (0, "")
+    assert poor.stdout == whole.stdout.encode("ascii", errors="replace").decode()
+    assert light("train", "é.py", PYTHONIOENCODING="ascii:strict").stderr.startswith("error: ")
 
 
 def test_an_evaluation_is_printed_for_people(measured, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import os
 import sys
@@ -54,6 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Read when torch starts its threads. A short spin keeps them quick on idle cores; a long one, the
     # default, takes the cores that others need.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a letter that the terminal lacks ends no command
     try:
         code = app(args=arguments, prog_name="groupwise", standalone_mode=False)
     except USAGE_ERROR as error:
