@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import resource
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -345,8 +346,8 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_once_there_is_room(plac
 # The last words
 
 
-def next_words(config: Config) -> list[str]:
-    return [words for words, _ in next_commands(config.resolve(), RunFolder(Path("runs/x")), done=True)]
+def next_words(config: Config, folder: str = "runs/x", *, done: bool = True) -> list[str]:
+    return [words for words, _ in next_commands(config.resolve(), RunFolder(Path(folder)), done=done)]
 
 
 def test_the_next_commands_repeat_this_run_whatever_its_settings() -> None:
@@ -358,6 +359,18 @@ def test_the_next_commands_repeat_this_run_whatever_its_settings() -> None:
     assert next_words(changed)[-1] == (
         "groupwise train --config runs/x/config.yaml --seed 1 --run-name mine-seed-1"
     )
+
+
+@pytest.mark.parametrize("done", [True, False])
+@pytest.mark.parametrize("settings", [[], ["lora.r=4", "run.kind=sft"], ["run.kind=sft"], ["task.name=own"]])
+def test_the_next_commands_name_folders_with_spaces_as_the_shell_reads_them(settings, done) -> None:
+    config = read_config(overrides=["run.name=a b", "task.options.scoring=x y", "algo.beta=0.1", *settings])
+    words = [word for line in next_words(config, "my runs/a b", done=done) for word in shlex.split(line)]
+    spaced = {"my runs/a b", "my runs/a b/config.yaml", "my runs/a b-merged", "a b-seed-1"}
+    spaced |= {"task.options.scoring=x y", f"my runs/a b/checkpoints/step-{config.run.max_steps:06d}"}
+    assert {word for word in words if " " in word} <= spaced
+    assert not {"my", "a", "b", "x", "y"} & set(words)
+    assert any("my runs/a b" in word for word in words)
 
 
 def test_a_task_made_in_python_is_measured_by_naming_its_file() -> None:

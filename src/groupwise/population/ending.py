@@ -10,7 +10,8 @@ from groupwise.evaluate.held_out import Evaluation
 from groupwise.population.base import Member
 from groupwise.population.story import Story, described
 from groupwise.tracking.run_folder import RunFolder
-from groupwise.tracking.summary import Summary
+from groupwise.tracking.summary import Summary, command
+from groupwise.training.ending import task_words
 
 ELITE = "elite"
 
@@ -51,13 +52,12 @@ def summary_of(
     best = story.best
     who = "" if best is None else f"; the best is member {best.name}"
     elite = folder.path / ELITE
-    options = "".join(f" task.options.{name}={value}" for name, value in config.task.options.items())
     commands = [
-        (f"groupwise eval {elite} --task {config.task.name}{options}", "measures the best member again"),
-        (f"groupwise chat {elite}", "talks to it"),
+        (command("eval", elite, *task_words(config)), "measures the best member again"),
+        (command("chat", elite), "talks to it"),
     ]
     if not done:
-        commands.insert(0, (f"groupwise evolve --resume {folder.path}", "goes on from here"))
+        commands.insert(0, (command("evolve", "--resume", folder.path), "goes on from here"))
     return Summary(
         headline=f"{story.step} steps done{who}" if done else f"stopped after step {story.step}{who}",
         seconds=story.seconds,

@@ -250,7 +250,7 @@ class Search:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self.recorder.fail(error, command="evolve")
+            self.recorder.fail(error, kind="evolve")
             self.resources.__exit__(kind, error, trace)
             return
         with self.resources:

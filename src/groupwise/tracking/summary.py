@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,11 @@ class Summary:
     after: Scores
     next_commands: tuple[tuple[str, str], ...]
     """Each with what it does."""
+
+
+def command(*words: object) -> str:
+    """A `groupwise` command as the shell reads it, whatever the names in it."""
+    return shlex.join(["groupwise", *map(str, words)])
 
 
 def summary_lines(summary: Summary) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ from groupwise.config.sections import NO_TASK
 from groupwise.evaluate.held_out import Evaluation
 from groupwise.tasks import TASKS
 from groupwise.tracking.run_folder import RunFolder
-from groupwise.tracking.summary import Summary
+from groupwise.tracking.summary import Summary, command
 from groupwise.training.state import State
 
 
@@ -46,11 +46,11 @@ def next_commands(config: Config, folder: RunFolder, *, done: bool) -> tuple[tup
         return after_warm_start(config, folder, done=done)
     if config.task.name not in TASKS and not config.task.name.endswith(".py"):
         # The task lives in the caller's program; the command line is told where.
-        words = f"groupwise eval {folder.path} --task FILE.py"
+        words = command("eval", folder.path, "--task", "FILE.py")
         return ((words, "measures it again; FILE.py is the file that defines the task"),)
-    resume = f"groupwise train --resume {folder.path}"
-    look = (f"groupwise watch {folder.path}", "shows it in the browser: curves, groups, tokens, alarms")
-    measure = (f"groupwise eval {folder.path}", "measures it again on held-out examples")
+    resume = command("train", "--resume", folder.path)
+    look = (command("watch", folder.path), "shows it in the browser: curves, groups, tokens, alarms")
+    measure = (command("eval", folder.path), "measures it again on held-out examples")
     again = (same_again(config, folder), "the same with other noise: is the gain real?")
     if not done:
         return (resume, "goes on from here"), look, measure
@@ -63,23 +63,28 @@ def next_commands(config: Config, folder: RunFolder, *, done: bool) -> tuple[tup
 def after_warm_start(config: Config, folder: RunFolder, *, done: bool) -> tuple[tuple[str, str], ...]:
     """A warm start is there to be trained on."""
     if not done:
-        return ((f"groupwise sft --resume {folder.path}", "goes on from here"),)
+        return ((command("sft", "--resume", folder.path), "goes on from here"),)
     model = folder.checkpoint_at(config.run.max_steps)
-    options = "".join(f" task.options.{name}={value}" for name, value in config.task.options.items())
-    task = "" if config.task.name == NO_TASK else f" --task {config.task.name}{options}"
-    train = f"groupwise train --model {model}{task}"
+    task = [] if config.task.name == NO_TASK else task_words(config)
     if config.lora.r:
         merged = f"{folder.path}-merged"
         return (
-            (f"groupwise merge {folder.path} --output-path {merged}", "adds the adapter into its model"),
-            (f"groupwise train --model {merged}{task}", "reinforces what it learned"),
+            (command("merge", folder.path, "--output-path", merged), "adds the adapter into its model"),
+            (command("train", "--model", merged, *task), "reinforces what it learned"),
         )
-    return ((train, "reinforces what it learned"),)
+    return ((command("train", "--model", model, *task), "reinforces what it learned"),)
+
+
+def task_words(config: Config) -> list[str]:
+    """Return the words that name the task and its options."""
+    options = (f"task.options.{name}={value}" for name, value in config.task.options.items())
+    return ["--task", config.task.name, *options]
 
 
 def same_again(config: Config, folder: RunFolder) -> str:
     """Return the command for a run with the same settings and the next seed."""
     seed = config.run.seed + 1
     usual = replace(config, run=replace(config.run, seed=0)) == Config().resolve()
-    command = f"groupwise train{'' if usual else f' --config {folder.config}'} --seed {seed}"
-    return command if config.run.name is None else f"{command} --run-name {config.run.name}-seed-{seed}"
+    settings = () if usual else ("--config", folder.config)
+    name = () if config.run.name is None else ("--run-name", f"{config.run.name}-seed-{seed}")
+    return command("train", *settings, "--seed", seed, *name)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from groupwise.config import Config
 from groupwise.errors import CheckpointError, EchoError
 from groupwise.tracking.run_folder import RunFolder
+from groupwise.tracking.summary import command
 from groupwise.training.start import command_of
 
 FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
@@ -28,6 +28,6 @@ def told_when_full(folder: RunFolder, config: Config) -> Iterator[None]:
         reason = next((words for words in FULL if words in str(error)), None)
         if reason is None:
             raise
-        resume = shlex.join(["groupwise", command_of(config), "--resume", str(folder.path)])
+        resume = command(command_of(config), "--resume", folder.path)
         then = f"then {resume} goes on" if folder.config.exists() else "and start again"
         raise CheckpointError(f"cannot write {folder.path}: {reason}; make room, {then}") from error

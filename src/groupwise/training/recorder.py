@@ -22,7 +22,7 @@ from groupwise.tracking.log import log_to
 from groupwise.tracking.metrics import MetricsFile
 from groupwise.tracking.rollouts import remove_steps_after, write_rollouts
 from groupwise.tracking.run_folder import RunFolder
-from groupwise.tracking.summary import Summary
+from groupwise.tracking.summary import Summary, command
 from groupwise.tracking.trackers import Tracker, open_trackers
 from groupwise.tracking.updates import write_updates
 from groupwise.training.batch import Batch
@@ -144,13 +144,15 @@ class Recorder:
         try:
             write_all(self.folder, own=True)
         except Exception as error:
-            self.warn(f"the report is not complete: {error}; groupwise report {self.folder.path} tries again")
+            self.warn(
+                f"the report is not complete: {error}; {command('report', self.folder.path)} tries again"
+            )
 
-    def fail(self, error: BaseException, *, command: str) -> None:
+    def fail(self, error: BaseException, *, kind: str) -> None:
         """Note why the run did not come to its end."""
         logger.error("stopped by %s: %s", type(error).__name__, error)
         if isinstance(error, KeyboardInterrupt):
-            resume = f"groupwise {command} --resume {self.folder.path}"
+            resume = command(kind, "--resume", self.folder.path)
             self.display.message(f"stopped at once; {resume} goes on")
 
     def close(self) -> None:

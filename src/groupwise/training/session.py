@@ -211,7 +211,7 @@ class Session(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self.recorder.fail(error, command=command_of(self.config))
+            self.recorder.fail(error, kind=command_of(self.config))
             self.resources.__exit__(kind, error, trace)
             return
         with self.resources:

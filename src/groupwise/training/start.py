@@ -15,6 +15,7 @@ from groupwise.errors import CheckpointError
 from groupwise.learner.checkpoint import latest_checkpoint
 from groupwise.parallel.processes import Processes
 from groupwise.tracking.run_folder import RunFolder
+from groupwise.tracking.summary import command
 from groupwise.training.state import State, read_state
 
 MAY_CHANGE = (
@@ -91,9 +92,10 @@ class Start:
         """Say so when no step is left and the last session told its story to the end."""
         if self.state.step < config.run.max_steps or steps_in(self.folder.stats) != self.state.step:
             return None
+        more = f"run.max_steps={2 * self.state.step}"
         return (
             f"{self.folder.path} is finished: its {self.state.step} steps are done; to train on, "
-            f"groupwise {command_of(config)} --resume {self.folder.path} run.max_steps={2 * self.state.step}"
+            f"{command(command_of(config), '--resume', self.folder.path, more)}"
         )
 
     def withdraw(self) -> None:
