@@ -49,7 +49,7 @@ class Opening:
         over = self.story.reached or self.story.step >= config.run.max_steps
         if not over or steps_in(self.folder.stats) != self.story.step:
             return None
-        return f"{self.folder.path} is finished after {self.story.step} steps"
+        return f"{self.folder.path} is finished after {self.story.step} step{'s' * (self.story.step != 1)}"
 
     def withdraw(self) -> None:
         """Take a new folder back if nothing came of it."""
