@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import pytest
 
 import groupwise as gw
 from groupwise.config import read_config
+from groupwise.population.ending import summary_of
 from groupwise.population.opening import Opening
 from groupwise.population.search import Search
+from groupwise.population.story import Story
 from groupwise.tasks import load_task
+from groupwise.tracking.run_folder import RunFolder
 from small_runs import INTERRUPT, KILL, SMALL, Blow, run_command, task_file, traces
 
 POPULATION = (
@@ -108,6 +112,19 @@ def test_an_interrupt_finishes_the_step_and_a_finished_search_says_so(place, who
     assert lasting(run) == lasting(whole)
     again = run_command("evolve", "--resume", str(run))
     assert again.out == f"{run} is finished after 4 steps\n"
+
+
+def test_the_last_words_of_a_search_name_folders_as_the_shell_reads_them():
+    config, folder = read_config(overrides=["task.options.scoring=x y"]), RunFolder(Path("my runs/a b"))
+
+    def said(step: int) -> list[list[str]]:
+        summary = summary_of(config, Story(step=step), folder=folder, before=None, after=None)
+        return [shlex.split(line) for line, _ in summary.next_commands]
+
+    resume, elite = ["groupwise", "evolve", "--resume", "my runs/a b"], "my runs/a b/elite"
+    assert said(0) == [resume]  # nothing is trained yet
+    measure = ["groupwise", "eval", elite, "--task", config.task.name, "task.options.scoring=x y"]
+    assert said(1) == [resume, measure, ["groupwise", "chat", elite]]
 
 
 @pytest.mark.parametrize(("method", "left"), [("pbt", 3), ("halving", 2), ("random", 3)])

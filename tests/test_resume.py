@@ -93,6 +93,15 @@ def test_one_interrupt_finishes_the_step_saves_and_exits_with_130(place, uninter
     assert_same(run, uninterrupted["full"])  # its first checkpoint is gone by now, as the oldest of four
 
 
+def test_an_interrupt_before_the_first_step_says_that_nothing_is_trained_yet(place):
+    run = place / "untrained"
+    ended = run_command(*words(place, run.name), blows=[Blow("before.json", INTERRUPT)])
+    assert ended.code == 130
+    last = ended.out.partition("stopped ")[2].splitlines()
+    assert last[0] == f"before the first step: nothing is trained yet, its folder is {run}"
+    assert last[-3:] == ["next", f"  groupwise train --resume {run}", "      begins again"]
+
+
 def test_a_request_to_terminate_is_honoured_after_saving(place):
     run = place / "terminated"
     ended = run_command(*words(place, run.name), blows=[Blow("step-000001.parquet", TERMINATE)])
@@ -124,8 +133,7 @@ def test_a_finished_run_says_so_and_changes_nothing(uninterrupted):
     ended = run_command("train", "--resume", str(run))
     assert (ended.code, ended.err) == (0, "")
     assert ended.out == (
-        f"{run} is finished: its 4 steps are done; "
-        f"to train on, groupwise train --resume {run} run.max_steps=8\n"
+        f"{run} is finished: 4 steps done; to train on, groupwise train --resume {run} run.max_steps=8\n"
     )
     assert everything(run) == before
 

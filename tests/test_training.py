@@ -23,14 +23,15 @@ from groupwise.tasks import Task
 from groupwise.tracking import trackers
 from groupwise.tracking.rollouts import read_rollouts
 from groupwise.tracking.run_folder import RunFolder, step_of
+from groupwise.tracking.summary import Summary
 from groupwise.tracking.trackers import Metrics, Opening, Rows
 from groupwise.training import train
 from groupwise.training.batch import Collector, check_failures
 from groupwise.training.data import split_for
-from groupwise.training.ending import next_commands
+from groupwise.training.ending import next_commands, summary_of
 from groupwise.training.measures import batch_metrics
 from groupwise.training.recorder import sample_rows
-from groupwise.training.state import read_state
+from groupwise.training.state import State, read_state
 from small_runs import LUCK, Files, lasting_metrics, small_config, task_file, traces
 
 # Batches, with a policy that is written down: each prompt's answers are a digit each.
@@ -359,6 +360,30 @@ def test_the_next_commands_repeat_this_run_whatever_its_settings() -> None:
     assert next_words(changed)[-1] == (
         "groupwise train --config runs/x/config.yaml --seed 1 --run-name mine-seed-1"
     )
+
+
+def last_words(config: Config, step: int) -> Summary:
+    state = State(step=step, seconds=float(step))
+    return summary_of(config.resolve(), state, folder=RunFolder(Path("runs/x")), before=None, after=None)
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("run.kind=grpo", "groupwise train --resume runs/x"),
+        ("run.kind=sft", "groupwise sft --resume runs/x"),
+        ("task.name=own", "groupwise.train(task, resume='runs/x')"),
+    ],
+)
+def test_with_a_run_that_has_no_checkpoint_there_is_one_thing_to_do(setting, expected) -> None:
+    (words, _), *others = last_words(read_config(overrides=[setting]), 0).next_commands
+    assert (words, others) == (expected, [])
+
+
+def test_one_step_is_not_called_steps() -> None:
+    config = read_config(overrides=["run.max_steps=1"])
+    assert last_words(config, 1).headline == "1 step done"
+    assert last_words(config, 2).headline == "2 steps done"
 
 
 @pytest.mark.parametrize("done", [True, False])

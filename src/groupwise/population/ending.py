@@ -10,7 +10,7 @@ from groupwise.evaluate.held_out import Evaluation
 from groupwise.population.base import Member
 from groupwise.population.story import Story, described
 from groupwise.tracking.run_folder import RunFolder
-from groupwise.tracking.summary import Summary, command
+from groupwise.tracking.summary import Summary, command, headline
 from groupwise.training.ending import task_words
 
 ELITE = "elite"
@@ -56,10 +56,13 @@ def summary_of(
         (command("eval", elite, *task_words(config)), "measures the best member again"),
         (command("chat", elite), "talks to it"),
     ]
-    if not done:
-        commands.insert(0, (command("evolve", "--resume", folder.path), "goes on from here"))
+    resume = command("evolve", "--resume", folder.path)
+    if not story.step:
+        commands = [(resume, "begins again")]
+    elif not done:
+        commands.insert(0, (resume, "goes on from here"))
     return Summary(
-        headline=f"{story.step} steps done{who}" if done else f"stopped after step {story.step}{who}",
+        headline=f"{headline(story.step, done=done)}{who}",
         seconds=story.seconds,
         folder=folder.path,
         before=before.intervals() if before else {},

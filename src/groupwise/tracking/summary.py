@@ -18,6 +18,7 @@ class Summary:
     headline: str
     """How it ended: "60 steps done", "stopped at step 23"."""
     seconds: float
+    """Spent training; 0 when nothing was saved yet."""
     folder: Path
     before: Scores
     """Held-out accuracy before training; empty when it was not measured."""
@@ -31,9 +32,19 @@ def command(*words: object) -> str:
     return shlex.join(["groupwise", *map(str, words)])
 
 
+def headline(step: int, *, done: bool) -> str:
+    """Say how a run ended."""
+    if done:
+        return f"{step} step{'s' * (step != 1)} done"
+    return f"stopped after step {step}" if step else "stopped before the first step: nothing is trained yet"
+
+
 def summary_lines(summary: Summary) -> Iterator[tuple[str, str]]:
     """The final block, line by line: the text, and the style it takes on a terminal."""
-    yield f"{summary.headline} in {duration(summary.seconds)}, saved in {summary.folder}", "bold"
+    if summary.seconds:
+        yield f"{summary.headline} in {duration(summary.seconds)}, saved in {summary.folder}", "bold"
+    else:
+        yield f"{summary.headline}, its folder is {summary.folder}", "bold"
     if summary.after:
         yield "", ""
         yield "held-out accuracy, with 95 % intervals", "dim"

@@ -9,7 +9,8 @@ from groupwise.config.sections import NO_TASK
 from groupwise.evaluate.held_out import Evaluation
 from groupwise.tasks import TASKS
 from groupwise.tracking.run_folder import RunFolder
-from groupwise.tracking.summary import Summary, command
+from groupwise.tracking.summary import Summary, command, headline
+from groupwise.training.start import command_of
 from groupwise.training.state import State
 
 
@@ -31,21 +32,35 @@ def summary_of(
     """Return what the terminal shows last."""
     done = state.step >= config.run.max_steps
     return Summary(
-        headline=f"{state.step} steps done" if done else f"stopped after step {state.step}",
+        headline=headline(state.step, done=done),
         seconds=state.seconds,
         folder=folder.path,
         before=before.intervals() if before else {},
         after=after.intervals() if after else {},
-        next_commands=next_commands(config, folder, done=done),
+        next_commands=next_commands(config, folder, done=done)
+        if state.step
+        else (beginning(config, folder),),
     )
+
+
+def beginning(config: Config, folder: RunFolder) -> tuple[str, str]:
+    """All there is to do with a run that has no checkpoint yet."""
+    if made_in_python(config):
+        words = f"groupwise.train(task, resume={str(folder.path)!r})"
+        return words, "begins again, in the program that defines the task"
+    return command(command_of(config), "--resume", folder.path), "begins again"
+
+
+def made_in_python(config: Config) -> bool:
+    """Whether the task lives in the caller's program, where no command finds it."""
+    return config.run.kind != "sft" and config.task.name not in TASKS and not config.task.name.endswith(".py")
 
 
 def next_commands(config: Config, folder: RunFolder, *, done: bool) -> tuple[tuple[str, str], ...]:
     """Return three commands to try, each with what it does; one where the task is the caller's own."""
     if config.run.kind == "sft":
         return after_warm_start(config, folder, done=done)
-    if config.task.name not in TASKS and not config.task.name.endswith(".py"):
-        # The task lives in the caller's program; the command line is told where.
+    if made_in_python(config):
         words = command("eval", folder.path, "--task", "FILE.py")
         return ((words, "measures it again; FILE.py is the file that defines the task"),)
     resume = command("train", "--resume", folder.path)

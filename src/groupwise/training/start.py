@@ -15,7 +15,7 @@ from groupwise.errors import CheckpointError
 from groupwise.learner.checkpoint import latest_checkpoint
 from groupwise.parallel.processes import Processes
 from groupwise.tracking.run_folder import RunFolder
-from groupwise.tracking.summary import command
+from groupwise.tracking.summary import command, headline
 from groupwise.training.state import State, read_state
 
 MAY_CHANGE = (
@@ -94,7 +94,7 @@ class Start:
             return None
         more = f"run.max_steps={2 * self.state.step}"
         return (
-            f"{self.folder.path} is finished: its {self.state.step} steps are done; to train on, "
+            f"{self.folder.path} is finished: {headline(self.state.step, done=True)}; to train on, "
             f"{command(command_of(config), '--resume', self.folder.path, more)}"
         )
 
