@@ -152,6 +152,19 @@ def test_runs_that_share_nothing_are_not_paired(tmp_path: Path) -> None:
     assert any("not measured in b" in line for line in compare_lines([tmp_path / "a", other.path]))
 
 
+def test_a_pairing_on_some_of_the_questions_says_on_how_many(tmp_path: Path) -> None:
+    make_run(tmp_path / "a")
+    other = make_run(tmp_path / "b")
+    assert not any("paired on" in line for line in compare_lines([tmp_path / "a", other.path]))
+    record = json.loads((other.evaluations / "after.json").read_text())
+    for name in ("examples", "greedy_right", "sampled_right"):
+        record[name] = record[name][:4]
+    record |= {"majority_right": [], "formatted": [], "rewards": {}}
+    (other.evaluations / "after.json").write_text(json.dumps(record))
+    told = list(compare_lines([tmp_path / "a", other.path]))
+    assert "  paired on the 4 questions that both answered (of 20 and 4)" in told
+
+
 def test_a_change_is_relative_where_it_can_be() -> None:
     assert (change(2.0, 3.0), change(0.0, 1.0), change(None, 1.0)) == ("+50.0 %", "", "")
 

@@ -101,6 +101,11 @@ def accuracy(a: Side, b: Side, width: int) -> Iterator[str]:
         yield f"  {name:<10}{cells}{told(changes[name]) if name in changes else ''}".rstrip()
     if not changes:
         yield "  the runs share no held-out examples, so they cannot be paired"
+        return
+    both = len(set(a.last.examples) & set(b.last.examples))
+    counts = [len(one.examples) for one in (a.last, b.last)]
+    if counts != [both, both]:
+        yield f"  paired on the {both} questions that both answered (of {counts[0]} and {counts[1]})"
 
 
 def told(difference: Difference) -> str:
