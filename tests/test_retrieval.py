@@ -259,6 +259,30 @@ def test_a_damaged_or_half_built_index_is_refused_with_a_sentence(tmp_path):
         Index.open(built.folder)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("there", [False, True])
+def test_a_build_that_fails_leaves_nothing_and_can_be_tried_again(tmp_path, monkeypatch, there):
+    pytest.importorskip("chromadb")
+    folder = tmp_path / "new" / "index"
+    if there:
+        folder.mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    for documents, manifest, said in (
+        ([Document("empty", " ")], Manifest(), "nothing to index"),
+        (DOCUMENTS, Manifest(embedding=str(tmp_path / "none")), "none"),
+        (DOCUMENTS, Manifest(store="cellar"), "--store"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            Index.build(folder, documents, manifest)
+        assert sorted(tmp_path.rglob("*")) == before
+    with monkeypatch.context() as patched:
+        patched.setattr(Index, "_learn", lambda *_, **__: 1 / 0)  # when most of it is written
+        with pytest.raises(ZeroDivisionError):
+            Index.build(folder, DOCUMENTS, Manifest(store="files"))
+    assert sorted(tmp_path.rglob("*")) == before
+    assert names(Index.build(folder, DOCUMENTS, Manifest()), "fox")[0] == "fox"
+
+
 # Measures and the command
 
 

@@ -21,6 +21,7 @@ from groupwise.retrieval.chunk import Chunk, chunks_of
 from groupwise.retrieval.dense import closest
 from groupwise.retrieval.documents import Document, Question
 from groupwise.retrieval.embed import Embedding, Vectors, embedding_named
+from groupwise.retrieval.folder import check_new, new_folder
 from groupwise.retrieval.fusion import Ranking, fuse
 from groupwise.retrieval.manifest import Manifest, read_manifest, write_manifest
 from groupwise.retrieval.postings import load_postings, save_postings
@@ -81,23 +82,19 @@ class Index:
 
         `choose`: those questions also say how much each side of the fusion weighs.
         """
-        if (folder / "manifest.json").exists():
-            raise ConfigError(f"{folder} already holds an index; give another folder, or delete it first")
-        if folder.exists() and any(folder.iterdir()):
-            raise ConfigError(f"{folder} is not empty and holds no finished index; give an empty folder")
-        folder.mkdir(parents=True, exist_ok=True)
-        index = cls(
-            folder, manifest, store_named(manifest.store, folder), embedding_named(manifest.embedding)
-        )
-        chunks = list(index._chunks(counted(documents, progress)))
+        check_new(folder)
+        embedding = embedding_named(manifest.embedding)
+        chunks = list(new_chunks(counted(documents, progress), manifest.budget, embedding))
         if not chunks:
             raise ConfigError("there is nothing to index: no document has any text")
-        index._embedding.fit([chunk.text for chunk in chunks])
-        index._embedding.save(folder)
-        index._append(chunks, progress)
-        save_postings(folder / "sparse.npz", index._sparse)
-        index._learn(questions, choose=choose)
-        index._finish()
+        embedding.fit([chunk.text for chunk in chunks])
+        with new_folder(folder):
+            index = cls(folder, manifest, store_named(manifest.store, folder), embedding)
+            index._embedding.save(folder)
+            index._append(chunks, progress)
+            save_postings(folder / "sparse.npz", index._sparse)
+            index._learn(questions, choose=choose)
+            index._finish()
         return index
 
     @classmethod
@@ -165,7 +162,7 @@ class Index:
         """
         documents = list(documents)
         self.delete([document.id for document in documents])
-        chunks = list(self._chunks(documents))
+        chunks = list(new_chunks(documents, self.manifest.budget, self._embedding, self._texts))
         if chunks:
             self._append(chunks)
         self._finish()
@@ -231,15 +228,6 @@ class Index:
     def _words(self, queries: Sequence[str], count: int) -> list[Ranking]:
         return [Ranking(*self._sparse.search(query, count)) for query in queries]
 
-    def _chunks(self, documents: Iterable[Document]) -> Iterator[Chunk]:
-        """Yield the chunks of documents; of chunks with the same text, the first."""
-        texts = set(self._texts)
-        for document in documents:
-            for chunk in chunks_of(document, budget=self.manifest.budget, spans=self._embedding.spans):
-                if chunk.text.strip() and chunk.text not in texts:
-                    texts.add(chunk.text)
-                    yield chunk
-
     def _append(self, chunks: Sequence[Chunk], progress: Progress = silent) -> None:
         embedded = []
         for start in range(0, len(chunks), EMBEDDED):
@@ -268,6 +256,18 @@ class Index:
     def _finish(self) -> None:
         self.manifest = replace(self.manifest, documents=len(self._numbers))
         write_manifest(self.folder, self.manifest)
+
+
+def new_chunks(
+    documents: Iterable[Document], budget: int, embedding: Embedding, known: Iterable[str] = ()
+) -> Iterator[Chunk]:
+    """Yield the chunks of documents whose text is not known; of chunks with the same text, the first."""
+    texts = set(known)
+    for document in documents:
+        for chunk in chunks_of(document, budget=budget, spans=embedding.spans):
+            if chunk.text.strip() and chunk.text not in texts:
+                texts.add(chunk.text)
+                yield chunk
 
 
 def counted(documents: Iterable[Document], progress: Progress) -> Iterator[Document]:
