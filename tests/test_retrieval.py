@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -344,3 +345,15 @@ def test_the_command_builds_searches_and_measures(tmp_path, capsys):
     assert cli.main(["index", "eval", folder]) == 2
     assert "--questions" in capsys.readouterr().err
     assert cli.main(["index", "build", "--output", folder]) == 2
+
+
+@pytest.mark.parametrize("output", ["file", "file/index", "/proc/index", "locked/index"])
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_read(tmp_path, capsys, output):
+    (tmp_path / "file").touch()
+    (tmp_path / "locked").mkdir(mode=0o555)
+    if output.startswith("locked") and os.access(tmp_path / "locked", os.W_OK):
+        pytest.skip("nothing is locked to this user")
+    words = ["--output", str(tmp_path / output), "--documents", str(tmp_path / "not-there.jsonl")]
+    assert cli.main(["index", "build", *words]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert f"cannot write {tmp_path / output}: " in said

@@ -21,6 +21,7 @@ from groupwise.retrieval.documents import (
 )
 from groupwise.retrieval.embed import LSA
 from groupwise.retrieval.fetch import Manners, PageCache, fetch_pages
+from groupwise.retrieval.folder import check_new
 from groupwise.retrieval.index import Index, Progress, silent
 from groupwise.retrieval.manifest import OFFLINE_WEIGHTS, WEIGHTS, Manifest
 from groupwise.retrieval.measure import measure
@@ -43,6 +44,7 @@ def build(
     """Build an index of documents, or of the pages of a set of questions and answers."""
     if (documents is None) == (data is None):
         raise ConfigError("give --documents FILE.jsonl, or --data with a set of questions and answers")
+    check_new(output)
     started = time.perf_counter()
     chosen = {name: value for name, value in settings.items() if value is not None}
     dense, sparse = OFFLINE_WEIGHTS if chosen.get("embedding", LSA) == LSA else WEIGHTS
