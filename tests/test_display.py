@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from groupwise.evaluate.statistics import wilson
 from groupwise.tracking.display import Display, LiveDisplay, PlainDisplay, open_display
 from groupwise.tracking.notation import duration, number, printable, sparkline
-from groupwise.tracking.panel import Progress
+from groupwise.tracking.panel import Progress, live_panel
 from groupwise.tracking.summary import Summary
 
 METRICS = {
@@ -179,6 +180,25 @@ def test_the_panel_shows_the_run_in_80_columns(live: Stream) -> None:
         "groupwise chat runs/mine",
     ):
         assert expected in text
+
+
+@pytest.mark.parametrize("width", [24, 40, 50, 60, 70, 80])
+def test_no_number_of_the_panel_is_cut_on_a_narrow_terminal(width: int) -> None:
+    progress = Progress(title="tiny", total=60, step=0, now=0.0)
+    for step in range(1, 20):
+        progress.evaluated(BEFORE if step == 1 else AFTER, now=float(step))
+        progress.advance(step, {**METRICS, "policy/grad_norm": 0.456, "policy/gap": 0.0123}, now=float(step))
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(live_panel(progress, now=20.0))
+    text = "\n".join(" ".join(line.split()) for line in console.export_text().splitlines())
+    told = ("length 71.2", "tokens/s 5,123", "KL 1.2e-04", "s/step 3.15", "gap 0.012", "grad norm 0.456")
+    for expected in told:
+        assert (expected in text) == (width > 26)
+        assert expected in text or expected.split()[0] not in text
+    for share in (r"60\.0 % \[55\.7, 64\.1\]", r"0\.840 ± 0\.500"):
+        assert (re.search(share, text) is not None) == (width > 42)
+    assert re.search(r"was(?! \d\d\.\d %)", text) is None
+    assert ("was 19.9 %" in text) == (width > 60)
 
 
 def test_closing_gives_the_terminal_back_and_may_happen_twice(live: Stream) -> None:

@@ -23,7 +23,7 @@ def sparkline(values: Sequence[float], *, width: int, least_range: float = 0.1) 
 
     The scale spans at least `least_range`, so that noise around a constant does not look like a course.
     """
-    if not values:
+    if not values or not width:
         return ""
     width = min(width, len(values))
     edges = [round(index * len(values) / width) for index in range(width + 1)]

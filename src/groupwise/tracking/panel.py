@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.constrain import Constrain
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -41,10 +42,11 @@ FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("held-out", "sft/held_out_loss", number),
     ("epoch", "sft/epoch", number),
 )
-"""Label, metric and notation of the panel's lower half, three to a row; a row without numbers is left out."""
+"""Label, metric and notation of the panel's lower half, by threes; those without numbers are left out."""
 
 WIDTH = 78
-SPARK = 16
+LAYOUTS = ((18, 16, True), (18, 8, True), (18, 8, False), (18, 0, False), (7, 0, False))
+"""Widths of the names and courses of scores, and whether the first score is told; wide terminals first."""
 
 
 @dataclass(slots=True)
@@ -111,12 +113,26 @@ def live_panel(progress: Progress, *, now: float) -> RenderableType:
     """The whole panel, at most 80 columns wide."""
     parts: list[RenderableType] = [Text(printable(progress.title), style="bold"), bar(progress, now=now)]
     if progress.evaluations or progress.metrics:
-        parts += ["", scores(progress)]
+        parts += ["", FirstThatFits(scores(progress, *layout) for layout in LAYOUTS)]
     if progress.metrics:
-        parts += ["", figures(progress.metrics)]
+        parts += ["", FirstThatFits(figures(progress.metrics, pairs) for pairs in (3, 2, 1))]
     if progress.note:
         parts += ["", Text("\n".join(map(printable, progress.note.splitlines())), no_wrap=True)]
     return Constrain(Padding(Group(*parts), (1, 0, 0, 1)), WIDTH + 1)
+
+
+class FirstThatFits:
+    """Draws the first of some tables that the terminal is wide enough for: half a number reads as another."""
+
+    def __init__(self, tables: Iterable[Table]) -> None:
+        self.tables = tuple(tables)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        unbounded = options.update_width(10 * WIDTH)
+        for table in self.tables:
+            if Measurement.get(console, unbounded, table).maximum <= options.max_width:
+                yield table
+                return
 
 
 def bar(progress: Progress, *, now: float) -> Table:
@@ -130,24 +146,26 @@ def bar(progress: Progress, *, now: float) -> Table:
     return grid
 
 
-def scores(progress: Progress) -> Table:
+def scores(progress: Progress, names: int, courses: int, firsts: bool) -> Table:
     """Held-out accuracy and rewards: last value, course, and where accuracy started."""
     grid = Table.grid(padding=(0, 3, 0, 0))
     grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(no_wrap=True, max_width=18, overflow="ellipsis")
+    grid.add_column(no_wrap=True, max_width=names, overflow="ellipsis")
     grid.add_column(no_wrap=True, min_width=20)
     grid.add_column(style="cyan", no_wrap=True)
     grid.add_column(style="dim", no_wrap=True)
     for index, name in enumerate(progress.evaluations[-1] if progress.evaluations else ()):
         course = [evaluated[name].mean for evaluated in progress.evaluations if name in evaluated]
         last = Text(str(progress.evaluations[-1][name]), style="bold green" if index == 0 else "")
-        start = f"was {100 * course[0]:.1f} %" if len(course) > 1 else ""
-        grid.add_row("" if index else "held-out", name, last, sparkline(course, width=SPARK), start)
+        start = f"was {100 * course[0]:.1f} %" if firsts and len(course) > 1 else ""
+        grid.add_row("" if index else "held-out", name, last, sparkline(course, width=courses), start)
     rewards = [("total", "reward"), *((part, f"reward/{part}") for part in progress.reward_parts())]
     for index, (label, metric) in enumerate(rewards if progress.metrics else ()):
         history = progress.rewards.get(f"{metric}/mean", ())
         value = spread(progress.metrics, metric)
-        grid.add_row("" if index else "reward", printable(label), value, sparkline(history, width=SPARK), "")
+        grid.add_row(
+            "" if index else "reward", printable(label), value, sparkline(history, width=courses), ""
+        )
     return grid
 
 
@@ -159,19 +177,18 @@ def spread(metrics: Mapping[str, float], metric: str) -> str:
     return f"{mean:.3f}" if deviation is None else f"{mean:.3f} ± {deviation:.3f}"
 
 
-def figures(metrics: Mapping[str, float]) -> Table:
-    """The health of the run in three columns of label and number."""
+def figures(metrics: Mapping[str, float], pairs: int) -> Table:
+    """The health of the run, with so many pairs of label and number to a row."""
     grid = Table.grid(padding=(0, 2, 0, 0))
-    for _ in range(3):
+    for _ in range(pairs):
         grid.add_column(style="dim", no_wrap=True, min_width=9)
         grid.add_column(justify="right", no_wrap=True, min_width=9)
         grid.add_column(min_width=2)
-    rows = [FIGURES[start : start + 3] for start in range(0, len(FIGURES), 3)]
-    for row in rows:
-        if not any(metric in metrics for _, metric, _ in row):
-            continue
+    threes = [FIGURES[start : start + 3] for start in range(0, len(FIGURES), 3)]
+    told = [one for three in threes if any(metric in metrics for _, metric, _ in three) for one in three]
+    for start in range(0, len(told), pairs):
         cells: list[str] = []
-        for label, metric, notation in row:
+        for label, metric, notation in told[start : start + pairs]:
             cells += [label, notation(metrics[metric]) if metric in metrics else "", ""]
         grid.add_row(*cells)
     return grid
