@@ -7,11 +7,13 @@ import http.client
 import json
 import os
 import queue
+import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import Pipe
+from multiprocessing import Pipe, active_children
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +32,7 @@ from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
 from groupwise.records import Request, Sampling
 from groupwise.serve.cores import leave_a_core
+from groupwise.serve.front import start_front
 from groupwise.serve.http import Question, Reply, answer
 from groupwise.serve.link import EngineSide
 from groupwise.serve.pieces import Pieces
@@ -594,3 +597,18 @@ def test_an_address_that_cannot_be_listened_at_is_refused_before_a_model_is_load
         words = ["serve", "tiny", "--host", host, "--port", str(port), "--api-key", "key"]
         assert cli.main(words) != 0
     assert f"cannot listen at {host}:{port}: " in capsys.readouterr().err
+
+
+def test_ctrl_c_while_the_front_starts_is_left_to_the_other_process():
+    handler = signal.getsignal(signal.SIGINT)
+    connection = start_front()
+    assert signal.getsignal(signal.SIGINT) is handler
+    (front,) = [child for child in active_children() if child.name == "groupwise-front"]
+    deadline = time.monotonic() + 60
+    with connection:
+        for _ in range(20):  # while it imports
+            os.kill(front.pid, signal.SIGINT)
+            time.sleep(0.05)
+        assert front.is_alive()
+    front.join(deadline - time.monotonic())
+    assert front.exitcode == 0

@@ -34,7 +34,13 @@ def start_front() -> Connection:
     """Start the process, which goes on to wait for its `Opening`, and return our end of the line to it."""
     processes = get_context("spawn")
     ours, theirs = processes.Pipe()
-    processes.Process(target=run_front, args=(theirs,), name="groupwise-front", daemon=True).start()
+    process = processes.Process(target=run_front, args=(theirs,), name="groupwise-front", daemon=True)
+    # Ctrl-C reaches that process too, which ends with this one: it is to ignore it from its first moment.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process.start()
+    finally:
+        signal.signal(signal.SIGINT, before)
     theirs.close()
     return ours
 
@@ -64,7 +70,7 @@ def open_front(connection: Connection, opening: Opening) -> int:
 
 
 def run_front(connection: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other process gets it too; this one ends with it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # where it is not inherited
     keep_quiet()
     try:
         opening: Opening = connection.recv()
