@@ -71,3 +71,9 @@ def test_a_search_and_an_answer_are_rewarded(task):
 def test_without_an_index_there_is_one_sentence(tmp_path):
     with pytest.raises(ConfigError, match="groupwise index build"):
         load_task(TaskConfig(name="medquad", options={"index": str(tmp_path)}))
+
+
+def test_an_index_without_questions_is_to_be_built_with_some(tmp_path):
+    Index.build(tmp_path / "index", DOCUMENTS, Manifest(store="files"))
+    with pytest.raises(ConfigError, match=r"built without questions: .* index build --data$"):
+        load_task(TaskConfig(name="medquad", options={"index": str(tmp_path / "index")}))

@@ -18,7 +18,7 @@ from groupwise import cli
 from groupwise.errors import ConfigError
 from groupwise.retrieval.best import best
 from groupwise.retrieval.chunk import chunks_of, pieces, plain_spans
-from groupwise.retrieval.documents import Document, context_line, read_qa_set
+from groupwise.retrieval.documents import Document, context_line, read_documents, read_qa_set
 from groupwise.retrieval.embed import Lsa, embedding_named
 from groupwise.retrieval.fusion import Ranking, fuse
 from groupwise.retrieval.index import Index
@@ -345,6 +345,22 @@ def test_the_command_builds_searches_and_measures(tmp_path, capsys):
     assert cli.main(["index", "eval", folder]) == 2
     assert "--questions" in capsys.readouterr().err
     assert cli.main(["index", "build", "--output", folder]) == 2
+
+
+def test_a_text_that_is_a_number_is_refused_for_that(tmp_path):
+    with pytest.raises(ConfigError, match="row 1: `text` must be text; got 7"):
+        read_documents(lines(tmp_path / "d.jsonl", [{"id": 5, "text": 7}]))
+
+
+def test_gold_documents_that_the_index_does_not_have_are_counted_and_named(tmp_path, capsys):
+    Index.build(tmp_path / "index", DOCUMENTS, Manifest(store="files"))
+    words = ["index", "eval", str(tmp_path / "index"), "--questions", str(tmp_path / "q.jsonl")]
+    lines(tmp_path / "q.jsonl", [{"question": "what do foxes eat", "documents": ["fox"]}])
+    assert cli.main(words) == 0
+    assert "not in the index" not in capsys.readouterr().out
+    lines(tmp_path / "q.jsonl", [{"question": "who?", "documents": ["fox", *"abcdef"]}] * 2)
+    assert cli.main(words) == 0
+    assert "6 of the documents asked for are not in the index: a, b, c, d, e, …" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("output", ["file", "file/index", "/proc/index", "locked/index"])

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 index_app = typer.Typer(help="Build, search and measure a document index.", no_args_is_help=True)
 
+NAMED = 5
+"""Documents that are named where there are many."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")]
 IndexFolder = Annotated[Path, typer.Argument(metavar="INDEX", help="The folder of an index.")]
 Count = Annotated[int, typer.Option("--count", "-n", help="Chunks that a search returns.")]
@@ -206,3 +208,6 @@ def measure_lines(report: dict[str, Any]) -> Iterator[str]:
         yield f"  {side:<{len(str(report['questions'])) + 8}}" + "".join(
             f"{report[side][name]:>12.4f}" for name in names
         )
+    if missing := report["missing"]:
+        named = ", ".join(missing[:NAMED]) + (", …" if len(missing) > NAMED else "")
+        yield f"{len(missing)} of the documents asked for are not in the index: {named}"

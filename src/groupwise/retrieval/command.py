@@ -115,11 +115,17 @@ def write_questions(path: Path, questions: tuple[Question, ...]) -> None:
             lines.write(json.dumps(asdict(question), ensure_ascii=False) + "\n")
 
 
-def own_questions(index: Path, *, held_out: bool = True) -> list[Question]:
-    """The questions that came with an index: those held out, or those to train on."""
+def own_questions(index: Path, *, held_out: bool = True, instead: str = "") -> list[Question]:
+    """The questions that came with an index: those held out, or those to train on.
+
+    `instead`: what else can be done where none did.
+    """
     path = index / "questions.jsonl"
     if not path.is_file():
-        raise ConfigError(f"{index} was built without questions: give some by --questions FILE.jsonl")
+        raise ConfigError(
+            f"{index} was built without questions: build one of a set of questions and answers by "
+            f"groupwise index build --data{instead}"
+        )
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     questions = [
         Question(row["text"], tuple(row["documents"]), tuple(row["answers"]), row["held_out"]) for row in rows
@@ -148,12 +154,21 @@ def search(index: Path, query: str, *, count: int, **weights: Any) -> dict[str, 
 
 def evaluate(index: Path, *, questions: Path | None, count: int, **weights: Any) -> dict[str, Any]:
     opened = Index.open(index)
-    asked = read_questions(questions) if questions is not None else own_questions(index)
+    if questions is not None:
+        asked = read_questions(questions)
+    else:
+        asked = own_questions(index, instead=", or give questions by --questions FILE.jsonl")
     if not asked:
         raise ConfigError(f"{questions or index}: there are no questions to ask")
+    wanted = dict.fromkeys(name for question in asked for name in question.documents)
+    there = set(opened.documents)
     started = time.perf_counter()
     report = measure(opened, asked, count=count, **given(weights))
-    return report | {"index": str(index), "seconds": round(time.perf_counter() - started, 2)}
+    return report | {
+        "index": str(index),
+        "missing": [name for name in wanted if name not in there],
+        "seconds": round(time.perf_counter() - started, 2),
+    }
 
 
 def given(settings: Mapping[str, Any]) -> dict[str, Any]:

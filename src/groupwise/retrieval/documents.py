@@ -68,8 +68,10 @@ def read_documents(path: Path) -> list[Document]:
     found: dict[str, Document] = {}
     for number, row in enumerate(read_rows(path), start=1):
         name, text = row.get("id"), row.get("text")
-        if name is None or not isinstance(text, str):
+        if name is None or text is None:
             raise ConfigError(f"{path}, row {number}: a document needs `id` and `text`; it has {sorted(row)}")
+        if not isinstance(text, str):
+            raise ConfigError(f"{path}, row {number}: `text` must be text; got {str(text)[:40]}")
         if str(name) in found:
             raise ConfigError(f"{path}, row {number}: the id {name} occurs twice")
         found[str(name)] = Document(str(name), text, context_line(row))
