@@ -165,3 +165,19 @@ def test_a_prompt_that_fails_is_the_users_mistake_and_leaves_no_run(tmp_path):
     assert (ended.code, ended.err.count("\n")) == (2, 1)
     assert "task t: prompt failed on an example: the example has no column 'b'; it has ['a']" in ended.err
     assert not (tmp_path / "run").exists()
+
+
+def test_data_that_lies_beside_the_task_file_alone_is_missed_in_the_folder_that_was_searched(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "cap").mkdir()
+    rows_file(tmp_path / "cap", 3)
+    text = (
+        "import groupwise as gw\n"
+        "rows = gw.load_examples('rows.jsonl')\n"
+        "task = gw.Task(name='t', examples=rows, prompt=str, rewards={'r': len})"
+    )
+    task_file(tmp_path / "cap", text)
+    monkeypatch.chdir(tmp_path)
+    ended = shell(tmp_path, "cap/luck.py")
+    assert (ended.code, ended.err) == (2, f"error: no such file: rows.jsonl in {tmp_path}\n")

@@ -51,7 +51,7 @@ def locate(source: str | Path | Rows | Callable[[], Rows], *, split: str) -> tup
         raise ConfigError(f"cannot read {path}: give a .json, .jsonl, .jsonl.gz or .parquet file")
     if isinstance(source, str) and HUB_NAME.fullmatch(source):
         return source, read_hub(source, split=split)
-    raise ConfigError(f"no such file: {path}")
+    raise no_such_file(path)
 
 
 def as_examples(rows: Rows, *, source: str) -> list[Example]:
@@ -81,11 +81,16 @@ def as_example(row: object, *, where: str, columns: Columns | None = None) -> Ex
 
 def read_file(path: Path, read: Callable[[Path], Located]) -> Located:
     if not path.is_file():
-        raise ConfigError(f"no such file: {path}")
+        raise no_such_file(path)
     try:
         yield from read(path)
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
+
+
+def no_such_file(path: Path) -> ConfigError:
+    """Name the folder that was searched: a task file's own folder is another one."""
+    return ConfigError(f"no such file: {path}" + ("" if path.is_absolute() else f" in {Path.cwd()}"))
 
 
 def open_text(path: Path) -> IO[str]:
