@@ -12,6 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import groupwise as gw
+from groupwise import cli
+from groupwise.evaluate.target import find_target
 from groupwise.model.source import TINY_FOLDER
 from test_env import TASK
 
@@ -119,6 +121,32 @@ def test_a_saved_adapter_loads_with_peft_alone(tmp_path):
     theirs = {name: p for name, p in loaded.named_parameters() if "lora" in name}
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_saved_agent_is_the_adapter_or_model_that_it_holds(tmp_path, rank, capsys):
+    folder = gw.Agent(lora_r=rank, **SMALL).save(tmp_path / "agent")
+    found = find_target(str(folder))
+    assert (found.rank, found.run, found.settings) == (rank, None, folder / "config.yaml")
+    assert found.trained == (folder if rank else None)
+    assert cli.main(["chat", str(folder), "--prompt", "1 + 1", "--max-tokens", "2"]) == 0
+    measured = ["--examples", "2", "--samples", "1", "--json"]
+    assert cli.main(["eval", str(folder), *measured]) == 0
+    assert cli.main(["merge", str(folder), "--output-path", str(tmp_path / "merged")]) == (0 if rank else 2)
+    assert "no checkpoint" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "evolve"])
+def test_no_run_goes_on_in_the_folder_of_an_agent(tmp_path, command, capsys):
+    (tmp_path / "agent.json").write_text("{}")
+    (tmp_path / "config.yaml").write_text("run: {seed: 1}")
+    assert cli.main([command, "--resume", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "is not a run but a saved agent" in said
+    assert said.count("\n") == 1
+    with pytest.raises(gw.ConfigError, match="saved agent"):
+        gw.train(TASK, resume=tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["agent.json", "config.yaml"]
 
 
 def test_an_agent_takes_one_reward_an_answer():

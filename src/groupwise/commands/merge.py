@@ -12,7 +12,7 @@ import typer
 from groupwise.config import read_config
 from groupwise.config.checks import one_of
 from groupwise.errors import ConfigError
-from groupwise.tracking.run_folder import RunFolder
+from groupwise.tracking.run_folder import RunFolder, is_agent, is_run
 
 SIZE = re.compile(r"(?=.*[1-9])\d+(\.\d+)? ?[KMGT]B", re.IGNORECASE)
 
@@ -68,7 +68,7 @@ def named_adapter(
 ) -> tuple[Path, str | None, str | None]:
     """Return the folder of the adapters, the model under them and how that was quantized while it loaded.
 
-    Model and quantization are None where neither the user nor a run names them.
+    Model and quantization are None where neither the user nor a run or an agent names them.
     """
     if (run is None) == (lora_model is None):
         raise ConfigError("name the adapters once: a run, or --lora-model FOLDER")
@@ -76,14 +76,14 @@ def named_adapter(
     assert folder is not None
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}")
-    if (folder / "config.yaml").is_file():
+    if is_run(folder):
         from groupwise.learner.checkpoint import latest_checkpoint
 
         checkpoint = latest_checkpoint(RunFolder(folder).checkpoints)
         if checkpoint is None:
             raise ConfigError(f"{folder} has no checkpoint yet")
         folder = checkpoint
-    settings = RunFolder(folder.resolve().parent.parent).config
+    settings = RunFolder(folder if is_agent(folder) else folder.resolve().parent.parent).config
     if not settings.is_file():
         return folder, base_model, None
     trained = read_config(settings).model

@@ -99,7 +99,7 @@ def folder_for(target: Target, wish: Wish) -> Path | None:
 
 
 def settings(target: Target, overrides: Sequence[str]) -> Config:
-    config = read_config(target.run.config if target.run else None, overrides=overrides)
+    config = read_config(target.settings, overrides=overrides)
     return replace(config, model=replace(config.model, name=target.base or config.model.name))
 
 

@@ -11,7 +11,7 @@ from groupwise.config.model import BUILT_IN
 from groupwise.errors import ConfigError
 from groupwise.learner.checkpoint import CHECKSUMS, latest_checkpoint, verify
 from groupwise.model.source import ADAPTER, adapter_base, adapter_settings
-from groupwise.tracking.run_folder import RunFolder
+from groupwise.tracking.run_folder import RunFolder, is_agent, is_run
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
@@ -31,6 +31,13 @@ class Target:
     run: RunFolder | None = None
     cursor: int = 0
     """Training examples that the run had drawn by then."""
+    agent: Path | None = None
+    """The settings of the agent that was saved there."""
+
+    @property
+    def settings(self) -> Path | None:
+        """The file with the settings that it was trained with, where there is one."""
+        return self.run.config if self.run else self.agent
 
     @property
     def description(self) -> str:
@@ -41,15 +48,16 @@ def find_target(name: str) -> Target:
     """Tell what a name means; raise ConfigError when it means nothing."""
     path = Path(name).expanduser()
     if name not in BUILT_IN and path.is_dir():
-        if (path / "config.yaml").is_file():
+        if is_run(path):
             return of_run(name, RunFolder(path))
         if (path / CHECKSUMS).is_file() and run_of(path).config.is_file():
             return of_checkpoint(name, path)
+        agent = RunFolder(path).config if is_agent(path) else None
         if (path / ADAPTER).is_file():
             rank = adapter_settings(path)["r"]
-            return Target(name=name, base=adapter_base(path), trained=path, rank=rank)
+            return Target(name=name, base=adapter_base(path), trained=path, rank=rank, agent=agent)
         if (path / "config.json").is_file():
-            return Target(name=name, base=str(path))
+            return Target(name=name, base=str(path), agent=agent)
         raise ConfigError(f"{name} holds neither a run (config.yaml) nor a model (config.json, {ADAPTER})")
     if path.exists() or not HUB_NAME.fullmatch(name):
         raise ConfigError(f"{name} is neither the folder of a run or a model nor the name of a model")

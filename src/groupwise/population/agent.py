@@ -26,11 +26,10 @@ from groupwise.population.env import PromptEnv
 from groupwise.records import Example, Group, Request, Rollout, Sampling
 from groupwise.rollout.collect import as_rollout
 from groupwise.tasks.task import Prompt
+from groupwise.tracking.run_folder import AGENT, SETTINGS
 
 Experiences = tuple[Sequence[Sequence[Rollout]], Any]
 """Answers [batch][group] and their rewards [batch, group]."""
-
-CONFIG, COUNTS = "config.yaml", "agent.json"
 
 
 class Agent:
@@ -121,20 +120,20 @@ class Agent:
         """Write what `load` goes on from; the folder is also an adapter (or model) for Hugging Face tools."""
         path = Path(folder)
         self._member.save(path)
-        (path / CONFIG).write_text(dump_config(self.config), encoding="utf-8")
+        (path / SETTINGS).write_text(dump_config(self.config), encoding="utf-8")
         counts = {"actions": self.actions, "steps": self.steps, "fitness": self.fitness}
-        (path / COUNTS).write_text(json.dumps(counts), encoding="utf-8")
+        (path / AGENT).write_text(json.dumps(counts), encoding="utf-8")
         return path
 
     @classmethod
     def load(cls, folder: str | Path, *, base: Base | None = None) -> Agent:
         """An agent that goes on, bit for bit, as the saved one would have."""
         path = Path(folder)
-        if not (path / COUNTS).is_file():
-            raise ConfigError(f"{path} is not the folder of an agent: it has no {COUNTS}")
-        agent = cls(base=base, config=read_config(path / CONFIG))
+        if not (path / AGENT).is_file():
+            raise ConfigError(f"{path} is not the folder of an agent: it has no {AGENT}")
+        agent = cls(base=base, config=read_config(path / SETTINGS))
         agent._member.load(path)
-        counts = json.loads((path / COUNTS).read_text(encoding="utf-8"))
+        counts = json.loads((path / AGENT).read_text(encoding="utf-8"))
         agent.actions, agent.steps, agent.fitness = counts["actions"], counts["steps"], counts["fitness"]
         return agent
 

@@ -14,7 +14,7 @@ from groupwise.errors import ConfigError
 from groupwise.report.alarms import WATCHMEN, alarms
 from groupwise.report.history import EvaluationFiles, MetricsTail, as_columns
 from groupwise.report.slices import Slices
-from groupwise.tracking.run_folder import RunFolder, owner
+from groupwise.tracking.run_folder import RunFolder, is_run, owner
 
 
 class SeenRun:
@@ -146,10 +146,10 @@ def free_name(name: str, taken: Container[str]) -> str:
 
 def run_folders(root: Path) -> list[Path]:
     """Return the run that a folder is, or the runs in it, the newest first."""
-    if (root / "config.yaml").is_file():
+    if is_run(root):
         return [root]
     try:
-        found = [path for path in root.iterdir() if (path / "config.yaml").is_file()]
+        found = [path for path in root.iterdir() if is_run(path)]
     except OSError:
         return []
     return sorted(found, key=lambda path: (path / "config.yaml").stat().st_mtime, reverse=True)

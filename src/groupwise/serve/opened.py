@@ -35,7 +35,7 @@ class Named:
             return shlex.join(["vllm", "serve", str(target.trained or model)])
         settings = adapter_settings(target.trained)
         unknown = settings.get("use_dora") or settings.get("modules_to_save")
-        if unknown or (target.run is not None and self.config.model.quantization):
+        if unknown or (target.settings is not None and self.config.model.quantization):
             merge = shlex.join(["groupwise", "merge", target.name, "--output-path", "merged"])
             return f"{merge} && vllm serve merged"
         adapters = ["--enable-lora", "--max-lora-rank", str(rank_known_to_vllm(target.rank))]
@@ -46,7 +46,7 @@ class Named:
 def find_named(name: str, overrides: Sequence[str]) -> Named:
     """Tell what a run, checkpoint, adapter or model is, and read its settings."""
     target = find_target(name)
-    config = read_config(target.run.config if target.run else None, overrides=overrides)
+    config = read_config(target.settings, overrides=overrides)
     config = replace(config, model=replace(config.model, name=target.base or config.model.name))
     local_folder(config.model.name)
     return Named(target=target, config=config.resolve())

@@ -13,6 +13,26 @@ from typing import IO
 from groupwise.errors import ConfigError
 
 STEP_NAME = re.compile(r"step-(\d{6,})")
+SETTINGS = "config.yaml"
+AGENT = "agent.json"
+"""What only the folder of a saved agent holds, which has settings as a run has."""
+
+
+def is_agent(folder: Path) -> bool:
+    return (folder / AGENT).is_file()
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / SETTINGS).is_file() and not is_agent(folder)
+
+
+def refuse_agent(folder: Path) -> None:
+    """Nothing may train, or look for steps, where an agent was saved."""
+    if is_agent(folder):
+        raise ConfigError(
+            f"{folder} is not a run but a saved agent ({AGENT}): it goes on in Python, by "
+            f"groupwise.Agent.load({str(folder)!r})"
+        )
 
 
 def step_name(step: int) -> str:
@@ -60,8 +80,9 @@ class RunFolder:
         folder = cls(Path(path))
         if not folder.path.is_dir():
             raise ConfigError(f"there is no run folder {path}")
+        refuse_agent(folder.path)
         if not folder.config.is_file():
-            raise ConfigError(f"{path} is not a run folder: it has no config.yaml")
+            raise ConfigError(f"{path} is not a run folder: it has no {SETTINGS}")
         return folder
 
     @property
@@ -70,7 +91,7 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
-        return self.path / "config.yaml"
+        return self.path / SETTINGS
 
     @property
     def metrics(self) -> Path:
