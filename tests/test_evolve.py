@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 import groupwise as gw
+from groupwise import cli
 from groupwise.config import read_config
+from groupwise.evaluate.target import find_target
 from groupwise.population.ending import summary_of
 from groupwise.population.opening import Opening
 from groupwise.population.search import Search
@@ -147,6 +149,25 @@ def test_tokens_bound_the_whole_search(place):
     told = evolution(place / "bounded")
     assert told["steps"] == 1
     assert told["best"] is not None
+
+
+def test_a_search_is_measured_talked_to_and_merged_by_its_best_member(whole, tmp_path, capsys):
+    found = find_target(str(whole))
+    assert (found.trained, found.rank) == (whole / "elite", 4)
+    assert found.cursor >= 12
+    assert cli.main(["eval", str(whole), "--examples", "2", "--output", str(tmp_path / "eval")]) == 0
+    assert cli.main(["chat", str(whole), "--prompt", "1 + 1", "--max-tokens", "2"]) == 0
+    assert cli.main(["merge", str(whole), "--output-path", str(tmp_path / "merged")]) == 0
+    checkpoint = str(whole / "checkpoints" / "step-000004")
+    capsys.readouterr()
+    for words in (["eval", checkpoint], ["merge", checkpoint, "--output-path", str(tmp_path / "other")]):
+        assert cli.main(words) == 2
+        assert "holds all members of a search: name the search" in capsys.readouterr().err
+
+
+def test_a_search_has_no_answers_to_imitate(whole, capsys):
+    assert cli.main(["sft", "--from-run", str(whole)]) == 2
+    assert "is a search, which records no answers" in capsys.readouterr().err
 
 
 def search_in(folder: Path, *more: str) -> Search:

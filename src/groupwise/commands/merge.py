@@ -76,15 +76,17 @@ def named_adapter(
     assert folder is not None
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}")
-    if is_run(folder):
-        from groupwise.learner.checkpoint import latest_checkpoint
+    from groupwise.evaluate.target import Target, is_checkpoint, of_checkpoint, of_run
 
-        checkpoint = latest_checkpoint(RunFolder(folder).checkpoints)
-        if checkpoint is None:
-            raise ConfigError(f"{folder} has no checkpoint yet")
-        folder = checkpoint
-    settings = RunFolder(folder if is_agent(folder) else folder.resolve().parent.parent).config
-    if not settings.is_file():
+    if is_run(folder):
+        target = of_run(str(folder), RunFolder(folder))
+    elif is_checkpoint(folder):
+        target = of_checkpoint(str(folder), folder)
+    else:
+        settings = RunFolder(folder).config if is_agent(folder) else None
+        target = Target(name=str(folder), trained=folder, agent=settings)
+    assert target.trained is not None
+    if target.settings is None:
         return folder, base_model, None
-    trained = read_config(settings).model
-    return folder, base_model or trained.name, trained.quantization
+    trained = read_config(target.settings).model
+    return target.trained, base_model or trained.name, trained.quantization

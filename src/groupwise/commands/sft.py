@@ -109,9 +109,15 @@ def sft_config(
         raise ConfigError(
             f"{resume or config} is not a warm start, which is all that groupwise sft goes on with"
         )
+    if read.sft.from_run is None:
+        return read
+    own = read_config(RunFolder.open(read.sft.from_run).config)
+    if own.run.kind == "evolve":
+        raise ConfigError(
+            f"{read.sft.from_run} is a search, which records no answers: name a run of groupwise train"
+        )
     named = "model" in given or any(word.startswith("model.name=") for word in words)
-    if read.sft.from_run is None or named or (config is not None and "model.name" in read_file(config)):
+    if named or (config is not None and "model.name" in read_file(config)):
         return read
     # A run's answers are its model's: the very tokens fit no other.
-    own = read_config(RunFolder.open(read.sft.from_run).config).model
-    return replace(read, model=replace(read.model, name=own.name))
+    return replace(read, model=replace(read.model, name=own.model.name))

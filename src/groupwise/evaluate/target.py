@@ -50,7 +50,7 @@ def find_target(name: str) -> Target:
     if name not in BUILT_IN and path.is_dir():
         if is_run(path):
             return of_run(name, RunFolder(path))
-        if (path / CHECKSUMS).is_file() and run_of(path).config.is_file():
+        if is_checkpoint(path):
             return of_checkpoint(name, path)
         agent = RunFolder(path).config if is_agent(path) else None
         if (path / ADAPTER).is_file():
@@ -64,20 +64,42 @@ def find_target(name: str) -> Target:
     return Target(name=name, base=name)
 
 
+def is_checkpoint(path: Path) -> bool:
+    return (path / CHECKSUMS).is_file() and run_of(path).config.is_file()
+
+
 def of_run(name: str, run: RunFolder) -> Target:
-    """A run is measured at its last checkpoint."""
+    """A run is measured at its last checkpoint; a search by its best member."""
+    search = is_search(run)
     checkpoint = latest_checkpoint(run.checkpoints)
     if checkpoint is None:
-        raise ConfigError(f"{name} has no checkpoint yet: go on with groupwise train --resume {name}")
-    return of_checkpoint(name, checkpoint)
+        command = "evolve" if search else "train"
+        raise ConfigError(f"{name} has no checkpoint yet: go on with groupwise {command} --resume {name}")
+    return of_elite(name, run, checkpoint) if search else of_checkpoint(name, checkpoint)
+
+
+def of_elite(name: str, run: RunFolder, checkpoint: Path) -> Target:
+    """A search's best member has learned from no more examples than its last checkpoint counts."""
+    if not run.elite.is_dir():
+        raise ConfigError(f"{name} has no best member yet: go on with groupwise evolve --resume {name}")
+    rank = adapter_settings(run.elite)["r"]
+    return Target(name=name, trained=run.elite, rank=rank, run=run, cursor=verify(checkpoint)["cursor"])
 
 
 def of_checkpoint(name: str, checkpoint: Path) -> Target:
     """A checkpoint is checked; its run's settings say whether it holds an adapter, and on which model."""
-    state = verify(checkpoint)
     run = run_of(checkpoint)
+    if is_search(run):
+        raise ConfigError(
+            f"{name} holds all members of a search: name the search, {run.path}, for the best of them"
+        )
+    state = verify(checkpoint)
     rank = read_config(run.config).lora.r or 0
     return Target(name=name, trained=checkpoint, rank=rank, run=run, cursor=state["cursor"])
+
+
+def is_search(run: RunFolder) -> bool:
+    return read_config(run.config).run.kind == "evolve"
 
 
 def run_of(checkpoint: Path) -> RunFolder:

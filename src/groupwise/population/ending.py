@@ -13,12 +13,10 @@ from groupwise.tracking.run_folder import RunFolder
 from groupwise.tracking.summary import Summary, command, headline
 from groupwise.training.ending import task_words
 
-ELITE = "elite"
-
 
 def write_elite(folder: RunFolder, member: Member) -> None:
     """Write the best member whole, then give it its name: there is never half of one."""
-    final = folder.path / ELITE
+    final = folder.elite
     folder.checkpoints.mkdir(parents=True, exist_ok=True)
     # Under a name by which the next checkpoint clears away what a killed process left.
     temporary, old = (
@@ -51,10 +49,9 @@ def summary_of(
     done = story.reached or story.step >= config.run.max_steps
     best = story.best
     who = "" if best is None else f"; the best is member {best.name}"
-    elite = folder.path / ELITE
     commands = [
-        (command("eval", elite, *task_words(config)), "measures the best member again"),
-        (command("chat", elite), "talks to it"),
+        (command("eval", folder.elite, *task_words(config)), "measures the best member again"),
+        (command("chat", folder.elite), "talks to it"),
     ]
     resume = command("evolve", "--resume", folder.path)
     if not story.step:

@@ -142,6 +142,11 @@ class RunFolder:
         return self.checkpoints / step_name(step)
 
     @property
+    def elite(self) -> Path:
+        """The best member of a search."""
+        return self.path / "elite"
+
+    @property
     def evaluations(self) -> Path:
         return self.path / "eval"
 
