@@ -113,7 +113,32 @@ def test_an_interrupt_finishes_the_step_and_a_finished_search_says_so(place, who
     assert run_command("evolve", "--resume", str(run)).code == 0
     assert lasting(run) == lasting(whole)
     again = run_command("evolve", "--resume", str(run))
-    assert again.out == f"{run} is finished after 4 steps\n"
+    assert again.out.startswith(f"{run} is finished after 4 steps; to go on, groupwise evolve --resume")
+
+
+@pytest.mark.parametrize("method", ["tournament", "halving"])
+def test_a_finished_search_goes_on_as_one_that_was_longer_from_the_start(place, method):
+    def after(run: Path) -> dict[str, Any]:
+        # The last step of a search selects nobody: its checkpoint holds the members as they were.
+        return {name: value for name, value in lasting(run).items() if "step-000002" not in name}
+
+    settings = [f"evolve.method={method}", "run.max_steps=2"]
+    longer, run = place / f"{method}-longer", place / f"{method}-extended"
+    assert run_command(*words(place, longer.name, *settings, "run.max_steps=4")).code == 0
+    assert run_command(*words(place, run.name, *settings)).code == 0
+    more = ["evolve", "--resume", str(run), "run.max_steps=4"]
+    assert run_command(*more, blows=[Blow(".step-000003.tmp-", KILL)]).code == -KILL
+    assert run_command("evolve", "--resume", str(run)).code == 0
+    assert after(run) == after(longer)
+
+
+def test_a_search_that_reached_its_target_is_not_made_longer(place):
+    run = place / "reached"
+    assert run_command(*words(place, run.name, "evolve.target=0")).code == 0
+    assert run_command("evolve", "--resume", str(run)).out == f"{run} is finished after 2 steps\n"
+    again = run_command("evolve", "--resume", str(run), "run.max_steps=8")
+    assert (again.code, again.err.count("\n")) == (2, 1)
+    assert "ended for good after 2 steps" in again.err
 
 
 def test_the_last_words_of_a_search_name_folders_as_the_shell_reads_them():

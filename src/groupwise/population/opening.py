@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import IO
 
 from groupwise.config import Config, read_config
+from groupwise.errors import ConfigError
 from groupwise.learner.checkpoint import latest_checkpoint, verify
 from groupwise.population.story import Story
 from groupwise.tracking.run_folder import RunFolder
+from groupwise.tracking.summary import command
 from groupwise.training.start import refuse_other_settings, steps_in
 
 
@@ -36,9 +38,15 @@ class Opening:
         folder = RunFolder.open(path)
         lock = folder.lock()
         try:
-            refuse_other_settings(read_config(folder.config), config)
+            stored = read_config(folder.config)
+            refuse_other_settings(stored, config)
             checkpoint = latest_checkpoint(folder.checkpoints)
             story = Story() if checkpoint is None else Story.from_json(verify(checkpoint))
+            if story.reached and config.run.max_steps > stored.run.max_steps:
+                raise ConfigError(
+                    f"{path} ended for good after {story.step} steps: a larger run.max_steps does not "
+                    "make it go on; start a new search"
+                )
         except BaseException:
             lock.close()
             raise
@@ -49,7 +57,12 @@ class Opening:
         over = self.story.reached or self.story.step >= config.run.max_steps
         if not over or steps_in(self.folder.stats) != self.story.step:
             return None
-        return f"{self.folder.path} is finished after {self.story.step} step{'s' * (self.story.step != 1)}"
+        steps = self.story.step
+        finished = f"{self.folder.path} is finished after {steps} step{'s' * (steps != 1)}"
+        if self.story.reached:
+            return finished
+        longer = command("evolve", "--resume", self.folder.path, f"run.max_steps={2 * steps}")
+        return f"{finished}; to go on, {longer}"
 
     def withdraw(self) -> None:
         """Take a new folder back if nothing came of it."""

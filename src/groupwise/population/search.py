@@ -83,6 +83,8 @@ class Search:
         if self.story.step == 0:
             self.before = self.judge.judge(BEFORE, place=0, step=0)  # everyone is the base still
             self._show("before", self.before)
+        if self._more() and self.story.unselected:
+            self.story = replace(self.turnover.select(self.story), unselected=False)
         while self._more() and not self.interrupt.asked:
             yield self.story.step + 1
 
@@ -116,7 +118,8 @@ class Search:
         }
         metrics = self._metrics(reports)
         every = self.config.evolve.every
-        last = step == self.config.run.max_steps or self._spent(metrics.get("rollout/length", 0.0))
+        reached = self._spent(metrics.get("rollout/length", 0.0))
+        last = step == self.config.run.max_steps or reached
         selecting = self.selects and (step % every == 0 or last)
         interval = self.config.evaluate.every
         measuring = selecting or (self.selects and interval > 0 and step % interval == 0)
@@ -125,11 +128,12 @@ class Search:
         if selecting:
             self._save_elite()
             target, best = self.config.evolve.target, self.story.best
-            reached = target is not None and best is not None and fmean(best.scores) >= target
+            reached |= target is not None and best is not None and fmean(best.scores) >= target
             last = last or reached
             if not last:
                 self.story = self.turnover.select(self.story)
-        self.story = replace(self.story, reached=last)
+        unselected = selecting and last and step % every == 0
+        self.story = replace(self.story, reached=reached, unselected=unselected)
         self.recorder.step(step, metrics)
         self.recorder.display.note(table(self.story, self.rewards), new=measuring)
         if last or selecting or step % self.config.run.save_every == 0 or self.interrupt.asked:

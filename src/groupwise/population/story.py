@@ -71,6 +71,8 @@ class Story:
     events: tuple[Event, ...] = ()
     reached: bool = False
     """The target, or the end of the tokens: no step is left."""
+    unselected: bool = False
+    """The selection that was due is not made: it was the last step, and is not if more are asked for."""
 
     def at(self, place: int) -> Individual:
         return next(person for person in self.people if person.place == place)
