@@ -10,7 +10,7 @@ import pytest
 
 import groupwise as gw
 from groupwise.config import read_config
-from small_runs import run_command, traces
+from small_runs import LUCK, run_command, task_file, traces
 
 
 def lucky(rollout: gw.Rollout, example: gw.Example) -> float:
@@ -64,6 +64,18 @@ def test_a_run_of_a_task_from_python_cannot_be_resumed_from_the_shell(tmp_path):
     assert (ended.code, ended.err.count("\n")) == (2, 1)
     assert "the task 'lucky' of" in ended.err
     assert "was defined in Python" in ended.err
+
+
+def test_a_task_is_trained_by_its_name_or_its_file(tmp_path):
+    # The file trains itself: read for its task, that line does not start another run.
+    file = task_file(tmp_path, f"{LUCK}\ngw.train(__file__)\n")
+    for name in ("countdown", str(file)):
+        run = gw.train(name, max_steps=1, output_dir=tmp_path, **SMALL)
+        assert read_config(run / "config.yaml").task.name == name
+    with pytest.raises(gw.ConfigError, match="unknown task 'countdwn'"):
+        gw.train("countdwn", output_dir=tmp_path, **SMALL)
+    with pytest.raises(gw.ConfigError, match="members are adapters"):
+        gw.evolve("countdown", lora_r=0, output_dir=tmp_path, **SMALL)
 
 
 @pytest.mark.parametrize("wrong", [{"max_step": 1}, {"optim": {"epoch": 2}}, {"learning_rate": "fast"}])

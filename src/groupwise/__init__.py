@@ -18,7 +18,7 @@ from groupwise.config import Config, config_from_keywords
 from groupwise.errors import ConfigError, GroupwiseError, InvariantError, RolloutError
 from groupwise.records import Example, Rollout
 from groupwise.rollout.tools import Found
-from groupwise.tasks import Task, leave_task_file, load_examples
+from groupwise.tasks import Task, leave_task_file, load_examples, load_task
 from groupwise.tracking.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -54,32 +54,36 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def train(task: Task, *, resume: str | Path | None = None, **settings: Any) -> Path:
-    """Train on a task and return the run's folder.
+def train(task: Task | str, *, resume: str | Path | None = None, **settings: Any) -> Path:
+    """Train on a task, or on a built-in one or a Python file by name, and return the run's folder.
 
     Settings are the command line's flags by name (`model=`, `max_steps=`, `learning_rate=`, …) or whole
     sections (`optim={"epochs": 2}`). `resume` goes on with the run in that folder, which keeps its settings.
     """
-    leave_task_file(task)
+    leave_task_file(task if isinstance(task, Task) else None)
     run = None if resume is None else RunFolder.open(resume)
-    config = config_from_keywords(run.config if run else None, **settings)
-    config = replace(config, task=replace(config.task, name=task.name))
+    config, found = with_task(config_from_keywords(run.config if run else None, **settings), task)
     from groupwise.training import train as run_training
 
-    return run_training(config, resume=run.path if run else None, task=task)
+    return run_training(config, resume=run.path if run else None, task=found)
 
 
-def evolve(task: Task, *, resume: str | Path | None = None, **settings: Any) -> Path:
+def evolve(task: Task | str, *, resume: str | Path | None = None, **settings: Any) -> Path:
     """Train a population on one base, select among its members, and return the folder; `elite/` is the best.
 
     Settings are those of `train`, and the section `evolve`: `evolve={"population": 8, "method": "pbt"}`.
     """
-    leave_task_file(task)
+    leave_task_file(task if isinstance(task, Task) else None)
     run = None if resume is None else RunFolder.open(resume)
-    config = config_from_keywords(run.config if run else None, **settings)
-    config = replace(
-        config, task=replace(config.task, name=task.name), run=replace(config.run, kind="evolve")
-    )
+    config, found = with_task(config_from_keywords(run.config if run else None, **settings), task)
+    config = replace(config, run=replace(config.run, kind="evolve"))
     from groupwise.population.loop import evolve as run_search
 
-    return run_search(config, resume=run.path if run else None, task=task)
+    return run_search(config, resume=run.path if run else None, task=found)
+
+
+def with_task(config: Config, task: Task | str) -> tuple[Config, Task]:
+    """Return the settings with the task's name, and the task, loaded where only that is given."""
+    name = task.name if isinstance(task, Task) else task
+    config = replace(config, task=replace(config.task, name=name))
+    return config, task if isinstance(task, Task) else load_task(config.task)

@@ -44,16 +44,16 @@ loading_task_file: ContextVar[bool] = ContextVar("loading_task_file", default=Fa
 class TaskFileLoaded(BaseException):
     """Carries a task out of a file that trains it at its end. Not an error, so nothing swallows it."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task | None) -> None:
         super().__init__(task)
         self.task = task
 
 
-def leave_task_file(task: Task) -> None:
+def leave_task_file(task: Task | None) -> None:
     """End the file being loaded for its task, if one is; `train` calls this before all else.
 
     A task file may say `gw.train(task, …)` without a main guard. Read by `load_task`, that line
-    hands over the task instead of starting a second run inside the first.
+    hands over the task instead of starting a second run inside the first. None: it trains one by name.
     """
     if loading_task_file.get():
         raise TaskFileLoaded(task)
