@@ -51,6 +51,12 @@ def test_the_same_seed_asks_the_same_and_another_asks_in_another_order():
     assert env.reset()[0] != asked[2]  # without a seed it goes on
 
 
+@pytest.mark.parametrize("size", ["batch_size", "group_size"])
+def test_an_environment_without_prompts_or_answers_is_refused(size):
+    with pytest.raises(ConfigError, match=f"{size} must be at least 1; got 0"):
+        gw.PromptEnv(TASK, **{size: 0})
+
+
 def test_evaluation_leaks_nothing_into_training():
     env, other = (gw.PromptEnv(TASK, batch_size=3) for _ in range(2))
     prompts, _ = env.reset(seed=0)

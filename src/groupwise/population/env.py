@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from groupwise.algo.combine import with_combined
+from groupwise.config.checks import between
 from groupwise.config.sections import Config, RunConfig, TaskConfig
 from groupwise.errors import ConfigError
 from groupwise.records import Example, Group, Rollout
@@ -73,6 +74,8 @@ class PromptEnv(Gym):
         `prompt` is asked in place of the task's own; what `collate` makes of a batch is `info["batch"]`.
         `group_size` says what a sampled action looks like; a step takes groups of any size.
         """
+        between("batch_size", batch_size, 1)
+        between("group_size", group_size, 1)
         settings = TaskConfig(
             name=task if isinstance(task, str) else task.name,
             held_out=held_out,
