@@ -146,9 +146,10 @@ def test_calls_and_results_are_remembered_as_what_they_are():
     streaming.close()
 
 
-def test_tools_that_are_not_there_are_refused(capsys):
+def test_tools_that_are_not_there_are_refused_and_the_way_to_some_is_said(capsys):
     assert cli.main(["chat", "tiny", "--tools", "--prompt", "a"]) == 2
-    assert "countdown has no tools" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "countdown has no tools: name one that has, such as --task search_qa" in said
 
 
 def test_the_command_for_vllm_names_folders_and_a_rank_that_it_knows(tmp_path):

@@ -86,7 +86,10 @@ def system_of(asked: Asked) -> str | None:
 def tools_of(config: Config, task: Task, example: Example | None) -> Kit:
     """Make a task's tools ready, with the state that they work on, which only an example can make."""
     if not task.tools:
-        raise ConfigError(f"task {task.name} has no tools: leave --tools out")
+        raise ConfigError(
+            f"task {task.name} has no tools: name one that has, such as --task search_qa, "
+            "or leave --tools out"
+        )
     if task.state is not None and example is None:
         raise ConfigError(f"the tools of task {task.name} work on a state of an example: give --example")
     limits = config.tools
