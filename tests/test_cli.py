@@ -111,7 +111,7 @@ def test_a_question_is_answered_before_torch_is_imported(light, words, shown):
             ["eval", "no/such/run"],
             "no/such/run is neither the folder of a run or a model nor the name of a model",
         ),
-        (["eval", "tiny", "--data", "no.jsonl"], "no such file: no.jsonl"),
+        (["eval", "tiny", "--data", "/no/no.jsonl"], "no such file: /no/no.jsonl"),
     ],
 )
 def test_a_mistake_gets_one_sentence_before_torch_is_imported(light, words, sentence):
