@@ -17,6 +17,14 @@ from groupwise.model.source import TINY_FOLDER
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 VOCABULARY = 272
 """One id more than the tokenizer has, as in most real models."""
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+"""In the words that most families have for them."""
 
 
 @cache
@@ -35,11 +43,7 @@ def with_more_tokens() -> Any:
 def small_model(kind: str = "llama", *, key_heads: int = 2, **settings: Any) -> Any:
     """Return a model with transformers' own attention, the same on every call."""
     config = CONFIGS[kind](
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        **SIZES,
         num_key_value_heads=key_heads,
         head_dim=8,
         max_position_embeddings=1024,

@@ -27,7 +27,7 @@ from groupwise.engine.engine import Engine
 from groupwise.errors import InvariantError
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sampling
-from small_models import policy_of, small_model, tiny_tokenizer
+from small_models import SIZES, policy_of, small_model, tiny_tokenizer
 from test_engine import assert_same, requests
 from test_prefill import converse, same_answers
 
@@ -62,25 +62,16 @@ def test_the_fused_forward_pass_writes_what_the_cpu_writes(kind, key_heads):
     assert gpu._graph_runner.fused
 
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 272,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 256,
-    "pad_token_id": None,
-}
+SHAPE = {**SIZES, "num_key_value_heads": 4, "max_position_embeddings": 256, "pad_token_id": None}
 
 
 @pytest.mark.parametrize(
     ("config", "fused"),
     [
-        (transformers.MistralConfig(**SIZES, head_dim=8, sliding_window=None), True),
+        (transformers.MistralConfig(**SHAPE, head_dim=8, sliding_window=None), True),
         (transformers.GPT2Config(vocab_size=272, n_embd=32, n_layer=2, n_head=4, n_positions=256), False),
-        (transformers.PhiConfig(**SIZES), False),
-        (transformers.GemmaConfig(**SIZES, head_dim=8), False),
+        (transformers.PhiConfig(**SHAPE), False),
+        (transformers.GemmaConfig(**SHAPE, head_dim=8), False),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )

@@ -19,23 +19,11 @@ from groupwise.model.load import load_policy
 from groupwise.model.merge import merge
 from groupwise.model.policy import Policy
 from groupwise.records import Request, Sampling
-from small_models import tiny_tokenizer
+from small_models import SIZES, tiny_tokenizer
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 272,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": 268,
-    "pad_token_id": 0,
-}
 GPT2 = {"vocab_size": 272, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 ENDS = {"bos_token_id": None, "eos_token_id": 268, "pad_token_id": 0}
+SHAPE = {**SIZES, **ENDS, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
 
@@ -67,15 +55,15 @@ def shaken(policy: Policy) -> Policy:
 @pytest.mark.parametrize(
     "config",
     [
-        transformers.MixtralConfig(**SIZES, num_local_experts=4),
-        transformers.Qwen3MoeConfig(**SIZES, **EXPERTS),
+        transformers.MixtralConfig(**SHAPE, num_local_experts=4),
+        transformers.Qwen3MoeConfig(**SHAPE, **EXPERTS),
         transformers.Glm4MoeConfig(
-            **SIZES, head_dim=8, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+            **SHAPE, head_dim=8, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
         ),
-        transformers.GraniteConfig(**SIZES, attention_multiplier=0.3, residual_multiplier=0.4),
-        transformers.Olmo2Config(**SIZES),
-        transformers.Phi3Config(**SIZES),
-        transformers.GPTNeoXConfig(**{**SIZES, "num_key_value_heads": None}),
+        transformers.GraniteConfig(**SHAPE, attention_multiplier=0.3, residual_multiplier=0.4),
+        transformers.Olmo2Config(**SHAPE),
+        transformers.Phi3Config(**SHAPE),
+        transformers.GPTNeoXConfig(**{**SHAPE, "num_key_value_heads": None}),
     ],
     ids=lambda config: config.model_type,
 )
@@ -98,11 +86,11 @@ def test_answers_have_the_log_probabilities_of_plain_transformers(config: Any, t
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (transformers.Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]), "1 times in its 2 layers"),
+        (transformers.Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]), "1 times in its 2 layers"),
         (transformers.GPTJConfig(**GPT2, rotary_dim=4, **ENDS), "0 times in its 2 layers"),
-        (transformers.DiffLlamaConfig(**SIZES), "4 times in its 2 layers"),
-        (transformers.GPTNeoXConfig(**SIZES), "keys or values have an unusual shape"),
-        (transformers.MambaConfig(**{**SIZES, "state_size": 4}), "not supported"),
+        (transformers.DiffLlamaConfig(**SHAPE), "4 times in its 2 layers"),
+        (transformers.GPTNeoXConfig(**SHAPE), "keys or values have an unusual shape"),
+        (transformers.MambaConfig(**{**SHAPE, "state_size": 4}), "not supported"),
     ],
     ids=[
         "a convolution",
@@ -118,22 +106,22 @@ def test_a_model_that_does_not_attend_once_in_each_layer_is_refused(config: Any,
 
 
 def test_a_cap_on_logits_is_refused_though_small_logits_hardly_show_it() -> None:
-    config = transformers.Gemma2Config(**SIZES, head_dim=8, attn_logit_softcapping=None)
+    config = transformers.Gemma2Config(**SHAPE, head_dim=8, attn_logit_softcapping=None)
     with pytest.raises(ConfigError, match="caps its logits"):
         check_attention(model_of(config).bfloat16(), name="odd")
 
 
 def test_positions_that_count_otherwise_in_long_rows_bound_the_context(tmp_path: Path) -> None:
     rope = {**LONGROPE, "original_max_position_embeddings": 64}
-    config = transformers.Phi3Config(**SIZES, original_max_position_embeddings=64, rope_parameters=rope)
+    config = transformers.Phi3Config(**SHAPE, original_max_position_embeddings=64, rope_parameters=rope)
     assert policy_in(saved(config, tmp_path), LoraConfig(r=0)).context_length == 64
 
 
 @pytest.mark.parametrize(
     ("config", "settings"),
     [
-        (transformers.MixtralConfig(**SIZES, num_local_experts=4), {}),
-        (transformers.Qwen3MoeConfig(**SIZES, **EXPERTS), {"targets": ("q_proj", "v_proj")}),
+        (transformers.MixtralConfig(**SHAPE, num_local_experts=4), {}),
+        (transformers.Qwen3MoeConfig(**SHAPE, **EXPERTS), {"targets": ("q_proj", "v_proj")}),
         (transformers.GPT2Config(**GPT2, **ENDS), {}),
         (transformers.GPT2Config(**GPT2, **ENDS), {"dora": True}),
     ],
@@ -168,7 +156,7 @@ def test_adapters_generate_as_they_train_and_can_be_merged(
 def test_a_model_whose_settings_transformers_would_not_write_can_be_saved(
     settings: dict[str, Any], written: dict[str, Any], tmp_path: Path
 ) -> None:
-    folder = saved(transformers.LlamaConfig(**SIZES), tmp_path / "model")
+    folder = saved(transformers.LlamaConfig(**SHAPE), tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps(settings))
     policy_in(folder, LoraConfig(r=0)).save(tmp_path / "again")
     found = json.loads((tmp_path / "again" / "generation_config.json").read_text())
