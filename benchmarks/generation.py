@@ -29,12 +29,15 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import platform
 import shlex
+import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -195,7 +198,7 @@ class Bench:
             job |= {"answer": size.answer, "vocabulary": config.vocab_size}
             (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
             script = [str(Path(__file__).parent / "side_vllm.py"), f"{name}/job.json", f"{name}/result.json"]
-            if subprocess.run([*shlex.split(command), *script], check=False).returncode:
+            if run_apart([*shlex.split(command), *script]):
                 print("vLLM failed, and is left out", flush=True)
                 return
             result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
@@ -250,6 +253,15 @@ def sampler_gap(policy: Policy, asked: list[Request], answers: list[list[Complet
             differences.append(chosen - np.array(completion.logprobs))
     difference = np.concatenate(differences)
     return float(np.abs(difference).mean()), float((np.exp(difference) - 1 - difference).mean())
+
+
+def run_apart(command: list[str]) -> int:
+    """Run a command and end all that it leaves behind, which would take time from what follows."""
+    process = subprocess.Popen(command, start_new_session=True)
+    code = process.wait()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return code
 
 
 def main() -> None:

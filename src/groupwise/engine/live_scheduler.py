@@ -171,10 +171,9 @@ class LiveScheduler(Scheduler):
         # The drawn token has one log-probability, wherever it is told; another rounding is not another one.
         drawn_N1, own_N1 = self.tokens[slots_N, at_N, None], self.logprobs[slots_N, at_N, None]
         logprobs_NA = np.where(tokens_NA == drawn_N1, own_N1, logprobs_NA)
-        by_slot = {sequence.slot: sequence for sequence in self.running}
         for slot, tokens, logprobs in zip(slots_N, tokens_NA.tolist(), logprobs_NA.tolist(), strict=True):
             pairs = [pair for pair in zip(tokens, logprobs, strict=True) if pair[1] > -np.inf]
-            self.untold[by_slot[slot]].append(tuple(pairs[: self.alternatives[slot]]))
+            self.untold[self.in_slot[slot]].append(tuple(pairs[: self.alternatives[slot]]))
 
     @property
     def queued(self) -> int:

@@ -80,11 +80,11 @@ class Ending:
         over_N |= (lengths_N >= scheduler.limit[slots_N]) | scheduler.stops[slots_N]
         ended: list[tuple[Sequence, Completion]] = []
         if over_N.any():  # only for them is it worth looking closer
-            by_slot = {sequence.slot: sequence for sequence in scheduler.running}
             for slot, length in zip(slots_N[over_N].tolist(), lengths_N[over_N].tolist(), strict=True):
-                if why := self._reason(by_slot[slot], length):
+                sequence = scheduler.in_slot[slot]
+                if why := self._reason(sequence, length):
                     scheduler.length[slot] = length
-                    ended.append((by_slot[slot], scheduler.finish(by_slot[slot], why)))
+                    ended.append((sequence, scheduler.finish(sequence, why)))
         return ended
 
     def _reason(self, sequence: Sequence, length: int) -> Finish | None:

@@ -62,6 +62,9 @@ class Scheduler:
         self.pool = pool
         self.running: list[Sequence] = []
         """Ordered by request and member, always: who joins comes after, who is preempted is the last."""
+        self.in_slot: dict[int, Sequence] = {}
+        """The same by slot."""
+        self._slots: NDArray[np.int64] | None = None
         self.waiting: deque[Sequence] = deque()
         self._requests = 0
         """Added so far."""
@@ -122,7 +125,9 @@ class Scheduler:
 
     def slots(self) -> NDArray[np.int64]:
         """The slot of every running sequence, in order."""
-        return np.array([sequence.slot for sequence in self.running], dtype=np.int64)
+        if self._slots is None:
+            self._slots = np.array([sequence.slot for sequence in self.running], dtype=np.int64)
+        return self._slots
 
     @property
     def vacant(self) -> int:
@@ -222,6 +227,7 @@ class Scheduler:
         self.length[slot] = self.room[slot] = 0
         self._grow(sequence)
         self.running.append(sequence)
+        self.in_slot[slot], self._slots = sequence, None
 
     def _grow(self, sequence: Sequence) -> None:
         (block,) = self.pool.take(1)
@@ -266,6 +272,8 @@ class Scheduler:
     def _vacate(self, sequence: Sequence) -> None:
         self.tenant[sequence.slot] += 1
         self.running.remove(sequence)
+        del self.in_slot[sequence.slot]
+        self._slots = None
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 AHEAD = 4
 """Draws issued before the results of one are looked at. With stop strings, which need text: none."""
 
+TOGETHER = 128
+"""One slot in so many: until as many are vacant, sequences that wait go on waiting."""
 
 DONE = object()
 
@@ -97,6 +99,8 @@ class Ahead:
         if next(self._computing, DONE) is DONE and self._next_in_line_waits():
             self._computing = self.runner.prefill_passes(scheduler.prepare(PREFILL_TOKENS))
             next(self._computing, DONE)
+        if scheduler.vacant < worth_filling(len(scheduler.waiting), slots=len(scheduler.length)):
+            return 0
         joined = scheduler.admit()
         if not joined:
             return 0
@@ -129,8 +133,8 @@ class Ahead:
         still = scheduler.tenant[issued.slots] == issued.tenant
         slots, at = issued.slots[still], issued.at[still]
         self.drawn += int((at > 0).sum())
-        done, tokens = issued.status[:2].numpy()[:, slots]
-        logprobs, entropies = issued.status[2:].view(torch.float32).numpy()[:, slots]
+        done, tokens, *floats = issued.status.numpy()[:, slots]
+        logprobs, entropies = (numbers.view(np.float32) for numbers in floats)
         check_finite("the entropy of the policy", float(entropies.sum()))
         scheduler.tokens[slots, at] = tokens
         scheduler.logprobs[slots, at] = logprobs
@@ -142,11 +146,15 @@ class Ahead:
         ended = np.flatnonzero(done.astype(np.bool_) | stop)
         if not len(ended):
             return
-        by_slot = {sequence.slot: sequence for sequence in scheduler.running}
-        for row in ended:
-            scheduler.length[slots[row]] = at[row] + 1
+        for row, slot in zip(ended, slots[ended].tolist(), strict=True):
+            scheduler.length[slot] = at[row] + 1
             end = int(tokens[row]) in self.end_tokens
-            self._finish(by_slot[int(slots[row])], "end" if end else "stop" if stop[row] else "length")
+            self._finish(scheduler.in_slot[slot], "end" if end else "stop" if stop[row] else "length")
 
     def _finish(self, sequence: Sequence, reason: Finish) -> None:
         self.partner.finished(sequence.request, sequence.member, self.scheduler.finish(sequence, reason))
+
+
+def worth_filling(waiting: int, *, slots: int) -> int:
+    """How many vacant slots are worth a join: its launches hold up everyone, however few begin."""
+    return min(waiting, max(1, slots // TOGETHER))

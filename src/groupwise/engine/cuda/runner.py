@@ -153,16 +153,20 @@ class GraphRunner:
         state.host_prompt_length[slots_J] = scheduler.prompt_length[request_J]
         width = scheduler.prompt_tables.shape[1]
         state.host_prompt_table[slots_J, :width] = scheduler.prompt_tables[request_J]
-        rows_J = self._move(slots_J)
         heat_J = scheduler.temperatures(slots_J, 1.0 if sampling.greedy else sampling.temperature)
-        state.start(
-            rows_J,
-            self._move(scheduler.seed[slots_J].astype(np.int64)),
-            self._move(scheduler.adapter[slots_J]),
-            self._move(np.reciprocal(heat_J)),
-        )
+        seed_J, adapter_J = scheduler.seed[slots_J].view(np.int64), scheduler.adapter[slots_J]
+        new_4J = np.stack([slots_J, seed_J, adapter_J, np.reciprocal(heat_J).view(np.int32)])
+        rows_J = torch.empty(len(slots_J), dtype=torch.int32, device=self.device)
+        launch(
+            kernels.begin_sequences,
+            (len(slots_J),),
+            to_device(new_4J, self.device),
+            rows_J, state.seed, state.adapter, state.scale, state.length, state.done,
+            len(slots_J),
+            num_warps=1,
+        )  # fmt: skip
         logits_JV = torch.stack([p.logits_V for p in prefixes if p.logits_V is not None])
-        self._sample(logits_JV, rows_J.to(torch.int32), sampling, likely=likely)
+        self._sample(logits_JV, rows_J, sampling, likely=likely)
 
     def step(
         self, scheduler: Scheduler, slots_R: NDArray[np.int64], sampling: Sampling, *, likely: bool = False
@@ -270,9 +274,6 @@ class GraphRunner:
             early=True,
             num_warps=8,
         )  # fmt: skip
-
-    def _move(self, array: NDArray[np.int64] | NDArray[np.float32]) -> Tensor:
-        return to_device(array, self.device)
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream | None:

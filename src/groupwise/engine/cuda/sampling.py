@@ -22,6 +22,19 @@ LOWEST = tl.constexpr(-1e30)
 """A logit below all others."""
 
 
+@triton.jit(do_not_specialize=["count"])
+def begin_sequences(NEW, ROWS, SEED, ADAPTER, SCALE, LENGTH, DONE, count):
+    """One program a sequence that begins. NEW: slots, seeds, adapters, and the bits of what scales logits."""
+    number = tl.program_id(0)
+    slot = tl.load(NEW + number)
+    tl.store(ROWS + number, slot.to(tl.int32))
+    tl.store(SEED + slot, tl.load(NEW + count + number))
+    tl.store(ADAPTER + slot, tl.load(NEW + 2 * count + number))
+    tl.store(SCALE + slot, tl.load(NEW + 3 * count + number).to(tl.int32).to(tl.float32, bitcast=True))
+    tl.store(LENGTH + slot, 0)
+    tl.store(DONE + slot, 0)
+
+
 @triton.jit(do_not_specialize=["table_width"])
 def open_step(
     ROWS, LENGTH, TOKEN, PROMPT_LENGTH, TABLE, TOKENS, POSITIONS, PLACES, ROW_LENGTH, table_width,

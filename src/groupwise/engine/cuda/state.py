@@ -34,6 +34,7 @@ class StepState:
             for size in (slots, slots * (members + 2), every, every * prompt_blocks, every * own_blocks)
         ]
         self._host = np.zeros(sum(sizes), dtype=np.int32)
+        self._sent: Tensor | None = None
         self._device = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         ends = np.cumsum(sizes)[:-1].tolist()
         rows, tiles, prompt_lengths, prompt_tables, tables = np.split(self._host, ends)
@@ -83,9 +84,9 @@ class StepState:
         count = len(slots_R)
         self.host_rows[:count], self.host_rows[count:] = slots_R, self.slots
         rows = np.arange(count)
-        first = np.flatnonzero(np.diff(request_R, prepend=-1))
-        sizes = np.diff(first, append=count)
-        member = rows - np.repeat(first, sizes)
+        first_R = np.ones(count, dtype=np.bool_)
+        first_R[1:] = request_R[1:] != request_R[:-1]
+        member = rows - np.flatnonzero(first_R)[np.cumsum(first_R) - 1]
         # A group larger than a tile takes several.
         place = member % self.members
         tile, slot = np.cumsum(place == 0) - 1, slots_R[place == 0]
@@ -95,18 +96,12 @@ class StepState:
         self.host_tiles[tile, 2 + place] = rows
 
     def push(self) -> None:
-        """Send the host's side to the device, in the order of the stream."""
-        staged = torch.from_numpy(self._host)
-        staged = staged.pin_memory() if self._device.is_cuda else staged.clone()
-        self._device.copy_(staged, non_blocking=True)
-
-    def start(self, slots_N: Tensor, seeds_N: Tensor, adapters_N: Tensor, scales_N: Tensor) -> None:
-        """Begin a sequence in each of these slots."""
-        self.seed.index_copy_(0, slots_N, seeds_N)
-        self.adapter.index_copy_(0, slots_N, adapters_N)
-        self.scale.index_copy_(0, slots_N, scales_N)
-        self.length.index_fill_(0, slots_N, 0)
-        self.done.index_fill_(0, slots_N, 0)
+        """Send the host's side to the device, in the order of the stream, unless that has it already."""
+        if self._sent is not None and np.array_equal(self._host, self._sent.numpy()):
+            return
+        host = torch.from_numpy(self._host)
+        self._sent = host.pin_memory() if self._device.is_cuda else host.clone()
+        self._device.copy_(self._sent, non_blocking=True)
 
     def keep_likeliest(self, logits_RV: Tensor, slots_R: Tensor, *, scaled: bool) -> None:
         """Leave the likeliest tokens of each row for the host; `scaled`: the temperature is in the logits."""
