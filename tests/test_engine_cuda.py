@@ -134,49 +134,6 @@ def test_more_sequences_than_slots_take_turns(small_policy):
     assert gpu.occupancy > 0.8
 
 
-def test_sequences_that_wait_begin_together_and_write_the_same(small_policy, monkeypatch):
-    monkeypatch.setattr(ahead, "TOGETHER", 2)
-    ends = frozenset(range(0, small_policy.head_weight.shape[0], 4))  # at different times
-    monkeypatch.setattr(small_policy, "end_tokens", ends)
-    begun = []
-    join = cuda_runner.GraphRunner.join
-
-    def watched(self, scheduler, slots, *args, **kwargs):
-        begun.append(len(slots))
-        join(self, scheduler, slots, *args, **kwargs)
-
-    monkeypatch.setattr(cuda_runner.GraphRunner, "join", watched)
-    both(small_policy, requests((3, 17, 9), (4, 4, 3)), Sampling(max_tokens=6), max_sequences=4)
-    assert sum(begun) == 11
-    assert begun[0] == 4
-    assert all(count >= 2 for count in begun[:-1])
-
-
-@pytest.mark.parametrize(
-    ("waiting", "slots", "worth"), [(9, 512, 4), (3, 512, 3), (0, 512, 0), (9, 64, 1), (9, 128, 1)]
-)
-def test_a_few_vacant_slots_in_many_are_worth_filling_and_never_more_than_wait(waiting, slots, worth):
-    assert ahead.worth_filling(waiting, slots=slots) == worth
-
-
-def test_what_the_device_has_is_not_sent_again(monkeypatch):
-    state = StepState(
-        slots=6, members=2, prompt_blocks=1, own_blocks=1, idle_block=9, device=torch.device("cpu")
-    )
-    sent = []
-    monkeypatch.setattr(state, "_device", SimpleNamespace(is_cuda=False, copy_=lambda x, **_: sent.append(x)))
-    state.set_rows(np.array([4, 0]), np.array([7, 8]))
-    state.push()
-    state.set_rows(np.array([4, 0]), np.array([7, 8]))
-    state.push()
-    assert len(sent) == 1
-    state.host_table[4] = 3
-    state.push()
-    assert len(sent) == 2
-    assert 3 in sent[1]
-    assert 3 not in sent[0]
-
-
 def test_preempted_sequences_write_the_same_when_they_start_over(small_policy):
     gpu, _ = both(small_policy, requests((4, 3), (2, 1)), Sampling(max_tokens=8), kv_tokens=20, block_size=4)
     assert gpu.preempted > 0

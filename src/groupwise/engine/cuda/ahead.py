@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 AHEAD = 4
 """Draws issued before the results of one are looked at. With stop strings, which need text: none."""
 
-TOGETHER = 128
-"""One slot in so many: until as many are vacant, sequences that wait go on waiting."""
 
 DONE = object()
 
@@ -99,8 +97,6 @@ class Ahead:
         if next(self._computing, DONE) is DONE and self._next_in_line_waits():
             self._computing = self.runner.prefill_passes(scheduler.prepare(PREFILL_TOKENS))
             next(self._computing, DONE)
-        if scheduler.vacant < worth_filling(len(scheduler.waiting), slots=len(scheduler.length)):
-            return 0
         joined = scheduler.admit()
         if not joined:
             return 0
@@ -153,8 +149,3 @@ class Ahead:
 
     def _finish(self, sequence: Sequence, reason: Finish) -> None:
         self.partner.finished(sequence.request, sequence.member, self.scheduler.finish(sequence, reason))
-
-
-def worth_filling(waiting: int, *, slots: int) -> int:
-    """How many vacant slots are worth a join: its launches hold up everyone, however few begin."""
-    return min(waiting, max(1, slots // TOGETHER))

@@ -34,7 +34,6 @@ class StepState:
             for size in (slots, slots * (members + 2), every, every * prompt_blocks, every * own_blocks)
         ]
         self._host = np.zeros(sum(sizes), dtype=np.int32)
-        self._sent: Tensor | None = None
         self._device = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         ends = np.cumsum(sizes)[:-1].tolist()
         rows, tiles, prompt_lengths, prompt_tables, tables = np.split(self._host, ends)
@@ -96,12 +95,10 @@ class StepState:
         self.host_tiles[tile, 2 + place] = rows
 
     def push(self) -> None:
-        """Send the host's side to the device, in the order of the stream, unless that has it already."""
-        if self._sent is not None and np.array_equal(self._host, self._sent.numpy()):
-            return
-        host = torch.from_numpy(self._host)
-        self._sent = host.pin_memory() if self._device.is_cuda else host.clone()
-        self._device.copy_(self._sent, non_blocking=True)
+        """Send the host's side to the device, in the order of the stream."""
+        staged = torch.from_numpy(self._host)
+        staged = staged.pin_memory() if self._device.is_cuda else staged.clone()
+        self._device.copy_(staged, non_blocking=True)
 
     def keep_likeliest(self, logits_RV: Tensor, slots_R: Tensor, *, scaled: bool) -> None:
         """Leave the likeliest tokens of each row for the host; `scaled`: the temperature is in the logits."""
