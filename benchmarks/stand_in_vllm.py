@@ -80,6 +80,8 @@ class StandIn:
                 set_peft_model_state_dict(self.policy.model, tensors)
             return {}
         if path == "/v1/unload_lora_adapter":
+            if body["lora_name"] not in self.loaded:
+                return refusal(404, f"The lora adapter '{body['lora_name']}' cannot be found.")
             self.loaded.remove(body["lora_name"])
             return {}
         if self.mood == "forgetful":

@@ -275,6 +275,43 @@ def test_a_server_that_was_restarted_between_two_requests_gets_the_weights_again
     assert again == before
 
 
+def test_a_server_that_was_restarted_while_it_was_given_the_weights_gets_them_again(
+    server: StandIn, policy: Policy, tmp_path: Path
+) -> None:
+    engine = engine_for(policy, tmp_path, server)
+    with engine.ready():
+        pass
+    moved(policy)
+    server.mood = "forgetful"  # by the time of the first request with the new name
+    with engine.ready():
+        assert [len(group) for group in engine.generate(PROMPTS, SAMPLING)] == [3, 3, 3, 3]
+    assert engine.servers.retries == 1
+    assert server.loaded == [f"{engine.session}-{policy.version}"]
+
+
+def test_a_server_that_no_longer_knows_an_adapter_to_be_dropped_gets_the_weights_again(
+    server: StandIn, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_for(policy, tmp_path, server)
+    with engine.ready():
+        pass
+    moved(policy)
+    listed, gone = server.get, []
+
+    def restarts_after_the_list(path: str) -> Any:
+        found = listed(path)
+        if path == "/v1/models" and not gone:
+            gone.append(path)
+            server.loaded = []
+        return found
+
+    monkeypatch.setattr(server, "get", restarts_after_the_list)
+    with engine.ready():
+        pass
+    assert gone
+    assert server.loaded == [f"{engine.session}-{policy.version}"]
+
+
 def test_patience_ends_with_a_sentence(server: StandIn, policy: Policy, tmp_path: Path) -> None:
     engine = engine_for(policy, tmp_path, server, patience=0.2)
     with engine.ready():

@@ -147,12 +147,14 @@ class VllmEngine:
             seconds = self.config.request_seconds
             if self.policy.has_adapter:
                 load_adapter(server, self._name, folder, seconds=seconds)
-                unload(server, session=self.session, seconds=seconds, keep=self._name)
+                with knowing_names():
+                    unload(server, session=self.session, seconds=seconds, keep=self._name)
             else:
                 body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
                 server.ask("/collective_rpc", body, seconds=seconds)
                 server.ask("/reset_prefix_cache", {}, seconds=seconds)
-            self.probe.check(self._probe_logprobs(server), server.address)
+            with knowing_names():
+                self.probe.check(self._probe_logprobs(server), server.address)
             server.version = self._sent
 
     def _probe_logprobs(self, server: Server) -> list[float]:
@@ -195,10 +197,9 @@ class VllmEngine:
             "skip_special_tokens": False,
         }
         try:
-            answer = server.ask("/v1/completions", body, seconds=self.config.request_seconds)
+            with knowing_names():
+                answer = server.ask("/v1/completions", body, seconds=self.config.request_seconds)
         except Refused as error:
-            if error.code == 404:  # restarted between two requests: another process under the address
-                raise Unavailable(f"it does not know {self._name}") from error
             raise ConfigError(f"a rollout server refuses a request: {error}") from error
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if len(choices) != len(request.seeds):
@@ -218,6 +219,17 @@ class VllmEngine:
         # Servers do not tell entropies; a token's surprise has that mean.
         surprise = tuple(-x for x in logprobs)
         return Completion(tokens=tokens, logprobs=logprobs, entropies=surprise, finish=finish)
+
+
+@contextmanager
+def knowing_names() -> Iterator[None]:
+    """A server that no longer knows a name was restarted between two requests: it may be given it again."""
+    try:
+        yield
+    except Refused as error:
+        if error.code == 404:
+            raise Unavailable(str(error)) from error
+        raise
 
 
 def check_logprobs(server: Server, *, seconds: float) -> None:
