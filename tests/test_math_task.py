@@ -6,12 +6,14 @@ import json
 import os
 import signal
 import sys
+import threading
 
 import pytest
 
 from groupwise.config.sections import TaskConfig
 from groupwise.errors import ConfigError
 from groupwise.records import Example
+from groupwise.rewards import symbolic_worker
 from groupwise.rewards.boxed import last_box
 from groupwise.rewards.math_answer import LENIENT, Scores, score_boxed, score_boxed_batch, verify_boxed
 from groupwise.rewards.symbolic import SECONDS, SymbolicComparer
@@ -154,6 +156,18 @@ def test_a_comparison_that_hangs_costs_its_time_limit_and_the_next_one_works():
         assert SECONDS <= 1.0
     finally:
         comparer.stop()
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_time_in_which_others_compute_does_not_count(monkeypatch):
+    monkeypatch.setattr(symbolic_worker, "compare", lambda *_: True)
+    child = symbolic_worker.Child(0.2)
+    try:
+        os.kill(child.pid, signal.SIGSTOP)
+        threading.Timer(0.4, os.kill, (child.pid, signal.SIGCONT)).start()
+        assert child.ask('{"predicted": "1", "truth": "1"}\n') == '{"equal": true}\n'
+    finally:
+        child.kill()
 
 
 def test_an_interrupted_question_does_not_leave_its_reply_to_the_next():

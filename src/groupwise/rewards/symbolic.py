@@ -14,11 +14,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from groupwise.errors import ConfigError, RolloutError
+from groupwise.rewards.symbolic_worker import PATIENCE
 
 SECONDS = 0.5
-"""For one comparison."""
+"""Of computing, for one comparison."""
 START_SECONDS = 60.0
-REPLY_SECONDS = SECONDS + 2.0
+REPLY_SECONDS = PATIENCE * SECONDS + 2.0
 """After which the whole worker is taken to be gone."""
 
 
