@@ -14,7 +14,7 @@ train: .venv/installed-core
 	$(BIN)/groupwise train
 
 test: .venv/installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --dist loadfile
 
 check: .venv/installed-dev
 	$(BIN)/ruff format --check .
