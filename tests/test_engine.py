@@ -316,6 +316,41 @@ def test_the_model_keeps_its_modes_when_generation_fails(small_policy):
     assert small_policy.model.training
 
 
+@pytest.fixture
+def frozen_when_asked(monkeypatch):
+    """How many objects the garbage collector left alone at each call of the model."""
+    counts = []
+    hidden = Policy.hidden
+
+    def watched(self, *args, **kwargs):
+        counts.append(gc.get_freeze_count())
+        return hidden(self, *args, **kwargs)
+
+    monkeypatch.setattr(Policy, "hidden", watched)
+    return counts
+
+
+def test_the_garbage_collector_leaves_alone_what_was_there_until_a_call_ends(small_policy, frozen_when_asked):
+    Engine(small_policy, EngineConfig()).generate(requests((3,), (1,)), Sampling(max_tokens=2))
+    assert min(frozen_when_asked) > 1000
+    assert gc.get_freeze_count() == 0
+    with torch.no_grad():
+        small_policy.head_weight[3] = math.nan
+    with pytest.raises(InvariantError, match="entropy"):
+        Engine(small_policy, EngineConfig()).generate(requests((3,), (1,)), Sampling(max_tokens=2))
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_a_program_has_frozen_stays_frozen(small_policy, frozen_when_asked):
+    gc.freeze()
+    try:
+        Engine(small_policy, EngineConfig()).generate(requests((3,), (1,)), Sampling(max_tokens=2))
+        assert min(frozen_when_asked) > 1000
+        assert gc.get_freeze_count() > 1000
+    finally:
+        gc.unfreeze()
+
+
 def test_dropout_plays_no_part_in_generation():
     asked, sampling = requests(), Sampling(max_tokens=12)
     policy = policy_of(small_model(attention_dropout=0.5))

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from groupwise.config.sections import EngineConfig
 from groupwise.engine.blocks import BlockPool
+from groupwise.engine.during import collecting_only_new, evaluating
 from groupwise.engine.runner import Runner
 from groupwise.engine.sampler import draw, uniforms
 from groupwise.engine.scheduler import NONE, More, Scheduler, Sequence
@@ -113,7 +114,7 @@ class Engine:
         slots = min(self.config.max_sequences, sum(len(request.seeds) for request in requests))
         pool = BlockPool(self._blocks(requests, sampling, slots, more), block_size=self.config.block_size)
         scheduler = Scheduler(requests, slots=slots, pool=pool, max_tokens=sampling.max_tokens, more=more)
-        with evaluating(self.policy.model):
+        with evaluating(self.policy.model), collecting_only_new():
             run = self._run_ahead if self.accelerated else self._run
             run(scheduler, sampling, partner)
         scheduler.drop_histories()
@@ -276,15 +277,3 @@ class Engine:
                 f"a prompt of {longest} tokens and the {added} that turns and tools may add exceed the "
                 f"model's context of {limit}; lower tools.max_tokens"
             )
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """No dropout inside the block; afterwards every module is in the mode it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

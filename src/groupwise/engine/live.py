@@ -18,7 +18,7 @@ from importlib.util import find_spec
 import torch
 
 from groupwise.engine.blocks import BlockPool
-from groupwise.engine.engine import evaluating
+from groupwise.engine.during import evaluating
 from groupwise.engine.live_scheduler import Job, LiveScheduler
 from groupwise.engine.live_steps import PlainSteps, Steps
 from groupwise.engine.sampler import Alternatives
