@@ -258,10 +258,11 @@ def sampler_gap(policy: Policy, asked: list[Request], answers: list[list[Complet
 def run_apart(command: list[str]) -> int:
     """Run a command and end all that it leaves behind, which would take time from what follows."""
     process = subprocess.Popen(command, start_new_session=True)
-    code = process.wait()
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    return code
+    try:
+        return process.wait()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def main() -> None:

@@ -65,6 +65,7 @@ class Scheduler:
         self.in_slot: dict[int, Sequence] = {}
         """The same by slot."""
         self._slots: NDArray[np.int64] | None = None
+        """Those slots in order, until someone starts or leaves."""
         self.waiting: deque[Sequence] = deque()
         self._requests = 0
         """Added so far."""

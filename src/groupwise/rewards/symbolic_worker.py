@@ -19,8 +19,8 @@ from typing import IO
 MEMORY_BYTES = 2 << 30
 WARM_UP = r"\lfloor\frac{x^2+\sqrt{2}}{3}\rfloor+\sum_{k=1}^{3}k\cdot\sin(x)"
 PATIENCE = 4
-"""Times the limit that may pass by the clock: it is one of computing, so that no verdict depends on what
-else runs."""
+"""Times the limit that may pass by the clock: it is one of computing, as a busy machine must not change a
+verdict."""
 
 
 def main() -> None:
