@@ -37,13 +37,14 @@ def run_option(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
     from groupwise.config.sections import AlgoConfig, OptimConfig
     from groupwise.learner.learner import Learner
+    from groupwise.model.recomputed import recompute_layers
     from groupwise.records import Sampling
 
     chosen = dict(OPTIONS[name])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy = random_policy(arguments.shape, device=device)
     if chosen.pop("recompute", False):
-        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_layers(policy.model)
     samples = batch(
         groups=arguments.groups,
         prompt=arguments.prompt,

@@ -50,7 +50,7 @@ def config_for(job: Job) -> Config:
         ),
         # A deep random model in bfloat16 blows rounding up: the sides of the gap differ by some 0.04.
         algo=AlgoConfig(loss="dapo", beta=0.0, max_gap=0.05 if job.device == "cpu" else 0.2),
-        optim=OptimConfig(learning_rate=job.learning_rate),
+        optim=OptimConfig(learning_rate=job.learning_rate, micro_batch_tokens=job.pass_tokens),
         run=RunConfig(seed=job.seed, max_steps=job.warm_up + job.steps),
     ).resolve()
 
@@ -100,11 +100,11 @@ def run(job: Job) -> Result:
             )
         )
         cursor = batch.cursor
-    trained = policy.trainable().values()
+    trained = list(policy.trainable().values())
     return Result(
         steps=tuple(steps),
         trained_parameters=sum(parameter.numel() for parameter in trained),
-        dtype=str(policy.head_weight.dtype),
+        dtypes=f"{policy.head_weight.dtype}, {trained[0].dtype}",
         prompt_tokens=max(map(len, prompts)),
         start_gb=start_gb,
         peak_gb=peak_gb,

@@ -157,7 +157,7 @@ def run(job: Job) -> Result:
     return Result(
         steps=tuple(stopwatch.steps),
         trained_parameters=sum(parameter.numel() for parameter in trained),
-        dtype=str(trained[0].dtype),
+        dtypes=f"{trainer.model.get_output_embeddings().weight.dtype}, {trained[0].dtype}",
         prompt_tokens=stopwatch.longest_prompt,
         start_gb=start_gb,
         peak_gb=stopwatch.peak_gb,

@@ -40,7 +40,9 @@ class Job:
     prompt_words: int = 0
     """Prompts of so many random words, each a token, for a random model; 0: Countdown's."""
     micro_batch: int = 0
-    """Sequences in one forward and backward pass of TRL; ours are packed by tokens."""
+    """Sequences in one forward and backward pass of TRL."""
+    pass_tokens: int | None = None
+    """Tokens in one of ours, which are packed; None: as many as the learner chooses."""
     recompute: bool = False
     """Gradient checkpointing, which TRL turns on unless told otherwise."""
     learning_rate: float = 1e-6
@@ -74,7 +76,8 @@ class Result:
 
     steps: tuple[Step, ...]
     trained_parameters: int
-    dtype: str
+    dtypes: str
+    """Of the output layer and of what is trained."""
     prompt_tokens: int
     """Of the longest prompt."""
     start_gb: float

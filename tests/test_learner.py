@@ -17,6 +17,7 @@ from groupwise.learner.part import Part
 from groupwise.learner.passes import pass_tokens
 from groupwise.learner.schedule import learning_rate
 from groupwise.model.policy import Policy
+from groupwise.model.recomputed import recompute_layers
 from groupwise.records import Sample, Sampling
 from small_models import policy_of, small_model, tiny_tokenizer
 
@@ -192,7 +193,7 @@ def test_a_pass_is_as_large_as_the_activations_of_the_model_allow() -> None:
 
 def test_with_gradient_checkpointing_only_one_layer_keeps_everything() -> None:
     model = small_model()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    recompute_layers(model)
     assert policy_of(model).activation_bytes == (10 * 32 + 5 * 48 + 2 * 32) * 4
 
 

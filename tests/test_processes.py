@@ -18,6 +18,7 @@ from groupwise.errors import ConfigError, EchoError, InvariantError
 from groupwise.learner.learner import Learner
 from groupwise.model.context import Context
 from groupwise.model.policy import Policy
+from groupwise.model.recomputed import recompute_layers
 from groupwise.parallel.balance import dealt_out
 from groupwise.parallel.processes import Processes, joined_processes
 from groupwise.records import Sample, Sampling
@@ -61,6 +62,8 @@ def gradients(loss: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     ).resolve()
     with joined_processes() as processes:
         policy = policy_of(small_model())
+        if config.model.gradient_checkpointing:
+            recompute_layers(policy.model)
         if config.algo.beta:
             policy = type(policy)(policy.model, policy.tokenizer, reference=policy_of(small_model()).model)
         if processes.count > 1 and config.run.parallel == "fsdp":
@@ -105,6 +108,7 @@ def relative_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
 MORE = {
     "with a KL penalty and an entropy bonus": ("algo.beta=0.1", "algo.entropy_bonus=0.01"),
     "in mini-batches and small micro-batches": ("optim.minibatches=2", "optim.micro_batch_tokens=12"),
+    "with layers computed again": ("model.gradient_checkpointing=true",),
 }
 # The second pass is off-policy: there every loss has a gradient of its own.
 WIDE = ("algo.max_gap=100", "optim.minibatches=1", "optim.epochs=2")

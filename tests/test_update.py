@@ -15,6 +15,7 @@ import torch
 from groupwise.config.sections import LOSSES, AlgoConfig, OptimConfig
 from groupwise.learner.learner import Learner, split_groups
 from groupwise.model.policy import Policy
+from groupwise.model.recomputed import recompute_layers
 from groupwise.records import Sample, Sampling
 from naive_update import Gradients, gradients, measure, naive_loss
 from small_models import policy_of, small_model, tiny_tokenizer
@@ -50,7 +51,7 @@ def policy_and_plain(*, lora: bool, checkpointing: bool = False) -> tuple[Policy
         frozen = copy.deepcopy(reference).requires_grad_(False)
         policy_of(frozen)
     if checkpointing:
-        ours.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_layers(ours)
     return Policy(ours, tiny_tokenizer(), reference=frozen), plain.double(), reference.double()
 
 

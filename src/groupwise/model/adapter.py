@@ -47,7 +47,7 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
 
 
 class _AdaptedLinear(torch.autograd.Function):
-    """x Wᵀ + bias + scale · (x Aᵀ) Bᵀ; W and bias are frozen."""
+    """x Wᵀ + bias + scale · (x Aᵀ) Bᵀ; W and bias are frozen. `low` is what lies between A and B, scaled."""
 
     @staticmethod
     def forward(
@@ -57,9 +57,9 @@ class _AdaptedLinear(torch.autograd.Function):
         ctx.base, ctx.scale, ctx.adapter_type = base, scale, a_RI.dtype
         w_OI = plain_weight(base).to(x_NI.dtype)
         a_RI, b_OR = a_RI.to(x_NI.dtype), b_OR.to(x_NI.dtype)
-        low_NR = x_NI @ a_RI.T
+        low_NR = _scaled_product(x_NI, a_RI.T, scale)
         ctx.save_for_backward(x_NI, a_RI, b_OR, low_NR)
-        y_NO = nn.functional.linear(x_NI, w_OI, bias_O).addmm_(low_NR, b_OR.T, alpha=scale)
+        y_NO = nn.functional.linear(x_NI, w_OI, bias_O).addmm_(low_NR, b_OR.T)
         return y_NO.detach()  # compiled by torch 2.11, what was changed in place would have no gradient
 
     @staticmethod
@@ -67,11 +67,16 @@ class _AdaptedLinear(torch.autograd.Function):
         x_NI, a_RI, b_OR, low_NR = ctx.saved_tensors
         dy_NO = grads[0]
         w_OI = plain_weight(ctx.base).to(dy_NO.dtype)
-        dlow_NR = (dy_NO @ b_OR).mul_(ctx.scale)
+        dlow_NR = _scaled_product(dy_NO, b_OR, ctx.scale)
         dx_NI = (dy_NO @ w_OI).addmm_(dlow_NR, a_RI) if ctx.needs_input_grad[0] else None
         da_RI = _product(dlow_NR.T, x_NI, ctx.adapter_type)
-        db_OR = _product(dy_NO.T, low_NR, ctx.adapter_type).mul_(ctx.scale)
+        db_OR = _product(dy_NO.T, low_NR, ctx.adapter_type)
         return dx_NI, None, None, da_RI, db_OR, None
+
+
+def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """scale · left @ right, in one launch: what is multiplied by nothing is not read."""
+    return torch.addmm(left.new_empty(1), left, right, beta=0, alpha=scale)
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

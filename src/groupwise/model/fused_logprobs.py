@@ -19,8 +19,8 @@ from torch import Tensor
 from groupwise.model.head import float_logits
 from groupwise.model.logprobs import chunks
 
-CHUNK_LOGITS = 1 << 27
-"""Logits held at once: half a gigabyte, and half as much for their gradient in bfloat16."""
+CHUNK_LOGITS = 1 << 26
+"""Logits held at once: a quarter of a gigabyte, and half as much for their gradient in bfloat16."""
 
 
 @triton.jit

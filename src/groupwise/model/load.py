@@ -24,6 +24,7 @@ from groupwise.model.norms import shorten_norms
 from groupwise.model.policy import Policy
 from groupwise.model.quantize import check_installed, quantization_of, settings_for
 from groupwise.model.quantized import unpack_in_passes
+from groupwise.model.recomputed import recompute_layers
 from groupwise.model.rotary import shorten_rotation
 from groupwise.model.source import first_line, model_folder, unloadable
 
@@ -57,7 +58,7 @@ def load_policy(
         frozen.set_attn_implementation(interface.NAME)
         shorten_passes(frozen)
     if model.gradient_checkpointing:
-        policy_model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_layers(policy_model)
     return Policy(policy_model, tokenizer, reference=frozen)
 
 

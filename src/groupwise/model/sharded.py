@@ -19,11 +19,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from groupwise.model.recomputed import leave_to_torch
+
 
 class Shards:
     """The divided layers of one model."""
 
     def __init__(self, model: nn.Module, decoder: Any, *, device: torch.device) -> None:
+        leave_to_torch(model)
         self.mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for layer in decoder.layers:
             fully_shard(layer, mesh=self.mesh)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from groupwise.errors import CheckpointError, ConfigError
+from groupwise.model.recomputed import leave_to_torch
 
 T = TypeVar("T")
 
@@ -56,6 +57,7 @@ class Zero:
     def __init__(self, model: nn.Module, head: nn.Module, *, stage: int) -> None:
         if find_spec("deepspeed") is None:
             raise ConfigError(f"run.parallel=zero{stage} takes a package: pip install 'groupwise[deepspeed]'")
+        leave_to_torch(model)
         self.model, self.head, self.stage = model, head, stage
 
     def start(self, optimizer: AdamW, *, max_grad_norm: float, offload: bool) -> None:

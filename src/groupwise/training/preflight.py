@@ -37,7 +37,7 @@ CUDA_CONTEXT = 0
 """Counted in no figure: torch.cuda.max_memory_allocated leaves the context out, about 0.5 GB."""
 CHUNKS_LEFT = 12
 """Chunks of logits whose memory a CPU's heap does not use again, being in pieces by then: measured."""
-GPU_CHUNK_LOGITS = 1 << 27
+GPU_CHUNK_LOGITS = 1 << 26
 """Logits that `model.fused_logprobs`, which only a GPU can import, holds at once."""
 
 

@@ -1,0 +1,80 @@
+"""Gradient checkpointing: a layer keeps nothing but its input, and is computed again in the backward pass.
+
+torch's own way hooks every tensor that a layer would have kept, which takes the host a good part of the time
+that the layer takes it; a GPU waits for it when passes are small. Here the backward pass computes the layer
+and differentiates it on the spot. That asks for layers without noise of their own (dropout), which would
+have to be the same twice; for one differentiable input, the hidden states; and for nobody who watches the
+passes of a layer (FSDP, DeepSpeed). Otherwise torch does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+TORCH = {"use_reentrant": False}
+"""What transformers hands on to torch's `checkpoint`."""
+
+
+def recompute_layers(model: Any) -> None:
+    """Turn gradient checkpointing on for a model, ours where it can be."""
+    model.gradient_checkpointing_enable(TORCH)
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+        return
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = compute_again
+
+
+def leave_to_torch(model: Any) -> None:
+    """Where layers are recomputed, let torch do it."""
+    if model.is_gradient_checkpointing:
+        model.gradient_checkpointing_enable(TORCH)
+
+
+def compute_again(layer: Callable[..., Any], hidden: Tensor, *others: Any) -> Any:
+    """Compute a layer; a gradient of its result will compute it again."""
+    given = layer.keywords.values() if isinstance(layer, partial) else ()
+    if any(tensor.requires_grad for tensor in tensors((*others, *given))):
+        return checkpoint(layer, hidden, *others, use_reentrant=False)
+    if not hidden.requires_grad:  # embeddings that are not trained, below layers that are
+        hidden = hidden.detach().requires_grad_()
+    return _Recomputed.apply(layer, hidden, *others)  # type: ignore[no-untyped-call]
+
+
+def tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """All tensors among the values, and in the tuples among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            yield from tensors(value)
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layer: Callable[..., Any], hidden: Tensor, *others: Any) -> Any:
+        ctx.layer, ctx.others = layer, others
+        ctx.save_for_backward(hidden)
+        return layer(hidden, *others)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            found = ctx.layer(hidden, *ctx.others)
+        results = found if isinstance(found, tuple) else (found,)
+        pairs = [
+            (result, grad)
+            for result, grad in zip(results, grads, strict=True)
+            if isinstance(result, Tensor) and result.requires_grad
+        ]
+        torch.autograd.backward([result for result, _ in pairs], [grad for _, grad in pairs])
+        return None, hidden.grad, *(None for _ in ctx.others)

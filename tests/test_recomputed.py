@@ -1,0 +1,169 @@
+"""Layers computed again in the backward pass: the same gradient, and nothing kept but their inputs."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from groupwise.config.sections import LoraConfig
+from groupwise.model.accepted import check_attention
+from groupwise.model.adapter import adapt_in_place
+from groupwise.model.load import keep_quiet, shorten_passes
+from groupwise.model.lora import with_adapter
+from groupwise.model.packed import PackedLayout
+from groupwise.model.policy import Policy
+from groupwise.model.recomputed import compute_again, recompute_layers
+from small_models import SIZES, small_model, tiny_tokenizer
+
+TOKENS = 20
+SHAPE = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0}
+FAMILIES = {
+    "llama": transformers.LlamaConfig(**SHAPE),
+    "qwen2": transformers.Qwen2Config(**SHAPE),
+    "qwen3": transformers.Qwen3Config(**SHAPE, head_dim=8),
+    "gemma": transformers.GemmaConfig(**SHAPE, head_dim=8),
+    "gemma3": transformers.Gemma3TextConfig(**SHAPE, head_dim=8, sliding_window=256),
+    "mistral": transformers.MistralConfig(**SHAPE, head_dim=8),
+    "phi": transformers.PhiConfig(**SHAPE, resid_pdrop=0.0, embd_pdrop=0.0),
+    "phi3": transformers.Phi3Config(**SHAPE),
+    "gpt2": transformers.GPT2Config(
+        vocab_size=272, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    ),
+    "mixtral": transformers.MixtralConfig(**SHAPE, num_local_experts=4),
+}
+
+
+def policy_for(config: Any, *, lora: int = 0) -> Policy:
+    keep_quiet()
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()
+    check_attention(model, name="small")
+    shorten_passes(model)
+    if lora:
+        model = with_adapter(model, LoraConfig(r=lora, alpha=8), None)
+        adapt_in_place(model)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.2)
+    return Policy(model.train(), tiny_tokenizer())
+
+
+def gradients(policy: Policy) -> dict[str, Tensor]:
+    torch.manual_seed(1)  # for dropout
+    policy.model.zero_grad()
+    tokens_T = torch.arange(3, 3 + TOKENS)
+    layout = PackedLayout.build([(8, (7, 5))], device=tokens_T.device)
+    policy.hidden(tokens_T, torch.arange(TOKENS), layout).sin().sum().backward()
+    return {name: p.grad.clone() for name, p in policy.trainable().items() if p.grad is not None}
+
+
+@pytest.mark.parametrize("lora", [0, 4], ids=["every weight", "adapters"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_gradient_is_what_it_is_without(family: str, lora: int) -> None:
+    policy = policy_for(FAMILIES[family], lora=lora)
+    kept = gradients(policy)
+    recompute_layers(policy.model)
+    again = gradients(policy)
+    assert again.keys() == kept.keys()
+    assert len(kept) > 10
+    assert all(gradient.abs().sum() > 0 for name, gradient in kept.items() if "layers.0" in name)
+    for name, gradient in again.items():
+        assert torch.equal(gradient, kept[name]), name
+
+
+def saved_by_layers(policy: Policy) -> tuple[int, int]:
+    """Tokens' vectors that a forward pass keeps for the backward pass, and how often layers are computed."""
+    kept: dict[int, int] = {}
+    passes = 0
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    def count(*_: Any) -> None:
+        nonlocal passes
+        passes += 1
+
+    layers = policy.decoder.layers
+    hooks = [layer.register_forward_hook(count) for layer in layers]  # type: ignore[union-attr]
+    tokens_T = torch.arange(3, 3 + TOKENS)
+    layout = PackedLayout.build([(TOKENS, ())], device=tokens_T.device)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden_TM = policy.hidden(tokens_T, torch.arange(TOKENS), layout)
+    hidden_TM.sum().backward()
+    for hook in hooks:
+        hook.remove()
+    return sum(kept.values()) // (TOKENS * 32), passes
+
+
+def test_a_layer_keeps_its_input_alone_and_is_computed_twice() -> None:
+    policy = policy_for(FAMILIES["llama"], lora=4)
+    kept, passes = saved_by_layers(policy)
+    assert kept > 20
+    assert passes == 2
+    recompute_layers(policy.model)
+    kept, passes = saved_by_layers(policy)
+    assert kept == 3  # the inputs of two layers and of the last norm
+    assert passes == 4
+
+
+def test_noise_in_a_layer_is_the_same_when_it_is_computed_again() -> None:
+    noisy = transformers.GPT2Config(vocab_size=272, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.5)
+    policy = policy_for(noisy)
+    kept = gradients(policy)
+    recompute_layers(policy.model)
+    for name, gradient in gradients(policy).items():
+        assert torch.equal(gradient, kept[name]), name
+
+
+@pytest.mark.parametrize("way", ["by position", "by name", "in a tuple"])
+def test_whatever_else_a_layer_is_given_gets_its_gradient(way: str) -> None:
+    x, other = (torch.randn(3, generator=torch.Generator().manual_seed(n)).requires_grad_() for n in (0, 1))
+
+    def layer(hidden: Tensor, more: Any) -> Tensor:
+        more = more[0] if isinstance(more, tuple) else more
+        return hidden.sin() * more.exp()
+
+    if way == "by position":
+        result = compute_again(layer, x, other)
+    else:
+        result = compute_again(partial(layer, more=(other,) if way == "in a tuple" else other), x)
+    result.sum().backward()
+    torch.testing.assert_close(x.grad, (x.cos() * other.exp()).detach())
+    torch.testing.assert_close(other.grad, (x.sin() * other.exp()).detach())
+
+
+def test_results_in_a_tuple_keep_their_places() -> None:
+    x = torch.tensor([0.5, 2.0], requires_grad=True)
+
+    def layer(hidden: Tensor, extra: None) -> tuple[Tensor, None, Tensor]:
+        return hidden**2, extra, hidden * 3
+
+    square, nothing, triple = compute_again(layer, x, None)
+    assert nothing is None
+    (square * triple).sum().backward()  # 3x³
+    torch.testing.assert_close(x.grad, torch.tensor([2.25, 36.0]))
+
+
+def test_nothing_is_kept_where_no_gradient_is_asked_for() -> None:
+    policy = policy_for(FAMILIES["llama"], lora=4)
+    recompute_layers(policy.model)
+    tokens_T = torch.arange(3, 3 + TOKENS)
+    layout = PackedLayout.build([(TOKENS, ())], device=tokens_T.device)
+    with torch.no_grad():
+        assert not policy.hidden(tokens_T, torch.arange(TOKENS), layout).requires_grad
+
+
+def test_a_model_without_adapters_trains_its_embeddings_too() -> None:
+    policy = Policy(small_model().train(), tiny_tokenizer())
+    check_attention(policy.model, name="small")
+    recompute_layers(policy.model)
+    found = gradients(policy)
+    assert found["model.embed_tokens.weight"].abs().sum() > 0
