@@ -16,6 +16,7 @@ from groupwise.learner.learner import Learner, split_groups, suited_tokens
 from groupwise.learner.part import Part
 from groupwise.learner.passes import pass_tokens
 from groupwise.learner.schedule import learning_rate
+from groupwise.model.dropout import has_dropout
 from groupwise.model.policy import Policy
 from groupwise.model.recomputed import recompute_layers
 from groupwise.records import Sample, Sampling
@@ -168,7 +169,7 @@ def test_dropout_is_kept_out_of_what_the_policy_was() -> None:
             if "lora_B" in name:
                 parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
     policy = Policy(adapted, tiny_tokenizer())
-    assert policy.has_dropout
+    assert has_dropout(policy.model)
     trained = learner(policy)
     samples = [sample(7, 8), sample(9, 10, advantage=-1.0)]
     exact = trained._prepare(samples, sequences=2, tokens=4)[0][0].old_N

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from groupwise.config.sections import LoraConfig
 from groupwise.model.accepted import check_attention
 from groupwise.model.adapter import adapt_in_place
+from groupwise.model.dropout import has_dropout
 from groupwise.model.load import keep_quiet, shorten_passes
 from groupwise.model.lora import with_adapter
 from groupwise.model.packed import PackedLayout
@@ -55,8 +56,8 @@ def policy_for(config: Any, *, lora: int = 0) -> Policy:
     return Policy(model.train(), tiny_tokenizer())
 
 
-def gradients(policy: Policy) -> dict[str, Tensor]:
-    torch.manual_seed(1)  # for dropout
+def gradients(policy: Policy, *, seed: int = 1) -> dict[str, Tensor]:
+    torch.manual_seed(seed)  # for dropout
     policy.model.zero_grad()
     tokens_T = torch.arange(3, 3 + TOKENS)
     layout = PackedLayout.build([(8, (7, 5))], device=tokens_T.device)
@@ -114,16 +115,28 @@ def test_a_layer_keeps_its_input_alone_and_is_computed_twice() -> None:
     assert passes == 4
 
 
-def test_noise_in_a_layer_is_the_same_when_it_is_computed_again() -> None:
-    noisy = transformers.GPT2Config(vocab_size=272, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.5)
-    policy = policy_for(noisy)
+NOISY = {
+    "a module": transformers.GPT2Config(vocab_size=272, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.5),
+    "a function": transformers.Starcoder2Config(**SHAPE, residual_dropout=0.5),
+    "a function, a share without a first name": transformers.OPTConfig(
+        **SIZES, ffn_dim=48, word_embed_proj_dim=32, dropout=0.5
+    ),
+}
+
+
+@pytest.mark.parametrize("config", NOISY.values(), ids=NOISY)
+def test_noise_in_a_layer_is_the_same_when_it_is_computed_again(config: Any) -> None:
+    policy = policy_for(config)
     kept = gradients(policy)
+    assert has_dropout(policy.model)
+    other = gradients(policy, seed=2)
+    assert any(not torch.equal(gradient, kept[name]) for name, gradient in other.items())
     recompute_layers(policy.model)
     for name, gradient in gradients(policy).items():
         assert torch.equal(gradient, kept[name]), name
 
 
-@pytest.mark.parametrize("way", ["by position", "by name", "in a tuple"])
+@pytest.mark.parametrize("way", ["by position", "by name", "in a tuple", "all by name"])
 def test_whatever_else_a_layer_is_given_gets_its_gradient(way: str) -> None:
     x, other = (torch.randn(3, generator=torch.Generator().manual_seed(n)).requires_grad_() for n in (0, 1))
 
@@ -133,6 +146,8 @@ def test_whatever_else_a_layer_is_given_gets_its_gradient(way: str) -> None:
 
     if way == "by position":
         result = compute_again(layer, x, other)
+    elif way == "all by name":
+        result = compute_again(partial(layer, hidden=x, more=other))
     else:
         result = compute_again(partial(layer, more=(other,) if way == "in a tuple" else other), x)
     result.sum().backward()
@@ -167,3 +182,10 @@ def test_a_model_without_adapters_trains_its_embeddings_too() -> None:
     recompute_layers(policy.model)
     found = gradients(policy)
     assert found["model.embed_tokens.weight"].abs().sum() > 0
+
+
+def test_attention_of_ours_drops_nothing_whatever_its_share() -> None:
+    policy = policy_for(transformers.LlamaConfig(**SHAPE, attention_dropout=0.5))
+    assert not has_dropout(policy.model)
+    once, again = gradients(policy, seed=1), gradients(policy, seed=2)
+    assert all(torch.equal(gradient, again[name]) for name, gradient in once.items())

@@ -134,11 +134,6 @@ class Policy(Codec):
             kept_numbers(width, inner, self.layers, recomputed=recomputed) * self.head_weight.element_size()
         )
 
-    @property
-    def has_dropout(self) -> bool:
-        """Whether training mode adds noise of its own."""
-        return any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.model.modules())
-
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout) -> Tensor:
         """Return the last hidden states_TM of one packed row."""
         output = self._decoder(

@@ -14,9 +14,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+
+from groupwise.model.dropout import has_dropout
 
 TORCH = {"use_reentrant": False}
 """What transformers hands on to torch's `checkpoint`."""
@@ -25,7 +27,7 @@ TORCH = {"use_reentrant": False}
 def recompute_layers(model: Any) -> None:
     """Turn gradient checkpointing on for a model, ours where it can be."""
     model.gradient_checkpointing_enable(TORCH)
-    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+    if has_dropout(model):
         return
     for module in model.modules():
         if hasattr(module, "_gradient_checkpointing_func"):
@@ -38,11 +40,12 @@ def leave_to_torch(model: Any) -> None:
         model.gradient_checkpointing_enable(TORCH)
 
 
-def compute_again(layer: Callable[..., Any], hidden: Tensor, *others: Any) -> Any:
-    """Compute a layer; a gradient of its result will compute it again."""
-    given = layer.keywords.values() if isinstance(layer, partial) else ()
-    if any(tensor.requires_grad for tensor in tensors((*others, *given))):
-        return checkpoint(layer, hidden, *others, use_reentrant=False)
+def compute_again(layer: Callable[..., Any], *inputs: Any) -> Any:
+    """Compute a layer, hidden states first; a gradient of its result will compute it again."""
+    named = layer.keywords.values() if isinstance(layer, partial) else ()
+    if not inputs or any(tensor.requires_grad for tensor in tensors((*inputs[1:], *named))):
+        return checkpoint(layer, *inputs, use_reentrant=False)
+    hidden, *others = inputs
     if not hidden.requires_grad:  # embeddings that are not trained, below layers that are
         hidden = hidden.detach().requires_grad_()
     return _Recomputed.apply(layer, hidden, *others)  # type: ignore[no-untyped-call]
