@@ -138,8 +138,6 @@ class Engine:
             self._graph_runner.drop_graphs()
         self._runner = self._graph_runner = None
         if self.policy.device.type == "cuda":
-            # Each stream that graphs were captured on has left cuBLAS a workspace of some 30 MB.
-            torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
 
     @property
