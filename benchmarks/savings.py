@@ -44,7 +44,7 @@ def run_option(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy = random_policy(arguments.shape, device=device)
     if chosen.pop("recompute", False):
-        recompute_layers(policy.model)
+        recompute_layers(policy)
     samples = batch(
         groups=arguments.groups,
         prompt=arguments.prompt,

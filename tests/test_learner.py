@@ -16,7 +16,6 @@ from groupwise.learner.learner import Learner, split_groups, suited_tokens
 from groupwise.learner.part import Part
 from groupwise.learner.passes import pass_tokens
 from groupwise.learner.schedule import learning_rate
-from groupwise.model.dropout import has_dropout
 from groupwise.model.policy import Policy
 from groupwise.model.recomputed import recompute_layers
 from groupwise.records import Sample, Sampling
@@ -169,7 +168,7 @@ def test_dropout_is_kept_out_of_what_the_policy_was() -> None:
             if "lora_B" in name:
                 parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
     policy = Policy(adapted, tiny_tokenizer())
-    assert has_dropout(policy.model)
+    assert policy.noisy
     trained = learner(policy)
     samples = [sample(7, 8), sample(9, 10, advantage=-1.0)]
     exact = trained._prepare(samples, sequences=2, tokens=4)[0][0].old_N
@@ -193,9 +192,9 @@ def test_a_pass_is_as_large_as_the_activations_of_the_model_allow() -> None:
 
 
 def test_with_gradient_checkpointing_only_one_layer_keeps_everything() -> None:
-    model = small_model()
-    recompute_layers(model)
-    assert policy_of(model).activation_bytes == (10 * 32 + 5 * 48 + 2 * 32) * 4
+    policy = policy_of(small_model())
+    recompute_layers(policy)
+    assert policy.activation_bytes == (10 * 32 + 5 * 48 + 2 * 32) * 4
 
 
 def test_memory_that_runs_out_halves_the_passes_and_leaves_the_gradient_as_it_is(

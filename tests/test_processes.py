@@ -63,7 +63,7 @@ def gradients(loss: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     with joined_processes() as processes:
         policy = policy_of(small_model())
         if config.model.gradient_checkpointing:
-            recompute_layers(policy.model)
+            recompute_layers(policy)
         if config.algo.beta:
             policy = type(policy)(policy.model, policy.tokenizer, reference=policy_of(small_model()).model)
         if processes.count > 1 and config.run.parallel == "fsdp":

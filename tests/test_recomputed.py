@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from groupwise.config.sections import LoraConfig
 from groupwise.model.accepted import check_attention
 from groupwise.model.adapter import adapt_in_place
-from groupwise.model.dropout import has_dropout
 from groupwise.model.load import keep_quiet, shorten_passes
 from groupwise.model.lora import with_adapter
 from groupwise.model.packed import PackedLayout
@@ -70,7 +69,7 @@ def gradients(policy: Policy, *, seed: int = 1) -> dict[str, Tensor]:
 def test_the_gradient_is_what_it_is_without(family: str, lora: int) -> None:
     policy = policy_for(FAMILIES[family], lora=lora)
     kept = gradients(policy)
-    recompute_layers(policy.model)
+    recompute_layers(policy)
     again = gradients(policy)
     assert again.keys() == kept.keys()
     assert len(kept) > 10
@@ -109,7 +108,7 @@ def test_a_layer_keeps_its_input_alone_and_is_computed_twice() -> None:
     kept, passes = saved_by_layers(policy)
     assert kept > 20
     assert passes == 2
-    recompute_layers(policy.model)
+    recompute_layers(policy)
     kept, passes = saved_by_layers(policy)
     assert kept == 3  # the inputs of two layers and of the last norm
     assert passes == 4
@@ -118,9 +117,8 @@ def test_a_layer_keeps_its_input_alone_and_is_computed_twice() -> None:
 NOISY = {
     "a module": transformers.GPT2Config(vocab_size=272, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.5),
     "a function": transformers.Starcoder2Config(**SHAPE, residual_dropout=0.5),
-    "a function, a share without a first name": transformers.OPTConfig(
-        **SIZES, ffn_dim=48, word_embed_proj_dim=32, dropout=0.5
-    ),
+    "routers of experts": transformers.MixtralConfig(**SHAPE, num_local_experts=4, router_jitter_noise=0.2),
+    "experts drawn by lot": transformers.PhimoeConfig(**SHAPE, num_local_experts=4, router_jitter_noise=0.2),
 }
 
 
@@ -128,20 +126,20 @@ NOISY = {
 def test_noise_in_a_layer_is_the_same_when_it_is_computed_again(config: Any) -> None:
     policy = policy_for(config)
     kept = gradients(policy)
-    assert has_dropout(policy.model)
+    assert policy.noisy
     other = gradients(policy, seed=2)
     assert any(not torch.equal(gradient, kept[name]) for name, gradient in other.items())
-    recompute_layers(policy.model)
+    recompute_layers(policy)
     for name, gradient in gradients(policy).items():
         assert torch.equal(gradient, kept[name]), name
 
 
-@pytest.mark.parametrize("way", ["by position", "by name", "in a tuple", "all by name"])
+@pytest.mark.parametrize("way", ["by position", "by name", "in a tuple", "in a dict", "all by name"])
 def test_whatever_else_a_layer_is_given_gets_its_gradient(way: str) -> None:
     x, other = (torch.randn(3, generator=torch.Generator().manual_seed(n)).requires_grad_() for n in (0, 1))
 
     def layer(hidden: Tensor, more: Any) -> Tensor:
-        more = more[0] if isinstance(more, tuple) else more
+        more = more[0] if isinstance(more, tuple | dict) else more
         return hidden.sin() * more.exp()
 
     if way == "by position":
@@ -149,7 +147,8 @@ def test_whatever_else_a_layer_is_given_gets_its_gradient(way: str) -> None:
     elif way == "all by name":
         result = compute_again(partial(layer, hidden=x, more=other))
     else:
-        result = compute_again(partial(layer, more=(other,) if way == "in a tuple" else other), x)
+        more = {"by name": other, "in a tuple": (other,), "in a dict": {0: other}}[way]
+        result = compute_again(partial(layer, more=more), x)
     result.sum().backward()
     torch.testing.assert_close(x.grad, (x.cos() * other.exp()).detach())
     torch.testing.assert_close(other.grad, (x.sin() * other.exp()).detach())
@@ -167,9 +166,43 @@ def test_results_in_a_tuple_keep_their_places() -> None:
     torch.testing.assert_close(x.grad, torch.tensor([2.25, 36.0]))
 
 
+def test_a_layer_may_leave_another_one_tensors_in_a_dict() -> None:
+    """As the later layers of Gemma 3n use the keys and values of earlier ones."""
+    x = torch.tensor([0.5, 2.0], requires_grad=True)
+    shared: dict[str, Tensor] = {}
+
+    def writes(hidden: Tensor, shared: dict[str, Tensor]) -> Tensor:
+        shared["square"] = hidden**2
+        return hidden * 3
+
+    def reads(hidden: Tensor, shared: dict[str, Tensor]) -> Tensor:
+        return hidden * shared["square"]
+
+    compute_again(
+        partial(reads, shared=shared), compute_again(partial(writes, shared=shared), x)
+    ).sum().backward()
+    torch.testing.assert_close(x.grad, torch.tensor([2.25, 36.0]))  # of 3x³
+
+
+def test_results_that_would_get_no_gradient_are_refused() -> None:
+    with pytest.raises(AssertionError, match="would get no gradient"):
+        compute_again(lambda hidden: [hidden * 2], torch.ones(2, requires_grad=True))
+
+
+def test_looking_for_noise_leaves_no_trace() -> None:
+    policy = policy_for(NOISY["a module"])
+    policy.model.eval()
+    policy.decoder.h[0].train()  # type: ignore[index]
+    modes = [module.training for module in policy.model.modules()]
+    state = torch.get_rng_state()
+    assert policy.noisy
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in policy.model.modules()] == modes
+
+
 def test_nothing_is_kept_where_no_gradient_is_asked_for() -> None:
     policy = policy_for(FAMILIES["llama"], lora=4)
-    recompute_layers(policy.model)
+    recompute_layers(policy)
     tokens_T = torch.arange(3, 3 + TOKENS)
     layout = PackedLayout.build([(TOKENS, ())], device=tokens_T.device)
     with torch.no_grad():
@@ -179,13 +212,13 @@ def test_nothing_is_kept_where_no_gradient_is_asked_for() -> None:
 def test_a_model_without_adapters_trains_its_embeddings_too() -> None:
     policy = Policy(small_model().train(), tiny_tokenizer())
     check_attention(policy.model, name="small")
-    recompute_layers(policy.model)
+    recompute_layers(policy)
     found = gradients(policy)
     assert found["model.embed_tokens.weight"].abs().sum() > 0
 
 
 def test_attention_of_ours_drops_nothing_whatever_its_share() -> None:
     policy = policy_for(transformers.LlamaConfig(**SHAPE, attention_dropout=0.5))
-    assert not has_dropout(policy.model)
+    assert not policy.noisy
     once, again = gradients(policy, seed=1), gradients(policy, seed=2)
     assert all(torch.equal(gradient, again[name]) for name, gradient in once.items())

@@ -50,9 +50,10 @@ def policy_and_plain(*, lora: bool, checkpointing: bool = False) -> tuple[Policy
     if not lora:
         frozen = copy.deepcopy(reference).requires_grad_(False)
         policy_of(frozen)
+    policy = Policy(ours, tiny_tokenizer(), reference=frozen)
     if checkpointing:
-        recompute_layers(ours)
-    return Policy(ours, tiny_tokenizer(), reference=frozen), plain.double(), reference.double()
+        recompute_layers(policy)
+    return policy, plain.double(), reference.double()
 
 
 def some_samples(plain: Any, *, groups: int = 3, seed: int = 0) -> list[Sample]:

@@ -21,7 +21,6 @@ from groupwise.learner.passes import pass_tokens
 from groupwise.learner.rows import row_logprobs
 from groupwise.learner.schedule import learning_rate
 from groupwise.model.context import Context
-from groupwise.model.dropout import has_dropout
 from groupwise.model.memory import total_memory
 from groupwise.model.policy import Policy
 from groupwise.parallel.balance import dealt_out
@@ -144,7 +143,7 @@ class Learner:
         prepared: list[list[Part]] = []
         for minibatch, sample_weights in zip(divided, weights, strict=True):
             # Before the first update the old policy is the policy now, unless dropout makes it another.
-            old_pass = bool(prepared) or self.optim.epochs > 1 or has_dropout(self.policy.model)
+            old_pass = bool(prepared) or self.optim.epochs > 1 or self.policy.noisy
             parts: list[Part] = []
             for part in self._parts(minibatch, sample_weights):
                 parts.append(

@@ -57,9 +57,10 @@ def load_policy(
         frozen = causal_model(source, dtype, device).requires_grad_(False).eval()
         frozen.set_attn_implementation(interface.NAME)
         shorten_passes(frozen)
+    policy = Policy(policy_model, tokenizer, reference=frozen)
     if model.gradient_checkpointing:
-        recompute_layers(policy_model)
-    return Policy(policy_model, tokenizer, reference=frozen)
+        recompute_layers(policy)
+    return policy
 
 
 def load_for_generation(model: ModelConfig, *, rank: int, trained: Path | None) -> Policy:

@@ -1,4 +1,4 @@
-"""How much memory a device has for this process."""
+"""How much memory a device has for this process, and how much of it the tokens of an update take."""
 
 from __future__ import annotations
 
@@ -40,3 +40,13 @@ def return_freed_memory() -> None:
     """Give the system back what was freed in the heap, where the C library can: it keeps it else."""
     with suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def kept_numbers(width: int, inner: int, layers: int, *, recomputed: bool) -> int:
+    """About how many numbers of a token a forward pass keeps for the backward pass, at most.
+
+    A layer keeps some ten vectors of its width and some five of its inner width; with gradient
+    checkpointing, one vector, and the rest of one layer at a time.
+    """
+    layer = 10 * width + 5 * inner
+    return layer + layers * width if recomputed else layers * layer

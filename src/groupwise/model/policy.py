@@ -16,7 +16,8 @@ from groupwise.model.codec import Codec
 from groupwise.model.head import float_logits
 from groupwise.model.interface import Layout
 from groupwise.model.lora import base_of, effective_weight, is_adapted
-from groupwise.model.memory import free_memory
+from groupwise.model.memory import free_memory, kept_numbers
+from groupwise.model.noise import draws_noise
 from groupwise.model.quantized import is_quantized
 from groupwise.tracking.files import let_read
 
@@ -134,6 +135,11 @@ class Policy(Codec):
             kept_numbers(width, inner, self.layers, recomputed=recomputed) * self.head_weight.element_size()
         )
 
+    @cached_property
+    def noisy(self) -> bool:
+        """Whether training mode adds noise of its own."""
+        return draws_noise(self)
+
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout) -> Tensor:
         """Return the last hidden states_TM of one packed row."""
         output = self._decoder(
@@ -223,6 +229,7 @@ class Policy(Codec):
         """Divide among the processes of this run what the layout says: fsdp, zero1, zero2 or zero3."""
         if self.unpacked_bytes:
             raise ConfigError("quantized weights cannot be divided among processes: use run.parallel=ddp")
+        self.noisy = draws_noise(self)  # which can only be tried while the policy is whole
         if layout == "fsdp":
             from groupwise.model.sharded import Shards
 
@@ -270,16 +277,6 @@ class Policy(Codec):
         let_read(folder)
         if tokenizer:
             self.tokenizer.save_pretrained(folder)
-
-
-def kept_numbers(width: int, inner: int, layers: int, *, recomputed: bool) -> int:
-    """About how many numbers of a token a forward pass keeps for the backward pass, at most.
-
-    A layer keeps some ten vectors of its width and some five of its inner width; with gradient
-    checkpointing, one vector, and the rest of one layer at a time.
-    """
-    layer = 10 * width + 5 * inner
-    return layer + layers * width if recomputed else layers * layer
 
 
 def place(parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor]) -> None:

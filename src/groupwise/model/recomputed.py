@@ -2,14 +2,14 @@
 
 torch's own way hooks every tensor that a layer would have kept, which takes the host a good part of the time
 that the layer takes it; a GPU waits for it when passes are small. Here the backward pass computes the layer
-and differentiates it on the spot. That asks for layers without noise of their own (dropout), which would
-have to be the same twice; for one differentiable input, the hidden states; and for nobody who watches the
-passes of a layer (FSDP, DeepSpeed). Otherwise torch does it.
+and differentiates it on the spot. That asks for layers without noise of their own, which would have to be the
+same twice; for one differentiable input, the hidden states; and for nobody who watches the passes of a layer
+(FSDP, DeepSpeed). Otherwise torch does it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,18 +18,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from groupwise.model.dropout import has_dropout
+from groupwise.model.policy import Policy
 
 TORCH = {"use_reentrant": False}
 """What transformers hands on to torch's `checkpoint`."""
 
 
-def recompute_layers(model: Any) -> None:
-    """Turn gradient checkpointing on for a model, ours where it can be."""
-    model.gradient_checkpointing_enable(TORCH)
-    if has_dropout(model):
+def recompute_layers(policy: Policy) -> None:
+    """Turn gradient checkpointing on for a policy, ours where it can be."""
+    noisy = policy.noisy
+    policy.model.gradient_checkpointing_enable(TORCH)
+    if noisy:
         return
-    for module in model.modules():
+    for module in policy.model.modules():
         if hasattr(module, "_gradient_checkpointing_func"):
             module._gradient_checkpointing_func = compute_again
 
@@ -43,7 +44,7 @@ def leave_to_torch(model: Any) -> None:
 def compute_again(layer: Callable[..., Any], *inputs: Any) -> Any:
     """Compute a layer, hidden states first; a gradient of its result will compute it again."""
     named = layer.keywords.values() if isinstance(layer, partial) else ()
-    if not inputs or any(tensor.requires_grad for tensor in tensors((*inputs[1:], *named))):
+    if not inputs or any(map(may_want_gradient, (*inputs[1:], *named))):
         return checkpoint(layer, *inputs, use_reentrant=False)
     hidden, *others = inputs
     if not hidden.requires_grad:  # embeddings that are not trained, below layers that are
@@ -51,13 +52,13 @@ def compute_again(layer: Callable[..., Any], *inputs: Any) -> Any:
     return _Recomputed.apply(layer, hidden, *others)  # type: ignore[no-untyped-call]
 
 
-def tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """All tensors among the values, and in the tuples among them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple):
-            yield from tensors(value)
+def may_want_gradient(value: Any) -> bool:
+    """Whether an argument may get a gradient: in what can be changed, layers may leave each other tensors."""
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    if isinstance(value, tuple):
+        return any(map(may_want_gradient, value))
+    return isinstance(value, list | Mapping)
 
 
 class _Recomputed(torch.autograd.Function):
@@ -65,7 +66,10 @@ class _Recomputed(torch.autograd.Function):
     def forward(ctx: Any, layer: Callable[..., Any], hidden: Tensor, *others: Any) -> Any:
         ctx.layer, ctx.others = layer, others
         ctx.save_for_backward(hidden)
-        return layer(hidden, *others)
+        found = layer(hidden, *others)
+        for result in found if isinstance(found, tuple) else (found,):
+            assert result is None or isinstance(result, Tensor), "a layer's result would get no gradient"
+        return found
 
     @staticmethod
     @once_differentiable

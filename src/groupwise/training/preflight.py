@@ -17,8 +17,7 @@ from groupwise.engine.prefill import PREFILL_TOKENS
 from groupwise.learner.learner import GPU_LOGITS_BYTES
 from groupwise.learner.passes import pass_tokens
 from groupwise.model.logprobs import CHUNK_LOGITS
-from groupwise.model.memory import total_memory
-from groupwise.model.policy import kept_numbers
+from groupwise.model.memory import kept_numbers, total_memory
 from groupwise.training.measures import resident_bytes
 from groupwise.training.shape import Shape
 
