@@ -45,7 +45,7 @@ def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(4, 5), (1, 6, 5), (2, 3, 5)])
+@pytest.mark.parametrize("shape", [(4, 5), (1, 6, 5), (2, 3, 5), (1, 0, 5)])
 def test_output_and_every_gradient_are_those_of_peft(bias: bool, shape: tuple[int, ...]) -> None:
     model, x = adapted(bias=bias), torch.randn(shape)
     theirs, their_gradients = model(x), gradients(model, x)

@@ -43,7 +43,7 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
     y_NO: Tensor = _AdaptedLinear.apply(  # type: ignore[no-untyped-call]
         x.flatten(0, -2), base, base.bias, a_RI, b_OR, layer.scaling[name]
     )
-    return y_NO.view(*x.shape[:-1], -1)
+    return y_NO.view(*x.shape[:-1], y_NO.shape[-1])
 
 
 class _AdaptedLinear(torch.autograd.Function):

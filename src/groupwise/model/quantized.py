@@ -44,7 +44,7 @@ def unpack_in_passes(model: nn.Module) -> None:
 
 def _forward(linear: Any, x: Tensor) -> Tensor:
     y_NO: Tensor = _UnpackedLinear.apply(x.flatten(0, -2), linear, linear.bias)  # type: ignore[no-untyped-call]
-    return y_NO.view(*x.shape[:-1], -1)
+    return y_NO.view(*x.shape[:-1], y_NO.shape[-1])
 
 
 class _UnpackedLinear(torch.autograd.Function):
