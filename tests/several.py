@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from importlib.util import find_spec
+from queue import Empty
 from typing import Any
 
 import pytest
@@ -26,6 +29,7 @@ def free_port() -> int:
 
 
 def run_as(rank: int, count: int, port: int, answers: Any, work: Callable[..., Any], given: tuple) -> None:
+    faulthandler.enable()  # who is ended by a signal tells where
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -39,6 +43,21 @@ def run_as(rank: int, count: int, port: int, answers: Any, work: Callable[..., A
         answers.put((rank, None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
 
 
+def all_answers(answers: Any, children: list[Any]) -> dict[int, tuple[Any, str | None]]:
+    """Return (value, error) of every process, or fail when one has died or takes too long."""
+    found: dict[int, tuple[Any, str | None]] = {}
+    deadline = time.monotonic() + 200
+    while len(found) < len(children):
+        try:
+            rank, value, error = answers.get(timeout=1)
+            found[rank] = value, error
+        except Empty:
+            ended = {rank: child.exitcode for rank, child in enumerate(children) if child.exitcode}
+            assert not ended, f"processes ended without an answer (process: exit code): {ended}"
+            assert time.monotonic() < deadline, f"no answer but from processes {sorted(found)}"
+    return found
+
+
 def in_processes(count: int, work: Callable[..., Any], *given: Any) -> list[Any]:
     """Return what `work` returned in each of `count` processes; fails where one of them failed."""
     answers = PROCESSES.Queue()
@@ -49,10 +68,13 @@ def in_processes(count: int, work: Callable[..., Any], *given: Any) -> list[Any]
     ]
     for child in children:
         child.start()
-    arrived = [answers.get(timeout=200) for _ in children]
-    found = {rank: (value, error) for rank, value, error in arrived}
-    for child in children:
-        child.join(30)
+    try:
+        found = all_answers(answers, children)
+        for child in children:
+            child.join(30)
+    finally:
+        for child in children:
+            child.kill()  # who waits for one that has died
     errors = [error for _, error in found.values() if error is not None]
     assert not errors, "\n".join(errors)
     return [found[rank][0] for rank in range(count)]
