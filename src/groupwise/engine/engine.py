@@ -16,7 +16,7 @@ from torch import Tensor
 
 from groupwise.config.sections import EngineConfig
 from groupwise.engine.blocks import BlockPool
-from groupwise.engine.during import collecting_only_new, evaluating
+from groupwise.engine.during import collecting_only_new
 from groupwise.engine.runner import Runner
 from groupwise.engine.sampler import draw, uniforms
 from groupwise.engine.scheduler import NONE, More, Scheduler, Sequence
@@ -24,6 +24,7 @@ from groupwise.engine.stopping import StopStrings
 from groupwise.errors import ConfigError
 from groupwise.model.members import Members
 from groupwise.model.memory import free_memory
+from groupwise.model.mode import in_mode
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Finish, Request, Sampling
 
@@ -114,7 +115,7 @@ class Engine:
         slots = min(self.config.max_sequences, sum(len(request.seeds) for request in requests))
         pool = BlockPool(self._blocks(requests, sampling, slots, more), block_size=self.config.block_size)
         scheduler = Scheduler(requests, slots=slots, pool=pool, max_tokens=sampling.max_tokens, more=more)
-        with evaluating(self.policy.model), collecting_only_new():
+        with in_mode(self.policy.model, training=False), collecting_only_new():
             run = self._run_ahead if self.accelerated else self._run
             run(scheduler, sampling, partner)
         scheduler.drop_histories()

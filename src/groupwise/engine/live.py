@@ -18,11 +18,11 @@ from importlib.util import find_spec
 import torch
 
 from groupwise.engine.blocks import BlockPool
-from groupwise.engine.during import evaluating
 from groupwise.engine.live_scheduler import Job, LiveScheduler
 from groupwise.engine.live_steps import PlainSteps, Steps
 from groupwise.engine.sampler import Alternatives
 from groupwise.engine.scheduler import Sequence as Member
+from groupwise.model.mode import in_mode
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Finish
 
@@ -135,7 +135,7 @@ class LiveEngine:
         try:
             if self.policy.device.type == "cuda":
                 torch.cuda.set_device(self.policy.device)  # of this thread
-            with torch.inference_mode(), evaluating(self.policy.model), ExitStack() as stack:
+            with torch.inference_mode(), in_mode(self.policy.model, training=False), ExitStack() as stack:
                 steps = self._steps(stack)
                 while self._take_in():
                     self._deliver(self._news(steps))

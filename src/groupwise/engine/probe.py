@@ -10,6 +10,7 @@ import torch
 
 from groupwise.errors import InvariantError
 from groupwise.model.logprobs import token_logprobs
+from groupwise.model.mode import in_mode
 from groupwise.model.packed import PackedLayout
 from groupwise.model.policy import Policy
 from groupwise.records import Sampling
@@ -39,12 +40,9 @@ class Probe:
         """Compute the policy's log-probabilities of now."""
         tokens_T = torch.tensor(self.tokens, device=self.policy.device)
         layout = PackedLayout.build([(1, (LENGTH - 2,))], device=tokens_T.device)
-        training = self.policy.model.training
-        self.policy.model.eval()
-        hidden_TM = self.policy.hidden(
-            tokens_T[:-1], torch.arange(LENGTH - 1, device=tokens_T.device), layout
-        )
-        self.policy.model.train(training)
+        positions_T = torch.arange(LENGTH - 1, device=tokens_T.device)
+        with in_mode(self.policy.model, training=False):
+            hidden_TM = self.policy.hidden(tokens_T[:-1], positions_T, layout)
         logprobs_N, _ = token_logprobs(
             hidden_TM,
             self.policy.head_weight,

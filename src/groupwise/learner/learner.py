@@ -142,7 +142,7 @@ class Learner:
         )
         prepared: list[list[Part]] = []
         for minibatch, sample_weights in zip(divided, weights, strict=True):
-            # Before the first update the old policy is the policy now, unless dropout makes it another.
+            # Before the first update the old policy is the policy now, unless noise makes it another.
             old_pass = bool(prepared) or self.optim.epochs > 1 or self.policy.noisy
             parts: list[Part] = []
             for part in self._parts(minibatch, sample_weights):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from groupwise.model.mode import in_mode
 from groupwise.model.packed import PackedLayout
 
 if TYPE_CHECKING:
@@ -18,18 +19,13 @@ TOKENS = 8
 @torch.no_grad()
 def draws_noise(policy: Policy) -> bool:
     """Compute a short row as the learner does, and see whether a generator of random numbers has moved."""
-    device, model = policy.device, policy.model
+    device = policy.device
     tokens_T = torch.arange(TOKENS, device=device) % len(policy.head_weight)
     layout = PackedLayout.build([(TOKENS, ())], device=device)
-    modes = [(module, module.training) for module in model.modules()]
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with forked, in_mode(policy.model, training=True):
         before = _states(device)
-        try:
-            model.train()
-            policy.hidden(tokens_T, torch.arange(TOKENS, device=device), layout)
-        finally:
-            for module, training in modes:
-                module.training = training
+        policy.hidden(tokens_T, torch.arange(TOKENS, device=device), layout)
         after = _states(device)
     return not all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
