@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from machine import held, peak_rss, settle
+from machine import held, settle
 from workload import Job, Result, Step, digest, examples, read_job, split, task, write_result
 
 from groupwise.algo.samples import keep_top_entropy
@@ -70,7 +70,7 @@ def run(job: Job) -> Result:
         max_steps=config.run.max_steps,
     )
     collector = Collector(config, task=task(job), split=split(job), codec=policy, engine=engine)
-    start_gb, peak_gb = peak_rss(), 0.0
+    start_gb, peak_gb = held(job.device), 0.0
     prompts = [policy.encode(task(job).ask(example)) for example in examples(job)]
     steps: list[Step] = []
     cursor = 0

@@ -15,7 +15,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from machine import held, peak_rss, settle
+from machine import held, settle
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -151,7 +151,7 @@ def run(job: Job) -> Result:
             callbacks=[stopwatch],
         )
         stopwatch.trainer = trainer
-        start_gb = peak_rss()
+        start_gb = held(job.device)
         trainer.train()
     trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     return Result(

@@ -8,14 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from groupwise import cli
 from groupwise.config import Config, read_config
+from groupwise.config.model import ModelConfig
 from groupwise.model.load import load_policy
 from groupwise.model.source import TINY_FOLDER
 from groupwise.training.preflight import NF4_BYTES, Place, Preflight, advice, preflight
 from groupwise.training.shape import Linear, Shape, shape_of
-from small_models import small_model, tiny_tokenizer
+from small_models import SIZES, small_model, tiny_tokenizer
 
 CPU = Place(kind="cpu", total=10**10, program=0)
 GPU = Place(kind="cuda", total=24 * 10**9, program=0)
@@ -201,3 +203,14 @@ def test_doctor_says_what_is_there_and_what_a_run_takes(capsys):
     out = capsys.readouterr().out
     assert "does not fit" in out
     assert "try " in out
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept"),
+    [("llama", 2), ("gemma", 4), ("phi3", 4), ("gpt_neox", 2)],
+)
+def test_gates_of_ours_leave_two_vectors_and_others_four(kind: str, kept: int, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, pad_token_id=0))
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    assert shape_of(ModelConfig(name=str(tmp_path))).inner_kept == kept

@@ -181,20 +181,20 @@ def test_dropout_is_kept_out_of_what_the_policy_was() -> None:
 
 
 def test_a_pass_is_as_large_as_the_activations_of_the_model_allow() -> None:
-    # Two layers, each ten vectors of 32 and five of 48, four bytes a number.
+    # Two layers, each ten vectors of 32 and four of 48, four bytes a number.
     policy = policy_of(small_model())
-    assert policy.activation_bytes == 2 * (10 * 32 + 5 * 48) * 4
+    assert policy.activation_bytes == 2 * (10 * 32 + 4 * 48) * 4
     assert suited_tokens(policy) == 4096
-    policy._causal.config.intermediate_size = 1 << 18  # 5 × 2¹⁸ × 4 bytes in each of two layers, about 10 MB
+    policy._causal.config.intermediate_size = 1 << 18  # 4 × 2¹⁸ × 4 bytes in each of two layers, about 8 MB
     assert suited_tokens(policy) == 1024
     policy._causal.config.intermediate_size = 1 << 16
-    assert suited_tokens(policy) == (4 << 30) // (2 * (10 * 32 + 5 * (1 << 16)) * 4)
+    assert suited_tokens(policy) == (4 << 30) // (2 * (10 * 32 + 4 * (1 << 16)) * 4)
 
 
 def test_with_gradient_checkpointing_only_one_layer_keeps_everything() -> None:
     policy = policy_of(small_model())
     recompute_layers(policy)
-    assert policy.activation_bytes == (10 * 32 + 5 * 48 + 2 * 32) * 4
+    assert policy.activation_bytes == (10 * 32 + 4 * 48 + 2 * 32) * 4
 
 
 def test_memory_that_runs_out_halves_the_passes_and_leaves_the_gradient_as_it_is(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from functools import partial
 from typing import Any
 
@@ -101,6 +102,25 @@ def saved_by_layers(policy: Policy) -> tuple[int, int]:
     for hook in hooks:
         hook.remove()
     return sum(kept.values()) // (TOKENS * 32), passes
+
+
+def test_a_result_computed_again_is_gone_before_the_gradients_are() -> None:
+    results: list[weakref.ref[Tensor]] = []
+    gone: list[bool] = []
+
+    def layer(x: Tensor) -> Tensor:
+        squared = x**2
+        if squared.requires_grad:
+            squared.register_hook(lambda grad: gone.append(results[-1]() is None))
+        y = squared + x
+        results.append(weakref.ref(y))
+        return y
+
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    compute_again(layer, x).sum().backward()
+    assert gone == [True]
+    assert x.grad is not None
+    assert x.grad.tolist() == [3.0, 5.0]
 
 
 def test_a_layer_keeps_its_input_alone_and_is_computed_twice() -> None:

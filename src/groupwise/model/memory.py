@@ -45,8 +45,8 @@ def return_freed_memory() -> None:
 def kept_numbers(width: int, inner: int, layers: int, *, recomputed: bool) -> int:
     """About how many numbers of a token a forward pass keeps for the backward pass, at most.
 
-    A layer keeps some ten vectors of its width and some five of its inner width; with gradient
+    A layer keeps some ten vectors of its width and some four of its inner width; with gradient
     checkpointing, one vector, and the rest of one layer at a time.
     """
-    layer = 10 * width + 5 * inner
+    layer = 10 * width + 4 * inner
     return layer + layers * width if recomputed else layers * layer

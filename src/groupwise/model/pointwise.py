@@ -25,7 +25,7 @@ def _gated_silu(GATE, UP, OUT, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _gated_silu_backward(GRAD, GATE, UP, DGATE, DUP, size, BLOCK: tl.constexpr):
+def _gated_silu_backward(GRAD, GATE, UP, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = at < size
     grad = tl.load(GRAD + at, mask=live).to(tl.float32)
@@ -33,8 +33,9 @@ def _gated_silu_backward(GRAD, GATE, UP, DGATE, DUP, size, BLOCK: tl.constexpr):
     up = tl.load(UP + at, mask=live).to(tl.float32)
     open_share = tl.sigmoid(gate)
     slope = open_share * (1 + gate * (1 - open_share))
-    tl.store(DGATE + at, (grad * up * slope).to(DGATE.dtype.element_ty), mask=live)
-    tl.store(DUP + at, (grad * gate * open_share).to(DUP.dtype.element_ty), mask=live)
+    tl.store(GATE + at, (grad * up * slope).to(GATE.dtype.element_ty), mask=live)
+    tl.store(UP + at, (grad * gate * open_share).to(UP.dtype.element_ty), mask=live)
+    tl.store(GRAD + at, (gate * open_share * up).to(GRAD.dtype.element_ty), mask=live)
 
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
@@ -44,13 +45,9 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-def gated_silu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and up."""
-    dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-    _gated_silu_backward[(triton.cdiv(gate.numel(), BLOCK),)](
-        grad, gate, up, dgate, dup, gate.numel(), BLOCK=BLOCK
-    )
-    return dgate, dup
+def gated_silu_backward_(grad: Tensor, gate: Tensor, up: Tensor) -> None:
+    """Let gate and up become their gradients, and grad silu(gate) · up."""
+    _gated_silu_backward[(triton.cdiv(gate.numel(), BLOCK),)](grad, gate, up, gate.numel(), BLOCK=BLOCK)
 
 
 @triton.jit

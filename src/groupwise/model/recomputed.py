@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from groupwise.model.policy import Policy
@@ -77,11 +78,11 @@ class _Recomputed(torch.autograd.Function):
         hidden = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
             found = ctx.layer(hidden, *ctx.others)
-        results = found if isinstance(found, tuple) else (found,)
-        pairs = [
-            (result, grad)
-            for result, grad in zip(results, grads, strict=True)
+        wanted = [
+            (get_gradient_edge(result), grad)
+            for result, grad in zip(found if isinstance(found, tuple) else (found,), grads, strict=True)
             if isinstance(result, Tensor) and result.requires_grad
         ]
-        torch.autograd.backward([result for result, _ in pairs], [grad for _, grad in pairs])
+        del found  # the gradients do not ask for the results
+        torch.autograd.backward([edge for edge, _ in wanted], [grad for _, grad in wanted])
         return None, hidden.grad, *(None for _ in ctx.others)

@@ -213,7 +213,7 @@ def updating_parts(
         chunks = min(tokens * shape.vocabulary / CHUNK_LOGITS, CHUNKS_LEFT)
         yield Part(name="logits", bytes=chunks * 4 * CHUNK_LOGITS, generating=False)
         return
-    passing = tokens * (layer + 3 * shape.width + 2 * shape.inner) * size
+    passing = tokens * (layer + 3 * shape.width + shape.inner) * size
     chunk = min(tokens * shape.vocabulary, GPU_CHUNK_LOGITS)
     logits = chunk * (4 + size) + 3 * tokens * shape.width * size
     if shape.trains_head(config.lora):
@@ -252,10 +252,11 @@ def fullest_pass(config: Config, shape: Shape, size: int, place: Place, *, promp
 def layer_numbers(shape: Shape) -> int:
     """Numbers that a layer leaves behind for each token: counted in the decoders of Llama and Qwen.
 
-    What enters either norm and what leaves it, queries and what they attend to, keys and values, and the
-    three vectors of the gate.
+    What enters either norm and what leaves it, queries and what they attend to, keys and values, and
+    vectors of the gate.
     """
-    return 4 * shape.width + 2 * shape.heads * shape.head_size + 2 * shape.key_width + 3 * shape.inner
+    attention = 2 * shape.heads * shape.head_size + 2 * shape.key_width
+    return 4 * shape.width + attention + shape.inner_kept * shape.inner
 
 
 def activation_numbers(config: Config, shape: Shape) -> int:

@@ -41,6 +41,8 @@ class Shape:
     key_heads: int
     head_size: int
     vocabulary: int
+    inner_kept: int = 2
+    """Vectors of the inner width that a layer leaves behind for the backward pass."""
     quantization: str | None = None
     """Of the linear layers: on disk already, or as they are loaded."""
     modules: Mapping[str, int] = field(default_factory=dict)
@@ -131,10 +133,18 @@ def shape_of(model: ModelConfig) -> Shape:
         key_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         head_size=int(getattr(config, "head_dim", None) or width // heads),
         vocabulary=int(config.vocab_size),
+        inner_kept=inner_kept(config, linears),
         quantization=stored or model.quantization,
         modules={name: parameters_of(module) for name, module in laid_out.named_modules() if name},
         head=next((name for name, module in laid_out.named_modules() if module is head), ""),
     )
+
+
+def inner_kept(config: Any, linears: Iterable[Linear]) -> int:
+    """A function's input and result; of our gated SiLU its two factors, of other gates all four."""
+    names = {linear.name.rpartition(".")[2] for linear in linears}
+    ours = "gate_proj" in names and getattr(config, "hidden_act", None) in ("silu", "swish")
+    return 4 if not ours and names & {"gate_proj", "gate_up_proj"} else 2
 
 
 def parameters_of(module: torch.nn.Module) -> int:
