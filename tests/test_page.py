@@ -227,6 +227,18 @@ def test_every_other_metric_can_be_unfolded(visit: Visit, address: str) -> None:
     expect(page.locator(".more figcaption .title", has_text=f"other/{ATTACK}")).to_have_count(1)
 
 
+@pytest.mark.parametrize("visit", SIZES.values(), ids=SIZES, indirect=True)
+def test_nothing_moves_when_curves_are_drawn(visit: Visit, address: str) -> None:
+    page = visit.open(f"{address}#curves?run=learns")
+    heights = "[...document.querySelectorAll('.card')].map((card) => card.offsetHeight)"
+    before = page.evaluate(heights)
+    assert page.locator(".card canvas").count() < len(before), "some are drawn only when they are reached"
+    for card in page.locator(".card").all():
+        card.scroll_into_view_if_needed()
+        expect(card.locator("canvas")).to_have_count(1)
+    assert page.evaluate(heights) == before
+
+
 def test_settings_can_be_unfolded(visit: Visit, address: str) -> None:
     page = visit.open(f"{address}#curves?run=learns")
     page.get_by_text("Settings", exact=True).click()
@@ -256,6 +268,22 @@ def test_the_page_follows_a_run_that_trains(visit: Visit, address: str, runs: Pa
     finally:
         shutil.rmtree(run.path)
         time.sleep(1.2)  # the server forgets it before the next test lists runs
+
+
+def test_what_is_unfolded_stays_so_when_other_runs_come_and_go(
+    visit: Visit, address: str, runs: Path
+) -> None:
+    page = visit.open(f"{address}#curves?run=hostile")
+    page.get_by_text("Every other metric").click()
+    expect(page.locator("details.more[open] .card").first).to_be_visible()
+    run = make_run(runs / "newcomer", steps=2)
+    offered = page.locator(".picker .menu-name", has_text="newcomer")
+    try:
+        expect(offered).to_have_count(1)
+    finally:
+        shutil.rmtree(run.path)
+    expect(offered).to_have_count(0)
+    expect(page.locator("details.more[open] .card").first).to_be_visible()
 
 
 # Rewards

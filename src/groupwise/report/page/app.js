@@ -285,13 +285,16 @@ const refresh = later(async (id) => {
 function changed(news) {
   const { run: id, ...overview } = news;
   const known = app.runs.find((run) => run.id === id);
+  const before = app.chosen();
   if (overview.state === "gone") app.runs = app.runs.filter((run) => run.id !== id);
   else if (known) Object.assign(known, overview);
   else app.runs.unshift({ id, ...overview });
   const open = header.querySelector("details[open]");
   if (!open) drawHeader();
-  if (!known || overview.state === "gone") draw();
-  else refresh(id);
+  // What someone reads is drawn anew only when it is of other runs: that closes what they have unfolded.
+  const after = app.chosen();
+  if (before.length !== after.length || before.some((run, index) => run !== after[index])) draw();
+  else if (known) refresh(id);
 }
 
 window.addEventListener("hashchange", () => {

@@ -64,6 +64,8 @@ export function chart(title, lines, options = {}) {
     );
   }
 
+  tell(null); // the card has its height before it is drawn: nothing below it moves while someone aims at it
+
   const resize = new ResizeObserver(() => {
     if (plot && Math.abs(plot.width - box.clientWidth) > 1) plot.setSize({ width: box.clientWidth, height: plot.height });
   });
