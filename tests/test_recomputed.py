@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from groupwise.config.sections import LoraConfig
@@ -20,7 +21,7 @@ from groupwise.model.load import keep_quiet, shorten_passes
 from groupwise.model.lora import with_adapter
 from groupwise.model.packed import PackedLayout
 from groupwise.model.policy import Policy
-from groupwise.model.recomputed import compute_again, recompute_layers
+from groupwise.model.recomputed import compute_again, reads_results, recompute_layers
 from small_models import SIZES, small_model, tiny_tokenizer
 
 TOKENS = 20
@@ -38,6 +39,10 @@ FAMILIES = {
         vocab_size=272, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
     ),
     "mixtral": transformers.MixtralConfig(**SHAPE, num_local_experts=4),
+    "olmo2": transformers.Olmo2Config(**SHAPE),
+    "qwen2moe": transformers.Qwen2MoeConfig(
+        **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
 }
 
 
@@ -102,6 +107,33 @@ def saved_by_layers(policy: Policy) -> tuple[int, int]:
     for hook in hooks:
         hook.remove()
     return sum(kept.values()) // (TOKENS * 32), passes
+
+
+@pytest.mark.parametrize("family", ["llama", "granite", "olmo2", "qwen2moe"])
+def test_a_product_is_not_computed_again_where_nobody_reads_it(family: str) -> None:
+    """A norm follows it in olmo2; in qwen2moe, a gate's gradient asks for what is let through."""
+    known = FAMILIES | {"granite": transformers.GraniteConfig(**SHAPE)}
+    policy = policy_for(known[family])
+    policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    is_read = reads_results(policy)
+    work: list[int] = []
+    for whole in (True, False):
+        for layer in policy.decoder.layers:  # type: ignore[union-attr]
+            layer._gradient_checkpointing_func = partial(compute_again, whole=whole or is_read)
+        with FlopCounterMode(display=False) as counter:
+            gradients(policy)
+        work.append(counter.get_total_flops())
+    assert is_read == (family in ("olmo2", "qwen2moe"))
+    one_product = 2 * TOKENS * SHAPE["intermediate_size"] * SHAPE["hidden_size"]
+    assert work[0] - work[1] == (0 if is_read else SHAPE["num_hidden_layers"] * one_product)
+
+
+def test_trying_layers_leaves_no_gradient_and_no_mode() -> None:
+    policy = policy_for(FAMILIES["llama"], lora=4)
+    policy.model.eval()
+    recompute_layers(policy)
+    assert all(parameter.grad is None for parameter in policy.model.parameters())
+    assert not any(module.training for module in policy.model.modules())
 
 
 def test_a_result_computed_again_is_gone_before_the_gradients_are() -> None:

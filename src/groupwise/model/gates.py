@@ -25,6 +25,7 @@ from groupwise.model.adapter import (
 )
 from groupwise.model.kernels import has_kernels
 from groupwise.model.lora import base_of
+from groupwise.model.unread import is_unread, stand_in
 
 PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
@@ -143,14 +144,18 @@ class _GatedProduct(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         ctx.base, ctx.scale, ctx.spent = base, scale, False
-        gated_NI = _gated(gate_NI, up_NI)
         if a_RI is None or b_OR is None:
             ctx.adapter_type = None
             ctx.save_for_backward(gate_NI, up_NI, weight_OI)
-            return nn.functional.linear(gated_NI, weight_OI, bias_O)  # type: ignore[arg-type]
+            if is_unread():
+                return stand_in(gate_NI, len(weight_OI))  # type: ignore[arg-type]
+            return nn.functional.linear(_gated(gate_NI, up_NI), weight_OI, bias_O)  # type: ignore[arg-type]
         ctx.adapter_type = a_RI.dtype
-        a_RI, b_OR = a_RI.to(gated_NI.dtype), b_OR.to(gated_NI.dtype)
-        y_NO, low_NR = adapted_product(gated_NI, base, bias_O, a_RI, b_OR, scale)
+        a_RI, b_OR = a_RI.to(gate_NI.dtype), b_OR.to(gate_NI.dtype)
+        if is_unread():
+            y_NO, low_NR = stand_in(gate_NI, len(b_OR)), None
+        else:
+            y_NO, low_NR = adapted_product(_gated(gate_NI, up_NI), base, bias_O, a_RI, b_OR, scale)
         ctx.save_for_backward(gate_NI, up_NI, a_RI, b_OR, low_NR)
         return y_NO
 
@@ -171,5 +176,7 @@ class _GatedProduct(torch.autograd.Function):
             dlow_NR = scaled_product(dy_NO, b_OR, ctx.scale)
             dgated_NI = input_gradient(dy_NO, dlow_NR, ctx.base, a_RI)
             dgate_NI, dup_NI, gated_NI = _gradients(dgated_NI, gate_NI, up_NI)
+            if low_NR is None:
+                low_NR = scaled_product(gated_NI, a_RI.T, ctx.scale)
             da_RI, db_OR = adapter_gradients(dy_NO, dlow_NR, gated_NI, low_NR, ctx.adapter_type)
         return dgate_NI, dup_NI, None, dweight_OI, dbias_O, da_RI, db_OR, None

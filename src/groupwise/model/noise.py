@@ -7,25 +7,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from groupwise.model.mode import in_mode
-from groupwise.model.packed import PackedLayout
+from groupwise.model.trial import compute_short_row
 
 if TYPE_CHECKING:
     from groupwise.model.policy import Policy
 
-TOKENS = 8
 
-
-@torch.no_grad()
 def draws_noise(policy: Policy) -> bool:
-    """Compute a short row as the learner does, and see whether a generator of random numbers has moved."""
+    """Compute a short row, and see whether a generator of random numbers has moved."""
     device = policy.device
-    tokens_T = torch.arange(TOKENS, device=device) % len(policy.head_weight)
-    layout = PackedLayout.build([(TOKENS, ())], device=device)
-    forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    with forked, in_mode(policy.model, training=True):
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         before = _states(device)
-        policy.hidden(tokens_T, torch.arange(TOKENS, device=device), layout)
+        compute_short_row(policy)
         after = _states(device)
     return not all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 

@@ -2,14 +2,16 @@
 
 torch's own way hooks every tensor that a layer would have kept, which takes the host a good part of the time
 that the layer takes it; a GPU waits for it when passes are small. Here the backward pass computes the layer
-and differentiates it on the spot. That asks for layers without noise of their own, which would have to be the
+and differentiates it on the spot, without the last product where its result goes unread (`model/unread.py`;
+tried when a model is loaded). That asks for layers without noise of their own, which would have to be the
 same twice; for one differentiable input, the hidden states; and for nobody who watches the passes of a layer
 (FSDP, DeepSpeed). Otherwise torch does it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,6 +22,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from groupwise.model.policy import Policy
+from groupwise.model.trial import compute_short_row
+from groupwise.model.unread import results_unread
 
 TORCH = {"use_reentrant": False}
 """What transformers hands on to torch's `checkpoint`."""
@@ -29,11 +33,15 @@ def recompute_layers(policy: Policy) -> None:
     """Turn gradient checkpointing on for a policy, ours where it can be."""
     noisy = policy.noisy
     policy.model.gradient_checkpointing_enable(TORCH)
-    if noisy:
-        return
+    if not noisy:
+        _call(policy, partial(compute_again, whole=reads_results(policy)))
+
+
+def _call(policy: Policy, function: Callable[..., Any]) -> None:
+    """Have a function called with every layer of a model in training, and with the layer's inputs."""
     for module in policy.model.modules():
         if hasattr(module, "_gradient_checkpointing_func"):
-            module._gradient_checkpointing_func = compute_again
+            module._gradient_checkpointing_func = function
 
 
 def leave_to_torch(model: Any) -> None:
@@ -42,15 +50,20 @@ def leave_to_torch(model: Any) -> None:
         model.gradient_checkpointing_enable(TORCH)
 
 
-def compute_again(layer: Callable[..., Any], *inputs: Any) -> Any:
-    """Compute a layer, hidden states first; a gradient of its result will compute it again."""
-    named = layer.keywords.values() if isinstance(layer, partial) else ()
-    if not inputs or any(map(may_want_gradient, (*inputs[1:], *named))):
+def compute_again(layer: Callable[..., Any], *inputs: Any, whole: bool = True) -> Any:
+    """Compute a layer, hidden states first; a gradient of its result will compute it again, whole or not."""
+    if not _has_one_gradient(layer, inputs):
         return checkpoint(layer, *inputs, use_reentrant=False)
     hidden, *others = inputs
     if not hidden.requires_grad:  # embeddings that are not trained, below layers that are
         hidden = hidden.detach().requires_grad_()
-    return _Recomputed.apply(layer, hidden, *others)  # type: ignore[no-untyped-call]
+    return _Recomputed.apply(layer, whole, hidden, *others)  # type: ignore[no-untyped-call]
+
+
+def _has_one_gradient(layer: Callable[..., Any], inputs: Sequence[Any]) -> bool:
+    """Whether no input but the first may get a gradient."""
+    named = layer.keywords.values() if isinstance(layer, partial) else ()
+    return bool(inputs) and not any(map(may_want_gradient, (*inputs[1:], *named)))
 
 
 def may_want_gradient(value: Any) -> bool:
@@ -64,11 +77,11 @@ def may_want_gradient(value: Any) -> bool:
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layer: Callable[..., Any], hidden: Tensor, *others: Any) -> Any:
-        ctx.layer, ctx.others = layer, others
+    def forward(ctx: Any, layer: Callable[..., Any], whole: bool, hidden: Tensor, *others: Any) -> Any:
+        ctx.layer, ctx.whole, ctx.others = layer, whole, others
         ctx.save_for_backward(hidden)
         found = layer(hidden, *others)
-        for result in found if isinstance(found, tuple) else (found,):
+        for result in _results(found):
             assert result is None or isinstance(result, Tensor), "a layer's result would get no gradient"
         return found
 
@@ -76,13 +89,53 @@ class _Recomputed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
+        with torch.enable_grad(), nullcontext() if ctx.whole else results_unread():
             found = ctx.layer(hidden, *ctx.others)
         wanted = [
             (get_gradient_edge(result), grad)
-            for result, grad in zip(found if isinstance(found, tuple) else (found,), grads, strict=True)
+            for result, grad in zip(_results(found), grads, strict=True)
             if isinstance(result, Tensor) and result.requires_grad
         ]
         del found  # the gradients do not ask for the results
         torch.autograd.backward([edge for edge, _ in wanted], [grad for _, grad in wanted])
-        return None, hidden.grad, *(None for _ in ctx.others)
+        return None, None, hidden.grad, *(None for _ in ctx.others)
+
+
+def _results(found: Any) -> tuple[Any, ...]:
+    return found if isinstance(found, tuple) else (found,)
+
+
+def reads_results(policy: Policy) -> bool:
+    """Whether some layer's gradients change when its results are taken for unread; tried on a short row."""
+    trained = list(policy.trainable().values())
+    changes: list[bool] = []
+
+    def try_layer(layer: Callable[..., Any], *inputs: Any) -> Any:
+        if _has_one_gradient(layer, inputs):
+            whole = _gradients(layer, *inputs, trained=trained)
+            with results_unread():
+                parts = _gradients(layer, *inputs, trained=trained)
+            changes.append(not all(map(_close, whole, parts)))
+        return layer(*inputs)
+
+    _call(policy, try_layer)
+    compute_short_row(policy)
+    return any(changes)
+
+
+@torch.enable_grad()
+def _gradients(
+    layer: Callable[..., Any], hidden: Tensor, *others: Any, trained: Sequence[Tensor]
+) -> list[Tensor]:
+    """Those of a layer's input, and of what is trained in it."""
+    hidden = hidden.detach().requires_grad_()
+    found = _results(layer(hidden, *others))
+    results = [result for result in found if isinstance(result, Tensor) and result.requires_grad]
+    ones = [torch.ones_like(result) for result in results]
+    gradients = torch.autograd.grad(results, [hidden, *trained], ones, allow_unused=True)
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    """Whether gradients differ by no more than rounding; what is not a number is close to nothing."""
+    return bool((one - other).norm() <= 16 * torch.finfo(one.dtype).eps * one.norm())
