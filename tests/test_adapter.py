@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from groupwise.model.adapter import adapt_in_place
+from groupwise.model.adapter import adapt_in_place, project
 
 RANK, SCALE = 3, 4 / 3
 
@@ -105,3 +105,53 @@ def test_a_layer_stored_the_other_way_round_keeps_the_pass_that_knows_it() -> No
     theirs = model(x)
     adapt_in_place(model)
     torch.testing.assert_close(model(x), theirs)
+
+
+class Attention(nn.Module):
+    """Three layers with one input, of several widths, of which the last has no bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(5, 7), nn.Linear(5, 2), nn.Linear(5, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat(list(project(x, (self.q, self.k, self.v))), -1)
+
+
+@pytest.mark.parametrize("adapters", [["q", "k", "v"], ["q", "v"], []], ids=["all", "some", "none"])
+@pytest.mark.parametrize("shape", [(4, 5), (1, 6, 5), (1, 0, 5)])
+def test_layers_with_one_input_give_what_each_gives(adapters: list[str], shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model: Any = Attention()
+    if adapters:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules=adapters))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter)
+    layers = [module for name, module in model.named_modules() if name.rpartition(".")[2] in ("q", "k", "v")]
+    x = torch.randn(shape)
+    calls: list[nn.Module] = []
+    hooks = [layer.register_forward_hook(lambda layer, *_: calls.append(layer)) for layer in layers]
+    apart, gradients_apart = model(x), gradients(model, x)
+    assert calls == layers * 2, "whoever watches a layer sees its passes"
+    for hook in hooks:
+        hook.remove()
+    adapt_in_place(model)
+    together, gradients_together = model(x), gradients(model, x)
+    torch.testing.assert_close(together, apart)
+    assert gradients_together.keys() == gradients_apart.keys()
+    assert len(gradients_apart) == 1 + (2 * len(adapters) or 5)
+    for name, gradient in gradients_together.items():
+        torch.testing.assert_close(gradient, gradients_apart[name], msg=name)
+
+
+def test_of_layers_with_one_input_only_those_in_use_need_a_gradient() -> None:
+    torch.manual_seed(0)
+    model, x = Attention(), torch.randn(4, 5)
+    model.k.requires_grad_(False)
+    project(x, (model.q, model.k, model.v))[0].sum().backward()
+    assert model.q.weight.grad is not None
+    torch.testing.assert_close(model.q.weight.grad, x.sum(0).expand(7, 5))
+    assert model.k.weight.grad is None
+    assert model.v.weight.grad is not None
+    assert model.v.weight.grad.abs().sum() == 0

@@ -206,11 +206,20 @@ def test_doctor_says_what_is_there_and_what_a_run_takes(capsys):
 
 
 @pytest.mark.parametrize(
-    ("kind", "kept"),
-    [("llama", 2), ("gemma", 4), ("phi3", 4), ("gpt_neox", 2)],
+    ("kind", "kept", "tiled"),
+    [
+        ("llama", 2, True),
+        ("olmo2", 2, False),
+        ("gemma", 4, False),
+        ("phi3", 4, False),
+        ("gpt_neox", 2, False),
+    ],
 )
-def test_gates_of_ours_leave_two_vectors_and_others_four(kind: str, kept: int, tmp_path: Path) -> None:
+def test_gates_of_ours_leave_two_vectors_and_others_four(
+    kind: str, kept: int, tiled: bool, tmp_path: Path
+) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, pad_token_id=0))
     model.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    assert shape_of(ModelConfig(name=str(tmp_path))).inner_kept == kept
+    shape = shape_of(ModelConfig(name=str(tmp_path)))
+    assert (shape.inner_kept, shape.tiled) == (kept, tiled)

@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, LlamaConfig, Qwen2Config
 from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -15,6 +16,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from groupwise.model.adapter import adapt_in_place
 from groupwise.model.gates import shorten_gates
+from groupwise.model.unread import results_unread
 
 SIZES = {"hidden_size": 6, "intermediate_size": 10, "num_attention_heads": 2, "num_key_value_heads": 2}
 TOKENS = 5
@@ -106,6 +108,57 @@ def test_gate_and_factor_are_kept_and_nothing_else_of_their_width(kind: str) -> 
         y = module(torch.randn(1, TOKENS, 6, dtype=torch.double, requires_grad=True))
     assert len(kept) == 2
     y.sum().backward()
+
+
+TILED = ["every weight", "biases", "a frozen product", "adapters", "some adapters"]
+
+
+@pytest.mark.parametrize("kind", TILED)
+def test_where_nothing_is_kept_the_inner_width_is_there_for_some_tokens_at_a_time(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, x = block(kind), 3 * torch.randn(1, TOKENS, 6, dtype=torch.double)
+    whole = run(module, x)
+    monkeypatch.setattr("groupwise.model.gates.TILE", 2)
+    with torch.no_grad():
+        torch.testing.assert_close(module(x), whole["y"])
+    y = module(x)
+    module.zero_grad()
+    x = x.clone().requires_grad_()
+    with results_unread():
+        nothing = module(x)
+    assert nothing.isnan().all()
+    nothing.backward(y.detach().cos())
+    assert x.grad is not None
+    found = {"x": x.grad, **{name: p.grad for name, p in module.named_parameters() if p.grad is not None}}
+    assert found.keys() == whole.keys() - {"y"}
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, whole[name], msg=name)
+
+
+class Rows(TorchDispatchMode):
+    """The most rows of the inner width that any operation made."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and found.shape[1:] == (10,):
+            self.most = max(self.most, len(found))
+        return found
+
+
+def test_no_more_of_the_inner_width_is_made_at_a_time_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("groupwise.model.gates.TILE", 8)
+    module, x = block("every weight"), torch.randn(1, 33, 6, dtype=torch.double, requires_grad=True)
+    module.requires_grad_(False)
+    with Rows() as forward, torch.no_grad():
+        module(x)
+    with Rows() as backward, results_unread():
+        module(x).sum().backward()
+    with Rows() as kept:
+        module(x).sum().backward()
+    assert (forward.most, backward.most, kept.most) == (7, 7, 33)  # 33 in five nearly alike
 
 
 def test_whoever_watches_the_product_sees_it() -> None:

@@ -1,12 +1,17 @@
-"""The gated SiLU of a decoder layer and the product that follows, keeping less for the backward pass.
+"""The gated SiLU of a decoder layer and the products around it, keeping less for the backward pass.
 
 Autograd keeps the gate, its SiLU, the other factor and what they make, each of the layer's inner width, the
 widest there is. Here gate and factor are kept: the rest is as quickly computed again as read back, and on a
 GPU by the same kernel that computes the gradients, which takes no memory of its own.
+
+Where a layer keeps nothing, for it will be computed again, that width is there for some tokens at a time.
+
+Axes: N tokens, M model width, I inner width, R rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from types import MethodType
 from typing import Any
 
@@ -15,16 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
-from groupwise.model.adapter import (
-    adapted_product,
-    adapter_gradients,
-    adapter_of,
-    input_gradient,
-    is_short,
-    scaled_product,
-)
+from groupwise.model.adapter import Line, line_of, project, trained_tensors
 from groupwise.model.kernels import has_kernels
-from groupwise.model.lora import base_of
+from groupwise.model.memory import TILE
 from groupwise.model.unread import is_unread, stand_in
 
 PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn")
@@ -40,31 +38,15 @@ def shorten_gates(model: nn.Module) -> None:
 
 
 def _forward(module: Any, x: Tensor) -> Tensor:
-    gate, up, down = module.gate_proj(x), module.up_proj(x), module.down_proj
-    if _is_watched(down):
-        return _after_product(down, gate, up)
-    if is_short(down) and not (down.disable_adapters or down.merged):
-        base = down.base_layer
-        return _product(gate, up, base, None, base.bias, *adapter_of(down))
-    base = base_of(down)
-    if type(base) is nn.Linear and (base is down or is_short(down)):
-        return _product(gate, up, base, base.weight, base.bias, None, None, 1.0)
-    return _after_product(down, gate, up)
-
-
-def _is_watched(layer: nn.Module) -> bool:
-    """Whether someone wants to see the passes of a layer, which then has to be called: DeepSpeed does."""
-    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks)
-
-
-def _after_product(down: Any, gate: Tensor, up: Tensor) -> Tensor:
-    y: Tensor = down(_GatedSiLU.apply(gate, up))  # type: ignore[no-untyped-call]
-    return y
-
-
-def _product(gate: Tensor, up: Tensor, *down: Any) -> Tensor:
-    y_NO: Tensor = _GatedProduct.apply(gate.flatten(0, -2), up.flatten(0, -2), *down)  # type: ignore[no-untyped-call]
-    return y_NO.view(*gate.shape[:-1], y_NO.shape[-1])
+    layers = module.gate_proj, module.up_proj, module.down_proj
+    lines = [line for line in map(line_of, layers) if line is not None]
+    if len(lines) < len(layers):
+        y: Tensor = module.down_proj(_GatedSiLU.apply(*project(x, layers[:2])))  # type: ignore[no-untyped-call]
+        return y
+    y_NM: Tensor = _GatedBlock.apply(  # type: ignore[no-untyped-call]
+        x.flatten(0, -2), lines, torch.is_grad_enabled(), *trained_tensors(lines)
+    )
+    return y_NM.view(*x.shape[:-1], y_NM.shape[-1])
 
 
 @torch.no_grad()
@@ -123,60 +105,82 @@ class _GatedSiLU(torch.autograd.Function):
         return dgate, dup
 
 
-class _GatedProduct(torch.autograd.Function):
-    """The layer that follows, of silu(gate) · up, which is not kept.
-
-    The layer is a weight, or a base that is frozen (and may be quantized) with an adapter.
-
-    Axes: N tokens, I inner width, O outputs, R rank.
-    """
+class _GatedBlock(torch.autograd.Function):
+    """down(silu(gate(x)) · up(x))"""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        gate_NI: Tensor,
-        up_NI: Tensor,
-        base: Any,
-        weight_OI: Tensor | None,
-        bias_O: Tensor | None,
-        a_RI: Tensor | None,
-        b_OR: Tensor | None,
-        scale: float,
+        ctx: Any, x_NM: Tensor, lines: Sequence[Line], differentiable: bool, *_: Tensor | None
     ) -> Tensor:
-        ctx.base, ctx.scale, ctx.spent = base, scale, False
-        if a_RI is None or b_OR is None:
-            ctx.adapter_type = None
-            ctx.save_for_backward(gate_NI, up_NI, weight_OI)
-            if is_unread():
-                return stand_in(gate_NI, len(weight_OI))  # type: ignore[arg-type]
-            return nn.functional.linear(_gated(gate_NI, up_NI), weight_OI, bias_O)  # type: ignore[arg-type]
-        ctx.adapter_type = a_RI.dtype
-        a_RI, b_OR = a_RI.to(gate_NI.dtype), b_OR.to(gate_NI.dtype)
+        ctx.lines = [line.rounded(x_NM.dtype) for line in lines]
+        if not differentiable:
+            tiles = [_block(ctx.lines, x_NM[rows])[0] for rows in _tiles(len(x_NM))]
+            return tiles[0] if len(tiles) == 1 else torch.cat(tiles)
+        ctx.spent = False
         if is_unread():
-            y_NO, low_NR = stand_in(gate_NI, len(b_OR)), None
-        else:
-            y_NO, low_NR = adapted_product(_gated(gate_NI, up_NI), base, bias_O, a_RI, b_OR, scale)
-        ctx.save_for_backward(gate_NI, up_NI, a_RI, b_OR, low_NR)
-        return y_NO
+            ctx.save_for_backward(x_NM)
+            return stand_in(x_NM, lines[-1].base.out_features)
+        y_NM, kept = _block(ctx.lines, x_NM)
+        ctx.save_for_backward(x_NM, *kept)
+        return y_NM
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         _spend(ctx)
-        dy_NO, (gate_NI, up_NI, *others) = grads[0], ctx.saved_tensors
-        dweight_OI = dbias_O = da_RI = db_OR = None
-        if ctx.adapter_type is None:
-            dgate_NI, dup_NI, gated_NI = _gradients(dy_NO @ others[0], gate_NI, up_NI)
-            if ctx.needs_input_grad[3]:
-                dweight_OI = dy_NO.T @ gated_NI
-            if ctx.needs_input_grad[4]:
-                dbias_O = dy_NO.sum(0)
-        else:
-            a_RI, b_OR, low_NR = others
-            dlow_NR = scaled_product(dy_NO, b_OR, ctx.scale)
-            dgated_NI = input_gradient(dy_NO, dlow_NR, ctx.base, a_RI)
-            dgate_NI, dup_NI, gated_NI = _gradients(dgated_NI, gate_NI, up_NI)
-            if low_NR is None:
-                low_NR = scaled_product(gated_NI, a_RI.T, ctx.scale)
-            da_RI, db_OR = adapter_gradients(dy_NO, dlow_NR, gated_NI, low_NR, ctx.adapter_type)
-        return dgate_NI, dup_NI, None, dweight_OI, dbias_O, da_RI, db_OR, None
+        dy_NM, (x_NM, *kept) = grads[0], ctx.saved_tensors
+        dx_NM = x_NM.new_empty(x_NM.shape)
+        wanted = [ctx.needs_input_grad[3 + 4 * i : 7 + 4 * i] for i in range(3)]
+        sums: list[Tensor | None] = []
+        for rows in [slice(None)] if kept else _tiles(len(x_NM)):
+            found = _block_gradients(
+                ctx.lines, dy_NM[rows], x_NM[rows], kept, dx_NM=dx_NM[rows], wanted=wanted
+            )
+            sums = _added(sums, found) if sums else found
+        return dx_NM, None, None, *sums
+
+
+def _tiles(tokens: int) -> Iterator[slice]:
+    """As many rows at a time, or nearly. Example: 8200 -> 0–2732, 2733–5465, 5466–8199"""
+    count = max(1, -(-tokens // TILE))
+    for i in range(count):
+        yield slice(tokens * i // count, tokens * (i + 1) // count)
+
+
+def _block(lines: Sequence[Line], x_NM: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+    """Return the block's y_NM, and what its gradients ask for."""
+    gate, up, down = lines
+    factors = [*gate.product(x_NM), *up.product(x_NM)]
+    y_NM, low_NR = down.product(_gated(factors[0], factors[2]))  # type: ignore[arg-type]
+    return y_NM, [*factors, low_NR]
+
+
+def _block_gradients(
+    lines: Sequence[Line],
+    dy_NM: Tensor,
+    x_NM: Tensor,
+    kept: Sequence[Any],
+    *,
+    dx_NM: Tensor,
+    wanted: Sequence[Sequence[bool]],
+) -> list[Tensor | None]:
+    """Write the gradient of x to dx, and return those of the lines."""
+    gate, up, down = lines
+    gate_NI, gate_low_NR, up_NI, up_low_NR, *low = kept or (*gate.product(x_NM), *up.product(x_NM))
+    dlow_NR = down.low_gradient(dy_NM)
+    dgated_NI = torch.empty_like(gate_NI)
+    down.input_gradient(dgated_NI, dy_NM, dlow_NR, add=False)
+    dgate_NI, dup_NI, gated_NI = _gradients(dgated_NI, gate_NI, up_NI)
+    low_NR = low[0] if low else down.low(gated_NI)
+    return [
+        *gate.backward(dgate_NI, x_NM, gate_low_NR, dx_NI=dx_NM, add=False, wanted=wanted[0]),
+        *up.backward(dup_NI, x_NM, up_low_NR, dx_NI=dx_NM, add=True, wanted=wanted[1]),
+        *down.gradients(dy_NM, dlow_NR, gated_NI, low_NR, wanted=wanted[2]),
+    ]
+
+
+def _added(sums: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [
+        None if one is None or other is None else one.add_(other)
+        for one, other in zip(sums, found, strict=True)
+    ]

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import torch
 
+TILE = 4096
+"""Tokens at a time that have a layer's inner width where it keeps nothing: enough for a GPU's full pace."""
+
 
 def total_memory(device: torch.device) -> int:
     """Bytes that this process may hold on a device, all of them: what torch was limited to, if it was."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from groupwise.model.adapter import project
 from groupwise.model.interface import Layout
 from groupwise.model.kernels import has_kernels
 from groupwise.model.packed import PackedLayout
@@ -91,8 +92,8 @@ def _forward(
         return own
     x_TM = hidden_states[0]
     q_TND, k_TND, v_TND = (
-        project(x_TM).unflatten(-1, (-1, module.head_dim))
-        for project in (module.q_proj, module.k_proj, module.v_proj)
+        x_TO.view(len(x_TM), -1, module.head_dim)
+        for x_TO in project(x_TM, (module.q_proj, module.k_proj, module.v_proj))
     )
     cos_T1D, sin_T1D = (x_1TD[0, :, None] for x_1TD in position_embeddings)
     turned = [_Turn.apply(x_TND, cos_T1D, sin_T1D) for x_TND in (q_TND, k_TND)]  # type: ignore[no-untyped-call]

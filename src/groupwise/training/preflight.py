@@ -17,7 +17,7 @@ from groupwise.engine.prefill import PREFILL_TOKENS
 from groupwise.learner.learner import GPU_LOGITS_BYTES
 from groupwise.learner.passes import pass_tokens
 from groupwise.model.logprobs import CHUNK_LOGITS
-from groupwise.model.memory import kept_numbers, total_memory
+from groupwise.model.memory import TILE, kept_numbers, total_memory
 from groupwise.training.measures import resident_bytes
 from groupwise.training.shape import Shape
 
@@ -206,14 +206,19 @@ def updating_parts(
         gradients = max(0.0, gradients - activations)
     yield Part(name="gradients", bytes=gradients, generating=False)
     # A layer that is differentiated has its vectors' gradients beside it.
-    layer = layer_numbers(shape) if config.model.gradient_checkpointing else 0
+    layer = inner = 0
+    inner_tokens = tokens
+    if config.model.gradient_checkpointing:
+        inner = shape.inner_kept * shape.inner
+        layer = layer_numbers(shape) - inner
+        inner_tokens = min(tokens, TILE) if shape.tiled else tokens
     if place.kind == "cpu":
-        passing = tokens * (layer + 4 * shape.width + 3 * shape.inner) * size
+        passing = (tokens * (layer + 4 * shape.width) + inner_tokens * (inner + 3 * shape.inner)) * size
         yield Part(name="backward pass", bytes=passing, generating=False)
         chunks = min(tokens * shape.vocabulary / CHUNK_LOGITS, CHUNKS_LEFT)
         yield Part(name="logits", bytes=chunks * 4 * CHUNK_LOGITS, generating=False)
         return
-    passing = tokens * (layer + 3 * shape.width + shape.inner) * size
+    passing = (tokens * (layer + 3 * shape.width) + inner_tokens * (inner + shape.inner)) * size
     chunk = min(tokens * shape.vocabulary, GPU_CHUNK_LOGITS)
     logits = chunk * (4 + size) + 3 * tokens * shape.width * size
     if shape.trains_head(config.lora):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,9 @@ from groupwise.config.model import LoraConfig, ModelConfig
 from groupwise.errors import ConfigError
 from groupwise.model.quantize import quantization_told
 from groupwise.model.source import first_line, local_folder, model_folder, unloadable
+
+READERS = ("post_feedforward_layernorm", "shared_expert")
+"""Modules of layers whose gradients read what a gated block gives: it is computed again as a whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,8 @@ class Shape:
     vocabulary: int
     inner_kept: int = 2
     """Vectors of the inner width that a layer leaves behind for the backward pass."""
+    tiled: bool = False
+    """Whether a layer that is computed again has its inner width for some tokens at a time."""
     quantization: str | None = None
     """Of the linear layers: on disk already, or as they are loaded."""
     modules: Mapping[str, int] = field(default_factory=dict)
@@ -123,6 +128,7 @@ def shape_of(model: ModelConfig) -> Shape:
         if isinstance(module, torch.nn.Linear) and module is not head
     )
     width, heads = int(config.hidden_size), int(config.num_attention_heads)
+    names = {name.rpartition(".")[2] for name, _ in laid_out.named_modules()}
     return Shape(
         parameters=parameters_of(laid_out),
         linears=linears,
@@ -133,18 +139,23 @@ def shape_of(model: ModelConfig) -> Shape:
         key_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         head_size=int(getattr(config, "head_dim", None) or width // heads),
         vocabulary=int(config.vocab_size),
-        inner_kept=inner_kept(config, linears),
+        inner_kept=inner_kept(config, names),
+        tiled=has_our_gates(config, names) and names.isdisjoint(READERS),
         quantization=stored or model.quantization,
         modules={name: parameters_of(module) for name, module in laid_out.named_modules() if name},
         head=next((name for name, module in laid_out.named_modules() if module is head), ""),
     )
 
 
-def inner_kept(config: Any, linears: Iterable[Linear]) -> int:
+def has_our_gates(config: Any, names: Collection[str]) -> bool:
+    """Whether layers have a gated SiLU that keeps less."""
+    return "gate_proj" in names and getattr(config, "hidden_act", None) in ("silu", "swish")
+
+
+def inner_kept(config: Any, names: Collection[str]) -> int:
     """A function's input and result; of our gated SiLU its two factors, of other gates all four."""
-    names = {linear.name.rpartition(".")[2] for linear in linears}
-    ours = "gate_proj" in names and getattr(config, "hidden_act", None) in ("silu", "swish")
-    return 4 if not ours and names & {"gate_proj", "gate_up_proj"} else 2
+    other_gates = not has_our_gates(config, names) and not {"gate_proj", "gate_up_proj"}.isdisjoint(names)
+    return 4 if other_gates else 2
 
 
 def parameters_of(module: torch.nn.Module) -> int:
