@@ -23,6 +23,7 @@ from groupwise.learner.supervised import Imitator, worked_sample
 from groupwise.model.load import load_policy
 from groupwise.model.logprobs import token_logprobs
 from groupwise.model.policy import Policy
+from groupwise.model.recomputed import recompute_layers
 from groupwise.model.source import TINY_FOLDER
 from groupwise.records import Request, Sampling
 
@@ -180,6 +181,35 @@ def test_the_gradient_through_quantized_weights_is_that_of_their_values(kind):
     y = x.detach().clone().requires_grad_()
     torch.nn.functional.linear(y, plain_weight(linear)).sin().sum().backward()
     torch.testing.assert_close(x.grad, y.grad)
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "down_proj")], ids=["all", "some"])
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_on_quantized_weights_get_the_gradients_of_those_on_their_values(kind, targets):
+    pytest.importorskip("bitsandbytes")
+    from groupwise.model.quantized import is_quantized, plain_weight
+
+    def gradients(policy: Policy) -> dict[str, Tensor]:
+        policy.model.train().zero_grad()
+        batch = pack([worked_sample(PROMPT, (60, 61, 62), group=0)], device=policy.device)
+        policy.hidden(batch.tokens_T, batch.positions_T, batch.layout).sin().sum().backward()
+        return {name: p.grad.clone() for name, p in policy.trainable().items()}
+
+    quantized, plain = adapted(quantization=kind, targets=targets), adapted(targets=targets)
+    values = dict(plain.model.named_modules())
+    for name, module in quantized.model.named_modules():
+        if isinstance(module, torch.nn.Linear) and is_quantized(module):
+            values[name].weight.data.copy_(plain_weight(module))
+    for name, parameter in plain.trainable().items():
+        parameter.data.copy_(quantized.trainable()[name])
+    expected = gradients(plain)
+    assert len(expected) == 2 * (len(targets) if len(targets) > 1 else 7) * len(plain.decoder.layers)
+    for again in (False, True):
+        if again:
+            recompute_layers(quantized)
+        for name, gradient in gradients(quantized).items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from groupwise import cli
 from groupwise.config import read_config
 from groupwise.errors import ConfigError, InvariantError
+from groupwise.learner.checkpoint import write_checkpoint
 from groupwise.model import merge as merging
 from groupwise.model.merge import merge
 from groupwise.model.output import new_folder
@@ -171,6 +172,7 @@ def test_a_quantized_model_is_not_quantized_again_and_its_settings_name_any_fold
         ("adapter_model.safetensors", b"\x10\0\0\0\0\0\0\0{", "is damaged or does not fit the model"),
         ("adapter_config.json", b"{}", "gives no rank r"),
         ("adapter_config.json", b"[]", "gives no rank r"),
+        ("adapter_config.json", b'{"r": 2, "lora_bias": true}', "has biases of its own"),
         ("adapter_config.json", b"{", "is not valid JSON"),
         ("adapter_config.json", b'{"r": 4}', "does not name its model"),
     ],
@@ -208,8 +210,9 @@ def test_adapters_of_a_run_are_merged_into_the_quantized_weights_that_they_were_
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(f"model: {{quantization: {kind}}}\nlora: {{r: 4}}\n")
     policy = adapted(quantization=kind)
-    checkpoint = tmp_path / "run" / "checkpoints" / "step-000001"
-    policy.save(checkpoint)
+    checkpoint = write_checkpoint(
+        tmp_path / "run" / "checkpoints", step=1, write=policy.save, state={"cursor": 0}
+    )
     for number, words in enumerate([[], ["--base-model", "tiny"]]):
         output = tmp_path / f"merged-{number}"
         words = [*words, "--lora-model", str(checkpoint), "--output-path", str(output)]

@@ -128,6 +128,21 @@ def test_a_product_is_not_computed_again_where_nobody_reads_it(family: str) -> N
     assert work[0] - work[1] == (0 if is_read else SHAPE["num_hidden_layers"] * one_product)
 
 
+def test_a_layer_that_shows_nothing_is_computed_whole() -> None:
+    """Who watches a product has it called: it is computed in the trial, and might not be afterwards."""
+    policy = policy_for(FAMILIES["olmo2"])
+    kept = gradients(policy)
+    hooks = [
+        layer.mlp.down_proj.register_forward_hook(lambda *_: None)
+        for layer in policy.decoder.layers  # type: ignore[union-attr]
+    ]
+    recompute_layers(policy)
+    for hook in hooks:
+        hook.remove()
+    for name, gradient in gradients(policy).items():
+        assert torch.equal(gradient, kept[name]), name
+
+
 def test_trying_layers_leaves_no_gradient_and_no_mode() -> None:
     policy = policy_for(FAMILIES["llama"], lora=4)
     policy.model.eval()

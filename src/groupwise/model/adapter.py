@@ -18,9 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from groupwise.model.lora import is_adapted
 from groupwise.model.quantized import is_quantized, plain_weight
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def adapt_in_place(model: nn.Module) -> None:
@@ -58,14 +61,13 @@ def _together(x: Tensor, lines: Sequence[Line]) -> list[Tensor]:
 
 def line_of(layer: Any) -> Line | None:
     """What a layer computes, or None for one that has to be called."""
-    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks:
+    if any(getattr(layer, hooks) for hooks in HOOKS):
         return None  # someone wants to see its passes: DeepSpeed does
     forward = vars(layer).get("forward")
-    if type(layer) is nn.Linear and forward is None:
-        return Line(layer)
-    if getattr(forward, "__func__", None) is not _forward:
-        return None
-    return Line(layer.base_layer) if layer.disable_adapters or layer.merged else _adapted(layer)
+    if getattr(forward, "__func__", None) is _forward:
+        return Line(layer.base_layer) if layer.disable_adapters or layer.merged else _adapted(layer)
+    plain = type(layer) is nn.Linear and forward is None
+    return Line(layer) if plain or (is_quantized(layer) and not is_adapted(layer)) else None
 
 
 def _adapted(layer: Any) -> Line:
@@ -147,6 +149,12 @@ class Line:
         return self.gradients(dy_NO, dlow_NR, x_NI, low_NR, wanted=wanted)
 
 
+def wanted_of(lines: Sequence[Line], needs_gradient: Sequence[bool]) -> list[Sequence[bool]]:
+    """Which of its tensors each line wants gradients of; those of `trained_tensors` were given last."""
+    flags = needs_gradient[len(needs_gradient) - 4 * len(lines) :]
+    return [flags[4 * i : 4 * i + 4] for i in range(len(lines))]
+
+
 def trained_tensors(lines: Iterable[Line]) -> list[Tensor | None]:
     """Weight, bias, A and B of each line, where autograd is to ask for their gradients."""
     tensors = [t for line in lines for t in (line.base.weight, line.base.bias, line.a_RI, line.b_OR)]
@@ -176,11 +184,12 @@ class _Lines(torch.autograd.Function):
         return tuple(y_NO for y_NO, _ in found)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, *lows = ctx.saved_tensors
         dx_NI = x_NI.new_empty(x_NI.shape) if ctx.needs_input_grad[0] else None
         gradients: list[Tensor | None] = []
+        wanted = wanted_of(ctx.lines, ctx.needs_input_grad)
         for i, (line, dy_NO, low_NR) in enumerate(zip(ctx.lines, grads, lows, strict=True)):
-            wanted = ctx.needs_input_grad[2 + 4 * i : 6 + 4 * i]
-            gradients += line.backward(dy_NO, x_NI, low_NR, dx_NI=dx_NI, add=i > 0, wanted=wanted)
+            gradients += line.backward(dy_NO, x_NI, low_NR, dx_NI=dx_NI, add=i > 0, wanted=wanted[i])
         return dx_NI, None, *gradients

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
-from groupwise.model.adapter import Line, line_of, project, trained_tensors
+from groupwise.model.adapter import Line, line_of, project, trained_tensors, wanted_of
 from groupwise.model.kernels import has_kernels
+from groupwise.model.likeness import computes_the_same
 from groupwise.model.memory import TILE
 from groupwise.model.unread import is_unread, stand_in
 
@@ -30,11 +31,15 @@ PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
 def shorten_gates(model: nn.Module) -> None:
     """Give every module that computes a plain gated SiLU the shorter memory; others stay as they are."""
-    # Weights that are quantized are of another type and shape than what they stand for.
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     for module in model.modules():
-        if all(hasattr(module, part) for part in PARTS) and _same(module, dtype):
+        if all(hasattr(module, part) for part in PARTS) and _is_plain(module):
             module.forward = MethodType(_forward, module)
+
+
+def _is_plain(module: Any) -> bool:
+    width = getattr(module.gate_proj, "in_features", 0)
+    x_NM = torch.linspace(-2.0, 3.0, 2 * width, device=module.down_proj.weight.device).view(2, width)
+    return computes_the_same(module, x_NM, lambda one, x: one(x), _forward)
 
 
 def _forward(module: Any, x: Tensor) -> Tensor:
@@ -47,18 +52,6 @@ def _forward(module: Any, x: Tensor) -> Tensor:
         x.flatten(0, -2), lines, torch.is_grad_enabled(), *trained_tensors(lines)
     )
     return y_NM.view(*x.shape[:-1], y_NM.shape[-1])
-
-
-@torch.no_grad()
-def _same(module: Any, dtype: torch.dtype) -> bool:
-    """Whether the module is what its attributes look like: some gate with another function, for one."""
-    try:
-        x_NM = torch.linspace(-2.0, 3.0, 2 * module.gate_proj.in_features).view(2, -1)
-        x_NM = x_NM.to(dtype=dtype, device=module.down_proj.weight.device)
-        own_NM, short_NM = module(x_NM), _forward(module, x_NM)
-    except (TypeError, RuntimeError, AttributeError):
-        return False
-    return bool((own_NM - short_NM).norm() <= 16 * torch.finfo(dtype).eps * own_NM.norm())
 
 
 def _gated(gate: Tensor, up: Tensor) -> Tensor:
@@ -130,7 +123,7 @@ class _GatedBlock(torch.autograd.Function):
         _spend(ctx)
         dy_NM, (x_NM, *kept) = grads[0], ctx.saved_tensors
         dx_NM = x_NM.new_empty(x_NM.shape)
-        wanted = [ctx.needs_input_grad[3 + 4 * i : 7 + 4 * i] for i in range(3)]
+        wanted = wanted_of(ctx.lines, ctx.needs_input_grad)
         sums: list[Tensor | None] = []
         for rows in [slice(None)] if kept else _tiles(len(x_NM)):
             found = _block_gradients(

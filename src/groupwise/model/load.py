@@ -6,6 +6,7 @@ import ctypes
 import logging
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -65,7 +66,7 @@ def load_policy(
 
 def load_for_generation(model: ModelConfig, *, rank: int, trained: Path | None) -> Policy:
     """Load a policy that is only to answer: a whole model, or adapters of some rank on one."""
-    policy = load_policy(model, LoraConfig(r=rank), trained=trained)
+    policy = load_policy(replace(model, gradient_checkpointing=False), LoraConfig(r=rank), trained=trained)
     policy.model.requires_grad_(False)
     return policy
 

@@ -106,34 +106,37 @@ def _results(found: Any) -> tuple[Any, ...]:
 
 
 def reads_results(policy: Policy) -> bool:
-    """Whether some layer's gradients change when its results are taken for unread; tried on a short row."""
+    """Whether some layer's gradients change when its results are taken for unread; tried on a short row.
+
+    A layer that computes them all the same has shown nothing, and counts as one that reads them.
+    """
     trained = list(policy.trainable().values())
-    changes: list[bool] = []
+    needed: list[bool] = []
 
     def try_layer(layer: Callable[..., Any], *inputs: Any) -> Any:
         if _has_one_gradient(layer, inputs):
-            whole = _gradients(layer, *inputs, trained=trained)
+            _, whole = _differentiated(layer, *inputs, trained=trained)
             with results_unread():
-                parts = _gradients(layer, *inputs, trained=trained)
-            changes.append(not all(map(_close, whole, parts)))
+                result, parts = _differentiated(layer, *inputs, trained=trained)
+            needed.append(not result.isnan().any() or not all(map(_close, whole, parts)))
         return layer(*inputs)
 
     _call(policy, try_layer)
     compute_short_row(policy)
-    return any(changes)
+    return any(needed)
 
 
 @torch.enable_grad()
-def _gradients(
+def _differentiated(
     layer: Callable[..., Any], hidden: Tensor, *others: Any, trained: Sequence[Tensor]
-) -> list[Tensor]:
-    """Those of a layer's input, and of what is trained in it."""
+) -> tuple[Tensor, list[Tensor]]:
+    """A layer's first result, and the gradients of its input and of what is trained in it."""
     hidden = hidden.detach().requires_grad_()
     found = _results(layer(hidden, *others))
     results = [result for result in found if isinstance(result, Tensor) and result.requires_grad]
     ones = [torch.ones_like(result) for result in results]
     gradients = torch.autograd.grad(results, [hidden, *trained], ones, allow_unused=True)
-    return [gradient for gradient in gradients if gradient is not None]
+    return results[0].detach(), [gradient for gradient in gradients if gradient is not None]
 
 
 def _close(one: Tensor, other: Tensor) -> bool:

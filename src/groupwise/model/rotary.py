@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from groupwise.model.adapter import project
 from groupwise.model.interface import Layout
 from groupwise.model.kernels import has_kernels
+from groupwise.model.likeness import computes_the_same
 from groupwise.model.packed import PackedLayout
 
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling", "layer_idx")
@@ -29,7 +30,7 @@ def shorten_rotation(model: nn.Module) -> None:
     if like is None or (like.device.type != "cuda" and like.dtype != torch.float32):
         return
     for module in model.modules():
-        if all(hasattr(module, part) for part in PARTS) and _same(module, like):
+        if all(hasattr(module, part) for part in PARTS) and _is_plain(module, like.device):
             module.forward = MethodType(_forward, module)
 
 
@@ -92,7 +93,7 @@ def _forward(
         return own
     x_TM = hidden_states[0]
     q_TND, k_TND, v_TND = (
-        x_TO.view(len(x_TM), -1, module.head_dim)
+        x_TO.view(len(x_TO), x_TO.shape[-1] // module.head_dim, module.head_dim)
         for x_TO in project(x_TM, (module.q_proj, module.k_proj, module.v_proj))
     )
     cos_T1D, sin_T1D = (x_1TD[0, :, None] for x_1TD in position_embeddings)
@@ -102,21 +103,17 @@ def _forward(
     return module.o_proj(mixed_1THD.flatten(2)), None
 
 
-@torch.no_grad()
-def _same(module: Any, like: Tensor) -> bool:
-    """Whether the module is what its attributes look like: some norm their queries, for one."""
+def _is_plain(module: Any, device: torch.device) -> bool:
     tokens = 6
-    layout = PackedLayout.build([(4, (2,))], device=like.device)
-    x_1TM = torch.linspace(-2.0, 3.0, tokens * module.q_proj.in_features).sin().view(1, tokens, -1)
-    angles_1TD = torch.linspace(0.0, 5.0, tokens * module.head_dim // 2).view(1, tokens, -1).repeat(1, 1, 2)
-    told = {
-        "position_embeddings": (angles_1TD.cos().to(like), angles_1TD.sin().to(like)),
-        "layout": layout,
-    }
-    try:
-        own_1TM, _ = module(x_1TM.to(like), attention_mask=None, **told)
-        short_1TM, _ = _forward(module, x_1TM.to(like), **told)  # type: ignore[arg-type]
-    except (TypeError, RuntimeError, AttributeError):
-        return False
-    rounding = max(16 * torch.finfo(like.dtype).eps, 1e-4)
-    return bool((own_1TM - short_1TM).norm() <= rounding * own_1TM.norm())
+    layout = PackedLayout.build([(4, (2,))], device=device)
+    width = getattr(module.q_proj, "in_features", 0)
+    x_1TM = torch.linspace(-2.0, 3.0, tokens * width, device=device).sin().view(1, tokens, width)
+    angles = torch.linspace(0.0, 5.0, tokens * module.head_dim // 2, device=device)
+    angles_1TD = angles.view(1, tokens, -1).repeat(1, 1, 2)
+    told: Any = {"position_embeddings": (angles_1TD.cos(), angles_1TD.sin()), "layout": layout}
+    return computes_the_same(
+        module,
+        x_1TM,
+        lambda one, x: one(x, attention_mask=None, **told)[0],
+        lambda one, x: _forward(one, x, **told)[0],
+    )

@@ -116,6 +116,10 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
     rank = settings.get("r") if isinstance(settings, dict) else None
     if type(rank) is not int or rank < 1:
         raise ConfigError(f"{path} is not that of a LoRA adapter: it gives no rank r")
+    if settings.get("lora_bias"):
+        raise ConfigError(
+            f"the adapter in {folder} has biases of its own (lora_bias), which is not supported"
+        )
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise ConfigError(f"the adapter in {folder} has no weights: {ADAPTER_WEIGHTS} is missing")
     return dict(settings)

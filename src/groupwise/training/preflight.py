@@ -211,7 +211,9 @@ def updating_parts(
     if config.model.gradient_checkpointing:
         inner = shape.inner_kept * shape.inner
         layer = layer_numbers(shape) - inner
-        inner_tokens = min(tokens, TILE) if shape.tiled else tokens
+        # With dropout layers are torch's to compute again, and PEFT's own passes are whole.
+        tiled = shape.tiled and not (config.lora.dropout or config.lora.dora)
+        inner_tokens = min(tokens, TILE) if tiled else tokens
     if place.kind == "cpu":
         passing = (tokens * (layer + 4 * shape.width) + inner_tokens * (inner + 3 * shape.inner)) * size
         yield Part(name="backward pass", bytes=passing, generating=False)

@@ -13,9 +13,6 @@ from groupwise.errors import ConfigError
 from groupwise.model.quantize import quantization_told
 from groupwise.model.source import first_line, local_folder, model_folder, unloadable
 
-READERS = ("post_feedforward_layernorm", "shared_expert")
-"""Modules of layers whose gradients read what a gated block gives: it is computed again as a whole."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
@@ -140,7 +137,7 @@ def shape_of(model: ModelConfig) -> Shape:
         head_size=int(getattr(config, "head_dim", None) or width // heads),
         vocabulary=int(config.vocab_size),
         inner_kept=inner_kept(config, names),
-        tiled=has_our_gates(config, names) and names.isdisjoint(READERS),
+        tiled=has_our_gates(config, names) and not any(map(reads_block, names)),
         quantization=stored or model.quantization,
         modules={name: parameters_of(module) for name, module in laid_out.named_modules() if name},
         head=next((name for name, module in laid_out.named_modules() if module is head), ""),
@@ -150,6 +147,11 @@ def shape_of(model: ModelConfig) -> Shape:
 def has_our_gates(config: Any, names: Collection[str]) -> bool:
     """Whether layers have a gated SiLU that keeps less."""
     return "gate_proj" in names and getattr(config, "hidden_act", None) in ("silu", "swish")
+
+
+def reads_block(name: str) -> bool:
+    """Whether a module of this name may read what a gated block gives, which then is computed as a whole."""
+    return name == "shared_expert" or (name.startswith("post_") and name != "post_attention_layernorm")
 
 
 def inner_kept(config: Any, names: Collection[str]) -> int:
