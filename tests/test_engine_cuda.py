@@ -6,6 +6,7 @@ import copy
 import gc
 import math
 import weakref
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from groupwise.config.sections import EngineConfig
 from groupwise.engine import prefill
 from groupwise.engine.cuda import ahead, layout
 from groupwise.engine.cuda import runner as cuda_runner
-from groupwise.engine.cuda.fused import fused_forward
+from groupwise.engine.cuda.fused import _turns_halves, fused_forward
 from groupwise.engine.cuda.graphs import can_be_captured
 from groupwise.engine.cuda.state import StepState
 from groupwise.engine.engine import Engine
@@ -95,6 +96,14 @@ def test_a_model_that_computes_something_else_is_not_fused(small_policy):
     assert fused_forward(small_policy) is not None
     layer.mlp.act_fn = torch.nn.GELU()
     assert fused_forward(small_policy) is None
+
+
+def test_families_that_turn_pairs_of_a_head_are_told_from_those_that_turn_halves():
+    families = {"llama": True, "qwen3": True, "mistral": True, "ernie4_5": False, "glm": False}
+    for family, halves in families.items():
+        module = import_module(f"transformers.models.{family}.modeling_{family}")
+        kind = next(value for name, value in vars(module).items() if name.endswith("Attention"))
+        assert _turns_halves(kind.__new__(kind)) == halves, family
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ Axes: T tokens, M hidden size, N outputs of a product, D head size, C half of th
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from groupwise.engine.prefill import PrefillLayout, Stretch
 from groupwise.engine.shared import MakeMatrix
 from groupwise.model.members import Members
 from groupwise.model.policy import Policy
+from groupwise.model.rotary import sine_halves, turn
 from groupwise.tracking.log import LOGGER
 
 CHECKED_TOKENS = 24
@@ -51,6 +53,8 @@ class FusedLayer:
 
     def __init__(self, layer: Any, matrix: MakeMatrix) -> None:
         attention, mlp = layer.self_attn, layer.mlp
+        assert _opens_by_silu(mlp.act_fn), "gates of another function than SiLU are not fused"
+        assert _turns_halves(attention), "rotary embeddings of pairs are not fused"
         self.before_attention = Norm.of(layer.input_layernorm)
         self.qkv = matrix(attention.q_proj, attention.k_proj, attention.v_proj)
         normed = hasattr(attention, "q_norm")
@@ -168,6 +172,23 @@ def _silu_and_multiply(gate_up_TN: Tensor) -> Tensor:
         num_warps=4,
     )  # fmt: skip
     return out_TN
+
+
+def _opens_by_silu(function: Any) -> bool:
+    x = torch.linspace(-8.0, 8.0, 65)
+    return torch.allclose(function(x), nn.functional.silu(x), atol=1e-6)
+
+
+def _turns_halves(attention: Any) -> bool:
+    """Whether a module's family turns each half of a head by the other, and not neighbours by each other."""
+    own = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    if own is None:
+        return True
+    heads = torch.linspace(-1.0, 1.0, 2 * 8).view(1, 1, 2, 8)
+    angles = torch.linspace(0.0, 3.0, 2 * 4).view(1, 2, 4).repeat(1, 1, 2)
+    turned, _ = own(heads, heads, angles.cos(), angles.sin())
+    by_halves = turn(heads[0, 0][:, None], angles[0][:, None].cos(), *sine_halves(angles[0][:, None].sin()))
+    return torch.allclose(turned[0, 0], by_halves[:, 0], atol=1e-6)
 
 
 @torch.no_grad()
