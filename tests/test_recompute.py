@@ -53,13 +53,13 @@ def test_it_is_on_only_where_kept_activations_do_not_fit():
 
 
 def test_what_is_computed_again_has_its_inner_width_for_some_tokens_at_a_time():
-    words = ("model.gradient_checkpointing=true", "rollout.max_tokens=1000", "optim.micro_batch_tokens=5000")
+    words = ("model.gradient_checkpointing=true", "rollout.max_tokens=1000", "optim.micro_batch_tokens=7000")
     whole, tiled = (
         preflight(config(*words), replace(SHAPE, tiled=on, inner=3000), GPU, prompt_tokens=600).updating
         for on in (False, True)
     )
-    # A pass has a prompt and four answers: 504 tokens more than a tile, with two factors and a gradient.
-    assert whole - tiled == 2 * (600 + 4 * 1000 - 4096) * 3 * 3000
+    # A pass has two prompts and five answers, in two tiles; one of them has two factors and a gradient.
+    assert whole - tiled == 2 * (2 * 600 + 5 * 1000) / 2 * 3 * 3000
 
 
 @pytest.mark.parametrize("given", ["true", "false"])

@@ -23,7 +23,7 @@ from torch.nn.functional import silu
 from groupwise.model.adapter import Line, line_of, project, trained_tensors, wanted_of
 from groupwise.model.kernels import has_kernels
 from groupwise.model.likeness import computes_the_same
-from groupwise.model.memory import TILE
+from groupwise.model.memory import tile_count
 from groupwise.model.unread import is_unread, stand_in
 
 PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn")
@@ -134,8 +134,8 @@ class _GatedBlock(torch.autograd.Function):
 
 
 def _tiles(tokens: int) -> Iterator[slice]:
-    """As many rows at a time, or nearly. Example: 8200 -> 0–2732, 2733–5465, 5466–8199"""
-    count = max(1, -(-tokens // TILE))
+    """As many rows at a time, or nearly. Example: 8201 -> 0–4099, 4100–8200"""
+    count = tile_count(tokens)
     for i in range(count):
         yield slice(tokens * i // count, tokens * (i + 1) // count)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 TILE = 4096
-"""Tokens at a time that have a layer's inner width where it keeps nothing: enough for a GPU's full pace."""
+"""About how many tokens at a time have a layer's inner width where it keeps nothing: enough for a GPU."""
 
 
 def total_memory(device: torch.device) -> int:
@@ -53,3 +53,8 @@ def kept_numbers(width: int, inner: int, layers: int, *, recomputed: bool) -> in
     """
     layer = 10 * width + 4 * inner
     return layer + layers * width if recomputed else layers * layer
+
+
+def tile_count(tokens: int) -> int:
+    """In how many tiles some tokens come. Example: 5120 -> 1, where two would cost time; 8192 -> 2"""
+    return max(1, round(tokens / TILE))

@@ -17,7 +17,7 @@ from groupwise.engine.prefill import PREFILL_TOKENS
 from groupwise.learner.learner import GPU_LOGITS_BYTES
 from groupwise.learner.passes import pass_tokens
 from groupwise.model.logprobs import CHUNK_LOGITS
-from groupwise.model.memory import TILE, kept_numbers, total_memory
+from groupwise.model.memory import kept_numbers, tile_count, total_memory
 from groupwise.training.measures import resident_bytes
 from groupwise.training.shape import Shape
 
@@ -207,13 +207,13 @@ def updating_parts(
     yield Part(name="gradients", bytes=gradients, generating=False)
     # A layer that is differentiated has its vectors' gradients beside it.
     layer = inner = 0
-    inner_tokens = tokens
+    inner_tokens: float = tokens
     if config.model.gradient_checkpointing:
         inner = shape.inner_kept * shape.inner
         layer = layer_numbers(shape) - inner
         # With dropout layers are torch's to compute again, and PEFT's own passes are whole.
         tiled = shape.tiled and not (config.lora.dropout or config.lora.dora)
-        inner_tokens = min(tokens, TILE) if tiled else tokens
+        inner_tokens = tokens / tile_count(tokens) if tiled else tokens
     if place.kind == "cpu":
         passing = (tokens * (layer + 4 * shape.width) + inner_tokens * (inner + 3 * shape.inner)) * size
         yield Part(name="backward pass", bytes=passing, generating=False)
