@@ -6,6 +6,7 @@ import json
 import math
 import random
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,8 @@ def test_a_search_is_measured_talked_to_and_merged_by_its_best_member(whole, tmp
     found = find_target(str(whole))
     assert (found.trained, found.rank) == (whole / "elite", 4)
     assert found.cursor >= 12
+    by_folder = find_target(str(whole / "elite"))
+    assert replace(by_folder, name=found.name) == found
     assert cli.main(["eval", str(whole), "--examples", "2", "--output", str(tmp_path / "eval")]) == 0
     assert cli.main(["chat", str(whole), "--prompt", "1 + 1", "--max-tokens", "2"]) == 0
     assert cli.main(["merge", str(whole), "--output-path", str(tmp_path / "merged")]) == 0

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from groupwise.config import read_config
+from groupwise.config.sections import TaskConfig
 from groupwise.errors import ConfigError
 from groupwise.evaluate.breakdown import question
 from groupwise.evaluate.command import evaluate_command
 from groupwise.evaluate.report_lines import kind_lines, report_lines
 from groupwise.evaluate.suite import BENCHMARKS, benchmark_named, source_of
-from groupwise.evaluate.unseen import unseen
+from groupwise.evaluate.unseen import asked_in_training, unseen
 from groupwise.evaluate.votes import ballots, majority
 from groupwise.records import Example, Group, Rollout
 from groupwise.rewards import score_group
 from groupwise.tasks import TASKS, load_task
+from groupwise.tasks.demonstrations import plan_warm_start
 from groupwise.tasks.gsm8k import gsm8k, same_number
 from groupwise.tasks.math import alike, math
 from groupwise.training import train
+from groupwise.training.warm_start import warm_start
 
 
 def test_the_most_stated_answer_wins_and_no_answer_is_no_vote():
@@ -135,11 +139,71 @@ def test_rows_of_a_stream_that_were_drawn_are_left_out():
     task = load_task(trained.task)
     drawn, _ = task.split(trained.task, 3).take(0, 5)
     fresh = Example({"numbers": [99, 1, 1], "target": 97})
-    assert unseen([*drawn, fresh], task=task, trained=trained, cursor=5) == [fresh]
-    assert unseen(drawn, task=task, trained=trained, cursor=4) == [drawn[4]]
+
+    def left(rows: Sequence[Example], *, cursor: int) -> list[Example]:
+        asked = asked_in_training(trained, cursor=cursor, task=task, named="countdown")
+        return unseen(rows, task=task, asked=asked)
+
+    assert left([*drawn, fresh], cursor=5) == [fresh]
+    assert left(drawn, cursor=4) == [drawn[4]]
     with pytest.raises(ConfigError, match="every one of these examples was trained on"):
-        unseen(drawn, task=task, trained=trained, cursor=5)
-    assert unseen(drawn, task=gsm8k(), trained=trained, cursor=5) == drawn
+        left(drawn, cursor=5)
+    assert asked_in_training(trained, cursor=5, task=gsm8k(), named="gsm8k") == set()
+
+
+SUMS = """import groupwise as gw
+task = gw.Task(
+    name="sums",
+    examples=[{"n": n} for n in range(20)],
+    prompt=lambda e: f"{e['n']} + 1?",
+    rewards={"right": lambda rollout, example: float(str(example["n"] + 1) in rollout.text)},
+)
+"""
+LITTLE = ["run.max_steps=1", "rollout.prompts=2", "rollout.group_size=2", "rollout.max_tokens=4",
+          "evaluate.skip=true", "track.trackers=[]", "run.name=run"]  # fmt: skip
+
+
+@pytest.fixture
+def sums(tmp_path: Path) -> tuple[Path, Path]:
+    """A task in a file, and a file with the rows that the task has."""
+    task, data = tmp_path / "sums.py", tmp_path / "rows.jsonl"
+    task.write_text(SUMS)
+    data.write_text("\n".join(json.dumps({"n": n}) for n in range(20)))
+    return task, data
+
+
+@pytest.mark.parametrize("how", ["by its file", "in Python", "by imitation"])
+def test_a_run_on_a_task_of_ones_own_is_not_measured_on_rows_it_trained_on(
+    how: str, sums: tuple[Path, Path], tmp_path: Path
+) -> None:
+    file, data = sums
+    words = [*LITTLE, f"run.output_dir={tmp_path}"]
+    if how == "by imitation":
+        rows = tmp_path / "shown.jsonl"
+        shown = [{"prompt": f"{n} + 1?", "completion": str(n + 1)} for n in range(16)]
+        rows.write_text("\n".join(map(json.dumps, shown)))
+        words += ["run.kind=sft", "task.name=none", f"sft.data={rows}", "task.held_out=0", "sft.batch=2"]
+        run = warm_start(plan_warm_start(read_config(overrides=words)))
+    else:
+        config = read_config(overrides=[*words, f"task.name={file if how == 'by its file' else 'sums'}"])
+        run = train(config, task=load_task(TaskConfig(name=str(file))))
+    given = None if how == "by its file" else str(file)
+    (report,) = evaluate_command(str(run), task=given, data=str(data), samples=1)
+    assert (report["prompts"], report["left_out"]) == (4, 16)
+    assert "unchecked" not in report
+
+
+def test_a_run_whose_task_is_gone_is_measured_and_says_what_it_cannot_tell(
+    sums: tuple[Path, Path], tmp_path: Path
+) -> None:
+    file, data = sums
+    words = [*LITTLE, f"run.output_dir={tmp_path}", f"task.name={file}"]
+    run = train(read_config(overrides=words))
+    moved = file.rename(tmp_path / "moved.py")
+    (report,) = evaluate_command(str(run), task=str(moved), data=str(data), samples=1)
+    assert (report["prompts"], report["left_out"]) == (20, 0)
+    line = f"  whether some of these were trained on cannot be told: no such task file: {file}"
+    assert line in report_lines(report)
 
 
 def test_a_run_is_not_measured_on_rows_it_trained_on(tmp_path):

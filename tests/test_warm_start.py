@@ -22,15 +22,8 @@ from groupwise.rewards.arithmetic import evaluate_expression
 from groupwise.rewards.tags import final_answer, is_well_formed
 from groupwise.rollout.tools import tool_of
 from groupwise.tasks.countdown import countdown
-from groupwise.tasks.demonstrations import (
-    ROLLOUT_COLUMNS,
-    Demonstration,
-    SampledTokens,
-    best_answers,
-    of_rollout,
-    of_row,
-    plan_warm_start,
-)
+from groupwise.tasks.demonstration import Demonstration, SampledTokens, of_rollout, of_row
+from groupwise.tasks.demonstrations import ROLLOUT_COLUMNS, best_answers, plan_warm_start
 from groupwise.tasks.load import load_task
 from groupwise.tracking.rollouts import write_rollouts
 from groupwise.tracking.run_folder import RunFolder

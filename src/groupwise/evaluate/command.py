@@ -13,7 +13,7 @@ from groupwise.config.tools import ToolsConfig
 from groupwise.errors import ConfigError
 from groupwise.evaluate.suite import benchmark_named, source_of
 from groupwise.evaluate.target import Target, find_target
-from groupwise.evaluate.unseen import unseen
+from groupwise.evaluate.unseen import asked_in_training, unseen
 from groupwise.records import Example, Sampling
 from groupwise.tasks import TASKS, Task, load_rows, load_task, without_data
 
@@ -46,6 +46,8 @@ class Exam:
     examples: Sequence[Example]
     left_out: int
     """Rows that the run was trained on."""
+    unchecked: str | None
+    """Why it cannot be told whether it was trained on some."""
     sampling: Sampling
     samples: int
     seed: int
@@ -150,14 +152,20 @@ def settle(name: str | None, config: Config, target: Target, *, data: str | None
     )
     if not rows:
         raise ConfigError(f"task {task.name} holds no examples out: give some by --data FILE")
-    kept = rows
+    kept, unchecked = rows, None
     if data and target.run is not None:
-        kept = unseen(rows, task=task, trained=read_config(target.run.config), cursor=target.cursor)
+        trained = read_config(target.run.config)
+        try:
+            asked = asked_in_training(trained, cursor=target.cursor, task=task, named=learn.name)
+        except ConfigError as error:
+            asked, unchecked = set(), str(error)
+        kept = unseen(rows, task=task, asked=asked)
     return Exam(
         name=name or task.name,
         task=task,
         examples=kept[: wish.examples],
         left_out=len(rows) - len(kept),
+        unchecked=unchecked,
         sampling=config.rollout.sampling,
         samples=config.evaluate.samples if wish.samples is None else wish.samples,
         seed=config.run.seed if wish.seed is None else wish.seed,
@@ -223,6 +231,7 @@ def report(
         "task": exam.name,
         "prompts": len(exam.examples),
         "left_out": exam.left_out,
+        **({"unchecked": exam.unchecked} if exam.unchecked else {}),
         "samples": exam.samples,
         "seed": exam.seed,
         **{name: asdict(interval) for name, interval in result.intervals().items()},

@@ -36,6 +36,8 @@ def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield f"  {report['length']:.1f} tokens an answer, {report['failed']} answers could not be scored"
     if report.get("left_out"):
         yield f"  {report['left_out']} examples were left out: the run was trained on them"
+    if "unchecked" in report:
+        yield f"  whether some of these were trained on cannot be told: {report['unchecked']}"
     if "saved" in report:
         yield f"  saved in {report['saved']}, answers to read beside it"
 

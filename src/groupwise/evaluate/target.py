@@ -52,6 +52,8 @@ def find_target(name: str) -> Target:
             return of_run(name, RunFolder(path))
         if is_checkpoint(path):
             return of_checkpoint(name, path)
+        if is_elite(path):
+            return of_run(name, RunFolder(path.resolve().parent))
         agent = RunFolder(path).config if is_agent(path) else None
         if (path / ADAPTER).is_file():
             rank = adapter_settings(path)["r"]
@@ -66,6 +68,11 @@ def find_target(name: str) -> Target:
 
 def is_checkpoint(path: Path) -> bool:
     return (path / CHECKSUMS).is_file() and run_of(path).config.is_file()
+
+
+def is_elite(path: Path) -> bool:
+    run = RunFolder(path.resolve().parent)
+    return path.resolve() == run.elite.resolve() and is_run(run.path) and is_search(run)
 
 
 def of_run(name: str, run: RunFolder) -> Target:

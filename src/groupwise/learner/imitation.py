@@ -10,7 +10,7 @@ from groupwise.learner.supervised import masked_sample
 from groupwise.model.policy import Policy
 from groupwise.model.template import render
 from groupwise.records import Sample
-from groupwise.tasks.demonstrations import Demonstration
+from groupwise.tasks.demonstration import Demonstration
 
 
 def to_samples(policy: Policy, demonstrations: Sequence[Demonstration], *, longest: int) -> list[Sample]:
