@@ -152,6 +152,10 @@ def test_no_run_goes_on_in_the_folder_of_an_agent(tmp_path, command, capsys):
 def test_an_agent_takes_one_reward_an_answer():
     with pytest.raises(gw.ConfigError, match="one reward an answer"):
         gw.Agent(advantage="gdpo", **SMALL)
+    with pytest.raises(gw.ConfigError, match="judge, combine and filter in the environment"):
+        gw.Agent(**SMALL, **{"algo.mean_filter": True})
+    with pytest.raises(gw.ConfigError, match=r"engine\.kind=own"):
+        gw.Agent(**SMALL, **{"engine.kind": "vllm"})
 
 
 def test_the_example_loop_of_twenty_lines_runs(tmp_path, monkeypatch, capsys):

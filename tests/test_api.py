@@ -10,6 +10,7 @@ import pytest
 
 import groupwise as gw
 from groupwise.config import read_config
+from groupwise.tracking.rollouts import read_rollouts
 from small_runs import LUCK, run_command, task_file, traces
 
 
@@ -48,6 +49,19 @@ def test_a_run_goes_on_from_python_with_its_own_settings(tmp_path):
     assert gw.train(TASK, resume=run, max_steps=4) == run
     assert traces(run) == traces(whole)
     assert read_config(run / "config.yaml").rollout.max_tokens == 5
+
+
+def test_a_task_learns_from_the_data_that_is_given_beside_it(tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(f'{{"n": {n}}}' for n in range(100, 110)))
+    settings = SMALL | {"data": str(data), "task.held_out": 2}
+    run = gw.train(TASK, max_steps=1, output_dir=tmp_path, run_name="run", **settings)
+    asked = {row["prompt"] for row in read_rollouts(run / "rollouts" / "step-000001.parquet")}
+    assert asked <= {f"{n}?" for n in range(100, 110)}
+    assert read_config(run / "config.yaml").task.held_out == 2
+    data.write_text(data.read_text() + '\n{"n": 110}')
+    with pytest.raises(gw.GroupwiseError, match="not those that the run began with: put them back"):
+        gw.train(TASK, resume=run, max_steps=2)
 
 
 def test_resuming_refuses_other_settings_and_folders_that_are_no_runs(tmp_path):

@@ -64,6 +64,8 @@ def test_the_last_of_two_equal_overrides_wins():
         ("optim.learning_rate=1e-5", 1e-5),  # YAML 1.1 reads this as a string
         ("optim.learning_rate=.5E-2", 5e-3),
         ("optim.weight_decay=1", 1.0),  # a whole number is a number
+        ("optim.beta1=0", 0.0),  # no momentum
+        ("optim.beta2=0.9999", 0.9999),
         ("algo.max_gap=.inf", math.inf),
         ("run.max_steps=1_000", 1000),
         ("run.keep_best=false", False),
@@ -99,11 +101,17 @@ def test_an_override_becomes_the_type_its_setting_declares(override, value):
         ("run.keep_best=1", "run.keep_best must be true or false; got 1"),
         ("optim.eps=small", "optim.eps must be a number (float); got 'small'"),
         ("optim.eps=.nan", "optim.eps must be a number (float); got nan"),
+        ("model.device=foo", "model.device must be cpu, cuda or cuda:N; got 'foo'"),
         ("lora.r=x", "lora.r must be a whole number (int) or null; got 'x'"),
         ("lora.targets=[1, 2]", "lora.targets must be a list of strings; got [1, 2]"),
         ("task.options=3", "task.options must be a mapping of plain values; got 3"),
         ("task.options.day=2026-01-01", "task.options.day must be a plain value; got '2026-01-01'"),
         ("rollout.group_size=1", "rollout.group_size must be at least 2; got 1"),
+        ("optim.beta1=1.5", "optim.beta1 must be at least 0 and less than 1; got 1.5"),
+        ("optim.beta1=-0.1", "optim.beta1 must be at least 0 and less than 1; got -0.1"),
+        ("optim.beta2=1", "optim.beta2 must be at least 0 and less than 1; got 1.0"),
+        ("optim.eps=-1", "optim.eps must be at least 0; got -1.0"),
+        ("optim.weight_decay=-1", "optim.weight_decay must be at least 0; got -1.0"),
         ("run.max_steps", "a setting is written section.key=value; got 'run.max_steps'"),
     ],
 )
@@ -249,6 +257,7 @@ def test_a_wrong_keyword_is_explained(keywords, message):
 
 
 CHOICES = {
+    "model.device": ("cpu", "cuda", "cuda:1"),
     "model.dtype": ("float32", "bfloat16"),
     "model.quantization": ("nf4", "int8"),
     "lora.preset": tuple(LORA_PRESETS),

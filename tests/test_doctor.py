@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from groupwise import cli
@@ -223,3 +224,15 @@ def test_gates_of_ours_leave_two_vectors_and_others_four(
     tiny_tokenizer().save_pretrained(tmp_path)
     shape = shape_of(ModelConfig(name=str(tmp_path)))
     assert (shape.inner_kept, shape.tiled) == (kept, tiled)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_here_is_named_and_doctor_says_what_it_assumes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "--max-steps", "1", "model.device=cuda:1"]) == 2
+    assert capsys.readouterr().err == "error: model.device=cuda:1: torch sees no GPU here\n"
+    assert list(tmp_path.rglob("config.yaml")) == []
+    assert cli.main(["doctor", "--model", "tiny", "model.device=cuda"]) == 0
+    assert "there is no GPU here: one of that size is assumed" in capsys.readouterr().out

@@ -113,6 +113,8 @@ def test_an_interrupt_finishes_the_step_and_a_finished_search_says_so(place, who
     assert f"groupwise evolve --resume {run}" in ended.out
     assert run_command("evolve", "--resume", str(run)).code == 0
     assert lasting(run) == lasting(whole)
+    other = run_command("evolve", "--resume", str(run), "evaluate.samples=5")
+    assert (other.code, "these differ: evaluate.samples" in other.err) == (2, True)
     again = run_command("evolve", "--resume", str(run))
     assert again.out.startswith(f"{run} is finished after 4 steps; to go on, groupwise evolve --resume")
 
@@ -262,6 +264,7 @@ def test_python_and_the_shell_start_the_same_search(place, whole, tmp_path):
     [
         (["lora.r=0"], "members are adapters on one base"),
         (["task.held_out=0"], "selection needs held-out examples"),
+        (["engine.kind=vllm"], "answer in one batch, by engine.kind=own"),
         (["--vary", "beta=1"], "--vary is written NAME=LOW:HIGH"),
         (["rollout.curriculum=2"], "rollout.curriculum goes with groupwise train"),
     ],

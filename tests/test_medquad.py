@@ -77,3 +77,21 @@ def test_an_index_without_questions_is_to_be_built_with_some(tmp_path):
     Index.build(tmp_path / "index", DOCUMENTS, Manifest(store="files"))
     with pytest.raises(ConfigError, match=r"built without questions: .* index build --data$"):
         load_task(TaskConfig(name="medquad", options={"index": str(tmp_path / "index")}))
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ({"index": 5}, "task.options.index must be a string; got 5"),
+        ({"results": "many"}, "task.options.results must be a whole number (int); got 'many'"),
+        ({"results": 0}, "task.options.results must be at least 1; got 0"),
+        ({"shown": -1}, "task.options.shown must be at least 1; got -1"),
+        ({"think": "maybe"}, "task.options.think must be true or false; got 'maybe'"),
+        ({"judge": 5}, "task.options.judge must be a string or null; got 5"),
+        ({"judge_model": 5}, "task.options.judge_model must be a string; got 5"),
+    ],
+)
+def test_an_option_of_the_wrong_kind_is_refused_before_the_index_is_read(option, sentence):
+    with pytest.raises(ConfigError) as caught:
+        load_task(TaskConfig(name="medquad", options=option))
+    assert str(caught.value) == sentence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
@@ -10,6 +11,8 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,7 +36,7 @@ from groupwise.retrieval.words import words_of
 
 def test_the_context_names_what_is_there_and_three_synonyms():
     row = {"category": "", "group": "Disorders", "synonyms": ["a", "b", "c", "d"]}
-    assert context_line(row) == "Semantic Group: Disorders | Synonyms: a, b, c"
+    assert context_line(row, where="row 1") == "Semantic Group: Disorders | Synonyms: a, b, c"
 
 
 def test_chunks_end_at_sentences_within_the_budget():
@@ -347,9 +350,67 @@ def test_the_command_builds_searches_and_measures(tmp_path, capsys):
     assert cli.main(["index", "build", "--output", folder]) == 2
 
 
-def test_a_text_that_is_a_number_is_refused_for_that(tmp_path):
-    with pytest.raises(ConfigError, match="row 1: `text` must be text; got 7"):
-        read_documents(lines(tmp_path / "d.jsonl", [{"id": 5, "text": 7}]))
+@pytest.mark.parametrize(
+    ("option", "text", "fault"),
+    [
+        ("--documents", '{"id": ', "line 1: not JSON: "),
+        ("--documents", '{"id": "1", "text": "\\ud83d"}', "line 1: its text is not Unicode"),
+        ("--documents", "[1]", "line 1: expected a dict of columns, got list"),
+        ("--documents", '\n{"id": 5, "text": 7}', "line 2: `text` must be text; got 7"),
+        (
+            "--documents",
+            '{"id": "a", "text": "b", "synonyms": 5}',
+            "line 1: `synonyms` must be a list, or text with | in between; got 5",
+        ),
+        ("--data", '{"question": "q?", "answer": 5}', "line 1: `answer` must be text; got 5"),
+        ("--data", '{"question": 5, "answer": "a"}', "line 1: `question` must be text; got 5"),
+        (
+            "--data",  # a row without an answer is passed over, and counts as a line
+            '{"question": "q?"}\n{"question": "q?", "answer": "a"}',
+            "line 2: no `doc`, `url` or `document_url`; it has question, answer",
+        ),
+    ],
+)
+def test_a_row_that_cannot_be_indexed_is_named_with_its_line(tmp_path, capsys, option, text, fault):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    assert cli.main(["index", "build", option, str(path), "--output", str(tmp_path / "index")]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"error: {path}, {fault}")
+
+
+ZIPPED = gzip.compress(b"\n" * 100, mtime=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("latin.jsonl", '{"id": "a", "text": "é"}'.encode("latin-1"), "'utf-8' codec can't decode byte 0xe9"),
+        ("plain.jsonl.gz", b"not gzip", "Not a gzipped file"),
+        ("short.jsonl.gz", ZIPPED[:-8], "Compressed file ended"),
+        ("wrong.jsonl.gz", ZIPPED[:10] + b"\xff" * 9, "Error -3 while decompressing data"),
+        ("damaged.parquet", b"not parquet", "Could not open Parquet input source"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path, capsys, name, content, reason):
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert cli.main(["index", "build", "--documents", str(path), "--output", str(tmp_path / "index")]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"error: cannot read {path}: {reason}")
+
+
+def test_a_fault_in_a_parquet_file_is_named_with_the_row(tmp_path):
+    path = tmp_path / "d.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"id": ["a", "b"], "text": ["c", None]}), path)
+    with pytest.raises(ConfigError, match=r"d\.parquet, row 2: a document needs `id` and `text`"):
+        read_documents(path)
+
+
+def test_blank_lines_between_rows_are_skipped(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('\n{"id": "a", "text": "b"}\n  \n{"id": "c", "text": "d"}\n\n')
+    assert [document.id for document in read_documents(path)] == ["a", "c"]
 
 
 def test_gold_documents_that_the_index_does_not_have_are_counted_and_named(tmp_path, capsys):

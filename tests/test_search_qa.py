@@ -10,6 +10,7 @@ import pytest
 from groupwise.config import read_config
 from groupwise.errors import ConfigError
 from groupwise.records import Call, Example, Rollout, Turn
+from groupwise.tasks import load_task
 from groupwise.tasks.search_qa import Questions, search_qa
 from groupwise.tasks.search_world import QUESTIONS, make_world
 from groupwise.tracking.rollouts import read_rollouts
@@ -54,12 +55,31 @@ def test_rewards_of_a_conversation_by_hand():
     assert values == {"answer": 1.0, "mrr": (0.5 + 1.0) / 2, "format": 0.5}
 
 
-def test_options_are_checked():
-    with pytest.raises(ConfigError, match="people"):
-        search_qa(people=3)
-    with pytest.raises(ConfigError, match="hops"):
-        search_qa(hops=[4])
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ("people=3", "task.options.people must be between 40 and 2304; got 3"),
+        ("people=many", "task.options.people must be a whole number (int); got 'many'"),
+        ("people=50.5", "task.options.people must be a whole number (int); got 50.5"),
+        ("world=x", "task.options.world must be a whole number (int); got 'x'"),
+        ("hops=4", "search_qa: hops must be some of 1, 2 and 3; got 4"),
+        ("hops=[1, 4]", "search_qa: hops must be some of 1, 2 and 3; got [1, 4]"),
+        ("hops=[]", "search_qa: hops must be some of 1, 2 and 3; got []"),
+        ("hops=a", "search_qa: hops must be some of 1, 2 and 3; got 'a'"),
+        ("hops=true", "search_qa: hops must be some of 1, 2 and 3; got True"),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_refused_with_one_sentence(option, sentence):
+    config = read_config(overrides=["task.name=search_qa", f"task.options.{option}"])
+    with pytest.raises(ConfigError) as caught:
+        load_task(config.task)
+    assert str(caught.value) == sentence
+
+
+def test_questions_take_as_many_hops_as_the_options_say():
     assert {len(path) for path in search_qa(hops=[1]).examples.paths} == {1}
+    assert {len(path) for path in search_qa(hops=(1, 3)).examples.paths} == {1, 3}
+    assert {len(path) for path in search_qa(hops=2).examples.paths} == {2}  # a plain number is one count
     assert isinstance(search_qa().examples, Questions)
     assert len(QUESTIONS) == 6
 

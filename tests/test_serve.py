@@ -297,6 +297,8 @@ def test_tokens_of_a_vocabulary_with_marked_spaces_keep_them():
         ("/v1/chat/completions", chat("a", max_tokens=9999), 400, "exceed the context of 512"),
         ("/v1/chat/completions", chat("a", max_tokens=True), 400, "max_tokens"),
         ("/v1/chat/completions", chat("a", presence_penalty=1), 400, "presence_penalty is not supported"),
+        ("/v1/chat/completions", chat("a", repetition_penalty=2), 400, "repetition_penalty is not supported"),
+        ("/v1/chat/completions", chat("a", guided_json={}), 400, "guided_json is not supported"),
         ("/v1/chat/completions", chat("a", n=0), 400, "n must lie between"),
         (
             "/v1/chat/completions",

@@ -279,10 +279,15 @@ def test_search_finds_by_words_reward_length_end_and_step(tmp_path: Path) -> Non
 
 def test_search_stops_at_the_limit_and_goes_on_from_there(slices: Slices) -> None:
     first = search(slices, Wanted(text="answer"), limit=7)
-    assert [hit["step"] for hit in first.rollouts] == [6] * 6 + [5] * 6
-    assert first.go_on == 4
-    rest = search(slices, Wanted(text="answer", last=first.go_on))
-    assert {hit["step"] for hit in rest.rollouts} == {1, 2, 3, 4}
+    assert [hit["step"] for hit in first.rollouts] == [6] * 6 + [5]
+    assert (first.go_on, first.skip) == (5, 1)
+    found, place = list(first.rollouts), first
+    while place.go_on is not None:
+        place = search(slices, Wanted(text="answer", last=place.go_on, skip=place.skip), limit=4)
+        assert len(place.rollouts) <= 4
+        found += place.rollouts
+    assert found == search(slices, Wanted(text="answer")).rollouts
+    assert len(found) == 36
 
 
 def test_search_without_time_looks_at_one_step_and_goes_on_later(slices: Slices) -> None:

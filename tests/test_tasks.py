@@ -192,6 +192,7 @@ def test_examples_may_come_from_lists_generators_and_functions():
         ("bad.jsonl", b'{"a": 1}\n[1]\n', "bad.jsonl, line 2: expected a dict of columns, got list"),
         ("bad.jsonl", b"\n", "bad.jsonl: there are no examples"),
         ("bad.jsonl", b'{"a": "\xff"}\n', "cannot read"),
+        ("bad.jsonl", b'{"a": "1"}\n{"a": ["\\ud83d"]}\n', "bad.jsonl, line 2: its text is not Unicode"),
         ("bad.jsonl.gz", b"not gzip", "cannot read"),
         ("bad.json", b"[1", "bad.json: not JSON"),
         ("bad.json", b'{"a": 1}', "bad.json: expected a list of dicts, got dict"),

@@ -306,9 +306,10 @@ def test_resuming_removes_the_rollouts_of_later_steps_only(tmp_path: Path) -> No
 
 def test_perfect_answers_are_written_to_be_read_and_others_are_not(tmp_path: Path) -> None:
     path = tmp_path / "completions" / "step-000010.txt"
-    write_completions(path, [group(reward=1.9)], perfect=2.0)
+    write_completions(path, [group(reward=1.9)], is_perfect=lambda rollout: rollout.reward >= 2)
     assert not path.exists()
-    write_completions(path, [group(reward=1.9), group(reward=2.0), group(reward=2.0, error="x")], perfect=2.0)
+    groups = [group(reward=1.9), group(reward=2.0), group(reward=2.0, error="x")]
+    write_completions(path, groups, is_perfect=lambda rollout: rollout.reward >= 2)
     assert path.read_text() == f"Prompt 3 + 4 = ?\nhm\n[add] 7\né 7\n{'=' * 50}\n"
 
 

@@ -27,7 +27,6 @@ from groupwise.tracking.summary import Summary
 from groupwise.tracking.trackers import Metrics, Opening, Rows
 from groupwise.training import train
 from groupwise.training.batch import Collector, check_failures
-from groupwise.training.data import split_for
 from groupwise.training.ending import next_commands, summary_of
 from groupwise.training.measures import batch_metrics
 from groupwise.training.recorder import sample_rows
@@ -84,7 +83,11 @@ def collector(answers: dict[str, str], *, prompts: int, refill: int, max_failed:
         rollout=RolloutConfig(prompts=prompts, group_size=2, refill=refill),
     )
     return Collector(
-        config, task=task, split=split_for(config, task), codec=Letters(), engine=Script(answers)
+        config,
+        task=task,
+        split=task.split(config.task, config.run.seed),
+        codec=Letters(),
+        engine=Script(answers),
     )
 
 
@@ -213,12 +216,12 @@ def test_a_training_row_that_asks_what_a_held_out_one_asks_is_dropped():
         prompt=lambda example: str(example["q"]),
         rewards={"value": value},
     )
-    split = split_for(Config(), task)
+    split = task.split(TaskConfig(), 0)
     assert isinstance(split.train, tuple)
     assert sorted(row["q"] for row in split.train) == ["b", "c"]
     assert (split.size, split.dropped) == (2, 2)
-    with pytest.raises(ConfigError, match="every training example asks what a held-out one asks"):
-        split_for(Config(), replace(task, prompt=lambda example: "the same"))
+    with pytest.raises(ConfigError, match="each one asks what a held-out example asks"):
+        replace(task, prompt=lambda example: "the same").split(TaskConfig(), 0)
 
 
 def test_the_mean_filter_of_a_step_knows_the_weights_of_its_task():

@@ -27,6 +27,13 @@ def test_every_built_in_task_passes_its_cases_and_accepts_its_golds(capsys):
     assert row.split() == ["✓", "The", "answer", "is", r"\boxed{1/2}", "0.5", "1/2", "1", "1"]
 
 
+def test_a_task_is_named_as_it_is_to_train(capsys):
+    assert cli.main(["verify", "countdown", "--examples", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "countdown: 2 of 2 gold answers accepted" in shown
+    assert "gsm8k" not in shown
+
+
 def test_a_case_that_fails_is_seen():
     wrong = Case(r"\boxed{41}", {"answer": "42"}, 1.0)
     (check,) = check_cases(load_task(TaskConfig(name="math")), seconds=5, cases=[wrong])
@@ -100,7 +107,10 @@ def test_pairs_that_cannot_be_scored_say_so(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "content", "sentence"),
     [
-        (["--pairs", "p.jsonl"], "", "--pairs needs the task that scores them"),
+        (["--pairs", "p.jsonl"], "", "say which task, built in or a Python file"),
+        (["--data", "p.jsonl"], "", "say which task, built in or a Python file"),
+        (["task.options.scoring=lenient"], "", "say which task, built in or a Python file"),
+        (["mth"], "", "unknown task 'mth'; did you mean 'math'?"),
         (
             ["--task", "math", "--pairs", "p.jsonl"],
             '{"answer": "1"}',

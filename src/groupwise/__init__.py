@@ -18,7 +18,7 @@ from groupwise.config import Config, config_from_keywords
 from groupwise.errors import ConfigError, GroupwiseError, InvariantError, RolloutError
 from groupwise.records import Example, Rollout
 from groupwise.rollout.tools import Found
-from groupwise.tasks import Task, leave_task_file, load_examples, load_task
+from groupwise.tasks import Task, leave_task_file, load_examples, load_task, with_data
 from groupwise.tracking.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -57,8 +57,9 @@ def __getattr__(name: str) -> Any:
 def train(task: Task | str, *, resume: str | Path | None = None, **settings: Any) -> Path:
     """Train on a task, or on a built-in one or a Python file by name, and return the run's folder.
 
-    Settings are the command line's flags by name (`model=`, `max_steps=`, `learning_rate=`, …) or whole
-    sections (`optim={"epochs": 2}`). `resume` goes on with the run in that folder, which keeps its settings.
+    Settings are the command line's flags by name (`model=`, `max_steps=`, `learning_rate=`, …), whole
+    sections (`optim={"epochs": 2}`) or full names (`**{"task.held_out": 8}`). `resume` goes on with the run
+    in that folder, which keeps its settings.
     """
     leave_task_file(task if isinstance(task, Task) else None)
     run = None if resume is None else RunFolder.open(resume)
@@ -86,4 +87,4 @@ def with_task(config: Config, task: Task | str) -> tuple[Config, Task]:
     """Return the settings with the task's name, and the task, loaded where only that is given."""
     name = task.name if isinstance(task, Task) else task
     config = replace(config, task=replace(config.task, name=name))
-    return config, task if isinstance(task, Task) else load_task(config.task)
+    return config, with_data(task, config.task) if isinstance(task, Task) else load_task(config.task)

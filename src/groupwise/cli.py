@@ -265,9 +265,9 @@ def verify(
     settings = training_config(words or [], config=None, resume=None, flags=flags)
     from groupwise.tasks.self_test import self_test
 
-    named = task is not None or any(word.endswith(".py") for word in words or [])
-    if pairs is not None and not named:
-        raise ConfigError("--pairs needs the task that scores them: --task NAME or a task file")
+    named = task is not None or any("=" not in word or word.startswith("task.name=") for word in words or [])
+    if not named and (words or data or pairs):
+        raise ConfigError("say which task, built in or a Python file: groupwise verify TASK …")
     config = settings.task if named else None
     failed = False
     for line in self_test(config, pairs=pairs, examples=examples, as_json=as_json):

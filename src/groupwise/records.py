@@ -51,6 +51,15 @@ class Example(Mapping[str, Any]):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def is_unicode(row: Mapping[str, Any]) -> bool:
+    """Whether all text in a row can be written: JSON can carry half an emoji, tokenizers cannot."""
+    try:
+        json.dumps(dict(row), ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How tokens are drawn. Training accounts for every one of these settings."""

@@ -170,6 +170,7 @@ def look_ahead(
         "updating_gb": found.updating / 1e9,
         "peak_gb": found.peak / 1e9,
         "memory_gb": place.total / 1e9,
+        "assumed": memory_gb is None and kind == "cuda" and not torch.cuda.is_available(),
         "fits": found.fits,
         "recomputing": recomputing,
         "advice": list(advice(config, shape, found)),
@@ -199,6 +200,8 @@ def preflight_lines(ahead: dict[str, Any]) -> Iterator[str]:
     yield f"  {'while updating':<20}{ahead['updating_gb']:8.2f} GB"
     verdict = "fits" if ahead["fits"] else "does not fit"
     yield f"peak {ahead['peak_gb']:.2f} GB {verdict} into {ahead['memory_gb']:.1f} GB"
+    if ahead["assumed"]:
+        yield "there is no GPU here: one of that size is assumed, --memory-gb says otherwise"
     yield ahead["recomputing"]
     for line in ahead["advice"]:
         yield f"  try {line}"

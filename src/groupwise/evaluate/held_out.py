@@ -211,8 +211,9 @@ def compare(before: Evaluation, after: Evaluation) -> dict[str, Difference]:
     changes = {"greedy": change(before.greedy_right, after.greedy_right)}
     if before.samples == after.samples:
         changes[f"avg@{after.samples}"] = change(before.averages, after.averages)
-        for name in before.rewards.keys() & after.rewards.keys():
-            changes[f"reward/{name}"] = change(before.rewards[name], after.rewards[name])
+        for name in after.rewards:
+            if name in before.rewards:
+                changes[f"reward/{name}"] = change(before.rewards[name], after.rewards[name])
     return changes
 
 

@@ -18,6 +18,7 @@ from groupwise.errors import ConfigError
 from groupwise.model import interface
 from groupwise.model.accepted import check_attention
 from groupwise.model.adapter import adapt_in_place
+from groupwise.model.device import device_of
 from groupwise.model.gates import shorten_gates
 from groupwise.model.lora import with_adapter
 from groupwise.model.memory import return_freed_memory
@@ -38,7 +39,7 @@ def load_policy(
     The frozen copy is always the model that `model.name` names, so a resumed run keeps its anchor.
     """
     keep_quiet()
-    device = torch.device(model.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = device_of(model.device)
     dtype = getattr(torch, model.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     if device.type == "cpu":
         keep_freed_memory()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from groupwise.errors import InvariantError
+from groupwise.model.device import device_of
 from groupwise.model.load import causal_model, keep_quiet, load_tokenizer
 from groupwise.model.lora import base_of, effective_weight, is_adapted, load_adapter
 from groupwise.model.output import check_output, new_folder
@@ -76,7 +77,7 @@ def merge(
     keep_quiet()
     check_output(output, overwrite=overwrite)
     source = model_folder(base or adapter_base(adapter))
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = device_of(device)
     chosen: torch.dtype = getattr(torch, dtype)
     tokenizer = load_tokenizer(adapter if (adapter / "tokenizer.json").is_file() else source)
     model = causal_model(source, chosen, where, quantization=quantization)

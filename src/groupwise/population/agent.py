@@ -38,8 +38,13 @@ class Agent:
     def __init__(self, *, base: Base | None = None, **settings: Any) -> None:
         """Settings are those of `gw.train`: flags by name, or whole sections."""
         self.config = settings.pop("config", None) or config_from_keywords(**settings).resolve()
-        if self.config.algo.advantage == "gdpo" or self.config.algo.combine != "sum":
-            raise ConfigError("an agent learns from one reward an answer: combine them in the environment")
+        algo = self.config.algo
+        if algo.advantage == "gdpo" or algo.combine != "sum" or algo.mean_filter or algo.overlong_buffer:
+            raise ConfigError(
+                "an agent learns from one reward an answer: judge, combine and filter in the environment"
+            )
+        if self.config.engine.kind != "own":
+            raise ConfigError("an agent answers by the model that it trains: engine.kind=own")
         self._base = base or Base(self.config)
         self._member = Member(self._base, self.config, weights=self._base.fresh)
         self.actions = self.steps = 0

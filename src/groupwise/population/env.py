@@ -26,7 +26,6 @@ from groupwise.records import Example, Group, Rollout
 from groupwise.rewards.score import score_group
 from groupwise.tasks import Task, load_task
 from groupwise.tasks.task import Prompt
-from groupwise.training.data import split_for
 
 if TYPE_CHECKING:
     Gym = object
@@ -90,7 +89,7 @@ class PromptEnv(Gym):
             raise ConfigError(f"task {self.task.name} has tools: a conversation is more than one step")
         self.batch_size, self.group_size = batch_size, group_size
         self._collate = collate
-        self.split = split_for(self._config, self.task)
+        self.split = self.task.split(self._config.task, self._config.run.seed)
         self._asked = Asked()
         self._make_spaces()
 
@@ -102,7 +101,7 @@ class PromptEnv(Gym):
             super().reset(seed=seed)  # type: ignore[misc]
         if seed is not None:
             self._config = replace(self._config, run=replace(self._config.run, seed=seed))
-            self.split = split_for(self._config, self.task)
+            self.split = self.task.split(self._config.task, self._config.run.seed)
             self._asked = Asked(held_out=self._asked.held_out)
         self._ask()
         return self._prompts(), self._info()

@@ -44,3 +44,5 @@ def refuse_what_cannot_be_shared(config: Config, task: Task) -> None:
         raise ConfigError("members are adapters on one base: set lora.r, such as lora.r=16")
     if task.tools:
         raise ConfigError(f"task {task.name} has tools, which populations do not use yet")
+    if config.engine.kind != "own":
+        raise ConfigError("the members of a population answer in one batch, by engine.kind=own")

@@ -29,10 +29,10 @@ from groupwise.population.turnover import Turnover
 from groupwise.tasks import Task
 from groupwise.tracking.files import write_atomically
 from groupwise.training.batch import Batch
-from groupwise.training.data import split_for
 from groupwise.training.interrupt import Interrupt
 from groupwise.training.measures import batch_metrics
 from groupwise.training.recorder import Recorder
+from groupwise.training.state import same_data
 
 EVOLUTION = "evolution.json"
 
@@ -45,9 +45,10 @@ class Search:
         with ExitStack() as resources:
             resources.callback(opening.withdraw)
             resources.enter_context(opening.lock)
-            self.split = split_for(config, task)
+            self.split = task.split(config.task, config.run.seed)
             self.space = Space.of(config, task)
-            self.story = opening.story
+            data = same_data(opening.story.data, self.split.fingerprint)
+            self.story = replace(opening.story, data=data)
             title = f"{config.evolve.method} · {task.name} · {config.model.name}"
             self.recorder = Recorder(
                 self.folder, title=title, total=config.run.max_steps, done=self.story.step

@@ -73,6 +73,8 @@ class Story:
     """The target, or the end of the tokens: no step is left."""
     unselected: bool = False
     """The selection that was due is not made: it was the last step, and is not if more are asked for."""
+    data: str | None = None
+    """The fingerprint of the examples; None: of a search that began before it was kept."""
 
     def at(self, place: int) -> Individual:
         return next(person for person in self.people if person.place == place)

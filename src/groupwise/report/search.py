@@ -33,6 +33,8 @@ class Wanted:
     first: int | None = None
     last: int | None = None
     """Steps."""
+    skip: int = 0
+    """Hits of the last step that were shown before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,8 @@ class Hits:
     """Steps looked through."""
     go_on: int | None
     """The last step that is still to be looked through; None when all are."""
+    skip: int = 0
+    """Hits of that step which are among these or were shown before."""
 
 
 def search(slices: Slices, wanted: Wanted, *, limit: int = 50, seconds: float = 1.0) -> Hits:
@@ -58,7 +62,12 @@ def search(slices: Slices, wanted: Wanted, *, limit: int = 50, seconds: float = 
     for number, step in enumerate(steps):
         if len(found) >= limit or (number and time.monotonic() > deadline):
             return Hits(rollouts=found, searched=number, go_on=step)
-        found += list(hits_in(slices, step, wanted))[:limit]
+        skip = wanted.skip if step == wanted.last else 0
+        hits = list(hits_in(slices, step, wanted))[skip:]
+        room = limit - len(found)
+        found += hits[:room]
+        if len(hits) > room:
+            return Hits(rollouts=found, searched=number + 1, go_on=step, skip=skip + room)
     return Hits(rollouts=found, searched=len(steps), go_on=None)
 
 

@@ -123,6 +123,7 @@ class Server:
                     finish=asked.get("finish", ""),
                     first=whole(request, "first"),
                     last=whole(request, "last"),
+                    skip=max(0, whole(request, "skip") or 0),
                 ),
             )
         )

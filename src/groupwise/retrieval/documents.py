@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.errors import ConfigError
+from groupwise.records import is_unicode
 
 BOILERPLATE = 12
 """An answer given to this many questions answers none of them."""
 SYNONYMS = 3
 """Synonyms that the context line names."""
+Located = Iterator[tuple[str, Any]]
+"""Rows, each with where it stands: "rows.jsonl, line 3"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,64 +45,99 @@ class Question:
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Read the rows of a JSONL file, gzipped or not, or of a Parquet file."""
+    return (row for _, row in located_rows(path))
+
+
+def located_rows(path: Path) -> Located:
+    """Read the same rows with the place of each; `tasks.examples` words the same mistakes the same way."""
     if not path.is_file():
         raise ConfigError(f"no such file: {path}")
-    if path.suffix == ".parquet":
-        import pyarrow.parquet as pq
+    read = read_parquet if path.suffix == ".parquet" else read_json_lines
+    try:
+        for where, row in read(path):
+            if not isinstance(row, dict):
+                raise ConfigError(f"{where}: expected a dict of columns, got {type(row).__name__}")
+            if not is_unicode(row):
+                raise ConfigError(f"{where}: its text is not Unicode")
+            yield where, row
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
 
-        yield from pq.read_table(path).to_pylist()
-        return
+
+def read_json_lines(path: Path) -> Located:
     with (
         gzip.open(path, "rt", encoding="utf-8")
         if path.suffix == ".gz"
         else path.open(encoding="utf-8") as lines
     ):
         for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
             try:
                 row = json.loads(line)
-            except ValueError:
-                raise ConfigError(f"{path}, line {number}: not JSON") from None
-            if not isinstance(row, dict):
-                raise ConfigError(f"{path}, line {number}: expected an object")
-            yield row
+            except ValueError as error:
+                raise ConfigError(f"{where}: not JSON: {error}") from error
+            yield where, row
+
+
+def read_parquet(path: Path) -> Located:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowException as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    for number, row in enumerate(rows, start=1):
+        yield f"{path}, row {number}", row
+
+
+def text_in(row: Mapping[str, Any], column: str, *, where: str) -> str | None:
+    """Return the text of a column, None where there is none, or refuse what is no text."""
+    value = row.get(column)
+    if value is None or isinstance(value, str):
+        return value
+    raise ConfigError(f"{where}: `{column}` must be text; got {str(value)[:40]}")
 
 
 def read_documents(path: Path) -> list[Document]:
     """Read documents as {id, text, …}, one a row; `category`, `group` and `synonyms` make the context."""
     found: dict[str, Document] = {}
-    for number, row in enumerate(read_rows(path), start=1):
-        name, text = row.get("id"), row.get("text")
+    for where, row in located_rows(path):
+        name, text = row.get("id"), text_in(row, "text", where=where)
         if name is None or text is None:
-            raise ConfigError(f"{path}, row {number}: a document needs `id` and `text`; it has {sorted(row)}")
-        if not isinstance(text, str):
-            raise ConfigError(f"{path}, row {number}: `text` must be text; got {str(text)[:40]}")
+            raise ConfigError(f"{where}: a document needs `id` and `text`; it has {sorted(row)}")
         if str(name) in found:
-            raise ConfigError(f"{path}, row {number}: the id {name} occurs twice")
-        found[str(name)] = Document(str(name), text, context_line(row))
+            raise ConfigError(f"{where}: the id {name} occurs twice")
+        found[str(name)] = Document(str(name), text, context_line(row, where=where))
     return list(found.values())
 
 
 def read_questions(path: Path) -> list[Question]:
     """Read questions as {question, documents}, one a row."""
     questions = []
-    for number, row in enumerate(read_rows(path), start=1):
+    for where, row in located_rows(path):
         text, documents = row.get("question"), row.get("documents")
         if not isinstance(text, str) or not isinstance(documents, list) or not documents:
             raise ConfigError(
-                f"{path}, row {number}: a question needs `question` and a list `documents`; "
-                f"it has {sorted(row)}"
+                f"{where}: a question needs `question` and a list `documents`; it has {sorted(row)}"
             )
         answers = (str(row["answer"]),) if row.get("answer") else ()
         questions.append(Question(text, tuple(map(str, documents)), answers, held_out=True))
     return questions
 
 
-def context_line(row: Mapping[str, Any]) -> str:
+def context_line(row: Mapping[str, Any], *, where: str) -> str:
     """Example: {"category": "", "group": "Disorders", "synonyms": ["a", "b"]} ->
     "Semantic Group: Disorders | Synonyms: a, b"
     """
     synonyms = row.get("synonyms") or []
-    synonyms = synonyms.split("|") if isinstance(synonyms, str) else list(synonyms)
+    synonyms = synonyms.split("|") if isinstance(synonyms, str) else synonyms
+    if not isinstance(synonyms, list):
+        raise ConfigError(
+            f"{where}: `synonyms` must be a list, or text with | in between; got {str(synonyms)[:40]}"
+        )
     parts = (
         ("Category", row.get("category") or ""),
         ("Semantic Group", row.get("group") or row.get("umls_semantic_group") or ""),
@@ -122,18 +161,24 @@ def read_qa_set(path: Path, *, pages: Mapping[str, str] | None = None) -> QaSet:
     fetched page, or all of its answers. A question's gold is every document that carries it. Lists of
     links and answers that many questions share are no targets, though they are text to find.
     """
-    rows = [row for row in read_rows(path) if row.get("question") and row.get("answer")]
+    rows: list[dict[str, Any]] = []
+    by_page: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    contexts: dict[str, str] = {}
+    for where, row in located_rows(path):
+        question, answer = (text_in(row, column, where=where) for column in ("question", "answer"))
+        if question and answer:
+            rows.append(row)
+            name = page_of(row, where=where)
+            by_page[name].append(row)
+            contexts.setdefault(name, context_line(row, where=where))
     if not rows:
         raise ConfigError(f"{path}: no row has a question and an answer")
-    by_page: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for number, row in enumerate(rows, start=1):
-        by_page[page_of(row, where=f"{path}, row {number}")].append(row)
     documents = []
     for name, members in by_page.items():
         url = url_of(members[0])
         text = pages.get(url) if pages is not None else joined(row["answer"] for row in members)
         if text:
-            documents.append(Document(name, text, context_line(members[0])))
+            documents.append(Document(name, text, contexts[name]))
     kept = {document.id for document in documents}
     return QaSet(tuple(documents), tuple(questions_of(rows, kept)))
 

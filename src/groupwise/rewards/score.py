@@ -73,10 +73,14 @@ def score_within(
             return rollout.judged(error=errors[index])
         if not parts[index]:
             return rollout.judged(error="no reward applies: each returned None")
-        total = sum([weights.get(name, 1.0) * value for name, value in parts[index].items()])
-        return rollout.judged(rewards=parts[index], reward=total)
+        return rollout.judged(rewards=parts[index], reward=weighted_sum(parts[index], weights))
 
     return replace(group, rollouts=tuple(scored(i, r) for i, r in enumerate(group.rollouts)))
+
+
+def weighted_sum(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """Add rewards up; one without a weight counts once."""
+    return sum([weights.get(name, 1.0) * value for name, value in rewards.items()])
 
 
 def takes_batches(function: RewardFunction) -> bool:

@@ -24,6 +24,17 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "suffix": (None, ""),
     "functions": (None, []),
+    # Of vLLM's own:
+    "repetition_penalty": (None, 1),
+    "length_penalty": (None, 1),
+    "min_tokens": (None, 0),
+    "ignore_eos": (None, False),
+    "stop_token_ids": (None, []),
+    "bad_words": (None, []),
+    "use_beam_search": (None, False),
+    "prompt_logprobs": (None,),
+    "structured_outputs": (None, {}),
+    **{f"guided_{kind}": (None,) for kind in ("json", "regex", "choice", "grammar")},
 }
 """Parameters that only these values are accepted of."""
 

@@ -52,10 +52,6 @@ def check_rows(rows: Sequence[Example], *, source: str) -> None:
 
 
 def fault_in(row: Example) -> str | None:
-    try:
-        json.dumps(dict(row), ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError as error:
-        return f"its text is not Unicode: {error.reason}"
     tools = tools_in(row)
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
         return "tools must be a list of descriptions, or one as JSON"

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from groupwise.config import read_config
-from groupwise.config.sections import NO_TASK, Config, TaskConfig
+from groupwise.config.sections import NO_TASK, Config
 from groupwise.errors import ConfigError
 from groupwise.records import Example
+from groupwise.rewards.score import weighted_sum
 from groupwise.rollout.tools import tool_of
 from groupwise.tasks.demonstration import Demonstration, SampledTokens, check_rows, of_rollout, of_row
 from groupwise.tasks.examples import load_examples
 from groupwise.tasks.load import load_task
-from groupwise.tasks.split import Split, split_rows
+from groupwise.tasks.split import MAX_HELD_OUT_SHARE, Split, by_fingerprint, split_rows
 from groupwise.tasks.task import Task
 from groupwise.tasks.verify import gold_of
 from groupwise.tracking.rollouts import read_rollouts
@@ -113,7 +114,7 @@ def demonstrations_for(config: Config, task: Task | None) -> Demonstrations:
     held_out = set() if task is None else {str(task.ask(e)) for e in held_out_of(config, task)}
     if config.sft.from_run is not None:
         tools = () if task is None else tuple(tool_of(function).schema for function in task.tools)
-        rows = best_answers(config)
+        rows = best_answers(config, weights={} if task is None else task.weights)
         return of_rows(rows, config=config, held_out=held_out, make=partial(of_rollout, tools=tools))
     if config.sft.data is not None:
         rows = load_examples(config.sft.data)
@@ -146,21 +147,37 @@ def of_rows(
     rows: Sequence[Example], *, config: Config, held_out: set[str], make: Callable[[Example], Demonstration]
 ) -> Demonstrations:
     """Demonstrations that the rows hold, without those that ask what evaluation will ask."""
-    kept = [row for row in rows if str(make(row).prompt) not in held_out]
+
+    def asks(row: Example) -> str:
+        return str(make(row).prompt)
+
+    kept = [row for row in rows if asks(row) not in held_out]
     if not kept:
         raise ConfigError("no demonstration is left: each asks what a held-out example asks")
-    # Answers to one prompt would lie on both sides of a split by rows.
-    settings = TaskConfig(held_out=0 if config.sft.from_run else config.task.held_out)
-    split = split_rows(kept, held_out=None, config=settings, seed=config.run.seed)
+    back = [] if config.sft.from_run else kept_back(kept, asks=asks, most=config.task.held_out)
+    split = split_rows(kept, held_out=back, asks=asks, config=config.task, seed=config.run.seed)
     return Demonstrations(
         split=split,
         make=lambda example, _: make(example),
         seed=config.run.seed,
-        dropped=len(rows) - len(kept) + split.dropped,
+        dropped=len(rows) - len(kept) + split.dropped - len(back),
     )
 
 
-def best_answers(config: Config) -> list[Example]:
+def kept_back(rows: Sequence[Example], *, asks: Callable[[Example], str], most: int) -> list[Example]:
+    """The rows to measure the loss on, by the smallest fingerprints: all answers to a prompt or none."""
+    unique = by_fingerprint(rows)
+    answers: dict[str, list[Example]] = {}
+    for _, row in sorted(unique.items()):
+        answers.setdefault(asks(row), []).append(row)
+    chosen: list[Example] = []
+    for group in answers.values():
+        if len(chosen) + len(group) <= min(most, int(len(unique) * MAX_HELD_OUT_SHARE)):
+            chosen += group
+    return chosen
+
+
+def best_answers(config: Config, *, weights: Mapping[str, float]) -> list[Example]:
     """Rejection sampling: of each prompt's recorded answers the best few, if they are good enough.
 
     Good enough is a reward of `sft.min_reward`, by default the highest that any answer of the run got. An
@@ -170,6 +187,8 @@ def best_answers(config: Config) -> list[Example]:
     run = RunFolder.open(config.sft.from_run)
     paths = sorted(run.rollouts.glob("step-*.parquet"))
     rows = [row for path in paths for row in read_rollouts(path)]
+    if read_config(run.config).algo.combine != "sum":  # the others compare answers to one prompt alone
+        rows = [row | {"reward": weighted_sum(row["rewards"], weights)} for row in rows]
     ended = [row for row in rows if row["error"] is None and row["finish"] != "length"]
     if not ended:
         raise ConfigError(f"{run.path} has no recorded answer that came to its end: nothing to imitate")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from groupwise.errors import ConfigError
-from groupwise.records import Example
+from groupwise.records import Example, is_unicode
 from groupwise.tasks.columns import Columns, read_columns
 
 Rows = Iterable[Mapping[str, Any]]
@@ -76,6 +77,8 @@ def as_example(row: object, *, where: str, columns: Columns | None = None) -> Ex
         raise ConfigError(f"{where}: expected a dict of columns, got {type(row).__name__}")
     if not all(isinstance(column, str) for column in row):
         raise ConfigError(f"{where}: column names must be strings, got {list(row)}")
+    if not is_unicode(row):
+        raise ConfigError(f"{where}: its text is not Unicode")
     return Example(read_columns(row, columns or {}, where=where))
 
 
@@ -84,7 +87,7 @@ def read_file(path: Path, read: Callable[[Path], Located]) -> Located:
         raise no_such_file(path)
     try:
         yield from read(path)
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from groupwise.config.checks import between
+from groupwise.config.values import convert
 from groupwise.records import Example, Message
 from groupwise.rewards.agent import cites_well, mrr, recall, searches_once, thinks_every_turn
 from groupwise.rewards.judge import judged
@@ -28,6 +30,8 @@ Every response begins with your reasoning between <think> and </think>, then the
 PREFILL = "<think>\n"
 CLOSE_ENOUGH = 0.3
 """Token F1 with the gold answer from which an answer counts as right."""
+KINDS = {"index": str, "results": int, "shown": int, "think": bool, "judge": str | None, "judge_model": str}
+"""What the value of each option must be."""
 
 
 def medquad(
@@ -45,6 +49,9 @@ def medquad(
     `think`: begin each turn in the thinking; `judge`: base URL of an OpenAI-compatible server that grades
     answers, with `judge_model`.
     """
+    check_options(
+        index=index, results=results, shown=shown, think=think, judge=judge, judge_model=judge_model
+    )
     from groupwise.retrieval.command import own_questions
     from groupwise.retrieval.index import Index
     from groupwise.retrieval.together import Together
@@ -62,17 +69,14 @@ def medquad(
         """
         return as_found(search_index(query), shown=shown)
 
-    embed = opened.embed
-    # Neighbours come from one page; rows far apart have nothing to do with each other.
-    far_apart = train[:: max(1, len(train) // 256)]
-    baseline = unrelated([row["answers"][0] for row in far_apart], embed)
+    baseline = unrelated([row["answers"][0] for row in far_apart(train)], opened.embed)
     rewards: dict[str, Callable[..., Any]] = {
         "close": close_enough,
         "mrr": mrr(needed=gold_documents),
         "recall": recall(needed=gold_documents, at=results),
         "f1": shares_words(golds=gold_answers, measure=token_f1),
         "rouge_l": shares_words(golds=gold_answers, measure=rouge_l),
-        "similarity": similar(golds=gold_answers, embed=embed, baseline=baseline),
+        "similarity": similar(golds=gold_answers, embed=opened.embed, baseline=baseline),
         "format": thinks_every_turn,
         "once": searches_once,
         "citation": cites_well,
@@ -90,6 +94,19 @@ def medquad(
         gold=lambda example: f"I know.</think>\n{example['answers'][0]}",
         tools=[search],
     )
+
+
+def check_options(**options: object) -> None:
+    """Refuse an option of the wrong kind before the index is read."""
+    for name, value in options.items():
+        read = convert(value, to=KINDS[name], setting=f"task.options.{name}")
+        if KINDS[name] is int:
+            between(f"task.options.{name}", read, 1)
+
+
+def far_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Neighbours come from one page; rows far apart have nothing to do with each other."""
+    return rows[:: max(1, len(rows) // 256)]
 
 
 def as_found(hits: Sequence[Hit], *, shown: int) -> Found:

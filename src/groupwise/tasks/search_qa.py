@@ -6,6 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from groupwise.config.checks import between
+from groupwise.config.values import convert
 from groupwise.errors import ConfigError
 from groupwise.records import Example, Message, Rollout
 from groupwise.rewards.agent import mrr, thinks_every_turn
@@ -24,16 +26,16 @@ RESULTS = 3
 """Documents that a search returns."""
 
 
-def search_qa(*, world: int = 0, people: int = 480, hops: Sequence[int] = (1, 2, 3)) -> Task:
+def search_qa(*, world: int = 0, people: int = 480, hops: int | Sequence[int] = (1, 2, 3)) -> Task:
     """Answer questions by searching, of one hop and more, in a generated world: endless, offline.
 
-    `world`: which one, by number; `people`: how many live in it; `hops`: how many searches questions take.
+    `world`: which one, by number; `people`: how many live in it; `hops`: how many searches questions take,
+    one number or some.
     """
-    if not 40 <= people <= 2304:
-        raise ConfigError(f"search_qa: people must lie between 40 and 2304; got {people!r}")
-    paths = [path for path in QUESTIONS if len(path) in hops]
-    if not paths:
-        raise ConfigError(f"search_qa: hops must be some of 1, 2 and 3; got {hops!r}")
+    convert(world, to=int, setting="task.options.world")
+    between("task.options.people", convert(people, to=int, setting="task.options.people"), 40, 2304)
+    counts = hop_counts(hops)
+    paths = [path for path in QUESTIONS if len(path) in counts]
     made = make_world(world, people=people)
 
     def search(query: str) -> Found:
@@ -56,6 +58,14 @@ def search_qa(*, world: int = 0, people: int = 480, hops: Sequence[int] = (1, 2,
         gold=lambda example: f"<think> {example['answer']}</think>\n<answer> {example['answer']}</answer>",
         tools=[search],
     )
+
+
+def hop_counts(hops: object) -> list[int]:
+    """Return how many hops questions may take, or refuse the option."""
+    counts = hops if isinstance(hops, Sequence) else [hops]
+    if counts and all(type(count) is int and count in (1, 2, 3) for count in counts):
+        return list(counts)
+    raise ConfigError(f"search_qa: hops must be some of 1, 2 and 3; got {hops!r}")
 
 
 def search_prompt(example: Example) -> list[Message]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol, runtime_checkable
@@ -40,6 +41,8 @@ class Split:
     """Training examples in an epoch; None: endless."""
     dropped: int = 0
     """Rows left out because they repeat another row or equal a held-out example."""
+    fingerprint: str = ""
+    """The same for the same rows on either side; "" of a stream, which settings alone decide."""
 
     def take(self, cursor: int, count: int) -> tuple[list[Example], int]:
         """Return the `count` training examples at the cursor, and the cursor after them.
@@ -75,13 +78,19 @@ def split_stream(stream: Stream, *, config: TaskConfig, seed: int) -> Split:
 
 
 def split_rows(
-    rows: Sequence[Example], *, held_out: Sequence[Example] | None, config: TaskConfig, seed: int
+    rows: Sequence[Example],
+    *,
+    held_out: Sequence[Example] | None,
+    asks: Callable[[Example], str],
+    config: TaskConfig,
+    seed: int,
 ) -> Split:
-    """Split finite data so that no example is on both sides.
+    """Split finite data so that no example is on both sides, nor one that asks the same.
 
     Held-out examples of the task's own are used as they are, and training rows that equal one are
     dropped. Otherwise the rows with the smallest fingerprints are held out: a choice that does not
-    depend on their order and hardly changes when rows are added.
+    depend on their order and hardly changes when rows are added. Rows that ask what a held-out one asks
+    are dropped, whatever else tells them apart.
     """
     unique = by_fingerprint(rows)
     if held_out is None:
@@ -96,7 +105,20 @@ def split_rows(
         raise ConfigError("no training example is left: each one equals a held-out example")
     train = tuple(unique.values())[: config.max_examples]
     judged_by = tuple(kept_back.values())[: config.held_out]
-    return Split(train=train, held_out=judged_by, seed=seed, size=len(train), dropped=dropped)
+    asked = set(map(asks, judged_by))
+    apart = tuple(row for row in train if asks(row) not in asked)
+    if not apart:
+        raise ConfigError("no training example is left: each one asks what a held-out example asks")
+    dropped += len(train) - len(apart)
+    sides = (list(unique)[: config.max_examples], list(kept_back)[: config.held_out])
+    return Split(
+        train=apart,
+        held_out=judged_by,
+        seed=seed,
+        size=len(apart),
+        dropped=dropped,
+        fingerprint=hashlib.sha256(repr(sides).encode()).hexdigest()[:16],
+    )
 
 
 def by_fingerprint(rows: Iterable[Example]) -> dict[str, Example]:

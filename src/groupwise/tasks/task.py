@@ -13,7 +13,7 @@ from typing import Any
 from groupwise.config.sections import TaskConfig
 from groupwise.errors import ConfigError
 from groupwise.records import Example, Message, Rollout
-from groupwise.rewards.score import RewardFunction
+from groupwise.rewards.score import RewardFunction, weighted_sum
 from groupwise.rollout.tools import tool_of
 from groupwise.tasks.columns import Columns
 from groupwise.tasks.examples import as_examples
@@ -130,19 +130,29 @@ class Task:
         """Tell whether a scored rollout has the form that was asked for."""
         return self.format is not None and rollout.rewards.get(self.format, 0.0) > 0.0
 
+    def is_perfect(self, rollout: Rollout) -> bool:
+        """Tell whether a scored rollout has nothing left to improve, however a run combines its rewards."""
+        if self.perfect is None or rollout.error is not None:
+            return False
+        return weighted_sum(rollout.rewards, self.weights) >= self.perfect
+
     def asks(self, example: Example) -> str:
         """Return what the policy sees of an example: two that look the same to it are the same."""
         return str(self.ask(example))
 
     def split(self, config: TaskConfig, seed: int) -> Split:
-        """Divide the examples into training and held-out ones, the latter the same for every seed."""
+        """Divide the examples into training and held-out ones, the latter the same for every seed.
+
+        Every prompt is made once here, so that a row that has none is found before a model loads. A stream
+        makes its rows later and promises to keep the sides apart; each step checks that.
+        """
         if isinstance(self.examples, Stream):
             if self.held_out is None:
                 return split_stream(self.examples, config=config, seed=seed)
             raise ConfigError(f"task {self.name}: held_out goes with rows; a stream brings its own")
         rows = as_examples(self.examples, source=self.name)
         held_out = None if self.held_out is None else as_examples(self.held_out, source=self.name)
-        return split_rows(rows, held_out=held_out, config=config, seed=seed)
+        return split_rows(rows, held_out=held_out, asks=self.asks, config=config, seed=seed)
 
 
 def is_prompt(prompt: object) -> bool:

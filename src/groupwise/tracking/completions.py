@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from groupwise.records import Group, Rollout
@@ -11,9 +11,9 @@ from groupwise.tracking.files import write_atomically
 RULE = "=" * 50
 
 
-def write_completions(path: Path, groups: Sequence[Group], *, perfect: float) -> None:
-    """Write every rollout with a perfect reward, prompt and completion; no file when there is none."""
-    found = [rollout for group in groups for rollout in group.valid if rollout.reward >= perfect]
+def write_completions(path: Path, groups: Sequence[Group], *, is_perfect: Callable[[Rollout], bool]) -> None:
+    """Write every perfect rollout, prompt and completion; no file when there is none."""
+    found = [rollout for group in groups for rollout in group.valid if is_perfect(rollout)]
     if found:
         write_atomically(path, "".join(f"{prompt_text(r)}\n{r.transcript}\n{RULE}\n" for r in found))
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
 from groupwise.config import Config, dump_config
 from groupwise.evaluate.held_out import Evaluation, as_text
+from groupwise.records import Rollout
 from groupwise.report.alarms import alarms
 from groupwise.report.history import EvaluationFiles, MetricsTail
 from groupwise.report.write import write_all
@@ -92,10 +93,9 @@ class Recorder:
     def updates(self, step: int, seen: Mapping[tuple[int, int], Sequence[float]]) -> None:
         self.behind.submit(write_updates, self.folder.updates_at(step), seen)
 
-    def completions(self, step: int, batch: Batch, *, perfect: float | None) -> None:
-        if perfect is not None:
-            path = self.folder.completions_at(step)
-            self.behind.submit(write_completions, path, batch.drawn, perfect=perfect)
+    def completions(self, step: int, batch: Batch, *, is_perfect: Callable[[Rollout], bool]) -> None:
+        path = self.folder.completions_at(step)
+        self.behind.submit(write_completions, path, batch.drawn, is_perfect=is_perfect)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.metrics.append(step, metrics)

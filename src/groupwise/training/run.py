@@ -15,10 +15,9 @@ from groupwise.learner.learner import Learner
 from groupwise.model.context import Context
 from groupwise.parallel.launched import layout_of
 from groupwise.parallel.processes import Processes
-from groupwise.tasks import Task
+from groupwise.tasks import Split, Task
 from groupwise.training.ahead import Ahead
 from groupwise.training.batch import Batch, Collector, check_failures
-from groupwise.training.data import split_for
 from groupwise.training.examiner import Examiner
 from groupwise.training.measures import batch_metrics, speed_metrics
 from groupwise.training.session import Session
@@ -36,8 +35,8 @@ class Run(Session):
         self.task = task
         super().__init__(config, title=task.name, start=start, processes=processes)
 
-    def read_data(self) -> None:
-        self.split = split_for(self.config, self.task)
+    def read_data(self) -> Split:
+        return self.task.split(self.config.task, self.config.run.seed)
 
     def data_notices(self) -> Iterator[str]:
         if self.split.dropped:
@@ -93,7 +92,7 @@ class Run(Session):
                 batch = self.collector.collect(step, cursor=self.state.cursor, rates=self.state.rates)
         if step % self.config.track.rollouts_every == 0:
             self.recorder.rollouts(step, batch)
-            self.recorder.completions(step, batch, perfect=self.collector.task.perfect)
+            self.recorder.completions(step, batch, is_perfect=self.task.is_perfect)
         check_failures(batch, limit=self.config.task.max_failed)
         return batch
 

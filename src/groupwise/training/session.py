@@ -21,11 +21,13 @@ from groupwise.engine.sampler import derive_seed
 from groupwise.engine.vllm import VllmEngine
 from groupwise.errors import ConfigError
 from groupwise.learner.checkpoint import prune
+from groupwise.model.device import device_of
 from groupwise.model.load import load_policy
 from groupwise.model.memory import free_memory
 from groupwise.model.source import model_folder
 from groupwise.parallel.launched import DIVIDING, as_launched, layout_of
 from groupwise.parallel.processes import Processes
+from groupwise.tasks import Split
 from groupwise.tracking.log import LOGGER
 from groupwise.training.crowd import Crowd
 from groupwise.training.ending import stats_of, summary_of
@@ -37,7 +39,7 @@ from groupwise.training.recorder import Recorder
 from groupwise.training.shape import shape_of
 from groupwise.training.silent import SilentRecorder
 from groupwise.training.start import Start, command_of, with_recomputing
-from groupwise.training.state import Optimizing, load_learner, save_state
+from groupwise.training.state import Optimizing, load_learner, same_data, save_state
 
 
 class Session(ABC):
@@ -61,7 +63,9 @@ class Session(ABC):
             resources.enter_context(start.lock)
             recomputing = ""
             with self.processes.together():
-                self.read_data()
+                self.split = self.read_data()
+                data = same_data(start.state.data, self.split.fingerprint)
+                self.state = replace(start.state, data=data)
                 config, recomputing = settled(config, start)
             # Free memory may differ from process to process: all do what suits the leader.
             config, recomputing = self.processes.gather((config, recomputing))[0]
@@ -103,7 +107,7 @@ class Session(ABC):
         self.policy.save_tokenizer(self.folder.tokenizer)
 
     @abstractmethod
-    def read_data(self) -> None:
+    def read_data(self) -> Split:
         """Find out what is learned from, before the model is loaded: mistakes there are found at once."""
 
     @abstractmethod
@@ -233,5 +237,5 @@ def settled(config: Config, start: Start) -> tuple[Config, str]:
     """Choose what depends on the memory that is free, and say why; a resumed run keeps what was chosen."""
     config = with_recomputing(as_launched(config), start.recomputing)
     model = replace(config.model, name=str(model_folder(config.model.name)))
-    device = torch.device(model.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = device_of(model.device)
     return choose_recomputing(config, shape_of(model), Place.of(device), free=free_memory(device))

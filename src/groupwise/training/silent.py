@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from groupwise.config import Config
 from groupwise.evaluate.held_out import Evaluation
+from groupwise.records import Rollout
 from groupwise.tracking.display import PlainDisplay
 from groupwise.tracking.summary import Summary
 from groupwise.training.batch import Batch
@@ -31,7 +32,7 @@ class SilentRecorder(Recorder):
 
     def updates(self, step: int, seen: Mapping[tuple[int, int], Sequence[float]]) -> None: ...
 
-    def completions(self, step: int, batch: Batch, *, perfect: float | None) -> None: ...
+    def completions(self, step: int, batch: Batch, *, is_perfect: Callable[[Rollout], bool]) -> None: ...
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
 

@@ -122,7 +122,9 @@ def refuse_other_settings(stored: Config, config: Config) -> None:
     """A resumed run computes what it computed before: only settings around it may change."""
     if stored.run.kind != config.run.kind:
         raise CheckpointError(f"this run goes on with groupwise {command_of(stored)} --resume")
-    changed = [line for line in differences(stored, config) if not line.startswith(MAY_CHANGE)]
+    # A search selects by its evaluations.
+    around = tuple(name for name in MAY_CHANGE if name != "evaluate." or stored.run.kind != "evolve")
+    changed = [line for line in differences(stored, config) if not line.startswith(around)]
     if changed:
         raise CheckpointError(
             f"a resumed run keeps its settings, but these differ: {'; '.join(changed)}; start a new run"

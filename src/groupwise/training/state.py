@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
+from groupwise.errors import CheckpointError
 from groupwise.learner.checkpoint import (
     flattened,
     load_optimizer,
@@ -54,11 +55,22 @@ class State:
     """Time spent training, over all sessions."""
     rates: Rates = field(default_factory=dict)
     """What the curriculum knows of each kind of example."""
+    data: str | None = None
+    """The fingerprint of the examples; None: of a run that began before it was kept."""
 
     def with_accuracy(self, accuracy: float) -> State:
         if accuracy <= self.best_accuracy:
             return self
         return replace(self, best_step=self.step, best_accuracy=accuracy)
+
+
+def same_data(kept: str | None, fingerprint: str) -> str:
+    """Refuse to go on with other examples: their order would be another, and so would what is held out."""
+    if kept not in (None, fingerprint):
+        raise CheckpointError(
+            "the examples are not those that the run began with: put them back, or start a new run"
+        )
+    return fingerprint
 
 
 def save_state(

@@ -15,6 +15,7 @@ from groupwise.learner.imitation import check_chats, to_samples
 from groupwise.learner.supervised import Imitator
 from groupwise.parallel.processes import Processes, joined_processes
 from groupwise.records import Sample
+from groupwise.tasks import Split
 from groupwise.tasks.demonstrations import Plan, held_out_of
 from groupwise.tracking.display import open_display
 from groupwise.tracking.trackers import tracker_names
@@ -75,8 +76,9 @@ class WarmStart(Session):
         self.demonstrations = plan.demonstrations
         super().__init__(plan.config, title=f"warm start · {plan.title}", start=start, processes=processes)
 
-    def read_data(self) -> None:
+    def read_data(self) -> Split:
         """The plan has read it, to know how many steps there are."""
+        return self.demonstrations.split
 
     def data_notices(self) -> Iterator[str]:
         if self.demonstrations.dropped:

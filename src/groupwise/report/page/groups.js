@@ -131,7 +131,7 @@ export async function groups(root, app) {
   let searching = 0;
   const look = later(() => searchFrom(null), 250);
 
-  async function searchFrom(last, before = []) {
+  async function searchFrom(place, before = []) {
     const mine = ++searching;
     if (Object.values(wanted).every((value) => value === "")) {
       fill(found);
@@ -139,9 +139,12 @@ export async function groups(root, app) {
       return;
     }
     side.classList.add("searching");
-    if (last === null) fill(found, h("p", { class: "quiet", role: "status" }, "Looking…"));
+    if (place === null) fill(found, h("p", { class: "quiet", role: "status" }, "Looking…"));
     const query = new URLSearchParams(Object.entries(wanted).filter(([, value]) => value !== ""));
-    if (last !== null) query.set("last", last);
+    if (place !== null) {
+      query.set("last", place.go_on);
+      query.set("skip", place.skip);
+    }
     let answer;
     try {
       answer = await get(of(run.id, `/search?${query}`), { again: true });
@@ -152,14 +155,15 @@ export async function groups(root, app) {
     if (mine !== searching) return;
     const hits = [...before, ...answer.rollouts];
     const more = answer.go_on !== null;
+    const reached = !more ? " in the whole run" : answer.skip ? `, more of them in step ${answer.go_on}` : `, back to step ${answer.go_on + 1}`;
     fill(
       found,
-      h("p", { class: "quiet", role: "status" }, `${plural(hits.length, "answer")} found${more ? `, back to step ${answer.go_on + 1}` : " in the whole run"}`),
+      h("p", { class: "quiet", role: "status" }, `${plural(hits.length, "answer")} found${reached}`),
       h("ol", { class: "list hits" }, hits.map(hit)),
-      more && h("button", { onclick: () => searchFrom(answer.go_on, hits) }, "Look further back"),
+      more && h("button", { onclick: () => searchFrom(answer, hits) }, "Look further back"),
     );
     // Nothing yet and more to look through: go on by itself.
-    if (more && hits.length === 0) searchFrom(answer.go_on, hits);
+    if (more && hits.length === 0) searchFrom(answer, hits);
   }
 
   function hit(one) {
