@@ -355,6 +355,21 @@ def test_search_finds_answers_anywhere_in_the_run(visit: Visit, address: str) ->
     expect(page.locator(".hits")).to_have_count(0)
 
 
+def test_every_answer_that_was_found_can_be_reached(visit: Visit, address: str) -> None:
+    page = visit.open(f"{address}#groups?run=learns")
+    page.locator("#words").fill("answer")
+    told, hits = page.get_by_role("status").filter(has_text="found"), page.locator(".hits li")
+    further = page.get_by_role("button", name="Look further back")
+    expect(told).to_have_text("50 answers found, more of them in step 22")
+    for count in (100, 150):
+        further.click()
+        expect(hits).to_have_count(count)
+    further.click()
+    expect(told).to_have_text("180 answers found in the whole run")
+    expect(hits).to_have_count(180)
+    expect(further).to_have_count(0)
+
+
 # Tokens
 
 

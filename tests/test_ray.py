@@ -13,6 +13,7 @@ ray = pytest.importorskip("ray")
 from ray import tune  # noqa: E402
 
 from groupwise.config import read_config  # noqa: E402
+from groupwise.errors import ConfigError  # noqa: E402
 from groupwise.population.ray_tune import trainable  # noqa: E402
 from small_runs import task_file  # noqa: E402
 
@@ -79,3 +80,9 @@ def test_a_trial_goes_on_from_anothers_checkpoint_with_its_own_values(tmp_path):
     assert pupil._run.learner.optim.learning_rate == 1e-4
     teacher.stop()
     pupil.stop()
+
+
+def test_a_parameter_that_is_unknown_is_refused(tmp_path):
+    kind = trainable(luck(tmp_path), output_dir=tmp_path, **SETTINGS)
+    with pytest.raises(ConfigError, match=r"unknown parameter 'optim\.learning_rat'; known are"):
+        kind(config={"optim.learning_rat": 1e-3})

@@ -25,10 +25,10 @@ from typing import Any
 from ray import tune
 
 from groupwise.config import Config, config_from_keywords
-from groupwise.errors import CheckpointError
+from groupwise.errors import CheckpointError, ConfigError
 from groupwise.learner.checkpoint import latest_checkpoint
 from groupwise.population.space import TUNABLE, WEIGHTS, applied
-from groupwise.tasks import Task, load_task
+from groupwise.tasks import Task, load_task, with_data
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.training.run import Run
 from groupwise.training.start import Start
@@ -103,10 +103,14 @@ class RunTrial(tune.Trainable):  # type: ignore[misc]
 
     def _open(self, values: Mapping[str, Any], *, state_of: Path | None) -> None:
         """Open the run's folder, new or again, as it was at a checkpoint."""
-        known = {name: float(value) for name, value in values.items() if name in TUNABLE or is_weight(name)}
-        given = self.base_task
-        task = load_task(self.base_config.task) if isinstance(given, str) else given
-        config, task = applied(known, self.base_config, task)
+        for name in values:
+            if name not in TUNABLE and not is_weight(name):
+                raise ConfigError(
+                    f"unknown parameter {name!r}; known are {', '.join(TUNABLE)} and {WEIGHTS}NAME"
+                )
+        given, base = self.base_task, self.base_config
+        task = load_task(base.task) if isinstance(given, str) else with_data(given, base.task)
+        config, task = applied({name: float(value) for name, value in values.items()}, base, task)
         config = replace(config, run=replace(config.run, name=f"trial-{self.trial_id}"))
         path = Path(config.run.output_dir) / str(config.run.name)
         if state_of is None:
