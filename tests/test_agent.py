@@ -149,6 +149,17 @@ def test_no_run_goes_on_in_the_folder_of_an_agent(tmp_path, command, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["agent.json", "config.yaml"]
 
 
+def test_what_an_earlier_save_left_does_not_come_back(tmp_path):
+    settings = SMALL | {"lora_r": 2, "beta": 0.1}
+    first, second = gw.Agent(**settings), gw.Agent(**settings)
+    first.set_reference_policy()
+    first.save(tmp_path / "agent")
+    second.save(tmp_path / "agent")
+    assert gw.Agent.load(tmp_path / "agent")._member.reference is None
+    with pytest.raises(gw.ConfigError, match="holds an agent of another kind"):
+        gw.Agent(**SMALL | {"lora_r": 0}).save(tmp_path / "agent")
+
+
 def test_an_agent_takes_one_reward_an_answer():
     with pytest.raises(gw.ConfigError, match="one reward an answer"):
         gw.Agent(advantage="gdpo", **SMALL)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 
 import pytest
 
 from groupwise import cli
 from groupwise.commands.chat import readable
+from groupwise.commands.serve import serve
 from groupwise.config import read_config
 from groupwise.config.model import ModelConfig
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, RolloutError
 from groupwise.evaluate.target import Target
 from groupwise.model.load import load_for_generation
 from groupwise.model.source import FOLDERS
 from groupwise.records import Sampling
+from groupwise.rollout.toolbox import Toolbox
 from groupwise.serve.opened import Named, find_named, held_out_example, system_of, tools_of
-from groupwise.serve.talk import Streaming, Talk
+from groupwise.serve.talk import CONTEXT, Streaming, Talk
 from groupwise.serve.tool_talk import ToolAnswering, ToolTalk
 from groupwise.tracking.run_folder import RunFolder
 
@@ -61,6 +64,27 @@ def test_a_conversation_beyond_the_context_is_refused(small_policy):
     with pytest.raises(ConfigError, match="begin anew"):
         list(streaming([{"role": "user", "content": "x" * 100_000}]))
     streaming.close()
+
+
+def test_a_long_context_of_a_model_takes_no_memory_before_it_is_asked_for(small_policy, monkeypatch):
+    monkeypatch.setattr(type(small_policy), "context_length", property(lambda _: 131_072))
+    usual = Streaming(small_policy, Sampling(max_tokens=512), seed=0)
+    assert usual._engine.context == CONTEXT == inspect.signature(serve).parameters["max_context"].default
+    with pytest.raises(ConfigError, match="context of 2048 tokens: begin anew, or give more room"):
+        list(usual.write((40,) * 2048))
+    usual.close()
+    longer = Streaming(small_policy, Sampling(max_tokens=4000), seed=0)
+    assert longer._engine.context == 8000
+    longer.close()
+
+
+def test_hardly_any_temperature_is_none(capsys):
+    said = []
+    words = ["chat", "tiny", "--prompt", "3 + 4", "--max-tokens", "5", "--temperature"]
+    for heat in ("0", "1e-30"):
+        assert cli.main([*words, heat]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
 
 
 def test_one_question_one_answer(capsys):
@@ -144,6 +168,23 @@ def test_calls_and_results_are_remembered_as_what_they_are():
     assert talk.messages[2]["content"].count("<tool_call>") == 1
     assert kit.turns[0].calls[0].result == talk.messages[3]["content"]
     streaming.close()
+
+
+def test_a_tool_that_fails_is_told_in_a_sentence_and_the_conversation_goes_on(capsys, monkeypatch):
+    def failing(self, wishes, *, allowed, state):
+        raise RolloutError("the index is gone")
+
+    monkeypatch.setattr(Toolbox, "answer", failing)
+    config = read_config(overrides=["model.name=tiny-search"])
+    question = held_out_example(config, "search_qa", number=1).question.splitlines()[-1]
+    assert cli.main([*TOOLS, "--prompt", question]) == 2
+    shown = capsys.readouterr()
+    assert shown.out.endswith("</tool_call>\n")
+    assert "a tool failed: the index is gone" in shown.err
+    typed = iter([question, question, "/quit"])
+    monkeypatch.setattr("builtins.input", lambda _: next(typed))
+    assert cli.main(TOOLS) == 0
+    assert capsys.readouterr().out.splitlines().count("a tool failed: the index is gone") == 2
 
 
 def test_tools_that_are_not_there_are_refused_and_the_way_to_some_is_said(capsys):

@@ -107,6 +107,8 @@ def test_an_override_becomes_the_type_its_setting_declares(override, value):
         ("task.options=3", "task.options must be a mapping of plain values; got 3"),
         ("task.options.day=2026-01-01", "task.options.day must be a plain value; got '2026-01-01'"),
         ("rollout.group_size=1", "rollout.group_size must be at least 2; got 1"),
+        ("rollout.stop=['']", "rollout.stop: nothing is in every text; give strings to stop at"),
+        ("task.reward_seconds=.inf", "task.reward_seconds must be between 0.001 and 86400; got inf"),
         ("optim.beta1=1.5", "optim.beta1 must be at least 0 and less than 1; got 1.5"),
         ("optim.beta1=-0.1", "optim.beta1 must be at least 0 and less than 1; got -0.1"),
         ("optim.beta2=1", "optim.beta2 must be at least 0 and less than 1; got 1.0"),

@@ -153,8 +153,12 @@ def test_the_last_words_of_a_search_name_folders_as_the_shell_reads_them():
 
     resume, elite = ["groupwise", "evolve", "--resume", "my runs/a b"], "my runs/a b/elite"
     assert said(0) == [resume]  # nothing is trained yet
-    measure = ["groupwise", "eval", elite, "--task", config.task.name, "task.options.scoring=x y"]
-    assert said(1) == [resume, measure, ["groupwise", "chat", elite]]
+    assert said(1) == [resume, ["groupwise", "eval", elite], ["groupwise", "chat", elite]]
+    config = replace(config, task=replace(config.task, name="mine"))
+    assert said(1)[:2] == [
+        ["groupwise.evolve(task,", "resume=my runs/a b)"],
+        ["groupwise", "eval", elite, "--task", "FILE.py"],
+    ]
 
 
 @pytest.mark.parametrize(("method", "left"), [("pbt", 3), ("halving", 2), ("random", 3)])
@@ -266,6 +270,8 @@ def test_python_and_the_shell_start_the_same_search(place, whole, tmp_path):
         (["task.held_out=0"], "selection needs held-out examples"),
         (["engine.kind=vllm"], "answer in one batch, by engine.kind=own"),
         (["--vary", "beta=1"], "--vary is written NAME=LOW:HIGH"),
+        (["--vary", "beta=1:2", "--vary", "beta=1:3"], "--vary gives beta twice"),
+        (["evolve.vary={algo.clip_low: [0.9, 1.5]}"], "evolve.vary: algo.clip_low must be between 0 and 1"),
         (["rollout.curriculum=2"], "rollout.curriculum goes with groupwise train"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,6 +21,12 @@ PAGES = {
     "/secret/x": (200, "text/html", ARTICLE),
     "/old": (301, "/fox", ""),
     "/loop": (302, "/loop", ""),
+    "/unchanged": (304, "", ""),
+    "/nowhere": (301, "", ""),
+    "/to-bad": (301, "http://[bad/x", ""),
+    "/codec": (200, "text/html; charset=base64", ARTICLE),
+    "/down": (503, "text/html", ""),
+    "/busy": (429, "text/html", ""),
     "/gone": (404, "text/html", "404"),
     "/image": (200, "image/png", "png"),
     "/large": (200, "text/html", "x" * 20_000),
@@ -39,7 +46,8 @@ def site():
             else:
                 status, kind, body = PAGES.get(self.path, PAGES["/fox"])
             self.send_response(status)
-            self.send_header("Location" if 300 <= status < 400 else "Content-Type", kind)
+            if kind:
+                self.send_header("Location" if 300 <= status < 400 else "Content-Type", kind)
             self.end_headers()
             self.wfile.write(body.encode())
 
@@ -99,3 +107,55 @@ def test_private_addresses_and_other_schemes_are_refused(site, tmp_path):
     found = fetch_pages([f"{root}/fox", "file:///etc/passwd"], PageCache(tmp_path), Manners())
     assert sorted(found.problems.values()) == ["not http", "private or unknown address"]
     assert not asked
+
+
+def test_a_failure_that_may_pass_is_tried_again_by_a_later_run(site, tmp_path, monkeypatch):
+    root, asked = site
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        dead = f"http://127.0.0.1:{closed.getsockname()[1]}/x"
+        urls = [dead, *(root + path for path in ("/down", "/busy", "/gone"))]
+        found = fetch_pages(urls, PageCache(tmp_path), HERE)
+    assert [found.problems[url] for url in urls] == ["ConnectError", "status 503", "status 429", "status 404"]
+    assert PageCache(tmp_path).get(dead) is None
+    assert asked["/down"] == 1 + HERE.retries
+    for path in ("/down", "/busy", "/gone"):
+        monkeypatch.setitem(PAGES, path, PAGES["/fox"])
+    again = fetch_pages(urls, PageCache(tmp_path), HERE)
+    assert set(again.texts) == {f"{root}/down", f"{root}/busy"}
+    assert again.problems[f"{root}/gone"] == "status 404"
+    assert asked["/gone"] == 1
+
+
+def test_a_page_refused_for_its_address_is_fetched_once_that_is_allowed(site, tmp_path):
+    root, _ = site
+    assert not fetch_pages([f"{root}/fox"], PageCache(tmp_path), Manners()).texts
+    assert fetch_pages([f"{root}/fox"], PageCache(tmp_path), HERE).texts
+
+
+@pytest.mark.parametrize("manners", [HERE, Manners()])
+def test_an_address_that_is_none_is_a_failed_page_and_not_the_end(site, tmp_path, manners):
+    bad = [
+        "http://[bad/x",
+        "http://example.com:abc/",
+        "http://127.0.0.1:99999/",
+        "http://.example.com/",
+        f"http://{'a' * 64}.example.com/",
+        "http://example.com/\0",
+    ]
+    found = fetch_pages([*bad, f"{site[0]}/fox"], PageCache(tmp_path), manners)
+    assert {url: found.problems[url] for url in bad} == dict.fromkeys(bad, "not a URL")
+    assert len(found.texts) == int(manners.allow_private)
+
+
+def test_an_answer_that_makes_no_sense_is_a_failed_page_and_not_the_end(site, tmp_path):
+    root, _ = site
+    paths = ["/unchanged", "/nowhere", "/to-bad", "/codec", "/fox"]
+    found = fetch_pages([root + path for path in paths], PageCache(tmp_path), HERE)
+    assert {url.removeprefix(root): why for url, why in found.problems.items()} == {
+        "/unchanged": "status 304",
+        "/nowhere": "status 301",
+        "/to-bad": "not a URL",
+        "/codec": "LookupError",
+    }
+    assert list(found.texts) == [f"{root}/fox"]

@@ -67,6 +67,21 @@ def test_a_report_carries_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len({path.split("/")[4] for path in groups}) > 1  # from several steps
 
 
+def test_a_report_leaves_out_what_is_damaged_and_carries_the_rest(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=3)
+    run.rollouts_at(2).write_text("PAR1 no more")
+    run.updates_at(3).parent.mkdir(exist_ok=True)
+    run.updates_at(3).write_text("PAR1 no more")
+    run.tokenizer.write_text('{"version": ')
+    assert main(["report", str(run.path)]) == 0
+    answers = carried(run.report)
+    lists = [path for path in answers if re.fullmatch(r"api/runs/run/steps/\d+", path)]
+    assert lists == ["api/runs/run/steps/1", "api/runs/run/steps/3"]
+    tokens = answers["api/runs/run/steps/3/groups/0/members/0"]
+    assert tokens["pieces"] == [f"⟨{token}⟩" for token in tokens["ids"]]  # type: ignore[index]
+    assert tokens["ratios"] is None  # type: ignore[index]
+
+
 def test_every_module_of_the_page_is_in_the_import_map() -> None:
     names = set(html.modules())
     for name in names:
@@ -207,6 +222,8 @@ def test_pruning_names_runs_without_a_step_and_with_keep_the_older_ones(tmp_path
     empty = RunFolder(tmp_path / "empty")
     empty.path.mkdir()
     empty.config.write_text("")
+    empty.log.write_text("")
+    (tmp_path / "latest").symlink_to(tmp_path / "newest")  # no run of its own, to be kept or removed
     assert [one.path.name for one in to_prune(tmp_path, keep=None, rollouts=False)] == ["empty"]
     assert {one.path.name for one in to_prune(tmp_path, keep=1, rollouts=False)} == {
         "empty",
@@ -252,6 +269,17 @@ def test_a_run_that_trains_is_known_by_its_lock_and_never_pruned(tmp_path: Path)
         process.stdout.close()
     assert owner(run) is None
     assert [one.path.name for one in to_prune(tmp_path, keep=None, rollouts=False)] == ["busy"]
+
+
+def test_a_folder_that_only_has_a_file_of_settings_is_not_pruned(tmp_path: Path) -> None:
+    for folder in (tmp_path / "project", tmp_path / "project" / "part"):
+        folder.mkdir()
+        (folder / "config.yaml").write_text("a: 1")
+        (folder / "thesis.txt").write_text("x")
+    assert to_prune(tmp_path, keep=0, rollouts=False) == []
+    (tmp_path / "project" / "training.log").write_text("")
+    assert to_prune(tmp_path / "project", keep=0, rollouts=False) == []  # what is named itself stays
+    assert len(to_prune(tmp_path, keep=0, rollouts=False)) == 1
 
 
 def test_a_lock_whose_number_now_belongs_to_another_process_is_nobodys(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from groupwise import cli
 from groupwise.errors import ConfigError
 from groupwise.retrieval.best import best
 from groupwise.retrieval.chunk import chunks_of, pieces, plain_spans
+from groupwise.retrieval.command import own_questions
 from groupwise.retrieval.documents import Document, context_line, read_documents, read_qa_set
 from groupwise.retrieval.embed import Lsa, embedding_named
 from groupwise.retrieval.fusion import Ranking, fuse
@@ -224,6 +225,69 @@ def test_documents_come_and_go_without_touching_the_others(index):
     again = Index.open(index.folder)
     assert (len(again), sorted(again.documents)) == (3, ["fox", "moon", "star"])
     assert again.search("moon and sun") == index.search("moon and sun")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_many_chunks_are_taken_out_of_chroma_in_batches(tmp_path, monkeypatch):
+    pytest.importorskip("chromadb")
+    monkeypatch.setattr("groupwise.retrieval.store.BATCH", 2)  # the real one is slow to exceed
+    documents = [Document(f"d{n}", f"Thing{n} is here.") for n in range(7)]
+    index = Index.build(tmp_path / "index", documents, Manifest())
+    collection, asked = type(index._store._collection), []
+    delete = collection.delete
+
+    def counted_delete(self, where):
+        asked.append(len(where["number"]["$in"]))
+        delete(self, where=where)
+
+    monkeypatch.setattr(collection, "delete", counted_delete)
+    assert index.delete([f"d{n}" for n in range(5)] + ["d0", "not there"]) == 5
+    assert asked == [2, 2, 1]
+    assert Index.open(index.folder).documents == index.documents == ["d5", "d6"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_index_whose_store_cannot_delete_stays_as_it_was(index, monkeypatch):
+    before = index.search("what does a fox eat")
+    with monkeypatch.context() as patched:
+        patched.setattr(index._store, "delete", lambda numbers: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            index.delete(["fox"])
+    assert index.search("what does a fox eat") == before
+    assert index.delete(["fox"]) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_emptied_index_is_opened_searched_and_filled_again(index):
+    assert index.delete(index.documents) == 3
+    again = Index.open(index.folder)
+    assert (len(again), again.documents) == (0, [])
+    for side in ("fused", "dense", "sparse"):
+        assert again.search("what does a fox eat", side=side) == []
+    assert again.add(DOCUMENTS[:2]) == 2
+    assert names(again, "what does a fox eat")[0] == "fox"
+    assert Index.open(index.folder).search("salt sea") == again.search("salt sea")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_deleted_chunk_takes_no_place_in_an_index_that_is_opened_again(index):
+    index.delete(["fox"])
+    again = Index.open(index.folder)
+    assert not again._vectors_ND[0].any()
+    assert np.allclose(again._vectors_ND, index._vectors_ND, atol=1e-6)  # Chroma scales what it is given
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_document_given_twice_is_refused_before_anything_is_touched(index, tmp_path):
+    before = index.search("what does a fox eat")
+    twice = [Document("fox", "Foxes bark."), Document("fox", "Foxes dig.")]
+    with pytest.raises(ConfigError, match="the document fox is given 2 times"):
+        index.add(twice)
+    for either in (index, Index.open(index.folder)):
+        assert either.search("what does a fox eat") == before
+    with pytest.raises(ConfigError, match="the document fox is given 2 times"):
+        Index.build(tmp_path / "new", twice, Manifest(store=index.manifest.store))
+    assert not (tmp_path / "new").exists()
 
 
 def test_what_is_found_does_not_depend_on_what_is_asked_beside_it(tmp_path):
@@ -434,3 +498,48 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_read(tmp
     assert cli.main(["index", "build", *words]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert f"cannot write {tmp_path / output}: " in said
+
+
+def test_line_separators_inside_an_answer_do_not_cut_its_row(tmp_path):
+    answer = "Red\u2028and\u2029white\u0085and\x0bgrey\r\nanimals."
+    row = {"question": "What is a fox?", "answer": answer, "doc": "p1", "split": "test"}
+    data, folder = lines(tmp_path / "qa.jsonl", [row]), tmp_path / "index"
+    words = ["--data", str(data), "--output", str(folder), "--store", "files"]
+    assert cli.main(["index", "build", *words]) == 0
+    (question,) = own_questions(folder)
+    assert question.answers == (answer,)
+    assert cli.main(["index", "eval", str(folder)]) == 0
+    assert Index.open(folder).search("fox animals")[0].chunk.text == answer
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--fusion", "foo"], "--fusion must be one of weighted, rrf, scores; got 'foo'"),
+        (["--dense-weight", "nan"], "--dense-weight must be a number; got nan"),
+        (["--sparse-weight", "inf"], "--sparse-weight must be a number; got inf"),
+        (["--sparse-weight", "-0.5"], "--sparse-weight must be at least 0; got -0.5"),
+    ],
+)
+def test_a_fusion_that_cannot_be_used_is_refused_before_anything_is_read(tmp_path, capsys, words, sentence):
+    nowhere = str(tmp_path / "not-there")
+    for command in (
+        ["build", "--documents", nowhere, "--output", str(tmp_path / "index")],
+        ["search", nowhere, "fox"],
+        ["eval", nowhere],
+    ):
+        assert cli.main(["index", *command, *words]) == 2
+        assert capsys.readouterr().err == f"error: {sentence}\n"
+    assert not (tmp_path / "index").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("store", ["files", "chroma"])
+def test_a_corpus_without_words_to_find_is_opened_and_added_to(tmp_path, store):
+    if store == "chroma":
+        pytest.importorskip("chromadb")
+    Index.build(tmp_path / "index", [Document("a", "what is it? !!!")], Manifest(store=store))
+    index = Index.open(tmp_path / "index")
+    assert (len(index), index.search("what is it")) == (1, [])
+    assert index.add(DOCUMENTS[:1]) == 1
+    assert names(Index.open(index.folder), "red fox") == ["fox"]

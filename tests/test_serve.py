@@ -27,17 +27,20 @@ from groupwise.config.model import LoraConfig, ModelConfig
 from groupwise.config.sections import EngineConfig
 from groupwise.engine.engine import Engine
 from groupwise.engine.live import LiveEngine
+from groupwise.engine.live_scheduler import Job
 from groupwise.engine.sampler import derive_seed
 from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
 from groupwise.records import Request, Sampling
+from groupwise.serve.asked import Asked
 from groupwise.serve.cores import leave_a_core
 from groupwise.serve.front import start_front
 from groupwise.serve.http import Question, Reply, answer
-from groupwise.serve.link import EngineSide
+from groupwise.serve.link import EngineSide, Words
 from groupwise.serve.pieces import Pieces
 from groupwise.serve.server import Server
 from groupwise.serve.text import TextStream
+from groupwise.serve.told import Telling
 from groupwise.serve.tool_calls import for_template, read_answer
 from small_models import Scripted, policy_of, small_model, tiny_tokenizer, with_more_tokens
 
@@ -331,6 +334,28 @@ def test_what_cannot_be_answered_is_refused_with_a_reason(port, path, body, stat
     assert message in answer["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("name", "changing", "harmless"),
+    [
+        ("allowed_token_ids", [1], None),
+        ("truncate_prompt_tokens", 4, None),
+        ("include_stop_str_in_output", True, False),
+        ("skip_special_tokens", False, True),
+        ("function_call", {"name": "add"}, "auto"),
+    ],
+)
+def test_what_would_change_an_answer_and_is_not_supported_is_refused(port, name, changing, harmless):
+    status, answer = ask(port, "/v1/chat/completions", chat("a", max_tokens=1, **{name: changing}))
+    assert (status, answer["error"]["message"]) == (400, f"{name} is not supported")
+    assert ask(port, "/v1/chat/completions", chat("a", max_tokens=1, **{name: harmless}))[0] == 200
+
+
+def test_a_length_of_thousands_of_digits_is_refused(port):
+    status, answer = ask(port, "/v1/completions", b"", **{"Content-Length": "1" * 5000})
+    assert status == 400
+    assert "Content-Length" in answer["error"]["message"]
+
+
 def test_the_model_can_be_looked_up_by_name(port):
     assert ask(port, "/v1/models/small", None)[1]["id"] == "small"
     assert ask(port, "/v1/models/other", None)[0] == 404
@@ -460,12 +485,45 @@ def test_calls_of_tools_are_read_out_of_the_answer(one_token):
         assert choice["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
         _, parts = ask(port, "/v1/chat/completions", chat("a", tools=[TOOL], temperature=0, stream=True))
         deltas = [part["choices"][0]["delta"] for part in parts]
-        assert "".join(delta.get("content") or "" for delta in deltas) == "I add. "
+        assert "".join(delta.get("content") or "" for delta in deltas) == "I add."
         (calls,) = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
         assert calls[0]["function"]["name"] == "add"
         # Without tools the text is text.
         _, plain = ask(port, "/v1/chat/completions", chat("a", temperature=0))
         assert plain["choices"][0]["message"]["content"] == CALL
+
+
+MADE = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "add", "parameters": {"a": 1}}',
+        '<think>\n</think>\n{"name": "add", "parameters": {}}',
+        '{"answer": 3} ',
+        f"Let me see. {MADE} That was it.",
+        f"\n{MADE} ",
+        f"<think>use <tool_call> now</think>Hi {MADE}{MADE}",
+        "<tool_call>no json</tool_call> and <tool",
+        "nothing to call ",
+    ],
+)
+def test_a_stream_with_tools_adds_up_to_the_answer_in_one_piece(text):
+    job = Job(prompt=(1,), seeds=(0,), sampling=Sampling())
+    usual: dict[str, Any] = {"stream": True, "usage": False, "logprobs": False, "echo": "", "silent": False}
+    decode: Callable[[Any], str] = lambda tokens: "".join(map(chr, tokens))  # noqa: E731
+    asked = Asked(chat=True, job=job, tools=True, **usual)
+    telling = Telling(asked, model="small", decode=decode, pieces=Pieces(tiny_tokenizer()))
+    deltas = []
+    for place, letter in enumerate(text, 1):
+        finish = "end" if place == len(text) else None
+        words = Words(0, 0, (ord(letter),), (0.0,), (), (), finish)
+        deltas += [part["choices"][0]["delta"] for part in telling.take([words])]
+    message = telling.whole()["choices"][0]["message"]
+    assert "".join(delta.get("content", "") for delta in deltas) == (message["content"] or "")
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [call["function"] for call in calls] == [c["function"] for c in message.get("tool_calls", [])]
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,14 @@ def test_a_mask_that_contradicts_the_sampler_is_a_fault(
     assert mask_fault(masked(trained, sampled)) == fault
 
 
+def test_where_choices_are_truncated_a_stretch_without_any_proves_nothing() -> None:
+    forced = masked("...TTTTTTTTTTTT", "...ss........ss")
+    assert mask_fault(forced, truncated=True) is None
+    assert signs([group_of([forced])])["rollout/mask_faults"] == 1.0
+    assert signs([group_of([forced])], truncated=True)["rollout/mask_faults"] == 0.0
+    assert mask_fault(masked("..TTTT.", "...ssss"), truncated=True) == "a prompt token is trained"
+
+
 def test_a_failed_rollout_is_not_judged() -> None:
     broken = replace(masked("..TTTTT", "...ssss"), error="lost")
     assert signs([group_of([broken, rollout("a")])])["rollout/mask_faults"] == 0.0

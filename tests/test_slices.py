@@ -171,6 +171,9 @@ def test_recorded_turns_are_shown_with_their_calls_and_found(tmp_path: Path) -> 
     ]
     (hit,) = search(Slices(run), Wanted(text='lima "THE')).rollouts
     assert "the capital" in hit["excerpt"]
+    assert '"query": "Peru"' in search(Slices(run), Wanted(text="peru")).rollouts[0]["excerpt"]
+    for word in ("calls", "null", "found"):  # of the record, not of anyone in it
+        assert search(Slices(run), Wanted(text=word)).rollouts == []
 
 
 def test_files_of_an_older_schema_can_be_looked_at(tmp_path: Path) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from groupwise.config import read_config
-from groupwise.config.sections import TaskConfig
 from groupwise.errors import ConfigError
 from groupwise.evaluate.breakdown import question
 from groupwise.evaluate.command import evaluate_command
@@ -172,7 +172,7 @@ def sums(tmp_path: Path) -> tuple[Path, Path]:
     return task, data
 
 
-@pytest.mark.parametrize("how", ["by its file", "in Python", "by imitation"])
+@pytest.mark.parametrize("how", ["by its file", "in Python", "in Python, with data", "by imitation"])
 def test_a_run_on_a_task_of_ones_own_is_not_measured_on_rows_it_trained_on(
     how: str, sums: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -186,11 +186,17 @@ def test_a_run_on_a_task_of_ones_own_is_not_measured_on_rows_it_trained_on(
         run = warm_start(plan_warm_start(read_config(overrides=words)))
     else:
         config = read_config(overrides=[*words, f"task.name={file if how == 'by its file' else 'sums'}"])
-        run = train(config, task=load_task(TaskConfig(name=str(file))))
+        if how == "in Python, with data":
+            config = replace(config, task=replace(config.task, data=str(data)))
+            file.write_text(SUMS.replace("range(20)", "range(100, 200)"))
+        run = train(config, task=load_task(replace(config.task, name=str(file))))
     given = None if how == "by its file" else str(file)
     (report,) = evaluate_command(str(run), task=given, data=str(data), samples=1)
     assert (report["prompts"], report["left_out"]) == (4, 16)
     assert "unchecked" not in report
+    if how != "by imitation":
+        (again,) = evaluate_command(str(run), task=given, samples=1)  # what it holds out itself
+        assert {q["asked"] for q in again["questions"]} == {q["asked"] for q in report["questions"]}
 
 
 def test_a_run_whose_task_is_gone_is_measured_and_says_what_it_cannot_tell(

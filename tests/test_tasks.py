@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -297,3 +299,18 @@ def test_data_replaces_the_examples_of_a_task(tmp_path):
     split = task.split(TaskConfig(), seed=0)
     assert (len(split.train), len(split.held_out)) == (8, 2)
     assert "(1, 2, 3), create an equation that equals 6." in task.ask(Example(rows[0]))[1]["content"]
+
+
+def test_a_row_with_a_set_has_the_same_fingerprint_in_every_process():
+    code = "from groupwise.records import Example; print(Example({'a': {'1', 'x', 'y'}}).fingerprint)"
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(found) == 1

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -156,6 +156,15 @@ def test_what_a_tool_returns_is_what_is_read():
     (call,) = toolbox.answer(wish("find", query="b"), allowed=1)
     assert (call.result, call.found) == ("about b", ("d1", "d2"))
     assert toolbox.answer(wish("slow", seconds=0.0), allowed=1)[0].result == "done"
+
+
+def test_a_result_that_cannot_be_written_is_an_error_that_goes_back():
+    def odd() -> Any:
+        """Return what JSON has no words for."""
+        return {("a", 1): 2}
+
+    (call,) = box(odd).answer(wish("odd"), allowed=1)
+    assert (call.error or "").startswith("odd: keys must be str")
 
 
 def test_errors_go_back_as_results_and_a_tools_own_failure_is_the_rollouts():

@@ -173,6 +173,38 @@ def test_a_tool_in_a_thread_that_hangs_is_left_behind():
     assert rollout.text == "done"
 
 
+def test_an_answer_that_comes_too_late_is_not_taken_for_that_of_the_next_turn():
+    first_came = threading.Event()
+
+    def look(query: str) -> str:
+        """Look."""
+        if query == "first":
+            time.sleep(1.3)
+            first_came.set()
+        else:
+            first_came.wait(5)
+            time.sleep(0.05)  # the late answer is there before this one
+        return f"about {query}"
+
+    script = Script(call("first"), call("second"), "done")
+    (rollout,) = talked(script, size=1, tool=look, overlap=True, seconds=1.0, max_turns=3)
+    assert [one.error for one in rollout.calls] == ["look took longer than 1 s", None]
+    assert rollout.calls[1].result == "about second"
+
+
+def test_half_an_emoji_in_a_call_is_refused_and_in_an_answer_replaced():
+    half = call("x").replace('"x"', '"\\ud83d"')
+    (rollout,) = talked(Script(half, "done"), size=1)
+    assert rollout.calls[0].error == "the text of a call must be Unicode"
+
+    def look(query: str) -> str:
+        """Look."""
+        return "smile \ud83d"
+
+    (rollout,) = talked(Script(call("x"), "done"), size=1, tool=look)
+    assert rollout.calls[0].result == "smile ?"
+
+
 def chatty(policy: Any) -> Any:
     """Let every third token end a turn: a random policy would hardly ever end one."""
     policy.end_tokens = frozenset(range(0, 272, 3))

@@ -333,6 +333,32 @@ def test_a_server_that_cannot_serve_training_is_refused_at_the_start(policy: Pol
         VllmEngine(policy, EngineConfig(kind="vllm", servers=("localhost:8000",)), exchange=tmp_path)
 
 
+@pytest.mark.parametrize("code", [400, 500])
+def test_what_a_server_says_against_the_first_requests_is_told_in_a_sentence(
+    code: int, server: StandIn, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered, refused = server.post, "allowed_token_ids"
+
+    def refuses(path: str, body: dict[str, Any]) -> Any:
+        no = {"error": {"code": code, "message": "out of luck"}}
+        return no if refused in body or path == refused else answered(path, body)
+
+    monkeypatch.setattr(server, "post", refuses)
+    said = f"answered {code}: .*out of luck"
+    with pytest.raises(ConfigError, match=f"the server at {server.address} does not complete .*{said}"):
+        engine_for(policy, tmp_path, server)
+    refused = "prompt_logprobs"
+    adapters = engine_for(policy, tmp_path, server)
+    with pytest.raises(ConfigError, match=f"cannot take the policy's weights: .*{said}") as told:
+        adapters.ready().__enter__()
+    assert server.address in str(told.value)
+    refused = "/collective_rpc"
+    whole = load_policy(ModelConfig(name="tiny", device="cpu", dtype="float32"), LoraConfig(r=0))
+    weights = engine_for(whole, tmp_path, server)
+    with pytest.raises(ConfigError, match=f"cannot take the policy's weights: .*{said}"):
+        weights.ready().__enter__()
+
+
 def test_a_run_survives_a_server_that_dies_in_every_step(server: StandIn, tmp_path: Path) -> None:
     task_file(tmp_path)
     over = threading.Event()

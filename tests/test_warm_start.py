@@ -324,6 +324,19 @@ def test_all_answers_to_a_prompt_are_on_one_side(tmp_path):
     assert planned(path, "task.max_examples=5").demonstrations.split.size == 5
 
 
+def test_a_chat_asks_the_same_in_whatever_order_its_keys_come(tmp_path):
+    task = tmp_path / "task.py"
+    task.write_text(
+        "import groupwise as gw\ntask = gw.Task(name='t', examples=[{'n': n} for n in range(20)], "
+        "prompt=lambda e: [{'role': 'user', 'content': str(e['n'])}], "
+        "rewards={'r': lambda rollout, example: 0.0})\n"
+    )
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": [{"content": str(n), "role": "user"}], "completion": "x"} for n in range(20)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert planned(path, str(task)).demonstrations.dropped == 4
+
+
 def test_worked_answers_to_what_evaluation_asks_are_not_imitated(tmp_path):
     path = tmp_path / "rows.jsonl"
     twice = [(n, k) for n in range(60) for k in range(2)]

@@ -118,8 +118,16 @@ def test_a_damaged_file_is_told_and_passed_over_in_the_rest(tmp_path: Path) -> N
 
 
 def test_a_number_that_is_none_is_refused(client: TestClient) -> None:
-    for query in ("first=x", "least_reward=abc", "last=nan", "last=inf"):
+    for query in ("first=x", "least_reward=abc", "last=nan", "last=inf", "least_length=1e30", "skip=-1e30"):
         assert client.get(f"/api/runs/first/search?{query}").status_code == 400
+
+
+@pytest.mark.parametrize("number", ["9" * 15, "9" * 20, "9" * 300, "9" * 5000])
+def test_numbers_larger_than_any_in_a_run_are_not_found(client: TestClient, number: str) -> None:
+    steps = "/api/runs/first/steps"
+    for path in (f"{steps}/{number}", f"{steps}/1/groups/{number}", f"{steps}/1/groups/0/members/{number}"):
+        assert client.get(path).status_code == 404
+    assert client.get(f"{steps}/1/groups/0/members/0").status_code == 200
 
 
 def test_a_run_outside_the_given_folders_is_not_found(runs: Path, tmp_path: Path) -> None:

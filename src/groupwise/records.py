@@ -47,8 +47,13 @@ class Example(Mapping[str, Any]):
     @property
     def fingerprint(self) -> str:
         """The same for equal content, whatever the column order: what makes two examples one."""
-        text = json.dumps(dict(self.columns), sort_keys=True, default=str)
+        text = json.dumps(dict(self.columns), sort_keys=True, default=plain)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def plain(value: object) -> object:
+    """What JSON has no form for as text; a set's order is another in each process."""
+    return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
 
 
 def is_unicode(row: Mapping[str, Any]) -> bool:

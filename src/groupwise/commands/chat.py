@@ -64,11 +64,9 @@ def chat(
     asked = held_out_example(config, task, number=example or 1) if example or tools else None
     kit = tools_of(config, asked.task, asked.example if example else None) if tools and asked else None
     from groupwise.model.load import load_for_generation
-    from groupwise.records import Sampling
 
     policy = load_for_generation(config.model, rank=named.target.rank, trained=named.target.trained)
-    longest = min(max_tokens, max(1, policy.context_length // 2))
-    sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=longest)
+    sampling = sampling_for(policy, temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens)
     with ExitStack() as stack:
         if strategy is not None:
             answering = strategist(strategy, policy, sampling, config=config, seed=seed)
@@ -84,6 +82,18 @@ def chat(
             show(talk.ask(readable(sys.stdin.read() if prompt == "-" else prompt)))
         else:
             converse(talk, title=target)
+
+
+def sampling_for(
+    policy: Policy, *, temperature: float, top_p: float, top_k: int, max_tokens: int
+) -> Sampling:
+    """How tokens are drawn; half of a model's context is left to what is asked."""
+    from groupwise.records import Sampling
+    from groupwise.serve.asked import COLDEST
+
+    longest = min(max_tokens, max(1, policy.context_length // 2))
+    heat = 0.0 if temperature < COLDEST else temperature
+    return Sampling(temperature=heat, top_p=top_p, top_k=top_k, max_tokens=longest)
 
 
 def streamer(
@@ -125,7 +135,7 @@ def converse(talk: Talk, *, title: str) -> None:
             continue
         try:
             show(talk.ask(line))
-        except ConfigError as error:  # such as a context that is full: what was said so far is kept
+        except ConfigError as error:  # a full context, a tool that fails: what was said before is kept
             print(error)
 
 
@@ -157,5 +167,9 @@ def show(parts: Iterator[str]) -> str:
             print(part, end="", flush=True)
     except KeyboardInterrupt:
         print(" …", end="")
+    except ConfigError:
+        if shown:
+            print()  # the reason gets a line of its own
+        raise
     print()
     return "".join(shown)

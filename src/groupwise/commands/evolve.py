@@ -91,6 +91,8 @@ def bounds_setting(vary: Sequence[str]) -> str:
     for word in vary:
         name, _, between = word.partition("=")
         low, _, high = between.partition(":")
+        if any(known.startswith(f"{name.strip()}: ") for known in bounds):
+            raise ConfigError(f"--vary gives {name.strip()} twice")
         try:
             bounds.append(f"{name.strip()}: [{float(low)}, {float(high)}]")
         except ValueError:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from groupwise.config.checks import between
+from groupwise.config.checks import between, finite, one_of
 
 if TYPE_CHECKING:
     from groupwise.retrieval.index import Progress
@@ -60,6 +60,7 @@ def build(
     """Chunk, embed and store documents."""
     between("--budget", budget, 32)
     between("--per-host", per_host, 1)
+    check_fusion(fusion, dense_weight, sparse_weight)
     from groupwise.retrieval import command
     from groupwise.retrieval.fetch import Manners
 
@@ -96,7 +97,7 @@ def search(
 ) -> None:
     """Show the best chunks for a query, with scores and the rank on each side."""
     between("--count", count, 1)
-    from groupwise.config.checks import one_of
+    check_fusion(fusion, dense_weight, sparse_weight)
     from groupwise.retrieval import command
 
     one_of("--side", side, ("fused", "dense", "sparse"))
@@ -127,6 +128,7 @@ def evaluate(
 ) -> None:
     """Measure MRR, recall and nDCG of the dense side, the sparse side and both."""
     between("--count", count, 1)
+    check_fusion(fusion, dense_weight, sparse_weight)
     from groupwise.retrieval import command
 
     report = command.evaluate(
@@ -138,6 +140,18 @@ def evaluate(
         sparse_weight=sparse_weight,
     )
     show(report, as_json, measure_lines)
+
+
+def check_fusion(fusion: str | None, dense_weight: float | None, sparse_weight: float | None) -> None:
+    """Refuse what no search could be made with, before anything is read or built."""
+    from groupwise.retrieval.fusion import FUSIONS
+
+    if fusion is not None:
+        one_of("--fusion", fusion, tuple(FUSIONS))
+    for option, weight in (("--dense-weight", dense_weight), ("--sparse-weight", sparse_weight)):
+        if weight is not None:
+            finite(option, weight)
+            between(option, weight, 0)
 
 
 def show(report: dict[str, Any], as_json: bool, lines: Any) -> None:

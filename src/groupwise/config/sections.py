@@ -71,7 +71,7 @@ class TaskConfig:
     def __post_init__(self) -> None:
         between("task.max_examples", self.max_examples, 1)
         between("task.held_out", self.held_out, 0)
-        between("task.reward_seconds", self.reward_seconds, 0.001)
+        between("task.reward_seconds", self.reward_seconds, 0.001, 86400.0)
         between("task.max_failed", self.max_failed, 0.0, 1.0)
 
 
@@ -111,6 +111,8 @@ class RolloutConfig:
         between("rollout.top_p", self.top_p, 1e-6, 1.0)
         between("rollout.top_k", self.top_k, 0)
         between("rollout.min_p", self.min_p, 0.0, 1.0)
+        if "" in self.stop:
+            raise ConfigError("rollout.stop: nothing is in every text; give strings to stop at")
 
     @property
     def sampling(self) -> Sampling:

@@ -143,19 +143,25 @@ class VllmEngine:
         with server.lock:
             if server.version == self._sent:
                 return
-            folder = str(self._folder(self._sent))
-            seconds = self.config.request_seconds
-            if self.policy.has_adapter:
-                load_adapter(server, self._name, folder, seconds=seconds)
-                with knowing_names():
-                    unload(server, session=self.session, seconds=seconds, keep=self._name)
-            else:
-                body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-                server.ask("/collective_rpc", body, seconds=seconds)
-                server.ask("/reset_prefix_cache", {}, seconds=seconds)
-            with knowing_names():
-                self.probe.check(self._probe_logprobs(server), server.address)
+            try:
+                self._give(server)
+            except Refused as error:
+                raise ConfigError(f"a rollout server cannot take the policy's weights: {error}") from error
             server.version = self._sent
+
+    def _give(self, server: Server) -> None:
+        folder = str(self._folder(self._sent))
+        seconds = self.config.request_seconds
+        if self.policy.has_adapter:
+            load_adapter(server, self._name, folder, seconds=seconds)
+            with knowing_names():
+                unload(server, session=self.session, seconds=seconds, keep=self._name)
+        else:
+            body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+            server.ask("/collective_rpc", body, seconds=seconds)
+            server.ask("/reset_prefix_cache", {}, seconds=seconds)
+        with knowing_names():
+            self.probe.check(self._probe_logprobs(server), server.address)
 
     def _probe_logprobs(self, server: Server) -> list[float]:
         answer = server.ask(
@@ -235,8 +241,12 @@ def knowing_names() -> Iterator[None]:
 def check_logprobs(server: Server, *, seconds: float) -> None:
     """Refuse a server whose log-probabilities are not of the distribution it draws from."""
     only = {"model": BASE, "prompt": [0], "max_tokens": 1, "allowed_token_ids": [1], "logprobs": 0}
-    answer = server.ask("/v1/completions", only, seconds=seconds)
-    if answer["choices"][0]["logprobs"]["token_logprobs"][0] != 0.0:  # the only token allowed is certain
+    try:
+        answer = server.ask("/v1/completions", only, seconds=seconds)
+        logprob = answer["choices"][0]["logprobs"]["token_logprobs"][0]
+    except (Unavailable, Refused, LookupError, TypeError) as error:
+        raise ConfigError(f"the server at {server.address} does not complete a prompt: {error}") from error
+    if logprob != 0.0:  # the only token allowed is certain
         raise ConfigError(
             f"the server at {server.address} tells log-probabilities without temperature and cuts: start it "
             "with --logprobs-mode processed_logprobs, as groupwise serve-rollouts does"

@@ -106,9 +106,12 @@ def settings(target: Target, overrides: Sequence[str]) -> Config:
 
 
 def other_task(config: Config, name: str, overrides: Sequence[str]) -> Config:
-    """Return the settings with another task, which has no options but those in the overrides."""
+    """Return the settings with another task, which has no data, and no options but those in the overrides."""
     given = read_config(overrides=overrides).task.options
-    return replace(config, task=without_data(replace(config.task, name=name, options=given)))
+    other = without_data(replace(config.task, name=name, options=given))
+    if name.endswith(".py") and load_task(other).name == config.task.name:
+        return replace(config, task=replace(config.task, name=name))  # the file of a task that Python knew
+    return replace(config, task=other)
 
 
 def task_exam(

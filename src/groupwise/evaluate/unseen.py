@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from groupwise.config import Config
 from groupwise.errors import ConfigError
 from groupwise.records import Example
-from groupwise.tasks import TASKS, Stream, Task, load_task
+from groupwise.tasks import TASKS, Stream, Task, load_task, with_data
 from groupwise.tasks.demonstrations import plan_warm_start
+from groupwise.tasks.task import what_is_asked
 
 
 def unseen(rows: Sequence[Example], *, task: Task, asked: set[str]) -> list[Example]:
@@ -27,7 +28,7 @@ def asked_in_training(trained: Config, *, cursor: int, task: Task, named: str) -
     """
     name = trained.task.name
     defined_in_python = name not in TASKS and not name.endswith(".py")
-    given = task if defined_in_python and name == task.name else None
+    given = with_data(task, trained.task) if defined_in_python and name == task.name else None
     if trained.run.kind == "sft":
         return imitated(trained, cursor=cursor, task=given)
     if name != named and name in TASKS and named in TASKS:
@@ -42,4 +43,5 @@ def imitated(trained: Config, *, cursor: int, task: Task | None) -> set[str]:
     """The prompts of the demonstrations that a warm start has seen."""
     demonstrations = plan_warm_start(trained, task=task, resumed=True).demonstrations
     size = demonstrations.split.size
-    return {str(one.prompt) for one in demonstrations.between(0, cursor if size is None else size)}
+    seen = demonstrations.between(0, cursor if size is None else size)
+    return {what_is_asked(demonstration.prompt) for demonstration in seen}

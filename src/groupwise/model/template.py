@@ -95,7 +95,7 @@ def between_turns(tokenizer: Any, results: Sequence[str], *, prefill: str = "") 
         {"role": "assistant", "content": STAND_IN},
         *({"role": "tool", "name": "tool", "content": result} for result in results),
     ]
-    tail = render(tokenizer, messages).rpartition(STAND_IN)[2]
+    tail = render(tokenizer, messages).partition(STAND_IN)[2]
     end: str = tokenizer.eos_token
     if not tail.startswith(end):
         raise ConfigError(

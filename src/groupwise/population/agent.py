@@ -21,12 +21,13 @@ from groupwise.algo.samples import batch_size, keep_top_entropy, to_samples
 from groupwise.config import config_from_keywords, dump_config, read_config
 from groupwise.engine.sampler import derive_seed
 from groupwise.errors import ConfigError
+from groupwise.model.source import ADAPTER
 from groupwise.population.base import Base, Member
 from groupwise.population.env import PromptEnv
 from groupwise.records import Example, Group, Request, Rollout, Sampling
 from groupwise.rollout.collect import as_rollout
 from groupwise.tasks.task import Prompt
-from groupwise.tracking.run_folder import AGENT, SETTINGS
+from groupwise.tracking.run_folder import AGENT, SETTINGS, is_agent
 
 Experiences = tuple[Sequence[Sequence[Rollout]], Any]
 """Answers [batch][group] and their rewards [batch, group]."""
@@ -124,6 +125,8 @@ class Agent:
     def save(self, folder: str | Path) -> Path:
         """Write what `load` goes on from; the folder is also an adapter (or model) for Hugging Face tools."""
         path = Path(folder)
+        if is_agent(path) and (path / ADAPTER).is_file() != self._base.policy.has_adapter:
+            raise ConfigError(f"{path} holds an agent of another kind (adapters or none): save elsewhere")
         self._member.save(path)
         (path / SETTINGS).write_text(dump_config(self.config), encoding="utf-8")
         counts = {"actions": self.actions, "steps": self.steps, "fitness": self.fitness}

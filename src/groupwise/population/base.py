@@ -88,6 +88,7 @@ class Member:
         (folder / OPTIMIZER_SETTINGS).write_text(
             json.dumps({**settings, "updates": self.learner.updates}), encoding="utf-8"
         )
+        (folder / REFERENCE).unlink(missing_ok=True)  # that of an earlier save
         if self.reference is not None:
             save_file(self.reference, folder / REFERENCE)
 

@@ -11,7 +11,7 @@ from groupwise.population.base import Member
 from groupwise.population.story import Story, described
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.tracking.summary import Summary, command, headline
-from groupwise.training.ending import task_words
+from groupwise.training.ending import made_in_python
 
 
 def write_elite(folder: RunFolder, member: Member) -> None:
@@ -42,6 +42,11 @@ def stats_of(story: Story, *, before: Evaluation | None, after: Evaluation | Non
     }
 
 
+def file_of(config: Config) -> tuple[str, ...]:
+    """A task that lives in the caller's program is found by the file that defines it."""
+    return ("--task", "FILE.py") if made_in_python(config) else ()
+
+
 def summary_of(
     config: Config, story: Story, *, folder: RunFolder, before: Evaluation | None, after: Evaluation | None
 ) -> Summary:
@@ -50,10 +55,12 @@ def summary_of(
     best = story.best
     who = "" if best is None else f"; the best is member {best.name}"
     commands = [
-        (command("eval", folder.elite, *task_words(config)), "measures the best member again"),
+        (command("eval", folder.elite, *file_of(config)), "measures the best member again"),
         (command("chat", folder.elite), "talks to it"),
     ]
     resume = command("evolve", "--resume", folder.path)
+    if made_in_python(config):
+        resume = f"groupwise.evolve(task, resume={str(folder.path)!r})"
     if not story.step:
         commands = [(resume, "begins again")]
     elif not done:

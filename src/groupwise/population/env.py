@@ -82,6 +82,8 @@ class PromptEnv(Gym):
             reward_seconds=reward_seconds,
         )
         self._config = Config(task=settings, run=RunConfig(seed=seed)).resolve()
+        if options and not isinstance(task, str):
+            raise ConfigError(f"options belong to a task that is named; {task.name} was made with its own")
         self.task = load_task(self._config.task) if isinstance(task, str) else task
         if prompt is not None:
             self.task = replace(self.task, prompt=prompt)
@@ -114,7 +116,8 @@ class PromptEnv(Gym):
         An answer is text, or the rollout that an agent made. One that could not be scored has reward nan.
         """
         examples = self._asked.examples
-        if len(answers) != len(examples) or len({len(group) for group in answers}) != 1:
+        sizes = {0 if isinstance(group, str) else len(group) for group in answers}
+        if len(answers) != len(examples) or len(sizes) != 1 or 0 in sizes:
             raise ConfigError(
                 f"a step takes a group of answers to each of the {len(examples)} prompts, all of one size"
             )

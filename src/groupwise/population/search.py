@@ -109,7 +109,8 @@ class Search:
             except InvariantError as error:
                 self._diverged(place, str(error))
                 continue
-            reports[place] = {**batch_metrics(batch), **report}
+            truncated = self.config.rollout.sampling.truncates
+            reports[place] = {**batch_metrics(batch, truncated=truncated), **report}
         return reports
 
     def track(self, step: int, reports: Mapping[int, Mapping[str, float]]) -> None:

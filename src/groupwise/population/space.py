@@ -64,6 +64,11 @@ class Space:
                 raise ConfigError(f"evolve.vary: no reward for {name}{closest(name, known)}")
             if not full.startswith(WEIGHTS) and full not in TUNABLE:
                 raise ConfigError(f"evolve.vary: {name} is the same for all members{closest(full, TUNABLE)}")
+            for bound in (low, high):
+                try:
+                    applied({full: float(bound)}, config, task)
+                except ConfigError as error:
+                    raise ConfigError(f"evolve.vary: {error}") from None
             bounds[full] = (float(low), float(high))
         return cls(bounds)
 

@@ -149,7 +149,7 @@ def run_folders(root: Path) -> list[Path]:
     if is_run(root):
         return [root]
     try:
-        found = [path for path in root.iterdir() if is_run(path)]
+        found = [path for path in root.iterdir() if is_run(path) and not path.is_symlink()]
     except OSError:
         return []
     return sorted(found, key=lambda path: (path / "config.yaml").stat().st_mtime, reverse=True)

@@ -6,7 +6,8 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -41,18 +42,28 @@ def answers(run: SeenRun, *, state: str) -> Iterator[tuple[str, Any]]:
     yield f"{root}/settings", run.settings()
     yield f"{root}/distribution", distribution(run.slices)
     steps = spread(run.slices.steps(), STEPS)
-    lists = {step: run.slices.groups(step) for step in steps}
+    lists = dict(listed(run, steps))
     for step, groups in lists.items():
         yield f"{root}/steps/{step}", groups
     room = MOST_BYTES
     for place in range(max(map(len, lists.values()), default=0)):
         for step, groups in lists.items():
             if place < len(groups):
-                found = dict(whole_group(run, root, step, groups[place]["group"]))
+                try:
+                    found = dict(whole_group(run, root, step, groups[place]["group"]))
+                except OSError:
+                    continue  # the part of the file that lists it can be read, and this one cannot
                 room -= sum(len(as_json(value)) for value in found.values())
                 if room < 0:
                     return
                 yield from found.items()
+
+
+def listed(run: SeenRun, steps: Iterable[int]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Yield each step with its groups; one whose file is damaged is left out, as of the distribution."""
+    for step in steps:
+        with suppress(OSError):
+            yield step, run.slices.groups(step)
 
 
 UNTOUCHED = "!'()*-._~"

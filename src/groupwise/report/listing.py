@@ -97,7 +97,9 @@ def to_prune(folder: Path, *, keep: int | None, rollouts: bool) -> list[Pruned]:
     kept = 0
     for path in run_folders(folder):
         run = SeenRun(RunFolder(path))
-        if owner(run.folder) is not None:
+        # Settings alone are no run: other programs have a config.yaml too, beside what nobody wants to lose.
+        ours = (run.folder.path / ".lock", run.folder.log, run.folder.metrics)
+        if path == folder or not any(file.exists() for file in ours) or owner(run.folder) is not None:
             continue
         if not run.tail.rows() and not any(run.folder.checkpoints.glob("step-*")):
             found.append(Pruned(path=path, why="no step was made", size=size(path)))

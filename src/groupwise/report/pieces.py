@@ -41,12 +41,20 @@ class Pieces:
             if self._decode is None:
                 path = tokenizer_file(self.folder)
                 if path is None:
-                    return lambda tokens: "".join(f"⟨{token}⟩" for token in tokens)
+                    return as_numbers
                 from tokenizers import Tokenizer
 
-                tokenizer = Tokenizer.from_file(str(path))
+                try:
+                    tokenizer = Tokenizer.from_file(str(path))
+                except Exception:  # the library's own; a damaged file must not hide the rest of a run
+                    return as_numbers
                 self._decode = lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False))
             return self._decode
+
+
+def as_numbers(tokens: Sequence[int]) -> str:
+    """What stands for the text where no tokenizer can be read."""
+    return "".join(f"⟨{token}⟩" for token in tokens)
 
 
 def tokenizer_file(folder: RunFolder) -> Path | None:

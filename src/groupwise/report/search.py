@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,8 +79,17 @@ def hits_in(slices: Slices, step: int, wanted: Wanted) -> Iterator[dict[str, Any
     for row in table.filter(matching(table, wanted)).to_pylist():
         text, turns = row.pop("text"), row.pop("turns", None) or "[]"
         if wanted.text.lower() not in text.lower():
-            text = "\n".join(part["text"] for part in told_turns(turns))
+            text = "\n".join(map(as_read, told_turns(turns)))
+            if wanted.text.lower() not in text.lower():
+                continue  # the words were those of the record, not of anyone in it
         yield {"step": step, **row, "excerpt": excerpt(text, wanted.text)}
+
+
+def as_read(part: Mapping[str, Any]) -> str:
+    """What the page shows of a turn, or of a tool's answer with what it was asked."""
+    if "arguments" not in part:
+        return str(part["text"])
+    return f"{part['name']} {json.dumps(part['arguments'], ensure_ascii=False)} {part['text']}"
 
 
 def matching(table: pa.Table, wanted: Wanted) -> Any:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.convertors import IntegerConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
@@ -29,6 +29,18 @@ POLL_SECONDS = 1.0
 HEARTBEAT = 15
 """Polls without news after which a comment keeps the connection from being taken for dead."""
 
+LARGEST = 10**15
+"""Numbers from here on are none of a run's, and some do not fit what its files are read with."""
+
+
+class Number(IntegerConvertor):
+    """The number of a step, group or member in an address."""
+
+    regex = "[0-9]{1,15}"
+
+
+register_url_convertor("number", Number())
+
 
 def application(catalogue: Catalogue, *, token: str | None = None) -> Starlette:
     """Return the whole server; it reads, and never writes."""
@@ -44,10 +56,10 @@ def application(catalogue: Catalogue, *, token: str | None = None) -> Starlette:
             Route(f"{one}/settings", answering(serve.settings)),
             Route(f"{one}/distribution", answering(serve.distribution)),
             Route(f"{one}/search", answering(serve.search)),
-            Route(f"{one}/steps/{{step:int}}", answering(serve.groups)),
-            Route(f"{one}/steps/{{step:int}}/groups/{{group:int}}", answering(serve.group)),
+            Route(f"{one}/steps/{{step:number}}", answering(serve.groups)),
+            Route(f"{one}/steps/{{step:number}}/groups/{{group:number}}", answering(serve.group)),
             Route(
-                f"{one}/steps/{{step:int}}/groups/{{group:int}}/members/{{member:int}}",
+                f"{one}/steps/{{step:number}}/groups/{{group:number}}/members/{{member:number}}",
                 answering(serve.tokens),
             ),
             Mount("/page", StaticFiles(directory=PAGE)),
@@ -175,6 +187,6 @@ def number(request: Request, name: str) -> float | None:
 
 def whole(request: Request, name: str) -> int | None:
     value = number(request, name)
-    if value is not None and not math.isfinite(value):
-        raise HTTPException(400, f"{name} must be a number")
+    if value is not None and not abs(value) < LARGEST:  # nor is it where it is no number at all
+        raise HTTPException(400, f"{name} must be a number, and no larger than any in a run")
     return None if value is None else int(value)

@@ -113,7 +113,10 @@ class Slices:
         if not table.num_rows:
             return None
         row = table.to_pylist()[0]
-        seen = read_update(self.folder.updates_at(step), group=group, member=member)
+        try:
+            seen = read_update(self.folder.updates_at(step), group=group, member=member)
+        except (OSError, pa.ArrowInvalid):
+            seen = None  # without the update's file a rollout has no ratios, and all else
         return {
             "step": step,
             "group": group,

@@ -126,7 +126,8 @@ def own_questions(index: Path, *, held_out: bool = True, instead: str = "") -> l
             f"{index} was built without questions: build one of a set of questions and answers by "
             f"groupwise index build --data{instead}"
         )
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    with path.open(encoding="utf-8") as lines:  # str.splitlines would also cut at U+2028 inside an answer
+        rows = [json.loads(line) for line in lines]
     questions = [
         Question(row["text"], tuple(row["documents"]), tuple(row["answers"]), row["held_out"]) for row in rows
     ]

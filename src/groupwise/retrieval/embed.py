@@ -97,6 +97,9 @@ class Lsa:
         self.words = {word: number for number, word in enumerate(kept)}
         frequencies_W = np.array([held[word] for word in kept], np.float32)
         self.rarity_W = np.log((1 + len(texts)) / (1 + frequencies_W)).astype(np.float32) + 1
+        if not kept:  # no text has a word, and Chroma takes no vectors without numbers
+            self.projection_WD = np.zeros((0, 1), np.float32)
+            return
         rows_NW = self._sparse(counted)
         rank = min(self.dimensions, *rows_NW.shape)
         with torch.no_grad():

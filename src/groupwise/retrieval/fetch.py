@@ -1,7 +1,8 @@
 """Fetching pages politely: each once, few at a time from a host, as its robots.txt allows.
 
 Only http and https, never private addresses unless allowed, no page that is too large or not text. Every
-page is cached as it arrives, so an interrupted run goes on where it stopped.
+page is cached as it arrives, so an interrupted run goes on where it stopped; a failure that may pass is not
+cached, so a later run tries that page again.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ REDIRECTS = 5
 
 class Refused(Exception):
     """Why a page was not fetched, in a few words."""
+
+
+class RefusedToday(Refused):
+    """A reason that may be gone tomorrow, or under other settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +127,6 @@ class Fetcher:
                 if page is None:
                     async with gate:
                         page = await self._page(client, url)
-                    self.cache.put(**page)
                 if "text" in page:
                     harvest.texts[url] = page["text"]
                 else:
@@ -134,15 +138,23 @@ class Fetcher:
         return harvest
 
     async def _page(self, client: Any, url: str) -> dict[str, str]:
+        """Return a page's text, or the problem with it, and cache what will be the same another day."""
         try:
-            html = await self._html(client, url)
+            text = await asyncio.to_thread(main_text, await self._html(client, url))
+        except RefusedToday as reason:
+            return {"problem": str(reason)}
         except Refused as reason:
-            return {"url": url, "problem": str(reason)}
-        text = await asyncio.to_thread(main_text, html)
-        return {"url": url, "text": text} if text else {"url": url, "problem": "no main text"}
+            page = {"problem": str(reason)}
+        except Exception as error:  # whatever else a page brings about, it must not cost the others
+            return {"problem": type(error).__name__}
+        else:
+            page = {"text": text} if text else {"problem": "no main text"}
+        self.cache.put(url, **page)
+        return page
 
     async def _html(self, client: Any, url: str) -> str:
         """Follow redirects ourselves: each address is checked before it is asked."""
+        url = web_address(url)
         for _ in range(REDIRECTS + 1):
             await self._check(client, url)
             status, location, body = await self._patiently(client, url)
@@ -150,7 +162,7 @@ class Fetcher:
                 if status >= 300:
                     raise Refused(f"status {status}")
                 return body
-            url = urljoin(url, location)
+            url = web_address(location, seen_from=url)
         raise Refused("too many redirects")
 
     async def _patiently(self, client: Any, url: str) -> tuple[int, str | None, str]:
@@ -160,7 +172,6 @@ class Fetcher:
         for attempt in range(self.manners.retries + 1):
             if attempt:
                 await asyncio.sleep(self.manners.back_off * 2 ** (attempt - 1))
-            last = attempt == self.manners.retries
             async with host:
                 try:
                     status, location, body = await self._once(client, url)
@@ -169,15 +180,15 @@ class Fetcher:
                 except httpx.HTTPError as error:
                     problem = type(error).__name__
                 else:
-                    if status not in (429, 500, 502, 503, 504) or last:
+                    if status != 429 and status < 500:
                         return status, location, body
                     problem = f"status {status}"
                 await asyncio.sleep(self.manners.pause)
-        raise Refused(problem)
+        raise RefusedToday(problem)
 
     async def _once(self, client: Any, url: str) -> tuple[int, str | None, str]:
         async with client.stream("GET", url, follow_redirects=False) as response:
-            if response.is_redirect:
+            if response.has_redirect_location:
                 return response.status_code, response.headers["location"], ""
             if response.status_code >= 300:
                 return response.status_code, None, ""
@@ -194,10 +205,8 @@ class Fetcher:
     async def _check(self, client: Any, url: str) -> None:
         """Refuse what must not be fetched."""
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise Refused("not http")
-        if not self.manners.allow_private and not await is_public(parts.hostname):
-            raise Refused("private or unknown address")
+        if not self.manners.allow_private and not await is_public(str(parts.hostname)):
+            raise RefusedToday("private or unknown address")
         if self.manners.robots:
             root = f"{parts.scheme}://{parts.netloc}"
             if root not in self._robots:
@@ -218,11 +227,26 @@ class Fetcher:
         return rules
 
 
+def web_address(url: str, *, seen_from: str = "") -> str:
+    """Return a URL in full, `seen_from` the page that leads there; refuse one that cannot be asked for."""
+    import httpx
+
+    try:
+        whole = str(httpx.URL(urlsplit(urljoin(seen_from, url)).geturl()))  # neither refuses all alone
+        parts = urlsplit(whole)
+        host, port = (parts.hostname or "").encode("idna"), parts.port  # both raise when there is no such
+    except (ValueError, httpx.InvalidURL):
+        raise Refused("not a URL") from None
+    if parts.scheme not in ("http", "https") or not host or port == 0:
+        raise Refused("not http")
+    return whole
+
+
 async def is_public(host: str) -> bool:
     """Tell whether every address of a host is one of the open internet."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):
         return False
     addresses = [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
     return bool(addresses) and all(address.is_global for address in addresses)

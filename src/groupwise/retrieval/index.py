@@ -10,6 +10,7 @@ index/
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,6 +84,7 @@ class Index:
         `choose`: those questions also say how much each side of the fusion weighs.
         """
         check_new(folder)
+        documents = each_once(documents)
         embedding = embedding_named(manifest.embedding)
         chunks = list(new_chunks(counted(documents, progress), manifest.budget, embedding))
         if not chunks:
@@ -109,6 +111,9 @@ class Index:
             if manifest.learned:
                 index._turn_DD = np.load(folder / "turn.npy", allow_pickle=False)
             chunks, vectors_ND = index._store.load()
+            if not any(chunks):  # a store that was emptied may not know how wide its vectors were
+                width = index._embedding.queries([""]).shape[1]
+                vectors_ND = np.zeros((len(chunks), width), np.float32)
             index._sparse = load_postings(folder / "sparse.npz")
             index._take(chunks, vectors_ND)
         except ConfigError:
@@ -160,7 +165,7 @@ class Index:
 
         What is there stays as it is: only the new chunks are embedded and written.
         """
-        documents = list(documents)
+        documents = each_once(documents)
         self.delete([document.id for document in documents])
         chunks = list(new_chunks(documents, self.manifest.budget, self._embedding, self._texts))
         if chunks:
@@ -170,9 +175,12 @@ class Index:
 
     def delete(self, names: Iterable[str]) -> int:
         """Take documents out and return how many chunks that were."""
-        numbers = [number for name in names for number in self._numbers.pop(name, [])]
+        there = [name for name in dict.fromkeys(names) if name in self._numbers]
+        numbers = [number for name in there for number in self._numbers[name]]
         if numbers:
-            self._store.delete(numbers)
+            self._store.delete(numbers)  # first: when this fails, memory still says what was there
+            for name in there:
+                del self._numbers[name]
             for number in numbers:
                 chunk = self.chunks[number]
                 assert chunk is not None
@@ -256,6 +264,15 @@ class Index:
     def _finish(self) -> None:
         self.manifest = replace(self.manifest, documents=len(self._numbers))
         write_manifest(self.folder, self.manifest)
+
+
+def each_once(documents: Iterable[Document]) -> list[Document]:
+    """Return the documents; refuse two of one name, of which one would have to replace the other."""
+    documents = list(documents)
+    for name, times in Counter(document.id for document in documents).items():
+        if times > 1:
+            raise ConfigError(f"the document {name} is given {times} times: give each name once")
+    return documents
 
 
 def new_chunks(

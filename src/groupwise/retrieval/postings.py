@@ -27,7 +27,8 @@ def save_postings(path: Path, index: SparseIndex) -> None:
 def load_postings(path: Path) -> SparseIndex:
     index = SparseIndex()
     with np.load(path, allow_pickle=False) as saved:
-        terms = saved["terms"].tobytes().decode().split("\n")
+        joined = saved["terms"].tobytes().decode()
+        terms = joined.split("\n") if joined else []  # a corpus may have no words to find
         starts, texts, counts = saved["starts"], saved["texts"], saved["counts"]
         index.lengths = saved["lengths"].tolist()
     for number, term in enumerate(terms):

@@ -18,7 +18,7 @@ from groupwise.retrieval.chunk import Chunk
 from groupwise.retrieval.embed import Vectors
 
 BATCH = 4000
-"""Chunks that Chroma takes at a time."""
+"""Chunks that Chroma takes, or takes out, at a time: SQLite has room for so many variables."""
 
 
 class Store(Protocol):
@@ -29,7 +29,7 @@ class Store(Protocol):
     def delete(self, numbers: Sequence[int]) -> None: ...
 
     def load(self) -> tuple[list[Chunk | None], Vectors]:
-        """Return every chunk by number, None where one was deleted, and the vectors."""
+        """Return every chunk by number, None where one was deleted, and the vectors, 0 there."""
         ...
 
 
@@ -63,10 +63,12 @@ class FileStore:
             raise ConfigError(
                 f"{self.vectors} does not fit the {len(chunks)} chunks beside it: build the index anew"
             )
+        vectors_ND = flat.reshape(len(chunks), -1)
         if self.deleted.is_file():
-            for number in self.deleted.read_text().split():
-                chunks[int(number)] = None
-        return chunks, flat.reshape(len(chunks), -1)
+            for number in map(int, self.deleted.read_text().split()):
+                chunks[number] = None
+                vectors_ND[number] = 0.0  # or it would take the place of another in a search
+        return chunks, vectors_ND
 
 
 class ChromaStore:
@@ -103,7 +105,8 @@ class ChromaStore:
         self._collection.modify(metadata={"next": first + len(chunks)})
 
     def delete(self, numbers: Sequence[int]) -> None:
-        self._collection.delete(where={"number": {"$in": list(numbers)}})
+        for start in range(0, len(numbers), BATCH):
+            self._collection.delete(where={"number": {"$in": list(numbers[start : start + BATCH])}})
 
     def load(self) -> tuple[list[Chunk | None], Vectors]:
         found = self._collection.get(include=["documents", "metadatas", "embeddings"])

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from groupwise.records import is_unicode
 from groupwise.rewards.tags import END_THINK
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -57,6 +58,8 @@ def read_call(body: str) -> Wish:
         return Wish(error='a call must be JSON such as {"name": "…", "arguments": {…}}')
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return Wish(error='a call must name a tool: {"name": "…", "arguments": {…}}')
+    if not is_unicode(call):
+        return Wish(error="the text of a call must be Unicode")
     arguments = call.get("arguments", call.get("parameters", {}))
     if not isinstance(arguments, dict):
         return Wish(call["name"], error="the arguments of a call must be a JSON object")

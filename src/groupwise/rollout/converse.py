@@ -84,9 +84,11 @@ class Conversations:
     """The engine's own numbers of each one's last turn."""
     _ready: list[Request] = field(default_factory=list)
     _encoded: dict[Read, tuple[int, ...]] = field(default_factory=dict)
-    _running: dict[tuple[int, int], tuple[float, list[Wish]]] = field(default_factory=dict)
-    """Calls in threads: since when, and which."""
-    _arrived: SimpleQueue[Answer] = field(default_factory=SimpleQueue)
+    _running: dict[tuple[int, int, int], tuple[float, list[Wish]]] = field(default_factory=dict)
+    """Calls in threads, by request, member and turn: since when, and which."""
+    _arrived: SimpleQueue[tuple[tuple[int, int, int], tuple[Call, ...] | RolloutError]] = field(
+        default_factory=SimpleQueue
+    )
 
     def finished(self, request: int, member: int, completion: Completion) -> None:
         """Take in one turn."""
@@ -101,8 +103,9 @@ class Conversations:
         if not wishes or len(stream.turns) >= self.limits.turns:
             return
         if self.overlap:
-            self._running[which] = (time.monotonic(), wishes)
-            threading.Thread(target=self._work, args=(which, wishes), daemon=True).start()
+            turn = (*which, len(stream.turns))
+            self._running[turn] = (time.monotonic(), wishes)
+            threading.Thread(target=self._work, args=(turn, wishes), daemon=True).start()
         else:
             started = time.perf_counter()
             self._take([(which, self._answer(which, wishes))])
@@ -130,10 +133,10 @@ class Conversations:
         except RolloutError as error:
             return error
 
-    def _work(self, which: tuple[int, int], wishes: Sequence[Wish]) -> None:
-        answer = self._answer(which, wishes)
+    def _work(self, turn: tuple[int, int, int], wishes: Sequence[Wish]) -> None:
+        answer = self._answer(turn[:2], wishes)
         self.toolbox.spend(time.thread_time())  # since the thread began
-        self._arrived.put((which, answer))
+        self._arrived.put((turn, answer))
 
     def _arrivals(self, *, wait: bool) -> Iterator[Answer]:
         """Yield what threads have answered; with `wait`, there is an answer, or the end of its time."""
@@ -141,18 +144,18 @@ class Conversations:
             since, wishes = next(iter(self._running.values()))
             left = since + self.toolbox.seconds_each * len(wishes) - time.monotonic()
             try:
-                which, calls = self._arrived.get(block=wait and left > 0, timeout=max(left, 0.001))
+                turn, calls = self._arrived.get(block=wait and left > 0, timeout=max(left, 0.001))
             except Empty:
                 if left > 0 and not wait:
                     return
                 if left <= 0:
-                    which, (_, late) = next(iter(self._running.items()))
-                    del self._running[which]
-                    yield which, self.toolbox.timed_out(late)
+                    turn, (_, late) = next(iter(self._running.items()))
+                    del self._running[turn]
+                    yield turn[:2], self.toolbox.timed_out(late)
                     wait = False
                 continue
-            if self._running.pop(which, None) is not None:  # else it comes too late: its time was up
-                yield which, calls
+            if self._running.pop(turn, None) is not None:  # else it comes too late: its time was up
+                yield turn[:2], calls
                 wait = False
 
     def _take(self, answers: Sequence[Answer]) -> None:

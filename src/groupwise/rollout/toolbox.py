@@ -81,6 +81,7 @@ class Toolbox:
             return refused(wish, problem)
         try:
             answer = self._run(tool, {**wish.arguments, STATE: state} if tool.takes_state else wish.arguments)
+            text = shown(answer)
         except (TimeLimitReached, TimeoutError):
             return refused(wish, f"{tool.name} took longer than {self.seconds_each:g} s")
         except RolloutError:
@@ -90,7 +91,6 @@ class Toolbox:
                 wish, f"{tool.name}: {error}" if str(error) else f"{tool.name}: {type(error).__name__}"
             )
         found = answer.names if isinstance(answer, Found) else ()
-        text = shown(answer)
         if len(text) > self.characters:
             text = text[: self.characters] + " …"
         return Call(name=wish.name, arguments=wish.arguments, result=text, found=found)
@@ -108,7 +108,7 @@ def refused(wish: Wish, sentence: str) -> Call:
 
 
 def shown(answer: Any) -> str:
-    """What the policy reads of a tool's answer."""
-    if isinstance(answer, Found):
-        return answer.text
-    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
+    """What the policy reads of a tool's answer; "?" stands for half an emoji, which none can read."""
+    said = answer.text if isinstance(answer, Found) else answer
+    text = said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=str)
+    return text.encode(errors="replace").decode()

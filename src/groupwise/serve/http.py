@@ -14,6 +14,8 @@ from groupwise.tracking.log import LOGGER
 
 HEAD_LIMIT = 32 * 1024
 BODY_LIMIT = 16 * 1024 * 1024
+MOST_DIGITS = 20
+"""Of a Content-Length; Python refuses to read numbers of some thousand digits."""
 IDLE_SECONDS = 60.0
 """After which a connection on which nothing is asked is closed."""
 
@@ -164,7 +166,7 @@ async def read_question(reader: asyncio.StreamReader) -> Question | None:
     if "transfer-encoding" in headers:
         raise Refused(411, "send a Content-Length")
     length = headers.get("content-length", "0")
-    if not length.isdecimal():
+    if not length.isdecimal() or len(length) > MOST_DIGITS:
         raise Refused(400, "the Content-Length is not a number")
     if int(length) > BODY_LIMIT:
         raise Refused(413, f"the body may have at most {BODY_LIMIT} bytes")

@@ -21,6 +21,9 @@ from groupwise.serve.text import TextStream
 
 Answering = Callable[[Sequence[Message]], Iterator[str]]
 """From a conversation to the next answer, in parts."""
+CONTEXT = 2048
+"""Tokens of conversation there is memory for, as `groupwise serve` has them by default: a model's whole
+context may take more than a machine has. Longer answers get as much again for what comes before them."""
 
 
 class Talk:
@@ -57,7 +60,7 @@ class Streaming:
         self._engine = LiveEngine(
             policy,
             slots=1,
-            context=policy.context_length if policy.context_length < 1 << 20 else 8192,
+            context=max(CONTEXT, 2 * sampling.max_tokens),
             waiting=0,
             deliver=self._deliver,
             failed=self._news.put,
@@ -78,7 +81,9 @@ class Streaming:
         try:
             self._engine.submit(job)
         except ValueError as error:
-            raise ConfigError(f"{error}: begin anew") from None
+            more = self._engine.context < self.policy.context_length
+            hint = ", or give more room with a larger --max-tokens" if more else ""
+            raise ConfigError(f"{error}: begin anew{hint}") from None
         stream = TextStream(self.policy.decode, stop=self.sampling.stop)
         finish = None
         try:

@@ -13,13 +13,17 @@ REACH = 8
 
 
 class TextStream:
-    """The text of one answer. `held` strings are kept back from where one may begin."""
+    """The text of one answer. `showable` tells how much of a text may be shown."""
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], *, stop: Sequence[str] = (), hold: Sequence[str] = ()
+        self,
+        decode: Callable[[Sequence[int]], str],
+        *,
+        stop: Sequence[str] = (),
+        showable: Callable[[str], int] = len,
     ) -> None:
         self._decode = decode
-        self._stop, self._hold = tuple(stop), tuple(hold)
+        self._stop, self._showable = tuple(stop), showable
         self._tokens: list[int] = []
         self._read = 0
         """Tokens whose text is in `_text`."""
@@ -36,9 +40,9 @@ class TextStream:
         return self._text
 
     @property
-    def unsent(self) -> str:
-        """What is kept back."""
-        return self._text[self._sent :]
+    def sent(self) -> str:
+        """What was shown; the rest is kept back."""
+        return self._text[: self._sent]
 
     def push(self, tokens: Sequence[int], finish: Finish | None) -> str:
         """Take tokens in and return the text that can be shown now."""
@@ -48,8 +52,7 @@ class TextStream:
         if cut >= 0:
             self._text, self.stopped = self._text[:cut], True
         end = len(self._text) if finish is not None or self.stopped else self._safe_end()
-        held = min((at for string in self._hold if (at := self._text.find(string)) >= 0), default=end)
-        shown = self._text[self._sent : max(self._sent, min(end, held))]
+        shown = self._text[self._sent : max(self._sent, min(end, self._showable(self._text)))]
         self._sent += len(shown)
         return shown
 
@@ -65,9 +68,9 @@ class TextStream:
 
     def _safe_end(self) -> int:
         """Where text that may turn out to be part of a string begins."""
-        longest = max(map(len, (*self._stop, *self._hold)), default=0)
+        longest = max(map(len, self._stop), default=0)
         for size in range(min(longest - 1, len(self._text)), 0, -1):
             tail = self._text[-size:]
-            if any(string.startswith(tail) for string in (*self._stop, *self._hold)):
+            if any(string.startswith(tail) for string in self._stop):
                 return len(self._text) - size
         return len(self._text)

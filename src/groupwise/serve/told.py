@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from groupwise.records import Finish
-from groupwise.rollout.calls import OPEN
 from groupwise.serve.asked import Asked
 from groupwise.serve.link import Words
 from groupwise.serve.pieces import Pieces
 from groupwise.serve.text import TextStream
-from groupwise.serve.tool_calls import read_answer
+from groupwise.serve.tool_calls import read_answer, surely_said
 
 Place = tuple[tuple[int, float | None], ...]
 """The token that stands there and its log-probability, then others; a prompt's first has none."""
@@ -52,11 +51,12 @@ class Telling:
         self.asked, self.model, self._pieces = asked, model, pieces
         prefix = "chatcmpl" if asked.chat else "cmpl"
         self.id, self.created = f"{prefix}-{secrets.token_hex(12)}", int(time.time())
-        hold = (OPEN,) if asked.tools else ()
+        showable = surely_said if asked.tools else len
         stop = asked.job.sampling.stop
         first: list[Place] = [((asked.job.prompt[0], None),)] if asked.job.scores_prompt else []
         self.choices = [
-            Choice(TextStream(decode, stop=stop, hold=hold), places=first.copy()) for _ in asked.job.seeds
+            Choice(TextStream(decode, stop=stop, showable=showable), places=first.copy())
+            for _ in asked.job.seeds
         ]
 
     @property
@@ -89,8 +89,8 @@ class Telling:
         self, index: int, choice: Choice, text: str, logprobs: Mapping[str, Any] | None
     ) -> Iterator[dict[str, Any]]:
         calls = self._calls(choice) if choice.finish is not None else []
-        if choice.finish is not None and self.asked.tools and not calls:
-            text += choice.stream.unsent  # it looked like a call and is none
+        if choice.finish is not None and self.asked.tools:
+            text += self._kept_back(choice)
         body = {"delta": {"content": text}} if self.asked.chat else {"text": text}
         if text or logprobs or choice.finish is None:
             yield self._part(index, body, None, logprobs=logprobs)
@@ -99,6 +99,12 @@ class Telling:
         if choice.finish is not None:
             empty: dict[str, Any] = {"delta": {}} if self.asked.chat else {"text": ""}
             yield self._part(index, empty, self._reason(choice, calls))
+
+    def _kept_back(self, choice: Choice) -> str:
+        """What an answer says beyond what was sent of it: what looked like a call, or came after one."""
+        said, calls = read_answer(choice.stream.text)
+        # Beside calls, an answer is told without the spaces around it.
+        return said[len(choice.stream.sent.lstrip() if calls else choice.stream.sent) :]
 
     def _part(
         self, index: int, body: Mapping[str, Any], reason: str | None, *, logprobs: Any = None

@@ -54,3 +54,12 @@ def read_answer(text: str) -> tuple[str, list[dict[str, str]]]:
                 said += OPEN + part
     made = [{"name": c.name, "arguments": json.dumps(c.arguments)} for c in calls if c.error is None]
     return (said.strip(), made) if made else (text, [])
+
+
+def surely_said(text: str) -> int:
+    """How many characters of an unfinished answer are said, whatever follows: no call can begin in them."""
+    spoken = text.rpartition(END_THINK)[2]
+    said = "" if spoken.lstrip().startswith("{") else spoken.partition(OPEN)[0]
+    half = next((size for size in range(len(OPEN) - 1, 0, -1) if said.endswith(OPEN[:size])), 0)
+    end = len(text) - len(spoken) + len(said) - half
+    return len(text[:end].rstrip())  # the spaces before a call are no part of what is said

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from groupwise.config.tools import ToolsConfig
+from groupwise.errors import ConfigError, RolloutError
 from groupwise.records import Message, Turn
 from groupwise.rollout.calls import read_calls
 from groupwise.rollout.toolbox import Toolbox
@@ -42,7 +43,10 @@ class ToolAnswering:
             if not wishes or len(turns) == self._limits.max_turns:
                 return
             allowed = self._limits.max_calls - made
-            calls = toolbox.answer(wishes, allowed=allowed, state=self._kit.state)
+            try:
+                calls = toolbox.answer(wishes, allowed=allowed, state=self._kit.state)
+            except RolloutError as error:  # in training it would end the rollout, here the answer
+                raise ConfigError(f"a tool failed: {error}") from error
             made += len(calls)
             turns[-1] = Turn(text=text, calls=calls)
             results = [call.result for call in calls]

@@ -20,7 +20,7 @@ from groupwise.tasks.demonstration import Demonstration, SampledTokens, check_ro
 from groupwise.tasks.examples import load_examples
 from groupwise.tasks.load import load_task
 from groupwise.tasks.split import MAX_HELD_OUT_SHARE, Split, by_fingerprint, split_rows
-from groupwise.tasks.task import Task
+from groupwise.tasks.task import Task, what_is_asked
 from groupwise.tasks.verify import gold_of
 from groupwise.tracking.rollouts import read_rollouts
 from groupwise.tracking.run_folder import RunFolder
@@ -111,7 +111,7 @@ def plan_warm_start(config: Config, *, task: Task | None = None, resumed: bool =
 
 def demonstrations_for(config: Config, task: Task | None) -> Demonstrations:
     """Return what the configuration says to imitate."""
-    held_out = set() if task is None else {str(task.ask(e)) for e in held_out_of(config, task)}
+    held_out = set() if task is None else {task.asks(e) for e in held_out_of(config, task)}
     if config.sft.from_run is not None:
         tools = () if task is None else tuple(tool_of(function).schema for function in task.tools)
         rows = best_answers(config, weights={} if task is None else task.weights)
@@ -149,7 +149,7 @@ def of_rows(
     """Demonstrations that the rows hold, without those that ask what evaluation will ask."""
 
     def asks(row: Example) -> str:
-        return str(make(row).prompt)
+        return what_is_asked(make(row).prompt)
 
     kept = [row for row in rows if asks(row) not in held_out]
     if not kept:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import operator
 import random
@@ -138,7 +139,7 @@ class Task:
 
     def asks(self, example: Example) -> str:
         """Return what the policy sees of an example: two that look the same to it are the same."""
-        return str(self.ask(example))
+        return what_is_asked(self.ask(example))
 
     def split(self, config: TaskConfig, seed: int) -> Split:
         """Divide the examples into training and held-out ones, the latter the same for every seed.
@@ -153,6 +154,13 @@ class Task:
         rows = as_examples(self.examples, source=self.name)
         held_out = None if self.held_out is None else as_examples(self.held_out, source=self.name)
         return split_rows(rows, held_out=held_out, asks=self.asks, config=config, seed=seed)
+
+
+def what_is_asked(prompt: Prompt) -> str:
+    """The same for the same prompt, in whatever order the keys of its messages come."""
+    if isinstance(prompt, str):
+        return prompt
+    return json.dumps([dict(message) for message in prompt], sort_keys=True, default=str)
 
 
 def is_prompt(prompt: object) -> bool:

@@ -13,8 +13,11 @@ LOOP_TOKENS = 16
 LOOP_TIMES = 4
 
 
-def signs(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the shares of completions that look wrong whatever their reward."""
+def signs(groups: Sequence[Group], *, truncated: bool = False) -> dict[str, float]:
+    """Return the shares of completions that look wrong whatever their reward.
+
+    `truncated`: the sampler was kept from drawing some tokens, as by top-p, and often had but one to draw.
+    """
     completions = [rollout for group in groups for rollout in group.valid]
     if not completions:
         return {}
@@ -22,7 +25,9 @@ def signs(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/repeated": repeated(groups) / len(completions),
         "rollout/same_answer": same_answer(groups) / len(completions),
         "rollout/looping": fmean(map(loops, completions)),
-        "rollout/mask_faults": fmean(mask_fault(rollout) is not None for rollout in completions),
+        "rollout/mask_faults": fmean(
+            mask_fault(rollout, truncated=truncated) is not None for rollout in completions
+        ),
     }
 
 
@@ -55,12 +60,12 @@ def loops(rollout: Rollout) -> bool:
     return False
 
 
-def mask_fault(rollout: Rollout) -> str | None:
+def mask_fault(rollout: Rollout, *, truncated: bool = False) -> str | None:
     """Say how the mask contradicts what was sampled; None where it does not.
 
     The sampler leaves a log-probability and an entropy on what it drew and 0.0 on all else. An entropy
     of exactly 0 also comes from a sampler that had no choice, so one such token proves nothing: a
-    stretch of them among tokens with entropy does.
+    stretch of them among tokens with entropy does, unless choices were truncated.
     """
     if any(rollout.trained[: rollout.prompt_length]):
         return "a prompt token is trained"
@@ -71,7 +76,7 @@ def mask_fault(rollout: Rollout) -> str | None:
     silent = rollout.entropies.count(0.0)
     # The count alone settles nearly every rollout, at no cost.
     suspect = len(rollout.trained) > silent >= rollout.trained.count(False) + UNSAMPLED
-    if suspect and max(stretches(rollout)) >= UNSAMPLED:
+    if suspect and not truncated and max(stretches(rollout)) >= UNSAMPLED:
         return "tokens that were not sampled are trained"
     return None
 

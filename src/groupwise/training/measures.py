@@ -14,7 +14,7 @@ from groupwise.tracking.signs import signs
 from groupwise.training.batch import Batch, has_signal
 
 
-def batch_metrics(batch: Batch) -> dict[str, float]:
+def batch_metrics(batch: Batch, *, truncated: bool = False) -> dict[str, float]:
     """Rewards, lengths and losses of signal, over every rollout drawn."""
     rollouts = [rollout for group in batch.drawn for rollout in group.rollouts]
     valid = [rollout for rollout in rollouts if rollout.error is None]
@@ -27,7 +27,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "rollout/length": fmean(rollout.length for rollout in rollouts),
         "rollout/length_max": float(max(rollout.length for rollout in rollouts)),
         "rollout/truncated": fmean(rollout.truncated for rollout in rollouts),
-        **signs(batch.drawn),
+        **signs(batch.drawn, truncated=truncated),
     }
     if batch.passed_over:
         metrics["curriculum/passed_over"] = float(batch.passed_over)

@@ -131,6 +131,7 @@ class Run(Session):
     def track(self, step: int, batch: Batch, report: dict[str, float]) -> None:
         """Log the step; evaluate and save when it is time to."""
         self.state = replace(self.state, rates=batch.rates)
-        measured = self.end_step(step, cursor=batch.cursor, metrics={**batch_metrics(batch), **report})
+        drawn = batch_metrics(batch, truncated=self.config.rollout.sampling.truncates)
+        measured = self.end_step(step, cursor=batch.cursor, metrics={**drawn, **report})
         if measured:
             self.recorder.samples(step, batch)
