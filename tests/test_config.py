@@ -96,6 +96,8 @@ def test_an_override_becomes_the_type_its_setting_declares(override, value):
         ("run.max_steps=ten", "run.max_steps must be a whole number (int); got 'ten'"),
         ("run.max_steps=1.5", "run.max_steps must be a whole number (int); got 1.5"),
         ("run.max_steps=true", "run.max_steps must be a whole number (int); got True"),
+        ("run.max_steps=010", "run.max_steps must be a whole number (int); got '010'"),
+        ("run.max_steps=1:30", "run.max_steps must be a whole number (int); got '1:30'"),
         ("run.max_steps=null", "run.max_steps must be a whole number (int); got None"),
         ("run.max_steps=[1", "run.max_steps must be a whole number (int); got '[1'"),
         ("run.keep_best=1", "run.keep_best must be true or false; got 1"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections import Counter
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -100,6 +102,14 @@ def test_what_is_there_is_not_fetched_again(site, tmp_path):
     assert asked["/fox"] == 1
     fetch_pages([f"{root}/fox"], PageCache(tmp_path), HERE, skip_existing=False)
     assert asked["/fox"] == 2
+
+
+def test_between_two_requests_to_a_host_there_is_a_pause(site, tmp_path):
+    root, _ = site
+    began = time.monotonic()
+    slowly = replace(HERE, pause=0.1, per_host=1)
+    assert len(fetch_pages([f"{root}/fox?{n}" for n in range(3)], PageCache(tmp_path), slowly).texts) == 3
+    assert time.monotonic() - began >= 0.2
 
 
 def test_private_addresses_and_other_schemes_are_refused(site, tmp_path):

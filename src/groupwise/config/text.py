@@ -1,4 +1,4 @@
-"""YAML as this project reads and writes it: safe, without aliases, and with `1e-5` as a number."""
+"""YAML as this project reads and writes it: safe, without aliases, and with numbers as people write them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import Any
 
 import yaml
 
-# YAML 1.1 wants a dot in the mantissa and a sign in the exponent, so it reads 1e-5 as text.
+# YAML 1.1 wants a dot in the mantissa and a sign in the exponent, so it reads 1e-5 as text; and it reads 010
+# as 8 and 1:30 as 90, which are text here.
 SCIENTIFIC = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
-FLOAT = "tag:yaml.org,2002:float"
+DECIMAL = re.compile(r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|\.(?:inf|Inf|INF))$|\.(?:nan|NaN|NAN)$")
+WHOLE = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)$")
+INT, FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 
 
 class BadYaml(ValueError):
@@ -48,8 +51,15 @@ def represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
+Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in known if tag not in (INT, FLOAT)]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+NUMERALS = list("-+.0123456789")
+Loader.add_implicit_resolver(INT, WHOLE, NUMERALS)
+Loader.add_implicit_resolver(FLOAT, DECIMAL, NUMERALS)
 for cls in (Loader, Dumper):
-    cls.add_implicit_resolver(FLOAT, SCIENTIFIC, list("-+.0123456789"))
+    cls.add_implicit_resolver(FLOAT, SCIENTIFIC, NUMERALS)
 Dumper.add_representer(str, represent_text)
 
 

@@ -42,7 +42,7 @@ class Manners:
     """Requests under way at once, and at one host."""
     per_host: int = 2
     pause: float = 0.2
-    """Seconds between two requests to a host."""
+    """Seconds between two requests to a host, of each that is under way there."""
     timeout: float = 20.0
     largest: int = 5_000_000
     """Bytes of a page."""
@@ -183,7 +183,8 @@ class Fetcher:
                     if status != 429 and status < 500:
                         return status, location, body
                     problem = f"status {status}"
-                await asyncio.sleep(self.manners.pause)
+                finally:
+                    await asyncio.sleep(self.manners.pause)
         raise RefusedToday(problem)
 
     async def _once(self, client: Any, url: str) -> tuple[int, str | None, str]:
