@@ -147,9 +147,10 @@ def of_rows(
     rows: Sequence[Example], *, config: Config, held_out: set[str], make: Callable[[Example], Demonstration]
 ) -> Demonstrations:
     """Demonstrations that the rows hold, without those that ask what evaluation will ask."""
+    prompts = {id(row): what_is_asked(make(row).prompt) for row in rows}  # each is asked for several times
 
     def asks(row: Example) -> str:
-        return what_is_asked(make(row).prompt)
+        return prompts[id(row)]
 
     kept = [row for row in rows if asks(row) not in held_out]
     if not kept:
