@@ -18,6 +18,7 @@ LAYERS = [
     *(
         "errors",
         "records",
+        "row_files",
         "invariants",
         "config",
         "tracking",
@@ -44,7 +45,17 @@ LAYERS = [
     ),
 ]
 """Low to high: a module imports only from layers before its own."""
-WITHOUT_TORCH = {"errors", "records", "config", "tracking", "rewards", "tasks", "commands", "cli"}
+WITHOUT_TORCH = {
+    "errors",
+    "records",
+    "row_files",
+    "config",
+    "tracking",
+    "rewards",
+    "tasks",
+    "commands",
+    "cli",
+}
 WITHOUT_TORCH |= {"__init__", "__main__"}
 """They answer `--help`, `groupwise tasks` and every mistake in the settings."""
 MAY_PRINT = {"tracking", "commands", "cli"}

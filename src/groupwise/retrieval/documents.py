@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,13 +11,12 @@ from typing import Any
 
 from groupwise.errors import ConfigError
 from groupwise.records import is_unicode
+from groupwise.row_files import read_file, read_json_lines, read_parquet
 
 BOILERPLATE = 12
 """An answer given to this many questions answers none of them."""
 SYNONYMS = 3
 """Synonyms that the context line names."""
-Located = Iterator[tuple[str, Any]]
-"""Rows, each with where it stands: "rows.jsonl, line 3"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,49 +44,14 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     return (row for _, row in located_rows(path))
 
 
-def located_rows(path: Path) -> Located:
-    """Read the same rows with the place of each; `tasks.examples` words the same mistakes the same way."""
-    if not path.is_file():
-        raise ConfigError(f"no such file: {path}")
-    read = read_parquet if path.suffix == ".parquet" else read_json_lines
-    try:
-        for where, row in read(path):
-            if not isinstance(row, dict):
-                raise ConfigError(f"{where}: expected a dict of columns, got {type(row).__name__}")
-            if not is_unicode(row):
-                raise ConfigError(f"{where}: its text is not Unicode")
-            yield where, row
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-
-
-def read_json_lines(path: Path) -> Located:
-    with (
-        gzip.open(path, "rt", encoding="utf-8")
-        if path.suffix == ".gz"
-        else path.open(encoding="utf-8") as lines
-    ):
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ConfigError(f"{where}: not JSON: {error}") from error
-            yield where, row
-
-
-def read_parquet(path: Path) -> Located:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowException as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    for number, row in enumerate(rows, start=1):
-        yield f"{path}, row {number}", row
+def located_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Read the same rows, each with its place: "rows.jsonl, line 3"."""
+    for where, row in read_file(path, read_parquet if path.suffix == ".parquet" else read_json_lines):
+        if not isinstance(row, dict):
+            raise ConfigError(f"{where}: expected a dict of columns, got {type(row).__name__}")
+        if not is_unicode(row):
+            raise ConfigError(f"{where}: its text is not Unicode")
+        yield where, row
 
 
 def text_in(row: Mapping[str, Any], column: str, *, where: str) -> str | None:
