@@ -141,8 +141,8 @@ def test_the_light_layers_import_no_torch(module):
 
 
 @every_module
-def test_a_module_has_at_most_300_lines(module):
-    assert len(MODULES[module].read_text(encoding="utf-8").splitlines()) <= 300
+def test_a_module_has_at_most_500_lines(module):
+    assert len(MODULES[module].read_text(encoding="utf-8").splitlines()) <= 500
 
 
 @every_module
