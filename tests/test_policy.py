@@ -15,12 +15,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, MistralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+)
 
 from groupwise import cli
 from groupwise.config.sections import LoraConfig, ModelConfig
 from groupwise.errors import ConfigError
 from groupwise.model.accepted import check_attention
+from groupwise.model.excerpt import float32_excerpt
 from groupwise.model.load import causal_model, load_policy
 from groupwise.model.packed import PackedLayout
 from groupwise.model.policy import Policy
@@ -224,6 +232,47 @@ def test_a_model_that_computes_something_else_is_refused(config: Any) -> None:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with pytest.raises(ConfigError, match=r"the model 'odd' .*(not supported|does not accept)"):
         check_attention(model, name="odd")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_in_half_precision_does_not_refuse_a_model(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = PackedLayout.attend
+
+    def rounded(layout: Any, q: Any, k: Any, v: Any, **options: Any) -> Any:
+        exact = attend(layout, q, k, v, **options)
+        return exact if q.dtype == torch.float32 else exact * 1.5
+
+    monkeypatch.setattr(PackedLayout, "attend", rounded)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE)).eval().to(dtype)
+    check_attention(model, name="sound")
+    assert model.config._attn_implementation == "groupwise"
+
+
+def test_another_function_is_refused_in_half_precision_as_well() -> None:
+    torch.manual_seed(0)
+    config = MistralConfig(**{**SHAPE, "initializer_range": 0.02}, sliding_window=4)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().bfloat16()
+    with pytest.raises(ConfigError, match="in a way that is not supported"):
+        check_attention(model, name="odd")
+
+
+def test_the_float32_excerpt_has_a_layer_of_each_kind_and_leaves_the_model_alone() -> None:
+    torch.manual_seed(0)
+    kinds = ["sliding_attention"] * 3 + ["full_attention"] + ["sliding_attention"] * 2
+    config = Gemma3TextConfig(**{**SHAPE, "num_hidden_layers": 6}, layer_types=kinds, sliding_window=4096)
+    model = AutoModelForCausalLM.from_config(config).eval().bfloat16()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    excerpt = float32_excerpt(model, tokens=12)
+    rows = before["lm_head.weight"][[4, 9, 13, 18, 22, 27, 32, 36, 41, 45, 50, 54]].float()
+    assert len(excerpt.model.layers) == excerpt.config.num_hidden_layers == 4
+    assert {parameter.dtype for parameter in excerpt.parameters()} == {torch.float32}
+    assert excerpt(torch.arange(12)[None]).logits.shape == (1, 12, 12)
+    assert torch.equal(excerpt.get_input_embeddings().weight, rows)
+    assert len(model.model.layers) == model.config.num_hidden_layers == 6
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_a_long_sliding_window_bounds_the_context() -> None:

@@ -26,6 +26,7 @@ from groupwise.engine.cuda.shared import graph_matrices_for
 from groupwise.engine.paged import KVCache
 from groupwise.engine.prefill import PrefillLayout, Stretch
 from groupwise.engine.shared import MakeMatrix
+from groupwise.model.excerpt import float32_excerpt
 from groupwise.model.members import Members
 from groupwise.model.policy import Policy
 from groupwise.model.rotary import sine_halves, turn
@@ -199,12 +200,11 @@ def fused_forward(policy: Policy, members: Members | None = None) -> FusedForwar
     """
     try:
         fused = FusedForward(policy, members)
-        with policy.without_adapter() if members else nullcontext(policy) as compared:
-            difference = _difference(compared, fused)
+        difference = _difference(policy, fused, members)
     except (AttributeError, AssertionError, TypeError, ValueError, RuntimeError) as error:
         LOGGER.info("generating with the model's own layers, which are not of the fused kind: %s", error)
         return None
-    if not difference <= LIMITS[policy.head_weight.dtype]:
+    if not difference <= (LIMITS[policy.head_weight.dtype] if policy.in_step else LIMITS[torch.float32]):
         LOGGER.info("generating with the model's own layers: fused ones differ by %.1e", difference)
         return None
     how = f", {len(members)} adapters beside them" if members else ", adapters folded in"
@@ -212,8 +212,15 @@ def fused_forward(policy: Policy, members: Members | None = None) -> FusedForwar
     return fused
 
 
-def _difference(policy: Policy, fused: FusedForward) -> float:
-    """How far the hidden states of a short prompt differ from the module's, relative to their size."""
+def _difference(policy: Policy, fused: FusedForward, members: Members | None) -> float:
+    """How far the hidden states of a short prompt differ from the module's, relative to their size.
+
+    In half precision the comparison is made on a float32 excerpt, where rounding does not hide or feign a
+    difference; a policy that is divided among processes cannot be copied and is compared as it is.
+    """
+    if policy.head_weight.dtype != torch.float32 and not policy.in_step:
+        policy = Policy(float32_excerpt(policy.model, tokens=CHECKED_TOKENS), policy.tokenizer)
+        fused, members = FusedForward(policy), None
     weight = policy.head_weight
     cache = KVCache(
         layers=policy.layers,
@@ -225,8 +232,9 @@ def _difference(policy: Policy, fused: FusedForward) -> float:
     )
     prefix = Prefix(tokens=tuple(range(CHECKED_TOKENS)), blocks=[0])
     layout = PrefillLayout.build(cache, [Stretch(prefix, 0, CHECKED_TOKENS)], device=weight.device)
-    tokens_T = torch.arange(3, 3 + CHECKED_TOKENS, device=weight.device) % weight.shape[0]
+    tokens_T = torch.arange(CHECKED_TOKENS, device=weight.device) % weight.shape[0]
     positions_T = torch.arange(CHECKED_TOKENS, device=weight.device)
-    own_TM = policy.hidden(tokens_T, positions_T, layout).float()
+    with policy.without_adapter() if members else nullcontext():
+        own_TM = policy.hidden(tokens_T, positions_T, layout).float()
     other_TM = fused.hidden(tokens_T, positions_T, layout).float()
     return float((own_TM - other_TM).norm() / own_TM.norm())
