@@ -29,6 +29,7 @@ from groupwise.config.sections import AlgoConfig, EngineConfig, OptimConfig
 from groupwise.engine.engine import Engine
 from groupwise.learner.learner import Learner
 from groupwise.model import zero
+from groupwise.parallel.gradients import divide
 from groupwise.records import Request, Sample, Sampling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -41,7 +42,7 @@ def measured(shape: str, way: str, *, lora: int, groups: int, length: int) -> di
     before = torch.cuda.memory_allocated() / 1e9 if DEVICE.type == "cuda" else 0.0  # DeepSpeed keeps some
     policy = random_policy(shape, device=DEVICE, lora=lora)
     if layout != "ddp":
-        policy.divide(layout)
+        divide(policy, layout)
     sampling = Sampling(max_tokens=length)
     learner = Learner(
         policy,

@@ -20,6 +20,7 @@ from groupwise.model.context import Context
 from groupwise.model.policy import Policy
 from groupwise.model.recomputed import recompute_layers
 from groupwise.parallel.balance import dealt_out
+from groupwise.parallel.gradients import divide
 from groupwise.parallel.processes import Processes, joined_processes
 from groupwise.records import Sample, Sampling
 from groupwise.training import train
@@ -67,7 +68,7 @@ def gradients(loss: str, overrides: tuple[str, ...]) -> dict[str, Any]:
         if config.algo.beta:
             policy = type(policy)(policy.model, policy.tokenizer, reference=policy_of(small_model()).model)
         if processes.count > 1 and config.run.parallel == "fsdp":
-            policy.divide("fsdp")
+            divide(policy, "fsdp")
         context = None
         if processes.count > 1 and config.run.parallel == "context":
             context = Context(rank=processes.rank, count=processes.count)

@@ -20,6 +20,7 @@ from groupwise.model import zero
 from groupwise.model.adapter import adapt_in_place
 from groupwise.model.lora import with_adapter
 from groupwise.model.policy import Policy
+from groupwise.parallel.gradients import divide
 from groupwise.parallel.processes import Processes, joined_processes
 from groupwise.records import Sampling
 from several import in_processes, needs_deepspeed
@@ -73,7 +74,7 @@ def gradient(processes: Processes, layout: str, name: str) -> dict[str, Any]:
     if "KL" in name:
         policy = Policy(policy.model, policy.tokenizer, reference=policy_of(small_model()).model)
     if processes.count > 1:
-        policy.divide(layout)
+        divide(policy, layout)
     learner = learner_of(policy, processes, *EXPOSED, *CASES[name])
     kept: list[dict[str, Any]] = []
     step = learner._step
@@ -100,7 +101,7 @@ def means(learner: Learner) -> dict[str, Any]:
 def not_finite(processes: Processes, layout: str) -> str:
     """Return what is said when a gradient has become infinite behind a loss that is not."""
     policy = policy_of(small_model())
-    policy.divide(layout)
+    divide(policy, layout)
     learner = learner_of(policy, processes)
     policy.backward = lambda loss: policy.zero.backward(loss * float("inf"))  # type: ignore
     with pytest.raises(InvariantError) as stopped:
@@ -224,7 +225,7 @@ def half_learner(processes: Processes, layout: str, saved: dict[str, torch.Tenso
     policy.model.bfloat16()
     if saved is not None:
         policy.model.load_state_dict(saved)
-    policy.divide(layout)
+    divide(policy, layout)
     return learner_of(policy, processes)
 
 
@@ -258,7 +259,7 @@ def imitation_loss(layout: str) -> list[float]:
         policy = policy_of(model)
         adapt_in_place(model)
         if processes.count > 1:
-            policy.divide(layout)
+            divide(policy, layout)
         imitator = Imitator(policy, optim=config.optim, max_steps=1, processes=processes)
         samples = [worked_sample((5, 6, 7), (8, 9), group=0)]
         report = imitator.update(samples)
@@ -268,12 +269,12 @@ def imitation_loss(layout: str) -> list[float]:
 def test_deepspeed_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zero, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"zero2 takes a package: pip install 'groupwise\[deepspeed\]'"):
-        policy_of(small_model()).divide("zero2")
+        divide(policy_of(small_model()), "zero2")
 
 
 @needs_deepspeed
 def test_eight_bits_are_not_divided() -> None:
     policy = policy_of(small_model())
-    policy.divide("zero2")
+    divide(policy, "zero2")
     with pytest.raises(ConfigError, match=r"goes with optim\.kind=adamw"):
         learner_of(policy, Processes(), "optim.kind=adamw8bit")

@@ -10,7 +10,7 @@ import typer
 
 from groupwise.config.checks import one_of
 from groupwise.config.model import LORA_PRESETS, QUANTIZATIONS
-from groupwise.config.text import write
+from groupwise.config.text import write_yaml
 from groupwise.errors import ConfigError
 
 
@@ -47,7 +47,7 @@ def quantize(
         raise ConfigError(f"{model} is quantized already ({stored}): name the model that it was made of")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen = getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    settings = f"model: {write({'name': str(output_path.resolve())})}\nlora: {{preset: {lora_preset}}}\n"
+    settings = f"model: {write_yaml({'name': str(output_path.resolve())})}\nlora: {{preset: {lora_preset}}}\n"
     loaded = causal_model(source, chosen, device, quantization=kind)
     done = save_quantized(loaded, load_tokenizer(source), output_path, source=source, extra=settings)
     print(

@@ -8,10 +8,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from groupwise.config import text as yaml_text
 from groupwise.config.flags import FLAGS, settings_of
 from groupwise.config.model import preset_settings
 from groupwise.config.sections import Config, RolloutConfig
+from groupwise.config.text import BadYaml, parse_yaml
 from groupwise.config.values import convert, convert_option, convert_text, shorten
 from groupwise.errors import ConfigError
 
@@ -57,8 +57,8 @@ def config_from_keywords(path: Path | None = None, /, **keywords: object) -> Con
 def read_file(path: Path) -> dict[str, Any]:
     """Return the settings in a YAML file by full name."""
     try:
-        document = yaml_text.parse(path.read_text(encoding="utf-8"))
-    except yaml_text.BadYaml as error:
+        document = parse_yaml(path.read_text(encoding="utf-8"))
+    except BadYaml as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not a text file in UTF-8") from None

@@ -12,8 +12,8 @@ from itertools import chain, pairwise
 from typing import Any
 
 from groupwise.config import evolve, model, optim, sections, surroundings, tools
-from groupwise.config import text as yaml_text
 from groupwise.config.sections import Config
+from groupwise.config.text import write_yaml
 
 
 def dump_config(config: Config) -> str:
@@ -24,7 +24,7 @@ def dump_config(config: Config) -> str:
         described = documentation()[type(settings).__name__]
         lines += ["", *comment(described[""]), f"{section.name}:"]
         for setting in fields(settings):
-            value = yaml_text.write(plain(getattr(settings, setting.name)))
+            value = write_yaml(plain(getattr(settings, setting.name)))
             note = comment(described.get(setting.name, ""))
             lines += [f"  {line}" for line in (*note, f"{setting.name}: {value}")]
     return "\n".join(lines[1:]) + "\n"
@@ -34,7 +34,7 @@ def differences(a: Config, b: Config) -> list[str]:
     """Name each setting that differs, with both values: "optim.learning_rate: 0.0003 → 0.001"."""
     before, after = dict(flat(a)), dict(flat(b))
     return [
-        f"{name}: {yaml_text.write(plain(before[name]))} → {yaml_text.write(plain(after[name]))}"
+        f"{name}: {write_yaml(plain(before[name]))} → {write_yaml(plain(after[name]))}"
         for name in before
         if before[name] != after[name]
     ]

@@ -63,7 +63,7 @@ for cls in (Loader, Dumper):
 Dumper.add_representer(str, represent_text)
 
 
-def parse(text: str) -> Any:
+def parse_yaml(text: str) -> Any:
     """Read one YAML document; raise `BadYaml` where that is impossible."""
     try:
         return yaml.load(text, Loader=Loader)
@@ -79,7 +79,7 @@ def parse(text: str) -> Any:
         raise BadYaml("the brackets are nested too deeply") from None
 
 
-def write(value: Any) -> str:
+def write_yaml(value: Any) -> str:
     """Write a value on one line."""
     text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=float("inf"), allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")

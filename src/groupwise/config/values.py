@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any, Union, get_args, get_origin
 
-from groupwise.config import text as yaml_text
+from groupwise.config.text import BadYaml, parse_yaml
 from groupwise.errors import ConfigError
 
 shorten = reprlib.Repr()
@@ -106,8 +106,8 @@ def convert_text(text: str, *, to: Any, setting: str) -> Any:
     if kind is tuple and not text.startswith("["):
         return tuple(part.strip() for part in text.split(",") if part.strip())
     try:
-        value = yaml_text.parse(text)
-    except yaml_text.BadYaml:
+        value = parse_yaml(text)
+    except BadYaml:
         raise mismatch(setting, KINDS[kind][0], optional=optional, got=text) from None
     return convert(value, to=to, setting=setting)
 
@@ -115,8 +115,8 @@ def convert_text(text: str, *, to: Any, setting: str) -> Any:
 def convert_option(text: str, *, setting: str) -> Any:
     """Return text from the shell as the plain value it looks like, for settings that only a task declares."""
     try:
-        return as_plain(yaml_text.parse(text))
-    except (yaml_text.BadYaml, TypeError):
+        return as_plain(parse_yaml(text))
+    except (BadYaml, TypeError):
         raise mismatch(setting, "a plain value", optional=False, got=text) from None
 
 

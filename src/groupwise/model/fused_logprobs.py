@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from groupwise.model.head import float_logits
-from groupwise.model.logprobs import chunks
+from groupwise.model.head import chunks, float_logits
 
 CHUNK_LOGITS = 1 << 26
 """Logits held at once: a quarter of a gigabyte, and half as much for their gradient in bfloat16."""

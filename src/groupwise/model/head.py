@@ -18,3 +18,9 @@ def float_logits(hidden_NM: Tensor, weight_VM: Tensor, bias_V: Tensor | None) ->
         return linear(hidden_NM, weight_VM, bias_V).float()
     logits_NV = torch.mm(hidden_NM, weight_VM.T, out_dtype=torch.float32)
     return logits_NV if bias_V is None else logits_NV.add_(bias_V)
+
+
+def chunks(tokens_N: Tensor, weight_VM: Tensor, logits: int) -> list[slice]:
+    """Parts of the tokens with at most so many logits each."""
+    size = max(1, logits // weight_VM.shape[0])
+    return [slice(start, start + size) for start in range(0, len(tokens_N), size)]

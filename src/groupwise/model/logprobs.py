@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from groupwise.model.distribution import scaled_logits
-from groupwise.model.head import float_logits
+from groupwise.model.head import chunks, float_logits
 from groupwise.model.kernels import has_kernels
 from groupwise.records import Sampling
 
@@ -169,9 +169,3 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
     else:
         total += left @ right
-
-
-def chunks(tokens_N: Tensor, weight_VM: Tensor, logits: int) -> list[slice]:
-    """Parts of the tokens with at most so many logits each."""
-    size = max(1, logits // weight_VM.shape[0])
-    return [slice(start, start + size) for start in range(0, len(tokens_N), size)]

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from groupwise.errors import ConfigError
 from groupwise.model.codec import Codec
 from groupwise.model.head import float_logits
 from groupwise.model.interface import Layout
@@ -91,6 +90,11 @@ class Policy(Codec):
     @property
     def device(self) -> torch.device:
         return self._head.weight.device
+
+    @property
+    def head(self) -> nn.Linear:
+        """The output layer."""
+        return self._head
 
     @property
     def head_weight(self) -> Tensor:
@@ -224,20 +228,6 @@ class Policy(Codec):
         """What this process's optimizer steps on, by name: trained parameters, or its parts of them."""
         parts = {} if self.shards is None else self.shards.parts
         return {name: parts.get(name, parameter) for name, parameter in self.trainable().items()}
-
-    def divide(self, layout: str) -> None:
-        """Divide among the processes of this run what the layout says: fsdp, zero1, zero2 or zero3."""
-        if self.unpacked_bytes:
-            raise ConfigError("quantized weights cannot be divided among processes: use run.parallel=ddp")
-        self.noisy = draws_noise(self)  # which can only be tried while the policy is whole
-        if layout == "fsdp":
-            from groupwise.model.sharded import Shards
-
-            self.shards = Shards(self.model, self._decoder, device=self.device)
-        else:
-            from groupwise.model.zero import Zero
-
-            self.zero = Zero(self.model, self._head, stage=int(layout.removeprefix("zero")))
 
     @property
     def in_step(self) -> bool:

@@ -1,10 +1,14 @@
-"""One gradient out of everyone's."""
+"""A policy that several processes train: who holds which part of it, and one gradient from everyone's."""
 
 from __future__ import annotations
 
 import torch
 
+from groupwise.errors import ConfigError
+from groupwise.model.noise import draws_noise
 from groupwise.model.policy import Policy
+from groupwise.model.sharded import Shards
+from groupwise.model.zero import Zero
 from groupwise.parallel.processes import Processes
 
 
@@ -25,3 +29,14 @@ def sum_gradients(processes: Processes, policy: Policy) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     processes.sum_([parameter.grad for parameter in touched if parameter.grad is not None])
+
+
+def divide(policy: Policy, layout: str) -> None:
+    """Divide a policy among the processes of this run: by fsdp, zero1, zero2 or zero3."""
+    if policy.unpacked_bytes:
+        raise ConfigError("quantized weights cannot be divided among processes: use run.parallel=ddp")
+    policy.noisy = draws_noise(policy)  # which can only be tried while the policy is whole
+    if layout == "fsdp":
+        policy.shards = Shards(policy.model, policy.decoder, device=policy.device)
+    else:
+        policy.zero = Zero(policy.model, policy.head, stage=int(layout.removeprefix("zero")))

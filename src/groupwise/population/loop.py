@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from groupwise.config.sections import Config
+from groupwise.config import Config
 from groupwise.errors import ConfigError
 from groupwise.population.opening import Opening
 from groupwise.population.search import Search

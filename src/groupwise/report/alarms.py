@@ -11,9 +11,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from groupwise.report import rules
 from groupwise.report.history import Measured, Row
-from groupwise.report.rules import Course, Flags, Verdict
+from groupwise.report.rules import (
+    Course,
+    Flags,
+    Verdict,
+    collapse,
+    cut_off,
+    failures,
+    format_only,
+    length_drift,
+    looping,
+    mask_faults,
+    no_signal,
+    policy_drift,
+    repeated,
+    reward_hack,
+    same_answer,
+    sampler_gap,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +104,7 @@ WATCHMEN = (
     Watchman(
         name="mask",
         title="The mask does not fit what was sampled",
-        rule=rules.mask_faults,
+        rule=mask_faults,
         advice="Look at a faulty rollout by token, coloured by mask; then at the environment that adds tool "
         "output to the stream. Results of this run are not to be trusted.",
         metric="rollout/mask_faults",
@@ -97,7 +113,7 @@ WATCHMEN = (
     Watchman(
         name="reward-hack",
         title="Reward rises, held-out accuracy falls",
-        rule=rules.reward_hack,
+        rule=reward_hack,
         advice="Read the answers of highest reward and ask whether you would have paid for them; tighten the"
         " reward that they exploit (groupwise verify tests it on known cases), or give it less "
         "weight.",
@@ -106,7 +122,7 @@ WATCHMEN = (
     Watchman(
         name="format-only",
         title="Only the easy part of the reward is earned",
-        rule=rules.format_only,
+        rule=format_only,
         advice="Lower the weight of the part that is earned, start from easier examples or a warm start, or "
         "give partial credit for the part that is missed.",
         metric="reward/mean",
@@ -115,7 +131,7 @@ WATCHMEN = (
     Watchman(
         name="collapse",
         title="The policy has collapsed",
-        rule=rules.collapse,
+        rule=collapse,
         advice="Go back to an earlier checkpoint with a lower learning rate, a higher rollout.temperature, "
         "algo.entropy_bonus or a wider algo.clip_high.",
         metric="policy/entropy",
@@ -123,7 +139,7 @@ WATCHMEN = (
     Watchman(
         name="same-answer",
         title="Answers do not depend on the prompt",
-        rule=rules.same_answer,
+        rule=same_answer,
         advice="The reward can be had without reading the question: check it with groupwise verify --pairs"
         " on that answer to several prompts.",
         metric="rollout/same_answer",
@@ -131,7 +147,7 @@ WATCHMEN = (
     Watchman(
         name="repeated",
         title="Answers of a group repeat each other",
-        rule=rules.repeated,
+        rule=repeated,
         advice="Raise rollout.temperature or algo.entropy_bonus, lower the learning rate, or use harder "
         "examples.",
         metric="rollout/repeated",
@@ -139,7 +155,7 @@ WATCHMEN = (
     Watchman(
         name="no-signal",
         title="Most groups teach nothing",
-        rule=rules.no_signal,
+        rule=no_signal,
         advice="At a high reward the examples are too easy, at a low one too hard: change their difficulty, "
         "enlarge rollout.group_size, or let rollout.refill draw more rounds.",
         metric="advantage/zero_variance",
@@ -147,7 +163,7 @@ WATCHMEN = (
     Watchman(
         name="length-drift",
         title="Answers change length without earning more",
-        rule=rules.length_drift,
+        rule=length_drift,
         advice="Look for padding or for answers that give up early; algo.overlong_buffer penalises the long,"
         " algo.loss=dr_grpo does not favour long wrong answers.",
         metric="rollout/length",
@@ -155,14 +171,14 @@ WATCHMEN = (
     Watchman(
         name="cut-off",
         title="Answers are cut off",
-        rule=rules.cut_off,
+        rule=cut_off,
         advice="Raise rollout.max_tokens, or set algo.mask_truncated or algo.overlong_buffer.",
         metric="rollout/truncated",
     ),
     Watchman(
         name="looping",
         title="Answers run in circles",
-        rule=rules.looping,
+        rule=looping,
         advice="Lower the learning rate or raise the temperature; algo.mask_truncated keeps loops out of the"
         " loss.",
         metric="rollout/looping",
@@ -170,7 +186,7 @@ WATCHMEN = (
     Watchman(
         name="sampler-gap",
         title="Sampler and trainer disagree",
-        rule=rules.sampler_gap,
+        rule=sampler_gap,
         advice="Compare dtypes and attention of the two; keep algo.correction on. Past algo.max_gap the run "
         "stops.",
         metric="policy/gap",
@@ -178,14 +194,14 @@ WATCHMEN = (
     Watchman(
         name="policy-drift",
         title="The policy is far from the reference",
-        rule=rules.policy_drift,
+        rule=policy_drift,
         advice="Raise algo.beta or lower the learning rate.",
         metric="policy/kl",
     ),
     Watchman(
         name="failures",
         title="Rollouts fail",
-        rule=rules.failures,
+        rule=failures,
         advice="Open a failed rollout (filter by end: error) and read its error; raise task.reward_seconds "
         "if it is time.",
         metric="rollout/failed",

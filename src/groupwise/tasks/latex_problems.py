@@ -3,11 +3,11 @@ r"""Short problems without end whose answers are written in LaTeX: fractions, ro
 from __future__ import annotations
 
 import hashlib
-import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import ceil
 
 from groupwise.records import Example
 from groupwise.tasks.word_problems import between, pick
@@ -90,7 +90,7 @@ class LatexProblems:
     def held_out(self, count: int) -> Sequence[Example]:
         rng = random.Random("held-out latex problems")
         found: dict[str, Example] = {}
-        for _ in range(math.ceil(count * 20 * HELD_OUT_ONE_IN)):
+        for _ in range(ceil(count * 20 * HELD_OUT_ONE_IN)):
             if len(found) == count:
                 break
             if is_held_out(example := draw(rng)):

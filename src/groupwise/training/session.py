@@ -25,6 +25,7 @@ from groupwise.model.device import device_of
 from groupwise.model.load import load_policy
 from groupwise.model.memory import free_memory
 from groupwise.model.source import model_folder
+from groupwise.parallel.gradients import divide
 from groupwise.parallel.launched import DIVIDING, as_launched, layout_of
 from groupwise.parallel.processes import Processes
 from groupwise.tasks import Split
@@ -129,7 +130,7 @@ class Session(ABC):
             raise ConfigError(f"the weights of {config.model.name} are quantized: train adapters (lora.r=16)")
         layout = layout_of(config.run)
         if self.processes.count > 1 and layout in DIVIDING:
-            self.policy.divide(layout)
+            divide(self.policy, layout)
         self.engine = self._make_engine(resources)
         self.make_parts()
         if start.checkpoint is not None:

@@ -8,7 +8,8 @@ Axes: T places of a row, P prompts it may hold, M hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ class Row:
         self._logits_PV: Tensor | None = None
         self._run: Callable[[], None] | None = None
 
-    def compute(self, stretches: Sequence[Stretch], forward: Forward, pool: Any) -> Tensor:
+    def compute(self, stretches: SequenceOf[Stretch], forward: Forward, pool: Any) -> Tensor:
         """Return the logits after each of these prompts."""
         lengths = self._fill(stretches)
         if self._run is not None:
@@ -54,7 +55,7 @@ class Row:
         assert self._logits_PV is not None
         return self._logits_PV[: len(stretches)].clone()  # the next pass writes over them
 
-    def _fill(self, stretches: Sequence[Stretch]) -> NDArray[np.int64]:
+    def _fill(self, stretches: SequenceOf[Stretch]) -> NDArray[np.int64]:
         """Lay prompts into the row; returns the lengths of all its stretches, the filling last."""
         host = np.zeros(3 * self.size + PROMPTS, dtype=np.int64)
         tokens, positions, at, ends = np.split(host, [self.size, 2 * self.size, 3 * self.size])
@@ -113,7 +114,7 @@ class PromptGraphs(Prompts):
         self._rows: dict[int, Row] = {}
         self._pool: Any = None
 
-    def _pass(self, stretches: Sequence[Stretch], forward: Forward) -> None:
+    def _pass(self, stretches: SequenceOf[Stretch], forward: Forward) -> None:
         total = sum(stretch.length for stretch in stretches)
         size = next((size for size in SIZES if total <= size), None)
         plain = all(s.start == 0 and s.complete and s.prefix.scores is None for s in stretches)
