@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from groupwise.evaluate.votes import majority
 from groupwise.rewards.latex.equal import same_answer
 from groupwise.rewards.latex.tokens import Unfamiliar
+from groupwise.tasks.math import alike
 
 
 @pytest.mark.parametrize(
@@ -212,3 +214,11 @@ def test_notation_that_is_not_read_here_is_passed_on():
     for notation in (r"\sum_{k=1}^{3} k", r"\lfloor 3.5 \rfloor", r"\int_0^1 x dx", r"\frac17\triangle ABC"):
         with pytest.raises(Unfamiliar):
             same_answer(notation, "6")
+
+
+def test_long_rows_of_functions_are_compared_like_any_other_answer():
+    deep, long = r"\ln" * 320, "1" + "+1" * 490
+    for answer in (deep, long, deep + "5"):
+        assert not same_answer("5", answer)
+        assert not same_answer(answer, "5")
+    assert majority(["5", deep, "5", deep + "2"], alike) == 0

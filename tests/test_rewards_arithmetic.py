@@ -20,6 +20,7 @@ from groupwise.rewards import evaluate_expression
         ("\n(1 +\n 2) ", Fraction(3), (1, 2)),
         ("-3 + 27", Fraction(24), (3, 27)),
         ("2 * -(3 - 5)", Fraction(4), (2, 3, 5)),
+        ("-(-7) + 25*4", Fraction(107), (4, 7, 25)),
     ],
 )
 def test_plain_arithmetic_is_exact(text, value, numbers):
@@ -52,7 +53,10 @@ def test_plain_arithmetic_is_exact(text, value, numbers):
         "1 +",
         "--3",
         "+3",
-        "-(-3)",
+        "- -3",
+        "2 * --3",
+        "(--3)",
+        "1 - - -3",
         "~3",
         "5 % 3",
         "1 < 2",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -17,6 +18,8 @@ MAX_DEPTH = 20
 
 TYPOGRAPHIC = str.maketrans({"×": "*", "·": "*", "⋅": "*", "÷": "/", "−": "-", "–": "-"})
 ALLOWED = frozenset("0123456789+-*/() ")
+TWO_SIGNS = re.compile(r"(?:^|[-+*/(]) *- *-")
+"""Two signs in a row, as in `--5`; `-(-5)` has one for the number and one for the parenthesis."""
 Exact = int | Fraction
 """A fraction only where something was divided: whole numbers are added in a tenth of the time."""
 OPERATIONS: dict[type[ast.operator], Callable[[Exact, Exact], Exact]] = {
@@ -47,7 +50,7 @@ def evaluate_expression(text: str) -> Arithmetic | None:
     if len(text) > MAX_CHARACTERS:
         return None
     text = " ".join(text.translate(TYPOGRAPHIC).split())
-    if not text or not ALLOWED.issuperset(text) or is_too_deep(text):
+    if not text or not ALLOWED.issuperset(text) or is_too_deep(text) or TWO_SIGNS.search(text):
         return None
     try:
         tree = ast.parse(text, mode="eval")
@@ -73,6 +76,6 @@ def evaluate(node: ast.expr, numbers: list[int]) -> Exact:
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
         return OPERATIONS[type(node.op)](evaluate(node.left, numbers), evaluate(node.right, numbers))
-    if isinstance(node, ast.UnaryOp) and type(node.op) is ast.USub and type(node.operand) is not ast.UnaryOp:
+    if isinstance(node, ast.UnaryOp) and type(node.op) is ast.USub:
         return -evaluate(node.operand, numbers)
     raise ArithmeticError(f"{type(node).__name__} is not plain arithmetic")

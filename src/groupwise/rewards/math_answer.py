@@ -2,6 +2,7 @@ r"""Judging a completion by the answer in its last `\boxed{…}`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -12,7 +13,20 @@ from groupwise.errors import ConfigError, RolloutError
 from groupwise.rewards.boxed import last_box
 from groupwise.rewards.latex.equal import same_answer
 from groupwise.rewards.latex.tokens import MAX_CHARACTERS, Unfamiliar
+from groupwise.rewards.latex.words import says_more
 from groupwise.rewards.symbolic import comparer
+
+COMMAND = re.compile(r"\\[a-zA-Z]+")
+TEXT = re.compile(r"\\text\{([^{}]*)\}")
+NAMED_SIDE = re.compile(r"\s*[a-zA-Z]\s*")
+UNREAD = re.compile(r"[<>~?&;,]|(?<![\\a-zA-Z])[a-zA-Z]{3,}")
+READ_BY_MATH_VERIFY = frozenset(
+    rf"\{name}"
+    for name in """
+    sum prod int lfloor rfloor lceil rceil left right frac dfrac tfrac sqrt cdot times div pi infty binom
+    sin cos tan cot sec csc log ln exp arcsin arccos arctan circ displaystyle
+    """.split()  # noqa: SIM905
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +91,41 @@ def equivalent(predicted: str, truth: str) -> bool:
     try:
         return same_answer(predicted, truth)
     except Unfamiliar:
-        return comparer.equal(predicted, truth)
+        predicted = without_harmless_text(predicted)
+        sides = sides_of(predicted)
+        if len(sides) > 1:
+            return all(equivalent(side, truth) for side in sides)
+        return may_be_read(predicted, truth) and comparer.equal(predicted, truth)
+
+
+def without_harmless_text(predicted: str) -> str:
+    return TEXT.sub(lambda text: " " if not says_more([text[1]], []) else text[0], predicted)
+
+
+def sides_of(predicted: str) -> list[str]:
+    r"""Return the sides of an equation, of which `math-verify` would look at the last alone.
+
+    An `=` in braces is part of an expression: `\sum_{k=1}^3 k`. A name on the left says nothing.
+    """
+    depth, sides = 0, [""]
+    for character in predicted.replace(r"\{", "(").replace(r"\}", ")"):
+        depth += (character == "{") - (character == "}")
+        if character == "=" and not depth:
+            sides.append("")
+        else:
+            sides[-1] += character
+    return sides[1:] if len(sides) > 1 and NAMED_SIDE.fullmatch(sides[0]) else sides
+
+
+def may_be_read(predicted: str, truth: str) -> bool:
+    r"""Tell whether `math-verify` is known to read every command: what it does not know, it leaves out.
+
+    What stands in the truth will do; other relations, logic and words will not.
+    """
+    commands = READ_BY_MATH_VERIFY.union(COMMAND.findall(truth))
+    return commands.issuperset(COMMAND.findall(predicted)) and set(UNREAD.findall(truth)).issuperset(
+        UNREAD.findall(predicted)
+    )
 
 
 def score_boxed(completion: str, answer: str, scores: Scores | None = None) -> tuple[float, dict[str, Any]]:

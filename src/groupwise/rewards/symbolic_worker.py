@@ -99,10 +99,19 @@ def serve(requests: IO[str], replies: IO[str], seconds: float) -> None:
 
 
 def compare(predicted: str, truth: str) -> bool:
-    from math_verify import parse, verify
+    from math_verify import LatexExtractionConfig, parse, verify
 
+    # LaTeX alone: where that fails, its other extractors take the last number they see.
     # Its own time limits are signals that do not reach into C; this process has better ones.
-    ours, theirs = (parse(f"${text}$", parsing_timeout=None) for text in (predicted, truth))
+    ours, theirs = (
+        parse(
+            f"${text}$",
+            extraction_config=[LatexExtractionConfig()],
+            fallback_mode="no_fallback",
+            parsing_timeout=None,
+        )
+        for text in (predicted, truth)
+    )
     return bool(verify(theirs, ours, float_rounding=10, strict=True, timeout_seconds=None))
 
 

@@ -8,17 +8,36 @@ sets and lists, the way an expression, an equation or an interval is written.
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
 from groupwise.rewards.latex.expressions import Node
-from groupwise.rewards.latex.parse import Item, parse_answer
+from groupwise.rewards.latex.parse import FLIPPED, Item, parse_answer
 from groupwise.rewards.latex.tokens import Malformed
-from groupwise.rewards.latex.values import POINTS, Undefined, Value, close, divide, subtract, value_at
-from groupwise.rewards.latex.words import same_text, same_words, units_in, words_of
+from groupwise.rewards.latex.values import (
+    POINTS,
+    Undefined,
+    Value,
+    close,
+    divide,
+    inexact,
+    subtract,
+    value_at,
+)
+from groupwise.rewards.latex.words import (
+    is_phrase,
+    same_phrase,
+    same_text,
+    same_words,
+    says_more,
+    units_in,
+    words_of,
+)
 
 INTEGER = re.compile(r"[-+]?\d{1,50}", re.ASCII)
-FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤", "=": "=", "≠": "≠", "≈": "≈"}
+MOST_OF_ONE = 10
+"""The largest plain number that a percentage may stand for: 150 % is 1.5, but nobody writes 5000 % for 50."""
 
 
 def same_answer(predicted: str, truth: str) -> bool:
@@ -27,15 +46,24 @@ def same_answer(predicted: str, truth: str) -> bool:
         return int(predicted) == int(truth)
     if same_text(predicted, truth):
         return True
+    if is_phrase(truth):
+        return same_phrase(predicted, truth)
+    try:
+        return same_reading(predicted, truth)
+    except RecursionError:  # for sums of hundreds of terms, no one's answer
+        return False
+
+
+def same_reading(predicted: str, truth: str) -> bool:
     try:
         theirs = read(truth)
     except Malformed:
-        theirs = []  # a truth that is no formula (`\text{A5}_{11}`) is matched as words alone
+        theirs = []  # a truth that is no formula (`\\text{A5}_{11}`) is matched as words alone
     if all(item.node is None for item in theirs):
         return same_words(predicted, truth)
     try:
         return same_items(read(predicted), theirs)
-    except (Malformed, RecursionError):  # the latter for sums of hundreds of terms, no one's answer
+    except Malformed:
         return False
 
 
@@ -47,6 +75,8 @@ def read(text: str) -> list[Item]:
 def same_items(ours: list[Item], theirs: list[Item]) -> bool:
     """Compare two lists of items in any order; a set is the list of what is in it."""
     ours, theirs = opened(ours), opened(theirs)
+    if len(theirs) == 1 and len(ours) > 1 and (pair := named_pair(ours, theirs[0])) is not None:
+        ours = [pair]  # `x = 1, y = 2` says what (1, 2) does
     if len(theirs) == 1 and len(ours) > 1 and all(item.node and item.node[0] == "chain" for item in ours):
         theirs = parted(theirs[0])  # `x < 2 or x > 3` says what a union does
     if len(ours) != len(theirs):
@@ -58,8 +88,24 @@ def opened(items: list[Item]) -> list[Item]:
     if len(items) == 1 and items[0].node is not None:
         node = members(items[0].node)
         if node is not None:
-            return [Item(member) for member in node]
+            return [Item(member, items[0].words) for member in node]
     return items
+
+
+def named_pair(ours: list[Item], theirs: Item) -> Item | None:
+    """Return the tuple that `x = 1, y = 2` names, its parts in the order of their names."""
+    if theirs.node is None or theirs.node[:3] != ("tuple", "(", ")"):
+        return None
+    values: dict[str, Node] = {}
+    for item in ours:
+        node = item.node
+        if node is None or node[0] != "chain" or node[2] != ("=",) or node[1][0][0] != "name":
+            return None
+        values[node[1][0][1]] = node[1][1]
+    if len(values) != len(ours):
+        return None
+    words = tuple(word for item in ours for word in item.words)
+    return Item(("tuple", "(", ")", *(values[name] for name in sorted(values))), words)
 
 
 def parted(item: Item) -> list[Item]:
@@ -70,7 +116,7 @@ def parted(item: Item) -> list[Item]:
 
 def members(node: Node) -> tuple[Node, ...] | None:
     r"""Return the members of a set, of `x \in \{…\}` and of `x = \{…\}`."""
-    if node[0] == "chain" and node[2] in (("∈",), ("=",)) and node[1][1][0] == "set":
+    if node[0] == "chain" and node[2] in (("∈",), ("=",)) and node[1][1][0] == "set" and is_named(node[1][0]):
         node = node[1][1]
     return node[1:] if node[0] == "set" and len(node) > 1 else None
 
@@ -90,6 +136,8 @@ def same_item(ours: Item, theirs: Item) -> bool:
     if ours.node is None or theirs.node is None:
         mine, its = spoken(ours), spoken(theirs)
         return mine is not None and mine == its
+    if says_more(ours.words, theirs.words):
+        return False
     return same_units(ours, theirs) and same_node(ours.node, theirs.node)
 
 
@@ -102,8 +150,13 @@ def spoken(item: Item) -> str | None:
 
 def same_units(ours: Item, theirs: Item) -> bool:
     """Units must agree where both sides name units we know; whoever leaves them out is forgiven."""
-    mine, its = units_in(ours.words), units_in(theirs.words)
+    mine, its = units_of(ours), units_of(theirs)
     return not mine or not its or mine == its
+
+
+def units_of(item: Item) -> frozenset[str]:
+    units = units_in(item.words)
+    return units | {"degree"} if item.node is not None and item.node[0] == "degrees" else units
 
 
 def same_node(one: Node, other: Node) -> bool:
@@ -128,12 +181,16 @@ def plain(node: Node) -> Node:
     while True:
         if node[0] == "degrees":
             node = node[1]
-        elif node[0] == "chain" and node[2] == ("∈",):
+        elif node[0] == "chain" and node[2] == ("∈",) and is_named(node[1][0]) and is_collection(node[1][1]):
             node = node[1][1]
         elif node[0] == "negative" and node[1][0] == "degrees":
             node = ("negative", node[1][1])
         else:
             return node
+
+
+def is_collection(node: Node) -> bool:
+    return node[0] in ("set", "tuple", "union")
 
 
 def same_tuple(one: Node, other: Node) -> bool:
@@ -170,6 +227,7 @@ STRUCTURES_SAME = {
     "tuple": same_tuple,
     "set": same_members,
     "union": same_members,
+    "both": same_members,
     "matrix": same_matrix,
     "chain": same_chain,
 }
@@ -183,15 +241,22 @@ def same_equation(ours: tuple[Node, ...], theirs: tuple[Node, ...]) -> bool:
     """
     if len(names(ours)) < 2 or names(ours) != names(theirs):
         return False
-    ratios: list[Value] = []
+    ratios: dict[int, Value] = {}
     for point in range(POINTS):
         try:
             mine = subtract(value_at(ours[0], point), value_at(ours[1], point))
             its = subtract(value_at(theirs[0], point), value_at(theirs[1], point))
-            ratios.append(divide(mine, its))
+            ratios[point] = divide(mine, its)
         except Undefined:
             continue
-    return len(ratios) > 1 and bool(ratios[0]) and all(close(ratio, ratios[0]) for ratio in ratios)
+    first, *others = ratios.values() or [Fraction(0)]
+    if not others or not first or not all(close(ratio, first) for ratio in others):
+        return False
+    if all(isinstance(ratio, Fraction) for ratio in ratios.values()):
+        return True
+    from groupwise.rewards.latex.precise import precisely_proportional
+
+    return precisely_proportional(("-", *ours), ("-", *theirs), list(ratios))
 
 
 def names(part: Any) -> frozenset[str]:
@@ -206,13 +271,37 @@ def same_chain_and_other(chain: Node, other: Node) -> bool:
     """Compare `x = 5` with 5, `48 + 24 = 72` with 72, `0 ≤ x < 1` with [0, 1)."""
     _, parts, relations = chain
     if set(relations) <= {"=", "≈"}:
-        named, *rest = parts
-        if is_named(named):
-            return all(same_node(part, other) for part in rest)
-        # Nothing is named, so every side must be worth the same.
-        return not names(parts) and all(same_node(part, other) for part in parts)
+        if is_named(parts[-1]) and not is_named(parts[0]):
+            parts, relations = parts[::-1], relations[::-1]
+        if is_named(parts[0]):
+            parts, relations = parts[1:], relations[1:]
+        return not names(parts) - names(other) and same_rounded(parts, relations, other)
     interval = as_interval(parts, relations)
     return bool(interval is not None and other[0] == "tuple" and same_node(interval, other))
+
+
+def same_rounded(parts: tuple[Node, ...], relations: tuple[str, ...], other: Node) -> bool:
+    """Tell whether every part is worth the other value; one behind or before a `≈` may be its rounding."""
+    exact = [same_node(part, other) for part in parts]
+    rounded = [
+        "≈" in relations[max(0, index - 1) : index + 1] and is_rounding(part, other)
+        for index, part in enumerate(parts)
+    ]
+    return any(exact) and all(map(any, zip(exact, rounded, strict=True)))
+
+
+def is_rounding(node: Node, other: Node) -> bool:
+    """Tell whether a decimal is another value rounded to the decimal's own places."""
+    if node[0] == "negative":
+        return is_rounding(node[1], ("negative", other))
+    if node[0] != "number" or names(other):
+        return False
+    places = next((places for places in range(16) if (node[1] * 10**places).denominator == 1), 16)
+    try:
+        off = inexact(subtract(value_at(other, 0), node[1]))
+    except Undefined:
+        return False
+    return abs(off) <= 0.5000001 * 10.0**-places
 
 
 def is_named(node: Node) -> bool:
@@ -240,11 +329,25 @@ def as_interval(parts: tuple[Node, ...], relations: tuple[str, ...]) -> Node | N
 
 
 def same_percent(one: Node, other: Node) -> bool:
-    """50 % is 50 % and 0.5, and 50 where the question asked for a percentage."""
+    """50 % is 50 % and 0.5, and 50 where the question asked for a percentage.
+
+    A plain truth is read as one of the two by its size: 0.5 is no percentage, and 50 no share of one.
+    """
     if one[0] == other[0]:
         return same_value(one[1], other[1])
     percent, number = (one, other) if one[0] == "percent" else (other, one)
-    return same_value(percent[1], number) or same_value(percent, number)
+    as_share, as_percentage = same_value(percent, number), same_value(percent[1], number)
+    if number is one:
+        return as_share or as_percentage
+    size = size_of(number)
+    return (as_share and size <= MOST_OF_ONE) or (as_percentage and size >= 1)
+
+
+def size_of(node: Node) -> float:
+    try:
+        return abs(inexact(value_at(node, 0)))
+    except Undefined:
+        return 0.0
 
 
 def same_based(one: Node, other: Node) -> bool:
@@ -270,5 +373,15 @@ def same_value(one: Node, other: Node) -> bool:
             continue
         if not close(mine, its):
             return False
+        if not (isinstance(mine, Fraction) and isinstance(its, Fraction)) and not are_equal(
+            one, other, point
+        ):
+            return False
         tried += 1
     return tried > varies
+
+
+def are_equal(one: Node, other: Node, point: int) -> bool:
+    from groupwise.rewards.latex.precise import precisely_equal  # few answers need mpmath
+
+    return precisely_equal(one, other, point)

@@ -8,8 +8,10 @@ from typing import Any
 
 from groupwise.rewards.latex.cursor import Cursor
 from groupwise.rewards.latex.tokens import Malformed, Token, Unfamiliar
+from groupwise.rewards.vocabulary import UNITS
 
-MAX_DEPTH = 30
+MAX_DEPTH = 60
+"""Sums and atoms inside one another: brackets count twice."""
 
 Node = tuple[Any, ...]
 """A value as a tree: ("number", Fraction), ("name", "x"), ("+", a, b), ("root", degree, a) …"""
@@ -28,6 +30,11 @@ FACTOR_COMMANDS = frozenset(
         r"\lvert", r"\begin",
     )
 )  # fmt: skip
+RELATIONS = {
+    "=": "=", "<": "<", ">": ">", "<=": "≤", ">=": "≥", "!=": "≠", r"\le": "≤", r"\leq": "≤",
+    r"\leqslant": "≤", r"\lt": "<", r"\gt": ">", r"\ge": "≥", r"\geq": "≥", r"\geqslant": "≥", r"\ne": "≠",
+    r"\neq": "≠", r"\in": "∈", ":": ":", r"\approx": "≈", r"\mid": ":", r"\colon": ":",
+}  # fmt: skip
 CLOSES = {"(": ")", "[": "]", r"\{": r"\}", "{": "}", r"\langle": r"\rangle", r"\lbrace": r"\rbrace"}
 
 
@@ -54,6 +61,17 @@ class Expressions(Cursor, ABC):
             if self.take("^"):
                 power = int_of(self.argument())
                 self.said.append({2: "square", 3: "cubic"}.get(power or 0, "power"))
+            self.per_unit()
+
+    def per_unit(self) -> None:
+        """Take the `/h` of `km/h`."""
+        ahead = self.tokens[self.position : self.position + 2]
+        if len(ahead) == 2 and ahead[0].text in ("/", r"\cdot") and ahead[1].kind == "letter":
+            if ahead[1].text in UNITS:
+                self.said.append(ahead[1].text)
+                self.position += 2
+        elif len(ahead) == 2 and ahead[0].text == "/" and ahead[1].kind == "words":
+            self.position += 1
 
     def sum(self) -> Node:
         self.depth += 1
@@ -94,9 +112,11 @@ class Expressions(Cursor, ABC):
             if before.kind == "number" and (mixed := self.spelled_mixed(left)) is not None:
                 return mixed
             raise Malformed("a number right after something else")
+        if first.text == "{" and [token.kind for token in self.tokens[self.position + 1 :][:1]] == ["number"]:
+            raise Malformed("braces do not show: `{5}{6}` reads as 56")
         right = self.power()
         if before.kind == "number" and left[0] == "number" and first.text == r"\frac" and is_proper(right):
-            return ("+", left, right)
+            return ("mixed", left, right)
         return ("*", left, right)
 
     def spelled_mixed(self, whole: Node) -> Node | None:
@@ -108,7 +128,7 @@ class Expressions(Cursor, ABC):
         if not (above.isdigit() and below.isdigit() and 0 < int(above) < int(below)):
             return None
         self.position += 3
-        return ("+", whole, ("number", Fraction(int(above), int(below))))
+        return ("mixed", whole, ("/", ("number", Fraction(int(above))), ("number", Fraction(int(below)))))
 
     def starts_factor(self) -> bool:
         token = self.next
@@ -139,8 +159,12 @@ class Expressions(Cursor, ABC):
                 else:
                     node, raised = ("^", node, self.exponent()), True
             elif self.take("%"):
+                if node[0] == "percent":
+                    raise Malformed("two percent signs")
                 node = ("percent", node)
             elif self.take("!"):
+                if node[0] == "factorial":
+                    raise Malformed("two factorial signs")
                 node = ("factorial", node)
             elif self.take(r"\circ", r"\degree"):
                 node = ("degrees", node)
@@ -190,6 +214,14 @@ class Expressions(Cursor, ABC):
         return node
 
     def atom(self) -> Node:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise Malformed("nested too deep")
+        node = self.one_atom()
+        self.depth -= 1
+        return node
+
+    def one_atom(self) -> Node:
         token = self.next
         if token is None:
             raise Malformed("it breaks off")
@@ -206,6 +238,8 @@ class Expressions(Cursor, ABC):
             self.need("|")
             return ("absolute", node)
         if token.kind == "command":
+            if token.text in RELATIONS:
+                raise Malformed("a relation with nothing before it")
             return self.command(token.text)
         raise Malformed(f"unexpected {token.text!r}")
 
@@ -268,10 +302,16 @@ class Expressions(Cursor, ABC):
             argument = self.signed_power()
             while self.starts_factor() and not self.sees(*(f"\\{other}" for other in FUNCTIONS)):
                 argument = self.product(argument)
-            if self.take("/"):
+            if self.sees("/") and not self.function_follows():
+                self.position += 1
                 argument = ("/", argument, self.power())
         node: Node = ("function", name, argument, base)
         return ("^", node, power) if power is not None else node
+
+    def function_follows(self) -> bool:
+        r"""Tell whether a function stands behind the next token: `\ln 2/\ln 3` is a quotient of two."""
+        ahead = self.tokens[self.position + 1 : self.position + 2]
+        return bool(ahead) and ahead[0].text[1:] in FUNCTIONS
 
     def power_of(self, argument: Node) -> Node:
         r"""Only a degree sign belongs to the argument: `\sin(30)^\circ`."""

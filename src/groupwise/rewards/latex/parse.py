@@ -5,14 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.rewards.latex.expressions import CLOSES, Expressions, Node
+from groupwise.rewards.latex.expressions import CLOSES, RELATIONS, Expressions, Node
 from groupwise.rewards.latex.tokens import Malformed, Unfamiliar, clean, tokenize
 
-RELATIONS = {
-    "=": "=", "<": "<", ">": ">", "<=": "≤", ">=": "≥", "!=": "≠", r"\le": "≤", r"\leq": "≤",
-    r"\leqslant": "≤", r"\lt": "<", r"\gt": ">", r"\ge": "≥", r"\geq": "≥", r"\geqslant": "≥", r"\ne": "≠",
-    r"\neq": "≠", r"\in": "∈", ":": ":", r"\approx": "≈", r"\mid": ":", r"\colon": ":",
-}  # fmt: skip
+FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤", "=": "=", "≠": "≠", "≈": "≈"}
 MATRICES = frozenset("matrix pmatrix bmatrix Bmatrix vmatrix Vmatrix smallmatrix array".split())  # noqa: SIM905
 
 
@@ -31,18 +27,49 @@ def parse_answer(text: str) -> list[Item]:
     Raises Malformed for what is no answer at all and Unfamiliar for notation that is not read here.
     """
     parser = Parser(tokenize(clean(text)))
-    items = [parser.item()]
-    while parser.take(",", ";"):
-        parser.take(",")  # ", and"
+    items, joined = [parser.item()], set()
+    while separator := parser.separator():
+        joined.add(separator)
         items.append(parser.item())
     left_over = parser.next
     if left_over is not None:
         if left_over.kind == "command" and left_over.text[1:].isalpha():
             raise Unfamiliar(left_over.text)
         raise Malformed(f"unexpected {left_over.text!r}")
+    if "and" in joined and all(is_inequality(item.node) for item in items):
+        items = [both(items)]
     if not parser.either_sign:
         return items
     return [Item(signed(item.node, sign), item.words) for item in items for sign in signs(item.node)]
+
+
+def is_inequality(node: Node | None) -> bool:
+    return node is not None and node[0] == "chain" and set(node[2]) <= {"<", "≤", ">", "≥"}
+
+
+def both(items: list[Item]) -> Item:
+    """Join inequalities that hold at once: `x > 2 and x < 3` is `2 < x < 3`."""
+    words = tuple(word for item in items for word in item.words)
+    bounds = dict(bound for item in items if (bound := bound_of(item.node)) is not None)
+    if len(items) == 2 and len(bounds) == 2 and bounds["low"][0] == bounds["high"][0]:
+        name, low, left = bounds["low"]
+        _, high, right = bounds["high"]
+        return Item(("chain", (low, name, high), (left, right)), words)
+    return Item(("both", *(item.node for item in items)), words)
+
+
+def bound_of(node: Node | None) -> tuple[str, tuple[Node, Node, str]] | None:
+    """Return which end of a range `x < 5` sets: ("high", (x, 5, "<"))."""
+    if node is None or len(node[1]) != 2:
+        return None
+    (left, right), (relation,) = node[1:]
+    if right[0] == "name":
+        left, right, relation = right, left, FLIPPED[relation]
+    if left[0] != "name":
+        return None
+    return (
+        ("high", (left, right, relation)) if relation in "<≤" else ("low", (left, right, FLIPPED[relation]))
+    )
 
 
 def signs(node: Any) -> str:
@@ -66,13 +93,18 @@ class Parser(Expressions):
         self.said = []
         self.words()
         self.take(r"\approx", "=")
-        if self.next is None or self.sees(",", ";", ")", "]", r"\}"):
+        if self.next is None or self.sees(",", ";", "and", "or", ")", "]", r"\}"):
             if self.said:
                 return Item(None, tuple(self.said))
             raise Malformed("nothing is said")
         node = self.chain()
         self.words()
         return Item(node, tuple(self.said))
+
+    def separator(self) -> str | None:
+        """Take what stands between two items: a comma, `and`, `or`, or a comma and one of them."""
+        separator = self.take(",", ";", "and", "or")
+        return self.take(",", "and", "or") or separator if separator in (",", ";") else separator
 
     def chain(self) -> Node:
         """`a`, `a = b`, `a < x ≤ b`: ("chain", (a, x, b), ("<", "≤"))."""
@@ -97,8 +129,7 @@ class Parser(Expressions):
             return ("set",)
         items = [self.chain()]
         self.words()
-        while self.take(",", ";"):
-            self.take(",")
+        while self.separator():
             items.append(self.chain())
             self.words()
         closing = self.take(")", "]", CLOSES[opening], "}" if opening == "{" else CLOSES[opening])

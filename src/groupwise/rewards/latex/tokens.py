@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
+
+from groupwise.rewards.vocabulary import HARMLESS, POWERS_OF_TEN, SIGN_WORDS, UNITS
 
 MAX_CHARACTERS = 1000
 
@@ -32,17 +35,21 @@ TYPOGRAPHIC = str.maketrans(
         "∞": r"\infty ", "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ",
         "∈": r"\in ", "²": "^2", "³": "^3", "½": r"\frac12 ", "±": r"\pm ", "\u00a0": " ", "√": r"\sqrt ",
         "θ": r"\theta ", "α": r"\alpha ", "≈": r"\approx ", "∅": r"\emptyset ",
+        "∨": r"\lor ", "∧": r"\land ", "\u200b": "", "\u200c": "", "\u200d": "", "\u2060": "", "\ufeff": "",
     }
 )  # fmt: skip
 SPACING = re.compile(
     r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits)(?![a-zA-Z])\.?|\\quad|\\qquad"
 )
-GROUPED = re.compile(r"(?<=\d)(?:\\!)*(?:,(?:\\! ?)+|\{,\}|\\,)(?:\\!)*(?=\d{3}(?!\d))")
+GROUPED = re.compile(
+    r"(?<![\d.,])[1-9]\d{0,2}(?:(?:\\!)*(?:,(?:\\! ?)+|\{,\}|\\,)(?:\\!)*\d{3})+(?!\d)", re.ASCII
+)
 SPACE = re.compile(r"(\\\\)|\\[,;:> ]|~")
 """Spacing commands, but not the second half of the `\\\\` that ends a matrix row."""
 HALF_OF_DAY = re.compile(r"\b([ap])\.\s?m\b\.?")
 STYLED_WORDS = re.compile(r"\\(?:mathrm|operatorname|rm)\s*\{([a-zA-Z. ]{2,})\}")
-THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
+ROOT_SIGN = re.compile(r"√\s*(\d+)")
 REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\s*\{(\d{1,30})\}")
 BRACKETED_LIST = re.compile(r"(?:[(\[]|\\\{)[^()\[\]]*,")
 STYLE = re.compile(
@@ -62,30 +69,29 @@ TOKEN = re.compile(
     r")",
     re.DOTALL | re.ASCII,
 )
-UNIT_WORDS = frozenset(
-    """
-    am pm cm cms mm km kg mg ml ft mi mph hr hrs min mins sec secs cent cents dollar dollars usd euros inch
-    inches foot feet yard yards mile miles meter meters metre metres centimeter centimeters kilometer
-    kilometers pound pounds gram grams liter liters gallons hour hours minute minutes second seconds day days
-    week weeks months year years degree degrees radians unit units square sq cubic percent people ways
-    """.split()  # noqa: SIM905
-)
+UNIT_WORDS = (frozenset(UNITS) - frozenset("hslgm") - {"in"}) | {"men", "percent"}
+"""Runs of letters that are words though they are short; a single letter is a name outside `\\text{}`."""
 FUNCTION_NAMES = frozenset("sin cos tan cot sec csc log ln exp sqrt arcsin arccos arctan".split())  # noqa: SIM905
 LETTERS = re.compile(r" *[a-zA-Z](?: *, *[a-zA-Z])+ *")
-SEPARATING = re.compile(r"[\s,;]*\b(?:and|or)\b[\s,;]*")
+AND_OR_FIRST = re.compile(r"[\s,;]*\b(and|or)\b[\s,;]*", re.IGNORECASE)
+AND_OR_LAST = re.compile(r"[\s,;]*\b(and|or)\b[\s,;]*$", re.IGNORECASE)
+AND_OR_COMMANDS = {r"\land": "and", r"\wedge": "and", r"\lor": "or", r"\vee": "or"}
+TEXT_WORD = re.compile(r"[^\W\d_]+")
+STARTS_WITH_NUMBER = re.compile(r"\s*-?\s?\.?\d", re.ASCII)
+EQUALS_WORDS = frozenset(("is", "equals"))
 
 
 def clean(text: str) -> str:
     """Return the text without styling, spacing, currency and thousands separators."""
     if len(text) > MAX_CHARACTERS:
         raise Malformed("longer than any answer")
-    text = ungroup(text.translate(TYPOGRAPHIC))
+    text = ungroup(ROOT_SIGN.sub(r"\\sqrt{\1}", text).translate(TYPOGRAPHIC))
     text = SPACE.sub(lambda space: space[1] or " ", text)
     text = without_math_mode(trimmed(text))
     text = STYLED_WORDS.sub(r"\\text{\1}", HALF_OF_DAY.sub(r"\1m", text))
-    text = SPACING.sub("", PHANTOM.sub("", text))
+    text = SPACING.sub(" ", PHANTOM.sub(" ", text))  # a space: `5\quad6` is not 56
     text = REPEATING.sub(repeating, FRACTION.sub(r"\\frac", STYLE.sub("", text)))
-    text = text.replace(r"\$", "").replace("$", "").replace(r"\%", "%").replace(r"\#", "")
+    text = text.replace(r"\$", " ").replace("$", " ").replace(r"\%", "%").replace(r"\#", " ")
     if not BRACKETED_LIST.search(text):
         text = THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
     return trimmed(text)
@@ -112,6 +118,8 @@ def without_math_mode(text: str) -> str:
 
 def trimmed(text: str) -> str:
     """Drop space around the text and punctuation at its end."""
+    if text.endswith("..."):
+        raise Malformed("it goes on")
     return text.strip().rstrip(".,; \n")
 
 
@@ -120,7 +128,7 @@ def ungroup(text: str) -> str:
 
     With its spacing this is a number anywhere; `(1,000)` without it may be a pair.
     """
-    text = GROUPED.sub("", text)
+    text = GROUPED.sub(lambda number: re.sub(r"\D", "", number[0]), text)
     return text.replace(r"\!", "").replace("{,}", ",")
 
 
@@ -138,33 +146,109 @@ def tokenize(text: str) -> list[Token]:
         glued = match.start(kind or 0) == position
         position = match.end()
         if kind == "words":
-            tokens.extend(words(value))
+            tokens.extend(text_tokens(value))
         elif kind == "run":
             tokens.extend(letters(value))
+        elif value in AND_OR_COMMANDS:
+            tokens.append(Token("separator", AND_OR_COMMANDS[value]))
         else:
             tokens.append(Token(kind, value, glued))  # type: ignore[arg-type]
-    return tokens
+    return list(worked_words(tokens))
 
 
-def words(value: str) -> list[Token]:
-    """Return a separator for `and` and `or`, nothing for punctuation, else the words themselves."""
-    if re.match(r"\s*-?\.?\d", value):
-        return tokenize(value)  # `\text{4 cm}`
+def worked_words(tokens: list[Token]) -> Iterator[Token]:
+    """Turn words that compute into what they mean: `minus 5`, `5 million`, `5 percent`, `x is 5`."""
+    before: Token | None = None
+    for token in tokens:
+        if token.kind != "words":
+            yield token
+            before = token
+            continue
+        parts = token.text.split()
+        while parts and before is not None and before.kind == "number" and folded(parts[0]) in POWERS_OF_TEN:
+            yield Token("command", r"\times")
+            before = Token("number", str(10 ** POWERS_OF_TEN[folded(parts.pop(0))]))
+            yield before
+        if parts and before is not None and folded(parts[0]) == "percent":
+            before = Token("symbol", "%")
+            yield before
+            parts.pop(0)
+        last = folded(parts[-1]) if parts else ""
+        computes = len(parts) > 0 and (
+            last in SIGN_WORDS or (last in EQUALS_WORDS and token is not tokens[-1])
+        )
+        if parts[: len(parts) - computes]:
+            before = Token("words", " ".join(parts[: len(parts) - computes]))
+            yield before
+        if computes:
+            before = Token("symbol", "-" if last in SIGN_WORDS else "=")
+            yield before
+
+
+def folded(word: str) -> str:
+    return word.strip(".,;:").casefold()
+
+
+def text_tokens(value: str) -> list[Token]:
+    r"""Return what stands in a `\text{}`: separators for `and` and `or`, numbers, words.
+
+    Numbers among unknown words are words, too: `October 30` is no 30.
+    """
+    if value.strip() in (",", ";"):
+        return [Token("separator", ",")]
+    if found := AND_OR_FIRST.match(value):
+        return [Token("separator", found[1].lower()), *text_tokens(value[found.end() :])]
+    if found := AND_OR_LAST.search(value):
+        return [*text_tokens(value[: found.start()]), Token("separator", found[1].lower())]
     if LETTERS.fullmatch(value):
         return [
             Token("separator", ",") if part == "," else Token("words", part) for part in value if part != " "
         ]
-    if SEPARATING.fullmatch(value) or value.strip() in (",", ";"):
-        return [Token("separator", ",")]
     if not any(character.isalnum() for character in value):
-        return []
+        return tokenize(value.strip().strip(".,;:"))
+    if any(character.isdigit() for character in value) and (
+        STARTS_WITH_NUMBER.match(value) or all(is_known(word) for word in TEXT_WORD.findall(value))
+    ):
+        return list(numbers_among_words(value))
     return [Token("words", " ".join(value.split()))]
+
+
+def is_known(word: str) -> bool:
+    word = word.casefold()
+    return word in HARMLESS or word in SIGN_WORDS or word in POWERS_OF_TEN or word in ("and", "or", "percent")
+
+
+def numbers_among_words(value: str) -> Iterator[Token]:
+    r"""Read `12 men`, `The answer is 5` and `5 or 6`, where letters are words."""
+    position = 0
+    value = THOUSANDS.sub(lambda number: number[0].replace(",", ""), value.rstrip())
+    while position < len(value):
+        word = TEXT_WORD.match(value, position)
+        if word is not None:
+            position = word.end()
+            if word[0].lower() in ("and", "or"):
+                yield Token("separator", word[0].lower())
+            elif len(word[0]) == 1 and word[0] not in UNITS and word[0] not in HARMLESS:
+                yield Token("letter", word[0])
+            else:
+                yield Token("words", word[0])
+            continue
+        match = TOKEN.match(value, position)
+        if match is None or match.lastgroup in (None, "words"):
+            if value[position] not in " \n.":
+                raise Malformed(f"cannot read {value[position]!r}")
+            position += 1
+        elif match.lastgroup in ("run", "letter"):
+            position = match.start(match.lastgroup)
+        else:
+            yield Token(match.lastgroup, match[match.lastgroup])  # type: ignore[arg-type]
+            position = match.end()
 
 
 def letters(run: str) -> list[Token]:
     """Return a run of letters as a word, a function or a product of one-letter names: `cm`, `sin`, `xy`."""
     if run.lower() in ("and", "or"):
-        return [Token("separator", ",")]
+        return [Token("separator", run.lower())]
     if run in FUNCTION_NAMES:
         return [Token("command", f"\\{run}")]
     if run == "pi":

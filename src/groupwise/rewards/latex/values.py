@@ -172,6 +172,7 @@ def absolute(value: Value) -> Value:
 
 OPERATIONS: dict[str, Any] = {
     "+": add,
+    "mixed": add,
     "-": subtract,
     "*": multiply,
     "/": divide,
