@@ -56,7 +56,7 @@ FILLERS = frozenset(
     """
     a all also altogether an and answer answers are at be been being by can cost costs does each equal
     equals exactly final finally find for found from get gets getting gives had has have he hence her
-    his how i in into is it its left length made make makes many must need needs now obtain of on our
+    his how in into is it its left length made make makes many must need needs now obtain of on our
     overall per precisely remain remaining result results she should simply so solution solutions spend
     spends such that the their them then there therefore these they this those thus to total us value
     values was we were when which will with would you your area volume perimeter probability number
@@ -117,3 +117,25 @@ SIGN_WORDS = frozenset(("minus", "negative"))
 """Before a value, the same as `-`."""
 POWERS_OF_TEN = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 """After a number, a factor."""
+
+CHANGING = (
+    SIGN_WORDS
+    | frozenset(POWERS_OF_TEN)
+    | frozenset(
+        """
+        not no none never neither nor wrong incorrect false without except excluding unless isn't aren't
+        wasn't or either maybe perhaps possibly guess unknown if between versus vs half halves third
+        thirds quarter quarters fourth fifth sixth seventh eighth ninth tenth tenths hundredth
+        hundredths thousandth thousandths fraction part double doubled twice triple tripled thrice
+        quadruple times multiplied divided halved plus added subtracted squared cubed cube root roots
+        sqrt cbrt power powers log ln exp sin cos tan abs factorial inverse reciprocal opposite mod
+        modulo remainder dozen dozens gross score scores pair pairs couple couples hundreds thousands
+        millions billions trillions grand lakh lakhs crore crores more less fewer than least most over
+        under above below beyond exceeding maximum minimum up down about approximately approx around
+        roughly nearly almost circa close zero one two three four five six seven eight nine ten eleven
+        twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen twenty thirty forty fifty
+        sixty seventy eighty ninety
+        """.split()  # noqa: SIM905
+    )
+)
+"""Words that change a number, also where the question has them: `half of 72`, `72 or more`."""

@@ -13,6 +13,10 @@ from groupwise.rewards.blocks import only_block
 START, END = "<start_working_out>", "<end_working_out>"
 SOLUTION, END_SOLUTION = "<SOLUTION>", "</SOLUTION>"
 TAGS = (START, END, SOLUTION, END_SOLUTION)
+DIFFERENT = 4
+"""Characters that any work has: `11+11=22` has these."""
+ENOUGH = 1000
+"""Characters of the working out that are looked at."""
 ANY_TAG = re.compile("|".join(TAGS))
 
 
@@ -24,7 +28,8 @@ def solution_of(completion: str) -> str | None:
 def is_exact(completion: str, *, least_working: int) -> bool:
     """Tell whether a completion is the working out, the solution, and nothing else.
 
-    Each tag stands once, and the working out has at least `least_working` characters besides spaces.
+    Each tag stands once, and the working out has at least `least_working` characters besides spaces: half of
+    them or more letters or digits, and not the same few again and again.
     """
     text = completion.strip()
     if not (text.startswith(START) and text.endswith(END_SOLUTION)):
@@ -32,10 +37,16 @@ def is_exact(completion: str, *, least_working: int) -> bool:
     if tags_once(text) < len(TAGS):
         return False
     working, _, rest = text.removeprefix(START).partition(END)
-    worked = "".join(working.split(maxsplit=least_working))  # beyond so many words there is no need to count
     block = rest.strip()
     solution = block.removeprefix(SOLUTION).removesuffix(END_SOLUTION).strip()
-    return len(worked) >= least_working and block.startswith(SOLUTION) and bool(solution)
+    return has_work(working, least=least_working) and block.startswith(SOLUTION) and bool(solution)
+
+
+def has_work(working: str, *, least: int) -> bool:
+    """Tell whether something stands there that may be work: `........` is none."""
+    start = "".join(working[:ENOUGH].split())
+    said = sum(map(str.isalnum, start))
+    return len(start) >= least and 2 * said >= least and len(set(start)) >= DIFFERENT
 
 
 def has_tags(completion: str) -> bool:

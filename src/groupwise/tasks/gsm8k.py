@@ -181,30 +181,34 @@ PLAIN = Reading(exact=False, tags_once=0, number=None)
 
 
 @lru_cache(maxsize=4096)
-def read(completion: str) -> Reading:
-    """Read a completion, once for all rewards."""
+def read(completion: str, question: str = "") -> Reading:
+    """Read a completion, once for all rewards; the question's own words may stand beside the number."""
     if not has_tags(completion):
         return PLAIN
     exact = is_exact(completion, least_working=LEAST_WORKING)
     return Reading(
         exact=exact,
         tags_once=len(TAGS) if exact else tags_once(completion),
-        number=stated_number(solution_of(completion) or ""),
+        number=stated_number(solution_of(completion) or "", question),
     )
+
+
+def question_of(example: Example) -> str:
+    return str(example.get("question") or example.get("problem") or "")
 
 
 def graded_rewards(scores: Scores) -> dict[str, RewardFunction]:
     """Make the four rewards and the verdict beside them."""
 
     def format(rollout: Rollout, example: Example) -> float:
-        return scores.format if read(rollout.text).exact else 0.0
+        return scores.format if read(rollout.text, question_of(example)).exact else 0.0
 
     def tags(rollout: Rollout, example: Example) -> float:
-        once = read(rollout.text).tags_once
+        once = read(rollout.text, question_of(example)).tags_once
         return scores.tag * (once - (len(TAGS) - once))
 
     def answer(rollout: Rollout, example: Example) -> float:
-        found = read(rollout.text)
+        found = read(rollout.text, question_of(example))
         return answer_score(found.number, gold_of(example), scores) if found.exact else 0.0
 
     def number(rollout: Rollout, example: Example) -> float:
@@ -220,10 +224,10 @@ def strict_rewards() -> dict[str, RewardFunction]:
     """Make the one reward of 0 or 1, and the format as a mere metric."""
 
     def correct(rollout: Rollout, example: Example) -> float:
-        return float(read(rollout.text).exact and is_right(rollout, example))
+        return float(read(rollout.text, question_of(example)).exact and is_right(rollout, example))
 
     def format(rollout: Rollout, example: Example) -> float:
-        return float(read(rollout.text).exact)
+        return float(read(rollout.text, question_of(example)).exact)
 
     return named(correct, format)
 
@@ -234,7 +238,7 @@ def named(*functions: Callable[[Rollout, Example], float]) -> dict[str, RewardFu
 
 def is_right(rollout: Rollout, example: Example) -> bool:
     """Tell whether the one solution block states the one right number."""
-    stated, gold = read(rollout.text).number, gold_of(example)
+    stated, gold = read(rollout.text, question_of(example)).number, gold_of(example)
     return stated is not None and stated == gold
 
 

@@ -75,6 +75,7 @@ def roots(rng: random.Random) -> tuple[str, str]:
 KINDS: tuple[Callable[[random.Random], tuple[str, str]], ...] = (
     fractions, linear, surd, product, midpoint, divisors, percentage, roots,
 )  # fmt: skip
+SUBJECTS = frozenset(kind.__name__ for kind in KINDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,11 @@ def draw(rng: random.Random) -> Example:
     make = pick(rng, KINDS)
     question, answer = make(rng)
     return Example({"question": question, "answer": answer, "subject": make.__name__})
+
+
+def is_generated(example: Example) -> bool:
+    """Tell a problem of this module, which asks for a value in simplest form, from a published one."""
+    return example.get("subject") in SUBJECTS
 
 
 def is_held_out(example: Example) -> bool:

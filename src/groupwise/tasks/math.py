@@ -14,8 +14,9 @@ from groupwise.rewards.latex.equal import same_answer
 from groupwise.rewards.latex.tokens import Unfamiliar
 from groupwise.rewards.math_answer import LENIENT, Scores, Verdict, reward_of, truth_of, verify_boxed
 from groupwise.rewards.restated import is_restated
+from groupwise.rewards.simplest import is_simplest
 from groupwise.tasks.columns import Column, text
-from groupwise.tasks.latex_problems import LatexProblems
+from groupwise.tasks.latex_problems import LatexProblems, is_generated
 from groupwise.tasks.task import Task
 
 SYSTEM = (
@@ -94,13 +95,19 @@ def math_prompt(example: Example) -> list[Message]:
 
 
 def judge(rollout: Rollout, example: Example) -> Verdict:
-    """Judge the answer; one that only repeats the question's expression is wrong."""
+    """Judge the answer; one that only repeats the question's expression is wrong.
+
+    Generated problems ask for a worked-out value: there, the right value in another form is wrong too.
+    """
     verdict = verify_boxed(rollout.text, str(example["answer"]))
     if verdict.error is not None:
         raise RolloutError(verdict.error)
     question = str(example.get("question", ""))
     predicted, truth = verdict.predicted, verdict.ground_truth
-    if verdict.correct and predicted and is_restated(predicted, question=question, truth=truth):
+    if not verdict.correct or not predicted:
+        return verdict
+    unfinished = is_restated(predicted, question=question, truth=truth)
+    if unfinished or (is_generated(example) and not is_simplest(predicted)):
         return replace(verdict, correct=False)
     return verdict
 
