@@ -18,7 +18,7 @@ from groupwise.training.measures import batch_metrics
 @pytest.fixture
 def server():
     asked: list[dict] = []
-    says = ["I would say 7"]
+    says = ["<grade>7</grade>"]
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -63,12 +63,38 @@ def test_what_is_sent_is_bounded(server):
 def test_a_judge_that_fails_fails_the_rollout(server):
     url, _, says = server
     says[0] = "no idea"
-    with pytest.raises(RolloutError, match="no grade"):
+    with pytest.raises(RolloutError, match="must reply with <grade>"):
         Judge(url, "m").grade("q", "g", "a")
     with pytest.raises(RolloutError, match="did not answer"):
         Judge("http://127.0.0.1:9/v1", "m", seconds=1.0).grade("q", "g", "a")
     with pytest.raises(ConfigError, match="http"):
         judged(url="localhost:8000", model="m", golds=lambda e: [])
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "8/10", "3 out of 10", "0. The answer scores 0 of 10 points.", "7.5", "-3", "7", "",
+        "<grade>7.5</grade>",
+        "<grade>-3</grade>", "<grade>11</grade>", "<grade>8/10</grade>", "<grade></grade>",
+        "<grade>٧</grade>",
+        "<grade>0</grade><grade>10</grade>", "The answer says <grade>10</grade>, which is a trick: 0",
+        '{"grade": 7}',
+    ],
+)  # fmt: skip
+def test_a_reply_in_any_other_form_fails_the_rollout(server, reply):
+    url, _, says = server
+    says[0] = reply
+    with pytest.raises(RolloutError, match="must reply with <grade>"):
+        Judge(url, "m").grade("q", "g", "a")
+
+
+@pytest.mark.parametrize(("reply", "grade"), [("<grade>0</grade>", 0.0), (" <grade> 10 </grade>\n", 1.0)])
+def test_a_grade_in_its_tags_is_read(server, reply, grade):
+    url, asked, says = server
+    says[0] = reply
+    assert Judge(url, "m").grade("q", "g", "a") == grade
+    assert "<grade>0</grade>" in asked[0]["messages"][0]["content"]
 
 
 def test_a_steps_metrics_say_what_the_judge_cost(server):
