@@ -145,6 +145,13 @@ def test_generated_problems_are_right_repeatable_and_never_on_both_sides():
         assert score(task.gold(example), answer=example["answer"])[1] == 9.5
 
 
+def test_more_held_out_problems_than_there_are_is_one_sentence():
+    few = {"steps": 1, "largest": 4}
+    assert len(gsm8k(**few).split(TaskConfig(held_out=300), seed=0).held_out) == 300
+    with pytest.raises(ConfigError, match=r"about 375 held-out problems, not 3000; lower task.held_out"):
+        gsm8k(**few).split(TaskConfig(held_out=3000), seed=0)
+
+
 def test_the_length_of_generated_problems_is_an_option():
     (example,) = gsm8k(steps=1).split(TaskConfig(held_out=1), seed=0).held_out
     assert len(example["solution"].splitlines()) == 2

@@ -8,11 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from groupwise.errors import ConfigError
 from groupwise.records import Example
 
 NAMES = ("Ana", "Ben", "Chen", "Dara", "Elif", "Femi", "Gita", "Hugo", "Ines", "Jonas", "Kofi", "Lena")
 THINGS = ("apples", "books", "cards", "coins", "eggs", "marbles", "pencils", "shells", "stamps", "tickets")
 HELD_OUT_ONE_IN = 8
+MAX_DRAWS = 20_000
+"""Draws without a new held-out problem after which there are taken to be no more."""
 
 T = TypeVar("T")
 
@@ -103,9 +106,18 @@ class WordProblems:
     def held_out(self, count: int) -> Sequence[Example]:
         rng = random.Random("held-out word problems")
         found: dict[str, Example] = {}
+        in_vain = 0
         while len(found) < count:
-            if is_held_out(example := self.draw(rng)):
+            example = self.draw(rng)
+            in_vain += 1
+            if is_held_out(example) and example["question"] not in found:
                 found[example["question"]] = example
+                in_vain = 0
+            if in_vain > MAX_DRAWS:
+                raise ConfigError(
+                    f"gsm8k: steps={self.steps} and largest={self.largest} make about {len(found)} held-out "
+                    f"problems, not {count}; lower task.held_out, or raise steps or largest"
+                )
         return list(found.values())
 
     def draw(self, rng: random.Random) -> Example:
