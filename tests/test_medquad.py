@@ -16,6 +16,7 @@ from groupwise.retrieval.manifest import Manifest
 from groupwise.rollout.calls import read_calls
 from groupwise.rollout.toolbox import Toolbox
 from groupwise.tasks import load_task
+from groupwise.tasks.medquad import close_enough
 
 DOCUMENTS = [
     Document("fever", "Fever is a high temperature."),
@@ -95,3 +96,22 @@ def test_an_option_of_the_wrong_kind_is_refused_before_the_index_is_read(option,
     with pytest.raises(ConfigError) as caught:
         load_task(TaskConfig(name="medquad", options=option))
     assert str(caught.value) == sentence
+
+
+def test_common_words_alone_are_close_to_no_answer():
+    common = "this is the kind of condition that may be found in people who have it"
+    golds = [f"{common}: topic{n} affects organ{n} and is treated with drug{n}" for n in range(300)]
+    close = close_enough(golds)
+
+    def judged(answer, gold):
+        rollout = Rollout(
+            prompt="?", text=answer, tokens=(1, 2), trained=(False, True), logprobs=(0.0, -1.0),
+            entropies=(0.0, 0.0), prompt_length=1, finish="end",
+        )  # fmt: skip
+        return close(rollout, Example({"question": "?", "answers": [gold]}))
+
+    assert sum(judged(common, gold) for gold in golds) == 0
+    assert sum(judged(golds[0], gold) for gold in golds[1:]) == 0
+    assert all(judged(gold, gold) for gold in golds)
+    assert judged("topic7 affects organ7", golds[7]) == 1.0
+    assert judged("organ7 is hurt by topic7, a kind of condition in people", golds[7]) == 1.0

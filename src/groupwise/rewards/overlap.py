@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,6 +23,10 @@ Embed = Callable[[Sequence[str]], Any]
 WORD = re.compile(r"\w+")
 LONGEST = 2000
 """Words of an answer that are compared."""
+COMMON = 0.1
+"""Share of the texts from which a word is common, and tells nothing."""
+FEW = 20
+"""Texts that a common word must be in: of a handful of texts, none is."""
 HIGHEST_BASELINE = 0.95
 CACHED = 1024
 """Examples whose right answers stay embedded."""
@@ -38,6 +43,34 @@ def token_f1(answer: str, gold: str) -> float:
     """
     said, wanted = Counter(words(answer)), Counter(words(gold))
     return harmonic((said & wanted).total(), said.total(), wanted.total())
+
+
+def rarity_of(texts: Sequence[str]) -> Callable[[str], float]:
+    """Return how much each word tells: nothing where a tenth of the texts have it, more the rarer it is."""
+    having = Counter(word for text in texts for word in set(words(text)))
+    common = max(COMMON * len(texts), FEW)
+    return lambda word: max(0.0, math.log(common / (having[word] or 1)))
+
+
+def rare_word_f1(rarity: Callable[[str], float]) -> Callable[[str, str], float]:
+    """Make a measure: token F1 in which a word counts by its rarity, and by the logarithm of its repeats.
+
+    Common words alone share nothing with an answer, whatever the answer is.
+    """
+
+    def weighed(text: str) -> dict[str, float]:
+        return {word: rarity(word) * (1 + math.log(count)) for word, count in Counter(words(text)).items()}
+
+    wanted_of = lru_cache(CACHED)(weighed)  # a group's members are compared with the same texts
+
+    def measure(answer: str, gold: str) -> float:
+        if words(answer) == words(gold):
+            return 1.0
+        said, wanted = weighed(answer), wanted_of(gold)
+        shared = sum(min(weight, wanted[word]) for word, weight in said.items() if word in wanted)
+        return 2 * shared / (sum(said.values()) + sum(wanted.values())) if shared else 0.0
+
+    return measure
 
 
 def rouge_l(answer: str, gold: str) -> float:

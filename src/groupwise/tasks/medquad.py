@@ -11,7 +11,15 @@ from groupwise.config.values import convert
 from groupwise.records import Example, Message
 from groupwise.rewards.agent import cites_well, mrr, recall, searches_once, thinks_every_turn
 from groupwise.rewards.judge import judged
-from groupwise.rewards.overlap import rouge_l, shares_words, similar, token_f1, unrelated
+from groupwise.rewards.overlap import (
+    rare_word_f1,
+    rarity_of,
+    rouge_l,
+    shares_words,
+    similar,
+    token_f1,
+    unrelated,
+)
 from groupwise.rollout.tools import Found
 from groupwise.tasks.task import Task
 
@@ -29,7 +37,7 @@ You are an assistant that only answers questions about the medical document stor
 Every response begins with your reasoning between <think> and </think>, then the answer or the tool call."""
 PREFILL = "<think>\n"
 CLOSE_ENOUGH = 0.3
-"""Token F1 with the gold answer from which an answer counts as right."""
+"""F1 with the gold answer, words weighed by rarity, from which an answer counts as right."""
 KINDS = {"index": str, "results": int, "shown": int, "think": bool, "judge": str | None, "judge_model": str}
 """What the value of each option must be."""
 
@@ -71,7 +79,7 @@ def medquad(
 
     baseline = unrelated([row["answers"][0] for row in far_apart(train)], opened.embed)
     rewards: dict[str, Callable[..., Any]] = {
-        "close": close_enough,
+        "close": close_enough([row["answers"][0] for row in train]),
         "mrr": mrr(needed=gold_documents),
         "recall": recall(needed=gold_documents, at=results),
         "f1": shares_words(golds=gold_answers, measure=token_f1),
@@ -141,6 +149,14 @@ def gold_answers(example: Example) -> Sequence[str]:
     return answers
 
 
-def close_enough(rollout: Any, example: Example) -> float:
-    """1 for an answer that shares enough words with a gold one: what accuracy counts."""
-    return float(shares_words(golds=gold_answers)(rollout, example) >= CLOSE_ENOUGH)
+def close_enough(answers: Sequence[str]) -> Callable[[Any, Example], float]:
+    """Make a reward: 1 for an answer that shares enough telling words with a gold one. Accuracy counts it.
+
+    `answers` say which words are common: a string of those is close to no gold.
+    """
+    overlap = shares_words(golds=gold_answers, measure=rare_word_f1(rarity_of(answers)))
+
+    def close(rollout: Any, example: Example) -> float:
+        return float(overlap(rollout, example) >= CLOSE_ENOUGH)
+
+    return close
