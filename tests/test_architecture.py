@@ -178,6 +178,35 @@ def test_zip_says_whether_lengths_must_agree(module):
     assert silent == []
 
 
+MAKERS = {"from_pretrained", "from_config"}
+"""What of transformers' Auto classes asks on standard input whether to run a model's own code."""
+NOT_YET = {"retrieval/embed.py"}
+"""Embedders are loaded without it so far."""
+
+
+@every_module
+def test_no_model_is_loaded_with_code_of_its_own(module):
+    made = [
+        node
+        for node in ast.walk(tree(module))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in MAKERS
+        and (last_name(node.func.value) or "").startswith("Auto")
+    ]
+    refused = [
+        node
+        for node in made
+        if any(
+            keyword.arg == "trust_remote_code"
+            and isinstance(keyword.value, ast.Constant)
+            and keyword.value.value is False
+            for keyword in node.keywords
+        )
+    ]
+    assert module in NOT_YET or [node.lineno for node in made] == [node.lineno for node in refused]
+
+
 # Every setting is live: something outside config reads it.
 
 SECTIONS = get_type_hints(Config)

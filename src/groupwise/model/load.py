@@ -133,6 +133,7 @@ def causal_model(
             weights_only=True,
             output_loading_info=True,
             local_files_only=True,
+            trust_remote_code=False,
             **options,
         )
     except UnpicklingError as error:
@@ -194,7 +195,7 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except unloadable() as error:
         raise ConfigError(f"cannot load the tokenizer in {folder}: {first_line(error)}") from error
 

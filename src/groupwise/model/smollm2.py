@@ -71,10 +71,14 @@ def unpack(source: Path, target: Path) -> None:
     where = {"gguf_file": source.name}
     # Without `dequantize`, save_pretrained refuses to write what was read from GGUF.
     model = AutoModelForCausalLM.from_pretrained(
-        source.parent, **where, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+        source.parent,
+        **where,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,
+        trust_remote_code=False,
     )
     model.save_pretrained(target)
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, **where, trust_remote_code=False)
     # Some versions of transformers take these from elsewhere than the file, and end a turn as it began.
     for kind in ("bos_token", "eos_token", "pad_token"):
         setattr(tokenizer, kind, tokenizer.convert_ids_to_tokens(getattr(model.config, f"{kind}_id")))

@@ -26,6 +26,11 @@ NEEDED = {
 PICKLED = "pytorch_model*.bin"
 """Weights as pickles, which may run code when they are read; `groupwise convert` makes others of them."""
 
+NEEDS_OWN_CODE = (
+    "it needs Python code of its own (auto_map), and groupwise never runs code from a model's folder; "
+    "name a model that transformers supports without trust_remote_code"
+)
+
 
 def model_folder(name: str) -> Path:
     """Return the folder with everything that the model called `name` is loaded from.
@@ -199,6 +204,8 @@ def unloadable() -> tuple[type[Exception], ...]:
 
 def first_line(error: Exception) -> str:
     """What an error says, as one sentence of ours can quote it; the line after a heading, if it has one."""
+    if "trust_remote_code" in str(error):  # advice to pass it as True, which no command of ours does
+        return NEEDS_OWN_CODE
     lines = str(error).strip().splitlines() or [type(error).__name__]
     headed = lines[0].endswith(":") and len(lines) > 1
     return lines[1 if headed else 0].strip()[:300]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.errors import ConfigError
+from groupwise.model.source import first_line, unloadable
 from groupwise.records import Message
 
 TOOLS_TEXT = (
@@ -141,7 +142,10 @@ def template_verdict(folder: Path) -> tuple[bool, str]:
     """Tell whether the chat template in a model's folder lets a conversation with tools grow by tokens."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except unloadable() as error:
+        raise ConfigError(f"cannot load the tokenizer in {folder}: {first_line(error)}") from error
     if tokenizer.chat_template is None:
         return False, "there is no chat template: tools and conversations are out of reach"
     manner = "its own form" if knows_tools(tokenizer) else "the Hermes form, as user turns"

@@ -111,11 +111,13 @@ def shape_of(model: ModelConfig) -> Shape:
     folder = local_folder(model.name)
     name = str(folder or (model_folder(model.name) if "/" not in model.name else model.name))
     try:
-        config: Any = AutoConfig.from_pretrained(name)
+        config: Any = AutoConfig.from_pretrained(name, trust_remote_code=False)
         stored = quantization_told(getattr(config, "quantization_config", None), model=model.name)
         config.quantization_config = None
         with torch.device("meta"):
-            laid_out: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            laid_out: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, trust_remote_code=False
+            )
     except unloadable() as error:
         raise ConfigError(f"cannot read the config of {model.name}: {first_line(error)}") from error
     head = laid_out.get_output_embeddings()
