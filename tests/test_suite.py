@@ -232,6 +232,65 @@ def test_a_run_is_not_measured_on_rows_it_trained_on(tmp_path):
     assert [question["asked"] for question in report["questions"]] == ["new?"]
 
 
+def rows_file(path: Path, numbers: Sequence[int], text: str = "{n} + 1?") -> Path:
+    rows = [{"question": text.format(n=n), "answer": f"{n + 1}"} for n in numbers]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def little_run(folder: Path, *words: str) -> Path:
+    settings = [*LITTLE, f"run.output_dir={folder}", *words]
+    return train(read_config(overrides=settings))
+
+
+def test_more_held_out_rows_than_the_run_kept_back_leave_its_training_rows_out(tmp_path):
+    data = rows_file(tmp_path / "rows.jsonl", range(200))
+    run = little_run(tmp_path, "task.name=gsm8k", f"task.data={data}", "task.held_out=8")
+    (same,) = evaluate_command(str(run), samples=1)
+    assert (same["prompts"], same["left_out"]) == (8, 0)
+    (more,) = evaluate_command(str(run), samples=1, overrides=["task.held_out=40"])
+    assert (more["prompts"], more["left_out"]) == (8, 32)
+    assert [question["asked"] for question in more["questions"]] == [q["asked"] for q in same["questions"]]
+    assert "  32 examples were left out: the run was trained on them" in report_lines(more)
+
+
+def test_data_given_as_a_setting_leaves_training_rows_out(tmp_path):
+    data = rows_file(tmp_path / "rows.jsonl", range(60))
+    run = little_run(tmp_path, "task.name=gsm8k", f"task.data={data}", "task.held_out=8")
+    superset = rows_file(tmp_path / "superset.jsonl", range(200))
+    trained = read_config(run / "config.yaml").task
+    train_rows = {row["question"] for row in load_task(trained).split(trained, 0).train}
+    larger = replace(trained, data=str(superset), held_out=40)
+    held_out = [row["question"] for row in load_task(larger).split(larger, 0).held_out]
+    seen = [question for question in held_out if question in train_rows]
+    assert len(seen) > 5
+    words = [f"task.data={superset}", "task.held_out=40"]
+    (report,) = evaluate_command(str(run), samples=1, overrides=words)
+    assert report["left_out"] == len(seen)
+    assert [q["asked"] for q in report["questions"]] == [q for q in held_out if q not in train_rows]
+
+
+def test_a_training_row_in_other_case_and_spacing_is_left_out(tmp_path):
+    data = rows_file(tmp_path / "rows.jsonl", range(50), "How much is {n} plus 1?")
+    run = little_run(tmp_path, "task.name=gsm8k", f"task.data={data}", "task.held_out=0")
+    shouted = rows_file(tmp_path / "shouted.jsonl", range(40, 60), "HOW MUCH  is {n}\nplus 1? ")
+    (report,) = evaluate_command(str(run), samples=1, data=str(shouted))
+    assert (report["prompts"], report["left_out"]) == (10, 10)
+    (other,) = evaluate_command(str(run), samples=1, task="math", data=str(shouted))  # the same questions
+    assert (other["prompts"], other["left_out"]) == (10, 10)
+
+
+def test_a_puzzle_in_another_order_is_left_out(tmp_path):
+    def puzzles(name: str, order: int) -> Path:
+        rows = [{"nums": [n, 2, 1][::order], "target": n + 3} for n in range(10, 30)]
+        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
+        return tmp_path / name
+
+    run = little_run(tmp_path, "task.name=countdown", f"task.data={puzzles('a.jsonl', 1)}", "task.held_out=4")
+    (report,) = evaluate_command(str(run), samples=1, data=str(puzzles("b.jsonl", -1)))
+    assert (report["prompts"], report["left_out"]) == (4, 16)
+
+
 def test_strategies_are_measured_beside_the_rest():
     with pytest.raises(ConfigError, match="unknown strategy"):
         evaluate_command("tiny", strategies=["wurst-of:8"], overrides=SHORT)

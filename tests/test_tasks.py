@@ -110,6 +110,36 @@ def test_the_held_out_rows_do_not_depend_on_seed_or_order_and_hardly_on_other_ro
     assert len(held & fingerprints(more.held_out)) >= 7
 
 
+def test_rows_that_differ_in_case_and_space_alone_are_never_on_both_sides():
+    rows = [{"q": f"Add {n} to One", "v": v} for n in range(25) for v in (0, 1)]
+    asked = (lambda e: e["q"], lambda e: f"  {e['q'].upper()}\n")
+    task = make(examples=rows, prompt=lambda e: asked[e["v"]](e))
+    split = task.split(TaskConfig(held_out=10), 0)
+    held_out = {row["q"] for row in split.held_out}
+    assert len(split.held_out) == 10
+    assert held_out.isdisjoint(row["q"] for row in split.train)
+    assert len(split.train) == 50 - 2 * len(held_out)
+    chat = make(examples=rows, prompt=lambda e: [{"role": "user", "content": asked[e["v"]](e)}])
+    assert chat.split(TaskConfig(held_out=10), 0) == split
+
+
+def test_a_key_of_the_tasks_own_says_which_rows_ask_the_same():
+    rows = [{"numbers": order, "target": n + 3} for n in range(10, 60) for order in ([n, 2, 1], [1, n, 2])]
+    split = make(examples=rows, prompt=lambda e: str(dict(e)), key=lambda e: str(e["target"])).split(
+        TaskConfig(held_out=20), 0
+    )
+    held_out = {row["target"] for row in split.held_out}
+    assert held_out.isdisjoint(row["target"] for row in split.train)
+    with pytest.raises(
+        ConfigError, match="task t: key failed on an example: the example has no column 'none'"
+    ):
+        make(key=lambda e: e["none"]).split(TaskConfig(), 0)
+
+
+def test_the_fingerprint_of_rows_that_all_differ_is_that_of_older_checkpoints():
+    assert make().split(TaskConfig(held_out=10), 0).fingerprint == "437230fab41f772c"
+
+
 def test_held_out_rows_of_the_tasks_own_are_kept_and_dropped_from_training():
     split = make(held_out=ROWS[:4]).split(TaskConfig(held_out=3), seed=0)
     assert [example["q"] for example in split.held_out] == [0, 1, 2]

@@ -15,7 +15,7 @@ from groupwise.evaluate.suite import benchmark_named, source_of
 from groupwise.evaluate.target import Target, find_target
 from groupwise.evaluate.unseen import asked_in_training, unseen
 from groupwise.records import Example, Sampling
-from groupwise.tasks import TASKS, Task, load_rows, load_task, without_data
+from groupwise.tasks import TASKS, Stream, Task, load_rows, load_task, without_data
 
 if TYPE_CHECKING:
     from groupwise.engine.engine import Engine
@@ -155,14 +155,8 @@ def settle(name: str | None, config: Config, target: Target, *, data: str | None
     )
     if not rows:
         raise ConfigError(f"task {task.name} holds no examples out: give some by --data FILE")
-    kept, unchecked = rows, None
-    if data and target.run is not None:
-        trained = read_config(target.run.config)
-        try:
-            asked = asked_in_training(trained, cursor=target.cursor, task=task, named=learn.name)
-        except ConfigError as error:
-            asked, unchecked = set(), str(error)
-        kept = unseen(rows, task=task, asked=asked)
+    asked, unchecked = trained_on(config, target, task=task, data=data)
+    kept = unseen(rows, task=task, asked=asked) if asked else rows
     return Exam(
         name=name or task.name,
         task=task,
@@ -175,6 +169,23 @@ def settle(name: str | None, config: Config, target: Target, *, data: str | None
         reward_seconds=learn.reward_seconds,
         tools=config.tools,
     )
+
+
+def trained_on(
+    config: Config, target: Target, *, task: Task, data: str | None
+) -> tuple[set[str], str | None]:
+    """Return what the run was asked in training that the rows may ask again, and why that is unknown."""
+    if target.run is None:
+        return set(), None
+    trained = read_config(target.run.config).resolve()
+    # What the run itself holds out, and nothing more; or a stream, which keeps its own sides apart.
+    count = trained.task.held_out if isinstance(task.examples, Stream) else config.task.held_out
+    if not data and replace(config.task, held_out=count) == trained.task:
+        return set(), None
+    try:
+        return asked_in_training(trained, cursor=target.cursor, task=task, named=config.task.name), None
+    except ConfigError as error:
+        return set(), str(error)
 
 
 def load_target(target: Target, config: Config) -> tuple[Policy, Engine]:

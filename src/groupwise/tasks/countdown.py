@@ -75,6 +75,7 @@ def countdown(
         examples=puzzles,
         prompt=countdown_prompt,
         rewards={"format": format_reward, "equation": equation_reward},
+        key=example_key,
         accuracy="equation",
         format="format",
         columns={
@@ -187,7 +188,15 @@ class Puzzles:
 
 def key(puzzle: Puzzle) -> str:
     """The same for puzzles that differ only in the order of their numbers."""
-    return f"{sorted(puzzle.numbers)} {puzzle.target}"
+    return key_of(puzzle.numbers, puzzle.target)
+
+
+def example_key(example: Example) -> str:
+    return key_of(*numbers_and_target(example))
+
+
+def key_of(numbers: Sequence[int], target: int) -> str:
+    return f"{sorted(numbers)} {target}"
 
 
 def is_held_out(puzzle: Puzzle) -> bool:

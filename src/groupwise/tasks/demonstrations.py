@@ -20,7 +20,7 @@ from groupwise.tasks.demonstration import Demonstration, SampledTokens, check_ro
 from groupwise.tasks.examples import load_examples
 from groupwise.tasks.load import load_task
 from groupwise.tasks.split import MAX_HELD_OUT_SHARE, Split, by_fingerprint, split_rows
-from groupwise.tasks.task import Task, what_is_asked
+from groupwise.tasks.task import Task, same_prompt
 from groupwise.tasks.verify import gold_of
 from groupwise.tracking.rollouts import read_rollouts
 from groupwise.tracking.run_folder import RunFolder
@@ -111,7 +111,7 @@ def plan_warm_start(config: Config, *, task: Task | None = None, resumed: bool =
 
 def demonstrations_for(config: Config, task: Task | None) -> Demonstrations:
     """Return what the configuration says to imitate."""
-    held_out = set() if task is None else {task.asks(e) for e in held_out_of(config, task)}
+    held_out = set() if task is None else {same_prompt(task.ask(e)) for e in held_out_of(config, task)}
     if config.sft.from_run is not None:
         tools = () if task is None else tuple(tool_of(function).schema for function in task.tools)
         rows = best_answers(config, weights={} if task is None else task.weights)
@@ -147,7 +147,7 @@ def of_rows(
     rows: Sequence[Example], *, config: Config, held_out: set[str], make: Callable[[Example], Demonstration]
 ) -> Demonstrations:
     """Demonstrations that the rows hold, without those that ask what evaluation will ask."""
-    prompts = {id(row): what_is_asked(make(row).prompt) for row in rows}  # each is asked for several times
+    prompts = {id(row): same_prompt(make(row).prompt) for row in rows}  # each is asked for several times
 
     def asks(row: Example) -> str:
         return prompts[id(row)]

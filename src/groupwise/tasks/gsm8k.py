@@ -25,7 +25,7 @@ from groupwise.rewards.worked_solution import (
     tags_once,
 )
 from groupwise.tasks.columns import Column, text
-from groupwise.tasks.task import Task
+from groupwise.tasks.task import Task, same_question
 from groupwise.tasks.word_problems import WordProblems
 
 SYSTEM = (
@@ -98,6 +98,7 @@ def gsm8k(
         rewards=strict_rewards() if strict else graded_rewards(scores),
         # Accuracy is read from `correct` alone; the graded scores are what is learned from.
         weights={"format": 0.0} if strict else {"correct": 0.0},
+        key=same_question,
         accuracy="correct",
         format="format",
         columns={

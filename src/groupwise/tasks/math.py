@@ -17,7 +17,7 @@ from groupwise.rewards.restated import is_restated
 from groupwise.rewards.simplest import is_simplest
 from groupwise.tasks.columns import Column, text
 from groupwise.tasks.latex_problems import LatexProblems, is_generated
-from groupwise.tasks.task import Task
+from groupwise.tasks.task import Task, same_question
 
 SYSTEM = (
     "You are a mathematical reasoning assistant. Solve problems using step-by-step reasoning with clear "
@@ -59,6 +59,7 @@ def math(
         prompt=math_prompt,
         rewards={"answer": answer, "correct": correct, "boxed": boxed},
         weights={"correct": 0.0, "boxed": 0.0},
+        key=same_question,
         accuracy="correct",
         format="boxed",
         columns={

@@ -82,6 +82,7 @@ def split_rows(
     *,
     held_out: Sequence[Example] | None,
     asks: Callable[[Example], str],
+    key: Callable[[Example], str] | None = None,
     config: TaskConfig,
     seed: int,
 ) -> Split:
@@ -89,8 +90,8 @@ def split_rows(
 
     Held-out examples of the task's own are used as they are, and training rows that equal one are
     dropped. Otherwise the rows with the smallest fingerprints are held out: a choice that does not
-    depend on their order and hardly changes when rows are added. Rows that ask what a held-out one asks
-    are dropped, whatever else tells them apart.
+    depend on their order and hardly changes when rows are added. Rows that ask what a held-out one asks,
+    in the same words (`asks`) or by the same `key`, are dropped, whatever else tells them apart.
     """
     unique = by_fingerprint(rows)
     if held_out is None:
@@ -106,11 +107,18 @@ def split_rows(
     train = tuple(unique.values())[: config.max_examples]
     judged_by = tuple(kept_back.values())[: config.held_out]
     asked = set(map(asks, judged_by))
-    apart = tuple(row for row in train if asks(row) not in asked)
+    different = tuple(row for row in train if asks(row) not in asked)
+    keys = set(map(key, judged_by)) if key else set()
+    apart = tuple(row for row in different if key(row) not in keys) if key else different
     if not apart:
         raise ConfigError("no training example is left: each one asks what a held-out example asks")
     dropped += len(train) - len(apart)
-    sides = (list(unique)[: config.max_examples], list(kept_back)[: config.held_out])
+    sides: tuple[list[str], ...] = (
+        list(unique)[: config.max_examples],
+        list(kept_back)[: config.held_out],
+    )
+    if len(apart) < len(different):  # else as it is in checkpoints from before there were keys
+        sides = (*sides, [row.fingerprint for row in apart])
     return Split(
         train=apart,
         held_out=judged_by,

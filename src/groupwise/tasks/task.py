@@ -36,6 +36,8 @@ class Task:
     """Functions of either style that `rewards.score` describes, by name."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """Of each reward in the sum; 1 where not given, 0 for a mere metric."""
+    key: Callable[[Example], str] | None = None
+    """The same for examples that ask the same: they stay on one side of the split. None: `same_prompt`."""
     held_out: Sequence[Mapping[str, Any]] | None = None
     """Examples for evaluation. None: some are kept back from `examples`."""
     accuracy: str | None = None
@@ -111,10 +113,7 @@ class Task:
         except ConfigError:
             raise
         except Exception as error:
-            detail = error.args[0] if isinstance(error, KeyError) and error.args else error
-            raise ConfigError(
-                f"task {self.name}: prompt failed on an example: {detail} ({type(error).__name__})"
-            ) from error
+            raise self._failed("prompt", error) from error
         if is_prompt(prompt):
             return prompt
         raise ConfigError(
@@ -141,6 +140,23 @@ class Task:
         """Return what the policy sees of an example: two that look the same to it are the same."""
         return what_is_asked(self.ask(example))
 
+    def key_of(self, example: Example) -> str:
+        """Return what examples that ask the same have in common, by which training rows are kept apart."""
+        if self.key is None:
+            return same_prompt(self.ask(example))
+        try:
+            return self.key(example)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise self._failed("key", error) from error
+
+    def _failed(self, function: str, error: Exception) -> ConfigError:
+        detail = error.args[0] if isinstance(error, KeyError) and error.args else error
+        return ConfigError(
+            f"task {self.name}: {function} failed on an example: {detail} ({type(error).__name__})"
+        )
+
     def split(self, config: TaskConfig, seed: int) -> Split:
         """Divide the examples into training and held-out ones, the latter the same for every seed.
 
@@ -153,7 +169,7 @@ class Task:
             raise ConfigError(f"task {self.name}: held_out goes with rows; a stream brings its own")
         rows = as_examples(self.examples, source=self.name)
         held_out = None if self.held_out is None else as_examples(self.held_out, source=self.name)
-        return split_rows(rows, held_out=held_out, asks=self.asks, config=config, seed=seed)
+        return split_rows(rows, held_out=held_out, asks=self.asks, key=self.key_of, config=config, seed=seed)
 
 
 def what_is_asked(prompt: Prompt) -> str:
@@ -161,6 +177,27 @@ def what_is_asked(prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
     return json.dumps([dict(message) for message in prompt], sort_keys=True, default=str)
+
+
+def same_text(text: str) -> str:
+    """The same for texts that differ only in upper and lower case and in white space."""
+    return " ".join(text.split()).casefold()
+
+
+def same_prompt(prompt: Prompt) -> str:
+    """The same for prompts that differ only in upper and lower case and in white space."""
+    if isinstance(prompt, str):
+        return same_text(prompt)
+    plain = [
+        {name: same_text(value) if isinstance(value, str) else value for name, value in message.items()}
+        for message in prompt
+    ]
+    return what_is_asked(plain)
+
+
+def same_question(example: Example) -> str:
+    """The key of tasks that ask a question in words, whatever stands around it in their prompts."""
+    return same_text(str(example["question"]))
 
 
 def is_prompt(prompt: object) -> bool:
