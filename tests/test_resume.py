@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from groupwise.learner.checkpoint import seal
 from small_runs import (
     INTERRUPT,
     KILL,
+    LUCK,
     SMALL,
     TERMINATE,
     Blow,
@@ -173,6 +175,90 @@ def test_resuming_with_other_settings_names_them(copied, setting, part):
     assert ended.code == 2
     assert part in ended.err
     assert everything(copied) == before
+
+
+def config_edited(run: Path, old: str, new: str) -> None:
+    path = run / "config.yaml"
+    assert path.read_text().count(old) == 1
+    path.write_text(path.read_text().replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("learning_rate: 0.0001\n", "learning_rate: 0.5\n", "optim.learning_rate: 0.0001 → 0.5"),
+        ("  seed: 0\n", "  seed: 3\n", "run.seed: 0 → 3"),
+        ("group_size: 4\n", "group_size: 8\n", "rollout.group_size: 4 → 8"),
+        ("  loss: dapo\n", "  loss: gspo\n", "algo.loss: dapo → gspo"),
+    ],
+)
+def test_settings_that_were_edited_by_hand_are_refused_by_name(copied, old, new, named):
+    config_edited(copied, old, new)
+    before = everything(copied)
+    ended = run_command("train", "--resume", str(copied))
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert (
+        f"these differ: {named}; put them back in {copied / 'config.yaml'}, or start a new run" in ended.err
+    )
+    assert everything(copied) == before
+
+
+def test_a_checkpoint_that_does_not_tell_its_settings_and_code_resumes(copied):
+    checkpoint = copied / "checkpoints" / "step-000004"
+    path = checkpoint / "state.json"
+    state = json.loads(path.read_text())
+    assert state.pop("settings")["run"]["max_steps"] == 4
+    assert sorted(state.pop("code")) == ["accuracy", "prompt", "reward luck", "weights"]
+    path.write_text(json.dumps(state))
+    (checkpoint / "checksums.json").unlink()
+    seal(checkpoint)
+    config_edited(copied, "  seed: 0\n", "  seed: 3\n")
+    ended = run_command("train", "--resume", str(copied))
+    assert (ended.code, ended.err) == (0, "")
+    assert "is finished: 4 steps done" in ended.out
+
+
+@pytest.mark.parametrize("how", ["removed", "incomplete"])
+def test_a_run_that_lost_its_checkpoints_is_not_emptied(copied, how):
+    if how == "removed":
+        shutil.rmtree(copied / "checkpoints")
+    else:
+        for path in copied.glob("checkpoints/step-*/adapter_model.safetensors"):
+            path.unlink()
+    before = everything(copied)
+    ended = run_command("train", "--resume", str(copied))
+    assert ended.code == 2
+    refusal = ended.err.splitlines()[-1]
+    assert refusal == (
+        f"error: {copied} has records of 4 steps, but no complete checkpoint in {copied / 'checkpoints'} "
+        "to go on from: put one back, or start a new run by "
+        f"groupwise train --config {copied / 'config.yaml'} run.name=NEW"
+    )
+    assert everything(copied) == before
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_says_that_it_begins_again(place):
+    run = place / "early"
+    assert run_command(*words(place, run.name), blows=[Blow("step-000002.parquet", KILL)]).code == -KILL
+    assert not list(run.glob("checkpoints/*"))
+    ended = run_command("train", "--resume", str(run))
+    assert ended.code == 0
+    assert "the run was stopped before its first checkpoint: it begins again" in ended.out
+
+
+def test_a_reward_that_was_edited_is_refused_and_invents_no_gain(place, tmp_path):
+    task_file(tmp_path)
+    short = words(tmp_path, "edited", "run.max_steps=2")
+    assert run_command(*short).code == 0
+    run = tmp_path / "edited"
+    before = everything(run)
+    task_file(tmp_path, LUCK.replace("% 4 == 0", ">= 0"))
+    ended = run_command("train", "--resume", str(run), "run.max_steps=4")
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert "its code differs in reward luck: put it back, or start a new run" in ended.err
+    assert everything(run) == before
+    task_file(tmp_path, LUCK.replace("def luck", "# by chance\ndef luck"))
+    assert run_command("train", "--resume", str(run), "run.max_steps=4").code == 0
 
 
 def test_a_run_in_use_is_not_resumed(copied):

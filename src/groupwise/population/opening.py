@@ -9,11 +9,16 @@ from typing import IO
 
 from groupwise.config import Config, read_config
 from groupwise.errors import ConfigError
-from groupwise.learner.checkpoint import latest_checkpoint, verify
+from groupwise.learner.checkpoint import verify
 from groupwise.population.story import Story
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.tracking.summary import command
-from groupwise.training.start import refuse_other_settings, steps_in
+from groupwise.training.start import (
+    last_checkpoint,
+    refuse_edited_settings,
+    refuse_other_settings,
+    steps_in,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +29,8 @@ class Opening:
     lock: IO[str]
     story: Story
     checkpoint: Path | None
+    begins_again: bool = False
+    """Whether an old search begins anew, because it was stopped before its first checkpoint."""
 
     @classmethod
     def new(cls, config: Config, *, task: str) -> Opening:
@@ -34,14 +41,15 @@ class Opening:
 
     @classmethod
     def again(cls, path: Path, config: Config) -> Opening:
-        """Go on after the last checkpoint, every byte of it checked, or anew when there is none."""
+        """Go on after the last checkpoint, every byte of it checked, or anew where none was written yet."""
         folder = RunFolder.open(path)
         lock = folder.lock()
         try:
             stored = read_config(folder.config)
             refuse_other_settings(stored, config)
-            checkpoint = latest_checkpoint(folder.checkpoints)
+            checkpoint = last_checkpoint(folder, stored)
             story = Story() if checkpoint is None else Story.from_json(verify(checkpoint))
+            refuse_edited_settings(story.settings, stored, folder)
             if story.reached and config.run.max_steps > stored.run.max_steps:
                 raise ConfigError(
                     f"{path} ended for good after {story.step} steps: a larger run.max_steps does not "
@@ -50,7 +58,8 @@ class Opening:
         except BaseException:
             lock.close()
             raise
-        return cls(folder=folder, lock=lock, story=story, checkpoint=checkpoint)
+        again = checkpoint is None
+        return cls(folder=folder, lock=lock, story=story, checkpoint=checkpoint, begins_again=again)
 
     def already_done(self, config: Config) -> str | None:
         """Say so when no step is left and the last session told its story to the end."""

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
@@ -27,12 +27,13 @@ from groupwise.population.story import Individual, Told
 from groupwise.population.table import table
 from groupwise.population.turnover import Turnover
 from groupwise.tasks import Task
+from groupwise.tasks.code import code_of
 from groupwise.tracking.files import write_atomically
 from groupwise.training.batch import Batch
 from groupwise.training.interrupt import Interrupt
 from groupwise.training.measures import batch_metrics
 from groupwise.training.recorder import Recorder
-from groupwise.training.state import same_data
+from groupwise.training.state import same_code, same_data
 
 EVOLUTION = "evolution.json"
 
@@ -48,7 +49,8 @@ class Search:
             self.split = task.split(config.task, config.run.seed)
             self.space = Space.of(config, task)
             data = same_data(opening.story.data, self.split.fingerprint)
-            self.story = replace(opening.story, data=data)
+            code = same_code(opening.story.code, code_of(task))
+            self.story = replace(opening.story, data=data, code=code, settings=asdict(config))
             title = f"{config.evolve.method} · {task.name} · {config.model.name}"
             self.recorder = Recorder(
                 self.folder, title=title, total=config.run.max_steps, done=self.story.step
@@ -67,6 +69,8 @@ class Search:
             self._populate(opening.checkpoint)
             self.recorder.begin(config, done=self.story.step)
             self.base.policy.save_tokenizer(self.folder.tokenizer)
+            if opening.begins_again:
+                self.recorder.say("the search was stopped before its first checkpoint: it begins again")
             for notice in (*config.notices(), *self._notices()):
                 self.recorder.say(notice)
             self.resources = resources.pop_all()

@@ -75,6 +75,10 @@ class Story:
     """The selection that was due is not made: it was the last step, and is not if more are asked for."""
     data: str | None = None
     """The fingerprint of the examples; None: of a search that began before it was kept."""
+    settings: Mapping[str, Any] | None = None
+    """The settings, by section; None: of a search that began before they were kept here."""
+    code: Mapping[str, str] | None = None
+    """The fingerprints of the task's functions; None: of a search that began before they were kept."""
 
     def at(self, place: int) -> Individual:
         return next(person for person in self.people if person.place == place)

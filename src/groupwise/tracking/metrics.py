@@ -41,6 +41,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [row for _, row in complete_lines(path)]
 
 
+def last_step(path: Path) -> int:
+    """The last step with a complete line; 0 where there is none."""
+    rows = read_metrics(path) if path.is_file() else []
+    return max((int(row["step"]) for row in rows), default=0)
+
+
 def complete_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """Each line as written and as read; a last line that a crash cut short is left out."""
     lines = path.read_bytes().decode(errors="replace").split("\n")

@@ -27,6 +27,7 @@ from groupwise.training.start import Start
 class Run(Session):
     """Everything a step needs."""
 
+    task: Task
     learner: Learner
 
     def __init__(

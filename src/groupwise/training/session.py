@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -28,7 +28,8 @@ from groupwise.model.source import model_folder
 from groupwise.parallel.gradients import divide
 from groupwise.parallel.launched import DIVIDING, as_launched, layout_of
 from groupwise.parallel.processes import Processes
-from groupwise.tasks import Split
+from groupwise.tasks import Split, Task
+from groupwise.tasks.code import code_of
 from groupwise.tracking.log import LOGGER
 from groupwise.training.crowd import Crowd
 from groupwise.training.ending import stats_of, summary_of
@@ -40,7 +41,7 @@ from groupwise.training.recorder import Recorder
 from groupwise.training.shape import shape_of
 from groupwise.training.silent import SilentRecorder
 from groupwise.training.start import Start, command_of, with_recomputing
-from groupwise.training.state import Optimizing, load_learner, same_data, save_state
+from groupwise.training.state import Optimizing, load_learner, same_code, same_data, save_state
 
 
 class Session(ABC):
@@ -49,6 +50,8 @@ class Session(ABC):
     A kind of run says in `read_data` what it learns from, and in `make_parts` how.
     """
 
+    task: Task | None
+    """What is measured; None: nothing but the loss."""
     learner: Optimizing
     examiner: Examiner
 
@@ -66,11 +69,13 @@ class Session(ABC):
             with self.processes.together():
                 self.split = self.read_data()
                 data = same_data(start.state.data, self.split.fingerprint)
-                self.state = replace(start.state, data=data)
+                code = same_code(start.state.code, {} if self.task is None else code_of(self.task))
+                self.state = replace(start.state, data=data, code=code)
                 config, recomputing = settled(config, start)
             # Free memory may differ from process to process: all do what suits the leader.
             config, recomputing = self.processes.gather((config, recomputing))[0]
             self.config = config
+            self.state = replace(self.state, settings=asdict(config))
             self.recorder = self._open_recorder(title)
             resources.callback(self.recorder.close)
             launched = self.processes.count > 1
@@ -80,6 +85,8 @@ class Session(ABC):
             with self.processes.together():
                 self._load(start, resources)
             self.processes.lead(self._begin)
+            if start.begins_again:
+                self.recorder.say("the run was stopped before its first checkpoint: it begins again")
             tell = self.recorder.say if config.model.gradient_checkpointing else LOGGER.info
             tell(recomputing)
             for notice in (*config.notices(), *self.policy.notices(), *self.data_notices()):

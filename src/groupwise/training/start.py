@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from groupwise.config import Config, differences, read_config
+from groupwise.config import Config, config_from_keywords, differences, read_config
 from groupwise.errors import CheckpointError
-from groupwise.learner.checkpoint import latest_checkpoint
+from groupwise.learner.checkpoint import latest_checkpoint, newest_first
 from groupwise.parallel.processes import Processes
+from groupwise.tracking.metrics import last_step
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.tracking.summary import command, headline
 from groupwise.training.state import State, read_state
@@ -37,6 +38,8 @@ class Start:
     """None: from the very beginning."""
     recomputing: bool | None = None
     """model.gradient_checkpointing as it was chosen when the run began."""
+    begins_again: bool = False
+    """Whether an old run begins anew, because it was stopped before its first checkpoint."""
     leads: bool = True
     """Whether this process claimed the folder; of several, only the leader does."""
 
@@ -69,14 +72,15 @@ class Start:
 
     @classmethod
     def again(cls, path: Path, config: Config) -> Start:
-        """Go on after the last checkpoint, every byte of it checked, or anew when there is none."""
+        """Go on after the last checkpoint, every byte of it checked, or anew where none was written yet."""
         folder = RunFolder.open(path)
         lock = folder.lock()
         try:
             stored = read_config(folder.config)
             refuse_other_settings(stored, with_recomputing(config, stored.model.gradient_checkpointing))
-            checkpoint = latest_checkpoint(folder.checkpoints)
+            checkpoint = last_checkpoint(folder, stored)
             state = State() if checkpoint is None else read_state(checkpoint)
+            refuse_edited_settings(state.settings, stored, folder)
         except BaseException:
             lock.close()
             raise
@@ -86,6 +90,7 @@ class Start:
             state=state,
             checkpoint=checkpoint,
             recomputing=stored.model.gradient_checkpointing,
+            begins_again=checkpoint is None,
         )
 
     def already_done(self, config: Config) -> str | None:
@@ -118,7 +123,35 @@ def command_of(config: Config) -> str:
     return {"grpo": "train", "sft": "sft", "evolve": "evolve"}[config.run.kind]
 
 
-def refuse_other_settings(stored: Config, config: Config) -> None:
+def last_checkpoint(folder: RunFolder, config: Config) -> Path | None:
+    """Return the last complete checkpoint; None: the run was stopped before its first, and begins again.
+
+    Such a run has recorded no more than `run.save_every` steps. Where there are records of more, its
+    checkpoints are lost: to begin again would empty the records too, which is refused.
+    """
+    checkpoint = latest_checkpoint(folder.checkpoints)
+    if checkpoint is not None:
+        return checkpoint
+    recorded = max(last_step(folder.metrics), steps_in(folder.stats) or 0)
+    if newest_first(folder.checkpoints) or steps_in(folder.stats) or recorded > config.run.save_every:
+        new = command(command_of(config), "--config", folder.config, "run.name=NEW")
+        steps = f"{recorded} step{'s' * (recorded != 1)}"
+        raise CheckpointError(
+            f"{folder.path} has records of {steps}, but no complete checkpoint in {folder.checkpoints} "
+            f"to go on from: put one back, or start a new run by {new}"
+        )
+    return None
+
+
+def refuse_edited_settings(saved: Mapping[str, Any] | None, stored: Config, folder: RunFolder) -> None:
+    """Refuse a config.yaml that is not what the checkpoint was trained with; older ones do not tell."""
+    if saved is not None:
+        refuse_other_settings(
+            config_from_keywords(**saved), stored, instead=f"put them back in {folder.config}, or start"
+        )
+
+
+def refuse_other_settings(stored: Config, config: Config, *, instead: str = "start") -> None:
     """A resumed run computes what it computed before: only settings around it may change."""
     if stored.run.kind != config.run.kind:
         raise CheckpointError(f"this run goes on with groupwise {command_of(stored)} --resume")
@@ -127,12 +160,12 @@ def refuse_other_settings(stored: Config, config: Config) -> None:
     changed = [line for line in differences(stored, config) if not line.startswith(around)]
     if changed:
         raise CheckpointError(
-            f"a resumed run keeps its settings, but these differ: {'; '.join(changed)}; start a new run"
+            f"a resumed run keeps its settings, but these differ: {'; '.join(changed)}; {instead} a new run"
         )
     if stored.run.max_steps != config.run.max_steps and stored.optim.schedule != "constant":
         raise CheckpointError(
             f"run.max_steps cannot change where optim.schedule={stored.optim.schedule}, whose learning "
-            "rate has been falling towards the last step; start a new run"
+            f"rate has been falling towards the last step; {instead} a new run"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +26,7 @@ from groupwise.model.policy import Policy
 from groupwise.model.sharded import Shards, local
 from groupwise.model.zero import without_masters
 from groupwise.parallel.processes import Processes
+from groupwise.tasks.code import changed_code
 from groupwise.training.curriculum import Rates
 
 OPTIMIZER = "optimizer.safetensors"
@@ -57,6 +59,10 @@ class State:
     """What the curriculum knows of each kind of example."""
     data: str | None = None
     """The fingerprint of the examples; None: of a run that began before it was kept."""
+    settings: Mapping[str, Any] | None = None
+    """The run's settings, by section; None: of a run that began before they were kept here."""
+    code: Mapping[str, str] | None = None
+    """The fingerprints of the task's functions; None: of a run that began before they were kept."""
 
     def with_accuracy(self, accuracy: float) -> State:
         if accuracy <= self.best_accuracy:
@@ -71,6 +77,16 @@ def same_data(kept: str | None, fingerprint: str) -> str:
             "the examples are not those that the run began with: put them back, or start a new run"
         )
     return fingerprint
+
+
+def same_code(kept: Mapping[str, str] | None, code: Mapping[str, str]) -> Mapping[str, str]:
+    """Refuse to go on with another task: what it measures now could not be compared with what it did."""
+    if changed := changed_code(kept, code):
+        raise CheckpointError(
+            f"the task is not the one that the run began with, its code differs in {', '.join(changed)}: "
+            "put it back, or start a new run"
+        )
+    return code
 
 
 def save_state(
