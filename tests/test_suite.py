@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -289,6 +290,69 @@ def test_a_puzzle_in_another_order_is_left_out(tmp_path):
     run = little_run(tmp_path, "task.name=countdown", f"task.data={puzzles('a.jsonl', 1)}", "task.held_out=4")
     (report,) = evaluate_command(str(run), samples=1, data=str(puzzles("b.jsonl", -1)))
     assert (report["prompts"], report["left_out"]) == (4, 16)
+
+
+def transcript(report: Mapping[str, Any]) -> str:
+    return Path(report["saved"]).with_suffix(".txt").read_text()
+
+
+def math_run(folder: Path) -> Path:
+    return little_run(folder, "task.name=math", "task.options.scoring=lenient", "task.held_out=2")
+
+
+def test_a_benchmark_is_asked_and_judged_by_the_runs_own_task(tmp_path):
+    run = math_run(tmp_path)
+    solution = "She sold 24 + 48 = <<24+48=72>>72 clips.\n#### 72"
+    rows = {
+        "gsm8k_test.jsonl": {"question": "How many clips?", "answer": solution},
+        "math500.jsonl": {"problem": "What is $1 + 1$?", "answer": "2", "solution": r"It is \boxed{2}."},
+        "countdown_test.jsonl": {"nums": [1, 2, 3], "target": 6},
+    }
+    for name, row in rows.items():
+        (tmp_path / name).write_text(json.dumps(row))
+    reports = evaluate_command(
+        str(run),
+        benchmarks=["gsm8k", "math500", "countdown"],
+        samples=1,
+        overrides=[f"evaluate.data_dir={tmp_path}"],
+    )
+    assert [report["task"] for report in reports] == ["gsm8k", "math500", "countdown"]
+    assert [report["verifier"] for report in reports] == ["math", "math", "countdown"]
+    assert [report["questions"][0]["truth"] for report in reports[:2]] == ["72", "2"]
+    asked = reports[0]["questions"][0]["asked"]
+    assert asked == "How many clips?\nPlease reason step by step, and put your final answer within \\boxed{}."
+    assert "answer -0.5, correct 0, boxed 0" in transcript(reports[0])  # no box, by the run's own scores
+    assert next(report_lines(reports[0])).startswith("gsm8k asked as math · ")
+    assert next(report_lines(reports[1])).startswith("math500 asked as math · ")
+    assert next(report_lines(reports[2])).startswith("countdown · ")
+
+
+def test_a_benchmark_that_the_runs_verifier_cannot_judge_brings_its_own(tmp_path):
+    run = little_run(tmp_path, "task.name=gsm8k", "task.held_out=2")
+    row = {"problem": "Factor $x^2 - 1$.", "answer": "(x-1)(x+1)"}  # no number
+    (tmp_path / "math500.jsonl").write_text(json.dumps(row))
+    words = [f"evaluate.data_dir={tmp_path}", "rollout.max_tokens=8"]
+    (report,) = evaluate_command(str(run), benchmarks=["math500"], samples=1, overrides=words)
+    assert report["verifier"] == "math"
+    (report,) = evaluate_command("tiny", benchmarks=["math500"], samples=1, overrides=words)
+    assert report["verifier"] == "math"
+
+
+def test_the_runs_own_task_named_again_keeps_its_options_and_data(tmp_path):
+    run = math_run(tmp_path)
+    (own,) = evaluate_command(str(run), samples=1)
+    (named,) = evaluate_command(str(run), task="math", samples=1)
+    assert transcript(named) == transcript(own)
+    assert transcript(named).count("answer -0.5, correct 0, boxed 0") == 2  # lenient: no box in four tokens
+    assert [q["asked"] for q in named["questions"]] == [q["asked"] for q in own["questions"]]
+
+
+def test_another_task_takes_the_data_in_the_words(tmp_path):
+    data = rows_file(tmp_path / "rows.jsonl", range(20))
+    words = [*SHORT, f"task.data={data}"]
+    (report,) = evaluate_command("tiny", task="gsm8k", samples=1, overrides=words)
+    assert report["prompts"] == 4  # a fifth of them
+    assert all(question["asked"].endswith(" + 1?") for question in report["questions"])
 
 
 def test_strategies_are_measured_beside_the_rest():

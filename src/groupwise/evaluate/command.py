@@ -106,9 +106,21 @@ def settings(target: Target, overrides: Sequence[str]) -> Config:
 
 
 def other_task(config: Config, name: str, overrides: Sequence[str]) -> Config:
-    """Return the settings with another task, which has no data, and no options but those in the overrides."""
-    given = read_config(overrides=overrides).task.options
-    other = without_data(replace(config.task, name=name, options=given))
+    """Return the settings with the task of this name, whose data and options are those in the overrides.
+
+    The run's own task, named again, keeps what the run gave it.
+    """
+    if name == config.task.name:
+        return config
+    given = read_config(overrides=overrides).task
+    other = replace(
+        config.task,
+        name=name,
+        options=given.options,
+        data=given.data,
+        test_data=given.test_data,
+        columns=given.columns,
+    )
     if name.endswith(".py") and load_task(other).name == config.task.name:
         return replace(config, task=replace(config.task, name=name))  # the file of a task that Python knew
     return replace(config, task=other)
@@ -123,7 +135,7 @@ def task_exam(
         config = other_task(config, task, overrides)
     elif config.task.name == NO_TASK:
         raise ConfigError(f"{target.name} was trained on rows alone: say what to measure by --task")
-    elif config.task.name not in TASKS and not config.task.name.endswith(".py"):
+    elif not is_loadable(config.task.name):
         raise ConfigError(
             f"{target.name} learned a task named {config.task.name!r} that was defined in Python: "
             "give the file that defines it by --task FILE.py"
@@ -132,16 +144,37 @@ def task_exam(
 
 
 def benchmark_exam(name: str, target: Target, overrides: Sequence[str], wish: Wish) -> Exam:
-    """Ask a benchmark's questions; of a run that learned its task, in the way it learned to answer."""
+    """Ask a benchmark's questions: of a run in the way that it learned to answer, if its task can."""
     benchmark = benchmark_named(name)
     config = settings(target, overrides)
-    if target.run is None or config.task.name != benchmark.task:
+    data = source_of(benchmark, config.evaluate.data_dir)
+    own = target.run is not None and config.task.name == benchmark.task
+    if not own and not (target.run is not None and data and can_ask(config, data)):
         config = settings(target, [f"rollout.max_tokens={benchmark.max_tokens}", *overrides])
         config = other_task(config, benchmark.task, overrides)
-    data = source_of(benchmark, config.evaluate.data_dir)
     if data:  # the run's names for columns are those of its own data
         config = replace(config, task=replace(config.task, columns={}))
     return settle(name, config.resolve(), target, data=data, wish=wish)
+
+
+def can_ask(config: Config, data: str) -> bool:
+    """Whether the task of a run can ask these rows and has what it takes to judge the answers."""
+    plain = without_data(config.task)
+    if not is_loadable(plain.name):
+        return False
+    try:
+        task = load_task(plain)
+        if plain.name in TASKS and not task.columns:
+            return False  # what its rows hold is made for it alone
+        task.ask(load_rows(data, task=task, config=plain, split="test")[0])
+    except ConfigError:
+        return False
+    return True
+
+
+def is_loadable(task: str) -> bool:
+    """Whether a task can be loaded by its name: one that was defined in Python cannot."""
+    return task in TASKS or task.endswith(".py")
 
 
 def settle(name: str | None, config: Config, target: Target, *, data: str | None, wish: Wish) -> Exam:
@@ -243,6 +276,7 @@ def report(
         "target": target.name,
         "model": target.description,
         "task": exam.name,
+        "verifier": exam.task.name,
         "prompts": len(exam.examples),
         "left_out": exam.left_out,
         **({"unchecked": exam.unchecked} if exam.unchecked else {}),

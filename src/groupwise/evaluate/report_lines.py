@@ -14,7 +14,9 @@ MOST_KINDS = 20
 
 def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
     """Write one report of `evaluate_command`."""
-    yield f"{report['task']} · {report['model']} · {report['prompts']} prompts, seed {report['seed']}"
+    verifier = report.get("verifier", report["task"])
+    asked = report["task"] if verifier == report["task"] else f"{report['task']} asked as {verifier}"
+    yield f"{asked} · {report['model']} · {report['prompts']} prompts, seed {report['seed']}"
     changes = report.get("change", {})
     yield f"{'':<35}since before training" if changes else ""
     k = report["samples"]

@@ -75,8 +75,11 @@ def math(
 
 
 def gold_answer(value: Any) -> str:
-    """Read the true answer, which may stand in a box, alone or at the end of a solution."""
-    answer = truth_of(text(value))
+    """Read the true answer: alone, in a box or at the end of a solution, or after GSM8K's `####`."""
+    whole = text(value)
+    answer = truth_of(whole)
+    if answer == whole:  # no box
+        answer = whole.rpartition("####")[2].strip() or whole
     if len(answer) > LONGEST_ANSWER:
         raise ValueError(r"expected an answer, or a solution that ends in \boxed{answer}")
     return answer
