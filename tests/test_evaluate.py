@@ -21,6 +21,7 @@ from groupwise.engine.engine import Engine
 from groupwise.errors import CheckpointError, ConfigError
 from groupwise.evaluate.command import evaluate_command as evaluate_reports
 from groupwise.evaluate.held_out import Evaluation, compare, evaluate, transcripts
+from groupwise.evaluate.report_lines import report_lines
 from groupwise.evaluate.saved import read_evaluation, unused_name, write_evaluation
 from groupwise.evaluate.target import find_target
 from groupwise.model.load import load_policy
@@ -28,7 +29,7 @@ from groupwise.records import Completion, Example, Request, Rollout, Sampling
 from groupwise.tasks import Task
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.training import train
-from small_runs import small_config, task_file
+from small_runs import LUCK, small_config, task_file
 
 TINY = Path(str(groupwise.__file__)).parent / "model" / "tiny"
 
@@ -246,6 +247,19 @@ def test_a_run_whose_task_was_defined_in_python_asks_for_its_file(runs, tmp_path
     with pytest.raises(ConfigError, match=r"a task named 'luck' that was defined in Python: give the file"):
         evaluate_command(str(copy))
     assert evaluate_command(str(copy), task=name)["task"] == "luck"
+
+
+def test_what_an_edited_reward_gives_is_not_compared_with_what_it_gave_before(tmp_path):
+    task_file(tmp_path)
+    run = train(small_config(tmp_path, "run.max_steps=1", "run.save_every=1"))
+    assert "change" in evaluate_command(str(run))
+    task_file(tmp_path, LUCK.replace("% 4 == 0", ">= 0"))
+    report = evaluate_command(str(run))
+    assert report["greedy"]["mean"] == 1.0
+    assert "change" not in report
+    assert report["edited"] == ["reward luck"]
+    line = "  the task's code is not what it was in training (reward luck): nothing is compared with before"
+    assert line in report_lines(report)
 
 
 def test_greedy_answers_do_not_depend_on_the_seed(tmp_path):

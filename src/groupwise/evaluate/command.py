@@ -16,6 +16,7 @@ from groupwise.evaluate.target import Target, find_target
 from groupwise.evaluate.unseen import asked_in_training, unseen
 from groupwise.records import Example, Sampling
 from groupwise.tasks import TASKS, Stream, Task, load_rows, load_task, without_data
+from groupwise.tasks.code import changed_code, code_of
 
 if TYPE_CHECKING:
     from groupwise.engine.engine import Engine
@@ -289,7 +290,10 @@ def report(
         "length": result.length,
         **({"strategies": strategies} if strategies else {}),
     }
-    if before is not None and (changes := compare(before, result)):
+    edited = changed_code(target.code, code_of(exam.task))
+    if before is not None and edited and exam.task.name not in TASKS:
+        about["edited"] = edited
+    elif before is not None and not edited and (changes := compare(before, result)):
         about["change"] = {name: asdict(change) for name, change in changes.items()}
     if (folder := folder_for(target, wish)) is not None:
         # A name of its own: nothing that was measured earlier is overwritten.

@@ -40,6 +40,9 @@ def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {report['left_out']} examples were left out: the run was trained on them"
     if "unchecked" in report:
         yield f"  whether some of these were trained on cannot be told: {report['unchecked']}"
+    if "edited" in report:
+        parts = ", ".join(report["edited"])
+        yield f"  the task's code is not what it was in training ({parts}): nothing is compared with before"
     if "saved" in report:
         yield f"  saved in {report['saved']}, answers to read beside it"
 

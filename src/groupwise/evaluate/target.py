@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,8 @@ class Target:
     run: RunFolder | None = None
     cursor: int = 0
     """Training examples that the run had drawn by then."""
+    code: Mapping[str, str] | None = None
+    """The fingerprints of the task's functions that it was trained with, where they were kept."""
     agent: Path | None = None
     """The settings of the agent that was saved there."""
 
@@ -90,7 +93,10 @@ def of_elite(name: str, run: RunFolder, checkpoint: Path) -> Target:
     if not run.elite.is_dir():
         raise ConfigError(f"{name} has no best member yet: go on with groupwise evolve --resume {name}")
     rank = adapter_settings(run.elite)["r"]
-    return Target(name=name, trained=run.elite, rank=rank, run=run, cursor=verify(checkpoint)["cursor"])
+    state = verify(checkpoint)
+    return Target(
+        name=name, trained=run.elite, rank=rank, run=run, cursor=state["cursor"], code=state.get("code")
+    )
 
 
 def of_checkpoint(name: str, checkpoint: Path) -> Target:
@@ -102,7 +108,9 @@ def of_checkpoint(name: str, checkpoint: Path) -> Target:
         )
     state = verify(checkpoint)
     rank = read_config(run.config).lora.r or 0
-    return Target(name=name, trained=checkpoint, rank=rank, run=run, cursor=state["cursor"])
+    return Target(
+        name=name, trained=checkpoint, rank=rank, run=run, cursor=state["cursor"], code=state.get("code")
+    )
 
 
 def is_search(run: RunFolder) -> bool:
