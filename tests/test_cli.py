@@ -212,6 +212,35 @@ def test_a_task_file_an_override_and_a_file_of_settings_come_together(trained, t
     assert rest["task"].name == "capitals"
 
 
+def test_the_settings_in_a_task_file_are_the_defaults_of_the_command(trained, tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import groupwise as gw\n"
+        "mine = gw.Task(name='mine', examples=[{'n': n} for n in range(9)],\n"
+        "    prompt=lambda row: str(row['n']), rewards={'none': lambda rollout, example: 0.0})\n"
+        "gw.train(mine, model='tiny-search', max_steps=2, optim={'epochs': 3}, **{'task.held_out': 1})\n"
+    )
+    yaml = tmp_path / "settings.yaml"
+    yaml.write_text("optim: {epochs: 5}")
+    assert cli.main(["train", str(file)]) == 0
+    assert cli.main(["train", str(file), "--max-steps", "7", "task.held_out=4", "--config", str(yaml)]) == 0
+    found = [(c.model.name, c.run.max_steps, c.optim.epochs, c.task.held_out) for c, _ in trained]
+    assert found == [("tiny-search", 2, 3, 1), ("tiny-search", 7, 5, 4)]
+    assert [(c.task.name, rest["task"].name) for c, rest in trained] == [(str(file), "mine")] * 2
+
+
+def test_a_mistake_in_the_settings_of_a_task_file_gets_one_sentence(trained, tmp_path, capsys):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import groupwise as gw\n"
+        "gw.train(gw.Task(name='mine', examples=[{'n': 1}], prompt=str,\n"
+        "    rewards={'none': lambda rollout, example: 0.0}), max_stepz=2)\n"
+    )
+    assert cli.main(["train", str(file)]) == 2
+    assert "unknown setting max_stepz; did you mean max_steps?" in capsys.readouterr().err
+    assert trained == []
+
+
 def test_a_resumed_run_keeps_its_own_settings_except_those_given_anew(trained, tmp_path):
     (tmp_path / "config.yaml").write_text(
         dump_config(read_config(overrides=["run.seed=5", "run.max_steps=4"]))

@@ -217,6 +217,15 @@ def test_a_target_that_means_nothing_gets_one_sentence(runs, tmp_path):
         find_target(str(spoiled))
 
 
+def test_a_path_that_is_not_there_is_not_looked_for_elsewhere(tmp_path, monkeypatch):
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        find_target("runs/nosuch")
+    assert str(error.value) == "there is no folder runs/nosuch; runs holds first"
+    assert find_target("owner/nosuch").base == "owner/nosuch"
+
+
 def test_a_place_that_cannot_hold_results_is_refused_before_a_model_loads(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("mine")
     monkeypatch.setattr("groupwise.evaluate.command.load_target", None)

@@ -61,7 +61,7 @@ def train(task: Task | str, *, resume: str | Path | None = None, **settings: Any
     sections (`optim={"epochs": 2}`) or full names (`**{"task.held_out": 8}`). `resume` goes on with the run
     in that folder, which keeps its settings.
     """
-    leave_task_file(task if isinstance(task, Task) else None)
+    leave_task_file(task if isinstance(task, Task) else None, settings)
     run = None if resume is None else RunFolder.open(resume)
     config, found = with_task(config_from_keywords(run.config if run else None, **settings), task)
     from groupwise.training import train as run_training

@@ -7,7 +7,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -139,17 +139,21 @@ def train(
     flags = {name: context.params[name] for name in FLAGS if context.params[name] not in (None, (), [])}
     settings = training_config(words or [], config=config, resume=resume, flags=flags).resolve()
     from groupwise.model.source import local_folder
-    from groupwise.tasks import TASKS, load_task
+    from groupwise.tasks import TASKS, load_task, read_task_file, task_of
     from groupwise.tracking.trackers import tracker_names
 
     name = settings.task.name
     if resume is not None and name not in TASKS and not name.endswith(".py"):
-        raise ConfigError(
-            f"the task {name!r} of {resume} was defined in Python: go on there, by "
-            f"groupwise.train(task, resume={str(resume)!r})"
-        )
+        raise resumed_in_python(name, resume)
     # Before torch, so that a mistake in any of these is answered at once.
-    loaded = load_task(settings.task)
+    if resume is None and name.endswith(".py"):
+        file = read_task_file(Path(name).expanduser())
+        settings = training_config(
+            words or [], config=config, resume=None, flags=flags, defaults=file.settings
+        ).resolve()
+        loaded = task_of(file, settings.task)
+    else:
+        loaded = load_task(settings.task)
     tracker_names(settings.track)
     local_folder(settings.model.name)
     from groupwise.training import train as run_training
@@ -157,8 +161,20 @@ def train(
     run_training(settings, resume=resume, task=loaded)
 
 
+def resumed_in_python(task: str, run: Path) -> ConfigError:
+    return ConfigError(
+        f"the task {task!r} of {run} was defined in Python: go on there, by "
+        f"groupwise.train(task, resume={str(run)!r})"
+    )
+
+
 def training_config(
-    words: Sequence[str], *, config: Path | None, resume: Path | None, flags: dict[str, Any]
+    words: Sequence[str],
+    *,
+    config: Path | None,
+    resume: Path | None,
+    flags: dict[str, Any],
+    defaults: Mapping[str, Any] | None = None,
 ) -> Config:
     """Sort the free words into a task and overrides, and read the settings they add up to."""
     overrides = [word for word in words if "=" in word]
@@ -171,7 +187,7 @@ def training_config(
                 "a setting is written section.key=value"
             )
     flags = with_task(flags, files)
-    return read_config(settings_file(config, resume), overrides=overrides, flags=flags)
+    return read_config(settings_file(config, resume), overrides=overrides, flags=flags, defaults=defaults)
 
 
 app.command(epilog="Anything else is set as section.key=value, such as optim.schedule=cosine.")(sft)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.errors import ConfigError
-from groupwise.tracking.run_folder import refuse_agent
+from groupwise.tracking.run_folder import refuse_agent, refuse_checkpoint
 
 
 def with_task(given: Mapping[str, Any], tasks: Sequence[str]) -> dict[str, Any]:
@@ -24,6 +24,7 @@ def settings_file(config: Path | None, resume: Path | None) -> Path | None:
     if config is not None:
         raise ConfigError("--resume takes the settings of its run; leave --config out")
     refuse_agent(resume)
+    refuse_checkpoint(resume)
     if not (resume / "config.yaml").is_file():
         raise ConfigError(f"{resume} is not the folder of a run: it has no config.yaml")
     return resume / "config.yaml"

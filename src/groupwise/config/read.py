@@ -25,10 +25,19 @@ OPTIONS = "task.options"
 
 
 def read_config(
-    path: Path | None = None, *, overrides: Sequence[str] = (), flags: Mapping[str, object] | None = None
+    path: Path | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    flags: Mapping[str, object] | None = None,
+    defaults: Mapping[str, object] | None = None,
 ) -> Config:
-    """Return the configuration that a YAML file, flags by name and `section.key=value` texts add up to."""
-    settings = read_file(path) if path is not None else {}
+    """Return the configuration that a YAML file, flags by name and `section.key=value` texts add up to.
+
+    `defaults` are keywords as `config_from_keywords` takes them, which all the others count over.
+    """
+    settings: dict[str, Any] = {}
+    take_keywords(settings, defaults or {})
+    settings |= read_file(path) if path is not None else {}
     take_flags(settings, flags or {})
     for override in overrides:
         name, given, text = override.partition("=")
@@ -43,15 +52,19 @@ def config_from_keywords(path: Path | None = None, /, **keywords: object) -> Con
 
     Full names do as well, `**{"task.held_out": 8}`. All count over the settings in a YAML file, if given.
     """
+    settings = read_file(path) if path is not None else {}
+    take_keywords(settings, keywords)
+    return build(settings)
+
+
+def take_keywords(settings: dict[str, Any], keywords: Mapping[str, object]) -> None:
     flags: dict[str, object] = {}
     sections: dict[str, object] = {}
     for name, value in keywords.items():
         whole = name in TYPES or (name in SECTIONS and (isinstance(value, Mapping) or name not in FLAGS))
         (sections if whole else flags)[name] = value
-    settings = read_file(path) if path is not None else {}
     take_flags(settings, flags)
     take_sections(settings, sections)
-    return build(settings)
 
 
 def read_file(path: Path) -> dict[str, Any]:

@@ -64,9 +64,22 @@ def find_target(name: str) -> Target:
         if (path / "config.json").is_file():
             return Target(name=name, base=str(path), agent=agent)
         raise ConfigError(f"{name} holds neither a run (config.yaml) nor a model (config.json, {ADAPTER})")
+    if looks_like_path(path):
+        raise ConfigError(f"there is no folder {name}; {path.parent} holds {held_by(path.parent)}")
     if path.exists() or not HUB_NAME.fullmatch(name):
         raise ConfigError(f"{name} is neither the folder of a run or a model nor the name of a model")
     return Target(name=name, base=name)
+
+
+def looks_like_path(path: Path) -> bool:
+    """Whether a name that is not there is one of a folder: it has its place in a folder that is there."""
+    return not path.exists() and len(path.parts) > 1 and path.parent.is_dir()
+
+
+def held_by(folder: Path) -> str:
+    """The folders that are there instead."""
+    names = sorted(one.name for one in folder.iterdir() if one.is_dir() and not one.name.startswith("."))
+    return ", ".join(names[:8]) + (", …" if len(names) > 8 else "") if names else "none"
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -2,7 +2,16 @@
 
 from groupwise.tasks.columns import Column
 from groupwise.tasks.examples import load_examples
-from groupwise.tasks.load import TASKS, leave_task_file, load_rows, load_task, with_data, without_data
+from groupwise.tasks.load import (
+    TASKS,
+    leave_task_file,
+    load_rows,
+    load_task,
+    read_task_file,
+    task_of,
+    with_data,
+    without_data,
+)
 from groupwise.tasks.split import Split, Stream
 from groupwise.tasks.task import Task
 
@@ -16,6 +25,8 @@ __all__ = [
     "load_examples",
     "load_rows",
     "load_task",
+    "read_task_file",
+    "task_of",
     "with_data",
     "without_data",
 ]

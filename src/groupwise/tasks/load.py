@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -44,19 +44,30 @@ loading_task_file: ContextVar[bool] = ContextVar("loading_task_file", default=Fa
 class TaskFileLoaded(BaseException):
     """Carries a task out of a file that trains it at its end. Not an error, so nothing swallows it."""
 
-    def __init__(self, task: Task | None) -> None:
+    def __init__(self, task: Task | None, settings: Mapping[str, Any]) -> None:
         super().__init__(task)
         self.task = task
+        self.settings = settings
 
 
-def leave_task_file(task: Task | None) -> None:
+@dataclass(frozen=True, slots=True)
+class TaskFile:
+    """What a user's Python file says."""
+
+    task: Task
+    settings: Mapping[str, Any]
+    """The keywords of the `gw.train(task, …)` at its end, if it has one."""
+
+
+def leave_task_file(task: Task | None, settings: Mapping[str, Any] | None = None) -> None:
     """End the file being loaded for its task, if one is; `train` calls this before all else.
 
     A task file may say `gw.train(task, …)` without a main guard. Read by `load_task`, that line
-    hands over the task instead of starting a second run inside the first. None: it trains one by name.
+    hands over the task, and its settings, instead of starting a second run inside the first. None: it
+    trains one by name.
     """
     if loading_task_file.get():
-        raise TaskFileLoaded(task)
+        raise TaskFileLoaded(task, settings or {})
 
 
 def load_task(config: TaskConfig) -> Task:
@@ -64,13 +75,18 @@ def load_task(config: TaskConfig) -> Task:
     if config.name in TASKS:
         task = built_in(config.name, config.options)
     elif config.name.endswith(".py"):
-        task = task_from_file(Path(config.name).expanduser())
-        if config.options:
-            raise ConfigError(f"task.options belong to built-in tasks; {config.name} defines its own")
+        return task_of(read_task_file(Path(config.name).expanduser()), config)
     else:
         hint = closest(config.name, TASKS)
         raise ConfigError(f"unknown task {config.name!r}{hint} (or give the path of a .py file)")
     return with_data(task, config)
+
+
+def task_of(file: TaskFile, config: TaskConfig) -> Task:
+    """Return the task of a file on the data that the configuration gives."""
+    if config.options:
+        raise ConfigError(f"task.options belong to built-in tasks; {config.name} defines its own")
+    return with_data(file.task, config)
 
 
 def with_data(task: Task, config: TaskConfig) -> Task:
@@ -105,7 +121,7 @@ def built_in(name: str, options: Mapping[str, Any]) -> Task:
     return make(**options)
 
 
-def task_from_file(path: Path) -> Task:
+def read_task_file(path: Path) -> TaskFile:
     """Run a Python file and return the Task it names `task`, or the first that it trains."""
     if not path.is_file():
         raise ConfigError(f"no such task file: {path}")
@@ -119,11 +135,12 @@ def task_from_file(path: Path) -> Task:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     trained: Task | None = None
+    settings: Mapping[str, Any] = {}
     token = loading_task_file.set(True)
     try:
         spec.loader.exec_module(module)
     except TaskFileLoaded as handed_over:
-        trained = handed_over.task
+        trained, settings = handed_over.task, handed_over.settings
     except GroupwiseError:
         raise
     except Exception as error:
@@ -134,7 +151,7 @@ def task_from_file(path: Path) -> Task:
     task = named_task(module, path) or trained
     if task is None:
         raise ConfigError(f"{path} defines no `task`; write: task = groupwise.Task(…)")
-    return task
+    return TaskFile(task, settings if task is trained else {})
 
 
 def named_task(module: ModuleType, path: Path) -> Task | None:

@@ -35,6 +35,16 @@ def refuse_agent(folder: Path) -> None:
         )
 
 
+def refuse_checkpoint(path: Path) -> None:
+    """A run goes on after its last checkpoint; a copy of it can go on after an earlier one."""
+    run = path.resolve().parent.parent
+    if step_of(path.resolve().name) is not None and is_run(run):
+        raise ConfigError(
+            f"{path} is a checkpoint of {run}: --resume {run} goes on after its last one; to go on after "
+            "this one, copy that folder, remove the later checkpoints from the copy, and resume the copy"
+        )
+
+
 def step_name(step: int) -> str:
     """The name of a file or folder that belongs to one step: 10 -> "step-000010"."""
     return f"step-{step:06d}"
@@ -81,6 +91,7 @@ class RunFolder:
         if not folder.path.is_dir():
             raise ConfigError(f"there is no run folder {path}")
         refuse_agent(folder.path)
+        refuse_checkpoint(folder.path)
         if not folder.config.is_file():
             raise ConfigError(f"{path} is not a run folder: it has no {SETTINGS}")
         return folder
