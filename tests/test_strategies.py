@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from groupwise.config.sections import EngineConfig, LoraConfig, ModelConfig
+from groupwise.config.tools import ToolsConfig
 from groupwise.engine.engine import Engine
 from groupwise.errors import ConfigError
+from groupwise.evaluate.held_out import evaluate
 from groupwise.evaluate.spending import spend
 from groupwise.evaluate.strategies import Draws, Judge, plain_judge, strategy_named, task_judge
 from groupwise.evaluate.strategies.budget import budget_forcing
@@ -18,7 +21,10 @@ from groupwise.evaluate.strategies.preference import preference_optimization
 from groupwise.evaluate.strategies.several import best_of, self_consistency
 from groupwise.model.load import load_policy
 from groupwise.records import Completion, Example, Request, Rollout, Sampling
+from groupwise.rollout.collect import Tools
 from groupwise.tasks.countdown import countdown
+from groupwise.tasks.search_qa import search_qa
+from groupwise.tasks.task import Task
 
 QUESTION = [{"role": "user", "content": "2 + 2?"}]
 
@@ -56,6 +62,18 @@ class Script:
             tokens, finish = tokens[: sampling.max_tokens], "length"
         sure = tuple(-0.1 * (member + 1) for _ in tokens)
         return Completion(tokens=tokens, logprobs=sure, entropies=sure, finish=finish)  # type: ignore[arg-type]
+
+
+class TalkingScript(Script):
+    """The same with tools, whose results it reads as they are."""
+
+    def encode(self, prompt: Any, *, tools: Any = ()) -> tuple[int, ...]:
+        return super().encode(prompt)
+
+    def encode_all_results(
+        self, turns: Sequence[Sequence[str]], *, prefill: str, ended: bool
+    ) -> list[tuple[int, ...]]:
+        return [tuple("".join(results).encode()) for results in turns]
 
 
 def draws(script: Script, **sampling: Any) -> Draws:
@@ -197,6 +215,51 @@ def test_every_strategy_answers_puzzles_with_a_real_policy_the_same_each_time():
     for name in ("single", "self-consistency:3", "best-of:3", "budget:1", "tpo:1"):
         assert found(name) == found(name)
     assert found("best-of:3")[0] == found("self-consistency:3")[0] > found("single")[0]
+
+
+def test_strategies_run_the_tools_of_a_task_as_greedy_evaluation_does():
+    policy = load_policy(ModelConfig(name="tiny-search", device="cpu"), LoraConfig(r=0))
+    task, sampling = search_qa(), Sampling(max_tokens=64)
+    engine, examples = Engine(policy, EngineConfig()), task.examples.held_out(8)  # type: ignore[union-attr]
+    tools = Tools.of(task.tools, ToolsConfig())
+    measured = evaluate(
+        task, examples, codec=policy, engine=engine, sampling=sampling, samples=1, seed=0, seconds=5.0,
+        tools=tools,
+    )  # fmt: skip
+    drawing = Draws(codec=policy, engine=engine, sampling=sampling, seed=0, tools=tools)
+
+    def right(name: str) -> tuple[bool, ...]:
+        return spend(strategy_named(name), task, examples, draws=drawing, seconds=5.0).right
+
+    assert right("single") == measured.greedy_right
+    assert any(measured.greedy_right)
+    assert sum(right("best-of:4")) >= sum(right("self-consistency:4"))  # it chooses by the rewards
+    assert len(right("tpo:1")) == 8
+    with pytest.raises(ConfigError, match="strategy budget cannot be used with tools; take one of single"):
+        strategy_named("budget:2", tools=True)
+
+
+def test_each_answer_of_a_strategy_works_on_a_state_of_its_own_example():
+    def count_up(state: dict[str, int]) -> str:
+        """Count up."""
+        state["n"] += 1
+        return str(state["n"])
+
+    call = '<tool_call>{"name": "count_up", "arguments": {}}</tool_call>'
+    script = TalkingScript(lambda prompt, member, sampling: prompt[-1] if prompt[-1].isdigit() else call)
+    task = Task(
+        name="counting",
+        examples=[{"n": 3}, {"n": 7}],
+        prompt=lambda example: "count",
+        rewards={"right": lambda rollout, example: float(rollout.text == str(example["n"] + 1))},
+        tools=[count_up],
+        state=lambda example: {"n": example["n"]},
+    )
+    tools = Tools.of(task.tools, ToolsConfig(), state=task.state)
+    examples = [Example(row) for row in task.examples]  # type: ignore[union-attr]
+    drawing = replace(draws(script, max_tokens=100), tools=tools)
+    for name in ("single", "best-of:2"):
+        assert spend(strategy_named(name), task, examples, draws=drawing, seconds=5.0).right == (True, True)
 
 
 def test_a_task_judges_by_its_own_rewards():

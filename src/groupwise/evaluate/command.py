@@ -80,7 +80,8 @@ def evaluate_command(
     from groupwise.evaluate.saved import make_writable
     from groupwise.evaluate.strategies import strategy_named
 
-    strategies = {name: strategy_named(name) for name in wish.strategies}
+    tools = any(exam.task.tools for exam in exams)
+    strategies = {name: strategy_named(name, tools=tools) for name in wish.strategies}
     if (folder := folder_for(found, wish)) is not None:
         make_writable(folder)
     policy, engine = load_target(found, settings(found, overrides).resolve())
@@ -253,8 +254,15 @@ def spendings(
     """Return what each test-time strategy reaches and spends."""
     from groupwise.evaluate.spending import spend
     from groupwise.evaluate.strategies import Draws
+    from groupwise.rollout.collect import Tools
 
-    draws = Draws(codec=policy, engine=engine, sampling=exam.sampling, seed=exam.seed)
+    draws = Draws(
+        codec=policy,
+        engine=engine,
+        sampling=exam.sampling,
+        seed=exam.seed,
+        tools=Tools.of(exam.task.tools, exam.tools, state=exam.task.state),
+    )
     found = {
         name: spend(strategy, exam.task, exam.examples, draws=draws, seconds=exam.reward_seconds)
         for name, strategy in strategies.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from groupwise.evaluate.statistics import Interval, wilson
@@ -29,6 +29,7 @@ def spend(
 ) -> Spending:
     """Answer every example by a strategy and score what it settles on, by the verifier of training."""
     judge = task_judge(task, examples, seconds=seconds)
+    draws = replace(draws, examples=examples)
     answers = strategy([task.ask(example) for example in examples], draws, judge)
     right = []
     for example, answer in zip(examples, answers, strict=True):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from groupwise.records import Example, Rollout, Sampling
-from groupwise.rollout.collect import Codec, Generate, collect
+from groupwise.rollout.collect import Codec, Generate, Tools, collect
 from groupwise.tasks.task import Prompt
 
 if TYPE_CHECKING:
@@ -32,21 +32,41 @@ class Draws:
     engine: Generate
     sampling: Sampling
     seed: int
+    tools: Tools | None = None
+    """What the policy may call while it answers. None: it answers in one turn."""
+    examples: Sequence[Example] = ()
+    """What the prompts ask about, in their order, for tools that work on a state of each."""
 
     def draw(
-        self, prompts: Sequence[Prompt], *, count: int, purpose: str, sampling: Sampling | None = None
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        count: int,
+        purpose: str,
+        sampling: Sampling | None = None,
+        call_tools: bool = True,
     ) -> list[list[Rollout]]:
-        """Return `count` answers to each prompt; their noise derives from seed, purpose and prompt."""
+        """Return `count` answers to each prompt; their noise derives from seed, purpose and prompt.
+
+        An answer is a whole conversation where there are tools, unless `call_tools` is off.
+        """
         if not prompts:
             return []
+        tools = self.tools if call_tools else None
+        asked = [Example({"prompt": prompt}) for prompt in prompts]
+        if tools is not None and (state := tools.state) is not None:
+            about = zip(prompts, self.examples, strict=True)
+            asked = [Example({"prompt": prompt, "about": dict(example)}) for prompt, example in about]
+            tools = replace(tools, state=lambda example: state(Example(example["about"])))
         groups = collect(
-            [Example({"prompt": prompt}) for prompt in prompts],
+            asked,
             ask=lambda example: example["prompt"],
             codec=self.codec,
             engine=self.engine,
             sampling=sampling or self.sampling,
             group_size=count,
             seed_parts=(self.seed, purpose),
+            tools=tools,
         )
         return [list(group.rollouts) for group in groups]
 

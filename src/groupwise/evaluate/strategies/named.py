@@ -22,11 +22,21 @@ STRATEGIES: Mapping[str, tuple[Callable[[int], Strategy], int]] = {
 """Each with what its number is by default: answers, answers, answers, waits, rounds."""
 
 
-def strategy_named(name: str) -> Strategy:
-    """Return the strategy of a name such as `self-consistency`, or `self-consistency:16`."""
+ONE_TURN = ("budget",)
+"""Strategies that rewrite a reply while it is written, which a conversation with tools does not allow."""
+
+
+def strategy_named(name: str, *, tools: bool = False) -> Strategy:
+    """Return the strategy of a name such as `self-consistency`, or `self-consistency:16`.
+
+    `tools`: whether the policy calls tools while it answers.
+    """
     kind, colon, text = name.partition(":")
     if kind not in STRATEGIES:
         raise ConfigError(f"unknown strategy {kind!r}{closest(kind, STRATEGIES)}")
+    if tools and kind in ONE_TURN:
+        others = ", ".join(other for other in STRATEGIES if other not in ONE_TURN)
+        raise ConfigError(f"the strategy {kind} cannot be used with tools; take one of {others}")
     make, number = STRATEGIES[kind]
     if colon:
         if not text.isdecimal():

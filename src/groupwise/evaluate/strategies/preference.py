@@ -30,10 +30,10 @@ def preference_optimization(rounds: int, *, count: int = 4) -> Strategy:
         pools = [Pool(prompt, number, judge) for number, prompt in enumerate(prompts)]
         take(pools, draws.draw(prompts, count=count, purpose="several"))
         for turn in range(rounds):
-            compared = draws.draw([pool.compare() for pool in pools], count=1, purpose=f"compare {turn}")
-            advised = draws.draw([advise(note) for (note,) in compared], count=1, purpose=f"advise {turn}")
-            for pool, (note,), (advice,) in zip(pools, compared, advised, strict=True):
-                pool.tokens += note.length + advice.length
+            compared = note(draws, [pool.compare() for pool in pools], purpose=f"compare {turn}")
+            advised = note(draws, [advise(words) for (words,) in compared], purpose=f"advise {turn}")
+            for pool, (words,), (advice,) in zip(pools, compared, advised, strict=True):
+                pool.tokens += words.length + advice.length
             retries = [retry(pool.prompt, advice) for pool, (advice,) in zip(pools, advised, strict=True)]
             take(pools, draws.draw(retries, count=count, purpose=f"retry {turn}"))
         return [Answer(rollout=pool.best, tokens=pool.tokens) for pool in pools]
@@ -62,6 +62,11 @@ class Pool:
     def compare(self) -> Prompt:
         worst = min(self.scored, key=lambda one: one[0])[1]
         return COMPARE.format(question=question_in(self.prompt), best=self.best.text, worst=worst.text)
+
+
+def note(draws: Draws, prompts: Sequence[Prompt], *, purpose: str) -> list[list[Rollout]]:
+    """Let the policy write about answers: one turn, in which there is nothing to look up."""
+    return draws.draw(prompts, count=1, purpose=purpose, call_tools=False)
 
 
 def take(pools: Sequence[Pool], drawn: Sequence[Sequence[Rollout]]) -> None:
