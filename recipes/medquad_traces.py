@@ -24,14 +24,10 @@ from groupwise.records import Example
 from groupwise.retrieval.index import Index
 from groupwise.rollout.collect import Tools
 from groupwise.tasks import Task, load_task
-from groupwise.tasks.medquad import PREFILL, as_found
+from groupwise.tasks.medquad import COPIED, PREFILL, as_found, beginning
 
 KEPT = 0.5
 """Share of a question's words in a search."""
-LONGEST_ANSWER = 450
-"""Characters of a right answer that a trace gives."""
-COPIED = 50
-"""Characters at its beginning that must stand in what the search returned."""
 ASKED_TOGETHER = 512
 """Searches of traces in one batch."""
 
@@ -59,13 +55,6 @@ def careless(rng: random.Random, question: str, *, kept: float) -> str:
     """Return some of a question's words, at least one."""
     words = question.rstrip("? ").split()
     return " ".join(word for word in words if rng.random() < kept) or rng.choice(words)
-
-
-def beginning(answer: str) -> str:
-    """Return the first sentences of an answer."""
-    cut = answer[:LONGEST_ANSWER]
-    stop = max(cut.rfind(". "), cut.rfind(".\n"))
-    return cut[: stop + 1] if len(answer) > LONGEST_ANSWER and stop > COPIED else cut
 
 
 def conversation(task: Task, example: Example, query: str, read: str, answer: str) -> list[dict[str, str]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,8 @@ from groupwise.rollout.calls import read_calls
 from groupwise.rollout.toolbox import Toolbox
 from groupwise.tasks import load_task
 from groupwise.tasks.medquad import close_enough
+from groupwise.tasks.demonstration import turns_of
+from groupwise.tasks.verify import check
 
 DOCUMENTS = [
     Document("fever", "Fever is a high temperature."),
@@ -67,6 +71,24 @@ def test_a_search_and_an_answer_are_rewarded(task):
         turns=(Turn(text=text, calls=(Call(name="x"),)),),
     )  # fmt: skip
     assert task.rewards["f1"](empty, example) == 0.0
+
+
+@pytest.mark.parametrize("think", [True, False])
+def test_a_worked_answer_searches_once_and_answers_from_what_was_found(task, tmp_path, think):
+    index = str(tmp_path / "index")
+    task = load_task(TaskConfig(name="medquad", options={"index": index, "results": 1, "think": think}))
+    fever, short = (Example(row) for row in task.examples)
+    messages = task.worked(fever, random.Random(0))
+    asks, answers = turns_of(messages)
+    assert asks.calls[0].result == "[fever] Fever is a high temperature."
+    begun = "" if think else "<think>\n"
+    assert answers.text == f"{begun}The documents answer this.\n</think>\nFever is a high temperature."
+    toolbox = Toolbox.of(task.tools, seconds=5.0, characters=1000)
+    made = toolbox.answer(read_calls(asks.text), allowed=1)
+    scored = check(task, answers.text, fever, seconds=5.0, turns=(replace(asks, calls=made), answers))
+    assert [scored.parts[name] for name in ("mrr", "format", "once", "close")] == [1.0] * 4
+    # An answer that stands in nothing that was found is not imitated.
+    assert task.worked(Example({**short, "answers": ["Something else."]}), random.Random(0)) is None
 
 
 def test_without_an_index_there_is_one_sentence(tmp_path):

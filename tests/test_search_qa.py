@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
 
 from groupwise.config import read_config
+from groupwise.config.sections import TaskConfig
 from groupwise.errors import ConfigError
 from groupwise.records import Call, Example, Rollout, Turn
+from groupwise.rollout.calls import read_calls
+from groupwise.rollout.toolbox import Toolbox
 from groupwise.tasks import load_task
+from groupwise.tasks.demonstration import turns_of
 from groupwise.tasks.search_qa import Questions, search_qa
 from groupwise.tasks.search_world import QUESTIONS, make_world
+from groupwise.tasks.verify import check
 from groupwise.tracking.rollouts import read_rollouts
+from groupwise.training.curriculum import check_kinds, kind_of
+from small_runs import run_command
 
 
 def test_every_answer_follows_from_the_documents_that_the_question_needs():
@@ -55,6 +63,40 @@ def test_rewards_of_a_conversation_by_hand():
     assert values == {"answer": 1.0, "mrr": (0.5 + 1.0) / 2, "format": 0.5}
 
 
+def test_a_worked_answer_searches_for_every_hop_and_earns_every_reward():
+    task = search_qa()
+    toolbox = Toolbox.of(task.tools, seconds=5.0, characters=4000)
+    hops = set()
+    for index in range(40):
+        example = task.examples.train(index, seed=0)  # type: ignore[union-attr]
+        messages = task.worked(example, random.Random(index))  # type: ignore[misc]
+        if messages is None:
+            continue
+        turns = []
+        for turn in turns_of(messages):
+            calls = toolbox.answer(read_calls(turn.text), allowed=1)
+            assert [call.result for call in calls] == [call.result for call in turn.calls]
+            turns.append(Turn(text=turn.text, calls=calls))
+        hops.add(len(turns) - 1)
+        scored = check(task, turns[-1].text, example, seconds=5.0, turns=tuple(turns))
+        assert (scored.parts["answer"], scored.parts["format"]) == (1.0, 1.0)
+        assert scored.parts["mrr"] >= 1 / 3
+    assert hops == {1, 2, 3}
+
+
+def test_a_warm_start_on_worked_answers_does_not_unlearn_to_search(tmp_path):
+    ended = run_command(
+        "sft", "--task", "search_qa", "--model", "tiny-search", "--max-steps", "6", "--output-dir",
+        str(tmp_path), "--no-trackio", "task.held_out=16", "evaluate.samples=1", "evaluate.every=0",
+        "sft.batch=8", "model.device=cpu", "run.name=run",
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    results = (tmp_path / "run" / "eval" / f"{when}.json" for when in ("before", "after"))
+    before, after = (json.loads(result.read_text())["eval/greedy"] for result in results)
+    assert before > 0.3
+    assert after > before - 0.2
+
+
 @pytest.mark.parametrize(
     ("option", "sentence"),
     [
@@ -74,6 +116,14 @@ def test_an_option_that_makes_no_sense_is_refused_with_one_sentence(option, sent
     with pytest.raises(ConfigError) as caught:
         load_task(config.task)
     assert str(caught.value) == sentence
+
+
+def test_a_curriculum_tells_questions_apart_by_their_hops():
+    task = search_qa()
+    split = task.split(TaskConfig(name="search_qa", held_out=4), 0)
+    check_kinds(task, split)
+    assert {kind_of(task, split.at(n)) for n in range(40)} == {"hops 1", "hops 2", "hops 3"}
+    assert task.difficulty(Example({"question": "?"})) is None  # type: ignore[misc]
 
 
 def test_questions_take_as_many_hops_as_the_options_say():

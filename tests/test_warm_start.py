@@ -22,7 +22,14 @@ from groupwise.rewards.arithmetic import evaluate_expression
 from groupwise.rewards.tags import final_answer, is_well_formed
 from groupwise.rollout.tools import tool_of
 from groupwise.tasks.countdown import countdown
-from groupwise.tasks.demonstration import Demonstration, SampledTokens, of_rollout, of_row
+from groupwise.tasks.demonstration import (
+    Demonstration,
+    SampledTokens,
+    fault_in,
+    of_rollout,
+    of_row,
+    turns_of,
+)
 from groupwise.tasks.demonstrations import ROLLOUT_COLUMNS, best_answers, held_out_of, plan_warm_start
 from groupwise.tasks.load import load_task
 from groupwise.tracking.rollouts import write_rollouts
@@ -90,6 +97,88 @@ def test_a_demonstration_with_tools_is_laid_out_as_a_rollout_is(small_policy):
     read = small_policy.encode_results(["e"], prefill="", ended=True)
     assert tokens == (*prompt, *wrote[0], *read, *wrote[1])
     assert [token for token, own in zip(tokens, trained, strict=True) if own] == [*wrote[0], *wrote[1]]
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"query": "x"}'}}
+CALLED = '<tool_call>\n{"name": "look", "arguments": {"query": "x"}}\n</tool_call>'
+
+
+def test_a_worked_answer_with_calls_is_laid_out_as_a_rollout_that_begins_every_turn(small_policy):
+    prompt = [{"role": "user", "content": "Hm"}, {"role": "assistant", "content": "<think>"}]
+    answer = [
+        {"role": "assistant", "content": " a</think>", "tool_calls": [CALL]},
+        {"role": "tool", "content": "e"},
+        {"role": "assistant", "content": " c</think> d"},
+    ]
+    turns = turns_of(answer)
+    shown = [tool_of(look).schema]
+    demonstration = Demonstration(prompt=prompt, completion=turns[-1].text, turns=turns, tools=shown)
+    whole, trained = parts(small_policy, demonstration)
+    assert trained == [f" a</think>\n{CALLED}<|im_end|>", " c</think> d<|im_end|>"]
+    tokens = encode(small_policy, demonstration)[0]
+    given = small_policy.encode(prompt, tools=shown)
+    assert tokens[: len(given)] == given
+    assert '"name": "look", "description": "Look something up."' in whole  # the tools are in the prompt
+    assert whole.endswith("<tool_response>\ne\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+                          "<think> c</think> d<|im_end|>")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ([{"role": "user", "content": "a"}], "roles assistant and tool"),
+        ([{"role": "tool", "content": "a"}], "roles assistant and tool"),
+        ([{"role": "assistant", "content": "", "tool_calls": [CALL]}], "1 tool calls and 0 results"),
+        (
+            [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}],
+            "0 tool calls and 1 results",
+        ),
+        ([{"role": "assistant", "content": "a"}] * 2, "every turn but the last calls a tool"),
+        (
+            [{"role": "assistant", "content": CALLED}, {"role": "tool", "content": "b"}],
+            "every turn but the last calls a tool",
+        ),
+    ],
+)
+def test_a_worked_answer_that_no_rollout_could_be_is_refused(answer, reason):
+    with pytest.raises(ConfigError, match=reason):
+        turns_of(answer)
+
+
+def test_calls_in_the_form_of_openai_are_trained_as_text_where_the_template_knows_no_tools(small_policy):
+    messages = [
+        {"role": "user", "content": "Hm"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]},
+        {"role": "tool", "tool_call_id": "1", "content": "e"},
+        {"role": "tool", "tool_call_id": "1", "content": "f"},
+        {"role": "assistant", "content": "d"},
+    ]
+    for row in (messages, [{k: v for k, v in m.items() if v is not None} for m in messages]):
+        assert fault_in(Example({"messages": row})) is None
+        whole, trained = parts(small_policy, of_row(Example({"messages": row})))
+        assert trained == [f"{CALLED}\n{CALLED}<|im_end|>", "d<|im_end|>"]
+        assert "<tool_response>\ne\n</tool_response>\n<tool_response>\nf\n</tool_response>" in whole
+
+
+def test_a_template_that_knows_tools_is_given_the_arguments_of_a_call_as_an_object():
+    row = Example({"messages": [
+        {"role": "user", "content": "Hm"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "e"},
+        {"role": "assistant", "content": "d", "tool_calls": None},
+    ]})  # fmt: skip
+    completion = of_row(row).completion
+    assert isinstance(completion, tuple)
+    assert completion[0]["tool_calls"][0]["function"] == {"name": "look", "arguments": {"query": "x"}}
+    assert "tool_calls" not in completion[2]
+
+
+def test_a_task_with_tools_and_without_worked_answers_is_refused(run_with_tools):
+    words = [f"{run_with_tools.parent}/task.py"]
+    with pytest.raises(
+        ConfigError, match=r"task t has tools and no worked answers: .* give the task worked="
+    ):
+        plan_warm_start(sft_config(words, config=None, resume=None, given={"max_steps": 1}, flags={}))
 
 
 def test_an_answer_that_the_template_rewrites_later_is_not_trained(small_policy):
@@ -366,6 +455,15 @@ def test_a_reward_that_nobody_earned_is_refused(finished):
         ({"messages": [{"role": "user", "content": "a"}]}, "end with the assistant's"),
         ({"messages": "a"}, "a list of messages"),
         ({"prompt": "a", "completion": [{"role": "user", "content": "b"}]}, "no message of the assistant's"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {"role": "assistant", "tool_calls": [{"name": 3}]},
+                ]
+            },
+            "tool_calls must be a list of",
+        ),
         ({"prompt": "a", "completion": "b", "tools": "look"}, "tools must be a list"),
         ({"prompt": "a", "completion": "b", "tools": '{"name": "look"}'}, "tools must be a list"),
     ],

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from groupwise.errors import ConfigError
 from groupwise.learner.supervised import masked_sample
 from groupwise.model.policy import Policy
-from groupwise.model.template import render
+from groupwise.model.template import knows_tools, render
 from groupwise.records import Sample
-from groupwise.tasks.demonstration import Demonstration
+from groupwise.rollout.converse import prefill_of
+from groupwise.tasks.demonstration import Demonstration, written
 
 
 def to_samples(policy: Policy, demonstrations: Sequence[Demonstration], *, longest: int) -> list[Sample]:
@@ -43,6 +44,8 @@ def encode(policy: Policy, demonstration: Demonstration) -> tuple[tuple[int, ...
     """
     if isinstance(demonstration.completion, tuple):
         return joined(policy, list(stretches(policy, demonstration)))
+    if demonstration.turns:
+        return encode_turns(policy, demonstration)
     prompt = policy.encode(demonstration.prompt, tools=demonstration.tools)
     sampled = demonstration.sampled
     if sampled is not None and sampled.tokens[: sampled.prompt_length] == prompt:
@@ -55,6 +58,20 @@ def encode(policy: Policy, demonstration: Demonstration) -> tuple[tuple[int, ...
         )
     answer = (*policy.encode_text(demonstration.completion, special=False), end_token(policy))
     return (*prompt, *answer), (False,) * len(prompt) + (True,) * len(answer)
+
+
+def encode_turns(policy: Policy, demonstration: Demonstration) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    """Lay out turns as the tokens of a rollout: the policy's own are trained, not what it reads."""
+    tokens = list(policy.encode(demonstration.prompt, tools=demonstration.tools))
+    trained = [False] * len(tokens)
+    prefill = prefill_of(demonstration.prompt)
+    for turn in demonstration.turns:
+        wrote = (*policy.encode_text(turn.text, special=False), end_token(policy))
+        results = [call.result for call in turn.calls]
+        read = policy.encode_results(results, prefill=prefill, ended=True) if results else ()
+        tokens += (*wrote, *read)
+        trained += [True] * len(wrote) + [False] * len(read)
+    return tuple(tokens), tuple(trained)
 
 
 def stretches(policy: Policy, demonstration: Demonstration) -> Iterator[tuple[str, bool]]:
@@ -72,6 +89,8 @@ def stretches(policy: Policy, demonstration: Demonstration) -> Iterator[tuple[st
     given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     messages = [*given, *demonstration.completion]
     tokenizer, tools = policy.tokenizer, demonstration.tools
+    if not knows_tools(tokenizer):  # such a template would leave the calls out
+        messages = [{"role": m["role"], "content": written(m)} if "tool_calls" in m else m for m in messages]
     whole = render(tokenizer, messages, tools=tools, more=False)
     ending = policy.tokenizer.eos_token or ""
     done = 0

@@ -44,6 +44,12 @@ def read_calls(text: str) -> list[Wish]:
     return wishes
 
 
+def write_call(name: str, arguments: Mapping[str, Any]) -> str:
+    """Write a call in the form that `read_calls` reads."""
+    call = json.dumps({"name": name, "arguments": dict(arguments)}, ensure_ascii=False)
+    return f"{OPEN}\n{call}\n{CLOSE}"
+
+
 def is_bare_call(text: str) -> bool:
     """Tell whether a whole turn is one JSON object that names a tool and its parameters."""
     text = text.strip()

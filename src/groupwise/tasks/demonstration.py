@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupwise.errors import ConfigError
-from groupwise.records import Example, Message
+from groupwise.records import Call, Example, Message, Turn
+from groupwise.rollout.calls import read_calls, write_call
 from groupwise.tasks.task import Prompt, is_prompt
 
 
@@ -41,6 +42,8 @@ class Demonstration:
     tools: Sequence[Mapping[str, Any]] = ()
     """Descriptions of the tools that the chat template shows."""
     sampled: SampledTokens | None = None
+    turns: tuple[Turn, ...] = ()
+    """The turns of an answer that calls tools, laid out as a rollout is; the completion is the last one's."""
 
 
 def check_rows(rows: Sequence[Example], *, source: str) -> None:
@@ -56,8 +59,10 @@ def fault_in(row: Example) -> str | None:
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
         return "tools must be a list of descriptions, or one as JSON"
     if "messages" in row:
-        if not is_prompt(row["messages"]) or isinstance(row["messages"], str):
+        if not is_chat(row["messages"]) or isinstance(row["messages"], str):
             return "messages must be a list of messages with role and content"
+        if fault := fault_in_calls(row["messages"]):
+            return fault
         roles = [message["role"] for message in row["messages"]]
         if roles[-1] != "assistant" or roles[0] == "assistant":
             return "messages must begin with the user's (or the system's) and end with the assistant's"
@@ -66,12 +71,90 @@ def fault_in(row: Example) -> str | None:
         return f"a demonstration has the columns prompt and completion, or messages; this has {sorted(row)}"
     if not is_prompt(row["prompt"]):
         return "prompt must be text, or messages with role and content"
-    if not is_prompt(row["completion"]):
-        return "completion must be text, or messages with role and content"
     answers = row["completion"]
+    if not is_chat(answers):
+        return "completion must be text, or messages with role and content"
+    if not isinstance(answers, str) and (fault := fault_in_calls(answers)):
+        return fault
     if not isinstance(answers, str) and all(message["role"] != "assistant" for message in answers):
         return "completion has no message of the assistant's: there is nothing to imitate"
     return None
+
+
+def is_chat(messages: object) -> bool:
+    """Tell whether this is text, or messages; one with tool calls may come without content."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        return is_prompt(messages)
+    return is_prompt(
+        [{"content": None, **m} if isinstance(m, Mapping) and calls_in(m) else m for m in messages]
+    )
+
+
+def calls_in(message: Mapping[str, Any]) -> Any:
+    return message.get("tool_calls") or ()
+
+
+def fault_in_calls(messages: Sequence[Message]) -> str | None:
+    """Say what is wrong with the tool calls of a chat, if anything is."""
+    for message in messages:
+        calls = calls_in(message)
+        if not isinstance(calls, Sequence) or any(read_tool_call(call) is None for call in calls):
+            return (
+                'tool_calls must be a list of {"function": {"name": …, "arguments": …}} with the arguments '
+                f"a JSON object; got {str(calls)[:80]}"
+            )
+    return None
+
+
+def read_tool_call(call: Any) -> tuple[str, Mapping[str, Any]] | None:
+    """Return the name and arguments of a call as OpenAI's interface has them, None where it is no call."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        return None
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        with suppress(ValueError):
+            arguments = json.loads(arguments)
+    return (function["name"], arguments) if isinstance(arguments, Mapping) else None
+
+
+def written(message: Message) -> str:
+    """Return a message of the assistant's as text, its tool calls in the form that rollouts read."""
+    text = message.get("content") or ""
+    calls = [read_tool_call(call) for call in calls_in(message)]
+    parts = [write_call(*call) for call in calls if call is not None]
+    between = "\n" if text and parts and not text.endswith("\n") else ""
+    return f"{text}{between}" + "\n".join(parts)
+
+
+def turns_of(messages: Sequence[Message]) -> tuple[Turn, ...]:
+    """Read an answer that calls tools as the turns of a rollout, or raise ConfigError.
+
+    Example: [assistant with a call, tool, assistant] -> two turns, the first with its call and the result.
+    """
+    turns: list[Turn] = []
+    results: list[list[str]] = []
+    for message in messages:
+        if message["role"] == "assistant":
+            turns.append(Turn(text=written(message)))
+            results.append([])
+        elif message["role"] == "tool" and turns:
+            results[-1].append(str(message["content"]))
+        else:
+            raise ConfigError("an answer has messages of the roles assistant and tool, the assistant's first")
+    for number, (turn, given) in enumerate(zip(turns, results, strict=True)):
+        calls = read_calls(turn.text)
+        if any(call.error for call in calls) or len(calls) != len(given):
+            raise ConfigError(
+                f"a turn has {len(calls)} tool calls and {len(given)} results: {turn.text[:80]!r}"
+            )
+        if bool(calls) == (number == len(turns) - 1):
+            raise ConfigError(
+                f"every turn but the last calls a tool, and the last does not: {turn.text[:80]!r}"
+            )
+        made = (Call(name=c.name, arguments=c.arguments, result=r) for c, r in zip(calls, given, strict=True))
+        turns[number] = Turn(text=turn.text, calls=tuple(made))
+    return tuple(turns)
 
 
 def tools_in(row: Example) -> Any:
@@ -99,8 +182,17 @@ def of_row(row: Example) -> Demonstration:
 
 
 def without_nulls(message: Mapping[str, Any]) -> Message:
-    """Parquet gives every message every key; templates ask whether a key is there."""
-    return {key: value for key, value in message.items() if value is not None or key == "content"}
+    """Parquet gives every message every key; templates ask whether a key is there.
+
+    OpenAI's interface has the arguments of a call as JSON text; templates read them as an object.
+    """
+    kept = {key: value for key, value in message.items() if value is not None or key == "content"}
+    if not calls_in(message):
+        return kept
+    calls = [read_tool_call(call) for call in calls_in(message)]
+    functions = [{"name": call[0], "arguments": call[1]} for call in calls if call is not None]
+    as_objects = [{"type": "function", "function": function} for function in functions]
+    return {"content": None, **kept, "tool_calls": as_objects}
 
 
 def of_rollout(row: Example, *, tools: Sequence[Mapping[str, Any]] = ()) -> Demonstration:

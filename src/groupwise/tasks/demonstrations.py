@@ -16,7 +16,16 @@ from groupwise.errors import ConfigError
 from groupwise.records import Example
 from groupwise.rewards.score import weighted_sum
 from groupwise.rollout.tools import tool_of
-from groupwise.tasks.demonstration import Demonstration, SampledTokens, check_rows, of_rollout, of_row
+from groupwise.tasks.demonstration import (
+    Demonstration,
+    SampledTokens,
+    check_rows,
+    fault_in_calls,
+    is_chat,
+    of_rollout,
+    of_row,
+    turns_of,
+)
 from groupwise.tasks.examples import load_examples
 from groupwise.tasks.load import load_task
 from groupwise.tasks.split import MAX_HELD_OUT_SHARE, Split, by_fingerprint, split_rows
@@ -113,7 +122,7 @@ def demonstrations_for(config: Config, task: Task | None) -> Demonstrations:
     """Return what the configuration says to imitate."""
     held_out = set() if task is None else {same_prompt(task.ask(e)) for e in held_out_of(config, task)}
     if config.sft.from_run is not None:
-        tools = () if task is None else tuple(tool_of(function).schema for function in task.tools)
+        tools = () if task is None else schemas_of(task)
         rows = best_answers(config, weights={} if task is None else task.weights)
         return of_rows(rows, config=config, held_out=held_out, make=partial(of_rollout, tools=tools))
     if config.sft.data is not None:
@@ -130,10 +139,29 @@ def held_out_of(config: Config, task: Task) -> tuple[Example, ...]:
 
 def of_task(task: Task, *, config: Config) -> Demonstrations:
     """Worked answers to the task's training examples, or its golds where it has no others."""
+    if task.tools and task.worked is None:
+        raise ConfigError(
+            f"task {task.name} has tools and no worked answers: its gold answers call no tool, and imitating "
+            "them would teach the policy not to; give the task worked=…, or imitate rows by --data"
+        )
+    tools = schemas_of(task)
 
     def make(example: Example, rng: random.Random) -> Demonstration | None:
         answer = gold_of(task, example) if task.worked is None else task.worked(example, rng)
-        return None if answer is None else Demonstration(prompt=task.ask(example), completion=answer)
+        if answer is None:
+            return None
+        if isinstance(answer, str):
+            return Demonstration(prompt=task.ask(example), completion=answer, tools=tools)
+        if not is_chat(answer) or fault_in_calls(answer):
+            raise ConfigError(
+                f"task {task.name}: worked must return text, or messages with role and content; "
+                f"got {str(answer)[:80]!r}"
+            )
+        try:
+            turns = turns_of(answer)
+        except ConfigError as error:
+            raise ConfigError(f"task {task.name}: worked: {error}") from None
+        return Demonstration(prompt=task.ask(example), completion=turns[-1].text, tools=tools, turns=turns)
 
     split = task.split(config.task, config.run.seed)
     probe = Demonstrations(split=split, make=make, seed=config.run.seed)
@@ -141,6 +169,11 @@ def of_task(task: Task, *, config: Config) -> Demonstrations:
     if not any(tries):
         raise ConfigError(f"task {task.name}: none of its first 64 examples has a worked answer")
     return probe
+
+
+def schemas_of(task: Task) -> tuple[Mapping[str, Any], ...]:
+    """What prompts tell of a task's tools."""
+    return tuple(tool_of(function).schema for function in task.tools)
 
 
 def of_rows(

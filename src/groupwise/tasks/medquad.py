@@ -38,6 +38,10 @@ Every response begins with your reasoning between <think> and </think>, then the
 PREFILL = "<think>\n"
 CLOSE_ENOUGH = 0.3
 """F1 with the gold answer, words weighed by rarity, from which an answer counts as right."""
+LONGEST_ANSWER = 450
+"""Characters of a right answer that a worked answer gives."""
+COPIED = 50
+"""Characters at its beginning that must stand in what the search returned."""
 KINDS = {"index": str, "results": int, "shown": int, "think": bool, "judge": str | None, "judge_model": str}
 """What the value of each option must be."""
 
@@ -100,6 +104,7 @@ def medquad(
         weights={"close": 0.0, "recall": 0.0, "rouge_l": 0.0, "format": 0.5, "once": 0.5, "citation": 0.0},
         accuracy="close",
         gold=lambda example: f"I know.</think>\n{example['answers'][0]}",
+        worked=lambda example, rng: worked_search(example, search, think=think),
         tools=[search],
     )
 
@@ -137,6 +142,32 @@ def medical_prompt(example: Example, *, think: bool) -> list[Message]:
         {"role": "user", "content": example["question"]},
     ]
     return [*messages, {"role": "assistant", "content": PREFILL}] if think else messages
+
+
+def worked_search(example: Example, search: Callable[[str], Found], *, think: bool) -> list[Message] | None:
+    """Search for the question, then give the beginning of a right answer that stands in what was found.
+
+    None where no right answer stands there: the policy is to answer from what it reads.
+    """
+    query = example["question"].rstrip("? ")
+    read = search(query).text
+    answer = next((a for a in map(beginning, example["answers"]) if a[:COPIED] in read), None)
+    if answer is None:
+        return None
+    begun = "" if think else PREFILL  # the prompt begins every turn, or the turn begins itself
+    call = {"function": {"name": "search", "arguments": {"query": query}}}
+    return [
+        {"role": "assistant", "content": f"{begun}I look for {query}.\n</think>\n", "tool_calls": [call]},
+        {"role": "tool", "name": "search", "content": read},
+        {"role": "assistant", "content": f"{begun}The documents answer this.\n</think>\n{answer}"},
+    ]
+
+
+def beginning(answer: str) -> str:
+    """Return the first sentences of an answer."""
+    cut = answer[:LONGEST_ANSWER]
+    stop = max(cut.rfind(". "), cut.rfind(".\n"))
+    return cut[: stop + 1] if len(answer) > LONGEST_ANSWER and stop > COPIED else cut
 
 
 def gold_documents(example: Example) -> list[tuple[str, ...]]:

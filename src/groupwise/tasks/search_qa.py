@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from groupwise.config.checks import between
@@ -13,7 +13,7 @@ from groupwise.records import Example, Message, Rollout
 from groupwise.rewards.agent import mrr, thinks_every_turn
 from groupwise.rewards.tags import final_answer
 from groupwise.rollout.tools import Found
-from groupwise.tasks.search_world import QUESTIONS, World, make_world
+from groupwise.tasks.search_world import QUESTIONS, RELATIONS, World, make_world
 from groupwise.tasks.task import Task
 
 SYSTEM = (
@@ -55,7 +55,9 @@ def search_qa(*, world: int = 0, people: int = 480, hops: int | Sequence[int] = 
         weights={"mrr": 0.5, "format": 0.2},
         accuracy="answer",
         predicted=final_answer,
-        gold=lambda example: f"<think> {example['answer']}</think>\n<answer> {example['answer']}</answer>",
+        gold=last_turn,
+        worked=lambda example, rng: worked_search(example, rng, search),
+        difficulty=difficulty,
         tools=[search],
     )
 
@@ -70,6 +72,38 @@ def hop_counts(hops: object) -> list[int]:
 
 def search_prompt(example: Example) -> list[Message]:
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": example["question"]}]
+
+
+def last_turn(example: Example) -> str:
+    return f"<think> {example['answer']}</think>\n<answer> {example['answer']}</answer>"
+
+
+def worked_search(
+    example: Example, rng: random.Random, search: Callable[[str], Found]
+) -> list[Message] | None:
+    """Search for each hop's document, then answer; None where a search does not find its document."""
+    subject = example["documents"][0]
+    path = next(p for p, text in QUESTIONS.items() if text.format(s=f" {subject}") == example["question"])
+    messages: list[Message] = []
+    for entity, relation in zip(example["documents"], path, strict=True):
+        word = RELATIONS[relation]
+        queries = rng.sample([f" {entity}", f" {entity} {word}"], 2)
+        found = {query: search(query) for query in queries}
+        query = next((query for query in queries if entity in found[query].names), None)
+        if query is None:
+            return None
+        call = {"function": {"name": "search", "arguments": {"query": query}}}
+        thought = f"<think> {entity} {word}</think>\n"
+        messages += [
+            {"role": "assistant", "content": thought, "tool_calls": [call]},
+            {"role": "tool", "name": "search", "content": found[query].text},
+        ]
+    return [*messages, {"role": "assistant", "content": last_turn(example)}]
+
+
+def difficulty(example: Example) -> str | None:
+    """How many searches a question takes; None where the row does not say."""
+    return f"hops {example['hops']}" if "hops" in example else None
 
 
 def needed_documents(example: Example) -> list[tuple[str, ...]]:

@@ -56,8 +56,12 @@ class Task:
     """A completion that is right, by which rewards are tested. None: the column `answer` as it stands."""
     difficulty: Callable[[Example], str | None] | None = None
     """What makes examples alike to a curriculum, which learns how often each kind succeeds."""
-    worked: Callable[[Example, random.Random], str | None] | None = None
-    """An answer to imitate in a warm start, or None where an example has none. None: the gold."""
+    worked: Callable[[Example, random.Random], str | Sequence[Message] | None] | None = None
+    """An answer to imitate in a warm start, or None where an example has none. None: the gold.
+
+    Text is one turn. An answer that calls tools is a list of messages: the assistant's with `tool_calls`,
+    one of role `tool` for each result, and the assistant's last word. Each continues what the prompt begins.
+    """
     perfect: float | None = None
     """The reward of an answer with nothing left to improve; each one is kept to read."""
     tools: Sequence[Callable[..., Any]] = ()
