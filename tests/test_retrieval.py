@@ -387,6 +387,76 @@ def test_a_page_is_one_document_and_any_page_that_carries_a_question_is_gold(tmp
     ]
 
 
+def test_pages_of_different_urls_stay_apart_whatever_their_ids(tmp_path):
+    def row(number: str, source: str, url: str | None, question: str, **more: str) -> dict[str, object]:
+        names = {"document_id": number, "document_source": source, "document_url": url}
+        return {**names, "question": question, "answer": f"About {question}", **more}
+
+    rows = [
+        row("0000001", "NHLBI", "https://a.gov/angina", "Angina?"),
+        row("0000001", "ADAM", "https://b.gov/abscess", "Abscess?"),
+        row("0000001", "NHLBI", "https://a.gov/angina", "Symptoms?"),
+        row("0000002", "NHLBI", "https://a.gov/angina", "Causes?"),  # one page in two files
+        row("0000003", "GARD", None, "Graves?"),
+        row("0000003", "CDC", None, "Flu?"),
+        row("4", "CDC", "https://c.gov/1", "One?", doc="same"),
+        row("4", "CDC", "https://c.gov/2", "Two?", doc="same"),
+    ]
+    found = read_qa_set(lines(tmp_path / "qa.jsonl", rows))
+    assert [document.id for document in found.documents] == [
+        *("https://a.gov/angina", "https://b.gov/abscess", "GARD:0000003", "CDC:0000003"),
+        *("https://c.gov/1", "https://c.gov/2"),
+    ]
+    assert found.documents[0].text == "About Angina?\n\nAbout Symptoms?\n\nAbout Causes?"
+    assert {question.text: question.documents for question in found.questions}["Two?"] == ("https://c.gov/2",)
+
+
+MEDQUAD = Path(__file__).parents[2] / "shared" / "data" / "medquad.jsonl.gz"
+
+
+@pytest.mark.skipif(not MEDQUAD.exists(), reason="MedQuAD is not at hand")
+def test_medquad_has_a_document_for_every_url_also_under_the_names_of_the_hub(tmp_path):
+    with gzip.open(MEDQUAD, "rt", encoding="utf-8") as rows:
+        given = [json.loads(line) for line in rows]
+    hub = [
+        {
+            "document_id": row["doc"].partition(":")[2].partition("_")[0],  # repeats from source to source
+            "document_source": row["source"],
+            "document_url": row["url"],
+            "question": row["question"],
+            "answer": row["answer"],
+        }
+        for row in given
+    ]
+    found = read_qa_set(lines(tmp_path / "hub.jsonl", hub))
+    assert len(found.documents) == len({row["url"] for row in given}) == 5473
+    assert len(read_qa_set(MEDQUAD).documents) == 5473
+
+
+def test_the_gold_of_a_page_whose_text_another_has_is_that_other(tmp_path, capsys):
+    rows = [
+        {"question": "What is a fox?", "answer": "A red animal.", "doc": "p1", "split": "train"},
+        {"question": "Which animal is red?", "answer": "A red animal.", "doc": "p2", "split": "test"},
+        {"question": "What is the sea?", "answer": "Salt water.", "doc": "p3", "split": "test"},
+    ]
+    data, folder = lines(tmp_path / "qa.jsonl", rows), tmp_path / "index"
+    words = ["index", "build", "--data", str(data), "--output", str(folder), "--store", "files"]
+    assert cli.main(words) == 0
+    asked = {question.text: question.documents for question in own_questions(folder)}
+    assert asked == {"Which animal is red?": ("p1",), "What is the sea?": ("p3",)}
+    opened = Index.open(folder)
+    assert (opened.documents, opened.aliases) == (["p1", "p3"], {"p2": ["p1"]})
+    capsys.readouterr()
+    own = lines(tmp_path / "own.jsonl", [{"question": "red animal", "documents": ["p2"]}])
+    assert cli.main(["index", "eval", str(folder), "--questions", str(own), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["fused"]["mrr@5"], report["missing"]) == (1.0, [])
+    opened.delete(["p1"])
+    assert Index.open(folder).aliases == {}
+    opened.add([Document("p2", "A red animal."), Document("p4", "Salt water.")])
+    assert Index.open(folder).aliases == {"p4": ["p3"]}
+
+
 def test_an_answer_that_many_questions_share_is_no_target(tmp_path):
     rows = [{"question": f"Q{n}?", "answer": "See a doctor.", "doc": f"d{n}"} for n in range(12)]
     found = read_qa_set(lines(tmp_path / "qa.jsonl", rows))

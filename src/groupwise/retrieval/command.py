@@ -78,6 +78,7 @@ def build(
         choose=not {"dense_weight", "sparse_weight"} & chosen.keys(),
         progress=progress,
     )
+    questions = index.following(questions)
     if questions:
         write_questions(output / "questions.jsonl", questions)
     return report | {
@@ -156,7 +157,7 @@ def search(index: Path, query: str, *, count: int, **weights: Any) -> dict[str, 
 def evaluate(index: Path, *, questions: Path | None, count: int, **weights: Any) -> dict[str, Any]:
     opened = Index.open(index)
     if questions is not None:
-        asked = read_questions(questions)
+        asked = list(opened.following(read_questions(questions)))
     else:
         asked = own_questions(index, instead=", or give questions by --questions FILE.jsonl")
     if not asked:

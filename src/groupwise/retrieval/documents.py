@@ -122,33 +122,46 @@ def read_qa_set(path: Path, *, pages: Mapping[str, str] | None = None) -> QaSet:
     fetched page, or all of its answers. A question's gold is every document that carries it. Lists of
     links and answers that many questions share are no targets, though they are text to find.
     """
-    rows: list[dict[str, Any]] = []
-    by_page: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    contexts: dict[str, str] = {}
+    rows: list[tuple[str, dict[str, Any]]] = []
+    contexts: list[str] = []
     for where, row in located_rows(path):
         question, answer = (text_in(row, column, where=where) for column in ("question", "answer"))
         if question and answer:
-            rows.append(row)
-            name = page_of(row, where=where)
-            by_page[name].append(row)
-            contexts.setdefault(name, context_line(row, where=where))
+            rows.append((page_of(row, where=where), row))
+            contexts.append(context_line(row, where=where))
     if not rows:
         raise ConfigError(f"{path}: no row has a question and an answer")
+    rows = apart_by_url(rows)
+    by_page: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    first_context: dict[str, str] = {}
+    for (name, row), context in zip(rows, contexts, strict=True):
+        by_page[name].append(row)
+        first_context.setdefault(name, context)
     documents = []
     for name, members in by_page.items():
         url = url_of(members[0])
         text = pages.get(url) if pages is not None else joined(row["answer"] for row in members)
         if text:
-            documents.append(Document(name, text, contexts[name]))
+            documents.append(Document(name, text, first_context[name]))
     kept = {document.id for document in documents}
     return QaSet(tuple(documents), tuple(questions_of(rows, kept)))
 
 
 def page_of(row: Mapping[str, Any], *, where: str) -> str:
-    name = row.get("doc") or row.get("document_id") or url_of(row)
-    if not name:
+    """Return the name of a row's page; ids repeat from source to source, so the URL goes before them."""
+    if name := row.get("doc") or url_of(row):
+        return str(name)
+    if not row.get("document_id"):
         raise ConfigError(f"{where}: no `doc`, `url` or `document_url`; it has {', '.join(row)}")
-    return str(name)
+    return ":".join(str(row[column]) for column in ("document_source", "document_id") if row.get(column))
+
+
+def apart_by_url(rows: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+    """Name the pages of a name that stands for several URLs after their URLs: each is a page of its own."""
+    urls: dict[str, set[str]] = defaultdict(set)
+    for name, row in rows:
+        urls[name].add(url_of(row))
+    return [(url_of(row) or name if len(urls[name]) > 1 else name, row) for name, row in rows]
 
 
 def url_of(row: Mapping[str, Any]) -> str:
@@ -160,25 +173,26 @@ def joined(answers: Iterable[str]) -> str:
     return "\n\n".join(dict.fromkeys(answer.strip() for answer in answers))
 
 
-def questions_of(rows: Sequence[Mapping[str, Any]], kept: set[str]) -> Iterator[Question]:
-    shared = Counter(row["answer"] for row in rows)
-    gold: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
-    for row in rows:
-        if page_of(row, where="") in kept:
-            gold[" ".join(row["question"].split())].append(row)
+def questions_of(rows: Sequence[tuple[str, Mapping[str, Any]]], kept: set[str]) -> Iterator[Question]:
+    """Yield each different question; `rows` come with the names of their pages."""
+    shared = Counter(row["answer"] for _, row in rows)
+    gold: dict[str, list[tuple[str, Mapping[str, Any]]]] = defaultdict(list)
+    for name, row in rows:
+        if name in kept:
+            gold[" ".join(row["question"].split())].append((name, row))
     for text, members in gold.items():
-        good = [row for row in members if not row.get("links") and shared[row["answer"]] < BOILERPLATE]
+        good = [one for one in members if not one[1].get("links") and shared[one[1]["answer"]] < BOILERPLATE]
         if good:
             yield Question(
                 text,
-                tuple(dict.fromkeys(page_of(row, where="") for row in members)),
-                tuple(dict.fromkeys(row["answer"] for row in good)),
-                held_out=any(is_held_out(row) for row in good),
+                tuple(dict.fromkeys(name for name, _ in members)),
+                tuple(dict.fromkeys(row["answer"] for _, row in good)),
+                held_out=any(is_held_out(name, row) for name, row in good),
             )
 
 
-def is_held_out(row: Mapping[str, Any]) -> bool:
+def is_held_out(page: str, row: Mapping[str, Any]) -> bool:
     """As the data says, or else one page in ten by its name: no page is on both sides."""
     if "split" in row:
         return bool(row["split"] == "test")
-    return hashlib.sha256(page_of(row, where="").encode()).digest()[0] % 10 == 0
+    return hashlib.sha256(page.encode()).digest()[0] % 10 == 0

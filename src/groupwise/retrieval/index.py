@@ -6,12 +6,14 @@ index/
   sparse.npz       postings of the chunks that were there when it was last built
   turn.npy         what training questions taught the dense side
   questions.jsonl  of a set of questions and answers
+  aliases.json     documents left out because others have their text, and those others
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from groupwise.retrieval.postings import load_postings, save_postings
 from groupwise.retrieval.sparse import SparseIndex
 from groupwise.retrieval.store import Store, store_named
 from groupwise.retrieval.tune import FEWEST, GRID, divided, learn_questions, turned
+from groupwise.tracking.files import write_atomically
 
 RETURNED = 5
 """Chunks that a search returns unless told otherwise."""
@@ -64,7 +67,10 @@ class Index:
         self._sparse = SparseIndex()
         self._numbers: dict[str, list[int]] = {}
         """Of each document."""
-        self._texts: set[str] = set()
+        self._texts: dict[str, str] = {}
+        """Of each chunk, with the document that has it."""
+        self.aliases: dict[str, list[str]] = {}
+        """Documents that are left out because others have all of their text, with those others."""
         self._turn_DD: Vectors | None = None
         """What training questions taught the dense side."""
 
@@ -86,7 +92,7 @@ class Index:
         check_new(folder)
         documents = each_once(documents)
         embedding = embedding_named(manifest.embedding)
-        chunks = list(new_chunks(counted(documents, progress), manifest.budget, embedding))
+        chunks, aliases = new_chunks(counted(documents, progress), manifest.budget, embedding, {})
         if not chunks:
             raise ConfigError("there is nothing to index: no document has any text")
         embedding.fit([chunk.text for chunk in chunks])
@@ -94,8 +100,9 @@ class Index:
             index = cls(folder, manifest, store_named(manifest.store, folder), embedding)
             index._embedding.save(folder)
             index._append(chunks, progress)
+            index.aliases = aliases
             save_postings(folder / "sparse.npz", index._sparse)
-            index._learn(questions, choose=choose)
+            index._learn(index.following(questions), choose=choose)
             index._finish()
         return index
 
@@ -115,6 +122,7 @@ class Index:
                 width = index._embedding.queries([""]).shape[1]
                 vectors_ND = np.zeros((len(chunks), width), np.float32)
             index._sparse = load_postings(folder / "sparse.npz")
+            index.aliases = read_aliases(folder / "aliases.json")
             index._take(chunks, vectors_ND)
         except ConfigError:
             raise
@@ -167,9 +175,11 @@ class Index:
         """
         documents = each_once(documents)
         self.delete([document.id for document in documents])
-        chunks = list(new_chunks(documents, self.manifest.budget, self._embedding, self._texts))
+        chunks, aliases = new_chunks(documents, self.manifest.budget, self._embedding, self._texts)
         if chunks:
             self._append(chunks)
+        added = {document.id for document in documents}
+        self.aliases = {name: kept for name, kept in self.aliases.items() if name not in added} | aliases
         self._finish()
         return len(chunks)
 
@@ -181,10 +191,12 @@ class Index:
             self._store.delete(numbers)  # first: when this fails, memory still says what was there
             for name in there:
                 del self._numbers[name]
+            left = {name: [k for k in kept if k in self._numbers] for name, kept in self.aliases.items()}
+            self.aliases = {name: kept for name, kept in left.items() if kept}
             for number in numbers:
                 chunk = self.chunks[number]
                 assert chunk is not None
-                self._texts.discard(chunk.text)
+                self._texts.pop(chunk.text, None)
                 self.chunks[number] = None
                 self._sparse.remove(number)
             self._vectors_ND[numbers] = 0.0
@@ -259,11 +271,36 @@ class Index:
                 self._sparse.remove(number)
             else:
                 self._numbers.setdefault(chunk.document, []).append(number)
-                self._texts.add(chunk.text)
+                self._texts[chunk.text] = chunk.document
+
+    def following(self, questions: Iterable[Question]) -> tuple[Question, ...]:
+        """Return questions whose gold is what searches find: the others for a document left out."""
+        return tuple(
+            replace(
+                question,
+                documents=tuple(
+                    dict.fromkeys(
+                        kept for name in question.documents for kept in self.aliases.get(name, [name])
+                    )
+                ),
+            )
+            for question in questions
+        )
 
     def _finish(self) -> None:
+        path = self.folder / "aliases.json"
+        if self.aliases or path.exists():
+            write_atomically(path, json.dumps(self.aliases, ensure_ascii=False))
         self.manifest = replace(self.manifest, documents=len(self._numbers))
         write_manifest(self.folder, self.manifest)
+
+
+def read_aliases(path: Path) -> dict[str, list[str]]:
+    """Read which documents were left out; none were where there is no file."""
+    if not path.exists():
+        return {}
+    aliases: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8"))
+    return aliases
 
 
 def each_once(documents: Iterable[Document]) -> list[Document]:
@@ -276,15 +313,28 @@ def each_once(documents: Iterable[Document]) -> list[Document]:
 
 
 def new_chunks(
-    documents: Iterable[Document], budget: int, embedding: Embedding, known: Iterable[str] = ()
-) -> Iterator[Chunk]:
-    """Yield the chunks of documents whose text is not known; of chunks with the same text, the first."""
-    texts = set(known)
+    documents: Iterable[Document], budget: int, embedding: Embedding, known: Mapping[str, str]
+) -> tuple[list[Chunk], dict[str, list[str]]]:
+    """Return the chunks of documents whose text is not known; of chunks with the same text, the first.
+
+    Beside them, the documents that have no chunk for this reason, each with those that have its text.
+    `known`: texts with the documents that have them.
+    """
+    chunks: list[Chunk] = []
+    aliases: dict[str, list[str]] = {}
+    owner = dict(known)
     for document in documents:
-        for chunk in chunks_of(document, budget=budget, spans=embedding.spans):
-            if chunk.text.strip() and chunk.text not in texts:
-                texts.add(chunk.text)
-                yield chunk
+        texts = {
+            chunk.text: chunk
+            for chunk in chunks_of(document, budget=budget, spans=embedding.spans)
+            if chunk.text.strip()
+        }
+        fresh = {text: chunk for text, chunk in texts.items() if text not in owner}
+        if texts and not fresh:
+            aliases[document.id] = list(dict.fromkeys(owner[text] for text in texts))
+        chunks += fresh.values()
+        owner |= dict.fromkeys(fresh, document.id)
+    return chunks, aliases
 
 
 def counted(documents: Iterable[Document], progress: Progress) -> Iterator[Document]:
