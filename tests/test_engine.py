@@ -417,6 +417,15 @@ def test_a_prompt_that_leaves_no_room_in_the_context_is_refused(small_policy):
     )
 
 
+def test_a_prompt_longer_than_the_context_is_refused_with_a_remedy_that_can_help(small_policy):
+    with pytest.raises(ConfigError) as refused:
+        generate(small_policy, requests((1024,), (1,)), Sampling(max_tokens=1))
+    assert str(refused.value) == (
+        "a prompt of 1024 tokens leaves no room for an answer in the model's context of 1024; "
+        "shorten the prompt or use a model with a longer context"
+    )
+
+
 def test_a_cache_too_small_for_the_longest_sequence_is_refused_with_the_size_it_needs(small_policy):
     asked, sampling = requests((1, 9), (2, 2)), Sampling(max_tokens=8)
     with pytest.raises(ConfigError) as refused:

@@ -61,6 +61,8 @@ class TaskConfig:
     """Use only this many training examples."""
     held_out: int = 128
     """Examples kept for evaluation; no training example equals one of them."""
+    max_prompt_tokens: int | None = None
+    """Longest prompt; examples with longer ones are left out. None: what context and answer leave."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The task's own settings, such as `largest: 50`; the built-in model gets puzzles of its size."""
     reward_seconds: float = 5.0
@@ -71,6 +73,7 @@ class TaskConfig:
     def __post_init__(self) -> None:
         between("task.max_examples", self.max_examples, 1)
         between("task.held_out", self.held_out, 0)
+        between("task.max_prompt_tokens", self.max_prompt_tokens, 1)
         between("task.reward_seconds", self.reward_seconds, 0.001, 86400.0)
         between("task.max_failed", self.max_failed, 0.0, 1.0)
 

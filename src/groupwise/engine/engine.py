@@ -267,6 +267,11 @@ class Engine:
     def _check_context(self, requests: SequenceOf[Request], sampling: Sampling, more: More) -> None:
         longest = max(len(request.prompt) for request in requests)
         limit = self.policy.context_length
+        if longest >= limit:
+            raise ConfigError(
+                f"a prompt of {longest} tokens leaves no room for an answer in the model's context of "
+                f"{limit}; shorten the prompt or use a model with a longer context"
+            )
         if longest + sampling.max_tokens > limit:
             raise ConfigError(
                 f"a prompt of {longest} tokens and rollout.max_tokens={sampling.max_tokens} exceed the "

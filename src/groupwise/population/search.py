@@ -32,6 +32,7 @@ from groupwise.tracking.files import write_atomically
 from groupwise.training.batch import Batch
 from groupwise.training.interrupt import Interrupt
 from groupwise.training.measures import batch_metrics
+from groupwise.training.prompt_lengths import PromptLimit
 from groupwise.training.recorder import Recorder
 from groupwise.training.state import same_code, same_data
 
@@ -58,6 +59,8 @@ class Search:
             resources.callback(self.recorder.close)
             self.interrupt = resources.enter_context(Interrupt(self.recorder.display.message))
             self.base = Base(config)
+            limit = PromptLimit(config, task=task, policy=self.base.policy)
+            self.split, too_long = limit.leave_out(self.split)
             self.people = People(config, task=task, split=self.split, base=self.base)
             self.answers = Answers(config, split=self.split, policy=self.base.policy, engine=self.base.engine)
             self.judge = Judge(config, task=task, split=self.split, base=self.base, folder=self.folder)
@@ -71,6 +74,8 @@ class Search:
             self.base.policy.save_tokenizer(self.folder.tokenizer)
             if opening.begins_again:
                 self.recorder.say("the search was stopped before its first checkpoint: it begins again")
+            if too_long:
+                self.recorder.say(limit.notice(too_long))
             for notice in (*config.notices(), *self._notices()):
                 self.recorder.say(notice)
             self.resources = resources.pop_all()

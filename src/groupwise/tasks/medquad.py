@@ -71,7 +71,6 @@ def medquad(
     folder = Path(index).expanduser()
     opened = Index.open(folder)
     train, held_out = ([as_row(q) for q in own_questions(folder, held_out=side)] for side in (False, True))
-
     search_index = Together(lambda queries: opened.search_all(queries, results))
 
     def search(query: str) -> Found:

@@ -20,6 +20,7 @@ from groupwise.training.ahead import Ahead
 from groupwise.training.batch import Batch, Collector, check_failures
 from groupwise.training.examiner import Examiner
 from groupwise.training.measures import batch_metrics, speed_metrics
+from groupwise.training.prompt_lengths import PromptLimit
 from groupwise.training.session import Session
 from groupwise.training.start import Start
 
@@ -42,11 +43,16 @@ class Run(Session):
     def data_notices(self) -> Iterator[str]:
         if self.split.dropped:
             yield f"{self.split.dropped} examples are left out: each repeats another or is held out"
+        if self.too_long:
+            yield self.prompt_limit.notice(self.too_long)
         if not self.split.held_out:
             yield "there are no held-out examples: accuracy is not measured"
 
     def make_parts(self) -> None:
-        config, task, split = self.config, self.task, self.split
+        config, task = self.config, self.task
+        self.prompt_limit = PromptLimit(config, task=task, policy=self.policy)
+        self.split, self.too_long = self.prompt_limit.leave_out(self.split)
+        split = self.split
         overlap = config.rollout.overlap
         limit = config.algo.max_stale_gap if overlap else config.algo.max_gap
         self.ahead = Ahead()

@@ -22,6 +22,7 @@ from groupwise.tracking.trackers import tracker_names
 from groupwise.training.examiner import Examiner
 from groupwise.training.full_disk import told_when_full
 from groupwise.training.measures import peak_memory
+from groupwise.training.prompt_lengths import PromptLimit
 from groupwise.training.session import Session
 from groupwise.training.start import Start
 
@@ -83,6 +84,8 @@ class WarmStart(Session):
     def data_notices(self) -> Iterator[str]:
         if self.demonstrations.dropped:
             yield f"{self.demonstrations.dropped} rows are left out: each repeats another or is held out"
+        if self.too_long:
+            yield f"{self.too_long} held-out examples are left out: their prompts are too long to be answered"
         if self.task is None:
             yield "no task is named: accuracy is not measured"
 
@@ -91,10 +94,13 @@ class WarmStart(Session):
         self.learner = Imitator(
             self.policy, optim=config.optim, max_steps=config.run.max_steps, processes=self.processes
         )
+        held_out = () if task is None else held_out_of(config, task)
+        asked = PromptLimit(config, task=task, policy=self.policy).short(held_out) if task else ()
+        self.too_long = len(held_out) - len(asked)
         self.examiner = Examiner(
             config,
             task=task,
-            examples=() if task is None else held_out_of(config, task),
+            examples=asked,
             codec=self.policy,
             engine=self.engine,
             folder=self.folder,

@@ -1,0 +1,100 @@
+"""Which examples have prompts that leave room for an answer; the others are left out before training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from groupwise.config import Config
+from groupwise.errors import ConfigError
+from groupwise.model.policy import Policy
+from groupwise.records import Example
+from groupwise.rollout.tools import tool_of
+from groupwise.tasks import Split, Stream, Task
+
+APART = 2**40
+"""Between an example of a stream and the one in its place: further than a run comes."""
+ATTEMPTS = 1000
+"""Examples of a stream in a row after which their prompts are taken to be all too long."""
+
+
+class PromptLimit:
+    """The longest prompt that a run asks: `task.max_prompt_tokens`, or what context and answer leave."""
+
+    def __init__(self, config: Config, *, task: Task, policy: Policy) -> None:
+        self.task, self.policy = task, policy
+        self.schemas = [tool_of(function).schema for function in task.tools]
+        context, answer = policy.context_length, config.rollout.max_tokens
+        self.reason = f"the model's context of {context} and rollout.max_tokens={answer} leave"
+        self.remedy = "lower rollout.max_tokens, shorten the prompts or use a model with a longer context"
+        if task.tools and config.tools.max_tokens > answer:
+            answer = config.tools.max_tokens
+            self.reason = f"the model's context of {context} and tools.max_tokens={answer} leave"
+            self.remedy = self.remedy.replace("rollout.max_tokens", "tools.max_tokens")
+        self.tokens = context - answer
+        given = config.task.max_prompt_tokens
+        if given is not None and given < self.tokens:
+            self.tokens, self.reason, self.remedy = given, "task.max_prompt_tokens allows", "raise it"
+        self._template: int | None = None
+        """Most tokens that the chat template adds to a message; known from the first prompt."""
+
+    def fits(self, example: Example) -> bool:
+        """Tell whether the prompt of an example is short enough."""
+        prompt = self.task.ask(example)
+        contents = [prompt] if isinstance(prompt, str) else [str(message["content"]) for message in prompt]
+        characters = sum(len(content.encode()) for content in contents)
+        # No tokenizer makes more tokens than bytes: most prompts need not be encoded to know that they fit.
+        if self._template is not None and characters + len(contents) * self._template <= self.tokens:
+            return True
+        length = len(self.policy.encode(prompt, tools=self.schemas))
+        if self._template is None:
+            self._template = length
+        return length <= self.tokens
+
+    def short(self, examples: Sequence[Example]) -> tuple[Example, ...]:
+        return tuple(example for example in examples if self.fits(example))
+
+    def leave_out(self, split: Split) -> tuple[Split, int]:
+        """Return the split without prompts that are too long, and how many those are.
+
+        A stream gives other examples in their place.
+        """
+        held_out = self.short(split.held_out)
+        left_out = len(split.held_out) - len(held_out)
+        if isinstance(split.train, Stream):
+            return replace(split, train=ShortPrompts(split.train, self), held_out=held_out), left_out
+        train = self.short(split.train)
+        if not train:
+            raise self.refusal()
+        left_out += len(split.train) - len(train)
+        return replace(split, train=train, held_out=held_out, size=len(train)), left_out
+
+    def refusal(self) -> ConfigError:
+        return ConfigError(
+            f"every prompt has more than {max(0, self.tokens)} tokens, the most that {self.reason}: "
+            f"{self.remedy}"
+        )
+
+    def notice(self, left_out: int) -> str:
+        return (
+            f"{left_out} examples are left out: their prompts have more than {self.tokens} tokens, "
+            f"the most that {self.reason}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ShortPrompts:
+    """A stream in which another example stands for each one whose prompt is too long."""
+
+    stream: Stream
+    limit: PromptLimit
+
+    def train(self, index: int, *, seed: int) -> Example:
+        for attempt in range(ATTEMPTS):
+            example = self.stream.train(index + attempt * APART, seed=seed)
+            if self.limit.fits(example):
+                return example
+        raise self.limit.refusal()
+
+    def held_out(self, count: int) -> Sequence[Example]:
+        return self.limit.short(self.stream.held_out(count))
