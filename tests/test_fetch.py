@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import codecs
+import gzip
+import json
 import socket
 import threading
 import time
+import zlib
 from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -14,7 +20,8 @@ import pytest
 pytest.importorskip("httpx")
 pytest.importorskip("trafilatura")
 
-from groupwise.retrieval.fetch import Manners, PageCache, fetch_pages
+from groupwise import cli
+from groupwise.retrieval.fetch import CHARSETS, Manners, PageCache, charset_of, fetch_pages
 
 ARTICLE = "<html><body><nav>Menu</nav><article>" + "<p>Foxes eat mice and berries at night in winter.</p>" * 5
 PAGES = {
@@ -27,6 +34,9 @@ PAGES = {
     "/nowhere": (301, "", ""),
     "/to-bad": (301, "http://[bad/x", ""),
     "/codec": (200, "text/html; charset=base64", ARTICLE),
+    "/punycode": (200, "text/html; charset=punycode", ARTICLE),
+    "/latin": (200, "text/html; charset=ISO-8859-1", ARTICLE),
+    "/no-such": (200, "text/html; charset=no-such", ARTICLE),
     "/down": (503, "text/html", ""),
     "/busy": (429, "text/html", ""),
     "/gone": (404, "text/html", "404"),
@@ -36,9 +46,30 @@ PAGES = {
 }
 
 
+BOMB = gzip.compress(b"x" * 50_000, mtime=0)
+RAW = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+PACKED = {
+    "/gzip": ("gzip", gzip.compress(ARTICLE.encode())),
+    "/deflate": ("deflate", zlib.compress(ARTICLE.encode())),
+    "/raw": ("deflate", RAW.compress(ARTICLE.encode()) + RAW.flush()),
+    "/bomb": ("gzip", BOMB),
+    "/nested": ("gzip, gzip", gzip.compress(BOMB)),
+    "/damaged": ("gzip", b"not gzip"),
+    "/zstd": ("zstd", b"?"),
+}
+
+
+def drip(write: Callable[[bytes], object], ended: threading.Event) -> None:
+    """Send a byte now and then, for as long as somebody listens."""
+    with suppress(OSError):
+        while not ended.wait(0.05):
+            write(b"x")
+
+
 @pytest.fixture
 def site():
     asked: Counter[str] = Counter()
+    ended = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -50,8 +81,13 @@ def site():
             self.send_response(status)
             if kind:
                 self.send_header("Location" if 300 <= status < 400 else "Content-Type", kind)
+            if self.path in PACKED:
+                encoding, packed = PACKED[self.path]
+                self.send_header("Content-Encoding", encoding)
             self.end_headers()
-            self.wfile.write(body.encode())
+            if self.path == "/drip":
+                drip(self.wfile.write, ended)
+            self.wfile.write(packed if self.path in PACKED else body.encode())
 
         def log_message(self, *arguments: object) -> None:
             pass
@@ -59,6 +95,7 @@ def site():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}", asked
+    ended.set()
     server.shutdown()
     server.server_close()
 
@@ -115,7 +152,7 @@ def test_between_two_requests_to_a_host_there_is_a_pause(site, tmp_path):
 def test_private_addresses_and_other_schemes_are_refused(site, tmp_path):
     root, asked = site
     found = fetch_pages([f"{root}/fox", "file:///etc/passwd"], PageCache(tmp_path), Manners())
-    assert sorted(found.problems.values()) == ["not http", "private or unknown address"]
+    assert sorted(found.problems.values()) == ["not http", "private address"]
     assert not asked
 
 
@@ -166,6 +203,70 @@ def test_an_answer_that_makes_no_sense_is_a_failed_page_and_not_the_end(site, tm
         "/unchanged": "status 304",
         "/nowhere": "status 301",
         "/to-bad": "not a URL",
-        "/codec": "LookupError",
+        "/codec": "charset base64",
     }
     assert list(found.texts) == [f"{root}/fox"]
+
+
+def test_a_page_is_unpacked_once_and_no_further_than_its_limit(site, tmp_path):
+    root, _ = site
+    found = fetch_pages([root + path for path in PACKED], PageCache(tmp_path), HERE)
+    assert {url.removeprefix(root) for url in found.texts} == {"/gzip", "/deflate", "/raw"}
+    assert {url.removeprefix(root): why for url, why in found.problems.items()} == {
+        "/bomb": "too large",
+        "/nested": "encoding gzip, gzip",
+        "/damaged": "damaged gzip",
+        "/zstd": "encoding zstd",
+    }
+    assert len(BOMB) < 1000
+
+
+def test_a_page_that_never_ends_is_given_up(site, tmp_path):
+    root, asked = site
+    hurried = replace(HERE, page_seconds=0.5)
+    found = fetch_pages([f"{root}/drip", f"{root}/fox"], PageCache(tmp_path), hurried)
+    assert found.problems == {f"{root}/drip": "took longer than 0.5 s"}
+    assert list(found.texts) == [f"{root}/fox"]
+    assert asked["/drip"] == 1  # trying again would take as long again
+
+
+def test_only_charsets_of_the_web_are_decoded(site, tmp_path):
+    root, _ = site
+    found = fetch_pages(
+        [root + path for path in ("/punycode", "/latin", "/no-such")], PageCache(tmp_path), HERE
+    )
+    assert found.problems == {f"{root}/punycode": "charset punycode"}
+    assert len(found.texts) == 2
+
+
+def test_the_charsets_of_the_web_go_by_the_names_that_python_has_for_them():
+    for name in ("UTF-8", "latin1", "windows-1252", "Shift_JIS", "euc-jp", "GBK", "Big5", "KOI8-R", "x-sjis"):
+        charset_of(name)
+    assert charset_of("windows-1251") == "cp1251"
+    assert {codecs.lookup(name).name for name in CHARSETS} == CHARSETS
+
+
+def test_where_no_page_can_be_fetched_the_command_says_why(site, tmp_path, capsys):
+    root, _ = site
+    urls = [f"{root}/secret/{n}" for n in range(2)] + [f"{root}/gone"]
+    rows = tmp_path / "rows.jsonl"
+
+    def said(*words: str) -> str:
+        where = ["--data", str(rows), "--output", str(tmp_path / "index"), "--pages", str(tmp_path / "pages")]
+        assert cli.main(["index", "build", "--fetch", *where, *words]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    rows.write_text("".join(json.dumps({"question": "q?", "answer": "a", "url": url}) + "\n" for url in urls))
+    assert said() == (
+        "error: none of 3 pages could be fetched: 3 × private address; --allow-private fetches from private "
+        "addresses too"
+    )
+    assert said("--allow-private") == (
+        "error: none of 3 pages could be fetched: 2 × robots.txt, 1 × status 404"
+    )
+    rows.write_text(json.dumps({"question": "q?", "answer": "a", "url": "http://no-such-host.invalid/"}))
+    assert said() == "error: none of 1 pages could be fetched: 1 × unknown host"
+    rows.write_text(json.dumps({"question": "q?", "answer": "a", "doc": "d"}))
+    assert "no row with an answer has a `url`" in said()
+    assert not (tmp_path / "index").exists()

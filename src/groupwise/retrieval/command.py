@@ -67,6 +67,7 @@ def build(
                 skip_existing=skip_existing,
                 on_page=partial(progress, "pages"),
             )
+            harvest.check()
             report["pages"], texts = harvest.summary(), harvest.texts
         qa_set = read_qa_set(path, pages=texts)
         found, questions = list(qa_set.documents), qa_set.questions

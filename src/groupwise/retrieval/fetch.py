@@ -1,17 +1,19 @@
 """Fetching pages politely: each once, few at a time from a host, as its robots.txt allows.
 
-Only http and https, never private addresses unless allowed, no page that is too large or not text. Every
-page is cached as it arrives, so an interrupted run goes on where it stopped; a failure that may pass is not
-cached, so a later run tries that page again.
+Only http and https, never private addresses unless allowed, no page that is too large, too slow or not text.
+Every page is cached as it arrives, so an interrupted run goes on where it stopped; a failure that may pass is
+not cached, so a later run tries that page again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import codecs
 import hashlib
 import ipaddress
 import json
 import socket
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -24,6 +26,21 @@ from groupwise.errors import ConfigError
 
 AGENT = "groupwise-index"
 REDIRECTS = 5
+WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+"""How zlib is told of each content encoding."""
+CHARSETS = {
+    *("utf-8", "utf-16", "utf-16-le", "utf-16-be", "ascii", "koi8-r", "koi8-u", "mac-roman", "mac-cyrillic"),
+    *("gb2312", "gbk", "gb18030", "big5", "big5hkscs", "euc_jp", "iso2022_jp", "shift_jis", "cp932"),
+    *("euc_kr", "cp949", "cp866", "cp874", "tis-620"),
+    *(f"cp125{number}" for number in range(9)),
+    *(f"iso8859-{number}" for number in range(1, 17) if number != 12),  # there is no part 12
+}
+"""Those of the web, by Python's names. Of Python's other codecs some take quadratic time."""
+
+
+REASONS = 5
+"""Reasons that are named where no page could be fetched."""
+UNKNOWN_HOST, PRIVATE = "unknown host", "private address"
 
 
 class Refused(Exception):
@@ -44,8 +61,11 @@ class Manners:
     pause: float = 0.2
     """Seconds between two requests to a host, of each that is under way there."""
     timeout: float = 20.0
+    """Seconds without a byte after which a request has failed."""
+    page_seconds: float = 120.0
+    """Seconds that one request may take in all."""
     largest: int = 5_000_000
-    """Bytes of a page."""
+    """Bytes of a page, as it arrives and unpacked."""
     retries: int = 3
     back_off: float = 1.0
     """Seconds before the first retry; each one more waits twice as long."""
@@ -83,6 +103,22 @@ class Harvest:
     texts: dict[str, str] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
 
+    def check(self) -> None:
+        """Refuse to go on without any page, and say why there is none."""
+        if self.texts:
+            return
+        if not self.problems:
+            raise ConfigError(
+                "there is nothing to fetch: no row with an answer has a `url` or `document_url`"
+            )
+        reasons = Counter(self.problems.values()).most_common()
+        hint = "; --allow-private fetches from private addresses too" if PRIVATE in dict(reasons) else ""
+        raise ConfigError(
+            f"none of {len(self.problems)} pages could be fetched: "
+            + ", ".join(f"{count} × {reason}" for reason, count in reasons[:REASONS])
+            + hint
+        )
+
     def summary(self) -> dict[str, Any]:
         return {"fetched": len(self.texts), "failed": dict(Counter(self.problems.values()).most_common())}
 
@@ -119,7 +155,8 @@ class Fetcher:
 
         harvest, done = Harvest(), 0
         gate = asyncio.Semaphore(self.manners.together)
-        async with httpx.AsyncClient(timeout=self.manners.timeout, headers={"User-Agent": AGENT}) as client:
+        headers = {"User-Agent": AGENT, "Accept-Encoding": "gzip, deflate"}
+        async with httpx.AsyncClient(timeout=self.manners.timeout, headers=headers) as client:
 
             async def one(url: str) -> None:
                 nonlocal done
@@ -188,6 +225,15 @@ class Fetcher:
         raise RefusedToday(problem)
 
     async def _once(self, client: Any, url: str) -> tuple[int, str | None, str]:
+        """Make one request; a host that sends a byte now and then is not waited for without end."""
+        try:
+            async with asyncio.timeout(self.manners.page_seconds):
+                return await self._request(client, url)
+        except TimeoutError:
+            raise RefusedToday(f"took longer than {self.manners.page_seconds:g} s") from None
+
+    async def _request(self, client: Any, url: str) -> tuple[int, str | None, str]:
+        largest = self.manners.largest
         async with client.stream("GET", url, follow_redirects=False) as response:
             if response.has_redirect_location:
                 return response.status_code, response.headers["location"], ""
@@ -196,18 +242,20 @@ class Fetcher:
             kind = response.headers.get("content-type", "text/html").partition(";")[0].strip()
             if kind not in ("text/html", "application/xhtml+xml", "text/plain"):
                 raise Refused(f"type {kind}")
+            charset = charset_of(response.charset_encoding)
             body = bytearray()
-            async for part in response.aiter_bytes():
+            async for part in response.aiter_raw():
                 body += part
-                if len(body) > self.manners.largest:
+                if len(body) > largest:
                     raise Refused("too large")
-            return response.status_code, None, body.decode(response.encoding or "utf-8", errors="replace")
+            page = unpacked(bytes(body), response.headers.get("content-encoding", ""), largest=largest)
+            return response.status_code, None, page.decode(charset, errors="replace")
 
     async def _check(self, client: Any, url: str) -> None:
         """Refuse what must not be fetched."""
         parts = urlsplit(url)
-        if not self.manners.allow_private and not await is_public(str(parts.hostname)):
-            raise RefusedToday("private or unknown address")
+        if not self.manners.allow_private:
+            await check_public(str(parts.hostname))
         if self.manners.robots:
             root = f"{parts.scheme}://{parts.netloc}"
             if root not in self._robots:
@@ -243,14 +291,53 @@ def web_address(url: str, *, seen_from: str = "") -> str:
     return whole
 
 
-async def is_public(host: str) -> bool:
-    """Tell whether every address of a host is one of the open internet."""
+async def check_public(host: str) -> None:
+    """Refuse a host that has no address, or one that is not of the open internet."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
-        return False
+        raise RefusedToday(UNKNOWN_HOST) from None
     addresses = [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
-    return bool(addresses) and all(address.is_global for address in addresses)
+    if not all(address.is_global for address in addresses):
+        raise RefusedToday(PRIVATE)
+
+
+def charset_of(named: str | None) -> str:
+    """Return the charset of a page: the one it names, UTF-8 where that is none; refuse what no page has."""
+    try:
+        known = codecs.lookup(named or "utf-8").name
+    except (LookupError, ValueError):
+        return "utf-8"
+    if known not in CHARSETS:
+        raise Refused(f"charset {named}")
+    return known
+
+
+def unpacked(body: bytes, encoding: str, *, largest: int) -> bytes:
+    """Undo one content encoding, and stop where the page gets too large; refuse any other encoding.
+
+    Nested encodings make gigabytes of a few bytes before a limit on the outermost one can tell.
+    """
+    encoding = encoding.strip().lower()
+    if encoding in ("", "identity"):
+        return body
+    if encoding not in WINDOW_BITS:
+        raise Refused(f"encoding {encoding[:40]}")
+    bits = WINDOW_BITS[encoding]
+    if encoding == "deflate" and not is_zlib(body):
+        bits = -zlib.MAX_WBITS  # some servers leave the header out
+    try:
+        page = zlib.decompressobj(bits).decompress(body, largest + 1)
+    except zlib.error:
+        raise RefusedToday(f"damaged {encoding}") from None
+    if len(page) > largest:
+        raise Refused("too large")
+    return page
+
+
+def is_zlib(body: bytes) -> bool:
+    """Tell whether this begins as RFC 1950 says: method 8, and a header that 31 divides."""
+    return len(body) >= 2 and body[0] & 15 == 8 and int.from_bytes(body[:2], "big") % 31 == 0
 
 
 def main_text(html: str) -> str:
