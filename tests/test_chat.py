@@ -138,6 +138,7 @@ def test_a_conversation_by_keyboard(capsys, monkeypatch):
         (["/nowhere/at/all"], "neither the folder of a run"),
         (["tiny", "--temperature", "-1"], "--temperature must be at least 0"),
         (["tiny", "--prompt", "a", "--task", "math"], "--task says whose example"),
+        (["tiny-search", "--tools", "--strategy", "single"], "--tools and --strategy do not go together"),
     ],
 )
 def test_mistakes_are_answered_in_a_sentence(words, message, capsys):

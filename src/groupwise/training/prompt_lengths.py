@@ -76,10 +76,12 @@ class PromptLimit:
         )
 
     def notice(self, left_out: int) -> str:
-        return (
-            f"{left_out} examples are left out: their prompts have more than {self.tokens} tokens, "
-            f"the most that {self.reason}"
+        which = (
+            "1 example is left out: its prompt has"
+            if left_out == 1
+            else f"{left_out} examples are left out: their prompts have"
         )
+        return f"{which} more than {self.tokens} tokens, the most that {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)

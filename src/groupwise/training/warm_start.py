@@ -124,9 +124,14 @@ class WarmStart(Session):
             samples = to_samples(self.policy, demonstrations, longest=self.longest)
             too_long += len(demonstrations) - len(samples)
             if too_long >= MOST_TOO_LONG:
+                context = self.policy.context_length
+                remedy = (
+                    "use a model with a longer context"
+                    if self.longest == context
+                    else f"raise sft.max_length, up to the model's context of {context}"
+                )
                 raise ConfigError(
-                    f"{too_long} demonstrations in a row have more than {self.longest} tokens: "
-                    "raise sft.max_length, up to the model's context"
+                    f"{too_long} demonstrations in a row have more than {self.longest} tokens: {remedy}"
                 )
         return Taken(samples=samples, too_long=too_long, cursor=cursor)
 
