@@ -55,9 +55,11 @@ def test_prompts_that_always_or_never_succeed_count_once_however_many_answers_th
 
 
 def test_answers_that_differ_within_prompts_are_worth_more_than_one_trial_each() -> None:
-    # p = 1/2, var(mean) = (1/4)² / 4 = 1/64, so n = (1/4) / (1/64) = 16 trials
-    expected = wilson(8, 16)
-    assert mean_interval([0.25, 0.75, 0.25, 0.75]).high == pytest.approx(expected.high)
+    # p = 1/2; two further prompts, 1/4 away: var(mean) = 6 (1/4)² / 6² = 1/96, so n = 96 / 4 = 24
+    # trials, fewer by Student's quantile at 3 degrees: 24 (1.960 / 3.182)² = 9.10
+    expected = wilson(4.553, 9.105)
+    assert mean_interval([0.25, 0.75, 0.25, 0.75]).high == pytest.approx(expected.high, abs=2e-3)
+    assert expected.high < wilson(2, 4).high
 
 
 def test_no_success_at_all_still_has_an_upper_bound() -> None:
@@ -69,18 +71,30 @@ def test_mean_interval_refuses_scores_outside_zero_and_one() -> None:
         mean_interval([0.5, 1.5])
 
 
-def test_mean_interval_covers_the_truth_about_95_times_in_100() -> None:
+@pytest.mark.parametrize("prompts", [8, 16, 60])
+def test_mean_interval_covers_the_truth_at_least_94_times_in_100(prompts: int) -> None:
     noise = random.Random(0)
     covered = 0
-    for _ in range(400):
+    for _ in range(1000):
         # each prompt has its own difficulty, uniform, so the true mean is 1/2
         means = []
-        for _ in range(60):
+        for _ in range(prompts):
             difficulty = noise.random()
             means.append(sum(noise.random() < difficulty for _ in range(8)) / 8)
         interval = mean_interval(means)
         covered += interval.low <= 0.5 <= interval.high
-    assert 0.92 <= covered / 400 <= 0.98
+    assert 0.94 <= covered / 1000 <= 0.985
+
+
+@pytest.mark.parametrize("prompts", [8, 16])
+def test_a_paired_interval_covers_the_truth_where_one_prompt_in_ten_improves(prompts: int) -> None:
+    noise = random.Random(0)
+    covered = 0
+    for _ in range(1000):
+        after = [float(noise.random() < 0.1) for _ in range(prompts)]
+        difference = paired_difference([0.0] * prompts, after)
+        covered += difference.low <= 0.1 <= difference.high
+    assert covered / 1000 >= 0.94  # Student's interval covers it 57 and 81 times in 100
 
 
 @pytest.mark.parametrize(
@@ -117,13 +131,37 @@ def test_sign_test_counts_coin_flips(improved: int, worsened: int, expected: flo
 
 def test_paired_difference_matches_the_hand_worked_value() -> None:
     difference = paired_difference([0, 0, 0, 1, 1], [1, 1, 0, 1, 0])
-    # differences 1, 1, 0, 0, -1: mean 0.2, variance (0.64 + 0.64 + 0.04 + 0.04 + 1.44) / 4 = 0.7
-    half = 2.776 * math.sqrt(0.7 / 5)
+    # differences 1, 1, 0, 0, -1 and two further ones, 1 and -1: centre 1/7, variance 5/7 - 1/49 = 34/49
+    half = 2.776 * math.sqrt(34 / 49 / 7)
     assert difference.mean == pytest.approx(0.2)
-    assert (difference.low, difference.high) == pytest.approx((0.2 - half, 0.2 + half), abs=0.005)
+    assert (difference.low, difference.high) == pytest.approx((1 / 7 - half, 1.0), abs=0.005)  # never above 1
     assert (difference.improved, difference.worsened) == (2, 1)
     assert difference.p_value == pytest.approx(1.0)  # 2 * (1 + 3) / 8
     assert str(difference).startswith("+20.0 points [")
+
+
+def test_ten_of_ten_improved_prompts_leave_doubt() -> None:
+    difference = paired_difference([0.0] * 10, [1.0] * 10)
+    # centre 10/12, variance 1 - 100/144 = 44/144, half = 2.262 sqrt(44/144/12) = 0.361
+    assert (difference.mean, difference.high) == (1.0, 1.0)
+    assert difference.low == pytest.approx(10 / 12 - 0.361, abs=0.005)
+
+
+def test_prompts_that_did_not_change_do_not_prove_that_none_would() -> None:
+    # 12 prompts, none changed: variance 2/14, half = 2.201 sqrt(2/14/14) = 0.222
+    difference = paired_difference([1.0, 0.0] * 6, [1.0, 0.0] * 6)
+    assert (difference.low, difference.high) == pytest.approx((-0.222, 0.222), abs=0.002)
+
+
+def test_small_changes_of_averages_keep_a_narrow_interval() -> None:
+    before = [0.5] * 64
+    difference = paired_difference(before, [0.5 + 0.125 * (index % 2) for index in range(64)])
+    assert difference.high - difference.low < 0.04
+
+
+def test_a_paired_interval_of_rewards_reaches_as_far_as_their_range() -> None:
+    difference = paired_difference([-2.0, 2.0] * 4, [-2.0, 2.0] * 4)
+    assert difference.low < -1 < 1 < difference.high
 
 
 def test_paired_difference_needs_the_same_prompts() -> None:

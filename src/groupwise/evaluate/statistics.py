@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean, pvariance, stdev
+from statistics import NormalDist, fmean
 
 Z = NormalDist().inv_cdf(0.975)
 """Half width of a 95 % interval, in standard errors: 1.96."""
@@ -62,15 +62,20 @@ def mean_interval(values: Sequence[float]) -> Interval:
     The prompt is the unit: k answers to one prompt succeed or fail together, so counting them as k
     trials would make the interval too narrow. The spread between prompts says how many independent
     trials the answers are worth, n = p (1 - p) / var(mean), and the Wilson interval is taken at that
-    effective size (Franco et al. 2019), so it keeps Wilson's manners near 0 and 1 and is exactly
-    Wilson's when every score is 0 or 1. Deterministic, unlike a bootstrap. Scores that do not vary at
-    all tell nothing about spread: each prompt then counts as one trial.
+    effective size (Franco et al. 2019). Few prompts show too little of the spread, so the variance counts
+    two further prompts, each as far from the mean as the furthest, and Student's quantile replaces the
+    normal one. Scores of 0 and 1 are counted exactly, and scores that do not vary at all tell nothing
+    about spread: in both cases each prompt is one trial. benchmarks/coverage.py measures the coverage.
     """
     if not values or not all(0 <= value <= 1 for value in values):
         raise ValueError("needs at least one score, each between 0 and 1")
-    mean = fmean(values)
-    variance_of_mean = pvariance(values, mean) / len(values)
-    trials = mean * (1 - mean) / variance_of_mean if variance_of_mean > 0 else len(values)
+    count, mean = len(values), fmean(values)
+    if all(value in (0, 1) for value in values) or min(values) == max(values):
+        return wilson(mean * count, count)
+    deviations = [abs(value - mean) for value in values]
+    squares = math.fsum(deviation**2 for deviation in deviations) + 2 * max(deviations) ** 2
+    variance_of_mean = squares / (count + 2) ** 2
+    trials = mean * (1 - mean) / variance_of_mean * (Z / student_quantile(count - 1)) ** 2
     return wilson(mean * trials, trials)
 
 
@@ -85,7 +90,12 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def paired_difference(before: Sequence[float], after: Sequence[float]) -> Difference:
-    """Compare two scores of each prompt: Student's interval of the mean difference, and a sign test.
+    """Compare two scores of each prompt: an interval of the mean difference, and a sign test.
+
+    The interval is that of Bonett & Price (2012), with Student's quantile: it counts two further prompts,
+    one that improved and one that worsened, each by the largest change seen. Without them ten of ten
+    improved prompts, which do not vary, would leave an interval of no width. Where no prompt changed, the
+    two change by the whole range of the scores.
 
     On scores of 0 and 1 the sign test is McNemar's exact test; on averages it assumes nothing about
     how the differences are distributed.
@@ -93,11 +103,24 @@ def paired_difference(before: Sequence[float], after: Sequence[float]) -> Differ
     differences = [later - earlier for earlier, later in zip(before, after, strict=True)]
     if len(differences) < 2:
         raise ValueError("a paired difference needs at least two prompts")
-    mean = fmean(differences)
-    half = student_quantile(len(differences) - 1) * stdev(differences, mean) / math.sqrt(len(differences))
+    count, mean = len(differences), fmean(differences)
+    scores = (*before, *after)
+    range_ = max(1.0, max(scores) - min(scores))
+    largest = max(map(abs, differences)) or range_
+    centre = math.fsum(differences) / (count + 2)
+    squares = math.fsum(difference**2 for difference in differences) + 2 * largest**2
+    variance = squares / (count + 2) - centre**2
+    half = student_quantile(count - 1) * math.sqrt(variance / (count + 2))
     improved = sum(difference > 0 for difference in differences)
     worsened = sum(difference < 0 for difference in differences)
-    return Difference(mean, mean - half, mean + half, improved, worsened, sign_test(improved, worsened))
+    return Difference(
+        mean,
+        max(centre - half, -range_),
+        min(centre + half, range_),
+        improved,
+        worsened,
+        sign_test(improved, worsened),
+    )
 
 
 def sign_test(improved: int, worsened: int) -> float:
