@@ -88,8 +88,7 @@ def main() -> None:
     print("|---|" + "---|" * len(PROMPTS))
     noise = random.Random(0)
     cells = [
-        sum(covers_uniform(prompts, noise) for _ in range(10 * TRIALS)) / (10 * TRIALS)
-        for prompts in PROMPTS
+        sum(covers_uniform(prompts, noise) for _ in range(10 * TRIALS)) / (10 * TRIALS) for prompts in PROMPTS
     ]
     print("| greedy, mean over all accuracies |" + "".join(f" {100 * cell:.1f} % |" for cell in cells))
     for name, draw, truth, covers in CASES:

@@ -36,6 +36,20 @@ def test_a_run_that_learns_raises_nothing() -> None:
     assert alarms([]) == []
 
 
+def fallen(change: tuple[float, float, float]) -> list[Measured]:
+    before = Measured(step=0, name="before", scores={"pass@2": (0.6, 0.5, 0.7)}, prompts=128)
+    scores = {"pass@2": (0.6 + change[0], 0.3, 0.6)}
+    return [before, Measured(step=40, name="after", scores=scores, prompts=128, changes={"pass@2": change})]
+
+
+def test_a_held_out_score_that_fell_beyond_its_interval_is_told() -> None:
+    (alarm,) = alarms(rows(40), fallen((-0.156, -0.25, -0.06)))
+    assert (alarm.name, alarm.last, alarm.active) == ("held-out-fell", 40, True)
+    assert "pass@2 fell by 15.6 points [-25.0, -6.0]" in alarm.saw
+    assert alarms(rows(40), fallen((-0.156, -0.35, 0.04))) == []  # chance may have done it
+    assert alarms(rows(40), fallen((-0.01, -0.015, -0.005))) == []  # certain, and too little to matter
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [

@@ -17,7 +17,7 @@ import pytest
 from groupwise import cli
 from groupwise.config import FLAGS, Config, dump_config, read_config
 from groupwise.errors import CheckpointError, ConfigError, InvariantError
-from groupwise.evaluate.report_lines import report_lines
+from groupwise.evaluate.report_lines import report_lines, unscored
 from groupwise.tasks import TASKS
 from groupwise.tracking import trackers
 
@@ -341,6 +341,16 @@ def test_an_evaluation_is_printed_for_people(measured, capsys):
         "",
         "  12.2 tokens an answer, 1 answers could not be scored",
     ]
+
+
+def test_an_evaluation_that_could_score_nothing_says_why_and_shows_no_figures() -> None:
+    questions = [{"kind": None, "right": 0, "error": "ValueError: no gold answer"}] * REPORT["prompts"]
+    failed = REPORT["prompts"] * (1 + REPORT["samples"])
+    text = "\n".join(report_lines(REPORT | {"failed": failed, "questions": questions}))
+    assert f"nothing was measured: {failed} answers could not be scored" in text
+    assert "ValueError: no gold answer" in text
+    assert "0.0 %" not in text
+    assert unscored(REPORT) is None
 
 
 def test_what_training_changed_stands_beside_the_accuracy():

@@ -81,6 +81,15 @@ def show(stream: Stream) -> Display:
     return display
 
 
+def test_the_panel_compares_with_the_first_evaluation_on_the_same_prompts() -> None:
+    progress = Progress(title="", total=60, step=0, now=0.0)
+    progress.evaluated({"greedy": wilson(64, 128)}, now=0.0)
+    progress.evaluated({"greedy": wilson(60, 96)}, first={"greedy": wilson(24, 96)}, now=1.0)
+    console = Console(file=io.StringIO(), width=100)
+    console.print(live_panel(progress, now=2.0))
+    assert "was 25.0 %" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_without_a_terminal_each_step_is_one_plain_line() -> None:
     stream = Stream()
     show(stream).finish(SUMMARY)

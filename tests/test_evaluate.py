@@ -66,6 +66,17 @@ def test_a_comparison_pairs_the_same_examples_whatever_their_order():
     assert change["avg@4"].mean == pytest.approx(0.25)
 
 
+def test_an_evaluation_on_some_of_its_examples_counts_those_alone():
+    part = made("1100", (4, 2, 0, 0)).on(("b", "a", "x"))
+    assert part.examples == ("a", "b")
+    assert (part.intervals()["greedy"].mean, part.intervals()["avg@4"].mean) == (1.0, 0.75)
+
+
+def test_a_comparison_has_pass_at_k():
+    change = compare(made("1111", (4, 1, 1, 1)), made("1111", (4, 4, 0, 0)))["pass@4"]
+    assert (change.mean, change.improved, change.worsened) == (-0.5, 0, 2)
+
+
 def test_what_cannot_be_paired_is_not_compared():
     four = made("1000", (1, 0, 0, 0))
     assert compare(four, made("1000", (1, 0, 0, 0), samples=8)).keys() == {"greedy"}

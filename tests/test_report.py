@@ -181,7 +181,9 @@ def test_a_pairing_on_some_of_the_questions_says_on_how_many(tmp_path: Path) -> 
 
 
 def test_a_change_is_relative_where_it_can_be() -> None:
-    assert (change(2.0, 3.0), change(0.0, 1.0), change(None, 1.0)) == ("+50.0 %", "", "")
+    assert (change(2.0, 3.0), change(0.0, 1.0), change(None, 1.0)) == ("+50.0 %", "+1.00", "")
+    # -0.609 -> 1.00 is no "+264.1 %"
+    assert (change(-0.609, 1.0), change(1.0, -0.5), change(-0.5, -0.5)) == ("+1.61", "-1.50", "0")
 
 
 # The list of runs

@@ -237,7 +237,7 @@ def evaluate(
     between("--samples", samples, 1)
     between("--examples", examples, 1)
     from groupwise.evaluate.command import evaluate_command
-    from groupwise.evaluate.report_lines import report_lines
+    from groupwise.evaluate.report_lines import report_lines, unscored
 
     reports = evaluate_command(
         target,
@@ -257,6 +257,8 @@ def evaluate(
     for found in reports:
         if "unsaved" in found:
             raise ConfigError(found["unsaved"])
+        if (nothing := unscored(found)) is not None:
+            raise ConfigError(f"{found['task']}: {nothing}")
 
 
 @app.command(epilog="Anything else is set as section.key=value, such as task.options.scoring=lenient.")

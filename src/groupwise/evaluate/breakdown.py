@@ -30,6 +30,8 @@ class Question:
     """Whether the answer that most of them state is right."""
     votes: Mapping[str, int]
     """How many sampled completions state each answer, the most stated first."""
+    error: str | None = None
+    """Why a completion could not be scored: of the first such one."""
 
 
 def question_by_question(task: Task, greedy: Sequence[Group], sampled: Sequence[Group]) -> list[Question]:
@@ -51,6 +53,7 @@ def question(task: Task, greedy: Group, sampled: Group) -> Question:
         formatted=sum(map(task.is_formatted, sampled.rollouts)),
         majority_right=chosen is not None and task.is_right(sampled.rollouts[chosen]),
         votes={str(stated[voters[0]]): len(voters) for voters in ballots(stated, task.alike)},
+        error=next((one.error for one in (best, *sampled.rollouts) if one.error is not None), None),
     )
 
 

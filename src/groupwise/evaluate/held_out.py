@@ -57,13 +57,33 @@ class Evaluation:
         """Share of right samples, by example."""
         return [right / self.samples for right in self.sampled_right]
 
+    @property
+    def passing(self) -> list[float]:
+        """Whether one of the samples is right, by example."""
+        return [pass_at_k(self.samples, right, self.samples) for right in self.sampled_right]
+
     def intervals(self) -> dict[str, Interval]:
-        passing = [pass_at_k(self.samples, right, self.samples) for right in self.sampled_right]
         return {
             "greedy": wilson(sum(self.greedy_right), len(self.greedy_right)),
             f"avg@{self.samples}": mean_interval(self.averages),
-            f"pass@{self.samples}": mean_interval(passing),
+            f"pass@{self.samples}": mean_interval(self.passing),
         }
+
+    def on(self, examples: Sequence[str]) -> Evaluation:
+        """Return the accuracy on some of the examples alone, by fingerprint."""
+        wanted = set(examples)
+        kept = [index for index, example in enumerate(self.examples) if example in wanted]
+        return replace(
+            self,
+            examples=tuple(self.examples[index] for index in kept),
+            greedy_right=tuple(self.greedy_right[index] for index in kept),
+            sampled_right=tuple(self.sampled_right[index] for index in kept),
+            majority_right=(),
+            formatted=(),
+            rewards={},
+            answers=(),
+            questions=(),
+        )
 
     def details(self) -> dict[str, Interval]:
         """Return what is measured besides accuracy: the majority's, and keeping to the form."""
@@ -211,6 +231,7 @@ def compare(before: Evaluation, after: Evaluation) -> dict[str, Difference]:
     changes = {"greedy": change(before.greedy_right, after.greedy_right)}
     if before.samples == after.samples:
         changes[f"avg@{after.samples}"] = change(before.averages, after.averages)
+        changes[f"pass@{after.samples}"] = change(before.passing, after.passing)
         for name in after.rewards:
             if name in before.rewards:
                 changes[f"reward/{name}"] = change(before.rewards[name], after.rewards[name])

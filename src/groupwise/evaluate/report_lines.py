@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -19,6 +20,9 @@ def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield f"{asked} · {report['model']} · {report['prompts']} prompts, seed {report['seed']}"
     changes = report.get("change", {})
     yield f"{'':<35}since before training" if changes else ""
+    if (nothing := unscored(report)) is not None:
+        yield f"  {nothing}"
+        return
     k = report["samples"]
     for name in ("greedy", f"avg@{k}", f"maj@{k}", f"pass@{k}", "format"):
         if name in report:
@@ -35,7 +39,7 @@ def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield from strategy_lines(report)
     yield from question_lines(report)
-    yield f"  {report['length']:.1f} tokens an answer, {report['failed']} answers could not be scored"
+    yield f"  {report['length']:.1f} tokens an answer, {failures(report)}"
     if report.get("left_out"):
         yield f"  {report['left_out']} examples were left out: the run was trained on them"
     if "unchecked" in report:
@@ -45,6 +49,23 @@ def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"  the task's code is not what it was in training ({parts}): nothing is compared with before"
     if "saved" in report:
         yield f"  saved in {report['saved']}, answers to read beside it"
+
+
+def failures(report: Mapping[str, Any]) -> str:
+    """Count the answers that could not be scored, with the most frequent cause."""
+    causes = Counter(question["error"] for question in report.get("questions", ()) if question.get("error"))
+    words = f"{report['failed']} answers could not be scored"
+    if not causes:
+        return words
+    ((cause, _),) = causes.most_common(1)
+    return f"{words}, most often: {' '.join(str(cause).split())}"
+
+
+def unscored(report: Mapping[str, Any]) -> str | None:
+    """Say that no answer at all could be scored, so that nothing was measured; None where some was."""
+    if report["failed"] < report["prompts"] * (1 + report["samples"]):
+        return None
+    return f"nothing was measured: {failures(report)}"
 
 
 def strategy_lines(report: Mapping[str, Any]) -> Iterator[str]:

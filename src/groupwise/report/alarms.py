@@ -120,6 +120,15 @@ WATCHMEN = (
         metric="reward/mean",
     ),
     Watchman(
+        name="held-out-fell",
+        title="A held-out score fell",
+        rule=rules.held_out_fell,
+        advice="Where pass@k falls and avg@k does not, answers lose variety: raise rollout.temperature or "
+        "algo.entropy_bonus, or lower the learning rate. Where all fall, go back to an earlier checkpoint.",
+        metric="reward/mean",
+        patience=1,
+    ),
+    Watchman(
         name="format-only",
         title="Only the easy part of the reward is earned",
         rule=format_only,

@@ -115,8 +115,11 @@ def told(difference: Difference) -> str:
 
 
 def change(before: float | None, after: float | None) -> str:
-    if before is None or after is None or not before:
+    """Say a change in percent or, where a value is not positive and has no percent, in the metric's unit."""
+    if before is None or after is None:
         return ""
+    if before <= 0 or after < 0:
+        return f"{'+' if after > before else ''}{number(after - before)}"
     return f"{100 * (after - before) / abs(before):+.1f} %"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,8 @@ class Measured:
     scores: dict[str, tuple[float, float, float]]
     """Mean, low, high; by name: greedy, avg@8, pass@8."""
     prompts: int
+    changes: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    """Mean, low, high of the change since before training, paired by prompt; by the names of scores."""
 
 
 class EvaluationFiles:
@@ -109,7 +111,7 @@ def read_measured(path: Path) -> Measured | None:
     """Return one evaluation; None where the file is not one."""
     try:
         return as_measured(path.stem, json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
@@ -119,4 +121,11 @@ def as_measured(name: str, record: dict[str, Any]) -> Measured:
         label = key.removeprefix("eval/")
         if key.startswith("eval/") and f"{key}_low" in record:
             scores[label] = (record[key], record[f"{key}_low"], record[f"{key}_high"])
-    return Measured(step=int(record["step"]), name=name, scores=scores, prompts=len(record["examples"]))
+    changes = {
+        label: (change["mean"], change["low"], change["high"])
+        for label, change in record.get("change", {}).items()
+        if label in scores
+    }
+    return Measured(
+        step=int(record["step"]), name=name, scores=scores, prompts=len(record["examples"]), changes=changes
+    )

@@ -157,6 +157,36 @@ def reward_hack(course: Course) -> Verdict:
     )
 
 
+FELL = 0.05
+"""A held-out score that fell by less is not worth an alarm, however certain."""
+
+
+def held_out_fell(course: Course) -> Verdict:
+    """A held-out score is worse than before training, prompt by prompt, beyond its 95 % interval."""
+    holds = np.zeros(len(course), dtype=bool)
+    worst: dict[int, tuple[str, float, float, float]] = {}
+    for one in course.measured:
+        fallen = [
+            (change[0], name)
+            for name, change in one.changes.items()
+            if change[2] < 0 and change[0] <= -FELL and name.startswith(("greedy", "avg@", "pass@"))
+        ]
+        since = course.steps >= one.step
+        holds[since] = bool(fallen)
+        if fallen:
+            _, name = min(fallen)
+            worst.update(dict.fromkeys(map(int, np.flatnonzero(since)), (name, *one.changes[name])))
+
+    def describe(i: int) -> str:
+        name, mean, low, high = worst[i]
+        return (
+            f"{name} fell by {-100 * mean:.1f} points [{100 * low:+.1f}, {100 * high:+.1f}] since before "
+            "training, on the same held-out prompts."
+        )
+
+    return holds, describe
+
+
 def repeated(course: Course) -> Verdict:
     share, begin = course.recent("rollout/repeated"), course.begin("rollout/repeated")
     return (

@@ -29,8 +29,11 @@ class Display(Protocol):
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step ended."""
 
-    def evaluation(self, name: str, scores: Scores) -> None:
-        """Held-out accuracy was measured: `name` is "before", "at step 20" or "after"."""
+    def evaluation(self, name: str, scores: Scores, *, first: Scores | None = None) -> None:
+        """Held-out accuracy was measured: `name` is "before", "at step 20" or "after".
+
+        `first`: the first evaluation on the same prompts, where that one had others too.
+        """
 
     def message(self, text: str) -> None:
         """Say something that stays on the screen."""
@@ -71,9 +74,9 @@ class PlainDisplay:
         self.progress.advance(step, metrics, now=self.clock())
         self.message(plain_step(self.progress, now=self.progress.now))
 
-    def evaluation(self, name: str, scores: Scores) -> None:
+    def evaluation(self, name: str, scores: Scores, *, first: Scores | None = None) -> None:
         assert self.progress is not None, "start comes before evaluation"
-        self.progress.evaluated(scores, now=self.clock())
+        self.progress.evaluated(scores, first=first, now=self.clock())
         self.message(plain_scores(name, scores))
 
     def message(self, text: str) -> None:
@@ -124,9 +127,9 @@ class LiveDisplay:
         self.progress.advance(step, metrics, now=self.clock())
         self.refresh()
 
-    def evaluation(self, name: str, scores: Scores) -> None:
+    def evaluation(self, name: str, scores: Scores, *, first: Scores | None = None) -> None:
         assert self.progress is not None, "start comes before evaluation"
-        self.progress.evaluated(scores, now=self.clock())
+        self.progress.evaluated(scores, first=first, now=self.clock())
         self.refresh()
 
     def message(self, text: str) -> None:

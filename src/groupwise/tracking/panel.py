@@ -62,6 +62,8 @@ class Progress:
     rewards: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """The course of each "reward/…mean" metric."""
     evaluations: Sequence[Scores] = ()
+    first: Scores = field(default_factory=dict)
+    """The first evaluation, on the prompts of the last one."""
     paces: Sequence[float] = ()
     """Seconds that each of the last steps took, evaluations and checkpoints included."""
     note: str = ""
@@ -79,9 +81,10 @@ class Progress:
                 rewards[name] = [*rewards.get(name, ()), value]
         self.rewards = rewards
 
-    def evaluated(self, scores: Scores, *, now: float) -> None:
+    def evaluated(self, scores: Scores, *, first: Scores | None = None, now: float) -> None:
         """Take in one evaluation; one before the first step says nothing about the pace of steps."""
         self.evaluations = [*self.evaluations, scores]
+        self.first = first or self.evaluations[0]
         if not self.paces:
             self.now = now
 
@@ -157,7 +160,9 @@ def scores(progress: Progress, names: int, courses: int, firsts: bool) -> Table:
     for index, name in enumerate(progress.evaluations[-1] if progress.evaluations else ()):
         course = [evaluated[name].mean for evaluated in progress.evaluations if name in evaluated]
         last = Text(str(progress.evaluations[-1][name]), style="bold green" if index == 0 else "")
-        start = f"was {100 * course[0]:.1f} %" if firsts and len(course) > 1 else ""
+        start = ""
+        if firsts and len(course) > 1 and name in progress.first:
+            start = f"was {100 * progress.first[name].mean:.1f} %"
         grid.add_row("" if index else "held-out", name, last, sparkline(course, width=courses), start)
     rewards = [("total", "reward"), *((part, f"reward/{part}") for part in progress.reward_parts())]
     for index, (label, metric) in enumerate(rewards if progress.metrics else ()):

@@ -43,6 +43,8 @@ class Recorder:
         self.rows = MetricsTail(folder.metrics).rows
         self.measured = EvaluationFiles(folder).read
         self.trackers: list[Tracker] = []
+        self.first: Evaluation | None = None
+        """The first evaluation, which later ones are compared with."""
         self.told: set[str] = set()
         """Alarms that were told, by name."""
         self.reports = False
@@ -115,7 +117,11 @@ class Recorder:
                 self.warn(f"alarm at step {alarm.last}: {alarm.title}. {alarm.saw}")
 
     def evaluation(self, when: str, result: Evaluation) -> None:
-        self.display.evaluation(when, result.intervals())
+        # During a run fewer prompts are asked than before it: only the same ones can be compared.
+        self.first = self.first or result
+        same = self.first.on(result.examples)
+        first = same.intervals() if same.examples else None
+        self.display.evaluation(when, result.intervals(), first=first)
         logger.info("evaluation %s: %s", when, result.summary())
 
     def baseline(self, metrics: Mapping[str, float]) -> None:
