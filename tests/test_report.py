@@ -125,6 +125,13 @@ def test_a_run_without_steps_has_no_plots_but_a_report(tmp_path: Path) -> None:
     assert not run.plots.exists()
 
 
+def test_a_report_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1)
+    run.report.mkdir()  # as on a read-only disk, the file cannot be replaced
+    with pytest.raises(ConfigError, match=r"cannot write the report in .*run: "):
+        write_all(run, own=False)
+
+
 def test_edges_lie_between_and_averages_start_unbiased() -> None:
     assert edges([1.0, 2.0, 4.0]) == [0.5, 1.5, 3.0, 5.0]
     assert edges([3.0]) == [2.5, 3.5]

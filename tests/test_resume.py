@@ -140,6 +140,23 @@ def test_a_finished_run_says_so_and_changes_nothing(uninterrupted):
     assert everything(run) == before
 
 
+def test_a_run_killed_in_its_report_writes_it_when_resumed_and_names_lost_metrics(copied):
+    (copied / "training_stats.json").unlink()
+    leftovers = [copied / ".report.html.tmp-4194305", copied / "eval" / ".after.json.tmp-4194305"]
+    for leftover in leftovers:
+        leftover.write_text("half")
+    leftovers.append(copied / "checkpoints" / ".step-000004.tmp-4194305")
+    leftovers[-1].mkdir()
+    lines = (copied / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copied / "metrics.jsonl").write_text("".join(lines[:1] + lines[3:]))
+    ended = run_command("train", "--resume", str(copied), "track.report=true")
+    assert (ended.code, ended.err) == (0, "")
+    assert "has no line for steps 2 – 3: they were lost" in ended.out
+    assert (copied / "report.html").is_file()
+    assert json.loads((copied / "training_stats.json").read_text())["steps"] == 4
+    assert [path for path in leftovers if path.exists()] == []
+
+
 @pytest.fixture
 def copied(place, uninterrupted, request, tmp_path) -> Path:
     """A finished run to spoil."""

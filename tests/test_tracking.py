@@ -22,9 +22,9 @@ from groupwise.errors import ConfigError
 from groupwise.records import Call, Example, Group, Rollout, Turn
 from groupwise.tracking import trackers
 from groupwise.tracking.completions import write_completions
-from groupwise.tracking.files import write_atomically
+from groupwise.tracking.files import remove_temporaries, write_atomically
 from groupwise.tracking.log import log_to
-from groupwise.tracking.metrics import MetricsFile, read_metrics
+from groupwise.tracking.metrics import MetricsFile, as_ranges, read_metrics
 from groupwise.tracking.rollouts import read_rollouts, remove_steps_after, write_rollouts
 from groupwise.tracking.run_folder import RunFolder, step_name, step_of
 from groupwise.tracking.trackers import Opening, Rows, Tracker, open_trackers
@@ -140,6 +140,12 @@ def lock_elsewhere(run: RunFolder) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / ".lock").mkdir()  # as on a read-only disk, the file cannot be opened
+    with pytest.raises(ConfigError, match=r"cannot write in .*: Is a directory"):
+        RunFolder(tmp_path).lock()
+
+
 def test_two_processes_cannot_train_in_one_folder(tmp_path: Path) -> None:
     run = create(tmp_path, "mine")
     with run.lock():
@@ -211,6 +217,33 @@ def test_resuming_forgets_later_steps_and_leaves_the_rest_to_the_byte(tmp_path: 
     assert whole.startswith(file.path.read_bytes())
     file.truncate_after(0)
     assert file.path.read_bytes() == b""
+
+
+def test_steps_whose_lines_were_lost_are_named(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    for step in (1, 2, 6, 8):
+        metrics.append(step, {"reward/mean": 0.5})
+    assert metrics.truncate_after(7) == [3, 4, 5, 7]
+    assert as_ranges([3, 4, 5, 7]) == "3 – 5, 7"
+    assert metrics.truncate_after(2) == []
+
+
+def test_a_line_is_on_the_disk_when_append_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, sizes = tmp_path / "metrics.jsonl", []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: sizes.append(os.fstat(descriptor).st_size))
+    MetricsFile(path).append(1, {"reward/mean": 0.5})
+    assert path.stat().st_size in sizes
+
+
+def test_temporary_files_of_processes_that_are_gone_are_removed(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    stale = [tmp_path / f".report.html.tmp-{gone.pid}", tmp_path / f".report.html.tmp-{10**30}"]
+    other = tmp_path / f".report.html.tmp-{os.getppid()}"
+    for path in (*stale, other):
+        path.write_text("half")
+    remove_temporaries(tmp_path)
+    assert list(tmp_path.iterdir()) == [other]
 
 
 def test_truncating_a_file_that_does_not_exist_does_nothing(tmp_path: Path) -> None:

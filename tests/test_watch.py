@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from groupwise.cli import main
 from groupwise.errors import ConfigError
 from groupwise.report import server
 from groupwise.report.catalogue import Catalogue
 from groupwise.report.guard import is_loopback
+from groupwise.report.listing import listed
 from groupwise.report.server import application, changes
 from groupwise.report.watch import listen
 from groupwise.tracking.metrics import MetricsFile
@@ -115,6 +117,72 @@ def test_a_damaged_file_is_told_and_passed_over_in_the_rest(tmp_path: Path) -> N
     assert (answer.status_code, "step-000002.parquet is damaged" in answer.text) == (500, True)
     assert client.get("/api/runs/run/distribution").json()["steps"] == [1, 3]
     assert len(client.get("/api/runs/run/search?text=answer").json()["rollouts"]) == 12
+
+
+def test_a_damaged_run_does_not_hide_the_others(tmp_path: Path) -> None:
+    make_run(tmp_path / "good", steps=2)
+    long_lock, nested, folder, settings = (
+        make_run(tmp_path / name, steps=1) for name in ("lock", "nested", "folder", "settings")
+    )
+    (long_lock.path / ".lock").write_text("9" * 30)
+    deep = "[" * 100_000
+    nested.metrics.write_text(f'{{"step": 1, "x": {deep}\n{{"step": {10**30}}}\n{{"step": true}}\n')
+    nested.stats.write_text(deep)
+    (nested.evaluations / "before.json").write_text(deep)
+    folder.metrics.unlink()
+    folder.metrics.mkdir()
+    settings.config.write_text(deep)
+    client = TestClient(application(Catalogue.of([tmp_path])), base_url=LOCAL)
+    found = {run["id"]: run for run in client.get("/api/runs").json()}
+    assert set(found) == {"good", "lock", "nested", "folder", "settings"}
+    assert found["good"]["step"] == 2
+    for name in found:
+        for view in ("curves", "alarms", "distribution"):
+            assert client.get(f"/api/runs/{name}/{view}").status_code == 200
+    assert {run.name for run in listed(tmp_path)} == set(found)
+
+
+def test_a_run_that_cannot_be_read_at_all_is_listed_as_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path / "run", steps=1)
+    catalogue = Catalogue.of([tmp_path])
+    monkeypatch.setattr(catalogue.runs["run"], "tail", None)
+    (found,) = TestClient(application(catalogue), base_url=LOCAL).get("/api/runs").json()
+    assert (found["name"], found["state"]) == ("run", "damaged")
+
+
+def test_settings_that_are_a_link_to_elsewhere_are_not_served(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs" / "run", steps=1)
+    (tmp_path / "secret.yaml").write_text("password: secret")
+    run.config.unlink()
+    run.config.symlink_to(tmp_path / "secret.yaml")
+    client = TestClient(application(Catalogue.of([tmp_path / "runs"])), base_url=LOCAL)
+    answer = client.get("/api/runs/run/settings")
+    assert (answer.status_code, "secret" in answer.text) == (404, False)
+
+
+def test_a_run_that_begins_later_comes_first(tmp_path: Path) -> None:
+    os.utime(make_run(tmp_path / "a", steps=1).config, (1, 1))
+    client = TestClient(application(Catalogue.of([tmp_path])), base_url=LOCAL)
+    assert [run["id"] for run in client.get("/api/runs").json()] == ["a"]
+    os.utime(make_run(tmp_path / "b", steps=1).config, (2, 2))
+    assert [run["id"] for run in client.get("/api/runs").json()] == ["b", "a"]
+
+
+def test_the_usual_folder_need_not_exist_and_a_named_one_must(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["runs"]) == 0
+    assert "no runs yet" in capsys.readouterr().out
+    assert main(["runs", "--output-dir", "absent"]) == 2
+    catalogue = Catalogue.of(["runs"], must_exist=False)
+    assert catalogue.runs == {}
+    make_run(tmp_path / "runs" / "first", steps=1)
+    assert list(catalogue.look()) == ["first"]
+    with pytest.raises(ConfigError, match="there is no folder absent"):
+        Catalogue.of(["absent"])
 
 
 def test_a_number_that_is_none_is_refused(client: TestClient) -> None:
@@ -220,6 +288,14 @@ def test_the_token_is_exchanged_for_a_cookie_and_leaves_the_address(elsewhere: T
     assert "samesite=strict" in cookie
     assert elsewhere.get("/api/runs").status_code == 200
     assert elsewhere.get("/api/runs", headers={"origin": "http://evil.example"}).status_code == 403
+
+
+@pytest.mark.parametrize("path", ["//evil.example/", "///evil.example/", "/\\evil.example/"])
+def test_the_token_never_leads_to_another_site(elsewhere: TestClient, path: str) -> None:
+    answer = elsewhere.get(f"http://192.168.0.2:8477{path}?token={TOKEN}")
+    place = answer.headers["location"]
+    assert place.startswith("/")
+    assert not place.startswith(("//", "/\\"))
 
 
 def test_a_program_may_send_the_token_as_bearer(elsewhere: TestClient) -> None:

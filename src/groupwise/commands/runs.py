@@ -21,6 +21,9 @@ def show(
 ) -> None:
     context.obj = output_dir or Path(Config().run.output_dir)
     if context.invoked_subcommand is None:
+        if output_dir is None and not context.obj.exists():
+            print(f"no runs yet: groupwise train makes the first in {context.obj}")
+            return
         from groupwise.report.listing import list_lines, listed
 
         for line in list_lines(listed(context.obj)):

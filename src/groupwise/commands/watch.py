@@ -32,4 +32,6 @@ def watch(
         raise ConfigError(f"--token must have at least {SHORTEST_TOKEN} characters")
     from groupwise.report.watch import watch as serve
 
-    serve(runs or [Path(Config().run.output_dir)], host=host, port=port, token=token, say=print)
+    # The usual folder is made by the first run, which may begin after this.
+    folders = runs or [Path(Config().run.output_dir)]
+    serve(folders, host=host, port=port, token=token, must_exist=bool(runs), say=print)

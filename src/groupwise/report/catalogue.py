@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,20 +15,24 @@ from groupwise.errors import ConfigError
 from groupwise.report.alarms import WATCHMEN, alarms
 from groupwise.report.history import EvaluationFiles, MetricsTail, as_columns
 from groupwise.report.slices import Slices
-from groupwise.tracking.run_folder import RunFolder, is_run, owner
+from groupwise.tracking.run_folder import SETTINGS, RunFolder, is_run, owner
+
+logger = logging.getLogger(__name__)
 
 
 class SeenRun:
     """One run and the readers of its files."""
 
-    def __init__(self, folder: RunFolder) -> None:
+    def __init__(self, folder: RunFolder, *, stats: Mapping[str, object] | None = None) -> None:
         self.folder = folder
+        self.ending = stats
+        """What training_stats.json will hold, where this process is about to write it."""
         self.tail = MetricsTail(folder.metrics)
         self.measured = EvaluationFiles(folder).read
         self.slices = Slices(folder)
         try:
             self.config: Config | None = read_config(folder.config)
-        except ConfigError:
+        except (ConfigError, OSError, RecursionError):
             self.config = None  # made by another version: its numbers can be looked at all the same
 
     @property
@@ -74,16 +79,31 @@ class SeenRun:
             "stats": self.stats(),
         }
 
+    def glance(self) -> dict[str, Any]:
+        """Return the overview; of a run whose files cannot be read, only that: others are not to suffer."""
+        try:
+            return self.overview()
+        except Exception as error:
+            logger.warning("cannot read the run %s: %r", self.folder.path, error)
+            name = self.folder.name
+            empty = {"step": 0, "max_steps": None, "steps": [], "stats": {}}
+            return {"name": name, "title": name, "state": "damaged", **empty}
+
     def settings(self) -> dict[str, Any]:
+        """Return config.yaml as text; a link to somewhere else is not followed: it may name any file."""
+        if not self.folder.config.resolve().is_relative_to(self.folder.path.resolve()):
+            raise FileNotFoundError(self.folder.config)
         return {"text": self.folder.config.read_text(encoding="utf-8")}
 
     def stats(self) -> dict[str, Any]:
         """Return training_stats.json; empty before the run has ended."""
+        if self.ending is not None:
+            return dict(self.ending)
         try:
-            found: dict[str, Any] = json.loads(self.folder.stats.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            found = json.loads(self.folder.stats.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
             return {}
-        return found
+        return found if isinstance(found, dict) else {}
 
     def curves(self, *, after: int = -1) -> dict[str, Any]:
         """Return the metrics of the steps after one, and every evaluation."""
@@ -114,9 +134,9 @@ class Catalogue:
         self._looking = threading.Lock()
 
     @classmethod
-    def of(cls, paths: Sequence[str | Path]) -> Catalogue:
+    def of(cls, paths: Sequence[str | Path], *, must_exist: bool = True) -> Catalogue:
         for path in paths:
-            if not Path(path).is_dir():
+            if must_exist and not Path(path).is_dir():
                 raise ConfigError(f"there is no folder {path}: name a run, or a folder of runs")
         catalogue = cls([Path(path) for path in paths])
         catalogue.look()
@@ -127,12 +147,14 @@ class Catalogue:
         with self._looking:
             present = dict.fromkeys(path for root in self.roots for path in run_folders(root))
             runs = {name: run for name, run in self.runs.items() if run.folder.path in present}
-            known = {run.folder.path for run in runs.values()}
+            known = {run.folder.path: name for name, run in runs.items()}
             for path in present:
                 if path not in known:
-                    runs[free_name(path.resolve().name, runs)] = SeenRun(RunFolder(path))
-            self.runs = runs
-            return runs
+                    known[path] = free_name(path.resolve().name, runs)
+                    runs[known[path]] = SeenRun(RunFolder(path))
+            # In the order of the folders, the newest first: a run that just began comes before older ones.
+            self.runs = {known[path]: runs[known[path]] for path in present}
+            return self.runs
 
 
 def free_name(name: str, taken: Container[str]) -> str:
@@ -145,11 +167,14 @@ def free_name(name: str, taken: Container[str]) -> str:
 
 
 def run_folders(root: Path) -> list[Path]:
-    """Return the run that a folder is, or the runs in it, the newest first."""
+    """Return the run that a folder is, or the runs in it, the newest first.
+
+    Settings are written when a run begins and when it is resumed.
+    """
     if is_run(root):
         return [root]
     try:
         found = [path for path in root.iterdir() if is_run(path) and not path.is_symlink()]
     except OSError:
         return []
-    return sorted(found, key=lambda path: (path / "config.yaml").stat().st_mtime, reverse=True)
+    return sorted(found, key=lambda path: stamp(path / SETTINGS), reverse=True)

@@ -82,7 +82,8 @@ class Guard:
         given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
         if same(given, self.token):
             # From here on a cookie proves it: addresses end up in histories and logs.
-            response = RedirectResponse(scope["path"], 303)
+            # One slash: a browser takes "//name/" for another site.
+            response = RedirectResponse(f"/{scope['path'].lstrip('/')}", 303)
             response.set_cookie(COOKIE, self.token, httponly=True, samesite="strict")
             return response
         if same(cookie(headers), self.token) or same(bearer(headers), self.token):

@@ -12,6 +12,8 @@ from typing import Any
 from groupwise.tracking.run_folder import RunFolder, step_of
 
 Row = dict[str, Any]
+LARGEST_STEP = 10**15
+"""A line with a larger step is damaged; arrays could not hold it."""
 
 
 class MetricsTail:
@@ -30,7 +32,7 @@ class MetricsTail:
             try:
                 with self.path.open("rb") as file:
                     self._catch_up(file)
-            except FileNotFoundError:
+            except OSError:  # not there yet, or no file
                 self._rows, self._read, self._file = [], 0, None
             return list(self._rows)
 
@@ -47,9 +49,9 @@ class MetricsTail:
             try:
                 row = json.loads(line)
                 step = row["step"]
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 continue  # a line that a crash cut; the trainer removes it when it resumes
-            if isinstance(step, int):
+            if type(step) is int and abs(step) < LARGEST_STEP:
                 self._rows.append(row)
 
 

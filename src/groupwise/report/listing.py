@@ -34,11 +34,11 @@ def listed(folder: Path) -> list[Listed]:
 
 
 def as_listed(run: SeenRun) -> Listed:
-    rows = run.tail.rows()
+    found = run.glance()
     return Listed(
         name=run.folder.name,
-        state=run.state(),
-        steps=f"{rows[-1]['step'] if rows else 0}/{run.max_steps or '?'}",
+        state=found["state"],
+        steps=f"{found['step']}/{found['max_steps'] or '?'}",
         best=best(run),
         size=size(run.folder.path),
         started=datetime.fromtimestamp(run.folder.config.stat().st_mtime),

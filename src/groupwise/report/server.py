@@ -82,6 +82,8 @@ def answering(question: Callable[[Request], Any]) -> Callable[[Request], Respons
             found = None
         except OSError as error:
             raise HTTPException(500, f"cannot read it: {error.strerror or error}") from error
+        except RecursionError as error:
+            raise HTTPException(500, "cannot read it: its JSON is nested too deeply") from error
         if found is None:
             raise HTTPException(404, "there is nothing of that name or number")
         return Response(as_json(found), media_type="application/json")
@@ -104,7 +106,7 @@ class Server:
         return run
 
     def runs(self, request: Request) -> list[dict[str, Any]]:
-        return [{"id": name, **run.overview()} for name, run in self.catalogue.look().items()]
+        return [{"id": name, **run.glance()} for name, run in self.catalogue.look().items()]
 
     def curves(self, request: Request) -> dict[str, Any]:
         after = whole(request, "after")
@@ -169,7 +171,7 @@ async def changes(catalogue: Catalogue) -> AsyncIterator[str]:
         before = now
         for name in changed:
             run = catalogue.runs.get(name)
-            news = {"run": name, **(run.overview() if run else {"state": "gone"})}
+            news = {"run": name, **(run.glance() if run else {"state": "gone"})}
             yield f"event: change\ndata: {as_json(news)}\n\n"
         silent = 0 if changed else silent + 1
         if silent >= HEARTBEAT:

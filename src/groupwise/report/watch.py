@@ -22,10 +22,14 @@ def watch(
     host: str = "127.0.0.1",
     port: int | None = None,
     token: str | None = None,
+    must_exist: bool = True,
     say: Callable[[str], None],
 ) -> None:
-    """Serve the page until Ctrl-C. Anywhere but on loopback it needs a token, made here if none is given."""
-    catalogue = Catalogue.of(paths)
+    """Serve the page until Ctrl-C. Anywhere but on loopback it needs a token, made here if none is given.
+
+    `must_exist=False`: the folders may appear later, with their first run.
+    """
+    catalogue = Catalogue.of(paths, must_exist=must_exist)
     if not catalogue.runs:
         say(f"no run yet in {', '.join(map(str, paths))}: it will appear here when it starts")
     try:
@@ -74,7 +78,10 @@ def listen(host: str, port: int | None) -> socket.socket:
         except OSError as error:
             server.close()
             if number == tries[-1]:
-                raise ConfigError(f"cannot listen at {host}:{number}: {error.strerror or error}") from error
+                why = error.strerror or error
+                raise ConfigError(
+                    f"cannot listen at {host}:{number}: {why}; name another port by --port"
+                ) from error
         else:
             return server
     raise AssertionError("one of the tries returns or raises")

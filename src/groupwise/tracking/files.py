@@ -34,6 +34,25 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def remove_temporaries(folder: Path) -> None:
+    """Remove what killed processes left of `write_atomically`; a process that still runs keeps its own."""
+    for leftover in folder.glob(".*.tmp-*"):
+        process = leftover.name.rpartition("-")[2]
+        if not (process.isdecimal() and alive(int(process))) or int(process) == os.getpid():
+            leftover.unlink(missing_ok=True)
+
+
+def alive(process: int) -> bool:
+    """Whether a process of this machine still runs."""
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def let_read(folder: Path) -> None:
     """Let all who may read a folder read the weights in it: safetensors writes them for their owner alone."""
     mode = folder.stat().st_mode & 0o666

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from groupwise.errors import ConfigError
+from groupwise.tracking.files import alive
 
 STEP_NAME = re.compile(r"step-(\d{6,})")
 SETTINGS = "config.yaml"
@@ -171,7 +172,12 @@ class RunFolder:
         A POSIX record lock, because children made by fork do not inherit it: a worker that outlives a
         killed trainer must not keep its folder from being resumed.
         """
-        file = (self.path / ".lock").open("a+", encoding="utf-8")
+        try:
+            file = (self.path / ".lock").open("a+", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write in {self.path}: {error.strerror}; make it writable, or resume a copy of it"
+            ) from error
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -203,16 +209,6 @@ def owner(folder: RunFolder) -> int | None:
     except (OSError, ValueError):
         return None
     return None
-
-
-def alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def make_unique(parent: Path, name: str) -> Path:

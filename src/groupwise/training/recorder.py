@@ -11,6 +11,7 @@ from typing import Any
 
 from groupwise.config import Config, dump_config
 from groupwise.evaluate.held_out import Evaluation, as_text
+from groupwise.learner.checkpoint import remove_leftovers
 from groupwise.records import Rollout
 from groupwise.report.alarms import alarms
 from groupwise.report.history import EvaluationFiles, MetricsTail
@@ -20,7 +21,7 @@ from groupwise.tracking.completions import write_completions
 from groupwise.tracking.display import Display, open_display
 from groupwise.tracking.files import write_atomically
 from groupwise.tracking.log import log_to
-from groupwise.tracking.metrics import MetricsFile
+from groupwise.tracking.metrics import MetricsFile, as_ranges
 from groupwise.tracking.rollouts import remove_steps_after, write_rollouts
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.tracking.summary import Summary, command
@@ -58,10 +59,11 @@ class Recorder:
     def begin(self, config: Config, *, done: int) -> None:
         """Open the folder's files; forget what a killed session wrote after step `done`: it is made again."""
         by_step = (self.folder.rollouts, self.folder.updates, self.folder.completions)
-        for folder in (self.folder.path, *by_step):
+        for folder in (self.folder.path, self.folder.evaluations, self.folder.plots, *by_step):
             for leftover in folder.glob(".*.tmp-*"):
                 leftover.unlink()
-        self.metrics.truncate_after(done)
+        remove_leftovers(self.folder.checkpoints)
+        lost = self.metrics.truncate_after(done)
         for folder in by_step:
             remove_steps_after(folder, done)
         write_atomically(self.folder.config, dump_config(config))
@@ -78,6 +80,11 @@ class Recorder:
         for tracker in self.trackers:
             self.resources.callback(tracker.finish)
         logger.info("%s step %d", "resumed after" if done else "started at", done)
+        if lost:
+            self.warn(
+                f"{self.folder.metrics} has no line for steps {as_ranges(lost)}: they were lost, and curves "
+                "have a gap there; training is not affected"
+            )
 
     def say(self, sentence: str) -> None:
         """Say something that a reader of the screen or of the log should know."""
@@ -140,15 +147,17 @@ class Recorder:
     def end(self, summary: Summary, stats: Mapping[str, object]) -> None:
         self.flush()
         raised = [asdict(alarm) for alarm in alarms(self.rows(), self.measured())]
-        write_atomically(self.folder.stats, json.dumps({**stats, "alarms": raised}, indent=1))
+        ended = {**stats, "alarms": raised}
         if self.reports:
-            self.report()
+            self.report(ended)
+        # Last: where it is, nothing is left to do. A run killed in its report writes that when it is resumed.
+        write_atomically(self.folder.stats, json.dumps(ended, indent=1))
         self.display.finish(summary)
 
-    def report(self) -> None:
+    def report(self, stats: Mapping[str, object]) -> None:
         """Write report and plots; what goes wrong there does not take the run's result with it."""
         try:
-            write_all(self.folder, own=True)
+            write_all(self.folder, own=True, stats=stats)
         except Exception as error:
             self.warn(
                 f"the report is not complete: {error}; {command('report', self.folder.path)} tries again"

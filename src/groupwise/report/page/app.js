@@ -100,6 +100,7 @@ function stateWord(run) {
 
 function drawHeader() {
   const focus = app.run();
+  const training = app.runs.find((run) => run.state === "training" && run !== focus);
   const count = focus ? app.alarmCount[focus.id] ?? 0 : 0;
   fill(
     header,
@@ -109,6 +110,12 @@ function drawHeader() {
       h("a", { class: "brand", href: address({ view: "curves" }) }, "groupwise"),
       focus && runPicker(focus),
       focus && h("span", { class: `state ${focus.state}`, role: "status" }, stateWord(focus)),
+      training &&
+        h(
+          "a",
+          { class: "now", href: address({ run: training.id, step: null, group: null, member: null }) },
+          `${training.name} is training`,
+        ),
       h("span", { class: "push" }),
       app.live === false && h("span", { class: "lost", role: "status" }, "connection lost"),
       inReport && h("span", { class: "quiet" }, "report"),
