@@ -48,14 +48,14 @@ from small_models import Scripted, policy_of, small_model, tiny_tokenizer, with_
 @contextmanager
 def serving(policy: Policy, **settings: Any) -> Iterator[tuple[LiveEngine, int]]:
     """Both sides of a server, in threads, and its port."""
-    usual = {"slots": 8, "context": 512, "waiting": 64, "api_key": None}
+    usual = {"slots": 8, "context": 512, "waiting": 64, "api_key": None, "allowed_hosts": ()}
     chosen = {**usual, **settings}
     ours, theirs = Pipe()
     side = EngineSide(policy, ours, **{key: chosen[key] for key in ("slots", "context", "waiting")})
     ports: queue.Queue[int] = queue.Queue()
 
     async def front() -> None:
-        limits = {key: chosen[key] for key in ("slots", "context", "api_key")}
+        limits = {key: chosen[key] for key in ("slots", "context", "api_key", "allowed_hosts")}
         await Server(policy, theirs, model="small", **limits).run("127.0.0.1", 0, ready=ports.put)
 
     threads = [threading.Thread(target=side.run), threading.Thread(target=asyncio.run, args=(front(),))]
@@ -428,6 +428,115 @@ def test_a_key_is_asked_for(tiny):
         assert ask(port, "/health", None)[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "localhost"}, 200),
+        ({"Host": "[::1]:8000"}, 200),
+        ({"Origin": "http://localhost:3000"}, 200),
+        ({"Host": "proxy.example", "Origin": "https://proxy.example"}, 200),
+        ({"Host": "evil.example"}, 403),  # DNS rebinding
+        ({"Host": "127.0.0.1.evil.example"}, 403),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Host": "[half"}, 403),
+    ],
+)
+def test_pages_of_other_sites_are_refused_without_a_key(tiny, headers, status):
+    with serving(tiny, allowed_hosts=["Proxy.example"]) as (_, port):
+        assert ask(port, "/v1/models", None, **headers)[0] == status
+        assert ask(port, "/health", None, **headers)[0] == status
+
+
+def test_a_key_proves_enough_behind_any_name(tiny):
+    with serving(tiny, api_key="secret") as (_, port):
+        headers = {"Host": "model.example", "Origin": "https://app.example"}
+        assert ask(port, "/v1/models", None, Authorization="Bearer secret", **headers)[0] == 200
+
+
+def test_a_prompt_too_long_for_any_tokenizer_is_refused_unread(port, tiny, monkeypatch):
+    text = "a" * (512 * tiny.longest + 1)
+    monkeypatch.setattr(type(tiny), "_known", lambda *_: pytest.fail("it was encoded"))
+    for path, body in (
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/chat/completions", chat(text)),
+    ):
+        status, answer = ask(port, path, body)
+        assert status == 400
+        assert "cannot fit the context of 512 tokens" in answer["error"]["message"]
+
+
+def test_a_short_request_does_not_wait_for_a_long_one_to_be_encoded(port, tiny, monkeypatch):
+    long, reading, go_on = "b" * 40_000, threading.Event(), threading.Event()
+    encode = type(tiny).encode_text
+
+    def slowly(self: Policy, text: str, **settings: Any) -> tuple[int, ...]:
+        if long in text:
+            reading.set()
+            assert go_on.wait(60)
+        return encode(self, text, **settings)
+
+    monkeypatch.setattr(type(tiny), "encode_text", slowly)
+    answers: list[int] = []
+    slow = threading.Thread(target=lambda: answers.append(ask(port, "/v1/completions", {"prompt": long})[0]))
+    slow.start()
+    try:
+        assert reading.wait(60)
+        assert ask(port, "/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
+        assert answers == []
+    finally:
+        go_on.set()
+        slow.join(60)
+    assert answers == [400]
+
+
+def exchange(port: int, request: bytes, *, end: bool) -> bytes:
+    """Send bytes, end our half of the connection or not, and return all that comes."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as line:
+        line.sendall(request)
+        if end:
+            line.shutdown(socket.SHUT_WR)
+        received = b""
+        while part := line.recv(65536):
+            received += part
+        return received
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/v1/absent"])
+def test_head_sends_the_headers_of_get_and_no_body(port, path):
+    found = exchange(port, f"HEAD {path} HTTP/1.1\r\nConnection: close\r\n\r\n".encode(), end=False)
+    whole = exchange(port, f"GET {path} HTTP/1.1\r\nConnection: close\r\n\r\n".encode(), end=False)
+    head, _, body = whole.partition(b"\r\n\r\n")
+    assert body
+    if path != "/v1/absent":  # whose message names the method
+        assert found == head + b"\r\n\r\n"
+    assert found.endswith(b"\r\n\r\n")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_ends_its_half_gets_its_answer(port, stream):
+    body = json.dumps(chat("a", stream=stream, max_tokens=200, temperature=1.5, stop=["\0"])).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    received = exchange(port, head + body, end=True)
+    assert b"HTTP/1.1 200 OK" in received
+    assert (b"data: [DONE]" in received) if stream else (b'"finish_reason"' in received)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_without_reading_frees_its_place(tiny, stream):
+    with serving(tiny, slots=1) as (engine, port):
+        body = json.dumps(chat("a", stream=stream, temperature=1.5)).encode()
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request("POST", "/v1/chat/completions", body=body)
+        connection.close()
+        assert ask(port, "/v1/chat/completions", chat("b", max_tokens=3))[0] == 200
+        deadline = time.monotonic() + 60
+        while engine.load != (0, 0) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert engine.load == (0, 0)
+
+
 def test_more_than_may_wait_is_answered_with_429_and_the_rest_is_served(tiny):
     with serving(tiny, slots=2, waiting=1) as (engine, port):
         statuses: list[int] = []
@@ -473,7 +582,7 @@ CALL = 'I add. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>
 @pytest.fixture
 def one_token(monkeypatch) -> None:
     """Every prompt is one token, as the scripted policy wants it."""
-    monkeypatch.setattr(Scripted, "encode", lambda self, prompt, tools=(): (40,))
+    monkeypatch.setattr(Scripted, "encode", lambda self, prompt, tools=(), most=None: (40,))
 
 
 def test_calls_of_tools_are_read_out_of_the_answer(one_token):
@@ -656,7 +765,9 @@ def test_an_address_that_cannot_be_listened_at_is_refused_before_a_model_is_load
         port = taken.getsockname()[1]
         words = ["serve", "tiny", "--host", host, "--port", str(port), "--api-key", "key"]
         assert cli.main(words) != 0
-    assert f"cannot listen at {host}:{port}: " in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"cannot listen at {host}:{port}: " in told
+    assert ("--port" in told) == (host == "127.0.0.1")
 
 
 def test_ctrl_c_while_the_front_starts_is_left_to_the_other_process():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from ipaddress import ip_address
 from typing import Annotated
 
 import typer
 
 from groupwise.config.checks import between
 from groupwise.errors import ConfigError
+from groupwise.serve.http import is_loopback
 
 KEY = "GROUPWISE_API_KEY"
 
@@ -27,6 +27,14 @@ def serve(
     name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
     max_sequences: Annotated[int, typer.Option(help="Answers written at once.")] = 64,
     max_context: Annotated[int, typer.Option(help="Tokens of prompt and answer together.")] = 2048,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            show_default=False,
+            help="Besides this machine's, a name that requests without an API key may come under, "
+            "such as a reverse proxy's.",
+        ),
+    ] = None,
     queue: Annotated[int, typer.Option(help="Requests that may wait; more are answered 429.")] = 128,
 ) -> None:
     """Serve a model like OpenAI: chat and completions, streamed, all requests in one batch."""
@@ -60,16 +68,10 @@ def serve(
         context=side.engine.context,
         slots=max_sequences,
         api_key=api_key,
+        allowed_hosts=tuple(allowed_host or ()),
     )
     port = open_front(front, opening)
     shown = f"[{host}]" if ":" in host else host
     print(f"{model} at http://{shown}:{port}/v1, {side.engine.context} tokens of context", flush=True)
     print(f"the same with vLLM: {named.vllm_command}", flush=True)
     side.run()
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

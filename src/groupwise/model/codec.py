@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +21,32 @@ class Codec:
         self.vocabulary = vocabulary
         """Tokens that the model tells apart, which may be more or fewer than the tokenizer has."""
 
+    @cached_property
+    def longest(self) -> int:
+        """Characters of the longest token: a text has at least as many tokens as it has such stretches."""
+        return max(map(len, self.tokenizer.get_vocab()), default=1)
+
     def encode(
-        self, prompt: str | Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        most: int | None = None,
     ) -> tuple[int, ...]:
         """Tokens of a prompt: through the chat template when there is one.
 
         A last message of role assistant is a beginning that the policy continues. `tools`: schemas of the
-        functions that it may call.
+        functions that it may call. `most`: a text that must have more tokens is refused unread.
         """
         if self.tokenizer.chat_template is None:
             if tools:
                 raise ConfigError("the model has no chat template: it cannot be given tools")
             text = prompt if isinstance(prompt, str) else "\n".join(str(m["content"]) for m in prompt)
-            return self.encode_text(text)
+            return self.encode_text(text, most=most)
         messages: list[Message] = (
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         )
-        return self.encode_text(render(self.tokenizer, messages, tools=tools), special=False)
+        return self.encode_text(render(self.tokenizer, messages, tools=tools), special=False, most=most)
 
     def encode_results(self, results: Sequence[str], *, prefill: str, ended: bool) -> tuple[int, ...]:
         """Tokens from the end of a turn to the beginning of the next: what tools answered, and the glue.
@@ -54,8 +64,13 @@ class Codec:
         found = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         return [self._known(ids) for ids in found]
 
-    def encode_text(self, text: str, *, special: bool = True) -> tuple[int, ...]:
-        """Tokens of a text as it is; `special`: with those that the tokenizer puts around any text."""
+    def encode_text(self, text: str, *, special: bool = True, most: int | None = None) -> tuple[int, ...]:
+        """Tokens of a text as it is; `special`: with those that the tokenizer puts around any text.
+
+        `most`: a text that must have more tokens is refused unread, for reading one takes minutes.
+        """
+        if most is not None and len(text) > most * self.longest:
+            raise ConfigError(f"a prompt of {len(text)} characters cannot fit the context of {most} tokens")
         return self._known(self.tokenizer(text, add_special_tokens=special)["input_ids"])
 
     def _known(self, ids: Sequence[int]) -> tuple[int, ...]:

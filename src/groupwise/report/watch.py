@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 import socket
 import threading
@@ -79,9 +80,8 @@ def listen(host: str, port: int | None) -> socket.socket:
             server.close()
             if number == tries[-1]:
                 why = error.strerror or error
-                raise ConfigError(
-                    f"cannot listen at {host}:{number}: {why}; name another port by --port"
-                ) from error
+                advice = "; name another port by --port" if error.errno == errno.EADDRINUSE else ""
+                raise ConfigError(f"cannot listen at {host}:{number}: {why}{advice}") from error
         else:
             return server
     raise AssertionError("one of the tries returns or raises")

@@ -80,7 +80,7 @@ def read_asked(body: Mapping[str, Any], codec: Codec, *, chat: bool, context: in
     if choice not in (None, "auto", "none"):
         raise Refused(400, "tool_choice must be auto or none: the model decides whether it calls")
     tools = typed(body, "tools", list, []) if chat and choice != "none" else []
-    prompt = chat_tokens(body, codec, tools) if chat else plain_tokens(body, codec)
+    prompt = chat_tokens(body, codec, tools, context) if chat else plain_tokens(body, codec, context)
     count = typed(body, "n", int, 1)
     if not 1 <= count <= MOST_ANSWERS:
         raise Refused(400, f"n must lie between 1 and {MOST_ANSWERS}")
@@ -146,7 +146,7 @@ def read_alternatives(body: Mapping[str, Any], *, chat: bool) -> int | None:
     return None
 
 
-def chat_tokens(body: Mapping[str, Any], codec: Codec, tools: Sequence[Any]) -> tuple[int, ...]:
+def chat_tokens(body: Mapping[str, Any], codec: Codec, tools: Sequence[Any], context: int) -> tuple[int, ...]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Refused(400, "messages must be a list of at least one message")
@@ -158,7 +158,8 @@ def chat_tokens(body: Mapping[str, Any], codec: Codec, tools: Sequence[Any]) -> 
     try:
         template = codec.tokenizer.chat_template
         knows = template is not None and knows_tools(codec.tokenizer)
-        return codec.encode([for_template(message, knows_calls=knows) for message in chat], tools=tools)
+        messages = [for_template(message, knows_calls=knows) for message in chat]
+        return codec.encode(messages, tools=tools, most=context)
     except ConfigError as error:
         raise Refused(400, str(error)) from error
     except Exception as error:  # a template may refuse a chat in any way it likes
@@ -181,13 +182,13 @@ def read_message(message: Any) -> Message:
     return {key: value for key, value in message.items() if value is not None} | {"content": content or ""}
 
 
-def plain_tokens(body: Mapping[str, Any], codec: Codec) -> tuple[int, ...]:
+def plain_tokens(body: Mapping[str, Any], codec: Codec, context: int) -> tuple[int, ...]:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]
     if isinstance(prompt, str) and prompt:
         try:
-            return codec.encode_text(prompt)
+            return codec.encode_text(prompt, most=context)
         except ConfigError as error:
             raise Refused(400, str(error)) from error
     if isinstance(prompt, list) and prompt:

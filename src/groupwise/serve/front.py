@@ -28,6 +28,7 @@ class Opening:
     context: int
     slots: int
     api_key: str | None
+    allowed_hosts: tuple[str, ...] = ()
 
 
 def start_front() -> Connection:
@@ -57,7 +58,8 @@ def check_address(host: str, port: int) -> None:
 
 
 def cannot_listen(host: str, port: int, reason: str) -> ConfigError:
-    return ConfigError(f"cannot listen at {host}:{port}: {reason}")
+    advice = "; name another port by --port" if "already in use" in reason else ""
+    return ConfigError(f"cannot listen at {host}:{port}: {reason}{advice}")
 
 
 def open_front(connection: Connection, opening: Opening) -> int:
@@ -84,6 +86,7 @@ def run_front(connection: Connection) -> None:
         context=opening.context,
         slots=opening.slots,
         api_key=opening.api_key,
+        allowed_hosts=opening.allowed_hosts,
     )
     try:
         asyncio.run(server.run(opening.host, opening.port, ready=connection.send))

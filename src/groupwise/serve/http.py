@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from ipaddress import ip_address
+from socket import SO_ERROR, SOL_SOCKET
 from typing import Any
 
 from groupwise.tracking.log import LOGGER
@@ -74,6 +76,14 @@ class Refused(Exception):
         return Reply(body={"error": error}, status=self.status, headers=self.headers)
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a name or address can only mean this machine."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 async def serve_connection(
     handler: Handler, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
@@ -83,7 +93,7 @@ async def serve_connection(
             try:
                 question = await asyncio.wait_for(read_question(reader), IDLE_SECONDS)
             except Refused as refused:
-                await write_reply(writer, refused.reply(), close=True)
+                await write_reply(Outgoing(writer, close=True), refused.reply())
                 return
             if question is None:
                 return
@@ -107,8 +117,9 @@ async def answer(
     close: bool,
 ) -> bool:
     """Answer one question; False: whoever asked has gone. What is under way for them is then cancelled."""
-    work = asyncio.ensure_future(respond(handler, question, writer, close=close))
-    gone = asyncio.ensure_future(until_gone(reader))
+    outgoing = Outgoing(writer, close=close, bare=question.method == "HEAD")
+    work = asyncio.ensure_future(respond(handler, question, outgoing))
+    gone = asyncio.ensure_future(until_gone(reader, outgoing))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         still_there = work.done()
@@ -122,28 +133,56 @@ async def answer(
     return still_there
 
 
-async def until_gone(reader: asyncio.StreamReader) -> None:
-    """Return when the other side closes; what it may already ask next is left to be read."""
+@dataclass(slots=True)
+class Outgoing:
+    """Where one answer is written, and how."""
+
+    writer: asyncio.StreamWriter
+    close: bool
+    bare: bool = False
+    """Whether only the headers are sent: what HEAD asks for."""
+    begun: bool = False
+    """Whether something of the answer is sent."""
+
+    async def send(self, data: bytes) -> None:
+        self.begun = True
+        self.writer.write(data)
+        await self.writer.drain()
+
+
+async def until_gone(reader: asyncio.StreamReader, outgoing: Outgoing) -> None:
+    """Return when the other side closes; what it may already ask next is left to be read.
+
+    A client that only ended its own half (shutdown(SHUT_WR)) still waits for its answer, and at first looks
+    like one that closed. Whatever is sent to a closed one is answered by a reset: where the answer has not
+    begun, a 100 Continue is sent, which every client of HTTP/1.1 passes over.
+    """
     while not reader.at_eof():
         await asyncio.sleep(0.2)
+    if not outgoing.begun:
+        outgoing.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    connection = outgoing.writer.get_extra_info("socket")
+    with suppress(OSError):  # the connection is closed already
+        while not outgoing.writer.is_closing() and not connection.getsockopt(SOL_SOCKET, SO_ERROR):
+            await asyncio.sleep(0.2)
 
 
-async def respond(handler: Handler, question: Question, writer: asyncio.StreamWriter, *, close: bool) -> None:
+async def respond(handler: Handler, question: Question, outgoing: Outgoing) -> None:
     try:
         reply = await handler(question)
         if isinstance(reply, Reply):
-            await write_reply(writer, reply, close=close)
+            await write_reply(outgoing, reply)
             return
     except Refused as refused:
-        await write_reply(writer, refused.reply(), close=close)
+        await write_reply(outgoing, refused.reply())
         return
     except ConnectionError:
         raise
     except Exception:  # one request must not leave its client, or others, without an answer
         LOGGER.exception("a request could not be answered")
-        await write_reply(writer, Refused(500, "the server failed at this request").reply(), close=close)
+        await write_reply(outgoing, Refused(500, "the server failed at this request").reply())
         return
-    await write_events(writer, reply, close=close)
+    await write_events(outgoing, reply)
 
 
 async def read_question(reader: asyncio.StreamReader) -> Question | None:
@@ -174,28 +213,26 @@ async def read_question(reader: asyncio.StreamReader) -> Question | None:
     return Question(method=words[0], path=words[1].partition("?")[0], headers=headers, body=body)
 
 
-async def write_reply(writer: asyncio.StreamWriter, reply: Reply, *, close: bool) -> None:
+async def write_reply(outgoing: Outgoing, reply: Reply) -> None:
     body = encode(reply.body).encode()
     head = {"Content-Type": "application/json", "Content-Length": str(len(body)), **reply.headers}
-    writer.write(status_and_headers(reply.status, head, close=close) + body)
-    await writer.drain()
+    headers = status_and_headers(reply.status, head, close=outgoing.close)
+    await outgoing.send(headers if outgoing.bare else headers + body)
 
 
-async def write_events(writer: asyncio.StreamWriter, events: Events, *, close: bool) -> None:
+async def write_events(outgoing: Outgoing, events: Events) -> None:
     """Server-sent events, each sent as it comes; an error on the way is the last of them."""
     head = {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "Transfer-Encoding": "chunked"}
-    unsent = status_and_headers(200, head, close=close)  # one call of the system takes all there is
+    unsent = status_and_headers(200, head, close=outgoing.close)  # one call of the system takes all there is
     try:
         async with aclosing(events) as batches:  # type: ignore[type-var]
             async for parts in batches:
-                writer.write(unsent + chunk("".join(map(event, parts))))
+                await outgoing.send(unsent + chunk("".join(map(event, parts))))
                 unsent = b""
-                await writer.drain()
         last = "data: [DONE]\n\n"
     except Refused as refused:
         last = event(refused.reply().body)
-    writer.write(unsent + chunk(last) + b"0\r\n\r\n")
-    await writer.drain()
+    await outgoing.send(unsent + chunk(last) + b"0\r\n\r\n")
 
 
 def event(part: Mapping[str, Any]) -> str:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 from groupwise.engine.live import Busy
 from groupwise.model.codec import Codec
 from groupwise.serve.asked import Asked, read_asked
-from groupwise.serve.http import HEAD_LIMIT, Events, Question, Refused, Reply, serve_connection
+from groupwise.serve.http import HEAD_LIMIT, Events, Question, Refused, Reply, is_loopback, serve_connection
 from groupwise.serve.link import FrontSide, Listener, Words
 from groupwise.serve.pieces import Pieces
 from groupwise.serve.told import Telling
+
+SHORT_BODY = 32 * 1024
+"""Bytes of a request up to which it is encoded in a few milliseconds."""
 
 
 class Server:
@@ -33,16 +36,19 @@ class Server:
         context: int,
         slots: int,
         api_key: str | None,
+        allowed_hosts: Sequence[str] = (),
     ) -> None:
         self.codec, self.model, self.context, self.slots = codec, model, context, slots
         self._pieces = Pieces(codec.tokenizer)
         self._about = {"id": model, "object": "model", "created": 0, "owned_by": "groupwise"}
-        self._api_key = api_key
+        self._api_key, self._allowed_hosts = api_key, frozenset(map(str.lower, allowed_hosts))
         self._connection = connection
         self._open = 0
         """Answers that are written or waited for."""
         self._connections: set[asyncio.Task[Any]] = set()
+        # One thread for short requests and one for long ones, which may take seconds to encode.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="groupwise-encoder")
+        self._long_encoder = ThreadPoolExecutor(1, thread_name_prefix="groupwise-long-encoder")
 
     async def run(self, host: str, port: int, *, ready: Callable[[int], None]) -> None:
         """Serve until cancelled, or the engine is gone; `ready` is told the port that was taken."""
@@ -55,7 +61,8 @@ class Server:
             finally:
                 # In here: leaving waits for the connections, and a client may keep one for a minute.
                 server.close()
-                self._encoder.shutdown(wait=False)
+                self._encoder.shutdown(wait=False, cancel_futures=True)
+                self._long_encoder.shutdown(wait=False, cancel_futures=True)
                 for connection in self._connections:
                     connection.cancel()
                 await asyncio.gather(*self._connections, return_exceptions=True)
@@ -72,24 +79,46 @@ class Server:
 
     async def answer(self, question: Question) -> Reply | Events:
         """Answer one question."""
+        self._check_site(question)
         if question.path == "/health":
             return self._health()
         self._check_key(question)
-        match question.method, question.path.rstrip("/"):
+        method = "GET" if question.method == "HEAD" else question.method
+        match method, question.path.rstrip("/"):
             case "GET", "/v1/models":
                 return Reply(body={"object": "list", "data": [self._about]})
             case "GET", path if unquote(path) == f"/v1/models/{self.model}":
                 return Reply(body=self._about)
             case "POST", "/v1/chat/completions":
-                return await self._complete(question.json(), chat=True)
+                return await self._complete(question, chat=True)
             case "POST", "/v1/completions":
-                return await self._complete(question.json(), chat=False)
+                return await self._complete(question, chat=False)
         raise Refused(404, f"there is nothing at {question.method} {question.path}")
 
     def _health(self) -> Reply:
         running = min(self._open, self.slots)
         body = {"status": self.link.failure or "ok", "running": running, "waiting": self._open - running}
         return Reply(body=body, status=500 if self.link.failure else 200)
+
+    def _check_site(self, question: Question) -> None:
+        """Without a key, refuse what a web page may have sent: one of another site, or one that made its
+        own name mean this machine (DNS rebinding). Clients that are no browsers send no Origin."""
+        if self._api_key is not None:
+            return
+        host, origin = question.headers.get("host"), question.headers.get("origin")
+        if host and not self._is_known(f"//{host}"):
+            raise Refused(
+                403, f"the host {host!r} is not served: use 127.0.0.1, or start with --allowed-host NAME"
+            )
+        if origin is not None and not self._is_known(origin):
+            raise Refused(403, f"pages of {origin!r} are not served; --allowed-host NAME allows them")
+
+    def _is_known(self, address: str) -> bool:
+        try:
+            name = (urlsplit(address).hostname or "").lower()
+        except ValueError:
+            return False
+        return is_loopback(name) or name in self._allowed_hosts
 
     def _check_key(self, question: Question) -> None:
         if self._api_key is None:
@@ -99,10 +128,14 @@ class Server:
         if scheme.lower() != "bearer" or not right:
             raise Refused(401, "the API key is missing or wrong")
 
-    async def _complete(self, body: Mapping[str, Any], *, chat: bool) -> Reply | Events:
-        # Rendering and encoding a long chat takes a while: not in the thread that serves everyone.
-        read = partial(read_asked, body, self.codec, chat=chat, context=self.context, model=self.model)
-        asked = await asyncio.get_running_loop().run_in_executor(self._encoder, read)
+    def _read(self, question: Question, *, chat: bool) -> Asked:
+        return read_asked(question.json(), self.codec, chat=chat, context=self.context, model=self.model)
+
+    async def _complete(self, question: Question, *, chat: bool) -> Reply | Events:
+        # Reading, rendering and encoding a long chat takes a while: not in the thread that serves everyone.
+        encoder = self._encoder if len(question.body) <= SHORT_BODY else self._long_encoder
+        read = partial(self._read, question, chat=chat)
+        asked = await asyncio.get_running_loop().run_in_executor(encoder, read)
         try:
             number, listener = await self.link.submit(asked.job)
         except Busy:
