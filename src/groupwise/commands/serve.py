@@ -13,6 +13,11 @@ from groupwise.serve.http import is_loopback
 
 KEY = "GROUPWISE_API_KEY"
 
+AllowedHost = Annotated[
+    list[str] | None,
+    typer.Option(show_default=False, help="A reverse proxy's name, for requests without an API key."),
+]
+
 
 def serve(
     target: Annotated[
@@ -27,14 +32,7 @@ def serve(
     name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
     max_sequences: Annotated[int, typer.Option(help="Answers written at once.")] = 64,
     max_context: Annotated[int, typer.Option(help="Tokens of prompt and answer together.")] = 2048,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            show_default=False,
-            help="Besides this machine's, a name that requests without an API key may come under, "
-            "such as a reverse proxy's.",
-        ),
-    ] = None,
+    allowed_host: AllowedHost = None,
     queue: Annotated[int, typer.Option(help="Requests that may wait; more are answered 429.")] = 128,
 ) -> None:
     """Serve a model like OpenAI: chat and completions, streamed, all requests in one batch."""
