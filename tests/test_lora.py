@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from groupwise.config.sections import EngineConfig
 from groupwise.engine.engine import Engine
 from groupwise.errors import ConfigError
 from groupwise.learner.supervised import Imitator, worked_sample
+from groupwise.model import lora
 from groupwise.model.load import load_policy
 from groupwise.model.logprobs import token_logprobs
 from groupwise.model.policy import Policy
@@ -101,6 +104,53 @@ def test_a_saved_adapter_of_any_kind_loads_with_peft_alone(tmp_path, kind):
             plain[len(PROMPT) - 1 : -1].log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
         )
         torch.testing.assert_close(logprobs(reference, PROMPT, answer), plain_rows, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("target_modules", r"([a-z_.0-9]+)+!", "takes longer than"),
+        ("rank_pattern", {r"([a-z_.0-9]+)+!": 4}, "takes longer than"),
+        ("target_modules", r"(q_proj", "not valid: re.error"),
+    ],
+)
+def test_an_adapter_whose_patterns_never_end_is_refused(tmp_path, monkeypatch, setting, value, message):
+    adapted().save(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {setting: value}))
+    monkeypatch.setattr(lora, "PATTERN_SECONDS", 2.0)
+    with pytest.raises(ConfigError, match=message):
+        adapted(tmp_path)
+
+
+def test_an_adapter_that_names_its_modules_by_a_pattern_loads(tmp_path):
+    policy = adapted(targets=("q_proj",))
+    policy.save(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"target_modules": r".*\.(q_proj|absent)"}))
+    again = adapted(tmp_path)
+    answer = tuple(range(60, 70))
+    assert torch.equal(logprobs(again, PROMPT, answer), logprobs(policy, PROMPT, answer))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"num_hidden_layers": 10**7},
+        {"text_config": {"num_hidden_layers": 10**7}},
+        {"num_local_experts": 10**7},
+    ],
+)
+def test_a_config_of_millions_of_layers_is_refused_at_once(tmp_path, sizes):
+    folder = tmp_path / "model"
+    shutil.copytree(TINY_FOLDER, folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | sizes))
+    with pytest.raises(ConfigError, match="at most 1000 layers"):
+        load_policy(ModelConfig(name=str(folder), device="cpu"), LoraConfig(r=0))
+    path.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"config.json is damaged"):
+        load_policy(ModelConfig(name=str(folder), device="cpu"), LoraConfig(r=0))
 
 
 @pytest.mark.parametrize("kind", KINDS)

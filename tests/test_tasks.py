@@ -227,6 +227,8 @@ def test_examples_may_come_from_lists_generators_and_functions():
         ("bad.jsonl", b'{"a": "1"}\n{"a": ["\\ud83d"]}\n', "bad.jsonl, line 2: its text is not Unicode"),
         ("bad.jsonl.gz", b"not gzip", "cannot read"),
         ("bad.json", b"[1", "bad.json: not JSON"),
+        ("deep.json", b"[" * 100_000, "deep.json: the JSON is nested too deeply"),
+        ("deep.jsonl", b'{"a": 1}\n' + b"[" * 100_000, "deep.jsonl, line 2: the JSON is nested too deeply"),
         ("bad.json", b'{"a": 1}', "bad.json: expected a list of dicts, got dict"),
         ("bad.json", b'[{"a": 1}, 2]', "bad.json, row 2"),
         ("bad.parquet", b"not parquet", "cannot read"),

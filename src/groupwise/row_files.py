@@ -41,6 +41,8 @@ def read_json(path: Path) -> Located:
             raise
         except ValueError as error:
             raise ConfigError(f"{path}: not JSON: {error}") from error
+        except RecursionError as error:
+            raise ConfigError(f"{path}: the JSON is nested too deeply to be read") from error
     return numbered(rows, source=str(path))
 
 
@@ -54,6 +56,8 @@ def read_json_lines(path: Path) -> Located:
                 row = json.loads(line)
             except ValueError as error:
                 raise ConfigError(f"{where}: not JSON: {error}") from error
+            except RecursionError as error:
+                raise ConfigError(f"{where}: the JSON is nested too deeply to be read") from error
             yield where, row
 
 

@@ -28,7 +28,7 @@ from groupwise.model.quantize import check_installed, quantization_of, settings_
 from groupwise.model.quantized import unpack_in_passes
 from groupwise.model.recomputed import recompute_layers
 from groupwise.model.rotary import shorten_rotation
-from groupwise.model.source import first_line, model_folder, unloadable
+from groupwise.model.source import check_sizes, first_line, model_folder, unloadable
 
 
 def load_policy(
@@ -113,6 +113,7 @@ def causal_model(
     """
     from transformers import AutoModelForCausalLM
 
+    check_sizes(folder)
     options: dict[str, Any] = {}
     stored = quantization_of(folder)
     if quantization and stored and quantization != stored:

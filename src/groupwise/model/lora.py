@@ -5,6 +5,11 @@ Axes: O outputs, I inputs.
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +19,7 @@ from torch import Tensor
 from groupwise.config.model import LoraConfig
 from groupwise.errors import ConfigError
 from groupwise.model.quantized import plain_weight
-from groupwise.model.source import adapter_settings, first_line, unloadable
+from groupwise.model.source import ADAPTER, adapter_settings, first_line, unloadable
 
 
 def with_adapter(model: Any, lora: LoraConfig, trained: Path | None) -> Any:
@@ -48,13 +53,57 @@ def load_adapter(model: Any, folder: Path, *, trainable: bool = False) -> Any:
     """Return the model with the adapters in a folder, or raise."""
     import peft
 
-    adapter_settings(folder)  # PEFT looks on the network for what it does not find in the folder
+    # PEFT looks on the network for what it does not find in the folder.
+    check_patterns(adapter_settings(folder), [name for name, _ in model.named_modules()], folder=folder)
     try:
         return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)
     except unloadable() as error:
         raise ConfigError(
             f"the adapter in {folder} is damaged or does not fit the model: {first_line(error)}"
         ) from error
+
+
+PLAIN = re.compile(r"[\w.-]*")
+"""A module's name, which any pattern search gets through at once."""
+PATTERN_SECONDS = 10.0
+MATCHING = "import json, re, sys\nfor p, names in json.load(sys.stdin):\n    [re.match(p, n) for n in names]"
+
+
+def check_patterns(settings: Mapping[str, Any], names: Sequence[str], *, folder: Path) -> None:
+    """Refuse an adapter whose patterns of module names take for ever on this model, or are none.
+
+    PEFT matches them with `re`, which nothing can stop: they are first tried in a process that can be.
+    """
+    whole = [settings.get(name) for name in ("target_modules", "exclude_modules")]
+    parts: list[Any] = []
+    for name in ("rank_pattern", "alpha_pattern", "layers_pattern", "modules_to_save"):
+        found = settings.get(name) or ()
+        parts += [found] if isinstance(found, str) else list(found)
+    patterns = [rf"(?:{pattern})\Z" for pattern in whole if is_pattern(pattern)]
+    patterns += [rf"(.*\.)?({part})($|\..*)" for part in parts if is_pattern(part)]
+    if not patterns:
+        return
+    try:
+        subprocess.run(
+            [sys.executable, "-I", "-c", MATCHING],
+            input=json.dumps([(pattern, names) for pattern in patterns]),
+            timeout=PATTERN_SECONDS,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"{folder / ADAPTER}: a pattern of module names takes longer than {PATTERN_SECONDS:g} s to "
+            "match; list the modules by name"
+        ) from error
+    except subprocess.CalledProcessError as error:
+        why = error.stderr.strip().splitlines()[-1:] or ["it failed"]
+        raise ConfigError(f"{folder / ADAPTER}: a pattern of module names is not valid: {why[0]}") from error
+
+
+def is_pattern(found: Any) -> bool:
+    return isinstance(found, str) and PLAIN.fullmatch(found) is None
 
 
 def refuse_ends(model: Any, lora: LoraConfig) -> None:

@@ -23,6 +23,10 @@ NEEDED = {
     "a tokenizer (tokenizer.json)": ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json"),
 }
 """What a model's folder must hold, and how it is recognised."""
+LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+MOST_LAYERS, MOST_EXPERTS = 1000, 100_000
+"""Far more than any model has: of the largest, some 130 layers and 25,000 experts in all."""
 PICKLED = "pytorch_model*.bin"
 """Weights as pickles, which may run code when they are read; `groupwise convert` makes others of them."""
 
@@ -86,6 +90,28 @@ def check_folder(path: Path, *, name: str) -> None:
             f"the model folder {name} lacks {' and '.join(lacking)}"
             + (f"; {pickled} is pickled and may run code: {_advice(name)}" if pickled else "")
         )
+    check_sizes(path)
+
+
+def check_sizes(folder: Path) -> None:
+    """Refuse a config.json with so many layers or experts that building its modules would take for ever."""
+    path = folder / "config.json"
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise ConfigError(f"{path} is damaged: {first_line(error)}") from error
+    for part in (settings, *settings.values()) if isinstance(settings, dict) else ():
+        if not isinstance(part, dict):
+            continue
+        layers, experts = (
+            max((part[name] for name in names if type(part.get(name)) is int), default=1)
+            for names in (LAYERS, EXPERTS)
+        )
+        if layers > MOST_LAYERS or layers * experts > MOST_EXPERTS:
+            raise ConfigError(
+                f"{path} describes a model of {layers} layers and {experts} experts in each: at most "
+                f"{MOST_LAYERS} layers and {MOST_EXPERTS} experts in all are loaded"
+            )
 
 
 def missing_files(folder: Path) -> list[str]:
@@ -104,7 +130,7 @@ def _shards(folder: Path) -> list[str]:
         weights: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
     except FileNotFoundError:
         return []
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, OSError, RecursionError) as error:
         raise ConfigError(f"{folder / INDEX} is damaged: {first_line(error)}") from error
     return sorted(set(weights.values()))
 
@@ -116,7 +142,7 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{folder} holds no adapter: it has no {ADAPTER}")
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {first_line(error)}") from error
     rank = settings.get("r") if isinstance(settings, dict) else None
     if type(rank) is not int or rank < 1:

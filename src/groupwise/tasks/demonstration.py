@@ -161,7 +161,7 @@ def tools_in(row: Example) -> Any:
     """Return what a row says of tools; many datasets hold it as JSON."""
     tools = row.get("tools") or ()
     if isinstance(tools, str):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             return json.loads(tools) or ()
     return tools
 
