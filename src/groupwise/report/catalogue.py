@@ -86,7 +86,7 @@ class SeenRun:
         except Exception as error:
             logger.warning("cannot read the run %s: %r", self.folder.path, error)
             name = self.folder.name
-            empty = {"step": 0, "max_steps": None, "steps": [], "stats": {}}
+            empty: dict[str, Any] = {"step": 0, "max_steps": None, "steps": [], "stats": {}}
             return {"name": name, "title": name, "state": "damaged", **empty}
 
     def settings(self) -> dict[str, Any]:
