@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -197,6 +198,24 @@ def test_pointing_at_a_curve_tells_that_step_in_every_chart(visit: Visit, addres
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     told = page.locator("figure", has_text="Groups without signal").locator(".legend .at")
     expect(told).to_have_text(re.compile("^step 1[56]$"))
+
+
+def test_a_line_is_hidden_and_shown_by_its_entry_in_the_legend(visit: Visit, address: str) -> None:
+    page = visit.open(f"{address}#curves?run=learns")
+    held_out = page.locator("figure", has_text="Held-out accuracy")
+    before = held_out.locator("canvas").screenshot()
+    entry = held_out.locator(".legend button").first
+    entry.click()
+    expect(entry).to_have_attribute("aria-pressed", "false")
+    assert held_out.locator("canvas").screenshot() != before
+    entry.click()
+    expect(entry).to_have_attribute("aria-pressed", "true")
+
+
+def test_every_chart_is_drawn_for_paper(visit: Visit, address: str) -> None:
+    page = visit.open(f"{address}#curves?run=learns")
+    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    assert page.locator(".card canvas").count() == page.locator(".card").count()
 
 
 def test_smoothing_and_log_scale_redraw_without_complaint(visit: Visit, address: str) -> None:
@@ -426,6 +445,29 @@ def test_alarms_say_what_was_seen_and_lead_there(visit: Visit, address: str) -> 
 def report(runs: Path) -> Path:
     run = SeenRun(Catalogue.of([runs]).runs["hostile"].folder)
     return write_report(run, state="finished")
+
+
+def test_names_and_settings_full_of_markup_are_text_on_the_live_page(
+    visit: Visit, address: str, runs: Path
+) -> None:
+    name = "<img src=x onerror=window.hacked=1>"
+    run = make_run(runs / name, steps=2, groups=hostile_groups, metrics=hostile_metrics)
+    run.config.write_text(run.config.read_text() + f"# {ATTACK}\n")
+    try:
+        for view in VIEWS:
+            page = visit.open(f"{address}#{view}?run={quote(name)}")
+            expect(page.locator("#header")).to_contain_text(name)
+            assert page.locator("main img, header img").count() == 0
+        page = visit.open(f"{address}#curves?run={quote(name)}")
+        page.get_by_text("Settings", exact=True).click()
+        expect(page.locator(".settings")).to_contain_text(ATTACK)
+        page = visit.open(f"{address}#groups?run={quote(name)}")
+        page.locator("#words").fill("mask")
+        expect(page.locator(".hits")).to_contain_text("<img src=x")
+        assert page.evaluate("window.hacked") is None
+    finally:
+        shutil.rmtree(run.path)
+        time.sleep(1.2)  # the server forgets it before the next test lists runs
 
 
 @pytest.mark.parametrize("view", VIEWS)

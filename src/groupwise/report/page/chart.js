@@ -29,15 +29,30 @@ export function chart(title, lines, options = {}) {
   );
   let plot = null;
   let hovered = null;
+  const hidden = new Set();
 
   function draw() {
     const width = Math.max(box.clientWidth, 200);
-    const prepared = prepare(lines, options);
+    const prepared = prepare(visible(), options);
     plot?.destroy();
     plot = new uPlot(settings(prepared, { ...options, format, width, onhover }), prepared.data, box);
     plot.root.setAttribute("role", "img");
     plot.root.setAttribute("aria-label", summary(title, lines, format));
     tell(null);
+  }
+
+  // One band at a time: several over each other cannot be told apart. The first line shown has it.
+  function visible() {
+    const shown = lines.filter((line) => !hidden.has(line.label));
+    const first = shown.find((line) => line.band);
+    return shown.map((line) => (line.band && line !== first ? { ...line, band: null, thin: true } : line));
+  }
+
+  function toggle(label, place) {
+    if (hidden.has(label)) hidden.delete(label);
+    else hidden.add(label);
+    if (plot) draw();
+    legend.querySelectorAll("button")[place]?.focus();
   }
 
   function onhover(index, step) {
@@ -49,12 +64,17 @@ export function chart(title, lines, options = {}) {
     fill(
       legend,
       h("span", { class: "at quiet" }, step === null ? "now" : `step ${step}`),
-      lines.map((line) => {
+      lines.map((line, place) => {
         const at = step === null ? last(line) : valueAt(line, step);
         const band = at?.band ? ` [${format(at.band[0])}, ${format(at.band[1])}]` : "";
         return h(
-          "span",
-          { class: "entry" },
+          "button",
+          {
+            class: "entry",
+            "aria-pressed": hidden.has(line.label) ? "false" : "true",
+            title: hidden.has(line.label) ? "Show this line" : "Hide this line",
+            onclick: () => toggle(line.label, place),
+          },
           swatch(line),
           h("span", { class: "quiet" }, line.label),
           h("b", {}, at ? format(at.value) : "–"),
@@ -175,7 +195,7 @@ function prepare(lines, options) {
     series.push({
       label: line.label,
       stroke: line.colour,
-      width: 1.75,
+      width: line.thin ? 1 : 1.75,
       dash: line.dash ?? undefined,
       spanGaps: true,
       points: { show: line.steps.length <= 40, size: 5, fill: line.colour, stroke: css("--surface") },

@@ -163,6 +163,15 @@ export async function curves(root, app) {
   headline();
   build();
 
+  // Charts are drawn when they are reached; paper has them all.
+  const drawAll = () => {
+    for (const one of drawn) {
+      waiting.unobserve(one.card);
+      one.draw();
+    }
+  };
+  window.addEventListener("beforeprint", drawAll);
+
   return {
     async refresh(run) {
       const old = data.get(run.id);
@@ -174,6 +183,7 @@ export async function curves(root, app) {
       if (drawn.length === 0) build();
     },
     leave() {
+      window.removeEventListener("beforeprint", drawAll);
       waiting.disconnect();
       for (const one of drawn) one.leave();
     },
@@ -220,7 +230,7 @@ function inShort(run, one, app) {
   for (const name of Object.keys(final?.scores ?? {})) {
     const [value, low, high] = final.scores[name];
     const before = first !== final ? first.scores[name]?.[0] : undefined;
-    figures.push(figure(name, percent(value), `${percent(low, 0)} – ${percent(high, 0)}`, before === undefined ? "" : `${signed(100 * (value - before))} points since the start`));
+    figures.push(figure(name, percent(value), `95 % interval ${percent(low)} – ${percent(high)}`, before === undefined ? "" : `${signed(100 * (value - before))} points since the start`));
   }
   const reward = one.values["reward/mean"];
   if (hasValues(reward)) {
@@ -236,10 +246,19 @@ function inShort(run, one, app) {
   );
 }
 
+const HINTS = [
+  [/^greedy$/, "Share of held-out prompts whose greedy answer is right"],
+  [/^avg@/, "Mean share of k sampled answers that are right"],
+  [/^maj@/, "Share of held-out prompts where the answer that most of k samples state is right"],
+  [/^pass@/, "Share of held-out prompts where one of k samples is right"],
+  [/^format$/, "Mean share of k sampled answers in the form asked for"],
+  [/^reward$/, "Mean reward of the last step's answers"],
+];
+
 const figure = (name, value, interval, change) =>
   h(
     "div",
-    { class: "figure" },
+    { class: "figure", title: HINTS.find(([pattern]) => pattern.test(name))?.[1] },
     h("span", { class: "quiet" }, name),
     h("b", {}, value),
     interval && h("span", { class: "quiet", title: "95 % interval" }, interval),

@@ -63,7 +63,7 @@ export async function tokens(root, app) {
     kind: found.trained[i] ? "sampled" : i < found.prompt_length ? "prompt" : "outside",
   }));
   const odd = all.some((token) => token.trained && token.index < found.prompt_length);
-  let by = BY[app.place.by] ? app.place.by : "advantage";
+  let by = BY[app.place.by] ? app.place.by : "entropy";
 
   const flow = h("div", { class: "flow", role: "group", "aria-label": "Tokens; the arrow keys move from one to the next" });
   const info = h("div", { class: "info", "aria-live": "polite" });
