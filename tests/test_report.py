@@ -412,7 +412,7 @@ def test_a_report_that_fails_does_not_take_the_run_with_it(
 ) -> None:
     from groupwise.training import recorder, train
 
-    def broken(folder: RunFolder, *, own: bool) -> Path:
+    def broken(folder: RunFolder, *, own: bool, stats: object) -> Path:
         raise ConfigError("plots need matplotlib: pip install matplotlib")
 
     monkeypatch.setattr(recorder, "write_all", broken)
