@@ -108,7 +108,7 @@ def test_raising_and_hanging_rewards_are_recorded_counted_and_left_out(tmp_path)
     rows = read_rollouts(tmp_path / "run" / "rollouts" / "step-000001.parquet")
     errors = {row["member"]: row["error"] for row in rows if row["error"] is not None}
     assert errors == {
-        1: "reward sometimes: ValueError: no gold",
+        1: "reward sometimes: ValueError: no gold (luck.py, line 7)",
         2: "reward sometimes: took longer than 0.1 s",
     }
     failed = [row for row in rows if row["error"] is not None]

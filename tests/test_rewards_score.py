@@ -88,7 +88,8 @@ def test_a_raising_reward_fails_its_rollout_and_no_other():
         return 1.0
 
     a, b = score(group("a", "b"), {"correct": correct, "picky": picky})
-    assert a.error == "reward picky: ValueError: no a"
+    line = picky.__code__.co_firstlineno + 2
+    assert a.error == f"reward picky: ValueError: no a (test_rewards_score.py, line {line})"
     assert a.rewards == {}
     assert (b.error, b.reward) == (None, 2.0)
 
@@ -136,7 +137,7 @@ def test_a_group_that_failed_whole_calls_no_reward():
 def test_a_trl_reward_gets_plain_strings_ids_and_repeated_columns():
     calls = []
 
-    def trl(prompts, completions, answer, **kwargs):
+    def trl(prompts, completions, answer, trainer_state, log_metric, log_extra, **kwargs):
         calls.append((prompts, completions, answer, kwargs))
         return [float(c == a) for c, a in zip(completions, answer, strict=True)]
 

@@ -322,7 +322,8 @@ def test_a_step_whose_rollouts_fail_leaves_them_to_be_read(place):
     with pytest.raises(InvariantError, match="100% of the rollouts failed"):
         train(small_config(place, "evaluate.skip=true"))
     (rollouts,) = (place / "run" / "rollouts").iterdir()
-    assert {row["error"] for row in read_rollouts(rollouts)} == {"reward broken: KeyError: 'gold'"}
+    errors = {row["error"] for row in read_rollouts(rollouts)}
+    assert errors == {"reward broken: KeyError: 'gold' (luck.py, line 3)"}
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from groupwise import rewards
 from groupwise.config import Config, config_from_keywords
 from groupwise.errors import ConfigError, GroupwiseError, InvariantError, RolloutError
 from groupwise.records import Example, Rollout
+from groupwise.rewards.worker import in_process
 from groupwise.rollout.tools import Found
 from groupwise.tasks import Task, leave_task_file, load_examples, load_task, with_data
 from groupwise.tracking.run_folder import RunFolder
@@ -38,6 +39,7 @@ __all__ = [
     "RolloutError",
     "Task",
     "evolve",
+    "in_process",
     "load_examples",
     "rewards",
     "train",

@@ -8,7 +8,7 @@ from groupwise.config import Config
 from groupwise.errors import ConfigError
 from groupwise.population.opening import Opening
 from groupwise.population.search import Search
-from groupwise.tasks import Task, leave_task_file, load_task
+from groupwise.tasks import Task, isolated, leave_task_file, load_task
 from groupwise.tracking.display import open_display
 from groupwise.tracking.trackers import tracker_names
 from groupwise.training.full_disk import told_when_full
@@ -31,7 +31,11 @@ def evolve(config: Config, *, resume: Path | None = None, task: Task | None = No
         open_display().message(done)
         return opening.folder.path
 
-    with told_when_full(opening.folder, config), Search(config, task=task, opening=opening) as search:
+    with (
+        isolated(task) as task,
+        told_when_full(opening.folder, config),
+        Search(config, task=task, opening=opening) as search,
+    ):
         for step in search.steps():
             batches = search.collect(step)  # prompt, rollout, reward, advantage: all members at once
             reports = search.learn(step, batches)  # loss, update: one adapter at a time

@@ -36,13 +36,13 @@ class Opening:
     def new(cls, config: Config, *, task: str) -> Opening:
         folder = RunFolder.create(
             config.run.output_dir, name=config.run.name, task=f"evolve-{task}", model=config.model.name
-        )
+        ).absolute()
         return cls(folder=folder, lock=folder.lock(), story=Story(), checkpoint=None)
 
     @classmethod
     def again(cls, path: Path, config: Config) -> Opening:
         """Go on after the last checkpoint, every byte of it checked, or anew where none was written yet."""
-        folder = RunFolder.open(path)
+        folder = RunFolder.open(path).absolute()
         lock = folder.lock()
         try:
             stored = read_config(folder.config)

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
+
+from groupwise.tracking.log import LOGGER
+
+REPEAT_SECONDS = 1.0
+"""A block that swallows its limit is interrupted again after this long."""
+GRACE_SECONDS = 30.0
+"""How far past its limit a block may go before it stops the run."""
+STOPPED = 3
+"""The exit code of a process that such a block stops."""
 
 
 class TimeLimitReached(BaseException):
@@ -30,7 +40,8 @@ class TimeLimits:
                     …
 
     An alarm signal ends a block, so there is no limit outside the main thread or on a platform without
-    alarms, nor can a single call into C be interrupted before it returns. Limits nest: the earlier
+    alarms, nor can a single call into C be interrupted before it returns. A block can swallow the limit: see
+    `Watched`, and `worker` for processes that can be killed. Limits nest: the earlier
     deadline wins, and an alarm that was set before goes off when it should.
     """
 
@@ -77,6 +88,7 @@ class Limit:
         self.outer: float | None = None
         """When an alarm goes off that was set before."""
         self._alarm_set = False
+        self._expired = False
 
     def expire(self, number: int, frame: FrameType | None) -> None:
         self._alarm_set = False
@@ -84,6 +96,8 @@ class Limit:
             return
         left = self.due - time.monotonic()
         if left <= 0:
+            self._expired = True
+            self._set_alarm(REPEAT_SECONDS)  # the block may swallow this one
             raise TimeLimitReached
         self._set_alarm(left)
 
@@ -109,5 +123,74 @@ class Limit:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The alarm may go off before this line is done, but only once: it leaves the block either way.
+        # The alarm may go off before this line is done: it leaves the block either way.
         self.armed = False
+        if self._expired:  # the next block must not wait for the repetition
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            self._alarm_set = self._expired = False
+
+
+class Watched:
+    """A limit that cannot be swallowed: a block that goes on for `GRACE_SECONDS` past it stops the process.
+
+    For code of the user's that has to run in this process, where nothing else can end it.
+    """
+
+    def __init__(self, limit: Limit, what: str) -> None:
+        self.limit, self.what = limit, what
+
+    def __enter__(self) -> None:
+        if self.limit.possible:
+            watchdog.begin(self.what, self.limit.seconds)
+        self.limit.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.limit.__exit__(kind, error, trace)
+        if self.limit.possible:
+            watchdog.end()
+
+
+AnyLimit = Limit | Watched
+
+
+class Watchdog:
+    """A thread that looks twice a second whether the block of the main thread is far past its limit."""
+
+    def __init__(self) -> None:
+        self.process = 0
+        """In which the thread was started: a fork has none."""
+        self.block: tuple[str, float, float] | None = None
+        """What runs, its limit, and when the process is stopped."""
+
+    def begin(self, what: str, seconds: float) -> None:
+        self.block = (what, seconds, time.monotonic() + seconds + GRACE_SECONDS)
+        if self.process != os.getpid():
+            self.process = os.getpid()
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def end(self) -> None:
+        self.block = None
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(0.5)
+            block = self.block
+            if block is not None and time.monotonic() > block[2]:
+                stop_process(*block[:2])
+
+
+def stop_process(what: str, seconds: float) -> None:
+    """End this process with a sentence: no exception would get past the block."""
+    sentence = (
+        f"{what} did not end at its time limit of {seconds:g} s, nor {GRACE_SECONDS:g} s later: it swallows "
+        "the limit, so the run stops. Mend the function; the last checkpoint can be resumed"
+    )
+    LOGGER.error(sentence)
+    with suppress(OSError, ValueError):
+        os.write(2, f"error: {sentence}\n".encode(errors="replace"))
+    os._exit(STOPPED)
+
+
+watchdog = Watchdog()

@@ -129,7 +129,7 @@ class Conversations:
         stream = self.streams[which[0]][which[1]]
         try:
             allowed = self.limits.calls - stream.calls
-            return self.toolbox.answer(wishes, allowed=allowed, state=stream.state)
+            return self.toolbox.answer(wishes, allowed=allowed, state=stream.state, beside=self.overlap)
         except RolloutError as error:
             return error
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +9,9 @@ from typing import Any
 
 from groupwise.errors import ConfigError, RolloutError
 from groupwise.records import Call
-from groupwise.rewards.time_limit import TimeLimitReached, time_limit
 from groupwise.rollout.calls import Wish
-from groupwise.rollout.tools import STATE, Found, Tool, tool_of
+from groupwise.rollout.run_tool import run_here, run_tool
+from groupwise.rollout.tools import STATE, Tool, tool_of
 
 
 @dataclass(slots=True)
@@ -55,10 +53,16 @@ class Toolbox:
             spent, self._seconds = self._seconds, 0.0
         return spent
 
-    def answer(self, wishes: Sequence[Wish], *, allowed: int, state: Any = None) -> tuple[Call, ...]:
-        """Make the calls of one turn, at most `allowed` of them; `state` is the rollout's own."""
+    def answer(
+        self, wishes: Sequence[Wish], *, allowed: int, state: Any = None, beside: bool = False
+    ) -> tuple[Call, ...]:
+        """Make the calls of one turn, at most `allowed` of them; `state` is the rollout's own.
+
+        `beside`: in a thread beside the generator, with as many others at once as there are turns. They do
+        not wait for the one worker: whoever waits for a thread stops waiting at the time limit.
+        """
         return tuple(
-            self._make(wish, state)
+            self._make(wish, state, beside=beside)
             if number < allowed
             else refused(wish, "no more calls are allowed; answer with what you have")
             for number, wish in enumerate(wishes)
@@ -70,7 +74,7 @@ class Toolbox:
             refused(wish, f"{wish.name} took longer than {self.seconds_each:g} s") for wish in wishes
         )
 
-    def _make(self, wish: Wish, state: Any) -> Call:
+    def _make(self, wish: Wish, state: Any, *, beside: bool) -> Call:
         if wish.error is not None:
             return refused(wish, wish.error)
         tool = self.tools.get(wish.name)
@@ -79,36 +83,21 @@ class Toolbox:
         problem = tool.refusal(wish.arguments)
         if problem is not None:
             return refused(wish, problem)
-        try:
-            answer = self._run(tool, {**wish.arguments, STATE: state} if tool.takes_state else wish.arguments)
-            text = shown(answer)
-        except (TimeLimitReached, TimeoutError):
-            return refused(wish, f"{tool.name} took longer than {self.seconds_each:g} s")
-        except RolloutError:
-            raise
-        except Exception as error:
-            return refused(
-                wish, f"{tool.name}: {error}" if str(error) else f"{tool.name}: {type(error).__name__}"
-            )
-        found = answer.names if isinstance(answer, Found) else ()
-        if len(text) > self.characters:
-            text = text[: self.characters] + " …"
-        return Call(name=wish.name, arguments=wish.arguments, result=text, found=found)
+        arguments = {**wish.arguments, STATE: state} if tool.takes_state else wish.arguments
+        run = run_here if beside else run_tool
+        outcome = run(tool.function, arguments, seconds=self.seconds_each)
+        if outcome.broken is not None:
+            raise RolloutError(outcome.broken)
+        if outcome.error is not None:
+            return refused(wish, self._cut(outcome.error))
+        return Call(
+            name=wish.name, arguments=wish.arguments, result=self._cut(outcome.text), found=outcome.found
+        )
 
-    def _run(self, tool: Tool, arguments: Mapping[str, Any]) -> Any:
-        if tool.asynchronous:
-            return asyncio.run(asyncio.wait_for(tool.function(**arguments), self.seconds_each))
-        with time_limit(self.seconds_each):
-            return tool.function(**arguments)
+    def _cut(self, text: str) -> str:
+        return text if len(text) <= self.characters else text[: self.characters] + " …"
 
 
 def refused(wish: Wish, sentence: str) -> Call:
     """A call that was not answered, and what the policy is told instead."""
     return Call(name=wish.name, arguments=wish.arguments, result=f"Error: {sentence}.", error=sentence)
-
-
-def shown(answer: Any) -> str:
-    """What the policy reads of a tool's answer; "?" stands for half an emoji, which none can read."""
-    said = answer.text if isinstance(answer, Found) else answer
-    text = said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=str)
-    return text.encode(errors="replace").decode()

@@ -2,6 +2,7 @@
 
 from groupwise.tasks.columns import Column
 from groupwise.tasks.examples import load_examples
+from groupwise.tasks.isolate import isolated
 from groupwise.tasks.load import (
     TASKS,
     leave_task_file,
@@ -21,6 +22,7 @@ __all__ = [
     "Split",
     "Stream",
     "Task",
+    "isolated",
     "leave_task_file",
     "load_examples",
     "load_rows",

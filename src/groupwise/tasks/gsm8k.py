@@ -12,7 +12,7 @@ from groupwise.config.checks import finite, one_of
 from groupwise.errors import ConfigError
 from groupwise.records import Example, Message, Rollout
 from groupwise.rewards.numbers import stated_number
-from groupwise.rewards.score import RewardFunction
+from groupwise.rewards.reward_call import RewardFunction
 from groupwise.rewards.worked_solution import (
     END,
     END_SOLUTION,

@@ -14,7 +14,8 @@ from typing import Any
 from groupwise.config.sections import TaskConfig
 from groupwise.errors import ConfigError
 from groupwise.records import Example, Message, Rollout
-from groupwise.rewards.score import RewardFunction, weighted_sum
+from groupwise.rewards.reward_call import RewardFunction
+from groupwise.rewards.score import weighted_sum
 from groupwise.rollout.tools import tool_of
 from groupwise.tasks.columns import Columns
 from groupwise.tasks.examples import as_examples

@@ -27,9 +27,12 @@ def log_to(path: Path) -> Iterator[logging.Logger]:
     level_before = LOGGER.level
     LOGGER.addHandler(handler)
     LOGGER.setLevel(logging.INFO)
+    # A reward that says `logging.warning(…)` gives the root logger a handler that writes to the terminal.
+    propagated, LOGGER.propagate = LOGGER.propagate, False
     try:
         yield LOGGER
     finally:
+        LOGGER.propagate = propagated
         LOGGER.setLevel(level_before)
         LOGGER.removeHandler(handler)
         handler.close()

@@ -63,6 +63,10 @@ class RunFolder:
 
     path: Path
 
+    def absolute(self) -> RunFolder:
+        """Return the folder by its absolute path: a reward may change the working directory."""
+        return RunFolder(Path(os.path.abspath(self.path)))
+
     @classmethod
     def create(cls, output_dir: str | Path, *, name: str | None, task: str, model: str) -> RunFolder:
         """Make the folder of a new run; without a name it gets task, model and time."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from groupwise.config.sections import Config
 from groupwise.errors import ConfigError
 from groupwise.parallel.processes import Processes, joined_processes
-from groupwise.tasks import Task, leave_task_file, load_task
+from groupwise.tasks import Task, isolated, leave_task_file, load_task
 from groupwise.tracking.display import open_display
 from groupwise.tracking.trackers import tracker_names
 from groupwise.training.full_disk import told_when_full
@@ -24,7 +24,7 @@ def train(config: Config, *, resume: Path | None = None, task: Task | None = Non
     config = config.resolve()
     task = task or load_task(config.task)
     tracker_names(config.track)  # a missing one is found before a folder is made
-    with joined_processes() as processes:
+    with isolated(task) as task, joined_processes() as processes:
         return train_with(processes, config, task, resume)
 
 

@@ -67,13 +67,13 @@ class Start:
     def new(cls, config: Config, *, task: str) -> Start:
         folder = RunFolder.create(
             config.run.output_dir, name=config.run.name, task=task, model=config.model.name
-        )
+        ).absolute()
         return cls(folder=folder, lock=folder.lock(), state=State(), checkpoint=None)
 
     @classmethod
     def again(cls, path: Path, config: Config) -> Start:
         """Go on after the last checkpoint, every byte of it checked, or anew where none was written yet."""
-        folder = RunFolder.open(path)
+        folder = RunFolder.open(path).absolute()
         lock = folder.lock()
         try:
             stored = read_config(folder.config)
