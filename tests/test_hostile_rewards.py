@@ -20,6 +20,7 @@ import threading
 import time
 import warnings
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ from groupwise.rollout.calls import Wish
 from groupwise.rollout.toolbox import Toolbox
 from groupwise.tasks import isolated
 from groupwise.tracking.rollouts import read_rollouts
-from small_runs import SMALL, run_command, task_file
+from small_runs import SMALL, lasting_metrics, run_command, task_file
 
 SECONDS = 0.2
 LATE = "took longer than 0.2 s"
@@ -549,3 +550,74 @@ def test_a_reward_that_leaves_changes_folder_and_logs_does_not_disturb_the_run(t
     }
     assert "a reward speaks" in ended.err
     assert '"reward/mean"' not in ended.err + ended.out, "our log does not go to the terminal"
+
+
+MISTAKEN = """
+import groupwise as gw
+
+calls = []
+
+def mistaken(rollout, example):
+    return float(rollout.text == example["anser"])
+
+def counts(rollout, example):
+    calls.append(rollout)
+    return float(len(calls))
+
+def sometimes(completions, trainer_state, log_metric, log_extra, **columns):
+    log_metric("letters", 2.0 + trainer_state.global_step)
+    log_extra("length", [len(completion) for completion in completions])
+    if trainer_state.global_step == 0:
+        raise ValueError("no gold")
+    return [float(trainer_state.max_steps)] * len(completions)
+
+task = gw.Task(name="t", examples=[{"answer": str(n)} for n in range(9)], prompt=lambda row: row["answer"],
+               rewards=REWARDS)
+"""
+
+
+def test_a_mistake_in_a_reward_shows_its_line_and_traceback_once_and_before_the_model_loads(tmp_path):
+    path = task_file(tmp_path, MISTAKEN.replace("REWARDS", '{"mistaken": mistaken}'))
+    ended = run_command("train", str(path), *WORDS, f"run.output_dir={tmp_path}", "model.name=tiny")
+    assert ended.code == 3
+    lines = ended.out.splitlines()
+    assert lines[1] == (
+        "reward mistaken failed on a trial answer: KeyError: \"the example has no column 'anser'; it has "
+        "['answer']\" (luck.py, line 7)"
+    )
+    assert ended.out.count('return float(rollout.text == example["anser"])') == 1
+    assert "the first: reward mistaken: KeyError" in ended.err
+
+
+def test_a_trial_leaves_nothing_behind_and_failures_stand_in_the_step_line_and_the_alarm(tmp_path):
+    path = task_file(tmp_path, MISTAKEN.replace("REWARDS", '{"counts": counts, "sometimes": sometimes}'))
+    words = (*WORDS, f"run.output_dir={tmp_path}", "rollout.refill=0", "task.max_failed=1")
+    ended = run_command("train", str(path), *words)
+    assert ended.code == 0, ended.err
+    first, second = lasting_metrics(tmp_path / "run")
+    assert second["reward/counts/mean"] == fmean(range(13, 25)), "12 rollouts a step, the trial not counted"
+    assert (first["rollout/failed"], second["rollout/failed"]) == (1.0, 0.0)
+    assert (first["logged/letters"], second["logged/letters"]) == (2.0, 3.0)
+    assert second["reward/sometimes/mean"] == 2.0, "trainer_state.max_steps"
+    (step,) = [line for line in ended.out.splitlines() if line.startswith("step 1/2")]
+    assert step.endswith(" · failed 100 %")
+
+
+def test_the_alarm_says_why_rollouts_fail(tmp_path):
+    text = MISTAKEN.replace("REWARDS", '{"sometimes": sometimes}').replace("== 0:", "< 4:")
+    path = task_file(tmp_path, text)
+    words = (*SMALL, "run.name=run", "evaluate.skip=true", "rollout.refill=0", "task.max_failed=1")
+    ended = run_command("train", str(path), *words, f"run.output_dir={tmp_path}")
+    (alarm,) = [line for line in ended.out.splitlines() if "Rollouts fail" in line]
+    assert alarm.endswith("One of them: reward sometimes: ValueError: no gold (luck.py, line 17)")
+
+
+def test_an_async_reward_works_inside_a_running_event_loop():
+    async def reward(rollout: Rollout, example: Example) -> float:
+        await asyncio.sleep(0)
+        return 0.5
+
+    async def notebook() -> float:
+        return scored(task_of(gw.in_process(reward)), "a")[0].reward
+
+    assert asyncio.run(notebook()) == 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from groupwise.evaluate.suite import benchmark_named, source_of
 from groupwise.evaluate.target import Target, find_target
 from groupwise.evaluate.unseen import asked_in_training, unseen
 from groupwise.records import Example, Sampling
-from groupwise.tasks import TASKS, Stream, Task, load_rows, load_task, without_data
+from groupwise.tasks import TASKS, Stream, Task, isolated, load_rows, load_task, without_data
 from groupwise.tasks.code import changed_code, code_of
 
 if TYPE_CHECKING:
@@ -84,17 +85,19 @@ def evaluate_command(
     strategies = {name: strategy_named(name, tools=tools) for name in wish.strategies}
     if (folder := folder_for(found, wish)) is not None:
         make_writable(folder)
-    policy, engine = load_target(found, settings(found, overrides).resolve())
-    return [
-        report(
-            exam,
-            take(exam, policy, engine),
-            spendings(exam, policy, engine, strategies),
-            target=found,
-            wish=wish,
-        )
-        for exam in exams
-    ]
+    with ExitStack() as workers:
+        exams = [replace(exam, task=workers.enter_context(isolated(exam.task))) for exam in exams]
+        policy, engine = load_target(found, settings(found, overrides).resolve())
+        return [
+            report(
+                exam,
+                take(exam, policy, engine),
+                spendings(exam, policy, engine, strategies),
+                target=found,
+                wish=wish,
+            )
+            for exam in exams
+        ]
 
 
 def folder_for(target: Target, wish: Wish) -> Path | None:

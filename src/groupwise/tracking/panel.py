@@ -209,6 +209,8 @@ def plain_step(progress: Progress, *, now: float) -> str:
     parts += [
         f"{label} {notation(metrics[metric])}" for label, metric, notation in FIGURES if metric in metrics
     ]
+    if metrics.get("rollout/failed"):
+        parts.append(f"failed {share(metrics['rollout/failed'])}")
     return " · ".join(parts)
 
 

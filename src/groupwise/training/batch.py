@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import fmean
 
 from groupwise.algo.advantages import with_advantages, with_overlong_penalty
 from groupwise.algo.combine import agreeing, with_combined
@@ -17,6 +18,7 @@ from groupwise.invariants import check_disjoint
 from groupwise.parallel.processes import Processes
 from groupwise.records import Example, Group, Sample
 from groupwise.rewards.judge import spent_by_judges
+from groupwise.rewards.reward_call import RewardContext, TrainerState
 from groupwise.rewards.score import score_within
 from groupwise.rewards.time_limit import Limit, TimeLimits
 from groupwise.rollout.collect import Codec, Generate, Tools, collect
@@ -45,6 +47,8 @@ class Batch:
     """Of the rollouts' time, what tools took; beside the generator, the most that they can have taken."""
     judged: Mapping[str, int] = field(default_factory=dict)
     """What language models as judges cost: calls and tokens, by kind; empty without one."""
+    logged: Mapping[str, float] = field(default_factory=dict)
+    """Means of what TRL-style rewards logged by `log_metric`."""
 
     @property
     def drawn(self) -> tuple[Group, ...]:
@@ -75,6 +79,8 @@ class Collector:
             check_kinds(task, split)
         self.tools = Tools.of(task.tools, config.tools, state=task.state)
         self.held_out = {task.asks(example) for example in split.held_out}
+        self.failures: dict[str, str] = {}
+        """The first failure of each reward in this process, with its traceback."""
 
     def collect(self, step: int, *, cursor: int, rates: Rates = NOTHING_KNOWN) -> Batch:
         """Draw prompts until enough groups have signal, or `rollout.refill` rounds are used up."""
@@ -84,6 +90,8 @@ class Collector:
         times = Times()
         passed_over = 0
         spent = spent_by_judges(self.task.rewards)
+        state = TrainerState(global_step=step - 1, max_steps=self.config.run.max_steps)
+        context = RewardContext(trainer_state=state, failures=self.failures)
         for _ in range(1 + rollout.refill):
             missing = rollout.prompts - len(kept)
             if not missing or too_many_failed(kept + silent, limit=self.config.task.max_failed):
@@ -92,7 +100,7 @@ class Collector:
             candidates, cursor = self.split.take(cursor, missing * rollout.curriculum)
             examples = self._choose(candidates, missing, step=step, drawn=drawn, rates=rates)
             passed_over += len(candidates) - len(examples)
-            groups = self._answer(examples, step=step, drawn=drawn, times=times)
+            groups = self._answer(examples, step=step, drawn=drawn, times=times, context=context)
             if rollout.curriculum > 1:
                 rates = updated(rates, groups, task=self.task)
             kept += [group for group in groups if has_signal(group)]
@@ -111,6 +119,7 @@ class Collector:
             reward_seconds=times.reward,
             tool_seconds=times.tools,
             judged=sum(self.processes.gather(spent_by_judges(self.task.rewards) - spent), Counter()),
+            logged=means_of(self.processes.gather(context.metrics)),
         )
 
     def samples(self, batch: Batch) -> tuple[list[Sample], int, int]:
@@ -131,19 +140,27 @@ class Collector:
         return choose(candidates, count, task=self.task, rates=rates, seed_parts=seed_parts)
 
     def _answer(
-        self, examples: Sequence[Example], *, step: int, drawn: Sequence[Group], times: Times
+        self,
+        examples: Sequence[Example],
+        *,
+        step: int,
+        drawn: Sequence[Group],
+        times: Times,
+        context: RewardContext,
     ) -> list[Group]:
         """Answer and score the examples, each process its share; `drawn` are the step's earlier groups."""
         own = Answered()
         with self.processes.together():
-            own = self._answer_share(examples, step=step, drawn=drawn)
+            own = self._answer_share(examples, step=step, drawn=drawn, context=context)
         slowest = self.processes.gather(own.times)
         times.rollout += max(each.rollout for each in slowest)
         times.reward += max(each.reward for each in slowest)
         times.tools += max(each.tools for each in slowest)
         return self.processes.joined(own.groups)
 
-    def _answer_share(self, examples: Sequence[Example], *, step: int, drawn: Sequence[Group]) -> Answered:
+    def _answer_share(
+        self, examples: Sequence[Example], *, step: int, drawn: Sequence[Group], context: RewardContext
+    ) -> Answered:
         check_disjoint((self.task.asks(example) for example in examples), self.held_out)
         times = Times()
         started = time.perf_counter()
@@ -169,7 +186,7 @@ class Collector:
         with TimeLimits(self.config.task.reward_seconds) as limit:
             for number, group in enumerate(groups):
                 # In its place: what scoring makes does not add up until garbage is collected in its midst.
-                groups[number] = scored = self.score(group, limit)
+                groups[number] = scored = self.score(group, limit, context)
                 failed += failures([scored])
                 # Slow failures, such as time-outs, are not waited for once there are too many.
                 if failed > enough:
@@ -179,10 +196,10 @@ class Collector:
         times.reward = time.perf_counter() - answered
         return Answered(groups, times)
 
-    def score(self, group: Group, limit: Limit) -> Group:
+    def score(self, group: Group, limit: Limit, context: RewardContext | None = None) -> Group:
         """Reward the answers of a group, each reward within the limit, and compare them."""
         task, algo = self.task, self.config.algo
-        group = score_within(limit, group, rewards=task.rewards, weights=task.weights)
+        group = score_within(limit, group, rewards=task.rewards, weights=task.weights, context=context)
         group = with_combined(group, kind=algo.combine, weights=task.weights)
         group = with_overlong_penalty(
             group,
@@ -211,14 +228,24 @@ class Answered:
     times: Times = field(default_factory=Times)
 
 
+def means_of(logged: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """The mean of each metric over what all processes logged."""
+    names = sorted({name for own in logged for name in own})
+    return {name: fmean(value for own in logged for value in own.get(name, ())) for name in names}
+
+
 def check_failures(batch: Batch, *, limit: float) -> None:
     """Stop the run when too many rollouts of a step could not be scored."""
     if too_many_failed(batch.drawn, limit=limit):
         share = failures(batch.drawn) / rollouts_in(batch.drawn)
-        first = next(r.error for group in batch.drawn for r in group.rollouts if r.error is not None)
+        first = first_error(batch)
         raise InvariantError(
             f"{share:.0%} of the rollouts failed (task.max_failed is {limit:g}); the first: {first}"
         )
+
+
+def first_error(batch: Batch) -> str | None:
+    return next((r.error for group in batch.drawn for r in group.rollouts if r.error is not None), None)
 
 
 def too_many_failed(groups: Sequence[Group], *, limit: float) -> bool:

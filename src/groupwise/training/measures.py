@@ -39,6 +39,7 @@ def batch_metrics(batch: Batch, *, truncated: bool = False) -> dict[str, float]:
         metrics["rollout/failed_calls"] = sum(call.error is not None for call in calls) / max(1, len(calls))
         metrics["rollout/read"] = fmean(len(r.tokens) - r.prompt_length - r.length for r in rollouts)
     metrics |= {f"judge/{kind}": float(count) for kind, count in batch.judged.items()}
+    metrics |= {f"logged/{name}": value for name, value in batch.logged.items()}
     if valid:
         metrics["reward/mean"] = fmean(rollout.reward for rollout in valid)
         metrics["reward/std"] = pstdev(rollout.reward for rollout in valid)

@@ -48,6 +48,8 @@ class Recorder:
         """The first evaluation, which later ones are compared with."""
         self.told: set[str] = set()
         """Alarms that were told, by name."""
+        self.last_error: str | None = None
+        """Why the latest rollout to fail did."""
         self.reports = False
         self.behind = WriteBehind()
         self.resources = ExitStack()
@@ -96,6 +98,12 @@ class Recorder:
         self.display.message(sentence)
         logger.warning(sentence)
 
+    def warn_at_length(self, text: str) -> None:
+        """Warn in several lines, such as those of a traceback."""
+        for line in text.splitlines():
+            self.display.message(line)
+        logger.warning(text)
+
     def rollouts(self, step: int, batch: Batch) -> None:
         self.behind.submit(write_rollouts, self.folder.rollouts_at(step), step, batch.drawn)
 
@@ -121,7 +129,8 @@ class Recorder:
         for alarm in alarms(self.rows(), self.measured()):
             if alarm.active and alarm.name not in self.told:
                 self.told.add(alarm.name)
-                self.warn(f"alarm at step {alarm.last}: {alarm.title}. {alarm.saw}")
+                reason = f" One of them: {self.last_error}" if alarm.name == "failures" else ""
+                self.warn(f"alarm at step {alarm.last}: {alarm.title}. {alarm.saw}{reason}")
 
     def evaluation(self, when: str, result: Evaluation) -> None:
         # During a run fewer prompts are asked than before it: only the same ones can be compared.

@@ -15,9 +15,11 @@ from groupwise.learner.learner import Learner
 from groupwise.model.context import Context
 from groupwise.parallel.launched import layout_of
 from groupwise.parallel.processes import Processes
+from groupwise.rewards.reward_call import RewardContext, TrainerState
 from groupwise.tasks import Split, Task
+from groupwise.tasks.trial import failures_on_trial
 from groupwise.training.ahead import Ahead
-from groupwise.training.batch import Batch, Collector, check_failures
+from groupwise.training.batch import Batch, Collector, check_failures, first_error
 from groupwise.training.examiner import Examiner
 from groupwise.training.measures import batch_metrics, speed_metrics
 from groupwise.training.prompt_lengths import PromptLimit
@@ -35,6 +37,8 @@ class Run(Session):
         self, config: Config, *, task: Task, start: Start, processes: Processes | None = None
     ) -> None:
         self.task = task
+        self.told_failures: set[str] = set()
+        """Rewards whose first failure was shown."""
         super().__init__(config, title=task.name, start=start, processes=processes)
 
     def read_data(self) -> Split:
@@ -100,8 +104,28 @@ class Run(Session):
         if step % self.config.track.rollouts_every == 0:
             self.recorder.rollouts(step, batch)
             self.recorder.completions(step, batch, is_perfect=self.task.is_perfect)
+        self._tell_failures()
+        self.recorder.last_error = first_error(batch) or self.recorder.last_error
         check_failures(batch, limit=self.config.task.max_failed)
         return batch
+
+    def _tell_failures(self) -> None:
+        """Show each reward's first failure, with its traceback, once."""
+        for name in self.collector.failures.keys() - self.told_failures:
+            self.told_failures.add(name)
+            self.recorder.warn_at_length(f"reward {name} failed: {self.collector.failures[name]}")
+
+    def early_warnings(self) -> Iterator[str]:
+        """Try the rewards on one example: most mistakes in them show before the model loads."""
+        if self.state.step == 0 and self.processes.leader:
+            (example,), _ = self.split.take(0, 1)
+            context = RewardContext(trainer_state=TrainerState(max_steps=self.config.run.max_steps))
+            seconds = self.config.task.reward_seconds
+            for name, failure in failures_on_trial(
+                self.task, example, seconds=seconds, context=context
+            ).items():
+                self.told_failures.add(name)
+                yield from f"reward {name} failed on a trial answer: {failure}".splitlines()
 
     def _draw_ahead(self, step: int, batch: Batch) -> None:
         """Begin the batch of this step, behind the one in hand, with the weights of now."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -83,6 +83,8 @@ class Session(ABC):
                 Interrupt(self.recorder.display.message, launched=launched)
             )
             with self.processes.together():
+                for line in self.early_warnings():
+                    self.recorder.display.message(line)
                 self._load(start, resources)
             self.processes.lead(self._begin)
             if start.begins_again:
@@ -117,6 +119,10 @@ class Session(ABC):
     @abstractmethod
     def read_data(self) -> Split:
         """Find out what is learned from, before the model is loaded: mistakes there are found at once."""
+
+    def early_warnings(self) -> Iterable[str]:
+        """Return what can be told to be wrong before the model is loaded."""
+        return ()
 
     @abstractmethod
     def data_notices(self) -> Iterator[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from groupwise.learner.imitation import check_chats, to_samples
 from groupwise.learner.supervised import Imitator
 from groupwise.parallel.processes import Processes, joined_processes
 from groupwise.records import Sample
-from groupwise.tasks import Split
+from groupwise.tasks import Split, isolated
 from groupwise.tasks.demonstrations import Plan, held_out_of
 from groupwise.tracking.display import open_display
 from groupwise.tracking.trackers import tracker_names
@@ -31,7 +32,10 @@ def warm_start(plan: Plan, *, resume: Path | None = None) -> Path:
     """Imitate demonstrations, and return the run's folder. `resume` goes on, bit for bit."""
     config = plan.config
     tracker_names(config.track)
-    with joined_processes() as processes:
+    with ExitStack() as resources:
+        if plan.task is not None:
+            plan = replace(plan, task=resources.enter_context(isolated(plan.task)))
+        processes = resources.enter_context(joined_processes())
         return warm_start_with(processes, plan, resume)
 
 
