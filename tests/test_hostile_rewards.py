@@ -621,3 +621,36 @@ def test_an_async_reward_works_inside_a_running_event_loop():
         return scored(task_of(gw.in_process(reward)), "a")[0].reward
 
     assert asyncio.run(notebook()) == 0.5
+
+
+HANGS = """
+import os, signal, time
+import groupwise as gw
+
+TRAINER = os.getpid()
+
+def hangs(rollout, example):
+    if not rollout.text:
+        return 1.0  # the trial
+    for _ in range(TIMES):
+        os.kill(TRAINER, signal.SIGTERM)
+        time.sleep(0.05)
+    while True:
+        try:
+            time.sleep(0.05)
+        except BaseException:
+            continue
+
+task = gw.Task(name="t", examples=[{"n": n} for n in range(9)], prompt=lambda row: str(row["n"]),
+               rewards={"it": hangs}, held_out=[{"n": 10}])
+"""
+
+
+@pytest.mark.parametrize(("times", "seconds"), [(1, "1"), (2, "1000")])
+def test_sigterm_ends_a_hanging_step_at_the_next_limit_and_a_second_one_at_once(tmp_path, times, seconds):
+    path = task_file(tmp_path, HANGS.replace("TIMES", str(times)))
+    words = (*WORDS, f"run.output_dir={tmp_path}", f"task.reward_seconds={seconds}", "rollout.prompts=9")
+    started = time.monotonic()
+    ended = run_command("train", str(path), *words)
+    assert ended.code == -signal.SIGTERM
+    assert time.monotonic() - started < 60, "36 calls of a second each are not waited for"

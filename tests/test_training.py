@@ -91,6 +91,17 @@ def collector(answers: dict[str, str], *, prompts: int, refill: int, max_failed:
     )
 
 
+def test_pca_centres_rewards_on_0_and_shows_their_weighted_sum():
+    made = collector({"a": "13", "b": "37"}, prompts=2, refill=0)
+    made.config = replace(made.config, algo=replace(made.config.algo, combine="pca"))
+    made.task = replace(made.task, weights={"value": 2.0})
+    batch = made.collect(1, cursor=0)
+    assert [r.reward for group in batch.groups for r in group.rollouts] == [-1.0, 1.0, -1.0, 1.0]
+    metrics = batch_metrics(batch, shown_reward=made.shown_reward)
+    assert metrics["reward/mean"] == 7.0  # 2 · (1 + 3 + 3 + 7) / 4
+    assert metrics["reward/value/mean"] == 3.5
+
+
 def order(made: Collector, count: int) -> list[str]:
     """The prompts in the order in which the cursor meets them."""
     return [str(example["q"]) for example in made.split.take(0, count)[0]]

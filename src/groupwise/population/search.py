@@ -118,8 +118,12 @@ class Search:
             except InvariantError as error:
                 self._diverged(place, str(error))
                 continue
-            truncated = self.config.rollout.sampling.truncates
-            reports[place] = {**batch_metrics(batch, truncated=truncated), **report}
+            drawn = batch_metrics(
+                batch,
+                truncated=self.config.rollout.sampling.truncates,
+                shown_reward=self.people.collectors[place].shown_reward,
+            )
+            reports[place] = {**drawn, **report}
         return reports
 
     def track(self, step: int, reports: Mapping[int, Mapping[str, float]]) -> None:

@@ -45,9 +45,12 @@ class IsolatedReward:
             try:
                 for reply in self.worker.replies(self.name, request, seconds=context.seconds):
                     outcomes += map(as_outcome, reply["outcomes"])
+                    if reply["late"]:
+                        context.when_late()
                     for name, values in reply["metrics"].items():
                         context.metrics.setdefault(name, []).extend(values)
             except WorkerLost as lost:
+                context.when_late()
                 outcomes += [RolloutError(str(lost))] * (len(rest) if together else 1)
         return outcomes
 
@@ -58,10 +61,15 @@ def reward_job(function: RewardFunction) -> Job:
     def job(request: Any, seconds: float) -> Iterator[dict[str, Any]]:
         rollouts, example, trainer_state = request
         with TimeLimits(seconds) as limit:
-            context = RewardContext(seconds=seconds, trainer_state=trainer_state)
+            late: list[bool] = []
+            context = RewardContext(
+                seconds=seconds, trainer_state=trainer_state, when_late=lambda: late.append(True)
+            )
             for outcomes in outcomes_of(function, rollouts, example, limit=limit, context=context):
-                yield {"outcomes": [as_reply(one) for one in outcomes], "metrics": dict(context.metrics)}
+                replies = [as_reply(one) for one in outcomes]
+                yield {"outcomes": replies, "metrics": dict(context.metrics), "late": bool(late)}
                 context.metrics.clear()
+                late.clear()
 
     return job
 

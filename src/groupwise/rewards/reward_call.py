@@ -75,6 +75,8 @@ class RewardContext:
     """What TRL-style rewards logged by `log_metric`."""
     failures: dict[str, str] = field(default_factory=dict)
     """The first failure of each reward, with its traceback."""
+    when_late: Callable[[], None] = lambda: None
+    """Called after each call that took longer than its limit, or ended its worker."""
 
     def log_metric(self, name: str, value: SupportsFloat) -> None:
         """Log a number beside the rewards, as TRL's `log_metric` does."""
@@ -152,6 +154,7 @@ def attempted(limit: AnyLimit, work: Callable[[], Result], context: RewardContex
         with limit:
             return work()
     except TimeLimitReached:
+        context.when_late()
         return RolloutError(f"took longer than {context.seconds:g} s")
     except BadValueError as error:
         return RolloutError(str(error))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
@@ -16,10 +16,10 @@ from groupwise.config.sections import Config
 from groupwise.errors import InvariantError
 from groupwise.invariants import check_disjoint
 from groupwise.parallel.processes import Processes
-from groupwise.records import Example, Group, Sample
+from groupwise.records import Example, Group, Rollout, Sample
 from groupwise.rewards.judge import spent_by_judges
 from groupwise.rewards.reward_call import RewardContext, TrainerState
-from groupwise.rewards.score import score_within
+from groupwise.rewards.score import score_within, weighted_sum
 from groupwise.rewards.time_limit import Limit, TimeLimits
 from groupwise.rollout.collect import Codec, Generate, Tools, collect
 from groupwise.tasks import Split, Task
@@ -68,6 +68,7 @@ class Collector:
         codec: Codec,
         engine: Generate,
         processes: Processes | None = None,
+        when_late: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
         self.processes = processes or Processes()
@@ -75,6 +76,8 @@ class Collector:
         self.split = split
         self.codec = codec
         self.engine = engine
+        self.when_late = when_late
+        """Called when a reward has taken longer than its limit."""
         if config.rollout.curriculum > 1:
             check_kinds(task, split)
         self.tools = Tools.of(task.tools, config.tools, state=task.state)
@@ -91,7 +94,7 @@ class Collector:
         passed_over = 0
         spent = spent_by_judges(self.task.rewards)
         state = TrainerState(global_step=step - 1, max_steps=self.config.run.max_steps)
-        context = RewardContext(trainer_state=state, failures=self.failures)
+        context = RewardContext(trainer_state=state, failures=self.failures, when_late=self.when_late)
         for _ in range(1 + rollout.refill):
             missing = rollout.prompts - len(kept)
             if not missing or too_many_failed(kept + silent, limit=self.config.task.max_failed):
@@ -121,6 +124,12 @@ class Collector:
             judged=sum(self.processes.gather(spent_by_judges(self.task.rewards) - spent), Counter()),
             logged=means_of(self.processes.gather(context.metrics)),
         )
+
+    def shown_reward(self, rollout: Rollout) -> float:
+        """The overall reward to show: `pca` centres each group on 0, so there the weighted sum is shown."""
+        if self.config.algo.combine == "pca":
+            return weighted_sum(rollout.rewards, self.task.weights)
+        return rollout.reward
 
     def samples(self, batch: Batch) -> tuple[list[Sample], int, int]:
         """The batch as token sequences, and its size in sequences and tokens, silent members included."""

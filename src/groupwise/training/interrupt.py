@@ -1,4 +1,4 @@
-"""Ctrl-C, gently: the step in hand is finished and saved; a second one stops at once."""
+"""Ctrl-C and SIGTERM, gently: the step in hand is finished and saved; a second one stops at once."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from types import FrameType, TracebackType
 
 
 class Interrupt:
-    """While active, the first SIGINT or SIGTERM is held back and sets `asked`; another SIGINT stops at once.
+    """While active, the first SIGINT or SIGTERM is held back and sets `asked`; a second one stops at once.
 
+    A third takes the system's own effect: code that swallows exceptions cannot swallow that.
     The signal that was held back takes its usual effect on leaving, so that whoever called sees the
     run as interrupted: a KeyboardInterrupt, or the end of the process.
     """
@@ -32,12 +33,22 @@ class Interrupt:
             if self._echoes:
                 self._echoes -= 1
                 return
+            signal.signal(number, signal.SIG_DFL)
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
-            return
+            signal.raise_signal(number)
         self.held_back = number
         with suppress(RuntimeError):  # the signal came in the middle of printing another line
             self._say("stopping after this step and saving; Ctrl-C again stops now and loses it")
+
+    def end_hanging_step(self) -> None:
+        """Let the signal that was held back take effect now: a call hangs, and others may follow it."""
+        if self.held_back is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(
+                self.held_back,
+                signal.default_int_handler if self.held_back == signal.SIGINT else signal.SIG_DFL,
+            )
+            signal.raise_signal(self.held_back)
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():  # elsewhere signals cannot be caught

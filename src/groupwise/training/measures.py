@@ -5,16 +5,23 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, pstdev
 
 import torch
 
+from groupwise.records import Rollout
 from groupwise.tracking.signs import signs
 from groupwise.training.batch import Batch, has_signal
 
 
-def batch_metrics(batch: Batch, *, truncated: bool = False) -> dict[str, float]:
+def batch_metrics(
+    batch: Batch,
+    *,
+    truncated: bool = False,
+    shown_reward: Callable[[Rollout], float] = lambda rollout: rollout.reward,
+) -> dict[str, float]:
     """Rewards, lengths and losses of signal, over every rollout drawn."""
     rollouts = [rollout for group in batch.drawn for rollout in group.rollouts]
     valid = [rollout for rollout in rollouts if rollout.error is None]
@@ -41,8 +48,9 @@ def batch_metrics(batch: Batch, *, truncated: bool = False) -> dict[str, float]:
     metrics |= {f"judge/{kind}": float(count) for kind, count in batch.judged.items()}
     metrics |= {f"logged/{name}": value for name, value in batch.logged.items()}
     if valid:
-        metrics["reward/mean"] = fmean(rollout.reward for rollout in valid)
-        metrics["reward/std"] = pstdev(rollout.reward for rollout in valid)
+        rewards = [shown_reward(rollout) for rollout in valid]
+        metrics["reward/mean"] = fmean(rewards)
+        metrics["reward/std"] = pstdev(rewards)
     for name in sorted({name for rollout in valid for name in rollout.rewards}):
         values = [rollout.rewards[name] for rollout in valid if name in rollout.rewards]
         metrics[f"reward/{name}/mean"] = fmean(values)

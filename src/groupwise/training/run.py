@@ -76,6 +76,7 @@ class Run(Session):
             codec=self.policy,
             engine=self.engine,
             processes=self.processes.aside() if overlap else self.processes,
+            when_late=self.interrupt.end_hanging_step,
         )
         self.examiner = Examiner(
             config,
@@ -119,7 +120,10 @@ class Run(Session):
         """Try the rewards on one example: most mistakes in them show before the model loads."""
         if self.state.step == 0 and self.processes.leader:
             (example,), _ = self.split.take(0, 1)
-            context = RewardContext(trainer_state=TrainerState(max_steps=self.config.run.max_steps))
+            context = RewardContext(
+                trainer_state=TrainerState(max_steps=self.config.run.max_steps),
+                when_late=self.interrupt.end_hanging_step,
+            )
             seconds = self.config.task.reward_seconds
             for name, failure in failures_on_trial(
                 self.task, example, seconds=seconds, context=context
@@ -162,7 +166,11 @@ class Run(Session):
     def track(self, step: int, batch: Batch, report: dict[str, float]) -> None:
         """Log the step; evaluate and save when it is time to."""
         self.state = replace(self.state, rates=batch.rates)
-        drawn = batch_metrics(batch, truncated=self.config.rollout.sampling.truncates)
+        drawn = batch_metrics(
+            batch,
+            truncated=self.config.rollout.sampling.truncates,
+            shown_reward=self.collector.shown_reward,
+        )
         measured = self.end_step(step, cursor=batch.cursor, metrics={**drawn, **report})
         if measured:
             self.recorder.samples(step, batch)
