@@ -18,8 +18,8 @@ from groupwise.retrieval.manifest import Manifest
 from groupwise.rollout.calls import read_calls
 from groupwise.rollout.toolbox import Toolbox
 from groupwise.tasks import load_task
-from groupwise.tasks.medquad import close_enough
 from groupwise.tasks.demonstration import turns_of
+from groupwise.tasks.medquad import close_enough
 from groupwise.tasks.verify import check
 
 DOCUMENTS = [

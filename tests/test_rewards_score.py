@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from groupwise.errors import ConfigError
-from groupwise.records import Example, Group, Rollout
+from groupwise.records import Call, Example, Group, Rollout, Turn
 from groupwise.rewards import length, score_group
 from groupwise.rewards.time_limit import TimeLimitReached, TimeLimits, time_limit
 
@@ -172,6 +172,30 @@ def test_a_trl_reward_of_a_chat_gets_messages_with_the_prefill_in_the_completion
         group("so", prompt=chat[:1]), {"trl": lambda prompts, completions: seen.append(completions) or [0.0]}
     )
     assert seen == [[[{"role": "assistant", "content": "so"}]]]
+
+
+def test_a_trl_reward_of_a_task_with_tools_gets_the_whole_conversation():
+    chat = [{"role": "user", "content": "3 · 4?"}]
+    call = Call(name="multiply", arguments={"a": 3, "b": 4}, result="12")
+    turns = (Turn(text="I multiply.", calls=(call,)), Turn(text="It is 12."))
+    made = replace(rollout("It is 12.", prompt=chat), turns=turns)
+    seen = []
+    rewards = {"trl": lambda prompts, completions: seen.append(completions) or [0.0]}
+    score(Group(example=Example({}), rollouts=(made,)), rewards)
+    function = {"name": "multiply", "arguments": {"a": 3, "b": 4}}
+    assert seen == [
+        [
+            [
+                {
+                    "role": "assistant",
+                    "content": "I multiply.",
+                    "tool_calls": [{"type": "function", "function": function}],
+                },
+                {"role": "tool", "name": "multiply", "content": "12"},
+                {"role": "assistant", "content": "It is 12."},
+            ]
+        ]
+    ]
 
 
 @pytest.mark.parametrize(

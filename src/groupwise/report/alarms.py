@@ -20,6 +20,7 @@ from groupwise.report.rules import (
     cut_off,
     failures,
     format_only,
+    held_out_fell,
     length_drift,
     looping,
     mask_faults,
@@ -122,7 +123,7 @@ WATCHMEN = (
     Watchman(
         name="held-out-fell",
         title="A held-out score fell",
-        rule=rules.held_out_fell,
+        rule=held_out_fell,
         advice="Where pass@k falls and avg@k does not, answers lose variety: raise rollout.temperature or "
         "algo.entropy_bonus, or lower the learning rate. Where all fall, go back to an earlier checkpoint.",
         metric="reward/mean",
