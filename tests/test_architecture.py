@@ -180,8 +180,6 @@ def test_zip_says_whether_lengths_must_agree(module):
 
 MAKERS = {"from_pretrained", "from_config"}
 """What of transformers' Auto classes asks on standard input whether to run a model's own code."""
-NOT_YET = {"retrieval/embed.py"}
-"""Embedders are loaded without it so far."""
 
 
 @every_module
@@ -204,7 +202,7 @@ def test_no_model_is_loaded_with_code_of_its_own(module):
             for keyword in node.keywords
         )
     ]
-    assert module in NOT_YET or [node.lineno for node in made] == [node.lineno for node in refused]
+    assert [node.lineno for node in made] == [node.lineno for node in refused]
 
 
 # Every setting is live: something outside config reads it.

@@ -202,8 +202,8 @@ class Transformer:
         self.name = name
         self.longest = longest
         self._torch = torch
-        self._tokenizer = AutoTokenizer.from_pretrained(folder)
-        self._model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+        self._tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        self._model = AutoModel.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
