@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from groupwise.evaluate.statistics import Interval, wilson
-from groupwise.evaluate.strategies import Draws, Strategy, task_judge
+from groupwise.evaluate.strategies.answer import Draws, Strategy
+from groupwise.evaluate.strategies.judge import task_judge
 from groupwise.records import Example, Group
 from groupwise.rewards.score import score_group
 from groupwise.tasks.task import Task

@@ -11,12 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from groupwise.model.padded import Integers
 from groupwise.model.transfer import to_device
-
-Integers = NDArray[np.int64]
 
 LARGEST_HEAD = 256
 

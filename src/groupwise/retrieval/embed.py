@@ -251,7 +251,7 @@ class SentenceTransformer:
 
         self.name = name
         try:
-            self._model = Library(name)
+            self._model = Library(name, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"the embedding {name} cannot be loaded: {str(error).splitlines()[0]}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from groupwise.records import Example, Rollout
+from groupwise.rewards.overlap import Reward
 from groupwise.rewards.tags import END_THINK
 
-Reward = Callable[[Rollout, Example], float]
 CALL = "<tool_call>"
 
 
