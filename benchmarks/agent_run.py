@@ -32,7 +32,7 @@ from machine import machine, markdown
 
 import groupwise
 from groupwise.evaluate.held_out import Evaluation, compare
-from groupwise.evaluate.statistics import Interval
+from groupwise.evaluate.intervals import Interval
 
 WHOLE_RUN_SECONDS = 600.0
 TOOL_SHARE = 0.1

@@ -9,7 +9,7 @@ import torch
 from random_qwen import random_folder
 from workload import Job
 
-from groupwise.model.smollm2 import smollm2_folder
+from groupwise.model.resolve import smollm2_folder
 
 TINY_FOLDER = Path(__file__).parent.parent / "src" / "groupwise" / "model" / "tiny"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from groupwise.evaluate.statistics import mean_interval, paired_difference, wilson
+from groupwise.evaluate.intervals import mean_interval, paired_difference, wilson
 
 TRIALS = 4000
 PROMPTS = (8, 16, 32, 128)

@@ -24,8 +24,8 @@ from random_qwen import SHAPES
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from groupwise.config.sections import EngineConfig
-from groupwise.engine.cuda.runner import GraphRunner
+from groupwise.config.schema import EngineConfig
+from groupwise.engine.cuda.graph_runner import GraphRunner
 from groupwise.engine.engine import Engine
 from groupwise.model.policy import Policy
 from groupwise.records import Sampling

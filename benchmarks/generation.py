@@ -49,13 +49,13 @@ import transformers
 from machine import machine, markdown
 from random_qwen import SHAPES, random_model, shape_config
 
-from groupwise.config.sections import EngineConfig
+from groupwise.config.schema import EngineConfig
 from groupwise.engine.engine import Engine
 from groupwise.engine.sampler import derive_seed
-from groupwise.model.accepted import check_attention
-from groupwise.model.adapter import adapt_in_place
-from groupwise.model.load import keep_quiet, shorten_passes
-from groupwise.model.packed import PackedLayout
+from groupwise.model.attention.compatibility import check_attention
+from groupwise.model.attention.packed import PackedLayout
+from groupwise.model.load import keep_quiet, use_fused_ops
+from groupwise.model.ops.lora_linear import adapt_in_place
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sampling
 
@@ -86,7 +86,7 @@ def random_policy(shape: str, *, device: torch.device, lora: int = 0, short: boo
     model: Any = random_model(shape, device=device)
     check_attention(model, name=shape)
     if short:
-        shorten_passes(model)
+        use_fused_ops(model)
     if lora:
         model = peft.get_peft_model(
             model, peft.LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear")

@@ -31,21 +31,21 @@ from generation import FULL, GROUP, QUICK, Size, random_policy, requests, timed
 from machine import machine, markdown
 from random_qwen import SHAPES
 
-from groupwise.config.sections import EngineConfig, OptimConfig
+from groupwise.config.schema import EngineConfig, OptimConfig
 from groupwise.engine.engine import Engine
-from groupwise.engine.together import TogetherEngine
+from groupwise.engine.multi_lora import MultiLoRAEngine
 from groupwise.learner.optimizer import clipped_step, make_optimizer
+from groupwise.model.adapters.lora_bank import LoRABank
 from groupwise.model.load import keep_quiet
-from groupwise.model.members import Members
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sampling
 
 RANK = 16
 
 
-def population(policy: Policy, count: int) -> Members:
+def population(policy: Policy, count: int) -> LoRABank:
     """Members that differ, as after some training."""
-    members = Members(policy)
+    members = LoRABank(policy)
     generator = torch.Generator(policy.device).manual_seed(0)
     for _ in range(count - 1):
         members.add(
@@ -78,7 +78,7 @@ def speed(policy: Policy, engine: Any, size: Size, members: int) -> tuple[float,
     return tokens / seconds, answers
 
 
-def first_token_gap(members: Members, size: Size, answers: list[list[Completion]]) -> float:
+def first_token_gap(members: LoRABank, size: Size, answers: list[list[Completion]]) -> float:
     """Mean |Δ log-probability| of first tokens, mixed against each member alone, where both drew the same."""
     wanted = asked(members.policy, size, len(members))
     differences: list[float] = []
@@ -104,7 +104,7 @@ def held(device: torch.device) -> float:
     return 0.0
 
 
-def trained(policy: Policy, members: Members) -> list[torch.optim.Optimizer]:
+def trained(policy: Policy, members: LoRABank) -> list[torch.optim.Optimizer]:
     """An optimizer for each member, its state made by a step of no size."""
     optimizers = []
     for number in range(len(members)):
@@ -127,10 +127,10 @@ def memory(shape: str, count: int, device: torch.device) -> dict[str, float]:
     optimizers = trained(policy, members)
     at_rest = held(device) - empty
     expected = base + count * 3 * adapter  # AdamW keeps two numbers beside each
-    from groupwise.engine.cuda.fused import fused_forward
-    from groupwise.engine.lean import lean_forward
+    from groupwise.engine.cpu_runner import fused_cpu_forward
+    from groupwise.engine.cuda.fused_layers import fused_forward
 
-    copies = fused_forward(policy, members) if device.type == "cuda" else lean_forward(policy, members)
+    copies = fused_forward(policy, members) if device.type == "cuda" else fused_cpu_forward(policy, members)
     assert copies is not None
     generating = held(device) - empty
     del optimizers, copies
@@ -171,7 +171,7 @@ def main() -> None:
     result["tok/s"]["folded"] = single
     for count in options.members:
         members = population(policy, count)
-        together = TogetherEngine(members, EngineConfig())
+        together = MultiLoRAEngine(members, EngineConfig())
         assert together.batched, "the layers are not of the fused kind"
         rate, answers = speed(policy, together, size, count)
         together.release()

@@ -63,7 +63,7 @@ def quantized_folder(shape: str, *, device: torch.device) -> Path:
     """The same in nf4, made matrix by matrix: never more in memory than the small model and one matrix."""
     import bitsandbytes
 
-    from groupwise.model.quantize import settings_for
+    from groupwise.model.adapters.quantization import settings_for
 
     folder = cache() / f"random-qwen2.5-{shape}-nf4-{device.type}"
     if (folder / "tokenizer_config.json").is_file():

@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 import groupwise as gw
 from groupwise.config import Config, read_config
 from groupwise.learner.learner import Learner
-from groupwise.model.source import model_folder
+from groupwise.model.resolve import model_folder
 from groupwise.records import Sample
-from groupwise.tasks.countdown import countdown_prompt
+from groupwise.tasks.builtin.countdown import countdown_prompt
 from groupwise.training import train
 
 COMPARED = 128

@@ -35,9 +35,9 @@ def run_option(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     from machine import held, settle
     from shared_prefix import batch
 
-    from groupwise.config.sections import AlgoConfig, OptimConfig
+    from groupwise.config.schema import AlgoConfig, OptimConfig
     from groupwise.learner.learner import Learner
-    from groupwise.model.recomputed import recompute_layers
+    from groupwise.model.ops.checkpointing import recompute_layers
     from groupwise.records import Sampling
 
     chosen = dict(OPTIONS[name])

@@ -25,11 +25,11 @@ from generation import random_policy
 from machine import held, markdown, settle
 from shared_prefix import batch
 
-from groupwise.config.sections import AlgoConfig, EngineConfig, OptimConfig
+from groupwise.config.schema import AlgoConfig, EngineConfig, OptimConfig
 from groupwise.engine.engine import Engine
 from groupwise.learner.learner import Learner
-from groupwise.model import zero
-from groupwise.parallel.gradients import divide
+from groupwise.model.distributed import deepspeed_zero
+from groupwise.parallel.work_sharing import divide
 from groupwise.records import Request, Sample, Sampling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -98,7 +98,7 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo")
     shape, groups, length = ("quick", 2, 16) if given.quick else ("1.5b", 8, 256)
     if given.quick:
-        zero.KEPT_WHOLE = 0
+        deepspeed_zero.KEPT_WHOLE = 0
     found: dict[str, dict[str, Any]] = {}
     for name, lora in (("all weights", 0), ("adapters", 16)):
         rows = []

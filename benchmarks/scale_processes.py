@@ -26,8 +26,8 @@ TESTS = Path(__file__).parents[1] / "tests"
 def gradients(output: Path) -> None:
     """The tests hold these below 1e-5; here are the numbers."""
     sys.path.insert(0, str(TESTS))
-    from groupwise.config.sections import LOSSES
-    from groupwise.config.surroundings import PARALLEL
+    from groupwise.config.runtime import PARALLEL
+    from groupwise.config.schema import LOSSES
     from several import in_processes
     from test_processes import WIDE, relative_difference
     from test_processes import gradients as gradients_of

@@ -123,8 +123,8 @@ def update(server: VllmProcess, output: Path) -> dict[str, Any]:
     """Seconds from a changed adapter in the trainer to the first token drawn with it, and where they go."""
     import torch
 
-    from groupwise.config.sections import EngineConfig, LoraConfig, ModelConfig
-    from groupwise.engine.vllm import VllmEngine
+    from groupwise.config.schema import EngineConfig, LoraConfig, ModelConfig
+    from groupwise.engine.vllm.vllm_engine import VllmEngine
     from groupwise.model.load import load_policy
     from groupwise.records import Request, Sampling
 

@@ -34,10 +34,10 @@ import torch
 from machine import machine, markdown
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from groupwise.config.sections import AlgoConfig, OptimConfig
+from groupwise.config.schema import AlgoConfig, OptimConfig
 from groupwise.learner.learner import Learner
-from groupwise.model.accepted import check_attention
-from groupwise.model.load import keep_freed_memory, shorten_passes
+from groupwise.model.attention.compatibility import check_attention
+from groupwise.model.load import keep_freed_memory, use_fused_ops
 from groupwise.model.policy import Policy
 from groupwise.records import Sample, Sampling
 
@@ -81,7 +81,7 @@ def random_policy(layers: int) -> Policy:
         )
     )
     check_attention(model, name="a random Llama")
-    shorten_passes(model)
+    use_fused_ops(model)
     return Policy(model, NoTokenizer())
 
 

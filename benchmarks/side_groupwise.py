@@ -15,7 +15,7 @@ from machine import held, settle
 from workload import Job, Result, Step, digest, examples, read_job, split, task, write_result
 
 from groupwise.algo.samples import keep_top_entropy
-from groupwise.config.sections import (
+from groupwise.config.schema import (
     AlgoConfig,
     Config,
     LoraConfig,
@@ -27,7 +27,7 @@ from groupwise.config.sections import (
 from groupwise.engine.engine import Engine
 from groupwise.learner.learner import Learner
 from groupwise.model.load import load_policy
-from groupwise.training.batch import Collector
+from groupwise.training.collector import Collector
 
 
 def dtype(job: Job) -> str:

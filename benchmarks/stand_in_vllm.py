@@ -19,10 +19,10 @@ import torch
 from peft import set_peft_model_state_dict
 from safetensors.torch import load_file
 
-from groupwise.config.sections import EngineConfig, LoraConfig, ModelConfig
+from groupwise.config.schema import EngineConfig, LoraConfig, ModelConfig
 from groupwise.engine.engine import Engine
-from groupwise.engine.probe import Probe
 from groupwise.engine.sampler import derive_seed
+from groupwise.engine.vllm.vllm_client import WeightCheck
 from groupwise.model.load import load_policy
 from groupwise.records import Request, Sampling
 
@@ -93,7 +93,7 @@ class StandIn:
         return self.probe(body) if "prompt_logprobs" in body else self.complete(body)
 
     def probe(self, body: dict[str, Any]) -> Any:
-        probe = Probe(self.policy)
+        probe = WeightCheck(self.policy)
         assert tuple(body["prompt"]) == probe.tokens
         probe.take()
         given = [{str(t): {"logprob": x}} for t, x in zip(probe.tokens[1:], probe.now or (), strict=True)]

@@ -23,15 +23,15 @@ import torch
 from machine import machine, markdown
 from svg import Point, draw
 
-from groupwise.config.sections import EngineConfig, LoraConfig, ModelConfig
+from groupwise.config.schema import EngineConfig, LoraConfig, ModelConfig
 from groupwise.engine.engine import Engine
-from groupwise.evaluate.spending import Spending, spend
-from groupwise.evaluate.strategies import Draws, Strategy, strategy_named
-from groupwise.evaluate.strategies.budget import budget_forcing
+from groupwise.evaluate.strategies import Sampler, Strategy, strategy_named
+from groupwise.evaluate.strategies.budget_forcing import budget_forcing
+from groupwise.evaluate.strategies.strategy_registry import TokenCost, spend
 from groupwise.model.load import load_policy
 from groupwise.records import Sampling
-from groupwise.tasks import Stream
-from groupwise.tasks.countdown import countdown
+from groupwise.tasks import ExampleStream
+from groupwise.tasks.builtin.countdown import countdown
 
 COUNTS = (2, 4, 8, 16)
 WAITS = (1, 2, 4, 8)
@@ -50,7 +50,7 @@ def strategies() -> dict[str, dict[int, Strategy]]:
     }
 
 
-Curves = Mapping[str, Mapping[int, Spending]]
+Curves = Mapping[str, Mapping[int, TokenCost]]
 
 
 def rows(curves: Curves) -> list[Sequence[str]]:
@@ -81,16 +81,16 @@ def main() -> None:
     about = machine(threads=torch.get_num_threads(), torch=torch.__version__)
     print(about, flush=True)
     task = countdown(numbers=options.numbers, largest=options.largest)
-    assert isinstance(task.examples, Stream)
+    assert isinstance(task.examples, ExampleStream)
     examples = task.examples.held_out(options.examples)
     policy = load_policy(ModelConfig(name=options.model), LoraConfig(r=0))
-    draws = Draws(
+    draws = Sampler(
         codec=policy,
         engine=Engine(policy, EngineConfig()),
         sampling=Sampling(temperature=options.temperature, max_tokens=options.max_tokens),
         seed=options.seed,
     )
-    curves: dict[str, dict[int, Spending]] = {}
+    curves: dict[str, dict[int, TokenCost]] = {}
     for name, sizes in strategies().items():
         for size, strategy in sizes.items():
             started = time.monotonic()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from groupwise.evaluate.statistics import Interval
+from groupwise.evaluate.intervals import Interval
 
 COLOURS = ("#444444", "#1f77b4", "#2ca02c", "#d62728", "#9467bd")
 WIDTH, HEIGHT = 640, 400

@@ -30,7 +30,7 @@ from machine import markdown
 from shared_prefix import batch, new_learner, repeated
 
 from groupwise.learner.learner import Learner
-from groupwise.model.packed import PackedLayout
+from groupwise.model.attention.packed import PackedLayout
 from groupwise.model.policy import Policy
 from groupwise.records import Sample
 

@@ -26,17 +26,17 @@ from machine import machine, markdown
 from near_misses import near_misses
 from rewritings import rewritings
 
-from groupwise.config.sections import TaskConfig
+from groupwise.config.schema import TaskConfig
 from groupwise.records import Example, Group, Rollout
-from groupwise.rewards.latex import equal
-from groupwise.rewards.math_answer import verify_boxed
-from groupwise.rewards.numbers import stated_number
-from groupwise.rewards.score import score_group
-from groupwise.rewards.symbolic import comparer
+from groupwise.rewards.extraction import stated_number
+from groupwise.rewards.runner import score_group
+from groupwise.rewards.verify.latex import equal
+from groupwise.rewards.verify.math_answer import verify_boxed
+from groupwise.rewards.verify.math_verify_pool import comparer
 from groupwise.tasks import load_examples
-from groupwise.tasks.gsm8k import gold_number, gsm8k
-from groupwise.tasks.gsm8k import read as read_worked
-from groupwise.tasks.math import math
+from groupwise.tasks.builtin.boxed_math import math
+from groupwise.tasks.builtin.gsm8k import gold_number, gsm8k
+from groupwise.tasks.builtin.gsm8k import read as read_worked
 
 SCORED_COMPLETIONS = 512
 GSM8K_CHECKS = 10_000

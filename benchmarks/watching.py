@@ -36,13 +36,11 @@ from machine import machine, markdown
 
 from groupwise.algo.samples import to_samples
 from groupwise.config import dump_config, read_config
-from groupwise.model.source import TINY_FOLDER
+from groupwise.model.resolve import TINY_FOLDER
 from groupwise.records import Example, Group, Rollout
-from groupwise.tracking.metrics import MetricsFile
-from groupwise.tracking.rollouts import write_rollouts
+from groupwise.tracking.run_files import MetricsFile, write_rollouts, write_updates
 from groupwise.tracking.run_folder import RunFolder
-from groupwise.tracking.signs import signs
-from groupwise.tracking.updates import write_updates
+from groupwise.training.step_metrics import signs
 
 GROUPS, MEMBERS, PROMPT, ANSWER = 32, 16, 60, 200
 OPENS_SECONDS, GROUP_SECONDS, MEMORY_MB, WRITING_SHARE = 2.0, 0.3, 500.0, 0.01
@@ -316,7 +314,7 @@ def writing(folder: Path, *, steps: int) -> list[Row]:
     """Train with the default settings and count the time in the writers."""
     import torch
 
-    from groupwise.training import measures, recorder, train
+    from groupwise.training import recorder, step_metrics, train
 
     torch.set_num_threads(1)
     spent: list[tuple[str, float]] = []
@@ -339,7 +337,7 @@ def writing(folder: Path, *, steps: int) -> list[Row]:
         (recorder, "write_updates"),
         (recorder, "write_completions"),
         (recorder, "alarms"),
-        (measures, "signs"),
+        (step_metrics, "signs"),
     ):
         setattr(module, name, counted(getattr(module, name)))
     settings = [f"run.max_steps={steps + 1}", "evaluate.skip=true", "track.trackers=[]", "track.report=false"]

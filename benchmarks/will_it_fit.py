@@ -82,7 +82,7 @@ def llama_folder(size: str, folder: Path) -> Path:
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    from groupwise.model.source import TINY_FOLDER
+    from groupwise.model.resolve import TINY_FOLDER
 
     tokenizer = AutoTokenizer.from_pretrained(TINY_FOLDER)
     torch.manual_seed(0)

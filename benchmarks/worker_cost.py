@@ -21,7 +21,7 @@ import torch
 from machine import machine, markdown
 
 from groupwise.records import Example, Group, Rollout
-from groupwise.rewards.score import score_within
+from groupwise.rewards.runner import score_within
 from groupwise.rewards.time_limit import TimeLimits
 from groupwise.tasks import Task, isolated
 

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.sections import TaskConfig
+from groupwise.config.schema import TaskConfig
 from groupwise.records import Example
 from groupwise.tasks import Split, Task
-from groupwise.tasks.countdown import countdown, countdown_prompt
+from groupwise.tasks.builtin.countdown import countdown, countdown_prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ import torch
 from machine import machine, markdown
 
 from groupwise.config import read_config
-from groupwise.training import measures, train
+from groupwise.training import step_metrics, train
 
 UNCOUNTED = 3
 """Steps at the beginning."""
@@ -35,8 +35,8 @@ NEVER = 100_000
 def seconds_a_step(options: argparse.Namespace, folder: Path, *, every: int) -> float:
     """Train for a few steps that write every so many; return the median time from one to the next."""
     moments: list[float] = []
-    measure = measures.signs
-    measures.signs = marking(measure, moments)
+    measure = step_metrics.signs
+    step_metrics.signs = marking(measure, moments)
     try:
         train(
             read_config(
@@ -60,7 +60,7 @@ def seconds_a_step(options: argparse.Namespace, folder: Path, *, every: int) -> 
             )
         )
     finally:
-        measures.signs = measure
+        step_metrics.signs = measure
     return median(after - before for before, after in pairwise(moments[UNCOUNTED - 1 :]))
 
 

@@ -29,23 +29,22 @@ from typing import Any
 import torch
 from medquad_traces import KEPT, traces
 
+from groupwise.commands import index_actions
 from groupwise.config import Config, read_config
-from groupwise.config.sections import NO_TASK
+from groupwise.config.schema import NO_TASK
 from groupwise.engine.engine import Engine
-from groupwise.evaluate.held_out import Evaluation, compare, evaluate
-from groupwise.evaluate.saved import write_evaluation
+from groupwise.evaluate.held_out import Evaluation, compare, evaluate, write_evaluation
 from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
 from groupwise.records import Rollout
-from groupwise.retrieval import command
-from groupwise.retrieval.fetch import Manners
-from groupwise.retrieval.index import Index
+from groupwise.retrieval.fetch import FetchPolicy
+from groupwise.retrieval.search_index import Index
 from groupwise.rollout.collect import Tools
 from groupwise.tasks import Task, load_task
-from groupwise.tasks.demonstrations import plan_warm_start
-from groupwise.training.run import Run
-from groupwise.training.start import Start
-from groupwise.training.warm_start import WarmStart
+from groupwise.tasks.sft_data import plan_warm_start
+from groupwise.training.grpo_run import GRPORun
+from groupwise.training.resume import RunStart
+from groupwise.training.sft_run import SFTRun
 
 ENDLESS = 100_000
 """Steps: the clock ends the run."""
@@ -75,14 +74,14 @@ def index_in(options: argparse.Namespace) -> Path:
     if options.data is None:
         raise SystemExit("give --index FOLDER, or --data medquad.jsonl.gz to build one")
     folder = Path(tempfile.mkdtemp()) / "index"
-    report = command.build(
+    report = index_actions.build(
         folder,
         documents=None,
         data=options.data,
         fetch=False,
         pages=folder,
         skip_existing=True,
-        manners=Manners(),
+        manners=FetchPolicy(),
         store="files",
     )
     print(json.dumps(report), flush=True)
@@ -122,7 +121,7 @@ def warm_start(options: argparse.Namespace, rows: Path, *, output: Path) -> dict
     ]
     plan = plan_warm_start(read_config(overrides=words))
     started = time.monotonic()
-    with WarmStart(plan, start=Start.new(plan.config, task="warm")) as run:
+    with SFTRun(plan, start=RunStart.new(plan.config, task="warm")) as run:
         for step in run.steps():
             taken = run.take(step)
             run.track(step, taken, run.learn(step, taken))
@@ -201,7 +200,7 @@ def reinforce(
 ) -> dict[str, Any]:
     """Train one seed until its time is over, and measure it."""
     seed = config.run.seed
-    with Run(config, task=task, start=Start.new(config, task=task.name)) as run:
+    with GRPORun(config, task=task, start=RunStart.new(config, task=task.name)) as run:
         started = time.monotonic()
         for step in run.steps():
             batch = run.collect(step)

@@ -18,13 +18,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.sections import TaskConfig
-from groupwise.config.tools import ToolsConfig
+from groupwise.config.schema import TaskConfig, ToolsConfig
 from groupwise.records import Example
-from groupwise.retrieval.index import Index
+from groupwise.retrieval.search_index import Index
 from groupwise.rollout.collect import Tools
 from groupwise.tasks import Task, load_task
-from groupwise.tasks.medquad import COPIED, PREFILL, as_found, beginning
+from groupwise.tasks.builtin.medquad import COPIED, PREFILL, as_found, beginning
 
 KEPT = 0.5
 """Share of a question's words in a search."""

@@ -35,21 +35,20 @@ from typing import Any
 import torch
 
 from groupwise.config import Config, read_config
-from groupwise.config.sections import OptimConfig
+from groupwise.config.schema import OptimConfig
 from groupwise.engine.engine import Engine
-from groupwise.evaluate.held_out import Evaluation, compare, evaluate
-from groupwise.evaluate.saved import write_evaluation
-from groupwise.evaluate.statistics import Interval
-from groupwise.learner.supervised import Imitator, worked_sample
+from groupwise.evaluate.held_out import Evaluation, compare, evaluate, write_evaluation
+from groupwise.evaluate.intervals import Interval
+from groupwise.learner.sft_learner import SFTLearner, worked_sample
 from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
 from groupwise.records import Example, Sample
-from groupwise.rewards.score import score_group
+from groupwise.rewards.runner import score_group
 from groupwise.rollout.collect import collect
 from groupwise.tasks import Split, Task, load_task
-from groupwise.tasks.verify import gold_of
-from groupwise.training.run import Run
-from groupwise.training.start import Start
+from groupwise.tasks.self_test import gold_of
+from groupwise.training.grpo_run import GRPORun
+from groupwise.training.resume import RunStart
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 from machine import machine, markdown
@@ -210,7 +209,7 @@ def warm_start(
     target = study.target if options.warm_target is None else options.warm_target
     rate = options.warm_rate or study.warm_rate
     optim = OptimConfig(learning_rate=rate, schedule="cosine", warmup_steps=20, beta2=0.98)
-    learner = Imitator(policy, optim=optim, max_steps=steps)
+    learner = SFTLearner(policy, optim=optim, max_steps=steps)
     started = time.monotonic()
     right, traces = 0.0, 0
     while learner.updates < steps and right < target and time.monotonic() - started < options.warm_seconds:
@@ -239,7 +238,7 @@ def reinforce(
 ) -> dict[str, Any]:
     """Train one seed until its time is over; measure before and after."""
     config = settings(study, options, model=model, seed=seed)
-    with Run(config, task=task, start=Start.new(config, task=task.name)) as run:
+    with GRPORun(config, task=task, start=RunStart.new(config, task=task.name)) as run:
         split = task.split(config.task, seed)
         before = measure(run.policy, run.engine, task, split, config)
         write_evaluation(run.folder.evaluations, "before", before, about={"seed": seed})

@@ -23,19 +23,27 @@ from tiny import build_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+import groupwise.tasks.builtin.search_qa as world
 from groupwise.config import Config
 from groupwise.engine.engine import Engine
 from groupwise.evaluate.held_out import evaluate
-from groupwise.learner.supervised import supervised_step
+from groupwise.learner.sft_learner import supervised_step
 from groupwise.model.load import check_attention
 from groupwise.model.policy import Policy
-from groupwise.model.template import with_tools_text
+from groupwise.model.tokenizer import with_tools_text
 from groupwise.records import Sample, Sampling
 from groupwise.rollout.collect import Tools
 from groupwise.rollout.tools import tool_of
-from groupwise.tasks import search_world
-from groupwise.tasks.search_qa import SYSTEM, Questions, search_prompt, search_qa
-from groupwise.tasks.search_world import QUESTIONS, RELATIONS, World, make_world
+from groupwise.tasks.builtin.search_qa import (
+    QUESTIONS,
+    RELATIONS,
+    SYSTEM,
+    QuestionStream,
+    World,
+    make_world,
+    search_prompt,
+    search_qa,
+)
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] "
@@ -52,7 +60,7 @@ TOOLS = [tool_of(function).schema for function in search_qa().tools]
 
 def words() -> list[str]:
     """Every word that documents are made of, with the space before it."""
-    pools = (getattr(search_world, name) for name in dir(search_world) if name.isupper())
+    pools = (getattr(world, name) for name in dir(world) if name.isupper())
     named = {word for pool in pools if isinstance(pool, list) for word in pool}
     return sorted(f" {word}" for word in named | set(RELATIONS.values()))
 
@@ -116,7 +124,7 @@ def read_off(
 
 def conversation(rng: random.Random, world: World, care: Care) -> tuple[str, list[tuple[str, str]]]:
     """Return a question and the turns of a demonstration, each with what the tool answers to it."""
-    questions = Questions(world=world, paths=tuple(QUESTIONS))
+    questions = QuestionStream(world=world, paths=tuple(QUESTIONS))
     example = questions.draw(rng, held_out=rng.random() < 0.25)
     path = next(p for p, text in QUESTIONS.items() if text == example["question"].replace(
         f" {example['documents'][0]}", "{s}"))  # fmt: skip

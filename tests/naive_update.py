@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.config.sections import AlgoConfig
+from groupwise.config.schema import AlgoConfig
 from groupwise.records import Sample, Sampling
 
 Gradients = dict[str, Tensor]

@@ -10,13 +10,11 @@ from typing import Any
 
 from groupwise.algo.samples import to_samples
 from groupwise.config import dump_config, read_config
-from groupwise.model.source import TINY_FOLDER
+from groupwise.model.resolve import TINY_FOLDER
 from groupwise.records import Example, Group, Rollout
-from groupwise.tracking.metrics import MetricsFile
-from groupwise.tracking.rollouts import write_rollouts
+from groupwise.tracking.run_files import MetricsFile, write_rollouts, write_updates
 from groupwise.tracking.run_folder import RunFolder
-from groupwise.tracking.signs import signs
-from groupwise.tracking.updates import write_updates
+from groupwise.training.step_metrics import signs
 
 PROMPT = (5, 6, 7)
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config, Qwen3Config
 
-from groupwise.model.accepted import check_attention
+from groupwise.model.attention.compatibility import check_attention
 from groupwise.model.policy import Policy
-from groupwise.model.source import TINY_FOLDER
+from groupwise.model.resolve import TINY_FOLDER
 
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 VOCABULARY = 272

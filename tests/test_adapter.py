@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from groupwise.model.adapter import adapt_in_place, project
+from groupwise.model.ops.lora_linear import adapt_in_place, project
 
 RANK, SCALE = 3, 4 / 3
 

@@ -18,7 +18,7 @@ from groupwise.algo.advantages import (
     with_overlong_penalty,
 )
 from groupwise.algo.samples import batch_size, keep_top_entropy, to_samples
-from groupwise.config import sections
+from groupwise.config import schema
 from groupwise.records import Example, Finish, Group, Rollout, Sample
 
 
@@ -57,7 +57,7 @@ def advantages(found: Group) -> list[float]:
 
 
 def test_every_advantage_of_the_settings_exists():
-    assert set(ADVANTAGES) == set(sections.ADVANTAGES)
+    assert set(ADVANTAGES) == set(schema.ADVANTAGES)
 
 
 def test_grpo_divides_by_the_sample_standard_deviation():

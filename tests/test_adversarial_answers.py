@@ -9,14 +9,13 @@ import pytest
 import adversarial_gsm8k
 import adversarial_math
 import fair_math
-from groupwise.config.sections import TaskConfig
+from groupwise.config.schema import TaskConfig
 from groupwise.records import Example
-from groupwise.rewards.math_answer import verify_boxed
-from groupwise.rewards.numbers import stated_number
-from groupwise.rewards.simplest import is_simplest
-from groupwise.tasks.gsm8k import gsm8k
-from groupwise.tasks.math import math
-from groupwise.tasks.verify import check
+from groupwise.rewards.extraction import stated_number
+from groupwise.rewards.verify.math_answer import is_simplest, verify_boxed
+from groupwise.tasks.builtin.boxed_math import math
+from groupwise.tasks.builtin.gsm8k import gsm8k
+from groupwise.tasks.self_test import check
 
 
 def misjudged(pairs, *, right):

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import groupwise as gw
 from groupwise import cli
 from groupwise.evaluate.target import find_target
-from groupwise.model.source import TINY_FOLDER
+from groupwise.model.resolve import TINY_FOLDER
 from test_env import TASK
 
 SMALL: dict[str, Any] = {

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from groupwise.records import Group
-from groupwise.report.alarms import Alarm, alarms, stretches
-from groupwise.report.catalogue import SeenRun
-from groupwise.report.history import Measured, MetricsTail, evaluations
-from groupwise.report.rules import Course
+from groupwise.report.alarms import Alarm, MetricSeries, alarms, stretches
+from groupwise.report.history import MetricsTail, StoredEvaluation, evaluations
+from groupwise.report.run_index import RunReader
 from groupwise.tracking.run_folder import RunFolder
 from planted_runs import good_groups, group_of, healthy, make_run, rollout
 
@@ -29,17 +28,20 @@ def names(found: list[Alarm]) -> set[str]:
 
 def test_a_run_that_learns_raises_nothing() -> None:
     measured = [
-        Measured(step=step, name="", scores={"avg@8": (0.3 + step / 100, 0.0, 1.0)}, prompts=9)
+        StoredEvaluation(step=step, name="", scores={"avg@8": (0.3 + step / 100, 0.0, 1.0)}, prompts=9)
         for step in range(0, 41, 10)
     ]
     assert alarms(rows(40), measured) == []
     assert alarms([]) == []
 
 
-def fallen(change: tuple[float, float, float]) -> list[Measured]:
-    before = Measured(step=0, name="before", scores={"pass@2": (0.6, 0.5, 0.7)}, prompts=128)
+def fallen(change: tuple[float, float, float]) -> list[StoredEvaluation]:
+    before = StoredEvaluation(step=0, name="before", scores={"pass@2": (0.6, 0.5, 0.7)}, prompts=128)
     scores = {"pass@2": (0.6 + change[0], 0.3, 0.6)}
-    return [before, Measured(step=40, name="after", scores=scores, prompts=128, changes={"pass@2": change})]
+    return [
+        before,
+        StoredEvaluation(step=40, name="after", scores=scores, prompts=128, changes={"pass@2": change}),
+    ]
 
 
 def test_a_held_out_score_that_fell_beyond_its_interval_is_told() -> None:
@@ -111,10 +113,10 @@ def test_a_gap_of_one_step_does_not_end_a_stretch_and_short_ones_do_not_count() 
 
 
 def test_recent_is_the_mean_of_eight_steps_of_those_that_have_the_metric() -> None:
-    course = Course([{"step": 1, "x": 1.0}, {"step": 2}, {"step": 3, "x": None}, {"step": 4, "x": 4.0}])
+    course = MetricSeries([{"step": 1, "x": 1.0}, {"step": 2}, {"step": 3, "x": None}, {"step": 4, "x": 4.0}])
     assert course.recent("x").tolist() == [1.0, 1.0, 1.0, 2.5]
     assert np.isnan(course.recent("absent")).all()
-    ten = Course([{"step": step, "x": float(step)} for step in range(1, 11)])
+    ten = MetricSeries([{"step": step, "x": float(step)} for step in range(1, 11)])
     assert ten.recent("x")[-1] == pytest.approx(6.5)  # 3 … 10
     assert ten.begin("x") == pytest.approx(4.5)  # 1 … 8
 
@@ -123,7 +125,7 @@ def test_recent_is_the_mean_of_eight_steps_of_those_that_have_the_metric() -> No
 
 
 def found_in(run: Path) -> dict[str, Alarm]:
-    return {one["name"]: Alarm(**one) for one in SeenRun(RunFolder(run)).alarmed()["alarms"]}
+    return {one["name"]: Alarm(**one) for one in RunReader(RunFolder(run)).alarmed()["alarms"]}
 
 
 def test_a_planted_reward_hack_is_told(tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ OBJECTS = {"model", "task", "run", "engine", "rollout", "tools"}
 def derived() -> dict[str, set[str]]:
     """Return what each property of a section reads: "optim.updates" -> {"optim.epochs", …}."""
     reads: dict[str, set[str]] = {}
-    modules = ("config/model.py", "config/optim.py", "config/sections.py", "config/surroundings.py")
+    modules = ("config/schema.py", "config/schema.py", "config/schema.py", "config/runtime.py")
     for node in (node for module in modules for node in tree(module).body):
         if isinstance(node, ast.ClassDef) and node.name in SECTION_OF_CLASS:
             section = SECTION_OF_CLASS[node.name]

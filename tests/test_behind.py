@@ -4,11 +4,11 @@ import threading
 
 import pytest
 
-from groupwise.tracking.behind import MOST_WAITING, WriteBehind
+from groupwise.tracking.run_files import MOST_WAITING, BackgroundWriter
 
 
 def test_everything_is_written_in_order() -> None:
-    behind = WriteBehind()
+    behind = BackgroundWriter()
     written: list[int] = []
     for number in range(10):
         behind.submit(written.append, number)
@@ -19,7 +19,7 @@ def test_everything_is_written_in_order() -> None:
 
 
 def test_a_failure_is_raised_by_the_next_flush_and_the_rest_is_written() -> None:
-    behind = WriteBehind()
+    behind = BackgroundWriter()
     written: list[int] = []
 
     def full_disk() -> None:
@@ -36,7 +36,7 @@ def test_a_failure_is_raised_by_the_next_flush_and_the_rest_is_written() -> None
 
 
 def test_a_slow_disk_holds_the_run_up_rather_than_filling_the_memory() -> None:
-    behind = WriteBehind()
+    behind = BackgroundWriter()
     may_write = threading.Event()
     handed_over: list[int] = []
 

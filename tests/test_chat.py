@@ -11,16 +11,15 @@ from groupwise import cli
 from groupwise.commands.chat import readable
 from groupwise.commands.serve import serve
 from groupwise.config import read_config
-from groupwise.config.model import ModelConfig
+from groupwise.config.schema import ModelConfig
 from groupwise.errors import ConfigError, RolloutError
 from groupwise.evaluate.target import Target
 from groupwise.model.load import load_for_generation
-from groupwise.model.source import FOLDERS
+from groupwise.model.resolve import FOLDERS
 from groupwise.records import Sampling
-from groupwise.rollout.toolbox import Toolbox
-from groupwise.serve.opened import Named, find_named, held_out_example, system_of, tools_of
-from groupwise.serve.talk import CONTEXT, Streaming, Talk
-from groupwise.serve.tool_talk import ToolAnswering, ToolTalk
+from groupwise.rollout.tool_executor import ToolExecutor
+from groupwise.serve.chat_session import CONTEXT, ChatSession, StreamingAnswers, ToolAnswers, ToolChatSession
+from groupwise.serve.load_target import ResolvedModel, find_named, held_out_example, system_of, tools_of
 from groupwise.tracking.run_folder import RunFolder
 
 
@@ -31,7 +30,7 @@ def test_every_turn_sees_the_turns_before_it():
         seen.append([(m["role"], m["content"]) for m in messages])
         yield from ("so ", "what")
 
-    talk = Talk(echo, system="be brief")
+    talk = ChatSession(echo, system="be brief")
     assert list(talk.ask("one")) == ["so ", "what"]
     list(talk.ask("two"))
     assert seen[1] == [
@@ -45,21 +44,21 @@ def test_every_turn_sees_the_turns_before_it():
 
 
 def test_an_answer_given_up_half_way_does_not_disturb_the_next(small_policy):
-    streaming = Streaming(small_policy, Sampling(max_tokens=200, temperature=1.0), seed=0)
+    streaming = StreamingAnswers(small_policy, Sampling(max_tokens=200, temperature=1.0), seed=0)
     messages = [{"role": "user", "content": "a"}]
     first = streaming(messages)
     next(first)
     first.close()
     whole = "".join(streaming(messages))
     streaming.close()
-    again = Streaming(small_policy, Sampling(max_tokens=200, temperature=1.0), seed=0)
+    again = StreamingAnswers(small_policy, Sampling(max_tokens=200, temperature=1.0), seed=0)
     "".join(again(messages))
     assert "".join(again(messages)) == whole  # the second turn's noise, whatever became of the first
     again.close()
 
 
 def test_a_conversation_beyond_the_context_is_refused(small_policy):
-    streaming = Streaming(small_policy, Sampling(max_tokens=1000), seed=0)
+    streaming = StreamingAnswers(small_policy, Sampling(max_tokens=1000), seed=0)
     assert list(streaming([{"role": "user", "content": "x" * 100}])), "an answer as long as there is room"
     with pytest.raises(ConfigError, match="begin anew"):
         list(streaming([{"role": "user", "content": "x" * 100_000}]))
@@ -68,12 +67,12 @@ def test_a_conversation_beyond_the_context_is_refused(small_policy):
 
 def test_a_long_context_of_a_model_takes_no_memory_before_it_is_asked_for(small_policy, monkeypatch):
     monkeypatch.setattr(type(small_policy), "context_length", property(lambda _: 131_072))
-    usual = Streaming(small_policy, Sampling(max_tokens=512), seed=0)
+    usual = StreamingAnswers(small_policy, Sampling(max_tokens=512), seed=0)
     assert usual._engine.context == CONTEXT == inspect.signature(serve).parameters["max_context"].default
     with pytest.raises(ConfigError, match="context of 2048 tokens: begin anew, or give more room"):
         list(usual.write((40,) * 2048))
     usual.close()
-    longer = Streaming(small_policy, Sampling(max_tokens=4000), seed=0)
+    longer = StreamingAnswers(small_policy, Sampling(max_tokens=4000), seed=0)
     assert longer._engine.context == 8000
     longer.close()
 
@@ -161,9 +160,9 @@ def test_calls_and_results_are_remembered_as_what_they_are():
     policy = load_for_generation(ModelConfig(name="tiny-search", device="cpu"), rank=0, trained=None)
     config = read_config(overrides=["model.name=tiny-search", "tools.max_turns=2", "tools.max_calls=1"])
     asked = held_out_example(config, "search_qa", number=1)
-    streaming = Streaming(policy, Sampling(max_tokens=60, temperature=0.0), seed=0)
+    streaming = StreamingAnswers(policy, Sampling(max_tokens=60, temperature=0.0), seed=0)
     kit = tools_of(config, asked.task, None)
-    talk = ToolTalk(ToolAnswering(streaming, kit, limits=config.tools), system=system_of(asked))
+    talk = ToolChatSession(ToolAnswers(streaming, kit, limits=config.tools), system=system_of(asked))
     "".join(talk.ask(str(asked.messages[-1]["content"])))
     assert [m["role"] for m in talk.messages] == ["system", "user", "assistant", "tool", "assistant"]
     assert talk.messages[2]["content"].count("<tool_call>") == 1
@@ -175,7 +174,7 @@ def test_a_tool_that_fails_is_told_in_a_sentence_and_the_conversation_goes_on(ca
     def failing(self, wishes, *, allowed, state):
         raise RolloutError("the index is gone")
 
-    monkeypatch.setattr(Toolbox, "answer", failing)
+    monkeypatch.setattr(ToolExecutor, "answer", failing)
     config = read_config(overrides=["model.name=tiny-search"])
     question = held_out_example(config, "search_qa", number=1).question.splitlines()[-1]
     assert cli.main([*TOOLS, "--prompt", question]) == 2
@@ -218,14 +217,14 @@ def test_adapters_that_vllm_cannot_add_are_merged_first(settings, overrides, tmp
     (folder / "adapter_config.json").write_text(json.dumps({"r": 12, **settings}))
     (folder / "adapter_model.safetensors").write_bytes(b"")
     target = Target(name=str(folder), trained=folder, rank=12, run=RunFolder(folder))
-    named = Named(target=target, config=read_config(overrides=overrides))
+    named = ResolvedModel(target=target, config=read_config(overrides=overrides))
     merge = f"groupwise merge '{folder}' --output-path merged"
     assert named.vllm_command == f"{merge} && vllm serve merged"
 
 
 def test_an_answer_whose_generator_fails_ends_with_the_reason(small_policy, monkeypatch):
     monkeypatch.setattr("threading.excepthook", lambda _: None)
-    streaming = Streaming(small_policy, Sampling(max_tokens=4), seed=0)
+    streaming = StreamingAnswers(small_policy, Sampling(max_tokens=4), seed=0)
 
     def broken(steps):
         raise RuntimeError("out of luck")

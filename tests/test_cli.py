@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from groupwise import cli
+from groupwise.commands.eval import report_lines, unscored
 from groupwise.config import FLAGS, Config, dump_config, read_config
 from groupwise.errors import CheckpointError, ConfigError, InvariantError
-from groupwise.evaluate.report_lines import report_lines, unscored
 from groupwise.tasks import TASKS
 from groupwise.tracking import trackers
 
@@ -295,7 +295,7 @@ def measured(monkeypatch) -> list[dict[str, Any]]:
         return [REPORT]
 
     stand_in = SimpleNamespace(evaluate_command=evaluate_command)
-    monkeypatch.setitem(sys.modules, "groupwise.evaluate.command", stand_in)
+    monkeypatch.setitem(sys.modules, "groupwise.commands.eval", stand_in)
     return calls
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from groupwise.config.sections import EngineConfig
+from groupwise.config.schema import EngineConfig
 from groupwise.engine.engine import Engine
 from groupwise.errors import InvariantError
 from groupwise.records import Completion, Example, Finish, Group, Request, Sampling

@@ -9,7 +9,14 @@ from functools import partial
 import pytest
 
 from groupwise.algo.advantages import with_advantages
-from groupwise.algo.combine import COMBINED, agreeing, by_component, by_deviation, by_length, with_combined
+from groupwise.algo.reward_combination import (
+    COMBINED,
+    agreeing,
+    by_component,
+    by_deviation,
+    by_length,
+    with_combined,
+)
 from groupwise.records import Example, Group, Rollout
 
 

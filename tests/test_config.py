@@ -12,22 +12,21 @@ from typing import Any
 import pytest
 
 from groupwise.config import FLAGS, Config, config_from_keywords, differences, dump_config, read_config
-from groupwise.config.evolve import METHODS
-from groupwise.config.model import LORA_PRESETS
-from groupwise.config.optim import SCHEDULES
-from groupwise.config.read import SECTIONS, TYPES, closest
-from groupwise.config.sections import (
+from groupwise.config.coerce import kind_of
+from groupwise.config.loading import SECTIONS, TYPES, closest, documentation
+from groupwise.config.runtime import PARALLEL
+from groupwise.config.schema import (
     ADVANTAGES,
     COMBINATIONS,
     CORRECTIONS,
     KL_ESTIMATORS,
+    LORA_PRESETS,
     LOSSES,
+    METHODS,
+    SCHEDULES,
     OptimConfig,
     RolloutConfig,
 )
-from groupwise.config.show import documentation
-from groupwise.config.surroundings import PARALLEL
-from groupwise.config.values import kind_of
 from groupwise.errors import ConfigError
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
-from groupwise.commands.serve_rollouts import ENVIRONMENT, NAME, server_command
+from groupwise.commands.serve import ENVIRONMENT, NAME, server_command
 from groupwise.config import read_config
-from groupwise.config.sections import RunConfig
-from groupwise.engine.vllm import BASE, OLDEST
+from groupwise.config.schema import RunConfig
+from groupwise.engine.vllm.vllm_engine import BASE, OLDEST
 from groupwise.errors import ConfigError
-from groupwise.parallel.launched import as_launched, layout_of
+from groupwise.parallel.processes import as_launched, layout_of
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from groupwise.algo.corrections import importance_weights, sum_by_sequence
+from groupwise.algo.importance import importance_weights, sum_by_sequence
 from groupwise.algo.kl import KL_ESTIMATORS, kl_penalty
-from groupwise.config import sections
+from groupwise.config import schema
 
 
 def weights(kind: str, ratios: list[float], sequences: list[int]) -> tuple[list[float], dict[str, Tensor]]:
@@ -33,12 +33,12 @@ def weights(kind: str, ratios: list[float], sequences: list[int]) -> tuple[list[
     ],
 )
 def test_each_correction_matches_the_hand_worked_weights(kind, expected):
-    assert kind in sections.CORRECTIONS
+    assert kind in schema.CORRECTIONS
     found, _ = weights(kind, [0.4, 1.5, 1.8, 2.5, 0.25], [0, 0, 1, 1, 2])
     assert found == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in sections.CORRECTIONS if kind != "none"])
+@pytest.mark.parametrize("kind", [kind for kind in schema.CORRECTIONS if kind != "none"])
 def test_every_correction_is_one_where_sampler_and_trainer_agree(kind):
     found, metrics = weights(kind, [1.0, 1.0], [0, 0])
     assert found == [1.0, 1.0]
@@ -77,7 +77,7 @@ def test_each_kl_estimate_matches_the_hand_worked_value(kind, expected):
 
 
 def test_every_kl_estimate_of_the_settings_exists():
-    assert set(KL_ESTIMATORS) == set(sections.KL_ESTIMATORS)
+    assert set(KL_ESTIMATORS) == set(schema.KL_ESTIMATORS)
 
 
 # One token from a vocabulary of three, so that expectations are exact sums: the policy drifted from the old

@@ -6,14 +6,14 @@ from fractions import Fraction
 
 import pytest
 
-from groupwise.config.sections import TaskConfig
+from groupwise.config.schema import TaskConfig
 from groupwise.errors import ConfigError
 from groupwise.records import Example
 from groupwise.rewards import evaluate_expression
 from groupwise.tasks import load_task
-from groupwise.tasks.countdown import Puzzles, countdown, is_held_out, solves
-from groupwise.tasks.puzzles import Puzzle, Step, draw_puzzle, render, solutions
-from groupwise.tasks.verify import check
+from groupwise.tasks.builtin.countdown import PuzzleStream, countdown, is_held_out, solves
+from groupwise.tasks.builtin.countdown_puzzles import Puzzle, SolutionStep, draw_puzzle, render, solutions
+from groupwise.tasks.self_test import check
 
 GIVEN = {"numbers": [1, 2, 8], "target": 24}
 
@@ -174,7 +174,7 @@ def test_settings_that_allow_few_puzzles_hold_out_all_there_are():
         if any(solution.whole for solution in solutions(pair, target))
         and is_held_out(Puzzle(pair, target, ""))
     }
-    held_out = Puzzles(counts=(2, 2), largest=5, targets=(1, 25)).held_out(50)
+    held_out = PuzzleStream(counts=(2, 2), largest=5, targets=(1, 25)).held_out(50)
     assert len(held_out) == len(possible) > 0
     assert {(tuple(sorted(e["numbers"])), e["target"]) for e in held_out} == possible
 
@@ -205,7 +205,7 @@ def test_settings_that_allow_no_puzzle_are_refused():
 def test_the_solver_gives_the_hand_worked_solution_with_its_steps():
     (only,) = solutions([2, 3, 4], 20)
     assert only.expression == "4 * (2 + 3)"
-    assert only.steps == (Step(2, "+", 3, 5), Step(4, "*", 5, 20))
+    assert only.steps == (SolutionStep(2, "+", 3, 5), SolutionStep(4, "*", 5, 20))
     assert only.whole
 
 
@@ -213,7 +213,7 @@ def test_the_solver_finds_the_solution_that_needs_fractions():
     found = list(solutions([3, 3, 8, 8], 24))
     assert found
     assert {solution.expression for solution in found} == {"8 / (3 - 8 / 3)"}
-    assert Step(8, "/", 3, Fraction(8, 3)) in found[0].steps
+    assert SolutionStep(8, "/", 3, Fraction(8, 3)) in found[0].steps
     assert not found[0].whole
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.training.crowd import Used, crowd_notice, our_cores, used
+from groupwise.training.resources.cpu_contention import CPUUsage, crowd_notice, our_cores, used
 
-BEFORE = Used(clock=100.0, everyone=50.0, own=10.0)
+BEFORE = CPUUsage(clock=100.0, everyone=50.0, own=10.0)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ BEFORE = Used(clock=100.0, everyone=50.0, own=10.0)
     ],
 )
 def test_others_are_mentioned_when_too_few_cores_are_left(everyone, own, threads, cores, advice):
-    after = Used(clock=104.0, everyone=BEFORE.everyone + everyone, own=BEFORE.own + own)
+    after = CPUUsage(clock=104.0, everyone=BEFORE.everyone + everyone, own=BEFORE.own + own)
     notice = crowd_notice(BEFORE, after, threads=threads, cores=cores)
     if advice is None:
         assert notice is None
@@ -36,7 +36,7 @@ def test_others_are_mentioned_when_too_few_cores_are_left(everyone, own, threads
 
 
 def test_a_moment_is_too_short_to_tell():
-    after = Used(clock=100.5, everyone=BEFORE.everyone + 1.0, own=BEFORE.own)
+    after = CPUUsage(clock=100.5, everyone=BEFORE.everyone + 1.0, own=BEFORE.own)
     assert crowd_notice(BEFORE, after, threads=2, cores=2) is None
 
 

@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from groupwise.config.sections import TaskConfig
+from groupwise.config.schema import TaskConfig
 from groupwise.errors import ConfigError
 from groupwise.records import Example, Group, Rollout
 from groupwise.tasks import Task
-from groupwise.tasks.countdown import countdown
-from groupwise.tasks.gsm8k import gsm8k
-from groupwise.tasks.math import math
+from groupwise.tasks.builtin.boxed_math import math
+from groupwise.tasks.builtin.countdown import countdown
+from groupwise.tasks.builtin.gsm8k import gsm8k
 from groupwise.training import train
-from groupwise.training.curriculum import check_kinds, choose, kind_of, success, updated
+from groupwise.training.collector import check_kinds, choose, kind_of, success, updated
 from small_runs import LUCK, lasting_metrics, small_config, task_file
 
 TASK = Task(

@@ -9,11 +9,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from groupwise.evaluate.statistics import wilson
-from groupwise.tracking.display import Display, LiveDisplay, PlainDisplay, open_display
-from groupwise.tracking.notation import duration, number, printable, sparkline
-from groupwise.tracking.panel import Progress, live_panel
-from groupwise.tracking.summary import Summary
+from groupwise.evaluate.intervals import wilson
+from groupwise.tracking.number_format import duration, number, printable, sparkline
+from groupwise.tracking.terminal import (
+    Display,
+    LiveDisplay,
+    PlainDisplay,
+    Progress,
+    RunSummary,
+    live_panel,
+    open_display,
+)
 
 METRICS = {
     "reward/mean": 0.84,
@@ -32,7 +38,7 @@ METRICS = {
 }
 BEFORE = {"greedy": wilson(102, 512), "avg@8": wilson(82, 512), "pass@8": wilson(174, 512)}
 AFTER = {"greedy": wilson(307, 512), "avg@8": wilson(246, 512), "pass@8": wilson(430, 512)}
-SUMMARY = Summary(
+SUMMARY = RunSummary(
     headline="60 steps done",
     seconds=252,
     folder=Path("runs/mine"),

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from groupwise.model.distribution import entropy, scaled_logits
+from groupwise.model.ops.logits import entropy, scaled_logits
 from groupwise.records import Sampling
 from naive_distribution import naive_logprobs
 

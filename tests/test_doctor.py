@@ -13,21 +13,21 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from groupwise import cli
 from groupwise.config import Config, read_config
-from groupwise.config.model import ModelConfig
+from groupwise.config.schema import ModelConfig
 from groupwise.model.load import load_policy
-from groupwise.model.source import TINY_FOLDER
-from groupwise.training.preflight import NF4_BYTES, Place, Preflight, advice, preflight
-from groupwise.training.shape import Linear, Shape, shape_of
+from groupwise.model.resolve import TINY_FOLDER
+from groupwise.training.resources.model_shape import LinearShape, ModelShape, shape_of
+from groupwise.training.resources.run_estimate import NF4_BYTES, DeviceSpec, MemoryEstimate, advice, preflight
 from small_models import SIZES, small_model, tiny_tokenizer
 
-CPU = Place(kind="cpu", total=10**10, program=0)
-GPU = Place(kind="cuda", total=24 * 10**9, program=0)
-SHAPE = Shape(
+CPU = DeviceSpec(kind="cpu", total=10**10, program=0)
+GPU = DeviceSpec(kind="cuda", total=24 * 10**9, program=0)
+SHAPE = ModelShape(
     parameters=1000,
     linears=(
-        Linear(name="a.q_proj", inputs=10, outputs=20),
-        Linear(name="a.o_proj", inputs=20, outputs=10),
-        Linear(name="a.down_proj", inputs=30, outputs=10),
+        LinearShape(name="a.q_proj", inputs=10, outputs=20),
+        LinearShape(name="a.o_proj", inputs=20, outputs=10),
+        LinearShape(name="a.down_proj", inputs=30, outputs=10),
     ),
     layers=2,
     width=10,
@@ -44,7 +44,7 @@ def config(*words: str) -> Config:
     return read_config(overrides=["model.name=x/y", *fixed, *words]).resolve()
 
 
-def parts(found: Preflight) -> dict[str, float]:
+def parts(found: MemoryEstimate) -> dict[str, float]:
     return {part.name: part.bytes for part in found.parts}
 
 
@@ -129,7 +129,7 @@ def test_gradients_come_as_activations_go_in_a_pass_that_is_the_only_one():
 
 
 def test_a_cpu_and_a_roomy_gpu_hold_the_generator_while_updating_a_full_one_does_not():
-    full = Place(kind="cuda", total=2 << 30, program=0)
+    full = DeviceSpec(kind="cuda", total=2 << 30, program=0)
     cpu, roomy, tight = (preflight(config(), SHAPE, place, prompt_tokens=20) for place in (CPU, GPU, full))
     for found in (cpu, roomy):
         both = {part.name for part in found.parts if part.generating and part.updating}
@@ -145,13 +145,13 @@ def test_checkpointing_keeps_one_vector_a_layer():
 
 
 def test_what_does_not_fit_gets_advice():
-    small = Place(kind="cuda", total=1000, program=0)
+    small = DeviceSpec(kind="cuda", total=1000, program=0)
     found = preflight(config("lora.r=0"), SHAPE, small, prompt_tokens=16)
     assert not found.fits
     assert any("lora.r=16" in line for line in advice(config("lora.r=0"), SHAPE, found))
     assert list(advice(config(), SHAPE, preflight(config(), SHAPE, GPU, prompt_tokens=16))) == []
     asked = config("optim.micro_batch_tokens=1024")
-    on_cpu = Place(kind="cpu", total=1000, program=0)
+    on_cpu = DeviceSpec(kind="cpu", total=1000, program=0)
     lines = list(advice(asked, SHAPE, preflight(asked, SHAPE, on_cpu, prompt_tokens=16)))
     assert not any("offload" in line or "micro_batch" in line for line in lines)
     assert any("max_sequences" in line for line in lines)

@@ -17,7 +17,7 @@ import peft
 import pytest
 import torch
 
-from groupwise.config.sections import EngineConfig
+from groupwise.config.schema import EngineConfig
 from groupwise.engine.engine import Engine
 from groupwise.engine.sampler import derive_seed, uniforms
 from groupwise.errors import ConfigError, InvariantError

@@ -17,13 +17,13 @@ import torch
 import transformers
 
 import interpreted  # noqa: F401  (before any kernel is imported)
-from groupwise.config.sections import EngineConfig
+from groupwise.config.schema import EngineConfig
 from groupwise.engine import prefill
-from groupwise.engine.cuda import ahead, layout
-from groupwise.engine.cuda import runner as cuda_runner
-from groupwise.engine.cuda.fused import _turns_halves, fused_forward
-from groupwise.engine.cuda.graphs import can_be_captured
-from groupwise.engine.cuda.state import StepState
+from groupwise.engine.cuda import decode_attention, decode_loop
+from groupwise.engine.cuda import graph_runner as cuda_runner
+from groupwise.engine.cuda.decode_attention import StepState
+from groupwise.engine.cuda.fused_layers import _turns_halves, fused_forward
+from groupwise.engine.cuda.graph_runner import can_be_captured
 from groupwise.engine.engine import Engine
 from groupwise.errors import InvariantError
 from groupwise.model.policy import Policy
@@ -116,7 +116,7 @@ def test_every_kind_of_sampling_draws_the_same(small_policy, sampling):
 
 def test_long_prompts_and_answers_are_read_in_parts(small_policy, monkeypatch):
     for name, value in {"PROMPT_BLOCK": 4, "LEAST": 4, "BLOCK": 4}.items():
-        monkeypatch.setattr(layout, name, value)
+        monkeypatch.setattr(decode_attention, name, value)
     gpu, _ = both(small_policy, requests((24, 5), (2, 1)), Sampling(max_tokens=7), block_size=4)
     assert gpu._graph_runner is not None
     assert {built.own_splits for built in gpu._graph_runner._layouts} == {1, 4}
@@ -134,7 +134,7 @@ def test_long_prompts_and_answers_are_read_in_parts(small_policy, monkeypatch):
     ],
 )
 def test_rows_are_split_when_there_are_few_of_them_or_some_are_much_longer(lengths, parts):
-    assert layout.own_splits(np.array(lengths), key_heads=2) == parts
+    assert decode_attention.own_splits(np.array(lengths), key_heads=2) == parts
 
 
 def test_more_sequences_than_slots_take_turns(small_policy):
@@ -248,7 +248,7 @@ def test_a_group_larger_than_a_tile_takes_several():
 @pytest.mark.parametrize("settings", [{"max_sequences": 2}, {"kv_tokens": 64}])
 def test_turns_and_long_prompts_go_on_from_what_the_cache_has(small_policy, settings, monkeypatch):
     monkeypatch.setattr(prefill, "PREFILL_TOKENS", 9)
-    monkeypatch.setattr(ahead, "PREFILL_TOKENS", 9)
+    monkeypatch.setattr(decode_loop, "PREFILL_TOKENS", 9)
     asked = requests((5, 20), (1, 2))
     gpu = converse(OnGPU(small_policy, EngineConfig(**settings)), asked, turns=2, told=True)
     cpu = converse(Engine(small_policy, EngineConfig(**settings)), asked, turns=2, told=False)

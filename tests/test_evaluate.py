@@ -15,14 +15,21 @@ import pytest
 
 import groupwise
 from groupwise import cli
+from groupwise.commands.eval import evaluate_command as evaluate_reports
+from groupwise.commands.eval import report_lines
 from groupwise.config import read_config
-from groupwise.config.sections import EngineConfig, LoraConfig, ModelConfig
+from groupwise.config.schema import EngineConfig, LoraConfig, ModelConfig
 from groupwise.engine.engine import Engine
 from groupwise.errors import CheckpointError, ConfigError
-from groupwise.evaluate.command import evaluate_command as evaluate_reports
-from groupwise.evaluate.held_out import Evaluation, compare, evaluate, transcripts
-from groupwise.evaluate.report_lines import report_lines
-from groupwise.evaluate.saved import read_evaluation, unused_name, write_evaluation
+from groupwise.evaluate.held_out import (
+    Evaluation,
+    compare,
+    evaluate,
+    read_evaluation,
+    transcripts,
+    unused_name,
+    write_evaluation,
+)
 from groupwise.evaluate.target import find_target
 from groupwise.model.load import load_policy
 from groupwise.records import Completion, Example, Request, Rollout, Sampling
@@ -240,7 +247,7 @@ def test_a_path_that_is_not_there_is_not_looked_for_elsewhere(tmp_path, monkeypa
 
 def test_a_place_that_cannot_hold_results_is_refused_before_a_model_loads(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("mine")
-    monkeypatch.setattr("groupwise.evaluate.command.load_target", None)
+    monkeypatch.setattr("groupwise.commands.eval.load_target", None)
     for place in (tmp_path / "file", tmp_path / "file" / "inside"):
         with pytest.raises(ConfigError, match=f"cannot save results in {place}: .*; name another folder"):
             evaluate_command("tiny", task="countdown", output=str(place))
@@ -251,7 +258,7 @@ def test_figures_that_cannot_be_saved_are_printed_all_the_same(runs, tmp_path, m
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("groupwise.evaluate.saved.write_atomically", full)
+    monkeypatch.setattr("groupwise.evaluate.held_out.write_atomically", full)
     assert cli.main(["eval", str(runs["full"]), "--output", str(tmp_path)]) == 2
     said = capsys.readouterr()
     assert "  greedy " in said.out

@@ -16,10 +16,9 @@ import groupwise as gw
 from groupwise import cli
 from groupwise.config import read_config
 from groupwise.evaluate.target import find_target
-from groupwise.population.ending import summary_of
-from groupwise.population.opening import Opening
-from groupwise.population.search import Search
-from groupwise.population.story import Story
+from groupwise.evolve.evolve_run import EvolveRun
+from groupwise.evolve.evolve_state import SearchStart, SearchState
+from groupwise.evolve.evolve_summary import summary_of
 from groupwise.tasks import load_task
 from groupwise.tracking.run_folder import RunFolder
 from small_runs import INTERRUPT, KILL, SMALL, Blow, run_command, task_file, traces
@@ -148,7 +147,7 @@ def test_the_last_words_of_a_search_name_folders_as_the_shell_reads_them():
     config, folder = read_config(overrides=["task.options.scoring=x y"]), RunFolder(Path("my runs/a b"))
 
     def said(step: int) -> list[list[str]]:
-        summary = summary_of(config, Story(step=step), folder=folder, before=None, after=None)
+        summary = summary_of(config, SearchState(step=step), folder=folder, before=None, after=None)
         return [shlex.split(line) for line, _ in summary.next_commands]
 
     resume, elite = ["groupwise", "evolve", "--resume", "my runs/a b"], "my runs/a b/elite"
@@ -204,12 +203,12 @@ def test_a_search_has_no_answers_to_imitate(whole, capsys):
     assert "is a search, which records no answers" in capsys.readouterr().err
 
 
-def search_in(folder: Path, *more: str) -> Search:
+def search_in(folder: Path, *more: str) -> EvolveRun:
     task_file(folder)
     names = (f"run.output_dir={folder}", "run.name=run", f"task.name={folder / 'luck.py'}", "run.kind=evolve")
     config = read_config(overrides=[*names, *SMALL, *POPULATION, *more]).resolve()
     task = load_task(config.task)
-    return Search(config, task=task, opening=Opening.new(config, task=task.name))
+    return EvolveRun(config, task=task, opening=SearchStart.new(config, task=task.name))
 
 
 def test_a_member_that_diverges_is_contained_reported_and_replaced(tmp_path):

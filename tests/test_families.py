@@ -11,12 +11,12 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from groupwise.config.sections import EngineConfig, LoraConfig, ModelConfig
+from groupwise.config.schema import EngineConfig, LoraConfig, ModelConfig
 from groupwise.engine.engine import Engine
 from groupwise.errors import ConfigError
-from groupwise.model.accepted import check_attention
+from groupwise.model.adapters.merge_adapters import merge
+from groupwise.model.attention.compatibility import check_attention
 from groupwise.model.load import load_policy
-from groupwise.model.merge import merge
 from groupwise.model.policy import Policy
 from groupwise.records import Request, Sampling
 from small_models import SIZES, tiny_tokenizer

@@ -21,7 +21,7 @@ pytest.importorskip("httpx")
 pytest.importorskip("trafilatura")
 
 from groupwise import cli
-from groupwise.retrieval.fetch import CHARSETS, Manners, PageCache, charset_of, fetch_pages
+from groupwise.retrieval.fetch import CHARSETS, FetchPolicy, PageCache, charset_of, fetch_pages
 
 ARTICLE = "<html><body><nav>Menu</nav><article>" + "<p>Foxes eat mice and berries at night in winter.</p>" * 5
 PAGES = {
@@ -100,7 +100,7 @@ def site():
     server.server_close()
 
 
-HERE = Manners(allow_private=True, pause=0.0, back_off=0.01, largest=10_000, timeout=5.0)
+HERE = FetchPolicy(allow_private=True, pause=0.0, back_off=0.01, largest=10_000, timeout=5.0)
 
 
 def test_pages_are_fetched_once_and_what_fails_says_why(site, tmp_path):
@@ -151,7 +151,7 @@ def test_between_two_requests_to_a_host_there_is_a_pause(site, tmp_path):
 
 def test_private_addresses_and_other_schemes_are_refused(site, tmp_path):
     root, asked = site
-    found = fetch_pages([f"{root}/fox", "file:///etc/passwd"], PageCache(tmp_path), Manners())
+    found = fetch_pages([f"{root}/fox", "file:///etc/passwd"], PageCache(tmp_path), FetchPolicy())
     assert sorted(found.problems.values()) == ["not http", "private address"]
     assert not asked
 
@@ -176,11 +176,11 @@ def test_a_failure_that_may_pass_is_tried_again_by_a_later_run(site, tmp_path, m
 
 def test_a_page_refused_for_its_address_is_fetched_once_that_is_allowed(site, tmp_path):
     root, _ = site
-    assert not fetch_pages([f"{root}/fox"], PageCache(tmp_path), Manners()).texts
+    assert not fetch_pages([f"{root}/fox"], PageCache(tmp_path), FetchPolicy()).texts
     assert fetch_pages([f"{root}/fox"], PageCache(tmp_path), HERE).texts
 
 
-@pytest.mark.parametrize("manners", [HERE, Manners()])
+@pytest.mark.parametrize("manners", [HERE, FetchPolicy()])
 def test_an_address_that_is_none_is_a_failed_page_and_not_the_end(site, tmp_path, manners):
     bad = [
         "http://[bad/x",

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 import interpreted  # noqa: F401  (before any kernel is imported)
-from groupwise.model import fused_logprobs
-from groupwise.model.fused_logprobs import FusedTokenLogprobs
+from groupwise.model.ops import triton_kernels
+from groupwise.model.ops.triton_kernels import FusedTokenLogprobs
 from groupwise.records import Sampling
-from groupwise.training.preflight import GPU_CHUNK_LOGITS
+from groupwise.training.resources.run_estimate import GPU_CHUNK_LOGITS
 from test_logprobs import VOCABULARY, inputs, naive, relative
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -32,7 +32,7 @@ def values_and_gradients(leaves: list[Tensor], tokens_N: Tensor, *, temperature:
 def test_values_and_gradients_equal_those_of_full_logits(
     temperature: float, bias: bool, frozen_head: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_logprobs, "CHUNK_LOGITS", 10 * VOCABULARY)
+    monkeypatch.setattr(triton_kernels, "CHUNK_LOGITS", 10 * VOCABULARY)
     leaves, tokens_N = inputs(bias=bias)
     for leaf in leaves[1:]:
         leaf.requires_grad_(not frozen_head)
@@ -79,4 +79,4 @@ def test_a_token_that_the_model_rules_out_adds_nothing_to_the_entropy() -> None:
 
 
 def test_the_estimate_of_memory_knows_how_many_logits_are_held():
-    assert fused_logprobs.CHUNK_LOGITS == GPU_CHUNK_LOGITS
+    assert triton_kernels.CHUNK_LOGITS == GPU_CHUNK_LOGITS

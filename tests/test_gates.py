@@ -14,9 +14,9 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
-from groupwise.model.adapter import adapt_in_place
-from groupwise.model.gates import shorten_gates
-from groupwise.model.unread import results_unread
+from groupwise.model.ops.checkpointing import results_unread
+from groupwise.model.ops.lora_linear import adapt_in_place
+from groupwise.model.ops.swiglu import use_fused_swiglu
 
 SIZES = {"hidden_size": 6, "intermediate_size": 10, "num_attention_heads": 2, "num_key_value_heads": 2}
 TOKENS = 5
@@ -28,7 +28,7 @@ def block(kind: str, *, short: bool = True) -> Any:
     made = Qwen2MLP(Qwen2Config(**SIZES)) if kind == "Qwen" else None
     module: Any = made or LlamaMLP(LlamaConfig(**SIZES, mlp_bias=kind == "biases"))
     if short:
-        shorten_gates(module)
+        use_fused_swiglu(module)
         assert "forward" in vars(module)
     if kind == "a frozen product":
         module.down_proj.requires_grad_(False)
@@ -119,7 +119,7 @@ def test_where_nothing_is_kept_the_inner_width_is_there_for_some_tokens_at_a_tim
 ) -> None:
     module, x = block(kind), 3 * torch.randn(1, TOKENS, 6, dtype=torch.double)
     whole = run(module, x)
-    monkeypatch.setattr("groupwise.model.memory.TILE", 2)
+    monkeypatch.setattr("groupwise.model.device.TILE", 2)
     with torch.no_grad():
         torch.testing.assert_close(module(x), whole["y"])
     y = module(x)
@@ -151,7 +151,7 @@ class Rows(TorchDispatchMode):
 def test_no_more_of_the_inner_width_is_made_at_a_time_than_about_a_tile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("groupwise.model.memory.TILE", 8)
+    monkeypatch.setattr("groupwise.model.device.TILE", 8)
     module, x = block("every weight"), torch.randn(1, 33, 6, dtype=torch.double, requires_grad=True)
     module.requires_grad_(False)
     with Rows() as forward, torch.no_grad():
@@ -180,5 +180,5 @@ def test_a_second_backward_pass_is_refused(kind: str) -> None:
 
 def test_a_gate_of_another_function_is_left_alone() -> None:
     module = Gemma2MLP(Gemma2Config(**SIZES))
-    shorten_gates(module)
+    use_fused_swiglu(module)
     assert "forward" not in vars(module)

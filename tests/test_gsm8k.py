@@ -7,12 +7,12 @@ import json
 
 import pytest
 
-from groupwise.config.sections import TaskConfig
+from groupwise.config.schema import TaskConfig
 from groupwise.errors import ConfigError
 from groupwise.records import Example
 from groupwise.tasks import load_task
-from groupwise.tasks.gsm8k import gsm8k
-from groupwise.tasks.verify import check
+from groupwise.tasks.builtin.gsm8k import gsm8k
+from groupwise.tasks.self_test import check
 
 WORKING = "<start_working_out>\n48 / 2 = 24, and 48 + 24 = 72.\n<end_working_out>\n\n"
 

@@ -28,11 +28,11 @@ import pytest
 import groupwise as gw
 from groupwise.records import Example, Group, Rollout
 from groupwise.rewards import worker as workers
-from groupwise.rewards.score import score_group
-from groupwise.rollout.calls import Wish
-from groupwise.rollout.toolbox import Toolbox
+from groupwise.rewards.runner import score_group
+from groupwise.rollout.tool_calls import ParsedToolCall
+from groupwise.rollout.tool_executor import ToolExecutor
 from groupwise.tasks import isolated
-from groupwise.tracking.rollouts import read_rollouts
+from groupwise.tracking.run_files import read_rollouts
 from small_runs import SMALL, lasting_metrics, run_command, task_file
 
 SECONDS = 0.2
@@ -426,9 +426,9 @@ def itself():
 def test_a_hostile_tool_is_answered_with_an_error_and_the_next_call_works(name):
     act, message = TOOLS[name]
     with isolated(task_of(tools=[tool_that(act)])) as task:
-        box = Toolbox.of(task.tools, seconds=SECONDS, characters=200)
-        (bad,) = box.answer([Wish("hostile", {"text": "bad"})], allowed=1)
-        (good,) = box.answer([Wish("hostile", {"text": "good"})], allowed=1)
+        box = ToolExecutor.of(task.tools, seconds=SECONDS, characters=200)
+        (bad,) = box.answer([ParsedToolCall("hostile", {"text": "bad"})], allowed=1)
+        (good,) = box.answer([ParsedToolCall("hostile", {"text": "good"})], allowed=1)
     assert (good.result, good.error) == ("good", None)
     assert (bad.error or "").startswith(message)
     assert len(bad.result) < 230, "an error obeys tools.result_characters, as a result does"
@@ -443,8 +443,10 @@ def test_state_between_calls_lives_in_the_worker_and_is_shared_by_rewards_and_to
         return str(len(seen))
 
     with isolated(task_of(lambda rollout, example: len(seen), tools=[remember])) as task:
-        box = Toolbox.of(task.tools, seconds=5, characters=200)
-        results = [box.answer([Wish("remember", {"text": "a"})], allowed=1)[0].result for _ in range(2)]
+        box = ToolExecutor.of(task.tools, seconds=5, characters=200)
+        results = [
+            box.answer([ParsedToolCall("remember", {"text": "a"})], allowed=1)[0].result for _ in range(2)
+        ]
         (rollout,) = scored(task, "x")
     assert (results, rollout.reward) == (["1", "2"], 2.0)
     assert seen == [], "the worker has its own copy"

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from groupwise.algo.packing import MicroBatch, pack
 from groupwise.algo.samples import to_sample
-from groupwise.config.sections import (
+from groupwise.config.schema import (
     AlgoConfig,
     Config,
     EngineConfig,
@@ -23,16 +22,17 @@ from groupwise.config.sections import (
 from groupwise.engine.engine import Engine
 from groupwise.errors import InvariantError
 from groupwise.invariants import check_finite, check_gap, check_token_exact
-from groupwise.learner import part as part_module
+from groupwise.learner import micro_batch as part_module
 from groupwise.learner.learner import Learner
+from groupwise.learner.micro_batch import MicroBatch, pack
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Example, Request, Rollout, Sample, Sampling
 from groupwise.rollout import collect as collect_module
 from groupwise.rollout.collect import collect
 from groupwise.tasks import Split, Task
 from groupwise.tracking.run_folder import RunFolder
-from groupwise.training.batch import Collector
-from groupwise.training.examiner import Examiner
+from groupwise.training.collector import Collector
+from groupwise.training.evaluator import Evaluator
 from small_models import policy_of, small_model
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=12)
@@ -274,7 +274,7 @@ def examine(policy: Policy, folder: Path, deed: Callable[[Policy], None]) -> int
             deed(policy)
             return engine.generate(requests, sampling)
 
-    examiner = Examiner(
+    examiner = Evaluator(
         CONFIG,
         task=task(),
         examples=EXAMPLES,

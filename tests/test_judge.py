@@ -10,9 +10,9 @@ import pytest
 
 from groupwise.errors import ConfigError, RolloutError
 from groupwise.records import Example, Group, Rollout
-from groupwise.rewards.judge import Judge, judged, spent_by_judges
-from groupwise.training.batch import Batch
-from groupwise.training.measures import batch_metrics
+from groupwise.rewards.llm_judge import LLMJudge, judged, spent_by_judges
+from groupwise.training.collector import Batch
+from groupwise.training.step_metrics import batch_metrics
 
 
 @pytest.fixture
@@ -43,9 +43,9 @@ def server():
 
 def test_a_grade_is_asked_for_once_and_its_cost_is_counted(server, tmp_path):
     url, asked, _ = server
-    judge = Judge(url, "m", cache=tmp_path)
+    judge = LLMJudge(url, "m", cache=tmp_path)
     assert judge.grade("q", "gold", "answer") == judge.grade("q", "gold", "answer") == 0.7
-    assert Judge(url, "m", cache=tmp_path).grade("q", "gold", "answer") == 0.7
+    assert LLMJudge(url, "m", cache=tmp_path).grade("q", "gold", "answer") == 0.7
     assert len(asked) == 1
     assert judge.spent == {"calls": 1, "prompt_tokens": 50, "completion_tokens": 2}
     assert "<answer>\nanswer\n</answer>" in asked[0]["messages"][0]["content"]
@@ -53,7 +53,7 @@ def test_a_grade_is_asked_for_once_and_its_cost_is_counted(server, tmp_path):
 
 def test_what_is_sent_is_bounded(server):
     url, asked, _ = server
-    judge = Judge(url, "m", characters=10, most_calls=1)
+    judge = LLMJudge(url, "m", characters=10, most_calls=1)
     judge.grade("q", "g" * 1000, "a" * 1000)
     assert len(asked[0]["messages"][0]["content"]) < 500
     with pytest.raises(RolloutError, match="limit"):
@@ -64,9 +64,9 @@ def test_a_judge_that_fails_fails_the_rollout(server):
     url, _, says = server
     says[0] = "no idea"
     with pytest.raises(RolloutError, match="must reply with <grade>"):
-        Judge(url, "m").grade("q", "g", "a")
+        LLMJudge(url, "m").grade("q", "g", "a")
     with pytest.raises(RolloutError, match="did not answer"):
-        Judge("http://127.0.0.1:9/v1", "m", seconds=1.0).grade("q", "g", "a")
+        LLMJudge("http://127.0.0.1:9/v1", "m", seconds=1.0).grade("q", "g", "a")
     with pytest.raises(ConfigError, match="http"):
         judged(url="localhost:8000", model="m", golds=lambda e: [])
 
@@ -86,14 +86,14 @@ def test_a_reply_in_any_other_form_fails_the_rollout(server, reply):
     url, _, says = server
     says[0] = reply
     with pytest.raises(RolloutError, match="must reply with <grade>"):
-        Judge(url, "m").grade("q", "g", "a")
+        LLMJudge(url, "m").grade("q", "g", "a")
 
 
 @pytest.mark.parametrize(("reply", "grade"), [("<grade>0</grade>", 0.0), (" <grade> 10 </grade>\n", 1.0)])
 def test_a_grade_in_its_tags_is_read(server, reply, grade):
     url, asked, says = server
     says[0] = reply
-    assert Judge(url, "m").grade("q", "g", "a") == grade
+    assert LLMJudge(url, "m").grade("q", "g", "a") == grade
     assert "<grade>0</grade>" in asked[0]["messages"][0]["content"]
 
 

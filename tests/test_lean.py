@@ -8,11 +8,11 @@ import peft
 import pytest
 import torch
 
-from groupwise.config.sections import EngineConfig
-from groupwise.engine import runner
+from groupwise.config.schema import EngineConfig
+from groupwise.engine import cpu_runner
+from groupwise.engine.cpu_runner import fused_cpu_forward
 from groupwise.engine.engine import Engine
-from groupwise.engine.lean import lean_forward
-from groupwise.model.packed import PackedLayout
+from groupwise.model.attention.packed import PackedLayout
 from groupwise.model.policy import Policy
 from groupwise.records import Request, Sampling
 from small_models import policy_of, small_model
@@ -29,7 +29,7 @@ def adapted(policy: Policy) -> Policy:
 
 @torch.no_grad()
 def assert_same_hidden(policy: Policy) -> None:
-    lean = lean_forward(policy)
+    lean = fused_cpu_forward(policy)
     assert lean is not None
     ours = lean.hidden(TOKENS, POSITIONS, LAYOUT)
     torch.testing.assert_close(ours, policy.hidden(TOKENS, POSITIONS, LAYOUT), rtol=1e-4, atol=1e-5)
@@ -45,13 +45,13 @@ def test_adapters_are_folded_in(small_policy: Policy) -> None:
 
 
 def test_a_model_of_another_kind_is_left_to_its_module() -> None:
-    assert lean_forward(policy_of(small_model("qwen3"))) is None
+    assert fused_cpu_forward(policy_of(small_model("qwen3"))) is None
 
 
 def test_a_policy_that_computes_something_else_is_left_to_itself(small_policy: Policy) -> None:
     hidden = small_policy.hidden
     small_policy.hidden = lambda *args: 1.01 * hidden(*args)  # type: ignore[method-assign]
-    assert lean_forward(small_policy) is None
+    assert fused_cpu_forward(small_policy) is None
 
 
 @pytest.mark.parametrize("with_adapter", [False, True])
@@ -67,7 +67,7 @@ def test_an_engine_follows_the_weights_as_they_are_trained(
             parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
     (after,) = engine.generate(asked, sampling)
     assert [c.tokens for c in after] != [c.tokens for c in before]
-    monkeypatch.setattr(runner, "lean_forward", lambda *_: None)
+    monkeypatch.setattr(cpu_runner, "lean_forward", lambda *_: None)
     (plain,) = Engine(policy, EngineConfig()).generate(asked, sampling)
     assert [c.tokens for c in after] == [c.tokens for c in plain]
     assert [c.logprobs for c in after] == [pytest.approx(c.logprobs, abs=1e-4) for c in plain]

@@ -10,14 +10,13 @@ import peft
 import pytest
 import torch
 
-from groupwise.config.sections import AlgoConfig, OptimConfig
+from groupwise.config.schema import AlgoConfig, OptimConfig
 from groupwise.errors import ConfigError
 from groupwise.learner.learner import Learner, split_groups, suited_tokens
-from groupwise.learner.part import Part
-from groupwise.learner.passes import pass_tokens
-from groupwise.learner.schedule import learning_rate
+from groupwise.learner.micro_batch import MicroBatchInputs, pass_tokens
+from groupwise.learner.optimizer import learning_rate
+from groupwise.model.ops.checkpointing import recompute_layers
 from groupwise.model.policy import Policy
-from groupwise.model.recomputed import recompute_layers
 from groupwise.records import Sample, Sampling
 from small_models import policy_of, small_model, tiny_tokenizer
 
@@ -207,7 +206,7 @@ def test_memory_that_runs_out_halves_the_passes_and_leaves_the_gradient_as_it_is
     passes: list[int] = []
     original = Learner._backward
 
-    def backward(self: Learner, part: Part) -> Any:
+    def backward(self: Learner, part: MicroBatchInputs) -> Any:
         if self is cramped:
             passes.append(len(part.batch.tokens_T))
             done = original(self, part)  # the gradient is there already when memory runs out
@@ -226,7 +225,7 @@ def test_memory_that_runs_out_halves_the_passes_and_leaves_the_gradient_as_it_is
 
 
 def test_one_answer_too_long_for_the_memory_is_the_users_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    def backward(self: Learner, part: Part) -> Any:
+    def backward(self: Learner, part: MicroBatchInputs) -> Any:
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(Learner, "_backward", backward)

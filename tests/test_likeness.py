@@ -13,9 +13,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.seed_oss.configuration_seed_oss import SeedOssConfig
 from transformers.models.seed_oss.modeling_seed_oss import SeedOssMLP
 
-from groupwise.model import interface
-from groupwise.model.gates import shorten_gates
-from groupwise.model.load import shorten_passes
+from groupwise.model.attention import hf_interface
+from groupwise.model.load import use_fused_ops
+from groupwise.model.ops.swiglu import use_fused_swiglu
 
 WIDE = {"hidden_size": 2048, "intermediate_size": 4096}
 SMALL = {
@@ -45,7 +45,7 @@ def test_a_gate_is_told_from_another_in_any_precision(dtype: torch.dtype) -> Non
     """In bfloat16 a wide block with GELU differs from one with SiLU by less than rounding may."""
     ours, other = LlamaMLP(LlamaConfig(**WIDE)), Gemma2MLP(Gemma2Config(**WIDE))
     for module in (ours, other):
-        shorten_gates(drawn(module, dtype=dtype))
+        use_fused_swiglu(drawn(module, dtype=dtype))
         assert next(module.parameters()).dtype == dtype
     assert is_short(ours)
     assert not is_short(other)
@@ -55,7 +55,7 @@ def test_noise_that_comes_in_training_alone_is_kept() -> None:
     config = SeedOssConfig(hidden_size=16, intermediate_size=32, residual_dropout=0.5)
     block, x = drawn(SeedOssMLP(config), std=0.5), torch.randn(4, 16)
     state = torch.get_rng_state()
-    shorten_gates(block)
+    use_fused_swiglu(block)
     assert torch.equal(torch.get_rng_state(), state)
     assert not block.training
     block.train()
@@ -65,28 +65,28 @@ def test_noise_that_comes_in_training_alone_is_kept() -> None:
 def test_a_block_of_zeros_tells_nothing_and_is_left_alone() -> None:
     block = drawn(Gemma2MLP(Gemma2Config(hidden_size=16, intermediate_size=10)))
     nn.init.zeros_(block.down_proj.weight)
-    shorten_gates(block)
+    use_fused_swiglu(block)
     assert not is_short(block)
 
 
 def model_of(config: Any, *, std: float = 0.5) -> Any:
-    interface.register()
+    hf_interface.register()
     model = drawn(AutoModelForCausalLM.from_config(config), std=std)
-    model.set_attn_implementation(interface.NAME)
+    model.set_attn_implementation(hf_interface.NAME)
     return model
 
 
 @pytest.mark.parametrize("clip", [None, 8.0])
 def test_queries_that_are_clamped_keep_their_clamp(clip: float | None) -> None:
     model = model_of(OlmoConfig(**SMALL, clip_qkv=clip))
-    shorten_passes(model)
+    use_fused_ops(model)
     assert [is_short(layer.self_attn) for layer in model.model.layers] == [clip is None] * 2
 
 
 def test_every_part_of_a_plain_layer_is_shortened_and_another_gate_is_not() -> None:
     for config, expected in ((Qwen2Config(**SMALL), True), (GemmaConfig(**SMALL, head_dim=8), False)):
         model = model_of(config, std=0.2)
-        shorten_passes(model)
+        use_fused_ops(model)
         for layer in model.model.layers:
             assert is_short(layer.self_attn)
             assert is_short(layer.mlp) == expected

@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from groupwise.config.sections import EngineConfig
-from groupwise.engine import prefill, scores
-from groupwise.engine.blocks import BlockPool, Prefix
+from groupwise.config.schema import EngineConfig
+from groupwise.engine import prefill, sampler
 from groupwise.engine.engine import Engine
-from groupwise.engine.live import Busy, LiveEngine, News
-from groupwise.engine.live_scheduler import Job, LiveScheduler
-from groupwise.engine.live_steps import PlainSteps, Steps
+from groupwise.engine.kv_cache import BlockPool, Prefix
 from groupwise.engine.sampler import Alternatives
 from groupwise.engine.scheduler import Sequence as Member
+from groupwise.engine.serving.serving_engine import Busy, ServingEngine, StreamChunk
+from groupwise.engine.serving.serving_scheduler import CPUSteps, DecodeSteps, Job, ServingScheduler
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sampling
 from naive_distribution import naive_logprobs
@@ -49,23 +48,23 @@ def alone(policy: Policy, job: Job) -> list[Completion]:
     return completions
 
 
-def graph_steps(policy: Policy, scheduler: LiveScheduler) -> Steps:
+def graph_steps(policy: Policy, scheduler: ServingScheduler) -> DecodeSteps:
     """The GPU's way, its kernels interpreted."""
     pytest.importorskip("triton")
     import interpreted  # noqa: F401  (before any kernel is imported)
-    from groupwise.engine.cuda.live import GraphSteps
+    from groupwise.engine.serving.cuda_serving import CUDASteps
 
-    steps = GraphSteps(policy, scheduler, policy.end_tokens)
+    steps = CUDASteps(policy, scheduler, policy.end_tokens)
     steps.runner.refresh()
     return steps
 
 
-def plain_steps(policy: Policy, scheduler: LiveScheduler) -> Steps:
-    return PlainSteps(policy, scheduler, policy.end_tokens)
+def plain_steps(policy: Policy, scheduler: ServingScheduler) -> DecodeSteps:
+    return CPUSteps(policy, scheduler, policy.end_tokens)
 
 
 def ending(
-    steps: Steps, scheduler: LiveScheduler, jobs: Sequence[Job] = ()
+    steps: DecodeSteps, scheduler: ServingScheduler, jobs: Sequence[Job] = ()
 ) -> Iterator[tuple[Member, Completion]]:
     """Let jobs enter, and yield who ends until nobody is left."""
     for job in jobs:
@@ -78,9 +77,9 @@ def ending(
 @pytest.mark.parametrize("make", [plain_steps, graph_steps])
 def test_jobs_that_join_one_by_one_end_as_if_alone(small_policy, make: Any):
     pool = BlockPool(24, block_size=4)
-    scheduler = LiveScheduler(slots=4, pool=pool, context=24)
+    scheduler = ServingScheduler(slots=4, pool=pool, context=24)
     with torch.no_grad():
-        steps: Steps = make(small_policy, scheduler)
+        steps: DecodeSteps = make(small_policy, scheduler)
         jobs = JOBS if make is plain_steps else JOBS[:4]  # interpreting takes its time
         coming = list(jobs)
         found: dict[tuple[Job, int], Completion] = {}
@@ -101,7 +100,7 @@ def test_jobs_that_join_one_by_one_end_as_if_alone(small_policy, make: Any):
 
 @interpreting
 def test_answers_of_different_temperatures_share_a_step(small_policy):
-    scheduler = LiveScheduler(slots=4, pool=BlockPool(24, block_size=4), context=24)
+    scheduler = ServingScheduler(slots=4, pool=BlockPool(24, block_size=4), context=24)
     jobs = [
         Job(prompt=PROMPT, seeds=(1,), sampling=Sampling(max_tokens=3, temperature=heat))
         for heat in (0.6, 1.0, 1.4)
@@ -117,21 +116,21 @@ def test_answers_of_different_temperatures_share_a_step(small_policy):
 
 
 def test_a_job_without_a_prompt_is_refused():
-    scheduler = LiveScheduler(slots=4, pool=BlockPool(24, block_size=4), context=24)
+    scheduler = ServingScheduler(slots=4, pool=BlockPool(24, block_size=4), context=24)
     with pytest.raises(ValueError, match="has no tokens"):
         scheduler.check(Job(prompt=(), seeds=(1,), sampling=Sampling(max_tokens=2)))
 
 
 @interpreting
 def test_short_prompts_in_a_row_of_fixed_size_are_what_a_plain_pass_computes(small_policy, monkeypatch):
-    scheduler = LiveScheduler(slots=4, pool=BlockPool(24, block_size=4), context=24)
+    scheduler = ServingScheduler(slots=4, pool=BlockPool(24, block_size=4), context=24)
     texts = [PROMPT, PROMPT[:2], PROMPT[1:4]]
     with torch.no_grad():
         steps: Any = graph_steps(small_policy, scheduler)
-        from groupwise.engine.cuda import prompts
+        from groupwise.engine.serving import cuda_serving
 
-        monkeypatch.setattr(prompts, "SIZES", (8, 12))
-        monkeypatch.setattr(prompts, "PROMPTS", 3)
+        monkeypatch.setattr(cuda_serving, "SIZES", (8, 12))
+        monkeypatch.setattr(cuda_serving, "PROMPTS", 3)
         cache, hidden, plain = steps.runner.cache, steps.runner.hidden, steps.runner.prefill
         rows, idle = steps._prompts._rows, scheduler.pool.count
 
@@ -175,7 +174,7 @@ class Late:
 @interpreting
 def test_others_go_on_while_prompts_are_computed_and_who_is_cancelled_meanwhile_leaves_nothing(small_policy):
     pool = BlockPool(24, block_size=4)
-    scheduler = LiveScheduler(slots=4, pool=pool, context=24)
+    scheduler = ServingScheduler(slots=4, pool=pool, context=24)
     first, second, third = (
         Job(prompt=PROMPT[:count], seeds=(count,), sampling=Sampling(max_tokens=12)) for count in (3, 4, 5)
     )
@@ -241,10 +240,10 @@ def naive_alternatives(job: Job, written: Completion) -> list[Alternatives]:
 @interpreting
 @pytest.mark.parametrize("make", [plain_steps, graph_steps])
 def test_who_asks_is_told_the_likeliest_tokens_and_nobody_draws_otherwise(small_policy, make: Any):
-    scheduler = LiveScheduler(slots=4, pool=BlockPool(24, block_size=4), context=24)
+    scheduler = ServingScheduler(slots=4, pool=BlockPool(24, block_size=4), context=24)
     found: dict[Job, tuple[Completion, list[Alternatives]]] = {}
     with torch.no_grad():
-        steps: Steps = make(small_policy, scheduler)
+        steps: DecodeSteps = make(small_policy, scheduler)
         for sequence, completion in ending(steps, scheduler, ASKING):
             told = scheduler.untold.get(sequence, [])
             found[scheduler.forget(sequence)] = completion, told
@@ -267,7 +266,7 @@ def test_who_asks_is_told_the_likeliest_tokens_and_nobody_draws_otherwise(small_
 @pytest.mark.parametrize("make", [plain_steps, graph_steps])
 def test_a_prompt_is_scored_as_a_plain_forward_pass_would(small_policy, make: Any, monkeypatch):
     monkeypatch.setattr(prefill, "PREFILL_TOKENS", 6)  # it takes two passes
-    monkeypatch.setattr(scores, "TOGETHER", 4)
+    monkeypatch.setattr(sampler, "TOGETHER", 4)
     asking = Job(
         prompt=tuple(range(50, 61)),
         seeds=(1,),
@@ -276,9 +275,9 @@ def test_a_prompt_is_scored_as_a_plain_forward_pass_would(small_policy, make: An
         scores_prompt=True,
     )
     beside = replace(asking, prompt=PROMPT, scores_prompt=False)
-    scheduler = LiveScheduler(slots=4, pool=BlockPool(24, block_size=4), context=24)
+    scheduler = ServingScheduler(slots=4, pool=BlockPool(24, block_size=4), context=24)
     with torch.no_grad():
-        steps: Steps = make(small_policy, scheduler)
+        steps: DecodeSteps = make(small_policy, scheduler)
         scheduler.enter(beside)
         scheduler.enter(asking)
         ended = {scheduler.job_of(sequence): sequence for sequence, _ in steps.advance()}
@@ -296,7 +295,7 @@ def test_a_prompt_is_scored_as_a_plain_forward_pass_would(small_policy, make: An
 
 @interpreting
 def test_steps_of_those_who_did_not_ask_are_the_ones_there_always_were(small_policy):
-    scheduler = LiveScheduler(slots=4, pool=BlockPool(24, block_size=4), context=24)
+    scheduler = ServingScheduler(slots=4, pool=BlockPool(24, block_size=4), context=24)
     with torch.no_grad():
         steps: Any = graph_steps(small_policy, scheduler)
         for _ in ending(steps, scheduler, ASKING[:2]):
@@ -310,16 +309,16 @@ class Inbox:
     """Collects what a live engine delivers."""
 
     def __init__(self) -> None:
-        self.news: queue.Queue[News] = queue.Queue()
+        self.news: queue.Queue[StreamChunk] = queue.Queue()
         self.errors: list[Exception] = []
 
     def deliver(self, news: Any) -> None:
         for part in news:
             self.news.put(part)
 
-    def engine(self, policy: Policy, **settings: Any) -> LiveEngine:
+    def engine(self, policy: Policy, **settings: Any) -> ServingEngine:
         usual = {"slots": 2, "context": 64, "waiting": 3}
-        return LiveEngine(policy, deliver=self.deliver, failed=self.errors.append, **{**usual, **settings})
+        return ServingEngine(policy, deliver=self.deliver, failed=self.errors.append, **{**usual, **settings})
 
 
 def test_news_add_up_to_the_answer(small_policy):
@@ -376,7 +375,7 @@ def test_a_failure_is_told(small_policy, monkeypatch):
     inbox = Inbox()
     engine = inbox.engine(small_policy)
 
-    def broken(steps: Steps) -> list[News]:
+    def broken(steps: DecodeSteps) -> list[StreamChunk]:
         raise RuntimeError("broken")
 
     monkeypatch.setattr(engine, "_news", broken)

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from groupwise.model import logprobs
-from groupwise.model.distribution import scaled_logits
-from groupwise.model.logprobs import token_logprobs
+from groupwise.model.ops import logprobs
+from groupwise.model.ops.logits import scaled_logits
+from groupwise.model.ops.logprobs import token_logprobs
 from groupwise.records import Sampling
 
 TOKENS, WIDTH, VOCABULARY = 37, 8, 50

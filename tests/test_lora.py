@@ -15,19 +15,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from groupwise import cli
-from groupwise.algo.packing import pack
 from groupwise.config import read_config
-from groupwise.config.model import LORA_PRESETS, LoraConfig, ModelConfig
-from groupwise.config.sections import EngineConfig
+from groupwise.config.schema import LORA_PRESETS, EngineConfig, LoraConfig, ModelConfig
 from groupwise.engine.engine import Engine
 from groupwise.errors import ConfigError
-from groupwise.learner.supervised import Imitator, worked_sample
-from groupwise.model import lora
+from groupwise.learner.micro_batch import pack
+from groupwise.learner.sft_learner import SFTLearner, worked_sample
+from groupwise.model.adapters import lora
 from groupwise.model.load import load_policy
-from groupwise.model.logprobs import token_logprobs
+from groupwise.model.ops.checkpointing import recompute_layers
+from groupwise.model.ops.logprobs import token_logprobs
 from groupwise.model.policy import Policy
-from groupwise.model.recomputed import recompute_layers
-from groupwise.model.source import TINY_FOLDER
+from groupwise.model.resolve import TINY_FOLDER
 from groupwise.records import Request, Sampling
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -158,7 +157,7 @@ def test_every_trained_part_of_an_adapter_moves(kind):
     policy = adapted(**KINDS[kind])
     before = {name: p.detach().clone() for name, p in policy.trainable().items()}
     optim = read_config(overrides=["optim.learning_rate=0.01"]).resolve().optim
-    Imitator(policy, optim=optim, max_steps=1).update([worked_sample(PROMPT, (60, 61, 62), group=0)])
+    SFTLearner(policy, optim=optim, max_steps=1).update([worked_sample(PROMPT, (60, 61, 62), group=0)])
     assert [name for name, p in policy.trainable().items() if torch.equal(p, before[name])] == []
     wanted = {"dora": "magnitude", "saved": "modules_to_save"}.get(kind, "lora_A")
     assert any(wanted in name for name in before)
@@ -212,7 +211,7 @@ def test_a_quantized_model_trains_and_generates_the_same_distribution(kind, tmp_
     torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=1e-4, atol=1e-4)
     before = {name: p.detach().clone() for name, p in policy.trainable().items()}
     optim = read_config(overrides=["optim.learning_rate=0.01"]).resolve().optim
-    Imitator(policy, optim=optim, max_steps=1).update([worked_sample(PROMPT, (60, 61, 62), group=0)])
+    SFTLearner(policy, optim=optim, max_steps=1).update([worked_sample(PROMPT, (60, 61, 62), group=0)])
     assert not any(torch.equal(p, before[name]) for name, p in policy.trainable().items())
 
 
@@ -220,7 +219,7 @@ def test_a_quantized_model_trains_and_generates_the_same_distribution(kind, tmp_
 @pytest.mark.filterwarnings("ignore")
 def test_the_gradient_through_quantized_weights_is_that_of_their_values(kind):
     pytest.importorskip("bitsandbytes")
-    from groupwise.model.quantized import is_quantized, plain_weight
+    from groupwise.model.adapters.quantization import is_quantized, plain_weight
 
     policy = adapted(quantization=kind)
     linear: Any = next(
@@ -238,7 +237,7 @@ def test_the_gradient_through_quantized_weights_is_that_of_their_values(kind):
 @pytest.mark.filterwarnings("ignore")
 def test_adapters_on_quantized_weights_get_the_gradients_of_those_on_their_values(kind, targets):
     pytest.importorskip("bitsandbytes")
-    from groupwise.model.quantized import is_quantized, plain_weight
+    from groupwise.model.adapters.quantization import is_quantized, plain_weight
 
     def gradients(policy: Policy) -> dict[str, Tensor]:
         policy.model.train().zero_grad()
@@ -266,10 +265,10 @@ def test_adapters_on_quantized_weights_get_the_gradients_of_those_on_their_value
 @pytest.mark.filterwarnings("ignore")
 def test_the_layers_of_a_quantized_model_keep_as_little_as_any_others(kind):
     pytest.importorskip("bitsandbytes")
-    from groupwise.model import gates, rotary
+    from groupwise.model.ops import rotary, swiglu
 
     layer = adapted(quantization=kind).decoder.layers[0]
-    assert layer.mlp.forward.__func__ is gates._forward
+    assert layer.mlp.forward.__func__ is swiglu._forward
     assert layer.self_attn.forward.__func__ is rotary._forward
 
 

@@ -9,9 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from groupwise.algo.losses import SURROGATES, LossSettings, Tokens, policy_loss, token_weights
-from groupwise.algo.metrics import averages, merge
-from groupwise.config import sections
+from groupwise.algo.losses import (
+    SURROGATES,
+    LossSettings,
+    Tokens,
+    averages,
+    merge,
+    policy_loss,
+    token_weights,
+)
+from groupwise.config import schema
 
 CLIPPED = ["grpo", "bnpo", "dapo", "dr_grpo"]
 LENGTHS = [3, 1, 4, 2]
@@ -75,7 +82,7 @@ def loss_and_gradient(found: Tokens, how: LossSettings) -> tuple[float, Tensor]:
 
 
 def test_every_loss_of_the_settings_exists():
-    assert set(SURROGATES) == set(sections.LOSSES)
+    assert set(SURROGATES) == set(schema.LOSSES)
 
 
 @pytest.mark.parametrize("kind", CLIPPED)

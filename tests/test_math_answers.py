@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from groupwise.evaluate.votes import majority
-from groupwise.rewards.latex.equal import same_answer
-from groupwise.rewards.latex.tokens import Unfamiliar
-from groupwise.tasks.math import alike
+from groupwise.evaluate.intervals import majority
+from groupwise.rewards.verify.latex.equal import same_answer
+from groupwise.rewards.verify.latex.latex_lexer import Unfamiliar
+from groupwise.tasks.builtin.boxed_math import alike
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,23 @@ import threading
 
 import pytest
 
-from groupwise.config.sections import TaskConfig
+from groupwise.config.schema import TaskConfig
 from groupwise.errors import ConfigError
 from groupwise.records import Example
-from groupwise.rewards import symbolic_worker
-from groupwise.rewards.boxed import last_box
-from groupwise.rewards.math_answer import LENIENT, Scores, score_boxed, score_boxed_batch, verify_boxed
-from groupwise.rewards.symbolic import SECONDS, SymbolicComparer
+from groupwise.rewards.extraction import last_box
 from groupwise.rewards.time_limit import TimeLimitReached, time_limit
+from groupwise.rewards.verify import math_verify_worker
+from groupwise.rewards.verify.math_answer import (
+    LENIENT,
+    MathScores,
+    score_boxed,
+    score_boxed_batch,
+    verify_boxed,
+)
+from groupwise.rewards.verify.math_verify_pool import SECONDS, MathVerifyPool
 from groupwise.tasks import load_task
-from groupwise.tasks.math import math
-from groupwise.tasks.verify import check
+from groupwise.tasks.builtin.boxed_math import math
+from groupwise.tasks.self_test import check
 
 
 @pytest.mark.parametrize(
@@ -79,7 +85,7 @@ def test_a_completion_is_scored_with_what_was_found(text, truth, reward, predict
 
 
 def test_by_default_silence_never_pays():
-    assert Scores().no_answer <= Scores().wrong < Scores().right
+    assert MathScores().no_answer <= MathScores().wrong < MathScores().right
     assert score_boxed("no idea", "42")[0] == -1.0
 
 
@@ -131,7 +137,7 @@ def test_math_verify_reads_what_we_do_not():
 
 
 def test_the_worker_survives_being_killed():
-    comparer = SymbolicComparer()
+    comparer = MathVerifyPool()
     try:
         assert comparer.equal(r"\lfloor 3.5 \rfloor", "3")
         first = comparer.process.pid
@@ -144,7 +150,7 @@ def test_the_worker_survives_being_killed():
 
 
 def test_a_comparison_that_hangs_costs_its_time_limit_and_the_next_one_works():
-    comparer = SymbolicComparer()
+    comparer = MathVerifyPool()
     try:
         assert comparer.equal(r"\lfloor 3.5 \rfloor", "3")
         worker = comparer.process.pid
@@ -160,8 +166,8 @@ def test_a_comparison_that_hangs_costs_its_time_limit_and_the_next_one_works():
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_time_in_which_others_compute_does_not_count(monkeypatch):
-    monkeypatch.setattr(symbolic_worker, "compare", lambda *_: True)
-    child = symbolic_worker.Child(0.2)
+    monkeypatch.setattr(math_verify_worker, "compare", lambda *_: True)
+    child = math_verify_worker.WorkerFork(0.2)
     try:
         os.kill(child.pid, signal.SIGSTOP)
         threading.Timer(0.4, os.kill, (child.pid, signal.SIGCONT)).start()
@@ -171,7 +177,7 @@ def test_time_in_which_others_compute_does_not_count(monkeypatch):
 
 
 def test_an_interrupted_question_does_not_leave_its_reply_to_the_next():
-    comparer = SymbolicComparer()
+    comparer = MathVerifyPool()
     try:
         assert comparer.equal(r"\lfloor 3.5 \rfloor", "3")
         with pytest.raises(TimeLimitReached), time_limit(0.1):
@@ -183,7 +189,7 @@ def test_an_interrupted_question_does_not_leave_its_reply_to_the_next():
 
 
 def test_math_verify_is_asked_for_by_name(monkeypatch):
-    monkeypatch.setattr("groupwise.rewards.symbolic.find_spec", lambda name: None)
+    monkeypatch.setattr("groupwise.rewards.verify.math_verify_pool.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'groupwise\[math\]'"):
         math()
 

@@ -8,28 +8,28 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.config.sections import TaskConfig
+from groupwise.commands.index_actions import write_questions
+from groupwise.config.schema import TaskConfig
 from groupwise.errors import ConfigError
 from groupwise.records import Call, Example, Rollout, Turn
-from groupwise.retrieval.command import write_questions
-from groupwise.retrieval.documents import Document, Question
-from groupwise.retrieval.index import Index
-from groupwise.retrieval.manifest import Manifest
-from groupwise.rollout.calls import read_calls
-from groupwise.rollout.toolbox import Toolbox
+from groupwise.retrieval.documents import Document, RetrievalQuestion
+from groupwise.retrieval.index_storage import Manifest
+from groupwise.retrieval.search_index import Index
+from groupwise.rollout.tool_calls import read_calls
+from groupwise.rollout.tool_executor import ToolExecutor
 from groupwise.tasks import load_task
-from groupwise.tasks.demonstration import turns_of
-from groupwise.tasks.medquad import close_enough
-from groupwise.tasks.verify import check
+from groupwise.tasks.builtin.medquad import close_enough
+from groupwise.tasks.self_test import check
+from groupwise.tasks.sft_data import turns_of
 
 DOCUMENTS = [
     Document("fever", "Fever is a high temperature."),
     Document("cough", "A cough clears the throat."),
 ]
 QUESTIONS = (
-    Question("What is fever?", ("fever",), ("Fever is a high temperature.",)),
-    Question("What is a fever?", ("fever",), ("A high temperature.",)),
-    Question("What is a cough?", ("cough",), ("A cough clears the throat.",), held_out=True),
+    RetrievalQuestion("What is fever?", ("fever",), ("Fever is a high temperature.",)),
+    RetrievalQuestion("What is a fever?", ("fever",), ("A high temperature.",)),
+    RetrievalQuestion("What is a cough?", ("cough",), ("A cough clears the throat.",), held_out=True),
 )
 
 
@@ -50,7 +50,7 @@ def test_the_prompt_asks_to_think_first_and_held_out_questions_stay_apart(task):
 
 
 def test_a_search_and_an_answer_are_rewarded(task):
-    toolbox = Toolbox.of(task.tools, seconds=5.0, characters=1000)
+    toolbox = ToolExecutor.of(task.tools, seconds=5.0, characters=1000)
     text = 'Look it up.</think>\n<tool_call>{"name": "search", "arguments": {"query": "fever"}}</tool_call>'
     (call,) = toolbox.answer(read_calls(text), allowed=1)
     assert call.found == ("fever",)
@@ -83,7 +83,7 @@ def test_a_worked_answer_searches_once_and_answers_from_what_was_found(task, tmp
     assert asks.calls[0].result == "[fever] Fever is a high temperature."
     begun = "" if think else "<think>\n"
     assert answers.text == f"{begun}The documents answer this.\n</think>\nFever is a high temperature."
-    toolbox = Toolbox.of(task.tools, seconds=5.0, characters=1000)
+    toolbox = ToolExecutor.of(task.tools, seconds=5.0, characters=1000)
     made = toolbox.answer(read_calls(asks.text), allowed=1)
     scored = check(task, answers.text, fever, seconds=5.0, turns=(replace(asks, calls=made), answers))
     assert [scored.parts[name] for name in ("mrr", "format", "once", "close")] == [1.0] * 4

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import interpreted  # noqa: F401  (before any kernel is imported)
-from groupwise.config.sections import EngineConfig
-from groupwise.engine.cuda.shared import GraphMatrix
+from groupwise.config.schema import EngineConfig
+from groupwise.engine.cuda.fused_layers import MultiLoRAGraphWeight
 from groupwise.engine.engine import Engine
-from groupwise.engine.together import TogetherEngine
-from groupwise.model.members import Members
+from groupwise.engine.multi_lora import MultiLoRAEngine
+from groupwise.model.adapters.lora_bank import LoRABank
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sampling
 from small_models import policy_of, small_model
@@ -44,9 +44,9 @@ def policy_with(model: Any) -> Policy:
     return Policy(model, tiny_tokenizer())
 
 
-def population(policy: Policy, count: int = 3) -> Members:
+def population(policy: Policy, count: int = 3) -> LoRABank:
     """Members that differ in every weight."""
-    members = Members(policy)
+    members = LoRABank(policy)
     generator = torch.Generator().manual_seed(0)
     for _ in range(count - 1):
         members.add(
@@ -67,7 +67,7 @@ def mixed(count: int = 3) -> list[Request]:
 
 
 def alone(
-    members: Members, asked: list[Request], sampling: Sampling, **engine: Any
+    members: LoRABank, asked: list[Request], sampling: Sampling, **engine: Any
 ) -> list[list[Completion]]:
     """Every member by itself, its adapter folded into the weights as for a policy that has no others."""
     answers: dict[int, list[Completion]] = {}
@@ -79,8 +79,8 @@ def alone(
     return [answers[index] for index in range(len(asked))]
 
 
-class TogetherOnGPU(TogetherEngine):
-    def __init__(self, members: Members, config: EngineConfig) -> None:
+class TogetherOnGPU(MultiLoRAEngine):
+    def __init__(self, members: LoRABank, config: EngineConfig) -> None:
         super().__init__(members, config)
         self._shared = OnGPU(members.policy, config, members)
         self._alone = OnGPU(members.policy, config)
@@ -90,7 +90,7 @@ class TogetherOnGPU(TogetherEngine):
 @pytest.mark.parametrize("engine", [{}, {"max_sequences": 4}, {"kv_tokens": 64, "block_size": 4}], ids=str)
 def test_a_member_in_a_mixed_batch_writes_what_it_writes_alone(kind, engine):
     members, sampling = population(adapted(kind)), Sampling(max_tokens=12)
-    together = TogetherEngine(members, EngineConfig(**engine))
+    together = MultiLoRAEngine(members, EngineConfig(**engine))
     assert together.batched
     answers = together.generate(mixed(), sampling)
     assert_same(answers, alone(members, mixed(), sampling, **engine))
@@ -100,19 +100,19 @@ def test_a_member_in_a_mixed_batch_writes_what_it_writes_alone(kind, engine):
 def test_members_write_different_things_to_the_same_prompt():
     members = population(adapted())
     asked = [replace(requests((9,), (2,))[0], adapter=number) for number in range(3)]
-    answers = TogetherEngine(members, EngineConfig()).generate(asked, Sampling(max_tokens=12))
+    answers = MultiLoRAEngine(members, EngineConfig()).generate(asked, Sampling(max_tokens=12))
     assert len({completion.tokens for group in answers for completion in group}) == 6
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["o_proj", "up_proj"]], ids=str)
 def test_layers_without_adapters_are_the_bases(targets):
     members, sampling = population(adapted(target_modules=targets)), Sampling(max_tokens=8)
-    answers = TogetherEngine(members, EngineConfig()).generate(mixed(), sampling)
+    answers = MultiLoRAEngine(members, EngineConfig()).generate(mixed(), sampling)
     assert_same(answers, alone(members, mixed(), sampling))
 
 
 @pytest.mark.parametrize("sampling", [Sampling(max_tokens=3), Sampling(max_tokens=3, top_k=9)], ids=str)
-@pytest.mark.parametrize("engine", [TogetherEngine, TogetherOnGPU])
+@pytest.mark.parametrize("engine", [MultiLoRAEngine, TogetherOnGPU])
 def test_every_member_has_a_temperature_of_its_own(engine, sampling):
     members = population(adapted())
     heats = (0.5, 1.0, 1.7)
@@ -139,7 +139,7 @@ def test_the_gpu_way_of_mixing_members_writes_what_the_cpu_writes_alone(kind):
 @pytest.mark.parametrize("settings", [{"use_dora": True}, {"modules_to_save": ["norm"]}], ids=str)
 def test_adapters_that_are_more_than_a_product_take_turns(settings):
     members, sampling = population(adapted(**settings)), Sampling(max_tokens=6)
-    together = TogetherEngine(members, EngineConfig())
+    together = MultiLoRAEngine(members, EngineConfig())
     assert not together.batched
     assert_same(together.generate(mixed(), sampling), alone(members, mixed(), sampling))
 
@@ -148,7 +148,7 @@ def test_the_base_is_held_once_and_its_numbers_stay():
     policy = adapted()
     before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
     members = population(policy)
-    TogetherEngine(members, EngineConfig()).generate(mixed(), Sampling(max_tokens=3))
+    MultiLoRAEngine(members, EngineConfig()).generate(mixed(), Sampling(max_tokens=3))
     members.put_in_place(0)
     assert all(torch.equal(before[name], p) for name, p in policy.model.named_parameters())
     attention = policy.decoder.layers[0].self_attn
@@ -156,7 +156,7 @@ def test_the_base_is_held_once_and_its_numbers_stay():
     assert len(storages) == 1
 
 
-@pytest.mark.parametrize("engine", [TogetherEngine, TogetherOnGPU])
+@pytest.mark.parametrize("engine", [MultiLoRAEngine, TogetherOnGPU])
 def test_a_broken_member_loses_its_own_answers_only(engine):
     members, sampling = population(adapted()), Sampling(max_tokens=3)
     asked = mixed()[:3]
@@ -185,7 +185,7 @@ def test_members_are_batched_also_while_the_policy_holds_on_to_an_anchor():
     policy = adapted()
     members = population(policy)
     policy.anchor = {name: 2 * tensor for name, tensor in members.of(1).items()}
-    together = TogetherEngine(members, EngineConfig())
+    together = MultiLoRAEngine(members, EngineConfig())
     assert together.batched
     answers = together.generate(mixed(), Sampling(max_tokens=4))
     assert_same(answers, alone(members, mixed(), Sampling(max_tokens=4)))
@@ -198,7 +198,7 @@ def test_the_gpus_product_is_each_rows_own_at_any_number_of_rows_and_members(tar
     members.drop(4)
     attention = policy.decoder.layers[0].self_attn
     parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-    matrix = GraphMatrix(*parts, like=policy.head_weight, members=members)
+    matrix = MultiLoRAGraphWeight(*parts, like=policy.head_weight, members=members)
     generator = torch.Generator().manual_seed(0)
     x_TI = torch.randn(70, 32, generator=generator)
     adapter_T = torch.tensor([(7 * row) % 9 for row in range(70)])

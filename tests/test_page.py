@@ -15,10 +15,10 @@ from urllib.parse import quote
 import pytest
 
 from groupwise.records import Group
-from groupwise.report.catalogue import Catalogue, SeenRun
-from groupwise.report.html import write_report
-from groupwise.report.watch import listen
-from groupwise.tracking.metrics import MetricsFile
+from groupwise.report.run_index import RunIndex, RunReader
+from groupwise.report.static_report import write_report
+from groupwise.report.watch_server import listen
+from groupwise.tracking.run_files import MetricsFile
 from planted_runs import good_groups, group_of, healthy, make_run, rollout
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: no browser test")
@@ -72,10 +72,10 @@ def hostile_metrics(step: int) -> dict[str, float]:
 def address(runs: Path) -> Iterator[str]:
     import uvicorn
 
-    from groupwise.report.server import application
+    from groupwise.report.watch_server import application
 
     listening = listen("127.0.0.1", 0)
-    settings = uvicorn.Config(application(Catalogue.of([runs])), lifespan="off", log_level="error")
+    settings = uvicorn.Config(application(RunIndex.of([runs])), lifespan="off", log_level="error")
     server = uvicorn.Server(settings)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
@@ -443,7 +443,7 @@ def test_alarms_say_what_was_seen_and_lead_there(visit: Visit, address: str) -> 
 
 @pytest.fixture(scope="module")
 def report(runs: Path) -> Path:
-    run = SeenRun(Catalogue.of([runs]).runs["hostile"].folder)
+    run = RunReader(RunIndex.of([runs]).runs["hostile"].folder)
     return write_report(run, state="finished")
 
 

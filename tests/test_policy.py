@@ -25,14 +25,14 @@ from transformers import (
 )
 
 from groupwise import cli
-from groupwise.config.sections import LoraConfig, ModelConfig
+from groupwise.config.schema import LoraConfig, ModelConfig
 from groupwise.errors import ConfigError
-from groupwise.model.accepted import check_attention
-from groupwise.model.excerpt import float32_excerpt
+from groupwise.model.attention.compatibility import check_attention
+from groupwise.model.attention.packed import PackedLayout
 from groupwise.model.load import causal_model, load_policy
-from groupwise.model.packed import PackedLayout
+from groupwise.model.ops.equivalence import float32_excerpt
 from groupwise.model.policy import Policy
-from groupwise.model.source import TINY_FOLDER
+from groupwise.model.resolve import TINY_FOLDER
 from small_models import VOCABULARY, policy_of, small_model, tiny_tokenizer, with_more_tokens
 
 FULL = LoraConfig(r=0)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from groupwise.population.story import Individual, Story
-from groupwise.population.table import table
-from groupwise.tracking.display import LiveDisplay, PlainDisplay
+from groupwise.evolve.evolve_state import MemberRecord, SearchState
+from groupwise.evolve.evolve_summary import table
+from groupwise.tracking.terminal import LiveDisplay, PlainDisplay
 from test_display import Stream
 
-STORY = Story(
+STORY = SearchState(
     step=8,
     tokens=12_345,
     names=4,
     people=(
-        Individual(name=0, place=0, parent=None, born=0, values={"algo.beta": 0.001}, scores=(0.0, 0.5)),
-        Individual(name=3, place=1, parent=0, born=4, values={"algo.beta": 0.0012}, scores=(1.0, 0.5)),
-        Individual(name=2, place=2, parent=None, born=0, values={"algo.beta": 0.5}, trouble="diverged: nan"),
+        MemberRecord(name=0, place=0, parent=None, born=0, values={"algo.beta": 0.001}, scores=(0.0, 0.5)),
+        MemberRecord(name=3, place=1, parent=0, born=4, values={"algo.beta": 0.0012}, scores=(1.0, 0.5)),
+        MemberRecord(
+            name=2, place=2, parent=None, born=0, values={"algo.beta": 0.5}, trouble="diverged: nan"
+        ),
     ),
 )
 

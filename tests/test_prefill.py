@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from groupwise.config.sections import EngineConfig
+from groupwise.config.schema import EngineConfig
 from groupwise.engine import prefill
-from groupwise.engine.blocks import Prefix
 from groupwise.engine.engine import Engine
-from groupwise.engine.prefill import Forward, Prompts, Stretch, next_pass
+from groupwise.engine.kv_cache import Prefix
+from groupwise.engine.prefill import Forward, Prefill, Segment, next_pass
 from groupwise.engine.sampler import derive_seed
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sampling
@@ -27,13 +27,13 @@ TOOL = (9, 8, 7, 6, 5)
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The lengths of the stretches of every pass."""
     lengths: list[list[int]] = []
-    original = Prompts._pass
+    original = Prefill._pass
 
-    def noted(self: Prompts, stretches: Sequence[Stretch], forward: Forward) -> None:
+    def noted(self: Prefill, stretches: Sequence[Segment], forward: Forward) -> None:
         lengths.append([stretch.length for stretch in stretches])
         original(self, stretches, forward)
 
-    monkeypatch.setattr(Prompts, "_pass", noted)
+    monkeypatch.setattr(Prefill, "_pass", noted)
     return lengths
 
 

@@ -13,15 +13,14 @@ import torch
 from safetensors.torch import load_file
 
 from groupwise.config import read_config
-from groupwise.config.sections import LOSSES
-from groupwise.errors import ConfigError, EchoError, InvariantError
+from groupwise.config.schema import LOSSES
+from groupwise.errors import ConfigError, InvariantError, RemoteRankError
 from groupwise.learner.learner import Learner
-from groupwise.model.context import Context
+from groupwise.model.attention.ulysses import UlyssesContext
+from groupwise.model.ops.checkpointing import recompute_layers
 from groupwise.model.policy import Policy
-from groupwise.model.recomputed import recompute_layers
-from groupwise.parallel.balance import dealt_out
-from groupwise.parallel.gradients import divide
 from groupwise.parallel.processes import Processes, joined_processes
+from groupwise.parallel.work_sharing import divide, shares_of_samples
 from groupwise.records import Sample, Sampling
 from groupwise.training import train
 from several import in_processes
@@ -71,7 +70,7 @@ def gradients(loss: str, overrides: tuple[str, ...]) -> dict[str, Any]:
             divide(policy, "fsdp")
         context = None
         if processes.count > 1 and config.run.parallel == "context":
-            context = Context(rank=processes.rank, count=processes.count)
+            context = UlyssesContext(rank=processes.rank, count=processes.count)
         learner = Learner(
             policy,
             algo=config.algo,
@@ -158,7 +157,7 @@ def long_prompt_gradient() -> tuple[float, float]:
     )
     norms = []
     with joined_processes() as processes:
-        for context in (Context(rank=processes.rank, count=2), None):
+        for context in (UlyssesContext(rank=processes.rank, count=2), None):
             config = read_config(overrides=["algo.max_gap=100", "optim.learning_rate=1e-3"]).resolve()
             own = processes if context else Processes()
             learner = Learner(
@@ -176,19 +175,19 @@ def long_prompt_gradient() -> tuple[float, float]:
 
 def test_heads_that_cannot_be_shared_out_are_refused() -> None:
     with pytest.raises(ConfigError, match="2 key heads do not divide by 3 processes"):
-        Context(rank=0, count=3).check(policy_of(small_model()))
+        UlyssesContext(rank=0, count=3).check(policy_of(small_model()))
 
 
 def test_more_processes_than_groups_divide_the_groups() -> None:
     samples = [sample for sample in made_samples() if sample.group == 0]
-    shares = dealt_out(samples, 3)
+    shares = shares_of_samples(samples, 3)
     assert sorted(index for share in shares for index in share) == [0, 1, 2, 3]
     assert max(len(share) for share in shares) <= 2
 
 
 def test_shares_are_of_like_size() -> None:
     samples = made_samples()
-    tokens = [sum(len(samples[i].tokens) for i in share) for share in dealt_out(samples, 2)]
+    tokens = [sum(len(samples[i].tokens) for i in share) for share in shares_of_samples(samples, 2)]
     assert max(tokens) < 1.3 * min(tokens)
 
 
@@ -270,7 +269,7 @@ def failing(rank: int) -> tuple[object, ...]:
             with processes.together():
                 if processes.rank == rank:
                     raise InvariantError("the promise is broken")
-        except EchoError as error:
+        except RemoteRankError as error:
             return type(error).__name__, str(error), error.code
         except InvariantError as error:
             return type(error).__name__, str(error)

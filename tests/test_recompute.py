@@ -9,14 +9,13 @@ import pytest
 
 from groupwise.config import Config, read_config
 from groupwise.training import train
-from groupwise.training.preflight import Place, preflight
-from groupwise.training.recompute import choose_recomputing
-from groupwise.training.shape import Linear, Shape
+from groupwise.training.resources.model_shape import LinearShape, ModelShape
+from groupwise.training.resources.run_estimate import DeviceSpec, choose_recomputing, preflight
 from small_runs import lasting_metrics, small_config, task_file
 
-SHAPE = Shape(
+SHAPE = ModelShape(
     parameters=1000,
-    linears=(Linear(name="q_proj", inputs=10, outputs=10),),
+    linears=(LinearShape(name="q_proj", inputs=10, outputs=10),),
     layers=50,
     width=10,
     inner=30,
@@ -25,7 +24,7 @@ SHAPE = Shape(
     head_size=5,
     vocabulary=50,
 )
-GPU = Place(kind="cuda", total=10**9, program=0)
+GPU = DeviceSpec(kind="cuda", total=10**9, program=0)
 
 
 def config(*words: str) -> Config:
@@ -76,7 +75,7 @@ def test_a_run_says_what_was_chosen_and_keeps_it_when_resumed(tmp_path, monkeypa
     settings = small_config(tmp_path, "run.max_steps=2", "evaluate.skip=true")
     runs: dict[bool, Path] = {}
     for on, free in ((True, 1), (False, 10**12)):
-        monkeypatch.setattr("groupwise.training.session.free_memory", lambda device, free=free: free)
+        monkeypatch.setattr("groupwise.training.base_run.free_memory", lambda device, free=free: free)
         named = replace(settings, run=replace(settings.run, name=f"run-{on}"))
         runs[on] = train(named)
         stored = read_config(runs[on] / "config.yaml")
@@ -85,7 +84,7 @@ def test_a_run_says_what_was_chosen_and_keeps_it_when_resumed(tmp_path, monkeypa
         assert f"gradient checkpointing is {'on' if on else 'off'}: without it" in said
         # There is plenty of memory now, or next to none, but the run goes on as it began.
         monkeypatch.setattr(
-            "groupwise.training.session.free_memory", lambda device, free=free: 10**12 // free
+            "groupwise.training.base_run.free_memory", lambda device, free=free: 10**12 // free
         )
         longer = replace(named, run=replace(named.run, max_steps=3))
         train(longer, resume=runs[on])

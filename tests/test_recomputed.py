@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from groupwise.config.sections import LoraConfig
-from groupwise.model.accepted import check_attention
-from groupwise.model.adapter import adapt_in_place
-from groupwise.model.load import keep_quiet, shorten_passes
-from groupwise.model.lora import with_adapter
-from groupwise.model.packed import PackedLayout
+from groupwise.config.schema import LoraConfig
+from groupwise.model.adapters.lora import with_adapter
+from groupwise.model.attention.compatibility import check_attention
+from groupwise.model.attention.packed import PackedLayout
+from groupwise.model.load import keep_quiet, use_fused_ops
+from groupwise.model.ops.checkpointing import compute_again, reads_results, recompute_layers
+from groupwise.model.ops.lora_linear import adapt_in_place
 from groupwise.model.policy import Policy
-from groupwise.model.recomputed import compute_again, reads_results, recompute_layers
 from small_models import SIZES, small_model, tiny_tokenizer
 
 TOKENS = 20
@@ -51,7 +51,7 @@ def policy_for(config: Any, *, lora: int = 0) -> Policy:
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()
     check_attention(model, name="small")
-    shorten_passes(model)
+    use_fused_ops(model)
     if lora:
         model = with_adapter(model, LoraConfig(r=lora, alpha=8), None)
         adapt_in_place(model)

@@ -11,13 +11,18 @@ import pytest
 
 from groupwise.cli import main
 from groupwise.errors import ConfigError
-from groupwise.report import html
-from groupwise.report.catalogue import SeenRun
-from groupwise.report.compare import change, compare_lines
-from groupwise.report.html import as_script, write_report
-from groupwise.report.listing import in_words, list_lines, listed, remove, to_prune
-from groupwise.report.plots import edges, smooth, write_plots
-from groupwise.report.write import write_all
+from groupwise.report import static_report
+from groupwise.report.compare_runs import (
+    change,
+    compare_lines,
+    in_words,
+    list_lines,
+    listed,
+    remove,
+    to_prune,
+)
+from groupwise.report.run_index import RunReader
+from groupwise.report.static_report import as_script, edges, smooth, write_all, write_plots, write_report
 from groupwise.tracking.run_folder import RunFolder, owner
 from planted_runs import group_of, healthy, make_run, rollout, write_measured
 from small_runs import run_command, small_config, task_file
@@ -35,7 +40,7 @@ def carried(report: Path) -> dict[str, object]:
 
 
 def test_the_report_is_one_file_with_page_and_answers(tmp_path: Path) -> None:
-    run = SeenRun(make_run(tmp_path / "my run"))
+    run = RunReader(make_run(tmp_path / "my run"))
     report = write_report(run, state="finished")
     text = report.read_text()
     assert report == tmp_path / "my run" / "report.html"
@@ -49,7 +54,7 @@ def test_the_report_is_one_file_with_page_and_answers(tmp_path: Path) -> None:
 def test_what_a_model_wrote_cannot_leave_its_script_element(tmp_path: Path) -> None:
     attack = "</script><script>alert(1)</script><!--\u2028"
     made = lambda step: [group_of([rollout(attack, prompt=attack)])]  # noqa: E731
-    report = write_report(SeenRun(make_run(tmp_path / "run", steps=1, groups=made)), state="finished")
+    report = write_report(RunReader(make_run(tmp_path / "run", steps=1, groups=made)), state="finished")
     assert report.read_text().count("</script>") == 3  # its own: answers, import map, start
     group = carried(report)["api/runs/run/steps/1/groups/0"]
     assert group["members"][0]["text"] == attack  # type: ignore[index]
@@ -57,8 +62,8 @@ def test_what_a_model_wrote_cannot_leave_its_script_element(tmp_path: Path) -> N
 
 
 def test_a_report_carries_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = SeenRun(make_run(tmp_path / "run", steps=20))
-    monkeypatch.setattr(html, "MOST_BYTES", 9_000)
+    run = RunReader(make_run(tmp_path / "run", steps=20))
+    monkeypatch.setattr(static_report, "MOST_BYTES", 9_000)
     answers = carried(write_report(run, state="finished"))
     lists = [path for path in answers if re.fullmatch(r"api/runs/run/steps/\d+", path)]
     groups = [path for path in answers if re.fullmatch(r"api/runs/run/steps/\d+/groups/\d+", path)]
@@ -83,14 +88,14 @@ def test_a_report_leaves_out_what_is_damaged_and_carries_the_rest(tmp_path: Path
 
 
 def test_every_module_of_the_page_is_in_the_import_map() -> None:
-    names = set(html.modules())
+    names = set(static_report.modules())
     for name in names:
-        for imported in re.findall(r'from\s+"\./([\w./-]+)"', html.read(name)):
+        for imported in re.findall(r'from\s+"\./([\w./-]+)"', static_report.read(name)):
             assert imported in names, f"{name} imports {imported}"
 
 
 def test_the_page_never_parses_text_as_markup() -> None:
-    for name in html.modules():
+    for name in static_report.modules():
         if not name.startswith("vendor/"):
             for way in (
                 "innerHTML",
@@ -100,14 +105,14 @@ def test_the_page_never_parses_text_as_markup() -> None:
                 "eval(",
                 "DOMParser",
             ):
-                assert way not in html.read(name), f"{name} uses {way}"
+                assert way not in static_report.read(name), f"{name} uses {way}"
 
 
 # Plots
 
 
 def test_plots_are_png_and_the_same_run_gives_the_same_bytes(tmp_path: Path) -> None:
-    run = SeenRun(make_run(tmp_path / "run", steps=8))
+    run = RunReader(make_run(tmp_path / "run", steps=8))
     write_plots(run)
     paths = sorted(run.folder.plots.iterdir())
     assert [path.name for path in paths] == ["reward_distribution.png", "rewards.png"]
@@ -210,11 +215,11 @@ def test_runs_are_listed_newest_first_with_state_best_and_size(tmp_path: Path) -
 
 def test_a_run_is_finished_when_its_last_step_was_kept(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=3)
-    assert SeenRun(run).state() == "finished"  # its checkpoints were deleted after it had ended
+    assert RunReader(run).state() == "finished"  # its checkpoints were deleted after it had ended
     run.stats.write_text(json.dumps({"steps": 2}))
-    assert SeenRun(run).state() == "stopped"
+    assert RunReader(run).state() == "stopped"
     run.checkpoint_at(3).mkdir(parents=True)
-    assert SeenRun(run).state() == "finished"
+    assert RunReader(run).state() == "finished"
 
 
 @pytest.mark.parametrize(
@@ -354,8 +359,8 @@ def test_looking_at_runs_does_not_load_torch() -> None:
     import sys
 
     code = (
-        "import sys, groupwise.report.compare, groupwise.report.listing, groupwise.report.write, "
-        "groupwise.report.server; sys.exit('torch' in sys.modules)"
+        "import sys, groupwise.report.compare_runs, groupwise.report.static_report, "
+        "groupwise.report.watch_server; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
@@ -385,7 +390,7 @@ def test_a_run_ends_with_its_report_plots_and_stats(trained: Path) -> None:
 
 
 def ratios_in(folder: Path) -> list[float]:
-    run = SeenRun(RunFolder(folder))
+    run = RunReader(RunFolder(folder))
     seen: list[float] = []
     for step in run.slices.steps():
         for group in run.slices.groups(step):

@@ -18,19 +18,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise import cli
+from groupwise.commands.index_actions import own_questions
 from groupwise.errors import ConfigError
-from groupwise.retrieval.best import best
-from groupwise.retrieval.chunk import chunks_of, pieces, plain_spans
-from groupwise.retrieval.command import own_questions
-from groupwise.retrieval.documents import Document, context_line, read_documents, read_qa_set
+from groupwise.retrieval.bm25 import K1, B, BM25Index, load_postings, save_postings
+from groupwise.retrieval.documents import (
+    Document,
+    chunks_of,
+    context_line,
+    pieces,
+    plain_spans,
+    read_documents,
+    read_qa_set,
+    words_of,
+)
 from groupwise.retrieval.embed import Lsa, embedding_named
-from groupwise.retrieval.fusion import Ranking, fuse
-from groupwise.retrieval.index import Index
-from groupwise.retrieval.manifest import Manifest
-from groupwise.retrieval.measure import ndcg, reciprocal_rank
-from groupwise.retrieval.postings import load_postings, save_postings
-from groupwise.retrieval.sparse import K1, B, SparseIndex
-from groupwise.retrieval.words import words_of
+from groupwise.retrieval.index_storage import Manifest
+from groupwise.retrieval.ranking import Ranking, best, fuse
+from groupwise.retrieval.search_index import Index, ndcg, reciprocal_rank
 
 # Chunks
 
@@ -91,7 +95,7 @@ TEXTS = ["red fox jumps", "blue fox sleeps sleeps", "red sea", "the quick brown 
 
 def test_bm25_is_the_formula():
     for query in ("red fox", "sea", "fox fox sleeps", "nothing"):
-        assert SparseIndex.of(TEXTS).scores(query) == pytest.approx(naive_bm25(TEXTS, query), abs=1e-6)
+        assert BM25Index.of(TEXTS).scores(query) == pytest.approx(naive_bm25(TEXTS, query), abs=1e-6)
 
 
 def test_bm25_agrees_with_bm25s():
@@ -100,22 +104,22 @@ def test_bm25_agrees_with_bm25s():
     model.index([words_of(text) for text in TEXTS], show_progress=False)
     for query in ("red fox", "sea star"):
         theirs = model.get_scores(words_of(query))
-        assert SparseIndex.of(TEXTS).scores(query) == pytest.approx(theirs, abs=1e-5)
+        assert BM25Index.of(TEXTS).scores(query) == pytest.approx(theirs, abs=1e-5)
 
 
 def test_adding_and_removing_gives_the_scores_of_an_index_built_anew():
-    index = SparseIndex.of(TEXTS[:3])
+    index = BM25Index.of(TEXTS[:3])
     index.scores("red fox")
     for text in TEXTS[3:]:
         index.add(text)
-    assert index.scores("red fox") == pytest.approx(SparseIndex.of(TEXTS).scores("red fox"))
+    assert index.scores("red fox") == pytest.approx(BM25Index.of(TEXTS).scores("red fox"))
     index.remove(0)
-    fresh = SparseIndex.of(TEXTS[1:]).scores("red fox")
+    fresh = BM25Index.of(TEXTS[1:]).scores("red fox")
     assert index.scores("red fox") == pytest.approx([0.0, *fresh])
 
 
 def test_postings_come_back_from_disk(tmp_path):
-    index = SparseIndex.of(TEXTS)
+    index = BM25Index.of(TEXTS)
     save_postings(tmp_path / "sparse.npz", index)
     assert load_postings(tmp_path / "sparse.npz").scores("red fox") == pytest.approx(index.scores("red fox"))
 
@@ -136,7 +140,7 @@ def test_the_best_are_those_of_a_whole_sort(size):
 
 def test_a_common_term_counts_as_any_other():
     texts = [f"red {'fox' if number % 20 == 0 else 'hen'}" for number in range(40)]
-    index = SparseIndex.of(texts)
+    index = BM25Index.of(texts)
     rarity = math.log(1 + 0.5 / 40.5) + math.log(1 + 38.5 / 2.5)
     assert index.scores("red fox")[20] == pytest.approx(rarity / (1 + K1))
     assert index.search("red fox", 3)[0] == [0, 20, 1]
@@ -230,7 +234,7 @@ def test_documents_come_and_go_without_touching_the_others(index):
 @pytest.mark.filterwarnings("ignore")
 def test_many_chunks_are_taken_out_of_chroma_in_batches(tmp_path, monkeypatch):
     pytest.importorskip("chromadb")
-    monkeypatch.setattr("groupwise.retrieval.store.BATCH", 2)  # the real one is slow to exceed
+    monkeypatch.setattr("groupwise.retrieval.index_storage.BATCH", 2)  # the real one is slow to exceed
     documents = [Document(f"d{n}", f"Thing{n} is here.") for n in range(7)]
     index = Index.build(tmp_path / "index", documents, Manifest())
     collection, asked = type(index._store._collection), []

@@ -8,8 +8,20 @@ import numpy as np
 import pytest
 
 from groupwise.records import Call, Example, Rollout, Turn
-from groupwise.rewards.agent import cites_well, last_word, mrr, recall, searches_once, thinks_every_turn
-from groupwise.rewards.overlap import in_order, rouge_l, shares_words, similar, token_f1, unrelated
+from groupwise.rewards.text_rewards import (
+    cites_well,
+    in_order,
+    last_word,
+    mrr,
+    recall,
+    rouge_l,
+    searches_once,
+    shares_words,
+    similar,
+    thinks_every_turn,
+    token_f1,
+    unrelated,
+)
 
 NOTHING = Example({"answer": "a red fox"})
 

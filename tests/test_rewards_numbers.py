@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from groupwise.rewards.numbers import stated_number
+from groupwise.rewards.extraction import stated_number
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from groupwise.model import interface
-from groupwise.model.packed import PackedLayout
-from groupwise.model.rotary import shorten_rotation, sine_halves, turn
+from groupwise.model.attention import hf_interface
+from groupwise.model.attention.packed import PackedLayout
+from groupwise.model.ops.rotary import rotate, sine_halves, use_fused_rotary
 
 SIZES = {
     "hidden_size": 24,
@@ -30,8 +30,8 @@ GROUPS = [(4, (1, 2, 2))]
 def small_model(config: type) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config(**SIZES))
-    interface.register()
-    model.set_attn_implementation(interface.NAME)
+    hf_interface.register()
+    model.set_attn_implementation(hf_interface.NAME)
     return model
 
 
@@ -50,7 +50,7 @@ def output_and_gradients(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
 def test_output_and_gradients_are_those_of_the_module(config: type) -> None:
     model = small_model(config)
     own, own_gradients = output_and_gradients(model)
-    shorten_rotation(model)
+    use_fused_rotary(model)
     attentions = [module for name, module in model.named_modules() if name.endswith("self_attn")]
     assert len(attentions) == 2
     assert all("forward" in vars(module) for module in attentions)
@@ -63,7 +63,7 @@ def test_output_and_gradients_are_those_of_the_module(config: type) -> None:
 
 def test_attention_that_norms_its_queries_is_left_alone() -> None:
     model = small_model(Qwen3Config)
-    shorten_rotation(model)
+    use_fused_rotary(model)
     assert not any("forward" in vars(module) for module in model.modules())
 
 
@@ -72,7 +72,7 @@ def test_a_turn_worked_by_hand() -> None:
     x_TND = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
     cos_T1D = torch.tensor([[[0.0, 1.0, 0.0, 1.0]]])
     sin_T1D = torch.tensor([[[1.0, 0.0, 1.0, 0.0]]])
-    turned = turn(x_TND, cos_T1D, *sine_halves(sin_T1D))
+    turned = rotate(x_TND, cos_T1D, *sine_halves(sin_T1D))
     torch.testing.assert_close(turned, torch.tensor([[[-3.0, 2.0, 1.0, 4.0]]]))
 
 
@@ -80,7 +80,7 @@ def test_without_a_layout_the_module_answers_as_transformers_wrote_it() -> None:
     model = small_model(LlamaConfig)
     model.set_attn_implementation("sdpa")
     own = model.generate(TOKENS_T[None], max_new_tokens=5, do_sample=False)
-    model.set_attn_implementation(interface.NAME)
-    shorten_rotation(model)
+    model.set_attn_implementation(hf_interface.NAME)
+    use_fused_rotary(model)
     model.set_attn_implementation("sdpa")
     assert torch.equal(model.generate(TOKENS_T[None], max_new_tokens=5, do_sample=False), own)

@@ -10,7 +10,7 @@ import torch
 
 from groupwise.engine.sampler import derive_seed, draw, pick, uniforms
 from groupwise.errors import InvariantError
-from groupwise.model.distribution import scaled_logits
+from groupwise.model.ops.logits import scaled_logits
 from groupwise.records import Sampling
 
 

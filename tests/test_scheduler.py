@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from groupwise.engine.blocks import BlockPool
+from groupwise.engine.kv_cache import BlockPool
 from groupwise.engine.scheduler import Scheduler
 from groupwise.records import Completion, Request
 

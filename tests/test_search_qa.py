@@ -9,18 +9,17 @@ from pathlib import Path
 import pytest
 
 from groupwise.config import read_config
-from groupwise.config.sections import TaskConfig
+from groupwise.config.schema import TaskConfig
 from groupwise.errors import ConfigError
 from groupwise.records import Call, Example, Rollout, Turn
-from groupwise.rollout.calls import read_calls
-from groupwise.rollout.toolbox import Toolbox
+from groupwise.rollout.tool_calls import read_calls
+from groupwise.rollout.tool_executor import ToolExecutor
 from groupwise.tasks import load_task
-from groupwise.tasks.demonstration import turns_of
-from groupwise.tasks.search_qa import Questions, search_qa
-from groupwise.tasks.search_world import QUESTIONS, make_world
-from groupwise.tasks.verify import check
-from groupwise.tracking.rollouts import read_rollouts
-from groupwise.training.curriculum import check_kinds, kind_of
+from groupwise.tasks.builtin.search_qa import QUESTIONS, QuestionStream, make_world, search_qa
+from groupwise.tasks.self_test import check
+from groupwise.tasks.sft_data import turns_of
+from groupwise.tracking.run_files import read_rollouts
+from groupwise.training.collector import check_kinds, kind_of
 from small_runs import run_command
 
 
@@ -65,7 +64,7 @@ def test_rewards_of_a_conversation_by_hand():
 
 def test_a_worked_answer_searches_for_every_hop_and_earns_every_reward():
     task = search_qa()
-    toolbox = Toolbox.of(task.tools, seconds=5.0, characters=4000)
+    toolbox = ToolExecutor.of(task.tools, seconds=5.0, characters=4000)
     hops = set()
     for index in range(40):
         example = task.examples.train(index, seed=0)  # type: ignore[union-attr]
@@ -130,7 +129,7 @@ def test_questions_take_as_many_hops_as_the_options_say():
     assert {len(path) for path in search_qa(hops=[1]).examples.paths} == {1}
     assert {len(path) for path in search_qa(hops=(1, 3)).examples.paths} == {1, 3}
     assert {len(path) for path in search_qa(hops=2).examples.paths} == {2}  # a plain number is one count
-    assert isinstance(search_qa().examples, Questions)
+    assert isinstance(search_qa().examples, QuestionStream)
     assert len(QUESTIONS) == 6
 
 

@@ -10,10 +10,10 @@ import pytest
 
 import groupwise as gw
 from groupwise.config import read_config
-from groupwise.config.evolve import EvolveConfig
+from groupwise.config.schema import EvolveConfig
 from groupwise.errors import ConfigError
-from groupwise.population.select import Scores, halving, nobody, pbt, ranked, tournament
-from groupwise.population.space import Space, applied
+from groupwise.evolve.search_space import SearchSpace, applied
+from groupwise.evolve.selection import Scores, halving, nobody, pbt, ranked, tournament
 
 GOOD = (1.0,) * 9 + (0.0,)
 """Better than BAD beyond doubt: nine prompts more of ten."""
@@ -87,7 +87,7 @@ def test_a_broken_member_is_dropped_where_places_are_not_given_on(select):
 
 
 def test_first_values_are_spread_over_the_bounds_by_their_logarithm():
-    space = Space({"optim.learning_rate": (1e-6, 1e-2), "weights.form": (0.0, 4.0)})
+    space = SearchSpace({"optim.learning_rate": (1e-6, 1e-2), "weights.form": (0.0, 4.0)})
     drawn = space.spread(4, seed=3)
     # One member in each of 1e-6 … 1e-5 … 1e-4 … 1e-3 … 1e-2, and in each of 0 … 1 … 2 … 3 … 4.
     assert sorted(math.floor(math.log10(values["optim.learning_rate"])) for values in drawn) == [
@@ -101,7 +101,7 @@ def test_first_values_are_spread_over_the_bounds_by_their_logarithm():
 
 
 def test_a_mutation_changes_one_value_by_a_factor_within_the_bounds():
-    space = Space({"optim.learning_rate": (1e-4, 1e-3), "rollout.group_size": (4, 12)})
+    space = SearchSpace({"optim.learning_rate": (1e-4, 1e-3), "rollout.group_size": (4, 12)})
     values = {"optim.learning_rate": 9e-4, "rollout.group_size": 4.0}
     seen: Counter[tuple[float, float]] = Counter()
     for seed in range(200):
@@ -118,7 +118,7 @@ def test_values_reach_the_settings_and_the_weights_of_rewards():
             "evolve.vary={learning_rate: [1e-5, 1e-3], rollout.group_size: [4, 8], weights.form: [0, 2]}"
         ]
     ).resolve()
-    space = Space.of(config, TASK)
+    space = SearchSpace.of(config, TASK)
     start = space.start(config, TASK)
     assert start == {"optim.learning_rate": 1e-4, "rollout.group_size": 8.0, "weights.form": 0.5}
     changed, task = applied({**start, "weights.form": 1.5, "optim.learning_rate": 3e-4}, config, TASK)
@@ -138,4 +138,4 @@ def test_values_reach_the_settings_and_the_weights_of_rewards():
 )
 def test_bounds_that_make_no_sense_are_refused(vary, part):
     with pytest.raises(ConfigError, match=part):
-        Space.of(read_config(overrides=[f"evolve.vary={vary}"]), TASK)
+        SearchSpace.of(read_config(overrides=[f"evolve.vary={vary}"]), TASK)

@@ -23,40 +23,36 @@ import torch
 import transformers
 
 from groupwise import cli
-from groupwise.config.model import LoraConfig, ModelConfig
-from groupwise.config.sections import EngineConfig
+from groupwise.config.schema import EngineConfig, LoraConfig, ModelConfig
 from groupwise.engine.engine import Engine
-from groupwise.engine.live import LiveEngine
-from groupwise.engine.live_scheduler import Job
 from groupwise.engine.sampler import derive_seed
+from groupwise.engine.serving.serving_engine import ServingEngine
+from groupwise.engine.serving.serving_scheduler import Job
 from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
 from groupwise.records import Request, Sampling
-from groupwise.serve.asked import Asked
-from groupwise.serve.cores import leave_a_core
-from groupwise.serve.front import start_front
-from groupwise.serve.http import Question, Reply, answer
-from groupwise.serve.link import EngineSide, Words
-from groupwise.serve.pieces import Pieces
-from groupwise.serve.server import Server
-from groupwise.serve.text import TextStream
-from groupwise.serve.told import Telling
-from groupwise.serve.tool_calls import for_template, read_answer
+from groupwise.serve.completion_request import CompletionRequest, for_template, read_answer
+from groupwise.serve.completion_response import ResponseBuilder
+from groupwise.serve.detokenizer import TextStream, TokenTable
+from groupwise.serve.frontend import leave_a_core, start_front
+from groupwise.serve.http_server import HTTPReply, HTTPRequest, answer
+from groupwise.serve.ipc import EngineEndpoint, WireChunk
+from groupwise.serve.openai_server import OpenAIServer
 from small_models import Scripted, policy_of, small_model, tiny_tokenizer, with_more_tokens
 
 
 @contextmanager
-def serving(policy: Policy, **settings: Any) -> Iterator[tuple[LiveEngine, int]]:
+def serving(policy: Policy, **settings: Any) -> Iterator[tuple[ServingEngine, int]]:
     """Both sides of a server, in threads, and its port."""
     usual = {"slots": 8, "context": 512, "waiting": 64, "api_key": None, "allowed_hosts": ()}
     chosen = {**usual, **settings}
     ours, theirs = Pipe()
-    side = EngineSide(policy, ours, **{key: chosen[key] for key in ("slots", "context", "waiting")})
+    side = EngineEndpoint(policy, ours, **{key: chosen[key] for key in ("slots", "context", "waiting")})
     ports: queue.Queue[int] = queue.Queue()
 
     async def front() -> None:
         limits = {key: chosen[key] for key in ("slots", "context", "api_key", "allowed_hosts")}
-        await Server(policy, theirs, model="small", **limits).run("127.0.0.1", 0, ready=ports.put)
+        await OpenAIServer(policy, theirs, model="small", **limits).run("127.0.0.1", 0, ready=ports.put)
 
     threads = [threading.Thread(target=side.run), threading.Thread(target=asyncio.run, args=(front(),))]
     for thread in threads:
@@ -271,7 +267,7 @@ def test_offsets_say_where_each_token_begins_in_the_text(one_token):
 
 
 def test_tokens_are_told_by_text_and_bytes():
-    pieces = Pieces(tiny_tokenizer())
+    pieces = TokenTable(tiny_tokenizer())
     first, second = (pieces[token] for token in tiny_tokenizer()("é", add_special_tokens=False)["input_ids"])
     assert (first, second) == (("bytes:\\xc3", [0xC3]), ("bytes:\\xa9", [0xA9]))
     assert pieces[40] == ("I", [73])
@@ -285,7 +281,7 @@ def test_tokens_of_a_vocabulary_with_marked_spaces_keep_them():
     replace, strip = tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.Strip(" ", 1, 0)
     fuse = tokenizers.decoders.Fuse()
     fast.decoder = tokenizers.decoders.Sequence([replace, tokenizers.decoders.ByteFallback(), fuse, strip])
-    pieces = Pieces(transformers.PreTrainedTokenizerFast(tokenizer_object=fast))
+    pieces = TokenTable(transformers.PreTrainedTokenizerFast(tokenizer_object=fast))
     assert [pieces[token].text for token in range(3)] == [" a", "b", "bytes:\\xe2"]
     assert [pieces[token].bytes for token in range(3)] == [[32, 97], [98], [0xE2]]
 
@@ -363,7 +359,7 @@ def test_the_model_can_be_looked_up_by_name(port):
 
 def test_a_request_that_the_server_fails_at_is_answered_500_and_the_next_one_as_ever(port):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Server, "_health", lambda _: 1 // 0)
+        patch.setattr(OpenAIServer, "_health", lambda _: 1 // 0)
         assert ask(port, "/health", None)[0] == 500
     assert ask(port, "/health", None)[0] == 200
 
@@ -400,14 +396,14 @@ class Unread:
 
 
 def test_a_connection_can_be_cancelled_at_any_moment_of_its_answer():
-    async def reply(question: Question) -> Reply:
+    async def reply(question: HTTPRequest) -> HTTPReply:
         await asyncio.sleep(0)
-        return Reply(body={})
+        return HTTPReply(body={})
 
     async def cancelled_after(turns: int) -> bool:
         """Whether an answer is cancelled, or has ended, when it was told to in this turn of the loop."""
         line: Any = Unread()
-        question = Question(method="GET", path="/", headers={}, body=b"")
+        question = HTTPRequest(method="GET", path="/", headers={}, body=b"")
         task = asyncio.ensure_future(answer(reply, question, line, line, close=False))
         for _ in range(turns):
             await asyncio.sleep(0)
@@ -622,12 +618,12 @@ def test_a_stream_with_tools_adds_up_to_the_answer_in_one_piece(text):
     job = Job(prompt=(1,), seeds=(0,), sampling=Sampling())
     usual: dict[str, Any] = {"stream": True, "usage": False, "logprobs": False, "echo": "", "silent": False}
     decode: Callable[[Any], str] = lambda tokens: "".join(map(chr, tokens))  # noqa: E731
-    asked = Asked(chat=True, job=job, tools=True, **usual)
-    telling = Telling(asked, model="small", decode=decode, pieces=Pieces(tiny_tokenizer()))
+    asked = CompletionRequest(chat=True, job=job, tools=True, **usual)
+    telling = ResponseBuilder(asked, model="small", decode=decode, pieces=TokenTable(tiny_tokenizer()))
     deltas = []
     for place, letter in enumerate(text, 1):
         finish = "end" if place == len(text) else None
-        words = Words(0, 0, (ord(letter),), (0.0,), (), (), finish)
+        words = WireChunk(0, 0, (ord(letter),), (0.0,), (), (), finish)
         deltas += [part["choices"][0]["delta"] for part in telling.take([words])]
     message = telling.whole()["choices"][0]["message"]
     assert "".join(delta.get("content", "") for delta in deltas) == (message["content"] or "")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from groupwise.records import Rollout
-from groupwise.tracking.signs import loops, mask_fault, signs
+from groupwise.training.step_metrics import loops, mask_fault, signs
 from planted_runs import group_of, rollout
 
 

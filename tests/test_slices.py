@@ -12,15 +12,19 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from groupwise.model.source import TINY_FOLDER
+from groupwise.model.resolve import TINY_FOLDER
 from groupwise.records import Call, Group, Turn
-from groupwise.report.distribution import bins_of, count, distribution, spread
-from groupwise.report.history import MetricsTail, as_columns, evaluations
-from groupwise.report.pieces import pieces
-from groupwise.report.search import Wanted, excerpt, search
-from groupwise.report.slices import Slices, ratios
-from groupwise.tracking.metrics import MetricsFile
-from groupwise.tracking.rollouts import write_rollouts
+from groupwise.report.history import (
+    MetricsTail,
+    as_columns,
+    bins_of,
+    count,
+    distribution,
+    evaluations,
+    spread,
+)
+from groupwise.report.rollout_view import RolloutFilter, RolloutView, excerpt, pieces, ratios, search
+from groupwise.tracking.run_files import MetricsFile, write_rollouts
 from groupwise.tracking.run_folder import RunFolder
 from planted_runs import good_groups, group_of, make_run, rollout
 
@@ -80,11 +84,11 @@ def test_evaluations_come_in_the_order_of_steps_and_others_are_left_out(tmp_path
 
 
 @pytest.fixture(scope="module")
-def slices(tmp_path_factory: pytest.TempPathFactory) -> Slices:
-    return Slices(make_run(tmp_path_factory.mktemp("runs") / "run"))
+def slices(tmp_path_factory: pytest.TempPathFactory) -> RolloutView:
+    return RolloutView(make_run(tmp_path_factory.mktemp("runs") / "run"))
 
 
-def test_groups_are_listed_without_their_texts(slices: Slices) -> None:
+def test_groups_are_listed_without_their_texts(slices: RolloutView) -> None:
     assert slices.steps() == [1, 2, 3, 4, 5, 6]
     groups = slices.groups(3)
     assert [(group["group"], group["prompt"]) for group in groups] == [(0, "3 + 0?"), (1, "3 + 1?")]
@@ -97,12 +101,12 @@ def test_a_group_has_its_members_best_advantage_first(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     members = [rollout(f"m{i}", member=i, advantage=a) for i, a in enumerate((-1.0, 0.5, 0.5))]
     write_rollouts(run.rollouts_at(1), 1, [group_of(members)])
-    found = Slices(run).group(1, 0)
+    found = RolloutView(run).group(1, 0)
     assert found is not None
     assert [member["member"] for member in found["members"]] == [1, 2, 0]
     assert found["prompt"] == [{"role": "user", "content": "2 + 2?"}]
     assert found["example"] == {"question": "2 + 2?"}
-    assert Slices(run).group(1, 9) is None
+    assert RolloutView(run).group(1, 9) is None
 
 
 def test_one_group_of_many_is_read_from_its_own_part_of_the_file(tmp_path: Path) -> None:
@@ -110,12 +114,12 @@ def test_one_group_of_many_is_read_from_its_own_part_of_the_file(tmp_path: Path)
     groups = [group_of([rollout(f"{g} {m}", member=m, prompt=f"{g}?") for m in range(16)]) for g in range(32)]
     write_rollouts(run.rollouts_at(1), 1, groups)
     assert pq.ParquetFile(run.rollouts_at(1)).num_row_groups == 4
-    found = Slices(run).group(1, 29)
+    found = RolloutView(run).group(1, 29)
     assert found is not None
     assert {member["text"] for member in found["members"]} == {f"29 {m}" for m in range(16)}
 
 
-def test_tokens_have_text_numbers_and_the_ratio_of_the_update(slices: Slices) -> None:
+def test_tokens_have_text_numbers_and_the_ratio_of_the_update(slices: RolloutView) -> None:
     found = slices.tokens(3, 0, 0)
     assert found is not None
     assert len(found["pieces"]) == len(found["ids"]) == len(found["ratios"]) == 12
@@ -142,7 +146,7 @@ def test_turns_are_told_apart_by_the_mask(tmp_path: Path) -> None:
     zeros = (0.0,) * len(stream)
     made = replace(rollout("x"), tokens=stream, trained=trained, logprobs=zeros, entropies=zeros)
     write_rollouts(run.rollouts_at(1), 1, [group_of([made])])
-    found = Slices(run).group(1, 0)
+    found = RolloutView(run).group(1, 0)
     assert found is not None
     assert found["members"][0]["turns"] == [
         {"policy": True, "text": "find 7"},
@@ -156,7 +160,7 @@ def test_recorded_turns_are_shown_with_their_calls_and_found(tmp_path: Path) -> 
     call = Call(name="search", arguments={"query": "Peru"}, result='Lima "the capital"', error=None)
     made = replace(rollout("Lima."), turns=(Turn(text="I search.", calls=(call,)), Turn(text="Lima.")))
     write_rollouts(run.rollouts_at(1), 1, [group_of([made])])
-    found = Slices(run).group(1, 0)
+    found = RolloutView(run).group(1, 0)
     assert found is not None
     assert found["members"][0]["turns"] == [
         {"policy": True, "text": "I search."},
@@ -169,11 +173,11 @@ def test_recorded_turns_are_shown_with_their_calls_and_found(tmp_path: Path) -> 
         },
         {"policy": True, "text": "Lima."},
     ]
-    (hit,) = search(Slices(run), Wanted(text='lima "THE')).rollouts
+    (hit,) = search(RolloutView(run), RolloutFilter(text='lima "THE')).rollouts
     assert "the capital" in hit["excerpt"]
-    assert '"query": "Peru"' in search(Slices(run), Wanted(text="peru")).rollouts[0]["excerpt"]
+    assert '"query": "Peru"' in search(RolloutView(run), RolloutFilter(text="peru")).rollouts[0]["excerpt"]
     for word in ("calls", "null", "found"):  # of the record, not of anyone in it
-        assert search(Slices(run), Wanted(text=word)).rollouts == []
+        assert search(RolloutView(run), RolloutFilter(text=word)).rollouts == []
 
 
 def test_files_of_an_older_schema_can_be_looked_at(tmp_path: Path) -> None:
@@ -181,10 +185,10 @@ def test_files_of_an_older_schema_can_be_looked_at(tmp_path: Path) -> None:
     write_rollouts(run.rollouts_at(1), 1, good_groups(1))
     table = pq.read_table(run.rollouts_at(1)).drop_columns(["length", "turns"])
     pq.write_table(table, run.rollouts_at(1))
-    seen = Slices(run)
+    seen = RolloutView(run)
     assert len(seen.groups(1)) == 2
     assert seen.group(1, 0) is not None
-    assert len(search(seen, Wanted(least_length=1)).rollouts) == 6
+    assert len(search(seen, RolloutFilter(least_length=1)).rollouts) == 6
 
 
 # Pieces
@@ -252,7 +256,7 @@ def test_the_distribution_leaves_failed_rollouts_out(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     failed = rollout("x", member=1, reward=9.0, error="lost")
     write_rollouts(run.rollouts_at(1), 1, [group_of([rollout("x"), failed])])
-    found = distribution(Slices(run))
+    found = distribution(RolloutView(run))
     assert (found["steps"], found["counts"], found["mean"]) == ([1], [[1]], [1.0])
 
 
@@ -269,32 +273,32 @@ def test_search_finds_by_words_reward_length_end_and_step(tmp_path: Path) -> Non
         needle = rollout("The Needle is here", member=1, reward=0.5, finish="length")
         return [group_of([rollout("hay", member=0, reward=1.5), needle])] if step == 2 else good_groups(step)
 
-    seen = Slices(make_run(tmp_path / "run", groups=groups))
-    (hit,) = search(seen, Wanted(text="needle")).rollouts
+    seen = RolloutView(make_run(tmp_path / "run", groups=groups))
+    (hit,) = search(seen, RolloutFilter(text="needle")).rollouts
     assert (hit["step"], hit["group"], hit["member"], hit["excerpt"]) == (2, 0, 1, "The Needle is here")
-    assert [h["member"] for h in search(seen, Wanted(finish="length")).rollouts] == [1]
-    assert len(search(seen, Wanted(least_reward=1.5, most_reward=1.5)).rollouts) == 1
-    assert len(search(seen, Wanted(least_length=19)).rollouts) == 1
-    assert {h["step"] for h in search(seen, Wanted(first=4, last=5)).rollouts} == {4, 5}
-    assert search(seen, Wanted(text="100 %")).rollouts == []
-    assert search(seen, Wanted(text="needle")).go_on is None
+    assert [h["member"] for h in search(seen, RolloutFilter(finish="length")).rollouts] == [1]
+    assert len(search(seen, RolloutFilter(least_reward=1.5, most_reward=1.5)).rollouts) == 1
+    assert len(search(seen, RolloutFilter(least_length=19)).rollouts) == 1
+    assert {h["step"] for h in search(seen, RolloutFilter(first=4, last=5)).rollouts} == {4, 5}
+    assert search(seen, RolloutFilter(text="100 %")).rollouts == []
+    assert search(seen, RolloutFilter(text="needle")).go_on is None
 
 
-def test_search_stops_at_the_limit_and_goes_on_from_there(slices: Slices) -> None:
-    first = search(slices, Wanted(text="answer"), limit=7)
+def test_search_stops_at_the_limit_and_goes_on_from_there(slices: RolloutView) -> None:
+    first = search(slices, RolloutFilter(text="answer"), limit=7)
     assert [hit["step"] for hit in first.rollouts] == [6] * 6 + [5]
     assert (first.go_on, first.skip) == (5, 1)
     found, place = list(first.rollouts), first
     while place.go_on is not None:
-        place = search(slices, Wanted(text="answer", last=place.go_on, skip=place.skip), limit=4)
+        place = search(slices, RolloutFilter(text="answer", last=place.go_on, skip=place.skip), limit=4)
         assert len(place.rollouts) <= 4
         found += place.rollouts
-    assert found == search(slices, Wanted(text="answer")).rollouts
+    assert found == search(slices, RolloutFilter(text="answer")).rollouts
     assert len(found) == 36
 
 
-def test_search_without_time_looks_at_one_step_and_goes_on_later(slices: Slices) -> None:
-    found = search(slices, Wanted(text="no such words"), seconds=0.0)
+def test_search_without_time_looks_at_one_step_and_goes_on_later(slices: RolloutView) -> None:
+    found = search(slices, RolloutFilter(text="no such words"), seconds=0.0)
     assert (found.searched, found.go_on) == (1, 5)
 
 
@@ -303,5 +307,5 @@ def test_an_excerpt_is_one_line_around_the_words() -> None:
     assert excerpt("x" * 100 + " word " + "y" * 100, "WORD") == f"…{'x' * 59} word {'y' * 59}…"
 
 
-def test_json_of_a_slice_can_be_written(slices: Slices) -> None:
+def test_json_of_a_slice_can_be_written(slices: RolloutView) -> None:
     json.dumps([slices.groups(1), slices.group(1, 0), slices.tokens(1, 0, 0)], allow_nan=False)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from groupwise.evaluate.statistics import (
+from groupwise.evaluate.intervals import (
     Interval,
     mean_interval,
     paired_difference,

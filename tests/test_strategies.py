@@ -8,22 +8,20 @@ from typing import Any
 
 import pytest
 
-from groupwise.config.sections import EngineConfig, LoraConfig, ModelConfig
-from groupwise.config.tools import ToolsConfig
+from groupwise.config.schema import EngineConfig, LoraConfig, ModelConfig, ToolsConfig
 from groupwise.engine.engine import Engine
 from groupwise.errors import ConfigError
 from groupwise.evaluate.held_out import evaluate
-from groupwise.evaluate.spending import spend
-from groupwise.evaluate.strategies import Draws, Judge, plain_judge, strategy_named, task_judge
-from groupwise.evaluate.strategies.budget import budget_forcing
-from groupwise.evaluate.strategies.judge import confidence, stated_anywhere
-from groupwise.evaluate.strategies.preference import preference_optimization
-from groupwise.evaluate.strategies.several import best_of, self_consistency
+from groupwise.evaluate.strategies import AnswerScorer, Sampler, plain_judge, strategy_named, task_judge
+from groupwise.evaluate.strategies.best_of_n import best_of, confidence, self_consistency, stated_anywhere
+from groupwise.evaluate.strategies.budget_forcing import budget_forcing
+from groupwise.evaluate.strategies.strategy_registry import spend
+from groupwise.evaluate.strategies.tpo import preference_optimization
 from groupwise.model.load import load_policy
 from groupwise.records import Completion, Example, Request, Rollout, Sampling
 from groupwise.rollout.collect import Tools
-from groupwise.tasks.countdown import countdown
-from groupwise.tasks.search_qa import search_qa
+from groupwise.tasks.builtin.countdown import countdown
+from groupwise.tasks.builtin.search_qa import search_qa
 from groupwise.tasks.task import Task
 
 QUESTION = [{"role": "user", "content": "2 + 2?"}]
@@ -76,17 +74,17 @@ class TalkingScript(Script):
         return [tuple("".join(results).encode()) for results in turns]
 
 
-def draws(script: Script, **sampling: Any) -> Draws:
-    return Draws(codec=script, engine=script, sampling=Sampling(**{"max_tokens": 50} | sampling), seed=0)
+def draws(script: Script, **sampling: Any) -> Sampler:
+    return Sampler(codec=script, engine=script, sampling=Sampling(**{"max_tokens": 50} | sampling), seed=0)
 
 
-def judge(**other: Any) -> Judge:
+def judge(**other: Any) -> AnswerScorer:
     def score(number: int, rollout: Rollout) -> float:
         return float(rollout.text == "4")
 
     known: dict[str, Any] = {"states": lambda rollout: rollout.text or None, "alike": str.__eq__,
                              "score": score, "ends_thinking": "</think>"}  # fmt: skip
-    return Judge(**known | other)
+    return AnswerScorer(**known | other)
 
 
 def members(*texts: str) -> Script:
@@ -204,7 +202,7 @@ def test_every_strategy_answers_puzzles_with_a_real_policy_the_same_each_time():
     policy = load_policy(ModelConfig(device="cpu"), LoraConfig(r=0))
     task = countdown(numbers=3, largest=50)
     examples = task.examples.held_out(2)  # type: ignore[union-attr]
-    drawing = Draws(
+    drawing = Sampler(
         codec=policy, engine=Engine(policy, EngineConfig()), sampling=Sampling(max_tokens=48), seed=0
     )
 
@@ -226,7 +224,7 @@ def test_strategies_run_the_tools_of_a_task_as_greedy_evaluation_does():
         task, examples, codec=policy, engine=engine, sampling=sampling, samples=1, seed=0, seconds=5.0,
         tools=tools,
     )  # fmt: skip
-    drawing = Draws(codec=policy, engine=engine, sampling=sampling, seed=0, tools=tools)
+    drawing = Sampler(codec=policy, engine=engine, sampling=sampling, seed=0, tools=tools)
 
     def right(name: str) -> tuple[bool, ...]:
         return spend(strategy_named(name), task, examples, draws=drawing, seconds=5.0).right

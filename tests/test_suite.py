@@ -10,22 +10,21 @@ from typing import Any
 
 import pytest
 
+from groupwise.commands.eval import evaluate_command, kind_lines, report_lines
 from groupwise.config import read_config
 from groupwise.errors import ConfigError
-from groupwise.evaluate.breakdown import question
-from groupwise.evaluate.command import evaluate_command
-from groupwise.evaluate.report_lines import kind_lines, report_lines
-from groupwise.evaluate.suite import BENCHMARKS, benchmark_named, source_of
-from groupwise.evaluate.unseen import asked_in_training, unseen
-from groupwise.evaluate.votes import ballots, majority
+from groupwise.evaluate.contamination import asked_in_training, unseen
+from groupwise.evaluate.held_out import question
+from groupwise.evaluate.intervals import ballots, majority
+from groupwise.evaluate.target import BENCHMARKS, benchmark_named, source_of
 from groupwise.records import Example, Group, Rollout
 from groupwise.rewards import score_group
 from groupwise.tasks import TASKS, load_task
-from groupwise.tasks.demonstrations import plan_warm_start
-from groupwise.tasks.gsm8k import gsm8k, same_number
-from groupwise.tasks.math import alike, math
+from groupwise.tasks.builtin.boxed_math import alike, math
+from groupwise.tasks.builtin.gsm8k import gsm8k, same_number
+from groupwise.tasks.sft_data import plan_warm_start
 from groupwise.training import train
-from groupwise.training.warm_start import warm_start
+from groupwise.training.sft_run import run_sft
 
 
 def test_the_most_stated_answer_wins_and_no_answer_is_no_vote():
@@ -184,7 +183,7 @@ def test_a_run_on_a_task_of_ones_own_is_not_measured_on_rows_it_trained_on(
         shown = [{"prompt": f"{n} + 1?", "completion": str(n + 1)} for n in range(16)]
         rows.write_text("\n".join(map(json.dumps, shown)))
         words += ["run.kind=sft", "task.name=none", f"sft.data={rows}", "task.held_out=0", "sft.batch=2"]
-        run = warm_start(plan_warm_start(read_config(overrides=words)))
+        run = run_sft(plan_warm_start(read_config(overrides=words)))
     else:
         config = read_config(overrides=[*words, f"task.name={file if how == 'by its file' else 'sums'}"])
         if how == "in Python, with data":

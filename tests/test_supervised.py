@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from groupwise.learner.supervised import supervised_step, worked_sample
+from groupwise.learner.sft_learner import supervised_step, worked_sample
 from groupwise.records import Sample
 from small_models import policy_of, small_model
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.config.sections import TaskConfig
+from groupwise.config.schema import TaskConfig
 from groupwise.tasks import TASKS, load_task
-from groupwise.tasks.code import changed_code, code_of
+from groupwise.tasks.code_fingerprint import changed_code, code_of
 
 TASK = """import zlib
 import time

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from groupwise.config.sections import TaskConfig
+from groupwise.config.schema import TaskConfig
 from groupwise.errors import ConfigError
 from groupwise.records import Example, Rollout
 from groupwise.tasks import TASKS, Task, load_examples, load_task
-from groupwise.tasks.load import leave_task_file, loading_task_file
+from groupwise.tasks.registry import leave_task_file, loading_task_file
 
 ROWS = [{"q": i, "answer": str(i)} for i in range(50)]
 

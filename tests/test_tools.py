@@ -11,10 +11,10 @@ from typing import Any, Literal
 import pytest
 
 from groupwise.errors import ConfigError, RolloutError
-from groupwise.retrieval.together import Together
-from groupwise.rollout.calls import Wish, read_calls
-from groupwise.rollout.toolbox import Toolbox
-from groupwise.rollout.tools import Found, tool_of
+from groupwise.retrieval.search_index import QueryBatcher
+from groupwise.rollout.tool_calls import ParsedToolCall, read_calls
+from groupwise.rollout.tool_executor import ToolExecutor
+from groupwise.rollout.tools import ToolResult, tool_of
 
 
 def search(query: str, limit: int = 5, order: Literal["new", "old"] = "new") -> list[str]:
@@ -47,13 +47,13 @@ def gone() -> str:
     raise RolloutError("the server is gone")
 
 
-def find(query: str) -> Found:
+def find(query: str) -> ToolResult:
     """Find documents."""
-    return Found(f"about {query}", ("d1", "d2"))
+    return ToolResult(f"about {query}", ("d1", "d2"))
 
 
 def box(*functions, seconds=1.0, characters=100):
-    return Toolbox.of(functions, seconds=seconds, characters=characters)
+    return ToolExecutor.of(functions, seconds=seconds, characters=characters)
 
 
 def called(toolbox, text, allowed=8):
@@ -102,10 +102,13 @@ CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "a"}}\n</tool_cal
     ("text", "wishes"),
     [
         ("It is 7.", []),
-        (CALL, [Wish("search", {"query": "a"})]),
+        (CALL, [ParsedToolCall("search", {"query": "a"})]),
         (f"<think>I could {CALL}</think>\nNo.", []),  # thought, not called
-        (f"<think>so</think>{CALL}\n{CALL}", [Wish("search", {"query": "a"})] * 2),
-        ('{"name": "search", "parameters": {"query": "a"}}', [Wish("search", {"query": "a"})]),  # Llama 3
+        (f"<think>so</think>{CALL}\n{CALL}", [ParsedToolCall("search", {"query": "a"})] * 2),
+        (
+            '{"name": "search", "parameters": {"query": "a"}}',
+            [ParsedToolCall("search", {"query": "a"})],
+        ),  # Llama 3
         ('It says {"name": "x", "parameters": {}}', []),
     ],
 )
@@ -147,7 +150,7 @@ def test_arguments_are_checked_before_the_function_runs(arguments, error):
 
 
 def wish(name, **arguments):
-    return [Wish(name, arguments)]
+    return [ParsedToolCall(name, arguments)]
 
 
 def test_what_a_tool_returns_is_what_is_read():
@@ -193,7 +196,7 @@ def test_searches_that_come_at_once_are_answered_in_one_batch():
         go_on.wait(10)
         return [query.upper() for query in queries]
 
-    ask = Together(answer_all)
+    ask = QueryBatcher(answer_all)
     with ThreadPoolExecutor(4) as threads:
         first = threads.submit(ask, "a")
         first_is_in.wait(10)
@@ -214,7 +217,7 @@ def test_a_batch_that_fails_fails_everyone_in_it_and_no_one_later():
             raise answer
         return answer
 
-    ask = Together(answer_all)
+    ask = QueryBatcher(answer_all)
     with pytest.raises(ValueError, match="no"):
         ask("a")
     assert ask("b") == "fine"

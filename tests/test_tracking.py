@@ -17,17 +17,23 @@ from typing import Any
 
 import pytest
 
-from groupwise.config.sections import TrackConfig
+from groupwise.config.schema import TrackConfig
 from groupwise.errors import ConfigError
+from groupwise.files import remove_temporaries, write_atomically
 from groupwise.records import Call, Example, Group, Rollout, Turn
 from groupwise.tracking import trackers
-from groupwise.tracking.completions import write_completions
-from groupwise.tracking.files import remove_temporaries, write_atomically
-from groupwise.tracking.log import log_to
-from groupwise.tracking.metrics import MetricsFile, as_ranges, read_metrics
-from groupwise.tracking.rollouts import read_rollouts, remove_steps_after, write_rollouts
+from groupwise.tracking.run_files import (
+    MetricsFile,
+    as_ranges,
+    read_metrics,
+    read_rollouts,
+    remove_steps_after,
+    write_completions,
+    write_rollouts,
+)
 from groupwise.tracking.run_folder import RunFolder, step_name, step_of
-from groupwise.tracking.trackers import Opening, Rows, Tracker, open_trackers
+from groupwise.tracking.run_log import log_to
+from groupwise.tracking.trackers import Rows, Tracker, TrackerInfo, open_trackers
 
 # Files
 
@@ -395,8 +401,8 @@ class Recorder:
 
 
 def guarded(tracker: Tracker, tmp_path: Path) -> Tracker:
-    opening = Opening(project="p", run_name="r", config={}, folder=tmp_path, resumed_from=None)
-    return trackers.Guarded("recorder", lambda _: tracker, opening, warn=trackers.logger.warning)
+    opening = TrackerInfo(project="p", run_name="r", config={}, folder=tmp_path, resumed_from=None)
+    return trackers.SafeTracker("recorder", lambda _: tracker, opening, warn=trackers.logger.warning)
 
 
 def test_trackers_get_finite_values_only(tmp_path: Path) -> None:
@@ -423,7 +429,7 @@ def test_a_tracker_that_fails_is_off_after_one_warning(
 def test_a_tracker_that_cannot_open_does_not_stop_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(_: Opening) -> Tracker:
+    def broken(_: TrackerInfo) -> Tracker:
         raise PermissionError("read-only")
 
     monkeypatch.setitem(trackers.TRACKERS, "tensorboard", broken)
@@ -447,7 +453,7 @@ def test_a_tracker_that_is_named_but_not_installed_is_the_users_mistake(
 TRACKIO = """
 import sys
 from pathlib import Path
-from groupwise.config.sections import TrackConfig
+from groupwise.config.schema import TrackConfig
 from groupwise.tracking.trackers import open_trackers
 assert "trackio" not in sys.modules, "imported before it is used"
 for resumed_from, steps in ((None, (1, 2)), (1, (2, 3))):
@@ -493,7 +499,7 @@ def test_trackio_writes_its_own_file_says_nothing_and_holds_each_step_of_a_resum
 WANDB = """
 import sys
 from pathlib import Path
-from groupwise.config.sections import TrackConfig
+from groupwise.config.schema import TrackConfig
 from groupwise.tracking.trackers import open_trackers
 assert "wandb" not in sys.modules, "imported before it is used"
 (tracker,) = open_trackers(

@@ -15,22 +15,22 @@ from pathlib import Path
 import pytest
 
 from groupwise.config import Config, read_config
-from groupwise.config.sections import AlgoConfig, RolloutConfig, TaskConfig
+from groupwise.config.schema import AlgoConfig, RolloutConfig, TaskConfig
 from groupwise.errors import CheckpointError, ConfigError, InvariantError
 from groupwise.records import Completion, Example, Message, Request, Rollout, Sampling
-from groupwise.report.catalogue import SeenRun
+from groupwise.report.run_index import RunReader
 from groupwise.tasks import Task
 from groupwise.tracking import trackers
-from groupwise.tracking.rollouts import read_rollouts
+from groupwise.tracking.run_files import read_rollouts
 from groupwise.tracking.run_folder import RunFolder, step_of
-from groupwise.tracking.summary import Summary
-from groupwise.tracking.trackers import Metrics, Opening, Rows
+from groupwise.tracking.terminal import RunSummary
+from groupwise.tracking.trackers import Metrics, Rows, TrackerInfo
 from groupwise.training import train
-from groupwise.training.batch import Collector, check_failures
-from groupwise.training.ending import next_commands, summary_of
-from groupwise.training.measures import batch_metrics
+from groupwise.training.collector import Collector, check_failures
 from groupwise.training.recorder import sample_rows
-from groupwise.training.state import State, read_state
+from groupwise.training.resume import RunState, read_state
+from groupwise.training.run_summary import next_commands, summary_of
+from groupwise.training.step_metrics import batch_metrics
 from small_runs import LUCK, Files, lasting_metrics, small_config, task_file, traces
 
 # Batches, with a policy that is written down: each prompt's answers are a digit each.
@@ -354,9 +354,9 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_once_there_is_room(plac
     sentence = f"cannot write {run}: File too large; make room, then groupwise train --resume {run} goes on"
     with small_disk(100_000), pytest.raises(CheckpointError, match=f"^{re.escape(sentence)}$"):
         train(config)
-    assert SeenRun(RunFolder(run)).state() == "stopped"
+    assert RunReader(RunFolder(run)).state() == "stopped"
     train(config, resume=run)
-    assert SeenRun(RunFolder(run)).state() == "finished"
+    assert RunReader(RunFolder(run)).state() == "finished"
 
 
 # The last words
@@ -377,8 +377,8 @@ def test_the_next_commands_repeat_this_run_whatever_its_settings() -> None:
     )
 
 
-def last_words(config: Config, step: int) -> Summary:
-    state = State(step=step, seconds=float(step))
+def last_words(config: Config, step: int) -> RunSummary:
+    state = RunState(step=step, seconds=float(step))
     return summary_of(config.resolve(), state, folder=RunFolder(Path("runs/x")), before=None, after=None)
 
 
@@ -423,7 +423,7 @@ def test_a_task_made_in_python_is_measured_by_naming_its_file() -> None:
 class Unreliable:
     """A tracker whose server goes away at one kind of call."""
 
-    def __init__(self, opening: Opening, *, at: str) -> None:
+    def __init__(self, opening: TrackerInfo, *, at: str) -> None:
         self.at = at
         self.reach("open")
 

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.retrieval.documents import Document, Question
+from groupwise.retrieval.bm25 import BM25Index
+from groupwise.retrieval.documents import Document, RetrievalQuestion
 from groupwise.retrieval.embed import unit
-from groupwise.retrieval.index import Index
-from groupwise.retrieval.manifest import Manifest
-from groupwise.retrieval.sparse import SparseIndex
-from groupwise.retrieval.tune import SHARPNESS, contrast, divided, learn_questions, turned
+from groupwise.retrieval.index_storage import Manifest
+from groupwise.retrieval.query_adapter import SHARPNESS, contrast, divided, learn_questions, turned
+from groupwise.retrieval.search_index import Index
 
 
 def test_held_out_questions_take_no_part_and_no_document_is_on_both_sides():
-    questions = [Question(f"q{n}", (f"d{n % 50}",), held_out=n % 7 == 0) for n in range(300)]
+    questions = [RetrievalQuestion(f"q{n}", (f"d{n % 50}",), held_out=n % 7 == 0) for n in range(300)]
     numbers = {f"d{n}": [n] for n in range(49)}  # d49 is not in the index
     learned_from, chosen_by = divided(questions, numbers)
     assert learned_from
@@ -41,8 +41,8 @@ def test_a_turn_that_questions_share_is_learned_and_holds_for_others():
     passages = unit(rng.standard_normal((400, 16)).astype(np.float32))
     rotation, _ = np.linalg.qr(rng.standard_normal((16, 16)))
     asked = unit((passages @ rotation + 0.1 * rng.standard_normal((400, 16))).astype(np.float32))
-    words = SparseIndex.of([f"w{n}" for n in range(400)])
-    questions = [Question(f"w{n}", (f"d{n}",)) for n in range(300)]
+    words = BM25Index.of([f"w{n}" for n in range(400)])
+    questions = [RetrievalQuestion(f"w{n}", (f"d{n}",)) for n in range(300)]
     numbers = {f"d{n}": [n] for n in range(400)}
     matrix = learn_questions(questions, asked[:300], passages, words, numbers)
 
@@ -54,7 +54,7 @@ def test_a_turn_that_questions_share_is_learned_and_holds_for_others():
 
 def test_an_index_with_questions_remembers_what_it_learned(tmp_path):
     documents = [Document(f"d{n}", f"Topic{n} is about thing{n % 9} and part{n % 13}.") for n in range(300)]
-    questions = [Question(f"what is topic{n}", (f"d{n}",)) for n in range(300)]
+    questions = [RetrievalQuestion(f"what is topic{n}", (f"d{n}",)) for n in range(300)]
     index = Index.build(tmp_path / "i", documents, Manifest(store="files"), questions=questions)
     assert index.manifest.learned
     assert index.manifest.dense_weight + index.manifest.sparse_weight == pytest.approx(1.0)

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from groupwise.algo.samples import to_sample
-from groupwise.config.sections import EngineConfig
-from groupwise.config.tools import ToolsConfig
+from groupwise.config.schema import EngineConfig, ToolsConfig
 from groupwise.engine.engine import Engine
 from groupwise.errors import ConfigError, RolloutError
-from groupwise.model.template import first_difference, knows_tools
+from groupwise.model.tokenizer import first_difference, knows_tools
 from groupwise.records import Completion, Example, Request, Sampling
 from groupwise.rollout.collect import Tools, collect
 from groupwise.rollout.tools import tool_of

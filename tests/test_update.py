@@ -12,10 +12,10 @@ import peft
 import pytest
 import torch
 
-from groupwise.config.sections import LOSSES, AlgoConfig, OptimConfig
+from groupwise.config.schema import LOSSES, AlgoConfig, OptimConfig
 from groupwise.learner.learner import Learner, split_groups
+from groupwise.model.ops.checkpointing import recompute_layers
 from groupwise.model.policy import Policy
-from groupwise.model.recomputed import recompute_layers
 from groupwise.records import Sample, Sampling
 from naive_update import Gradients, gradients, measure, naive_loss
 from small_models import policy_of, small_model, tiny_tokenizer

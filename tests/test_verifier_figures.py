@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from near_misses import NEAR_MISSES, near_misses
 from rewritings import REWRITINGS, rewritings
 
-from groupwise.config.sections import TaskConfig
-from groupwise.rewards.math_answer import verify_boxed
-from groupwise.rewards.numbers import stated_number
-from groupwise.rewards.worked_solution import is_exact, solution_of, tags_once
-from groupwise.tasks.math import math
+from groupwise.config.schema import TaskConfig
+from groupwise.rewards.extraction import is_exact, solution_of, stated_number, tags_once
+from groupwise.rewards.verify.math_answer import verify_boxed
+from groupwise.tasks.builtin.boxed_math import math
 
 GOLDS = [
     *(

@@ -7,11 +7,10 @@ import json
 import pytest
 
 from groupwise import cli
-from groupwise.config.sections import TaskConfig
+from groupwise.config.schema import TaskConfig
 from groupwise.tasks import TASKS, load_task
-from groupwise.tasks.cases import CASES, Case
-from groupwise.tasks.load import NEEDS_FIRST
-from groupwise.tasks.verify import check_cases, shorten
+from groupwise.tasks.registry import NEEDS_FIRST
+from groupwise.tasks.self_test import CASES, Case, check_cases, shorten
 
 
 def test_every_built_in_task_passes_its_cases_and_accepts_its_golds(capsys):

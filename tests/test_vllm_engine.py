@@ -13,12 +13,11 @@ import torch
 from stand_in_vllm import StandIn
 
 from groupwise.config import read_config
-from groupwise.config.sections import EngineConfig, LoraConfig, ModelConfig
-from groupwise.engine import remote, vllm
+from groupwise.config.schema import EngineConfig, LoraConfig, ModelConfig
 from groupwise.engine.engine import Engine
-from groupwise.engine.probe import FINEST
 from groupwise.engine.sampler import derive_seed
-from groupwise.engine.vllm import VllmEngine
+from groupwise.engine.vllm.vllm_client import FINEST
+from groupwise.engine.vllm.vllm_engine import VllmEngine, vllm_client, vllm_engine
 from groupwise.errors import ConfigError, InvariantError
 from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
@@ -43,8 +42,8 @@ def policy() -> Policy:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers that failed are tried again soon."""
-    monkeypatch.setattr(remote, "FIRST_PAUSE", 0.02)
-    monkeypatch.setattr(remote, "LONGEST_PAUSE", 0.1)
+    monkeypatch.setattr(vllm_client, "FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(vllm_client, "LONGEST_PAUSE", 0.1)
 
 
 def engine_for(policy: Policy, folder: Path, *servers: StandIn, **settings: Any) -> VllmEngine:
@@ -173,7 +172,7 @@ def test_a_session_that_ends_takes_its_adapters_along(policy: Policy, tmp_path: 
 def test_closing_waits_for_no_server(
     mood: str, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm, "FAREWELL", 1.0)
+    monkeypatch.setattr(vllm_engine, "FAREWELL", 1.0)
     with StandIn() as well, StandIn() as first, StandIn() as second:
         engine = engine_for(policy, tmp_path, first, well, second)
         with engine.ready():

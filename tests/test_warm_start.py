@@ -12,28 +12,31 @@ import pytest
 
 from groupwise.commands.sft import sft_config
 from groupwise.config import Config, read_config
-from groupwise.config.sections import TaskConfig
+from groupwise.config.schema import TaskConfig
 from groupwise.errors import ConfigError
-from groupwise.learner.imitation import encode, to_samples
-from groupwise.learner.supervised import Imitator
+from groupwise.learner.sft_learner import SFTLearner
 from groupwise.model.policy import Policy
 from groupwise.records import Example, Group, Rollout
-from groupwise.rewards.arithmetic import evaluate_expression
-from groupwise.rewards.tags import final_answer, is_well_formed
+from groupwise.rewards.extraction import final_answer, is_well_formed
+from groupwise.rewards.verify.arithmetic import evaluate_expression
 from groupwise.rollout.tools import tool_of
-from groupwise.tasks.countdown import countdown
-from groupwise.tasks.demonstration import (
+from groupwise.tasks.builtin.countdown import countdown
+from groupwise.tasks.registry import load_task
+from groupwise.tasks.sft_data import (
+    ROLLOUT_COLUMNS,
     Demonstration,
     SampledTokens,
+    best_answers,
     fault_in,
+    held_out_of,
     of_rollout,
     of_row,
+    plan_warm_start,
     turns_of,
 )
-from groupwise.tasks.demonstrations import ROLLOUT_COLUMNS, best_answers, held_out_of, plan_warm_start
-from groupwise.tasks.load import load_task
-from groupwise.tracking.rollouts import write_rollouts
+from groupwise.tracking.run_files import write_rollouts
 from groupwise.tracking.run_folder import RunFolder
+from groupwise.training.sft_run import encode, to_samples
 from small_models import policy_of, small_model, tiny_tokenizer
 from small_runs import KILL, Blow, run_command, traces
 
@@ -288,7 +291,7 @@ def test_equal_prompts_are_shared_and_long_rows_left_out(small_policy):
 
 
 def test_the_held_out_loss_changes_nothing(small_policy):
-    imitator = Imitator(small_policy, optim=Config().resolve().optim, max_steps=1)
+    imitator = SFTLearner(small_policy, optim=Config().resolve().optim, max_steps=1)
     samples = to_samples(small_policy, [Demonstration(prompt="a", completion="b")], longest=40)
     before = imitator.loss(samples)
     assert imitator.loss(samples) == before
@@ -590,7 +593,7 @@ def test_the_loss_of_a_warm_start_does_not_depend_on_micro_batches():
     for budget in (1, 10_000):
         policy = policy_of(small_model())
         optim = replace(Config().resolve().optim, micro_batch_tokens=budget)
-        imitator = Imitator(policy, optim=optim, max_steps=3)
+        imitator = SFTLearner(policy, optim=optim, max_steps=3)
         rows = [Demonstration(prompt=p, completion=c) for p, c in (("a", "bcd"), ("e", "f"), ("a", "g"))]
         samples = to_samples(policy, rows, longest=100)
         losses.append([imitator.update(samples)["sft/loss"] for _ in range(3)])

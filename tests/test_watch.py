@@ -17,13 +17,11 @@ from starlette.testclient import TestClient
 
 from groupwise.cli import main
 from groupwise.errors import ConfigError
-from groupwise.report import server
-from groupwise.report.catalogue import Catalogue
-from groupwise.report.guard import is_loopback
-from groupwise.report.listing import listed
-from groupwise.report.server import application, changes
-from groupwise.report.watch import listen
-from groupwise.tracking.metrics import MetricsFile
+from groupwise.report import watch_server
+from groupwise.report.compare_runs import listed
+from groupwise.report.run_index import RunIndex
+from groupwise.report.watch_server import application, changes, is_loopback, listen
+from groupwise.tracking.run_files import MetricsFile
 from planted_runs import group_of, make_run, rollout
 
 LOCAL = "http://127.0.0.1:8477"
@@ -41,7 +39,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(runs: Path) -> TestClient:
-    return TestClient(application(Catalogue.of([runs])), base_url=LOCAL)
+    return TestClient(application(RunIndex.of([runs])), base_url=LOCAL)
 
 
 def test_the_page_and_its_parts_are_served(client: TestClient) -> None:
@@ -80,7 +78,7 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     run = make_run(
         tmp_path / "run", steps=1, groups=lambda s: [group_of([rollout("x", advantage=float("nan"))])]
     )
-    found = TestClient(application(Catalogue.of([run.path])), base_url=LOCAL).get("/api/runs/run/steps/1")
+    found = TestClient(application(RunIndex.of([run.path])), base_url=LOCAL).get("/api/runs/run/steps/1")
     assert found.json()[0]["members"][0]["advantage"] is None
 
 
@@ -112,7 +110,7 @@ def test_only_what_was_given_is_served(client: TestClient, path: str) -> None:
 def test_a_damaged_file_is_told_and_passed_over_in_the_rest(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=3)
     run.rollouts_at(2).write_text("PAR1 no more")
-    client = TestClient(application(Catalogue.of([run.path])), base_url=LOCAL)
+    client = TestClient(application(RunIndex.of([run.path])), base_url=LOCAL)
     answer = client.get("/api/runs/run/steps/2")
     assert (answer.status_code, "step-000002.parquet is damaged" in answer.text) == (500, True)
     assert client.get("/api/runs/run/distribution").json()["steps"] == [1, 3]
@@ -132,7 +130,7 @@ def test_a_damaged_run_does_not_hide_the_others(tmp_path: Path) -> None:
     folder.metrics.unlink()
     folder.metrics.mkdir()
     settings.config.write_text(deep)
-    client = TestClient(application(Catalogue.of([tmp_path])), base_url=LOCAL)
+    client = TestClient(application(RunIndex.of([tmp_path])), base_url=LOCAL)
     found = {run["id"]: run for run in client.get("/api/runs").json()}
     assert set(found) == {"good", "lock", "nested", "folder", "settings"}
     assert found["good"]["step"] == 2
@@ -146,7 +144,7 @@ def test_a_run_that_cannot_be_read_at_all_is_listed_as_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_run(tmp_path / "run", steps=1)
-    catalogue = Catalogue.of([tmp_path])
+    catalogue = RunIndex.of([tmp_path])
     monkeypatch.setattr(catalogue.runs["run"], "tail", None)
     (found,) = TestClient(application(catalogue), base_url=LOCAL).get("/api/runs").json()
     assert (found["name"], found["state"]) == ("run", "damaged")
@@ -157,14 +155,14 @@ def test_settings_that_are_a_link_to_elsewhere_are_not_served(tmp_path: Path) ->
     (tmp_path / "secret.yaml").write_text("password: secret")
     run.config.unlink()
     run.config.symlink_to(tmp_path / "secret.yaml")
-    client = TestClient(application(Catalogue.of([tmp_path / "runs"])), base_url=LOCAL)
+    client = TestClient(application(RunIndex.of([tmp_path / "runs"])), base_url=LOCAL)
     answer = client.get("/api/runs/run/settings")
     assert (answer.status_code, "secret" in answer.text) == (404, False)
 
 
 def test_a_run_that_begins_later_comes_first(tmp_path: Path) -> None:
     os.utime(make_run(tmp_path / "a", steps=1).config, (1, 1))
-    client = TestClient(application(Catalogue.of([tmp_path])), base_url=LOCAL)
+    client = TestClient(application(RunIndex.of([tmp_path])), base_url=LOCAL)
     assert [run["id"] for run in client.get("/api/runs").json()] == ["a"]
     os.utime(make_run(tmp_path / "b", steps=1).config, (2, 2))
     assert [run["id"] for run in client.get("/api/runs").json()] == ["b", "a"]
@@ -177,12 +175,12 @@ def test_the_usual_folder_need_not_exist_and_a_named_one_must(
     assert main(["runs"]) == 0
     assert "no runs yet" in capsys.readouterr().out
     assert main(["runs", "--output-dir", "absent"]) == 2
-    catalogue = Catalogue.of(["runs"], must_exist=False)
+    catalogue = RunIndex.of(["runs"], must_exist=False)
     assert catalogue.runs == {}
     make_run(tmp_path / "runs" / "first", steps=1)
     assert list(catalogue.look()) == ["first"]
     with pytest.raises(ConfigError, match="there is no folder absent"):
-        Catalogue.of(["absent"])
+        RunIndex.of(["absent"])
 
 
 def test_a_number_that_is_none_is_refused(client: TestClient) -> None:
@@ -200,7 +198,7 @@ def test_numbers_larger_than_any_in_a_run_are_not_found(client: TestClient, numb
 
 def test_a_run_outside_the_given_folders_is_not_found(runs: Path, tmp_path: Path) -> None:
     make_run(tmp_path / "other", steps=1)
-    only = TestClient(application(Catalogue.of([runs / "first"])), base_url=LOCAL)
+    only = TestClient(application(RunIndex.of([runs / "first"])), base_url=LOCAL)
     assert [run["id"] for run in only.get("/api/runs").json()] == ["first"]
     for name in ("second", "other", str(tmp_path / "other")):
         assert only.get(f"/api/runs/{name}/curves").status_code == 404
@@ -209,12 +207,12 @@ def test_a_run_outside_the_given_folders_is_not_found(runs: Path, tmp_path: Path
 def test_runs_of_one_name_are_told_apart_and_new_ones_appear(tmp_path: Path) -> None:
     make_run(tmp_path / "a" / "run", steps=1)
     make_run(tmp_path / "b" / "run", steps=2)
-    catalogue = Catalogue.of([tmp_path / "a", tmp_path / "b"])
+    catalogue = RunIndex.of([tmp_path / "a", tmp_path / "b"])
     assert {name: run.max_steps for name, run in catalogue.runs.items()} == {"run": 1, "run-2": 2}
     make_run(tmp_path / "a" / "new", steps=1)
     assert set(catalogue.look()) == {"run", "run-2", "new"}
     with pytest.raises(ConfigError, match="there is no folder"):
-        Catalogue.of([tmp_path / "absent"])
+        RunIndex.of([tmp_path / "absent"])
 
 
 # Who may look
@@ -269,7 +267,7 @@ TOKEN = "a token of good length"
 
 @pytest.fixture
 def elsewhere(runs: Path) -> TestClient:
-    app = application(Catalogue.of([runs]), token=TOKEN)
+    app = application(RunIndex.of([runs]), token=TOKEN)
     return TestClient(app, base_url="http://192.168.0.2:8477", follow_redirects=False)
 
 
@@ -317,9 +315,9 @@ def test_loopback_is_told_from_the_address(host: str, local: bool) -> None:
 
 
 def test_changes_are_told_as_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(watch_server, "POLL_SECONDS", 0.01)
     run = make_run(tmp_path / "run", steps=2)
-    catalogue = Catalogue.of([tmp_path])
+    catalogue = RunIndex.of([tmp_path])
 
     async def watch() -> list[str]:
         stream = changes(catalogue)
@@ -346,11 +344,11 @@ def event(text: str) -> dict[str, Any]:
 
 
 def test_a_silent_run_keeps_the_connection_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "POLL_SECONDS", 0.001)
+    monkeypatch.setattr(watch_server, "POLL_SECONDS", 0.001)
     make_run(tmp_path / "run", steps=1)
 
     async def watch() -> str:
-        stream = changes(Catalogue.of([tmp_path]))
+        stream = changes(RunIndex.of([tmp_path]))
         await anext(stream)
         return await anext(stream)
 

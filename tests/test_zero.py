@@ -11,17 +11,16 @@ import torch
 from safetensors.torch import load_file
 
 from groupwise.config import read_config
-from groupwise.config.model import LoraConfig
-from groupwise.config.sections import LOSSES
+from groupwise.config.schema import LOSSES, LoraConfig
 from groupwise.errors import ConfigError, InvariantError
 from groupwise.learner.learner import Learner
-from groupwise.learner.supervised import Imitator, worked_sample
-from groupwise.model import zero
-from groupwise.model.adapter import adapt_in_place
-from groupwise.model.lora import with_adapter
+from groupwise.learner.sft_learner import SFTLearner, worked_sample
+from groupwise.model.adapters.lora import with_adapter
+from groupwise.model.distributed import deepspeed_zero
+from groupwise.model.ops.lora_linear import adapt_in_place
 from groupwise.model.policy import Policy
-from groupwise.parallel.gradients import divide
 from groupwise.parallel.processes import Processes, joined_processes
+from groupwise.parallel.work_sharing import divide
 from groupwise.records import Sampling
 from several import in_processes, needs_deepspeed
 from small_models import policy_of, small_model
@@ -63,7 +62,7 @@ EXPOSED = ("optim.epochs=2", "optim.beta1=0", "optim.max_grad_norm=0")
 def gradients(layout: str) -> dict[str, Any]:
     """Return for each case the gradient of each optimizer step, and what the update says of itself."""
     torch.set_num_threads(1)
-    zero.KEPT_WHOLE = 0  # all weights of these models are small
+    deepspeed_zero.KEPT_WHOLE = 0  # all weights of these models are small
     with joined_processes() as processes:
         found = {name: gradient(processes, layout, name) for name in CASES}
         return found if processes.count == 1 else {**found, "told": not_finite(processes, layout)}
@@ -130,7 +129,7 @@ def test_the_gradient_of_two_processes_is_that_of_one(layout: str) -> None:
 
 
 def divided_run(config: Any, resume: Path | None = None, told: dict[str, str] | None = None) -> str:
-    zero.KEPT_WHOLE = 0
+    deepspeed_zero.KEPT_WHOLE = 0
     return trained(config, resume, told)
 
 
@@ -216,7 +215,7 @@ def half_precision_with(processes: Processes, layout: str) -> tuple[float, float
     state, settings = processes.gather(divided(learner).optimizer_state())[0]
     resumed, rounded = (half_learner(processes, layout, saved) for _ in range(2))
     divided(resumed).load_optimizer_state(state, settings)
-    divided(rounded).load_optimizer_state(zero.without_masters(state), settings)
+    divided(rounded).load_optimizer_state(deepspeed_zero.without_masters(state), settings)
     return master_sum(processes, learner), master_sum(processes, resumed), master_sum(processes, rounded)
 
 
@@ -229,7 +228,7 @@ def half_learner(processes: Processes, layout: str, saved: dict[str, torch.Tenso
     return learner_of(policy, processes)
 
 
-def divided(learner: Learner) -> zero.Zero:
+def divided(learner: Learner) -> deepspeed_zero.ZeroEngine:
     assert learner.policy.zero is not None
     return learner.policy.zero
 
@@ -238,7 +237,9 @@ def master_sum(processes: Processes, learner: Learner) -> float:
     """Update once more and add up the float32 weights."""
     updated(learner)
     tensors, _ = processes.gather(divided(learner).optimizer_state())[0]
-    return sum(float(t.double().abs().sum()) for key, t in tensors.items() if key.endswith(zero.MASTER))
+    return sum(
+        float(t.double().abs().sum()) for key, t in tensors.items() if key.endswith(deepspeed_zero.MASTER)
+    )
 
 
 @pytest.mark.parametrize("layout", ["fsdp", pytest.param("zero3", marks=needs_deepspeed)])
@@ -251,7 +252,7 @@ def test_who_has_nothing_to_imitate_goes_along(layout: str) -> None:
 def imitation_loss(layout: str) -> list[float]:
     """Return the loss of one demonstration before and after a step on it."""
     torch.set_num_threads(1)
-    zero.KEPT_WHOLE = 0
+    deepspeed_zero.KEPT_WHOLE = 0
     with joined_processes() as processes:
         config = read_config(overrides=["optim.learning_rate=1e-2"]).resolve()
         torch.manual_seed(0)
@@ -260,14 +261,14 @@ def imitation_loss(layout: str) -> list[float]:
         adapt_in_place(model)
         if processes.count > 1:
             divide(policy, layout)
-        imitator = Imitator(policy, optim=config.optim, max_steps=1, processes=processes)
+        imitator = SFTLearner(policy, optim=config.optim, max_steps=1, processes=processes)
         samples = [worked_sample((5, 6, 7), (8, 9), group=0)]
         report = imitator.update(samples)
         return [report["sft/loss"], report["policy/grad_norm"], imitator.loss(samples)]
 
 
 def test_deepspeed_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zero, "find_spec", lambda name: None)
+    monkeypatch.setattr(deepspeed_zero, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"zero2 takes a package: pip install 'groupwise\[deepspeed\]'"):
         divide(policy_of(small_model()), "zero2")
 

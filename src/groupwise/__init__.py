@@ -18,26 +18,26 @@ from groupwise.config import Config, config_from_keywords
 from groupwise.errors import ConfigError, GroupwiseError, InvariantError, RolloutError
 from groupwise.records import Example, Rollout
 from groupwise.rewards.worker import in_process
-from groupwise.rollout.tools import Found
+from groupwise.rollout.tools import ToolResult
 from groupwise.tasks import Task, leave_task_file, load_examples, load_task, with_data
 from groupwise.tracking.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from groupwise.population.agent import Agent
-    from groupwise.population.env import PromptEnv
+    from groupwise.gym.agent import Agent
+    from groupwise.gym.env import PromptEnv
 
 __all__ = [
     "Agent",
     "Config",
     "ConfigError",
     "Example",
-    "Found",
     "GroupwiseError",
     "InvariantError",
     "PromptEnv",
     "Rollout",
     "RolloutError",
     "Task",
+    "ToolResult",
     "evolve",
     "in_process",
     "load_examples",
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 
-LATER = {"Agent": "groupwise.population.agent", "PromptEnv": "groupwise.population.env"}
+LATER = {"Agent": "groupwise.gym.agent", "PromptEnv": "groupwise.gym.env"}
 """Names that bring torch along, and where they are: found when they are asked for."""
 
 
@@ -80,7 +80,7 @@ def evolve(task: Task | str, *, resume: str | Path | None = None, **settings: An
     run = None if resume is None else RunFolder.open(resume)
     config, found = with_task(config_from_keywords(run.config if run else None, **settings), task)
     config = replace(config, run=replace(config.run, kind="evolve"))
-    from groupwise.population.loop import evolve as run_search
+    from groupwise.evolve.evolve_run import evolve as run_search
 
     return run_search(config, resume=run.path if run else None, task=found)
 

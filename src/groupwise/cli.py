@@ -16,22 +16,16 @@ from typing import Annotated, Any
 import typer
 
 from groupwise.commands.chat import chat
-from groupwise.commands.convert import convert
 from groupwise.commands.doctor import doctor
 from groupwise.commands.evolve import evolve
 from groupwise.commands.index import index_app
-from groupwise.commands.merge import merge
-from groupwise.commands.quantize import quantize
-from groupwise.commands.report import compare, report
-from groupwise.commands.runs import runs
-from groupwise.commands.serve import serve
-from groupwise.commands.serve_rollouts import serve_rollouts
-from groupwise.commands.sft import sft
-from groupwise.commands.watch import watch
-from groupwise.commands.words import settings_file, with_task
+from groupwise.commands.runs import compare, report, runs, watch
+from groupwise.commands.serve import serve, serve_rollouts
+from groupwise.commands.sft import settings_file, sft, with_task
+from groupwise.commands.weights import convert, merge, quantize
 from groupwise.config import FLAGS, Config, dump_config, read_config
-from groupwise.config.checks import between
-from groupwise.errors import ConfigError, EchoError, InvariantError
+from groupwise.config.coerce import between
+from groupwise.errors import ConfigError, InvariantError, RemoteRankError
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 """Any word the parser rejects. Taken from here because typer's parser has moved between packages."""
@@ -66,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(str(error), code=2, notes=getattr(error, "__notes__", ()))
     except InvariantError as error:
         return fail(str(error), code=3, notes=getattr(error, "__notes__", ()))
-    except EchoError as error:
+    except RemoteRankError as error:
         return error.code  # the leader of the processes says it
     except (KeyboardInterrupt, typer.Abort):
         return 130
@@ -138,7 +132,7 @@ def train(
     """Train a model. Without arguments: the built-in model learns Countdown on this machine."""
     flags = {name: context.params[name] for name in FLAGS if context.params[name] not in (None, (), [])}
     settings = training_config(words or [], config=config, resume=resume, flags=flags).resolve()
-    from groupwise.model.source import local_folder
+    from groupwise.model.resolve import local_folder
     from groupwise.tasks import TASKS, load_task, read_task_file, task_of
     from groupwise.tracking.trackers import tracker_names
 
@@ -236,8 +230,7 @@ def evaluate(
     """Measure held-out accuracy, with 95 % intervals; of a run, also what training changed."""
     between("--samples", samples, 1)
     between("--examples", examples, 1)
-    from groupwise.evaluate.command import evaluate_command
-    from groupwise.evaluate.report_lines import report_lines, unscored
+    from groupwise.commands.eval import evaluate_command, report_lines, unscored
 
     reports = evaluate_command(
         target,

@@ -37,7 +37,7 @@ class RolloutError(GroupwiseError):
     """One rollout failed; it is recorded and excluded, the run goes on."""
 
 
-class EchoError(GroupwiseError):
+class RemoteRankError(GroupwiseError):
     """What went wrong in a run of several processes, raised in those that leave the telling to the leader."""
 
     def __init__(self, sentence: str, *, code: int) -> None:

@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from groupwise.config.checks import between
+from groupwise.config.coerce import between
 from groupwise.errors import ConfigError
 
 if TYPE_CHECKING:
     from groupwise.config import Config
     from groupwise.model.policy import Policy
     from groupwise.records import Sampling
-    from groupwise.serve.opened import Asked
-    from groupwise.serve.talk import Answering, Talk
-    from groupwise.serve.tool_talk import Kit
+    from groupwise.serve.chat_session import Answering, ChatSession, ToolSession
+    from groupwise.serve.load_target import TaskPrompt
 
 HELP = "type your message; /reset begins anew, /quit or Ctrl-D ends"
 
@@ -57,7 +56,7 @@ def chat(
         raise ConfigError("--tools and --strategy do not go together; give one of them")
     if task and not (example or tools):
         raise ConfigError("--task says whose example or tools to take: give --example or --tools with it")
-    from groupwise.serve.opened import find_named, held_out_example, tools_of
+    from groupwise.serve.load_target import find_named, held_out_example, tools_of
 
     named = find_named(target, words or [])
     config = named.config
@@ -89,7 +88,7 @@ def sampling_for(
 ) -> Sampling:
     """How tokens are drawn; half of a model's context is left to what is asked."""
     from groupwise.records import Sampling
-    from groupwise.serve.asked import COLDEST
+    from groupwise.serve.completion_request import COLDEST
 
     longest = min(max_tokens, max(1, policy.context_length // 2))
     heat = 0.0 if temperature < COLDEST else temperature
@@ -97,37 +96,41 @@ def sampling_for(
 
 
 def streamer(
-    policy: Policy, sampling: Sampling, stack: ExitStack, *, config: Config, kit: Kit | None, seed: int
+    policy: Policy,
+    sampling: Sampling,
+    stack: ExitStack,
+    *,
+    config: Config,
+    kit: ToolSession | None,
+    seed: int,
 ) -> Answering:
     """Answers that are shown while they are written, with tools where there is a kit of them."""
-    from groupwise.serve.talk import Streaming
-    from groupwise.serve.tool_talk import ToolAnswering
+    from groupwise.serve.chat_session import StreamingAnswers, ToolAnswers
 
-    streaming = Streaming(policy, sampling, seed=seed)
+    streaming = StreamingAnswers(policy, sampling, seed=seed)
     stack.callback(streaming.close)
-    return streaming if kit is None else ToolAnswering(streaming, kit, limits=config.tools)
+    return streaming if kit is None else ToolAnswers(streaming, kit, limits=config.tools)
 
 
-def conversation(answering: Answering, *, system: str | None, asked: Asked | None) -> Talk:
+def conversation(answering: Answering, *, system: str | None, asked: TaskPrompt | None) -> ChatSession:
     """A conversation; one with tools begins as its task's prompts do."""
-    from groupwise.serve.opened import system_of
-    from groupwise.serve.talk import Talk
-    from groupwise.serve.tool_talk import ToolAnswering, ToolTalk
+    from groupwise.serve.chat_session import ChatSession, ToolAnswers, ToolChatSession
+    from groupwise.serve.load_target import system_of
 
-    if isinstance(answering, ToolAnswering):
+    if isinstance(answering, ToolAnswers):
         assert asked is not None, "tools are a task's"
-        return ToolTalk(answering, system=system or system_of(asked))
-    return Talk(answering, system=system)
+        return ToolChatSession(answering, system=system or system_of(asked))
+    return ChatSession(answering, system=system)
 
 
 def strategist(strategy: str, policy: Policy, sampling: Sampling, *, config: Config, seed: int) -> Answering:
-    from groupwise.serve.talk import by_strategy
+    from groupwise.serve.chat_session import by_strategy
 
     drawn = replace(sampling, temperature=sampling.temperature or 0.7)  # several equal answers say nothing
     return by_strategy(strategy, policy, drawn, engine=config.engine, seed=seed)
 
 
-def converse(talk: Talk, *, title: str) -> None:
+def converse(talk: ChatSession, *, title: str) -> None:
     print(f"{title}: {HELP}")
     for line in questions():
         if line == "/reset":

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from groupwise.config import Config, read_config
-from groupwise.config.checks import between, one_of
+from groupwise.config.coerce import between, one_of
 
 if TYPE_CHECKING:
-    from groupwise.training.preflight import Place, Preflight
+    from groupwise.training.resources.run_estimate import DeviceSpec, MemoryEstimate
 
 REQUIRED = ("torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "pyarrow", "rich", "typer")
 OPTIONAL = {
@@ -76,8 +76,8 @@ def doctor(
 
 def template_report(model: str) -> int:
     """Say whether conversations with this model can grow token by token."""
-    from groupwise.model.source import model_folder
-    from groupwise.model.template import template_verdict
+    from groupwise.model.resolve import model_folder
+    from groupwise.model.tokenizer import template_verdict
 
     fine, sentence = template_verdict(model_folder(model))
     print(f"{model}: {sentence}")
@@ -113,7 +113,7 @@ def device_words() -> str:
         about = torch.cuda.get_device_properties(0)
         count = torch.cuda.device_count()
         return f"{count} × {about.name}, {about.total_memory / 1e9:.0f} GB each"
-    from groupwise.model.memory import total_memory
+    from groupwise.model.device import total_memory
 
     memory = total_memory(torch.device("cpu"))
     return f"CPU, {torch.get_num_threads()} threads, {memory / 1e9:.0f} GB"
@@ -136,10 +136,15 @@ def look_ahead(
     """Predict memory by part and the time of a step."""
     import torch
 
-    from groupwise.training.pace import measure_machine, pace
-    from groupwise.training.preflight import BYTES, advice, preflight
-    from groupwise.training.recompute import choose_recomputing
-    from groupwise.training.shape import shape_of
+    from groupwise.training.resources.model_shape import shape_of
+    from groupwise.training.resources.run_estimate import (
+        BYTES,
+        advice,
+        choose_recomputing,
+        measure_machine,
+        pace,
+        preflight,
+    )
 
     if config.lora.r:
         import peft  # noqa: F401  (its code is part of what a run takes on a CPU)
@@ -150,7 +155,7 @@ def look_ahead(
     config, recomputing = choose_recomputing(
         config, shape, place, free=place.total, prompt_tokens=prompt_tokens
     )
-    found: Preflight = preflight(config, shape, place, prompt_tokens=prompt_tokens)
+    found: MemoryEstimate = preflight(config, shape, place, prompt_tokens=prompt_tokens)
     here = kind == ("cuda" if torch.cuda.is_available() else "cpu")
     seconds = None
     if here:
@@ -178,16 +183,16 @@ def look_ahead(
     }
 
 
-def place_of(kind: str, memory_gb: float | None) -> Place:
+def place_of(kind: str, memory_gb: float | None) -> DeviceSpec:
     """The device with its memory, and what the program itself takes of it."""
     import torch
 
-    from groupwise.training.preflight import CUDA_CONTEXT, Place
+    from groupwise.training.resources.run_estimate import CUDA_CONTEXT, DeviceSpec
 
     if kind == "cpu" or torch.cuda.is_available():
-        place = Place.of(torch.device(kind))
+        place = DeviceSpec.of(torch.device(kind))
     else:
-        place = Place(kind=kind, total=24_000_000_000, program=CUDA_CONTEXT)
+        place = DeviceSpec(kind=kind, total=24_000_000_000, program=CUDA_CONTEXT)
     return place if memory_gb is None else replace(place, total=int(memory_gb * 1e9))
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from groupwise.commands.words import settings_file, with_task
+from groupwise.commands.sft import settings_file, with_task
 from groupwise.config import Config, read_config
 from groupwise.errors import ConfigError
 
@@ -73,14 +73,14 @@ def evolve(
     extra += ["evolve.certain=false"] if even_if_uncertain else []
     flags = {"no_trackio": True} if no_trackio else {}
     settings = evolve_config(words or [], config=config, resume=resume, given=given, extra=extra, flags=flags)
-    from groupwise.model.source import local_folder
+    from groupwise.model.resolve import local_folder
     from groupwise.tasks import load_task
     from groupwise.tracking.trackers import tracker_names
 
     loaded = load_task(settings.task)  # before torch, so that a mistake is answered at once
     tracker_names(settings.track)
     local_folder(settings.model.name)
-    from groupwise.population.loop import evolve as run_search
+    from groupwise.evolve.evolve_run import evolve as run_search
 
     run_search(settings, resume=resume, task=loaded)
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from groupwise.config.checks import between, finite, one_of
+from groupwise.config.coerce import between, finite, one_of
 
 if TYPE_CHECKING:
-    from groupwise.retrieval.index import Progress
+    from groupwise.retrieval.search_index import Progress
 
 index_app = typer.Typer(help="Build, search and measure a document index.", no_args_is_help=True)
 
@@ -61,18 +61,18 @@ def build(
     between("--budget", budget, 32)
     between("--per-host", per_host, 1)
     check_fusion(fusion, dense_weight, sparse_weight)
-    from groupwise.retrieval import command
-    from groupwise.retrieval.fetch import Manners
+    from groupwise.commands import index_actions
+    from groupwise.retrieval.fetch import FetchPolicy
 
     with progress_bars() as progress:
-        report = command.build(
+        report = index_actions.build(
             output,
             documents=documents,
             data=data,
             fetch=fetch,
             pages=pages,
             skip_existing=skip_existing,
-            manners=Manners(allow_private=allow_private, per_host=per_host),
+            manners=FetchPolicy(allow_private=allow_private, per_host=per_host),
             progress=progress,
             embedding=embedding,
             store=store,
@@ -98,10 +98,10 @@ def search(
     """Show the best chunks for a query, with scores and the rank on each side."""
     between("--count", count, 1)
     check_fusion(fusion, dense_weight, sparse_weight)
-    from groupwise.retrieval import command
+    from groupwise.commands import index_actions
 
     one_of("--side", side, ("fused", "dense", "sparse"))
-    report = command.search(
+    report = index_actions.search(
         index,
         query,
         count=count,
@@ -129,9 +129,9 @@ def evaluate(
     """Measure MRR, recall and nDCG of the dense side, the sparse side and both."""
     between("--count", count, 1)
     check_fusion(fusion, dense_weight, sparse_weight)
-    from groupwise.retrieval import command
+    from groupwise.commands import index_actions
 
-    report = command.evaluate(
+    report = index_actions.evaluate(
         index,
         questions=questions,
         count=count,
@@ -144,7 +144,7 @@ def evaluate(
 
 def check_fusion(fusion: str | None, dense_weight: float | None, sparse_weight: float | None) -> None:
     """Refuse what no search could be made with, before anything is read or built."""
-    from groupwise.retrieval.fusion import FUSIONS
+    from groupwise.retrieval.ranking import FUSIONS
 
     if fusion is not None:
         one_of("--fusion", fusion, tuple(FUSIONS))
@@ -193,7 +193,7 @@ def build_lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def search_lines(report: dict[str, Any]) -> Iterator[str]:
-    from groupwise.retrieval.words import words_of
+    from groupwise.retrieval.documents import words_of
 
     wanted = set(words_of(report["query"]))
     for hit in report["results"]:
@@ -206,7 +206,7 @@ def search_lines(report: dict[str, Any]) -> Iterator[str]:
 
 def highlighted(text: str, wanted: set[str]) -> str:
     """Set the words that were asked for in bold, on a terminal."""
-    from groupwise.retrieval.words import words_of
+    from groupwise.retrieval.documents import words_of
 
     if not sys.stdout.isatty():
         return text

@@ -1,8 +1,8 @@
-"""`groupwise sft`: a warm start on demonstrations."""
+"""What `train` and `sft` make of the words and flags that both take."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,12 +10,32 @@ from typing import Annotated, Any
 
 import typer
 
-from groupwise.commands.words import settings_file, with_task
 from groupwise.config import Config, read_config
-from groupwise.config.read import read_file
-from groupwise.config.sections import NO_TASK
+from groupwise.config.loading import read_file
+from groupwise.config.schema import NO_TASK
 from groupwise.errors import ConfigError
-from groupwise.tracking.run_folder import RunFolder
+from groupwise.tracking.run_folder import RunFolder, refuse_agent, refuse_checkpoint
+
+
+def with_task(given: Mapping[str, Any], tasks: Sequence[str]) -> dict[str, Any]:
+    """Add the task that stands among the words to what the flags gave."""
+    if len(tasks) > 1 or (tasks and "task" in given):
+        raise ConfigError(f"one run has one task; leave out all but {tasks[0]}")
+    return {**given, **({"task": tasks[0]} if tasks else {})}
+
+
+def settings_file(config: Path | None, resume: Path | None) -> Path | None:
+    """The file to read settings from: that of the run to go on with, or the user's own."""
+    if resume is None:
+        return config
+    if config is not None:
+        raise ConfigError("--resume takes the settings of its run; leave --config out")
+    refuse_agent(resume)
+    refuse_checkpoint(resume)
+    if not (resume / "config.yaml").is_file():
+        raise ConfigError(f"{resume} is not the folder of a run: it has no config.yaml")
+    return resume / "config.yaml"
+
 
 what = partial(typer.Option, show_default=False, rich_help_panel="What to imitate")
 how = partial(typer.Option, show_default=False, rich_help_panel="How to learn")
@@ -73,17 +93,17 @@ def sft(
     given = {name: context.params[name] for name in SETTINGS if context.params[name] is not None}
     flags = {name: True for name in ("skip_evaluation", "no_trackio") if context.params[name]}
     settings = sft_config(words or [], config=config, resume=resume, given=given, flags=flags)
-    from groupwise.model.source import local_folder
-    from groupwise.tasks.demonstrations import plan_warm_start
+    from groupwise.model.resolve import local_folder
+    from groupwise.tasks.sft_data import plan_warm_start
     from groupwise.tracking.trackers import tracker_names
 
     tracker_names(settings.track)
     local_folder(settings.model.name)
     # Before torch, so that a mistake in the data is answered at once.
     plan = plan_warm_start(settings, resumed=resume is not None)
-    from groupwise.training.warm_start import warm_start
+    from groupwise.training.sft_run import run_sft
 
-    warm_start(plan, resume=resume)
+    run_sft(plan, resume=resume)
 
 
 def sft_config(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager, nullcontext
@@ -14,25 +15,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from groupwise.config.sections import EngineConfig
-from groupwise.engine.blocks import BlockPool
-from groupwise.engine.during import collecting_only_new
-from groupwise.engine.runner import Runner
-from groupwise.engine.sampler import draw, uniforms
-from groupwise.engine.scheduler import NONE, More, Scheduler, Sequence
-from groupwise.engine.stopping import StopStrings
+from groupwise.config.schema import EngineConfig
+from groupwise.engine.cpu_runner import Runner
+from groupwise.engine.kv_cache import BlockPool
+from groupwise.engine.sampler import StopStrings, draw, uniforms
+from groupwise.engine.scheduler import NONE, FutureRequests, Scheduler, Sequence
 from groupwise.errors import ConfigError
-from groupwise.model.members import Members
-from groupwise.model.memory import free_memory
-from groupwise.model.mode import in_mode
+from groupwise.model.adapters.lora_bank import LoRABank
+from groupwise.model.device import free_memory
+from groupwise.model.ops.equivalence import in_mode
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Finish, Request, Sampling
 
 if TYPE_CHECKING:
-    from groupwise.engine.cuda.runner import GraphRunner
+    from groupwise.engine.cuda.graph_runner import GraphRunner
 
 
-class Partner(Protocol):
+class CompletionSink(Protocol):
     """Whom completions are for: takes each as it ends, and may have something to go on with."""
 
     def finished(self, request: int, member: int, completion: Completion) -> None: ...
@@ -43,7 +42,7 @@ class Partner(Protocol):
 
 
 @dataclass(slots=True)
-class Kept:
+class CollectSink:
     """A partner that keeps what it is given and has nothing to add."""
 
     completions: dict[tuple[int, int], Completion] = field(default_factory=dict)
@@ -58,7 +57,7 @@ class Kept:
 class Engine:
     """Continues prompts with the policy, in groups that share their prompt's blocks."""
 
-    def __init__(self, policy: Policy, config: EngineConfig, members: Members | None = None) -> None:
+    def __init__(self, policy: Policy, config: EngineConfig, members: LoRABank | None = None) -> None:
         self.policy = policy
         self.members = members
         """Adapters of which each request names one; None: the policy's own answers everything."""
@@ -77,7 +76,7 @@ class Engine:
     @torch.no_grad()
     def generate(self, requests: SequenceOf[Request], sampling: Sampling) -> list[list[Completion]]:
         """Return each request's completions, in the order of its seeds."""
-        kept = Kept()
+        kept = CollectSink()
         self._serve(requests, sampling, kept)
         return [
             [kept.completions[r, m] for m in range(len(request.seeds))] for r, request in enumerate(requests)
@@ -88,7 +87,7 @@ class Engine:
         self,
         requests: SequenceOf[Request],
         sampling: Sampling,
-        partner: Partner,
+        partner: CompletionSink,
         *,
         tokens: int,
         turns: int,
@@ -99,7 +98,9 @@ class Engine:
         """
         members = sum(len(request.seeds) for request in requests)
         longest = max((len(request.prompt) for request in requests), default=0) + tokens - sampling.max_tokens
-        self._serve(requests, sampling, partner, more=More(requests=members * (turns - 1), longest=longest))
+        self._serve(
+            requests, sampling, partner, more=FutureRequests(requests=members * (turns - 1), longest=longest)
+        )
 
     @property
     def unrepeatable(self) -> bool:
@@ -107,7 +108,12 @@ class Engine:
         return self.policy.device.type == "cuda"
 
     def _serve(
-        self, requests: SequenceOf[Request], sampling: Sampling, partner: Partner, *, more: More = NONE
+        self,
+        requests: SequenceOf[Request],
+        sampling: Sampling,
+        partner: CompletionSink,
+        *,
+        more: FutureRequests = NONE,
     ) -> None:
         if not requests:
             return
@@ -150,7 +156,7 @@ class Engine:
         """Whether steps are CUDA graphs."""
         return self.policy.device.type == "cuda" and find_spec("triton") is not None
 
-    def _run(self, scheduler: Scheduler, sampling: Sampling, partner: Partner) -> None:
+    def _run(self, scheduler: Scheduler, sampling: Sampling, partner: CompletionSink) -> None:
         """Step by step, on any device."""
         runner = self._runner_with(scheduler.pool)
         with runner.ready():
@@ -161,14 +167,16 @@ class Engine:
                     partner.finished(sequence.request, sequence.member, scheduler.finish(sequence, reason))
                 scheduler.add(partner.ready(wait=not scheduler.busy))
 
-    def _run_ahead(self, scheduler: Scheduler, sampling: Sampling, partner: Partner) -> None:
+    def _run_ahead(self, scheduler: Scheduler, sampling: Sampling, partner: CompletionSink) -> None:
         """In CUDA graphs, with the host a few steps ahead."""
-        from groupwise.engine.cuda.ahead import Ahead
+        from groupwise.engine.cuda.decode_loop import DecodeLoop
 
         runner = self._graph_runner_for(scheduler)
         with nullcontext() if runner.fused else self.policy.folded():
             runner.refresh()
-            ahead = Ahead(scheduler, runner, sampling, self.policy.end_tokens, self._stop_strings, partner)
+            ahead = DecodeLoop(
+                scheduler, runner, sampling, self.policy.end_tokens, self._stop_strings, partner
+            )
             ahead.run()
         self.occupancy = ahead.drawn / max(1, ahead.offered)
 
@@ -212,7 +220,9 @@ class Engine:
             (scheduler.running[row], "end" if end[row] else "stop" if stop[row] else "length") for row in done
         ]
 
-    def _blocks(self, requests: SequenceOf[Request], sampling: Sampling, slots: int, more: More) -> int:
+    def _blocks(
+        self, requests: SequenceOf[Request], sampling: Sampling, slots: int, more: FutureRequests
+    ) -> int:
         """The cache's size: all that could be needed at once, or what the user allows."""
         size, allowed = self.config.block_size, self.config.kv_tokens
         lengths = [len(request.prompt) for request in requests] + [more.longest] * min(slots, more.requests)
@@ -241,9 +251,9 @@ class Engine:
 
     def _graph_runner_for(self, scheduler: Scheduler) -> GraphRunner:
         """Reuse the memory and the graphs of the last call when they are large enough."""
-        from groupwise.engine.cuda.runner import GraphRunner, Room
+        from groupwise.engine.cuda.graph_runner import Capacity, GraphRunner
 
-        room, size = Room.of(scheduler), self.config.block_size
+        room, size = Capacity.of(scheduler), self.config.block_size
         kept = self._graph_runner
         if kept is None or not kept.room.holds(room) or kept.members != self._member_count:
             self._graph_runner = kept = None  # free the old cache before taking the new one
@@ -264,7 +274,7 @@ class Engine:
         block = token * self.config.block_size * self.policy.head_weight.element_size()
         return int(0.8 * free_memory(self.policy.device)) // block
 
-    def _check_context(self, requests: SequenceOf[Request], sampling: Sampling, more: More) -> None:
+    def _check_context(self, requests: SequenceOf[Request], sampling: Sampling, more: FutureRequests) -> None:
         longest = max(len(request.prompt) for request in requests)
         limit = self.policy.context_length
         if longest >= limit:
@@ -283,3 +293,20 @@ class Engine:
                 f"a prompt of {longest} tokens and the {added} that turns and tools may add exceed the "
                 f"model's context of {limit}; lower tools.max_tokens"
             )
+
+
+@contextmanager
+def collecting_only_new() -> Iterator[None]:
+    """Python's garbage collector leaves alone what was there before the block.
+
+    Answers are many objects, which make it go through everything that was ever imported and loaded: that
+    takes tenths of a second, in which a GPU has nothing to do.
+    """
+    if gc.get_freeze_count():  # the program has its own way, or a block around this one
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

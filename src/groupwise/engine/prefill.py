@@ -17,14 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from groupwise.engine.blocks import History, Prefix
-from groupwise.engine.paged import KVCache
-from groupwise.model.attend import merge
-from groupwise.model.packed import Kind, Parts
-from groupwise.model.padded import PaddedAttention
+from groupwise.engine.kv_cache import History, Prefix
+from groupwise.engine.paged_attention import KVCache
+from groupwise.model.attention.packed import Kind, Parts
+from groupwise.model.attention.segment_attention import PaddedAttention, VarlenAttention, fits, merge
+from groupwise.model.device import to_device
 from groupwise.model.policy import Policy
-from groupwise.model.transfer import to_device
-from groupwise.model.varlen import VarlenAttention, fits
 
 PREFILL_TOKENS = 8192
 """Prompt tokens computed in one pass."""
@@ -33,7 +31,7 @@ Forward = Callable[[Tensor, Tensor, "PrefillLayout"], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class Segment:
     """The part of a prompt that one pass computes."""
 
     prefix: Prefix
@@ -49,7 +47,7 @@ class Stretch:
         return self.end == len(self.prefix.tokens)
 
 
-class Prompts:
+class Prefill:
     """Computes prompts, and leaves the next token's logits on each."""
 
     def __init__(self, policy: Policy, cache: KVCache, *, shared: bool = False) -> None:
@@ -92,7 +90,7 @@ class Prompts:
         )
         history.taken = True
 
-    def _pass(self, stretches: Sequence[Stretch], forward: Forward) -> None:
+    def _pass(self, stretches: Sequence[Segment], forward: Forward) -> None:
         # Those with something before them come last: their part of the row also attends to the cache.
         stretches = sorted(stretches, key=lambda stretch: stretch.start > 0)
         tokens = np.concatenate([s.prefix.tokens[s.start : s.end] for s in stretches])
@@ -117,9 +115,9 @@ class Prompts:
         return to_device(array, self.policy.device)
 
 
-def next_pass(prefixes: Sequence[Prefix]) -> list[Stretch]:
+def next_pass(prefixes: Sequence[Prefix]) -> list[Segment]:
     """What of these prompts to compute next: whole ones while they fit, and long ones bit by bit."""
-    stretches: list[Stretch] = []
+    stretches: list[Segment] = []
     room = PREFILL_TOKENS
     for prefix in prefixes:
         if not prefix.blocks:
@@ -128,7 +126,7 @@ def next_pass(prefixes: Sequence[Prefix]) -> list[Stretch]:
         if stretches and needed > room:
             break
         length = min(needed, room)
-        stretches.append(Stretch(prefix, prefix.done, prefix.done + length))
+        stretches.append(Segment(prefix, prefix.done, prefix.done + length))
         room -= length
     return stretches
 
@@ -155,7 +153,7 @@ class PrefillLayout:
 
     @classmethod
     def build(
-        cls, cache: KVCache, stretches: Sequence[Stretch], *, device: torch.device, shared: bool = False
+        cls, cache: KVCache, stretches: Sequence[Segment], *, device: torch.device, shared: bool = False
     ) -> PrefillLayout:
         table = [places(s.prefix.blocks, cache.block_size) for s in stretches]
         own = [line[s.start : s.end] for line, s in zip(table, stretches, strict=True)]

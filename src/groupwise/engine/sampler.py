@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -14,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from groupwise.invariants import check_finite
-from groupwise.model.distribution import entropy, scaled_logits
+from groupwise.model.ops.logits import entropy, scaled_logits
+from groupwise.model.policy import Policy
 from groupwise.records import Sampling
 
 CHUNK = 64
@@ -85,3 +89,55 @@ def _locate(weights_NK: Tensor, noise_N: Tensor) -> tuple[Tensor, Tensor]:
     weight_N1 = weights_NK.double().gather(1, index_N1)
     rest_N1 = (aim_N1 - (mass_NK.gather(1, index_N1) - weight_N1)) / weight_N1
     return index_N1.squeeze(1), rest_N1.squeeze(1).clamp(0.0, 1.0)
+
+
+class StopStrings:
+    """Looks at as few last tokens as could hold a stop string, however it is split over them."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    def hits(self, sequences: Iterable[NDArray[np.int64]], strings: tuple[str, ...]) -> NDArray[np.bool_]:
+        """Whether each sequence's text holds a stop string, given that it did not before the last token."""
+        # A token that writes adds at least one byte; one more token for what the first may complete.
+        reach = max(len(string.encode()) for string in strings) + 1
+        texts = (self.policy.decode(self._writing(tokens)[-reach:].tolist()) for tokens in sequences)
+        return np.array([any(string in text for string in strings) for text in texts])
+
+    def _writing(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        return tokens[self._writes_V[tokens]]
+
+    @cached_property
+    def _writes_V(self) -> NDArray[np.bool_]:
+        """False for special tokens and for ids that the tokenizer does not have: they add no text."""
+        tokenizer = self.policy.tokenizer
+        writes_V = np.zeros(self.policy.head_weight.shape[0], dtype=np.bool_)
+        known = np.array(list(tokenizer.get_vocab().values()))
+        writes_V[known[known < len(writes_V)]] = True
+        writes_V[[t for t, added in tokenizer.added_tokens_decoder.items() if added.special]] = False
+        return writes_V
+
+
+TOGETHER = 64
+"""Tokens whose logits are in memory at once."""
+
+
+@dataclass(slots=True, eq=False)
+class PromptLogprobs:
+    """Filled in while a prompt is computed, at temperature 1, as nobody sampled it."""
+
+    alternatives: int
+    places: list[Alternatives] = field(default_factory=list)
+    """Of each token of the prompt but the first, which follows nothing: itself, then the likeliest."""
+
+    def add(self, policy: Policy, hidden_NM: Tensor, tokens: Sequence[int]) -> None:
+        """Score the tokens that follow these places."""
+        tokens_N1 = torch.tensor(tokens, dtype=torch.int64, device=hidden_NM.device)[:, None]
+        for start in range(0, len(tokens), TOGETHER):
+            here = slice(start, start + TOGETHER)
+            own_N1, logprobs_NV = tokens_N1[here], policy.logits(hidden_NM[here]).float().log_softmax(-1)
+            likely_NA, values_NA = (x[:, : self.alternatives] for x in likeliest(logprobs_NV))
+            shown_NA = torch.cat([own_N1, likely_NA], dim=1)
+            values_NA = torch.cat([logprobs_NV.gather(1, own_N1), values_NA], dim=1)
+            for pair in zip(shown_NA.tolist(), values_NA.tolist(), strict=True):
+                self.places.append(tuple(zip(*pair, strict=True)))

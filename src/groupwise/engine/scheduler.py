@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from groupwise.engine.blocks import BlockPool, History, Prefix
+from groupwise.engine.kv_cache import BlockPool, History, Prefix
 from groupwise.records import Completion, Finish, Request
 
 
@@ -33,14 +33,14 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class More:
+class FutureRequests:
     """What may be added while sequences run: how many requests, and how long a prompt."""
 
     requests: int = 0
     longest: int = 0
 
 
-NONE = More()
+NONE = FutureRequests()
 
 
 class Scheduler:
@@ -57,7 +57,7 @@ class Scheduler:
         slots: int,
         pool: BlockPool,
         max_tokens: int,
-        more: More = NONE,
+        more: FutureRequests = NONE,
     ) -> None:
         self.pool = pool
         self.running: list[Sequence] = []

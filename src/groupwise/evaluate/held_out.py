@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from groupwise.evaluate.breakdown import Question, question_by_question
-from groupwise.evaluate.statistics import (
+from groupwise.errors import ConfigError
+from groupwise.evaluate.intervals import (
     Difference,
     Interval,
+    ballots,
+    majority,
     mean_interval,
     paired_difference,
     pass_at_k,
     wilson,
 )
+from groupwise.files import write_atomically
 from groupwise.records import Example, Group, Rollout, Sampling
-from groupwise.rewards.score import score_group
-from groupwise.tasks.task import Task
+from groupwise.rewards.runner import score_group
+from groupwise.tasks.self_test import truth_of
+from groupwise.tasks.task import Prompt, Task
+from groupwise.tracking.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from groupwise.parallel.processes import Processes
-    from groupwise.rollout.collect import Codec, Generate, Tools
+    from groupwise.rollout.collect import Generate, PromptCodec, Tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +57,7 @@ class Evaluation:
     """Each reward by name: for each example, its mean over the sampled answers that have it, else 0."""
     answers: tuple[Group, ...] = ()
     """The greedy answers, to read; not kept in JSON."""
-    questions: tuple[Question, ...] = ()
+    questions: tuple[QuestionResult, ...] = ()
     """Everything example by example, to read; not read back from JSON."""
 
     @property
@@ -149,7 +157,7 @@ def evaluate(
     task: Task,
     examples: Sequence[Example],
     *,
-    codec: Codec,
+    codec: PromptCodec,
     engine: Generate,
     sampling: Sampling,
     samples: int,
@@ -259,3 +267,109 @@ def as_text(rollout: Rollout) -> str:
     if isinstance(rollout.prompt, str):
         return rollout.prompt
     return "\n".join(f"[{message['role']}] {message['content']}" for message in rollout.prompt)
+
+
+TRANSCRIPTS = 10
+"""Answers in the text file."""
+
+
+def make_writable(folder: Path) -> None:
+    """Make the folder, and a file in it: what cannot be written is found before hours of measuring."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(cannot_save(folder, error)) from error
+
+
+def cannot_save(folder: Path, error: OSError) -> str:
+    return f"cannot save results in {folder}: {error.strerror or error}; name another folder by --output"
+
+
+def write_evaluation(folder: Path, name: str, result: Evaluation, *, about: Mapping[str, Any]) -> Path:
+    """Write both files, the JSON last: where it is, the other is too."""
+    write_atomically(folder / f"{name}.txt", transcripts(result, count=TRANSCRIPTS))
+    path = folder / f"{name}.json"
+    write_atomically(path, json.dumps({**about, **result.to_json()}, indent=1))
+    return path
+
+
+def read_evaluation(run: RunFolder, name: str) -> Evaluation | None:
+    """Return an evaluation that was written earlier; None when there is none."""
+    path = run.evaluations / f"{name}.json"
+    try:
+        return Evaluation.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is damaged ({error!r}): move it away") from error
+
+
+def unused_name(folder: Path, stem: str) -> str:
+    """Return the stem, numbered when an evaluation of that name exists."""
+    name, number = stem, 1
+    while (folder / f"{name}.json").exists():
+        number += 1
+        name = f"{stem}-{number}"
+    return name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuestionResult:
+    """One held-out example and what became of it."""
+
+    asked: str
+    kind: str | None
+    """How hard it is, in the task's words."""
+    truth: str
+    greedy: str | None
+    """The answer that the greedy completion states."""
+    greedy_right: bool
+    right: int
+    """Sampled completions that are right."""
+    formatted: int
+    """Sampled completions in the form that was asked for."""
+    majority_right: bool
+    """Whether the answer that most of them state is right."""
+    votes: Mapping[str, int]
+    """How many sampled completions state each answer, the most stated first."""
+    error: str | None = None
+    """Why a completion could not be scored: of the first such one."""
+
+
+def question_by_question(
+    task: Task, greedy: Sequence[Group], sampled: Sequence[Group]
+) -> list[QuestionResult]:
+    """Look at each example's greedy answer and at its sampled ones, all of them scored."""
+    return [question(task, one, several) for one, several in zip(greedy, sampled, strict=True)]
+
+
+def question(task: Task, greedy: Group, sampled: Group) -> QuestionResult:
+    (best,) = greedy.rollouts
+    stated = [states(task, rollout) for rollout in sampled.rollouts]
+    chosen = majority(stated, task.alike)
+    return QuestionResult(
+        asked=question_in(best.prompt),
+        kind=task.difficulty(greedy.example) if task.difficulty else None,
+        truth=truth_of(task, greedy.example),
+        greedy=states(task, best),
+        greedy_right=task.is_right(best),
+        right=sum(map(task.is_right, sampled.rollouts)),
+        formatted=sum(map(task.is_formatted, sampled.rollouts)),
+        majority_right=chosen is not None and task.is_right(sampled.rollouts[chosen]),
+        votes={str(stated[voters[0]]): len(voters) for voters in ballots(stated, task.alike)},
+        error=next((one.error for one in (best, *sampled.rollouts) if one.error is not None), None),
+    )
+
+
+def states(task: Task, rollout: Rollout) -> str | None:
+    """Return the answer that a completion states: all of it, where the task does not say how to find it."""
+    return task.predicted(rollout.text) if task.predicted else rollout.text.strip()
+
+
+def question_in(prompt: Prompt) -> str:
+    """Return the question alone: the last message that is the user's."""
+    if isinstance(prompt, str):
+        return prompt
+    questions = [str(message["content"]) for message in prompt if message["role"] == "user"]
+    return questions[-1] if questions else str(prompt)

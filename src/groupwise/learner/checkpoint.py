@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import CheckpointError
-from groupwise.tracking.files import let_read, sync, write_atomically
+from groupwise.files import let_read, sync, write_atomically
 from groupwise.tracking.run_folder import step_name, step_of
 
 if TYPE_CHECKING:

@@ -9,25 +9,27 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from groupwise.algo.losses import LossSettings, Tokens, policy_loss, token_weights
-from groupwise.algo.metrics import averages, merge
-from groupwise.algo.packing import MicroBatch, micro_batches
-from groupwise.config.sections import AlgoConfig, OptimConfig
+from groupwise.algo.losses import LossSettings, Tokens, averages, merge, policy_loss, token_weights
+from groupwise.config.schema import AlgoConfig, OptimConfig
 from groupwise.errors import ConfigError
 from groupwise.invariants import check_finite, check_gap
-from groupwise.learner.optimizer import clipped_step, make_optimizer
-from groupwise.learner.part import Done, Found, Part
-from groupwise.learner.passes import pass_tokens
-from groupwise.learner.rows import row_logprobs
-from groupwise.learner.schedule import learning_rate
-from groupwise.model.context import Context
-from groupwise.model.memory import total_memory
+from groupwise.learner.micro_batch import (
+    MicroBatch,
+    MicroBatchInputs,
+    PassOutput,
+    StepOutput,
+    micro_batches,
+    pass_tokens,
+    row_logprobs,
+)
+from groupwise.learner.optimizer import clipped_step, learning_rate, make_optimizer
+from groupwise.model.attention.ulysses import UlyssesContext
+from groupwise.model.device import total_memory
 from groupwise.model.policy import Policy
-from groupwise.parallel.balance import dealt_out
-from groupwise.parallel.gradients import sum_gradients
 from groupwise.parallel.processes import Processes
+from groupwise.parallel.work_sharing import shares_of_samples, sum_gradients
 from groupwise.records import Sample, Sampling
-from groupwise.tracking.log import LOGGER
+from groupwise.tracking.run_log import LOGGER
 
 GPU_LOGITS_BYTES = 2 << 30
 """More than a chunk of logits and its gradient take on a GPU."""
@@ -45,7 +47,7 @@ class Learner:
         sampling: Sampling,
         max_steps: int,
         processes: Processes | None = None,
-        context: Context | None = None,
+        context: UlyssesContext | None = None,
     ) -> None:
         self.policy = policy
         self.context = context
@@ -90,7 +92,7 @@ class Learner:
         norms: list[float] = []
         for _ in range(self.optim.epochs):
             for parts in minibatches:
-                own = Done(0.0, {})
+                own = StepOutput(0.0, {})
                 with self.processes.together():
                     own = self._noted(parts, self._accumulate(parts))
                 everyone = self.processes.gather(own.on_cpu())
@@ -130,7 +132,9 @@ class Learner:
             total=self.total_updates,
         )
 
-    def _prepare(self, samples: Sequence[Sample], *, sequences: int, tokens: int) -> list[list[Part]]:
+    def _prepare(
+        self, samples: Sequence[Sample], *, sequences: int, tokens: int
+    ) -> list[list[MicroBatchInputs]]:
         """Split into mini-batches of whole groups, pack them, and run the passes that precede any update."""
         divided = split_groups(samples, self.optim.minibatches or 1)
         weights = token_weights(
@@ -140,11 +144,11 @@ class Learner:
             tokens=tokens,
             max_tokens=self.sampling.max_tokens,
         )
-        prepared: list[list[Part]] = []
+        prepared: list[list[MicroBatchInputs]] = []
         for minibatch, sample_weights in zip(divided, weights, strict=True):
             # Before the first update the old policy is the policy now, unless noise makes it another.
             old_pass = bool(prepared) or self.optim.epochs > 1 or self.policy.noisy
-            parts: list[Part] = []
+            parts: list[MicroBatchInputs] = []
             for part in self._parts(minibatch, sample_weights):
                 parts.append(
                     replace(
@@ -156,25 +160,27 @@ class Learner:
             prepared.append(parts)
         return prepared
 
-    def _parts(self, minibatch: Sequence[Sample], weights: Sequence[float]) -> Iterator[Part]:
+    def _parts(self, minibatch: Sequence[Sample], weights: Sequence[float]) -> Iterator[MicroBatchInputs]:
         """Yield the passes that make up this process's share of a mini-batch."""
         if self.context is not None:
             shares = [list(range(len(minibatch)))] * self.processes.count
         else:
-            shares = dealt_out(minibatch, self.processes.count)
+            shares = shares_of_samples(minibatch, self.processes.count)
         passes = [
             [[share[i] for i in indices] for indices in micro_batches(own, budget=self.micro_batch_tokens)]
             for share in shares
             for own in [[minibatch[i] for i in share]]
         ]
         for indices in passes[self.processes.rank]:
-            yield Part.build(
+            yield MicroBatchInputs.build(
                 [minibatch[i] for i in indices], [weights[i] for i in indices], device=self.policy.device
             )
         if self.policy.in_step:
             # A divided layer computes only where all processes do: whoever is done goes on for nothing.
             for _ in range(max(map(len, passes)) - len(passes[self.processes.rank])):
-                yield replace(Part.build(minibatch[:1], [0.0], device=self.policy.device), idle=True)
+                yield replace(
+                    MicroBatchInputs.build(minibatch[:1], [0.0], device=self.policy.device), idle=True
+                )
 
     def _logprobs(self, policy: Policy, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         entropy_gradient = self.algo.entropy_bonus != 0
@@ -195,7 +201,7 @@ class Learner:
         with self.policy.reference() as reference:
             return self._fixed_logprobs(reference, batch)
 
-    def _accumulate(self, parts: list[Part]) -> list[Found]:
+    def _accumulate(self, parts: list[MicroBatchInputs]) -> list[PassOutput]:
         """Add up a mini-batch's gradient; where memory runs out, from the start with smaller passes.
 
         What a pass leaves behind when it fails is unknown, so all of it is thrown away; the smaller passes
@@ -226,7 +232,7 @@ class Learner:
                 self.micro_batch_tokens,
             )
 
-    def _backward(self, part: Part) -> Found:
+    def _backward(self, part: MicroBatchInputs) -> PassOutput:
         batch = part.batch
         logprobs_N, entropy_N = self._logprobs(self.policy, batch)
         loss, metrics = policy_loss(
@@ -243,20 +249,22 @@ class Learner:
             self.settings,
         )
         self.policy.backward(loss)
-        return Found(
+        return PassOutput(
             loss=loss.detach(),
             metrics={name: value.detach() for name, value in metrics.items()},
             logprobs_N=logprobs_N.detach(),
         )
 
-    def _noted(self, parts: Sequence[Part], found: Sequence[Found]) -> Done:
+    def _noted(self, parts: Sequence[MicroBatchInputs], found: Sequence[PassOutput]) -> StepOutput:
         """Read what the passes of a mini-batch found: only here does the host wait for a GPU."""
         counted = [(part, one) for part, one in zip(parts, found, strict=True) if not part.idle]
         for part, one in counted:
             each = torch.split(one.logprobs_N.float().cpu(), [sample.length for sample in part.members])
             for sample, own_N in zip(part.members, each, strict=True):
                 self.seen[sample.group, sample.member] = own_N.tolist()
-        return Done(sum(float(one.loss) for _, one in counted), merge(one.metrics for _, one in counted))
+        return StepOutput(
+            sum(float(one.loss) for _, one in counted), merge(one.metrics for _, one in counted)
+        )
 
     def _step(self) -> float:
         """Make one optimizer step and count it; returns the gradient's norm before clipping."""

@@ -13,22 +13,25 @@ from typing import Any
 
 import torch
 
-from groupwise.config.model import BUILT_IN, SMOLLM2, LoraConfig, ModelConfig
+from groupwise.config.schema import BUILT_IN, SMOLLM2, LoraConfig, ModelConfig
 from groupwise.errors import ConfigError
-from groupwise.model import interface
-from groupwise.model.accepted import check_attention
-from groupwise.model.adapter import adapt_in_place
-from groupwise.model.device import device_of
-from groupwise.model.gates import shorten_gates
-from groupwise.model.lora import with_adapter
-from groupwise.model.memory import return_freed_memory
-from groupwise.model.norms import shorten_norms
+from groupwise.model.adapters.lora import with_adapter
+from groupwise.model.adapters.quantization import (
+    check_installed,
+    quantization_of,
+    settings_for,
+    unpack_in_passes,
+)
+from groupwise.model.attention import hf_interface
+from groupwise.model.attention.compatibility import check_attention
+from groupwise.model.device import device_of, return_freed_memory
+from groupwise.model.ops.checkpointing import recompute_layers
+from groupwise.model.ops.lora_linear import adapt_in_place
+from groupwise.model.ops.rmsnorm import use_fused_rmsnorm
+from groupwise.model.ops.rotary import use_fused_rotary
+from groupwise.model.ops.swiglu import use_fused_swiglu
 from groupwise.model.policy import Policy
-from groupwise.model.quantize import check_installed, quantization_of, settings_for
-from groupwise.model.quantized import unpack_in_passes
-from groupwise.model.recomputed import recompute_layers
-from groupwise.model.rotary import shorten_rotation
-from groupwise.model.source import check_sizes, first_line, model_folder, unloadable
+from groupwise.model.resolve import check_sizes, first_line, model_folder, unloadable
 
 
 def load_policy(
@@ -48,7 +51,7 @@ def load_policy(
     whole = trained if trained is not None and not lora.r else source
     policy_model = causal_model(whole, dtype, device, quantization=model.quantization)
     check_attention(policy_model, name=model.name)
-    shorten_passes(policy_model)
+    use_fused_ops(policy_model)
     if lora.r:
         if model.name not in (*BUILT_IN, SMOLLM2) and not Path(model.name).expanduser().is_dir():
             policy_model.name_or_path = model.name  # the adapter's files name their base as the user did
@@ -57,8 +60,8 @@ def load_policy(
     frozen = None
     if reference and not lora.r:
         frozen = causal_model(source, dtype, device).requires_grad_(False).eval()
-        frozen.set_attn_implementation(interface.NAME)
-        shorten_passes(frozen)
+        frozen.set_attn_implementation(hf_interface.NAME)
+        use_fused_ops(frozen)
     policy = Policy(policy_model, tokenizer, reference=frozen)
     if model.gradient_checkpointing:
         recompute_layers(policy)
@@ -72,11 +75,11 @@ def load_for_generation(model: ModelConfig, *, rank: int, trained: Path | None) 
     return policy
 
 
-def shorten_passes(model: Any) -> None:
+def use_fused_ops(model: Any) -> None:
     """Where a module is of a kind we know, its training passes take less time and memory."""
-    shorten_norms(model)
-    shorten_rotation(model)
-    shorten_gates(model)
+    use_fused_rmsnorm(model)
+    use_fused_rotary(model)
+    use_fused_swiglu(model)
 
 
 def keep_quiet() -> None:

@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from groupwise.model.codec import Codec
-from groupwise.model.head import float_logits
-from groupwise.model.interface import Layout
-from groupwise.model.lora import base_of, effective_weight, is_adapted
-from groupwise.model.memory import free_memory, kept_numbers
-from groupwise.model.noise import draws_noise
-from groupwise.model.quantized import is_quantized
-from groupwise.tracking.files import let_read
+from groupwise.files import let_read
+from groupwise.model.adapters.lora import base_of, effective_weight, is_adapted
+from groupwise.model.adapters.quantization import is_quantized
+from groupwise.model.attention.hf_interface import Layout
+from groupwise.model.device import free_memory, kept_numbers
+from groupwise.model.ops.equivalence import draws_noise
+from groupwise.model.ops.logits import float_logits
+from groupwise.model.tokenizer import TokenizerCodec
 
 if TYPE_CHECKING:
-    from groupwise.model.sharded import Shards
-    from groupwise.model.zero import Zero
+    from groupwise.model.distributed.deepspeed_zero import ZeroEngine
+    from groupwise.model.distributed.fsdp import FSDPShards
 
 T = TypeVar("T")
 
 
-class Policy(Codec):
+class Policy(TokenizerCodec):
     """A model and its tokenizer, with the few things that the engine and the learner ask of them."""
 
     def __init__(self, model: Any, tokenizer: Any, *, reference: Any | None = None) -> None:
@@ -41,9 +41,9 @@ class Policy(Codec):
         self.anchor: Mapping[str, Tensor] | None = None
         """What the reference has in the place of the trained weights; None: those before training."""
         self.end_tokens = _end_tokens(self._causal, tokenizer)
-        self.shards: Shards | None = None
+        self.shards: FSDPShards | None = None
         """Set when the decoder's layers are divided among processes."""
-        self.zero: Zero | None = None
+        self.zero: ZeroEngine | None = None
         """Set when DeepSpeed divides the policy, or what its optimizer keeps, among processes."""
         self.version = 0
         """Grows with every update: a generator elsewhere sees by it that it needs new weights."""

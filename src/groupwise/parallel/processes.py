@@ -15,10 +15,13 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from groupwise.errors import ConfigError, EchoError, GroupwiseError, InvariantError
+from groupwise.config import Config
+from groupwise.config.schema import RunConfig
+from groupwise.errors import ConfigError, GroupwiseError, InvariantError, RemoteRankError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 T = TypeVar("T")
 
@@ -99,7 +102,7 @@ class Processes:
             first, rank = failures[0]
             if self.leader:
                 raise (own if own is not None else with_rank(first, rank)) from own
-            raise EchoError(str(first), code=exit_code(first)) from own
+            raise RemoteRankError(str(first), code=exit_code(first)) from own
 
     def lead(self, work: Callable[[], T]) -> T | None:
         """Let the leader do something alone; the others go on when it is done, or fail with it."""
@@ -203,3 +206,44 @@ def with_rank(error: Exception, rank: int) -> Exception:
 
 def exit_code(error: Exception) -> int:
     return 2 if isinstance(error, ConfigError) else 3 if isinstance(error, InvariantError) else 1
+
+
+DIVIDING = ("fsdp", "zero1", "zero2", "zero3")
+"""Layouts that divide the policy, or what its optimizer keeps."""
+
+
+def layout_of(run: RunConfig) -> str:
+    """Return how several processes share the update: ddp, fsdp, zero1, zero2, zero3 or context."""
+    if run.parallel is not None:
+        return run.parallel
+    if accelerate_env("USE_DEEPSPEED", "false") == "true":
+        return f"zero{zero_stage()}"
+    return "fsdp" if accelerate_env("USE_FSDP", "false") == "true" else "ddp"
+
+
+def as_launched(config: Config) -> Config:
+    """Take over where accelerate's DeepSpeed settings put the optimizer; the rest is ours to say."""
+    if config.run.parallel is not None or not layout_of(config.run).startswith("zero"):
+        return config
+    if accelerate_env("DEEPSPEED_CONFIG_FILE") != "none":
+        raise ConfigError(
+            "deepspeed_config_file is not read: most of what it says is said by settings of this program; "
+            "give accelerate a zero_stage instead"
+        )
+    if accelerate_env("DEEPSPEED_OFFLOAD_PARAM_DEVICE") != "none":
+        raise ConfigError("offload_param_device must be none: only the optimizer can be kept in main memory")
+    place = accelerate_env("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE")
+    if place not in ("none", "cpu"):
+        raise ConfigError(f"offload_optimizer_device must be none or cpu; got {place}")
+    return config if place == "none" else replace(config, optim=replace(config.optim, offload=True))
+
+
+def zero_stage() -> int:
+    stage = accelerate_env("DEEPSPEED_ZERO_STAGE", "2")
+    if stage not in ("1", "2", "3"):
+        raise ConfigError(f"accelerate's zero_stage must be 1, 2 or 3; got {stage}")
+    return int(stage)
+
+
+def accelerate_env(name: str, default: str = "none") -> str:
+    return os.environ.get(f"ACCELERATE_{name}", default).lower()

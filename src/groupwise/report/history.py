@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections.abc import Sequence
@@ -9,6 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from groupwise.report.rollout_view import RolloutView
 from groupwise.tracking.run_folder import RunFolder, step_of
 
 Row = dict[str, Any]
@@ -65,7 +70,7 @@ def as_columns(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class StoredEvaluation:
     """One evaluation of the run: each score with its 95 % interval."""
 
     step: int
@@ -82,9 +87,9 @@ class EvaluationFiles:
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
-        self._read: dict[Path, tuple[int, Measured | None]] = {}
+        self._read: dict[Path, tuple[int, StoredEvaluation | None]] = {}
 
-    def read(self) -> list[Measured]:
+    def read(self) -> list[StoredEvaluation]:
         """Return the evaluations in the order of steps."""
         found = [one for path in self._own() if (one := self._one(path)) is not None]
         by_step = {one.step: one for one in found}
@@ -95,7 +100,7 @@ class EvaluationFiles:
         paths = sorted(self.folder.evaluations.glob("*.json"))
         return [path for path in paths if path.stem in ("before", "after") or step_of(path.stem) is not None]
 
-    def _one(self, path: Path) -> Measured | None:
+    def _one(self, path: Path) -> StoredEvaluation | None:
         try:
             written = path.stat().st_mtime_ns
             if path not in self._read or self._read[path][0] != written:
@@ -105,11 +110,11 @@ class EvaluationFiles:
         return self._read[path][1]
 
 
-def evaluations(folder: RunFolder) -> list[Measured]:
+def evaluations(folder: RunFolder) -> list[StoredEvaluation]:
     return EvaluationFiles(folder).read()
 
 
-def read_measured(path: Path) -> Measured | None:
+def read_measured(path: Path) -> StoredEvaluation | None:
     """Return one evaluation; None where the file is not one."""
     try:
         return as_measured(path.stem, json.loads(path.read_text(encoding="utf-8")))
@@ -117,7 +122,7 @@ def read_measured(path: Path) -> Measured | None:
         return None
 
 
-def as_measured(name: str, record: dict[str, Any]) -> Measured:
+def as_measured(name: str, record: dict[str, Any]) -> StoredEvaluation:
     scores = {}
     for key in record:
         label = key.removeprefix("eval/")
@@ -128,6 +133,78 @@ def as_measured(name: str, record: dict[str, Any]) -> Measured:
         for label, change in record.get("change", {}).items()
         if label in scores
     }
-    return Measured(
+    return StoredEvaluation(
         step=int(record["step"]), name=name, scores=scores, prompts=len(record["examples"]), changes=changes
     )
+
+
+MOST_STEPS = 100
+"""Steps in one picture; of more, evenly spread ones are read."""
+FEW_VALUES = 12
+"""Up to this many different rewards, each is a bin of its own."""
+BINS = 24
+QUARTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+
+def distribution(slices: RolloutView, *, first: int | None = None, last: int | None = None) -> dict[str, Any]:
+    """Return how often each reward was given in each step, and the quartiles.
+
+    {"steps": [1, 2], "bins": [[0.0, 0.0], [1.0, 1.0]], "counts": [[3, 5], [8, 0]], …}: in step 1
+    three rollouts got reward 0 and eight got 1; counts has a row for each bin.
+    """
+    inside = [
+        step for step in slices.steps() if (first is None or step >= first) and (last is None or step <= last)
+    ]
+    steps, rewards = [], []
+    for step in spread(inside, MOST_STEPS):
+        try:
+            values = slices.rewards(step)
+        except OSError:
+            continue  # removed by a run that resumed before this step
+        if len(values):
+            steps.append(step)
+            rewards.append(values)
+    bins = bins_of(rewards)
+    return {
+        "steps": steps,
+        "of": len(inside),
+        "bins": bins,
+        "counts": count(rewards, bins),
+        "mean": [float(values.mean()) for values in rewards],
+        "quantiles": {
+            f"{share:g}": [float(np.quantile(values, share)) for values in rewards] for share in QUARTILES
+        },
+    }
+
+
+def spread(steps: Sequence[int], most: int) -> list[int]:
+    """Return at most this many steps, evenly spread, the first and the last among them."""
+    if len(steps) <= most:
+        return list(steps)
+    places = np.linspace(0, len(steps) - 1, most).round().astype(int)
+    return [steps[place] for place in places]
+
+
+def bins_of(rewards: Sequence[NDArray[np.float64]]) -> list[list[float]]:
+    """Return the bins from low to high, each as its ends; a reward that stands alone has both ends equal."""
+    if not rewards:
+        return []
+    values = np.unique(np.concatenate([np.unique(step.round(6)) for step in rewards]))
+    if len(values) <= FEW_VALUES:
+        return [[float(value), float(value)] for value in values]
+    edges = np.linspace(values[0], values[-1], BINS + 1)
+    return [[float(low), float(high)] for low, high in itertools.pairwise(edges)]
+
+
+def count(rewards: Sequence[NDArray[np.float64]], bins: Sequence[Sequence[float]]) -> list[list[int]]:
+    """Return, for each bin, how many of each step's rewards lie in it."""
+    if not bins:
+        return []
+    # A reward belongs to the last bin that begins at or below it; rounding must not push it out.
+    starts = np.array([low for low, _ in bins]) - 1e-6
+    columns = [
+        np.bincount(np.searchsorted(starts, values, side="right") - 1, minlength=len(bins))
+        for values in rewards
+    ]
+    table: list[list[int]] = np.stack(columns, axis=1).tolist()
+    return table

@@ -1,17 +1,45 @@
-"""What is searched and what is asked: documents, and questions with the documents that answer them."""
+"""Words as the sparse index and the corpus-trained embedding see them."""
 
 from __future__ import annotations
 
 import hashlib
+import re
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from groupwise.errors import ConfigError
+from groupwise.files import read_file, read_json_lines, read_parquet
 from groupwise.records import is_unicode
-from groupwise.row_files import read_file, read_json_lines, read_parquet
+
+WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")
+STOP_WORDS = frozenset(
+    WORD.findall(
+        "a an and are as at be been but by can could did do does for from had has have how i if in into is "
+        "it its me my no not of on or our should so such than that the their them then there these they "
+        "this to was we were what when where which who whom why will with would you your"
+    )
+)
+
+
+def words_of(text: str) -> list[str]:
+    """Return the lower-case words of a text that carry meaning, plurals brought to their singular."""
+    found = (word.lower() for word in WORD.findall(text))
+    return [singular(word) for word in found if word not in STOP_WORDS]
+
+
+def singular(word: str) -> str:
+    """Drop a plural or possessive ending: a light hand that no two medical terms collide under."""
+    word = word.removesuffix("'s").removesuffix("’s")
+    if len(word) > 4 and word.endswith("ies"):
+        return word[:-3] + "y"
+    if len(word) > 3 and word.endswith("s") and not word.endswith(("ss", "us", "is")):
+        return word[:-1]
+    return word
+
 
 BOILERPLATE = 12
 """An answer given to this many questions answers none of them."""
@@ -30,7 +58,7 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class RetrievalQuestion:
     """A question and every document that carries it."""
 
     text: str
@@ -75,7 +103,7 @@ def read_documents(path: Path) -> list[Document]:
     return list(found.values())
 
 
-def read_questions(path: Path) -> list[Question]:
+def read_questions(path: Path) -> list[RetrievalQuestion]:
     """Read questions as {question, documents}, one a row."""
     questions = []
     for where, row in located_rows(path):
@@ -85,7 +113,7 @@ def read_questions(path: Path) -> list[Question]:
                 f"{where}: a question needs `question` and a list `documents`; it has {sorted(row)}"
             )
         answers = (str(row["answer"]),) if row.get("answer") else ()
-        questions.append(Question(text, tuple(map(str, documents)), answers, held_out=True))
+        questions.append(RetrievalQuestion(text, tuple(map(str, documents)), answers, held_out=True))
     return questions
 
 
@@ -112,7 +140,7 @@ class QaSet:
     """Rows of questions and answers: a document for each page, and questions that know theirs."""
 
     documents: tuple[Document, ...]
-    questions: tuple[Question, ...]
+    questions: tuple[RetrievalQuestion, ...]
 
 
 def read_qa_set(path: Path, *, pages: Mapping[str, str] | None = None) -> QaSet:
@@ -173,7 +201,9 @@ def joined(answers: Iterable[str]) -> str:
     return "\n\n".join(dict.fromkeys(answer.strip() for answer in answers))
 
 
-def questions_of(rows: Sequence[tuple[str, Mapping[str, Any]]], kept: set[str]) -> Iterator[Question]:
+def questions_of(
+    rows: Sequence[tuple[str, Mapping[str, Any]]], kept: set[str]
+) -> Iterator[RetrievalQuestion]:
     """Yield each different question; `rows` come with the names of their pages."""
     shared = Counter(row["answer"] for _, row in rows)
     gold: dict[str, list[tuple[str, Mapping[str, Any]]]] = defaultdict(list)
@@ -183,7 +213,7 @@ def questions_of(rows: Sequence[tuple[str, Mapping[str, Any]]], kept: set[str]) 
     for text, members in gold.items():
         good = [one for one in members if not one[1].get("links") and shared[one[1]["answer"]] < BOILERPLATE]
         if good:
-            yield Question(
+            yield RetrievalQuestion(
                 text,
                 tuple(dict.fromkeys(name for name, _ in members)),
                 tuple(dict.fromkeys(row["answer"] for _, row in good)),
@@ -196,3 +226,64 @@ def is_held_out(page: str, row: Mapping[str, Any]) -> bool:
     if "split" in row:
         return bool(row["split"] == "test")
     return hashlib.sha256(page.encode()).digest()[0] % 10 == 0
+
+
+Spans = Callable[[str], Sequence[tuple[int, int]]]
+"""A tokenizer: where in a text each token begins and ends."""
+
+TOKEN = re.compile(r"\w+|[^\w\s]")
+SENTENCE_END = re.compile(r"[.!?…][\"'”’)\]]*\s+|\n+")
+LEAST = 16
+"""Tokens that the context must leave to the text; a longer context is cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of a document, as it is indexed."""
+
+    id: str
+    document: str
+    text: str
+    """With the context before it."""
+
+
+def plain_spans(text: str) -> list[tuple[int, int]]:
+    """Words and marks: about what a subword tokenizer counts in English."""
+    return [match.span() for match in TOKEN.finditer(text)]
+
+
+def chunks_of(document: Document, *, budget: int = 256, spans: Spans = plain_spans) -> Iterator[Chunk]:
+    """Yield the chunks of a document, none of more than `budget` tokens, context included."""
+    if budget < 2 * LEAST:
+        raise ConfigError(f"a chunk needs a budget of at least {2 * LEAST} tokens; got {budget}")
+    context = shortened(document.context, budget - LEAST, spans)
+    room = budget - len(spans(context))
+    for number, piece in enumerate(pieces(document.text, room=room, spans=spans)):
+        text = f"{context}\n\n{piece}" if context else piece
+        yield Chunk(f"{document.id}_chunk_{number}", document.id, text)
+
+
+def shortened(text: str, budget: int, spans: Spans) -> str:
+    found = spans(text)
+    return text if len(found) <= budget else text[: found[budget - 1][1]]
+
+
+def pieces(text: str, *, room: int, spans: Spans) -> Iterator[str]:
+    """Yield parts of the text that end at the furthest sentence end within `room` tokens, or else hard there.
+
+    Joined, they are the text.
+    """
+    tokens = spans(text)
+    starts = [start for start, _ in tokens]
+    ends = [bisect_right(starts, match.end() - 1) for match in SENTENCE_END.finditer(text)]
+    """After how many tokens each sentence has ended."""
+    first, at = 0, 0
+    while first < len(tokens):
+        last = min(first + room, len(tokens))
+        if last < len(tokens):
+            place = bisect_right(ends, last) - 1
+            if place >= 0 and ends[place] > first:
+                last = ends[place]
+        cut = starts[last] if last < len(tokens) else len(text)
+        yield text[at:cut]
+        first, at = last, cut

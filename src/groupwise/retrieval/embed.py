@@ -21,8 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from groupwise.errors import ConfigError
-from groupwise.retrieval.chunk import plain_spans
-from groupwise.retrieval.words import words_of
+from groupwise.retrieval.documents import plain_spans, words_of
 
 Vectors = NDArray[np.float32]
 LSA, MINILM = "lsa", "minilm"

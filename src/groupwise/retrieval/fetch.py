@@ -43,16 +43,16 @@ REASONS = 5
 UNKNOWN_HOST, PRIVATE = "unknown host", "private address"
 
 
-class Refused(Exception):
+class FetchRefused(Exception):
     """Why a page was not fetched, in a few words."""
 
 
-class RefusedToday(Refused):
+class FetchRefusedToday(FetchRefused):
     """A reason that may be gone tomorrow, or under other settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manners:
+class FetchPolicy:
     """How to behave."""
 
     together: int = 16
@@ -97,7 +97,7 @@ class PageCache:
 
 
 @dataclass(slots=True)
-class Harvest:
+class FetchResult:
     """What came of fetching: texts by URL, and why the others have none."""
 
     texts: dict[str, str] = field(default_factory=dict)
@@ -126,11 +126,11 @@ class Harvest:
 def fetch_pages(
     urls: Iterable[str],
     cache: PageCache,
-    manners: Manners,
+    manners: FetchPolicy,
     *,
     skip_existing: bool = True,
     on_page: Callable[[int, int], None] = lambda done, total: None,
-) -> Harvest:
+) -> FetchResult:
     """Fetch each different URL once and return the main text of each page."""
     try:
         import httpx  # noqa: F401
@@ -143,17 +143,17 @@ def fetch_pages(
 class Fetcher:
     """One run of fetching."""
 
-    def __init__(self, cache: PageCache, manners: Manners) -> None:
+    def __init__(self, cache: PageCache, manners: FetchPolicy) -> None:
         self.cache, self.manners = cache, manners
         self._hosts: dict[str, asyncio.Semaphore] = {}
         self._robots: dict[str, asyncio.Task[RobotFileParser | None]] = {}
 
     async def fetch(
         self, urls: list[str], skip_existing: bool, on_page: Callable[[int, int], None]
-    ) -> Harvest:
+    ) -> FetchResult:
         import httpx
 
-        harvest, done = Harvest(), 0
+        harvest, done = FetchResult(), 0
         gate = asyncio.Semaphore(self.manners.together)
         headers = {"User-Agent": AGENT, "Accept-Encoding": "gzip, deflate"}
         async with httpx.AsyncClient(timeout=self.manners.timeout, headers=headers) as client:
@@ -178,9 +178,9 @@ class Fetcher:
         """Return a page's text, or the problem with it, and cache what will be the same another day."""
         try:
             text = await asyncio.to_thread(main_text, await self._html(client, url))
-        except RefusedToday as reason:
+        except FetchRefusedToday as reason:
             return {"problem": str(reason)}
-        except Refused as reason:
+        except FetchRefused as reason:
             page = {"problem": str(reason)}
         except Exception as error:  # whatever else a page brings about, it must not cost the others
             return {"problem": type(error).__name__}
@@ -197,10 +197,10 @@ class Fetcher:
             status, location, body = await self._patiently(client, url)
             if location is None:
                 if status >= 300:
-                    raise Refused(f"status {status}")
+                    raise FetchRefused(f"status {status}")
                 return body
             url = web_address(location, seen_from=url)
-        raise Refused("too many redirects")
+        raise FetchRefused("too many redirects")
 
     async def _patiently(self, client: Any, url: str) -> tuple[int, str | None, str]:
         import httpx
@@ -222,7 +222,7 @@ class Fetcher:
                     problem = f"status {status}"
                 finally:
                     await asyncio.sleep(self.manners.pause)
-        raise RefusedToday(problem)
+        raise FetchRefusedToday(problem)
 
     async def _once(self, client: Any, url: str) -> tuple[int, str | None, str]:
         """Make one request; a host that sends a byte now and then is not waited for without end."""
@@ -230,7 +230,7 @@ class Fetcher:
             async with asyncio.timeout(self.manners.page_seconds):
                 return await self._request(client, url)
         except TimeoutError:
-            raise RefusedToday(f"took longer than {self.manners.page_seconds:g} s") from None
+            raise FetchRefusedToday(f"took longer than {self.manners.page_seconds:g} s") from None
 
     async def _request(self, client: Any, url: str) -> tuple[int, str | None, str]:
         largest = self.manners.largest
@@ -241,13 +241,13 @@ class Fetcher:
                 return response.status_code, None, ""
             kind = response.headers.get("content-type", "text/html").partition(";")[0].strip()
             if kind not in ("text/html", "application/xhtml+xml", "text/plain"):
-                raise Refused(f"type {kind}")
+                raise FetchRefused(f"type {kind}")
             charset = charset_of(response.charset_encoding)
             body = bytearray()
             async for part in response.aiter_raw():
                 body += part
                 if len(body) > largest:
-                    raise Refused("too large")
+                    raise FetchRefused("too large")
             page = unpacked(bytes(body), response.headers.get("content-encoding", ""), largest=largest)
             return response.status_code, None, page.decode(charset, errors="replace")
 
@@ -262,7 +262,7 @@ class Fetcher:
                 self._robots[root] = asyncio.create_task(self._rules(client, root))
             rules = await self._robots[root]
             if rules is not None and not rules.can_fetch(AGENT, url):
-                raise Refused("robots.txt")
+                raise FetchRefused("robots.txt")
 
     async def _rules(self, client: Any, root: str) -> RobotFileParser | None:
         try:
@@ -285,9 +285,9 @@ def web_address(url: str, *, seen_from: str = "") -> str:
         parts = urlsplit(whole)
         host, port = (parts.hostname or "").encode("idna"), parts.port  # both raise when there is no such
     except (ValueError, httpx.InvalidURL):
-        raise Refused("not a URL") from None
+        raise FetchRefused("not a URL") from None
     if parts.scheme not in ("http", "https") or not host or port == 0:
-        raise Refused("not http")
+        raise FetchRefused("not http")
     return whole
 
 
@@ -296,10 +296,10 @@ async def check_public(host: str) -> None:
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
-        raise RefusedToday(UNKNOWN_HOST) from None
+        raise FetchRefusedToday(UNKNOWN_HOST) from None
     addresses = [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
     if not all(address.is_global for address in addresses):
-        raise RefusedToday(PRIVATE)
+        raise FetchRefusedToday(PRIVATE)
 
 
 def charset_of(named: str | None) -> str:
@@ -309,7 +309,7 @@ def charset_of(named: str | None) -> str:
     except (LookupError, ValueError):
         return "utf-8"
     if known not in CHARSETS:
-        raise Refused(f"charset {named}")
+        raise FetchRefused(f"charset {named}")
     return known
 
 
@@ -322,16 +322,16 @@ def unpacked(body: bytes, encoding: str, *, largest: int) -> bytes:
     if encoding in ("", "identity"):
         return body
     if encoding not in WINDOW_BITS:
-        raise Refused(f"encoding {encoding[:40]}")
+        raise FetchRefused(f"encoding {encoding[:40]}")
     bits = WINDOW_BITS[encoding]
     if encoding == "deflate" and not is_zlib(body):
         bits = -zlib.MAX_WBITS  # some servers leave the header out
     try:
         page = zlib.decompressobj(bits).decompress(body, largest + 1)
     except zlib.error:
-        raise RefusedToday(f"damaged {encoding}") from None
+        raise FetchRefusedToday(f"damaged {encoding}") from None
     if len(page) > largest:
-        raise Refused("too large")
+        raise FetchRefused("too large")
     return page
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 
-from groupwise.tracking.log import LOGGER
+from groupwise.tracking.run_log import LOGGER
 
 REPEAT_SECONDS = 1.0
 """A block that swallows its limit is interrupted again after this long."""
@@ -48,15 +48,15 @@ class TimeLimits:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
-    def __enter__(self) -> Limit:
+    def __enter__(self) -> TimeLimit:
         self.possible = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
-        self.limit = Limit(self.seconds, possible=self.possible)
+        self.limit = TimeLimit(self.seconds, possible=self.possible)
         if self.possible:
             outer, self.interval = signal.setitimer(signal.ITIMER_REAL, 0)
             self.limit.outer = time.monotonic() + outer if outer else None
             self.previous = signal.signal(signal.SIGALRM, self.limit.expire)
             around = getattr(self.previous, "__self__", None)
-            if isinstance(around, Limit):  # its alarm may be that of an earlier block
+            if isinstance(around, TimeLimit):  # its alarm may be that of an earlier block
                 self.limit.outer = around.due if around.armed else None
         return self.limit
 
@@ -71,7 +71,7 @@ class TimeLimits:
                 signal.setitimer(signal.ITIMER_REAL, max(remaining, 1e-6), self.interval)
 
 
-class Limit:
+class TimeLimit:
     """One block at a time.
 
     Setting an alarm takes longer than most blocks, so one is set for many: when it goes off before the block
@@ -136,7 +136,7 @@ class Watched:
     For code of the user's that has to run in this process, where nothing else can end it.
     """
 
-    def __init__(self, limit: Limit, what: str) -> None:
+    def __init__(self, limit: TimeLimit, what: str) -> None:
         self.limit, self.what = limit, what
 
     def __enter__(self) -> None:
@@ -152,7 +152,7 @@ class Watched:
             watchdog.end()
 
 
-AnyLimit = Limit | Watched
+AnyLimit = TimeLimit | Watched
 
 
 class Watchdog:

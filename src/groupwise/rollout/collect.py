@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from groupwise.config.tools import ToolsConfig
+from groupwise.config.schema import ToolsConfig
 from groupwise.engine.sampler import derive_seed
 from groupwise.invariants import check_stream_exact, check_token_exact
 from groupwise.records import Completion, Example, Group, Message, Request, Rollout, Sampling
-from groupwise.rollout.converse import Conversations, Limits
-from groupwise.rollout.stream import Stream
-from groupwise.rollout.toolbox import Toolbox
+from groupwise.rollout.multi_turn import ConversationLimits, Conversations
+from groupwise.rollout.tool_executor import ToolExecutor
+from groupwise.rollout.trajectory import Trajectory
 
 Prompt = str | Sequence[Message]
 
@@ -24,7 +24,7 @@ class Generate(Protocol):
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]: ...
 
 
-class Codec(Protocol):
+class PromptCodec(Protocol):
     """Between prompts and tokens."""
 
     end_tokens: frozenset[int]
@@ -38,8 +38,8 @@ class Codec(Protocol):
 class Tools:
     """What a task with tools adds to collecting."""
 
-    toolbox: Toolbox
-    limits: Limits
+    toolbox: ToolExecutor
+    limits: ConversationLimits
     overlap: bool | None
     """Whether tools run beside the engine. None: where a rollout's bits need not be repeatable anyway."""
     state: Callable[[Example], Any] | None = None
@@ -57,8 +57,10 @@ class Tools:
         if not functions:
             return None
         return cls(
-            toolbox=Toolbox.of(functions, seconds=config.seconds, characters=config.result_characters),
-            limits=Limits(turns=config.max_turns, calls=config.max_calls, tokens=config.max_tokens),
+            toolbox=ToolExecutor.of(functions, seconds=config.seconds, characters=config.result_characters),
+            limits=ConversationLimits(
+                turns=config.max_turns, calls=config.max_calls, tokens=config.max_tokens
+            ),
             overlap=config.overlap,
             state=state,
         )
@@ -71,7 +73,7 @@ def collect(
     examples: Sequence[Example],
     *,
     ask: Callable[[Example], str | Sequence[Message]],
-    codec: Codec,
+    codec: PromptCodec,
     engine: Generate,
     sampling: Sampling,
     group_size: int,
@@ -98,17 +100,19 @@ def collect(
             seed_parts=seed_parts,
             tools=tools,
         )
-    prompts, requests = asked(
+    prompts, requests = prompts_and_requests(
         examples, ask=ask, codec=codec, group_size=group_size, seed_parts=seed_parts, which=which
     )
-    return answered(examples, prompts, requests, engine.generate(requests, sampling), codec=codec)
+    return groups_from_completions(
+        examples, prompts, requests, engine.generate(requests, sampling), codec=codec
+    )
 
 
-def asked(
+def prompts_and_requests(
     examples: Sequence[Example],
     *,
     ask: Callable[[Example], Prompt],
-    codec: Codec,
+    codec: PromptCodec,
     group_size: int,
     seed_parts: tuple[int | str, ...],
     which: Sequence[tuple[str, int]] | None = None,
@@ -129,13 +133,13 @@ def asked(
     return prompts, requests
 
 
-def answered(
+def groups_from_completions(
     examples: Sequence[Example],
     prompts: Sequence[Prompt],
     requests: Sequence[Request],
     completions: Sequence[Sequence[Completion]],
     *,
-    codec: Codec,
+    codec: PromptCodec,
 ) -> list[Group]:
     """The groups that the engine's answers make: the part of `collect` behind it."""
     return [
@@ -166,7 +170,7 @@ def collect_turns(
     prompts = [ask(example) for example in examples]
     schemas = tools.toolbox.schemas
     streams = [
-        [Stream(tokens, prompt, member, tools.fresh_state(example)) for member in range(group_size)]
+        [Trajectory(tokens, prompt, member, tools.fresh_state(example)) for member in range(group_size)]
         for example, prompt in zip(examples, prompts, strict=True)
         for tokens in [codec.encode(prompt, tools=schemas)]
     ]
@@ -224,7 +228,12 @@ def _numbered(examples: Sequence[Example]) -> Iterator[tuple[str, int]]:
 
 
 def as_rollout(
-    request: Request, completion: Completion, *, prompt: str | Sequence[Message], member: int, codec: Codec
+    request: Request,
+    completion: Completion,
+    *,
+    prompt: str | Sequence[Message],
+    member: int,
+    codec: PromptCodec,
 ) -> Rollout:
     """Join prompt and completion into one stream: only what was sampled is trained, all of it."""
     before = len(request.prompt)

@@ -30,7 +30,7 @@ JSON_TYPES: dict[type, str] = {str: "string", int: "integer", float: "number", b
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ToolResult:
     """A tool's answer together with the names of what it found, best first."""
 
     text: str

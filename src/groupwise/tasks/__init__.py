@@ -1,9 +1,8 @@
 """What can be learned: the built-in tasks, and how to write one."""
 
-from groupwise.tasks.columns import Column
-from groupwise.tasks.examples import load_examples
+from groupwise.tasks.examples import Column, ExampleStream, Split, load_examples
 from groupwise.tasks.isolate import isolated
-from groupwise.tasks.load import (
+from groupwise.tasks.registry import (
     TASKS,
     leave_task_file,
     load_rows,
@@ -13,14 +12,13 @@ from groupwise.tasks.load import (
     with_data,
     without_data,
 )
-from groupwise.tasks.split import Split, Stream
 from groupwise.tasks.task import Task
 
 __all__ = [
     "TASKS",
     "Column",
+    "ExampleStream",
     "Split",
-    "Stream",
     "Task",
     "isolated",
     "leave_task_file",

@@ -1,18 +1,265 @@
-"""`groupwise verify`: what it prints, line by line, and whether each line is good news."""
+"""What each built-in task's rewards must say to completions written by hand."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, NamedTuple
 
-from groupwise.config.sections import TaskConfig
+from groupwise.config.schema import TaskConfig
 from groupwise.errors import ConfigError
-from groupwise.tasks.load import NEEDS_FIRST, TASKS, load_task
-from groupwise.tasks.verify import Check, check_cases, check_golds, check_pairs, table
+from groupwise.records import Example, Group, Rollout, Turn
+from groupwise.rewards.extraction import END, END_SOLUTION, SOLUTION, START
+from groupwise.rewards.runner import score_group
+from groupwise.tasks.examples import Column, ExampleStream, load_examples, renamed
+from groupwise.tasks.registry import NEEDS_FIRST, TASKS, load_task
+from groupwise.tasks.task import Prompt, Task
 
 
-class Line(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A completion, the columns it answers to, and the reward it must get."""
+
+    completion: str
+    columns: Mapping[str, Any]
+    expected: float
+
+
+def puzzle(answer: str, expected: float, *, thinking: str = "1 + 2 is 3.") -> Case:
+    text = f"{thinking}</think>\n<answer>{answer}</answer>"
+    return Case(text, {"numbers": [1, 2, 8], "target": 24}, expected)
+
+
+def worked(solution: str, gold: str, expected: float) -> Case:
+    text = f"{START}48 + 24 = 72{END}{SOLUTION}{solution}{END_SOLUTION}"
+    return Case(text, {"answer": gold}, expected)
+
+
+def boxed(answer: str, truth: str, expected: float) -> Case:
+    return Case(rf"The answer is \boxed{{{answer}}}", {"answer": truth}, expected)
+
+
+def found(answer: str, expected: float) -> Case:
+    text = f"<think> flute</think>\n<answer> {answer}</answer>"
+    return Case(text, {"answer": "flute", "documents": ["Mara Velk"]}, expected)
+
+
+CASES: Mapping[str, tuple[Case, ...]] = {
+    "countdown": (
+        puzzle("(1 + 2) * 8", 2.0),
+        puzzle("8 × (2 + 1) = 24", 2.0),
+        puzzle("3 * 8", 1.0),  # not the numbers
+        puzzle("1 + 2 + 8", 1.0),  # not the target
+        puzzle("1 * 2 ** 8", 1.0),  # not an operation
+        puzzle("9**9**9", 1.0),
+        puzzle("(1 + 2) * 8", 1.0, thinking=""),
+        Case("24", {"numbers": [1, 2, 8], "target": 24}, 0.0),
+    ),
+    "gsm8k": (
+        worked("72", "72", 9.5),
+        worked("$1,080", "1080", 9.5),
+        worked("72.0 clips", "72", 9.5),
+        worked("79", "72", 6.5),  # within 10 %
+        worked("86", "72", 5.5),  # within 20 %
+        worked("-5", "5", 4.5),
+        worked("72 or 73", "72", 4.5),
+        Case(f"{SOLUTION}72{END_SOLUTION}", {"answer": "72"}, 1.5),
+        Case("The answer is 72.", {"answer": "72"}, -2.0),
+    ),
+    "math": (
+        boxed("42", "42", 1.0),
+        boxed("3.14", "3.14", 1.0),
+        boxed("1/2", "0.5", 1.0),
+        boxed(r"x^2+2x+1", "(x+1)^2", 1.0),
+        boxed(r"\{2,1\}", r"\{1,2\}", 1.0),
+        boxed(r"5\text{ cm}", "5", 1.0),
+        boxed("100", "200", -1.0),
+        boxed("0.0005", "0", -1.0),
+        boxed("1 2", "12", -1.0),
+        boxed(r"\sqrt{9**9**9}", "3", -1.0),
+        Case("I do not know.", {"answer": "42"}, -1.0),
+    ),
+    "search_qa": (
+        found("flute", 1.0),  # right, but never searched: nothing for MRR and format
+        found("Flute", 1.0),
+        found("harp", 0.0),
+        found("flute</answer><answer> harp", 0.0),
+    ),
+}
+
+
+GOLD = "gold"
+"""Stands for the reward that is expected of a gold answer: whatever counts as right."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """A completion and what the rewards made of it."""
+
+    completion: str
+    truth: str
+    predicted: str | None
+    reward: float | None
+    """None: it could not be scored."""
+    parts: dict[str, float]
+    correct: bool
+    seconds: float
+    expected: float | str | None = None
+    """A reward, GOLD, or nothing in particular."""
+    error: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        if self.expected is None:
+            return self.error is None
+        return self.correct if self.expected == GOLD else self.reward == self.expected
+
+    def as_json(self) -> dict[str, Any]:
+        record: dict[str, Any] = {
+            "reward": self.reward,
+            "parts": self.parts,
+            "predicted": self.predicted,
+            "correct": self.correct,
+            "seconds": round(self.seconds, 6),
+        }
+        if self.expected is not None:
+            record |= {"completion": self.completion, "truth": self.truth, "expected": self.expected}
+        return record | ({"error": self.error} if self.error is not None else {})
+
+
+def check(
+    task: Task,
+    completion: str,
+    example: Example,
+    *,
+    seconds: float,
+    expected: float | str | None = None,
+    turns: tuple[Turn, ...] = (),
+    state: Any = None,
+) -> Check:
+    """Score one completion as training would; `turns` and `state` are those of a task with tools."""
+    rollout = Rollout(
+        prompt=prompt_for(task, example),
+        text=completion,
+        tokens=(0,),
+        trained=(True,),
+        logprobs=(0.0,),
+        entropies=(0.0,),
+        prompt_length=0,
+        finish="end",
+        turns=turns,
+        state=state,
+    )
+    group = Group(example=example, rollouts=(rollout,))
+    started = time.perf_counter()
+    (scored,) = score_group(group, rewards=task.rewards, weights=task.weights, seconds=seconds).rollouts
+    took = time.perf_counter() - started
+    return Check(
+        completion=completion,
+        truth=truth_of(task, example),
+        predicted=task.predicted(completion) if task.predicted else None,
+        reward=scored.reward if scored.error is None else None,
+        parts=dict(scored.rewards),
+        correct=task.is_right(scored),
+        seconds=took,
+        expected=expected,
+        error=scored.error,
+    )
+
+
+def prompt_for(task: Task, example: Example) -> Prompt:
+    """Return the prompt; pairs may come without what it asks."""
+    try:
+        return task.ask(example)
+    except ConfigError:
+        return ""
+
+
+def truth_of(task: Task, example: Example) -> str:
+    """Return the columns that rewards read, as text."""
+    judging = [name for name, column in task.columns.items() if column.judges] or ["answer"]
+    return ", ".join(str(example[name]) for name in judging if name in example)
+
+
+def check_cases(task: Task, *, seconds: float, cases: Iterable[Case] | None = None) -> list[Check]:
+    """Check the cases written by hand for a built-in task; there are none for any other."""
+    cases = CASES.get(task.name, ()) if cases is None else cases
+    return [
+        check(task, case.completion, Example(case.columns), seconds=seconds, expected=case.expected)
+        for case in cases
+    ]
+
+
+def check_golds(task: Task, *, count: int, config: TaskConfig) -> list[Check]:
+    """Check that the rewards accept the gold answers of a task's first examples."""
+    return [
+        check(task, gold_of(task, example), example, seconds=config.reward_seconds, expected=GOLD)
+        for example in some_examples(task, count=count, config=config)
+    ]
+
+
+def some_examples(task: Task, *, count: int, config: TaskConfig) -> Iterable[Example]:
+    if isinstance(task.examples, ExampleStream):
+        return task.examples.held_out(count)
+    split = task.split(replace(config, held_out=0), seed=0)
+    assert isinstance(split.train, Sequence)
+    return islice(split.train, count)
+
+
+def gold_of(task: Task, example: Example) -> str:
+    if task.gold is not None:
+        return task.gold(example)
+    if "answer" not in example:
+        raise ConfigError(
+            f"task {task.name}: give it gold=…, a function from an example to a right completion, "
+            "or its examples a column `answer`"
+        )
+    return str(example["answer"])
+
+
+def check_pairs(task: Task, source: str, *, config: TaskConfig) -> Iterator[Check]:
+    """Score {completion, answer} rows; columns that only the prompt needs may be missing."""
+    judging = {name: column for name, column in task.columns.items() if column.judges}
+    columns = {"completion": Column(read=any_text), **renamed(judging, config.columns, task=task.name)}
+    for row in load_examples(source, columns=columns):
+        yield check(task, row["completion"], row, seconds=config.reward_seconds)
+
+
+def any_text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"expected text, got {type(value).__name__}")
+    return value
+
+
+def table(checks: Sequence[Check]) -> Iterator[str]:
+    """Write checks for people, one line each."""
+    yield f"    {'generated':<46}{'truth':<18}{'predicted':<20}{'reward':>7}{'expected':>10}"
+    for one in checks:
+        reward = "failed" if one.reward is None else f"{one.reward:g}"
+        expected = (
+            "" if one.expected is None else "right" if isinstance(one.expected, str) else f"{one.expected:g}"
+        )
+        yield (
+            f"  {'✓' if one.passed else '✗'} {shorten(one.completion, 45):<46}{shorten(one.truth, 17):<18}"
+            f"{shorten(one.predicted or '–', 19):<20}{reward:>7}{expected:>10}"
+        )
+        if one.error is not None:
+            yield f"      {one.error}"
+
+
+def shorten(text: str, width: int) -> str:
+    """Return the text on one line, its middle left out where it is too long: the answer is at the end."""
+    text = " ".join(text.split())
+    if len(text) <= width:
+        return text
+    tail = (width - 1) * 2 // 3
+    return f"{text[: width - 1 - tail]}…{text[-tail:]}"
+
+
+class ReportLine(NamedTuple):
     """A line to print; `ok`: nothing failed in it."""
 
     text: str
@@ -21,7 +268,7 @@ class Line(NamedTuple):
 
 def self_test(
     config: TaskConfig | None, *, pairs: str | None, examples: int, as_json: bool
-) -> Iterator[Line]:
+) -> Iterator[ReportLine]:
     """Test the rewards of one task, or of every built-in one."""
     if config is not None and pairs is not None:
         task = load_task(config)
@@ -31,15 +278,15 @@ def self_test(
     else:
         for name in TASKS:
             if name in NEEDS_FIRST:
-                yield Line(f"{name}: not tested; it needs {NEEDS_FIRST[name]} first")
+                yield ReportLine(f"{name}: not tested; it needs {NEEDS_FIRST[name]} first")
                 continue
             try:
                 yield from tested(TaskConfig(name=name), examples=examples, as_json=as_json)
             except ConfigError as error:  # an extra that is not installed
-                yield Line(f"{name}: not tested: {error}", ok=False)
+                yield ReportLine(f"{name}: not tested: {error}", ok=False)
 
 
-def tested(config: TaskConfig, *, examples: int, as_json: bool) -> Iterator[Line]:
+def tested(config: TaskConfig, *, examples: int, as_json: bool) -> Iterator[ReportLine]:
     task = load_task(config)
     # The cases are written for the scores that a task has unless told otherwise.
     cases = [] if config.options else check_cases(task, seconds=config.reward_seconds)
@@ -50,17 +297,21 @@ def tested(config: TaskConfig, *, examples: int, as_json: bool) -> Iterator[Line
     if cases:
         yield from report(cases, title=task.name, as_json=False)
     refused = [gold for gold in golds if not gold.passed]
-    yield Line(f"{task.name}: {len(golds) - len(refused)} of {len(golds)} gold answers accepted", not refused)
+    yield ReportLine(
+        f"{task.name}: {len(golds) - len(refused)} of {len(golds)} gold answers accepted", not refused
+    )
     if refused:
-        yield from (Line(line) for line in table(refused))
-    yield Line("")
+        yield from (ReportLine(line) for line in table(refused))
+    yield ReportLine("")
 
 
-def report(checks: Sequence[Check], *, title: str, as_json: bool) -> Iterator[Line]:
+def report(checks: Sequence[Check], *, title: str, as_json: bool) -> Iterator[ReportLine]:
     if as_json:
-        yield from (Line(json.dumps(check.as_json(), ensure_ascii=False), check.passed) for check in checks)
+        yield from (
+            ReportLine(json.dumps(check.as_json(), ensure_ascii=False), check.passed) for check in checks
+        )
         return
     passed = sum(check.passed for check in checks)
-    yield Line(f"{title}: {passed} of {len(checks)} as expected", passed == len(checks))
-    yield from (Line(line) for line in table(checks))
-    yield Line("")
+    yield ReportLine(f"{title}: {passed} of {len(checks)} as expected", passed == len(checks))
+    yield from (ReportLine(line) for line in table(checks))
+    yield ReportLine("")

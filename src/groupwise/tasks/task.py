@@ -11,15 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupwise.config.sections import TaskConfig
+from groupwise.config.schema import TaskConfig
 from groupwise.errors import ConfigError
 from groupwise.records import Example, Message, Rollout
-from groupwise.rewards.reward_call import RewardFunction
-from groupwise.rewards.score import weighted_sum
+from groupwise.rewards.runner import RewardFunction, weighted_sum
 from groupwise.rollout.tools import tool_of
-from groupwise.tasks.columns import Columns
-from groupwise.tasks.examples import as_examples
-from groupwise.tasks.split import Split, Stream, split_rows, split_stream
+from groupwise.tasks.examples import Columns, ExampleStream, Split, as_examples, split_rows, split_stream
 
 Prompt = str | Sequence[Message]
 
@@ -29,7 +26,7 @@ class Task:
     """What to learn, in one place."""
 
     name: str
-    examples: Sequence[Mapping[str, Any]] | Stream
+    examples: Sequence[Mapping[str, Any]] | ExampleStream
     """Rows (see `load_examples`), or a stream that makes them."""
     prompt: Callable[[Example], Prompt]
     """A string, or chat messages; a last message of the assistant's is a prefill to continue."""
@@ -82,7 +79,7 @@ class Task:
             if tool.takes_state and self.state is None:
                 raise ConfigError(f"task {self.name}: the tool {tool.name} takes a state; give `state` too")
         self.check_rewards()
-        if not isinstance(self.examples, Stream):
+        if not isinstance(self.examples, ExampleStream):
             rows = as_examples(self.examples, source=f"task {self.name}: examples")
             object.__setattr__(self, "examples", tuple(rows))
         if self.held_out is not None:
@@ -168,7 +165,7 @@ class Task:
         Every prompt is made once here, so that a row that has none is found before a model loads. A stream
         makes its rows later and promises to keep the sides apart; each step checks that.
         """
-        if isinstance(self.examples, Stream):
+        if isinstance(self.examples, ExampleStream):
             if self.held_out is None:
                 return split_stream(self.examples, config=config, seed=seed)
             raise ConfigError(f"task {self.name}: held_out goes with rows; a stream brings its own")

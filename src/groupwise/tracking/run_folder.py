@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from groupwise.errors import ConfigError
-from groupwise.tracking.files import alive
+from groupwise.files import alive
 
 STEP_NAME = re.compile(r"step-(\d{6,})")
 SETTINGS = "config.yaml"

@@ -16,9 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from groupwise.config.sections import TrackConfig
+from groupwise.config.schema import TrackConfig
 from groupwise.errors import ConfigError
-from groupwise.tracking.files import write_atomically
+from groupwise.files import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Tracker(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
+class TrackerInfo:
     """What a tracker is told about the run when it opens."""
 
     project: str
@@ -60,10 +60,10 @@ def open_trackers(
     warn: Warn = logger.warning,
 ) -> list[Tracker]:
     """Open the trackers the user named, or trackio when none is named and it is installed."""
-    opening = Opening(
+    opening = TrackerInfo(
         project=track.project, run_name=run_name, config=config, folder=folder, resumed_from=resumed_from
     )
-    return [Guarded(name, TRACKERS[name], opening, warn=warn) for name in tracker_names(track)]
+    return [SafeTracker(name, TRACKERS[name], opening, warn=warn) for name in tracker_names(track)]
 
 
 def tracker_names(track: TrackConfig) -> tuple[str, ...]:
@@ -76,11 +76,11 @@ def tracker_names(track: TrackConfig) -> tuple[str, ...]:
     return track.trackers
 
 
-class Guarded:
+class SafeTracker:
     """A tracker whose first failure is told and turns it off: training goes on without it."""
 
     def __init__(
-        self, name: str, open_tracker: Callable[[Opening], Tracker], opening: Opening, *, warn: Warn
+        self, name: str, open_tracker: Callable[[TrackerInfo], Tracker], opening: TrackerInfo, *, warn: Warn
     ) -> None:
         self.name = name
         self.warn = warn
@@ -118,7 +118,7 @@ class Guarded:
 class Trackio:
     """Local experiment tracking in one SQLite file (TRACKIO_DIR): `trackio show` draws it."""
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, opening: TrackerInfo) -> None:
         # A context of its own: trackio keeps a current run per context, and would finish the one it finds
         # in the main context once more when the process exits, with a message.
         with redirect_stdout(io.StringIO()), local_only():
@@ -127,7 +127,7 @@ class Trackio:
         self.first_step: int = getattr(self.run, "_next_step", 0)
 
     @staticmethod
-    def open(opening: Opening) -> Any:
+    def open(opening: TrackerInfo) -> Any:
         import trackio
 
         return trackio.init(
@@ -174,7 +174,7 @@ def local_only() -> Iterator[None]:
 class Wandb:
     """Weights & Biases; WANDB_MODE=offline keeps everything on this machine."""
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, opening: TrackerInfo) -> None:
         import wandb
 
         settings = wandb.Settings(
@@ -222,7 +222,7 @@ def lasting_id(path: Path) -> str:
 class TensorBoard:
     """Event files in the run folder: `tensorboard --logdir runs` draws them."""
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, opening: TrackerInfo) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         purge = None if opening.resumed_from is None else opening.resumed_from + 1
@@ -249,7 +249,7 @@ def verbatim(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-TRACKERS: dict[str, Callable[[Opening], Tracker]] = {
+TRACKERS: dict[str, Callable[[TrackerInfo], Tracker]] = {
     "trackio": Trackio,
     "wandb": Wandb,
     "tensorboard": TensorBoard,

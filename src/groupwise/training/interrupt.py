@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
+
+from groupwise.config import Config
+from groupwise.errors import CheckpointError, RemoteRankError
+from groupwise.tracking.run_folder import RunFolder
+from groupwise.tracking.terminal import command
+from groupwise.training.resume import command_of
 
 
 class Interrupt:
@@ -63,3 +71,23 @@ class Interrupt:
             signal.signal(number, handler)  # type: ignore[arg-type]
         if self.held_back is not None and error is None:
             signal.raise_signal(self.held_back)
+
+
+FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
+"""What the system calls it. Libraries quote that in errors of many kinds, with and without its number."""
+
+
+@contextmanager
+def explain_full_disk(folder: RunFolder, config: Config) -> Iterator[None]:
+    """Say in a sentence that nothing more fits into the run's folder, and how to go on."""
+    try:
+        yield
+    except RemoteRankError:
+        raise  # the leader of the processes says it
+    except Exception as error:
+        reason = next((words for words in FULL if words in str(error)), None)
+        if reason is None:
+            raise
+        resume = command(command_of(config), "--resume", folder.path)
+        then = f"then {resume} goes on" if folder.config.exists() else "and start again"
+        raise CheckpointError(f"cannot write {folder.path}: {reason}; make room, {then}") from error

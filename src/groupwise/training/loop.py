@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from groupwise.config.sections import Config
+from groupwise.config.schema import Config
 from groupwise.errors import ConfigError
 from groupwise.parallel.processes import Processes, joined_processes
 from groupwise.tasks import Task, isolated, leave_task_file, load_task
-from groupwise.tracking.display import open_display
+from groupwise.tracking.terminal import open_display
 from groupwise.tracking.trackers import tracker_names
-from groupwise.training.full_disk import told_when_full
-from groupwise.training.run import Run
-from groupwise.training.start import Start, command_of
+from groupwise.training.grpo_run import GRPORun
+from groupwise.training.interrupt import explain_full_disk
+from groupwise.training.resume import RunStart, command_of
 
 
 def train(config: Config, *, resume: Path | None = None, task: Task | None = None) -> Path:
@@ -30,9 +30,9 @@ def train(config: Config, *, resume: Path | None = None, task: Task | None = Non
 
 def train_with(processes: Processes, config: Config, task: Task, resume: Path | None) -> Path:
     """Train as one of these processes."""
-    start = Start.shared(
+    start = RunStart.shared(
         processes,
-        lambda: Start.new(config, task=task.name) if resume is None else Start.again(resume, config),
+        lambda: RunStart.new(config, task=task.name) if resume is None else RunStart.again(resume, config),
     )
     if done := start.already_done(config):
         start.lock.close()
@@ -41,8 +41,8 @@ def train_with(processes: Processes, config: Config, task: Task, resume: Path | 
         return start.folder.path
 
     with (
-        told_when_full(start.folder, config),
-        Run(config, task=task, start=start, processes=processes) as run,
+        explain_full_disk(start.folder, config),
+        GRPORun(config, task=task, start=start, processes=processes) as run,
     ):
         for step in run.steps():
             batch = run.collect(step)  # 1 prompt, 2 rollout, 3 reward, 4 advantage

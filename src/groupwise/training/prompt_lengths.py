@@ -10,7 +10,7 @@ from groupwise.errors import ConfigError
 from groupwise.model.policy import Policy
 from groupwise.records import Example
 from groupwise.rollout.tools import tool_of
-from groupwise.tasks import Split, Stream, Task
+from groupwise.tasks import ExampleStream, Split, Task
 
 APART = 2**40
 """Between an example of a stream and the one in its place: further than a run comes."""
@@ -61,7 +61,7 @@ class PromptLimit:
         """
         held_out = self.short(split.held_out)
         left_out = len(split.held_out) - len(held_out)
-        if isinstance(split.train, Stream):
+        if isinstance(split.train, ExampleStream):
             return replace(split, train=ShortPrompts(split.train, self), held_out=held_out), left_out
         train = self.short(split.train)
         if not train:
@@ -88,7 +88,7 @@ class PromptLimit:
 class ShortPrompts:
     """A stream in which another example stands for each one whose prompt is too long."""
 
-    stream: Stream
+    stream: ExampleStream
     limit: PromptLimit
 
     def train(self, index: int, *, seed: int) -> Example:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -11,23 +13,26 @@ from typing import Any
 
 from groupwise.config import Config, dump_config
 from groupwise.evaluate.held_out import Evaluation, as_text
+from groupwise.files import write_atomically
 from groupwise.learner.checkpoint import remove_leftovers
 from groupwise.records import Rollout
 from groupwise.report.alarms import alarms
 from groupwise.report.history import EvaluationFiles, MetricsTail
-from groupwise.report.write import write_all
-from groupwise.tracking.behind import WriteBehind
-from groupwise.tracking.completions import write_completions
-from groupwise.tracking.display import Display, open_display
-from groupwise.tracking.files import write_atomically
-from groupwise.tracking.log import log_to
-from groupwise.tracking.metrics import MetricsFile, as_ranges
-from groupwise.tracking.rollouts import remove_steps_after, write_rollouts
+from groupwise.report.static_report import write_all
+from groupwise.tracking.run_files import (
+    BackgroundWriter,
+    MetricsFile,
+    as_ranges,
+    remove_steps_after,
+    write_completions,
+    write_rollouts,
+    write_updates,
+)
 from groupwise.tracking.run_folder import RunFolder
-from groupwise.tracking.summary import Summary, command
+from groupwise.tracking.run_log import log_to
+from groupwise.tracking.terminal import Display, PlainDisplay, RunSummary, command, open_display
 from groupwise.tracking.trackers import Tracker, open_trackers
-from groupwise.tracking.updates import write_updates
-from groupwise.training.batch import Batch
+from groupwise.training.collector import Batch
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +56,7 @@ class Recorder:
         self.last_error: str | None = None
         """Why the latest rollout to fail did."""
         self.reports = False
-        self.behind = WriteBehind()
+        self.behind = BackgroundWriter()
         self.resources = ExitStack()
         self.resources.callback(self.behind.close)
         self.display: Display = open_display()
@@ -153,7 +158,7 @@ class Recorder:
         """Wait until everything that is being written is on the disk."""
         self.behind.flush()
 
-    def end(self, summary: Summary, stats: Mapping[str, object]) -> None:
+    def end(self, summary: RunSummary, stats: Mapping[str, object]) -> None:
         self.flush()
         raised = [asdict(alarm) for alarm in alarms(self.rows(), self.measured())]
         ended = {**stats, "alarms": raised}
@@ -190,3 +195,42 @@ def sample_rows(batch: Batch) -> list[dict[str, Any]]:
         {"prompt": as_text(r), "text": r.transcript, "reward": r.reward, "error": r.error or ""}
         for r in rollouts
     ]
+
+
+class NullRecorder(Recorder):
+    """Opens no file, no tracker and no terminal."""
+
+    def __init__(self) -> None:
+        self.display = PlainDisplay(sys.stdout, clock=time.monotonic)
+        self.display.close()
+        self.last_error = None
+
+    def begin(self, config: Config, *, done: int) -> None: ...
+
+    def say(self, sentence: str) -> None: ...
+
+    def warn(self, sentence: str) -> None: ...
+
+    def warn_at_length(self, text: str) -> None: ...
+
+    def rollouts(self, step: int, batch: Batch) -> None: ...
+
+    def updates(self, step: int, seen: Mapping[tuple[int, int], Sequence[float]]) -> None: ...
+
+    def completions(self, step: int, batch: Batch, *, is_perfect: Callable[[Rollout], bool]) -> None: ...
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def evaluation(self, when: str, result: Evaluation) -> None: ...
+
+    def baseline(self, metrics: Mapping[str, float]) -> None: ...
+
+    def samples(self, step: int, batch: Batch) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def end(self, summary: RunSummary, stats: Mapping[str, object]) -> None: ...
+
+    def fail(self, error: BaseException, *, kind: str) -> None: ...
+
+    def close(self) -> None: ...

@@ -8,16 +8,16 @@ A strategy answers prompts with whatever generates, and says what it spent:
     found.rollout.text, found.tokens
 """
 
-from groupwise.evaluate.strategies.answer import Answer, Draws, Strategy
-from groupwise.evaluate.strategies.judge import Judge, plain_judge, task_judge
-from groupwise.evaluate.strategies.named import STRATEGIES, strategy_named
+from groupwise.evaluate.strategies.base import Sampler, Strategy, StrategyAnswer
+from groupwise.evaluate.strategies.best_of_n import AnswerScorer, plain_judge, task_judge
+from groupwise.evaluate.strategies.strategy_registry import STRATEGIES, strategy_named
 
 __all__ = [
     "STRATEGIES",
-    "Answer",
-    "Draws",
-    "Judge",
+    "AnswerScorer",
+    "Sampler",
     "Strategy",
+    "StrategyAnswer",
     "plain_judge",
     "strategy_named",
     "task_judge",

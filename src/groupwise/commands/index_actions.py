@@ -1,0 +1,177 @@
+"""What `groupwise index` does: build, search, measure; each returns a report that the command prints."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from groupwise.errors import ConfigError
+from groupwise.retrieval.documents import (
+    RetrievalQuestion,
+    read_documents,
+    read_qa_set,
+    read_questions,
+    read_rows,
+    url_of,
+)
+from groupwise.retrieval.embed import LSA
+from groupwise.retrieval.fetch import FetchPolicy, PageCache, fetch_pages
+from groupwise.retrieval.index_storage import OFFLINE_WEIGHTS, WEIGHTS, Manifest, check_new
+from groupwise.retrieval.search_index import Index, Progress, measure, silent
+
+HUB_SET = "lavita/MedQuAD"
+
+
+def build(
+    output: Path,
+    *,
+    documents: Path | None,
+    data: str | None,
+    fetch: bool,
+    pages: Path,
+    skip_existing: bool,
+    manners: FetchPolicy,
+    progress: Progress = silent,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Build an index of documents, or of the pages of a set of questions and answers."""
+    if (documents is None) == (data is None):
+        raise ConfigError("give --documents FILE.jsonl, or --data with a set of questions and answers")
+    check_new(output)
+    started = time.perf_counter()
+    chosen = {name: value for name, value in settings.items() if value is not None}
+    dense, sparse = OFFLINE_WEIGHTS if chosen.get("embedding", LSA) == LSA else WEIGHTS
+    manifest = Manifest(
+        **{"dense_weight": dense, "sparse_weight": sparse, **chosen, "source": str(documents or data)}
+    )
+    report: dict[str, Any] = {"index": str(output)}
+    questions: tuple[RetrievalQuestion, ...] = ()
+    if documents is not None:
+        found = read_documents(documents)
+    else:
+        path = local_rows(str(data))
+        texts: Mapping[str, str] | None = None
+        if fetch:
+            urls = [url for row in read_rows(path) if row.get("answer") and (url := url_of(row))]
+            harvest = fetch_pages(
+                urls,
+                PageCache(pages),
+                manners,
+                skip_existing=skip_existing,
+                on_page=partial(progress, "pages"),
+            )
+            harvest.check()
+            report["pages"], texts = harvest.summary(), harvest.texts
+        qa_set = read_qa_set(path, pages=texts)
+        found, questions = list(qa_set.documents), qa_set.questions
+    index = Index.build(
+        output,
+        found,
+        manifest,
+        questions=questions,
+        choose=not {"dense_weight", "sparse_weight"} & chosen.keys(),
+        progress=progress,
+    )
+    questions = index.following(questions)
+    if questions:
+        write_questions(output / "questions.jsonl", questions)
+    return report | {
+        "documents": len(index.documents),
+        "chunks": len(index),
+        "questions": len(questions),
+        "held_out": sum(question.held_out for question in questions),
+        "seconds": round(time.perf_counter() - started, 2),
+    }
+
+
+def local_rows(data: str) -> Path:
+    """Return a file of rows: the one named, or a Hugging Face set brought into one."""
+    path = Path(data).expanduser()
+    if path.suffix in (".jsonl", ".gz", ".parquet") or path.exists():
+        return path
+    import tempfile
+
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(data, split="train")
+    except Exception as error:
+        raise ConfigError(
+            f"--data {data} is neither a file nor a dataset that can be loaded: {error}"
+        ) from error
+    path = Path(tempfile.mkdtemp()) / "rows.parquet"
+    rows.to_parquet(path)
+    return path
+
+
+def write_questions(path: Path, questions: tuple[RetrievalQuestion, ...]) -> None:
+    with path.open("w", encoding="utf-8") as lines:
+        for question in questions:
+            lines.write(json.dumps(asdict(question), ensure_ascii=False) + "\n")
+
+
+def own_questions(index: Path, *, held_out: bool = True, instead: str = "") -> list[RetrievalQuestion]:
+    """The questions that came with an index: those held out, or those to train on.
+
+    `instead`: what else can be done where none did.
+    """
+    path = index / "questions.jsonl"
+    if not path.is_file():
+        raise ConfigError(
+            f"{index} was built without questions: build one of a set of questions and answers by "
+            f"groupwise index build --data{instead}"
+        )
+    with path.open(encoding="utf-8") as lines:  # str.splitlines would also cut at U+2028 inside an answer
+        rows = [json.loads(line) for line in lines]
+    questions = [
+        RetrievalQuestion(row["text"], tuple(row["documents"]), tuple(row["answers"]), row["held_out"])
+        for row in rows
+    ]
+    return [question for question in questions if question.held_out == held_out]
+
+
+def search(index: Path, query: str, *, count: int, **weights: Any) -> dict[str, Any]:
+    hits = Index.open(index).search(query, count, **given(weights))
+    return {
+        "query": query,
+        "results": [
+            {
+                "rank": rank,
+                "document": hit.chunk.document,
+                "chunk": hit.chunk.id,
+                "score": round(hit.score, 6),
+                "dense_rank": hit.dense_rank,
+                "sparse_rank": hit.sparse_rank,
+                "text": hit.chunk.text,
+            }
+            for rank, hit in enumerate(hits, start=1)
+        ],
+    }
+
+
+def evaluate(index: Path, *, questions: Path | None, count: int, **weights: Any) -> dict[str, Any]:
+    opened = Index.open(index)
+    if questions is not None:
+        asked = list(opened.following(read_questions(questions)))
+    else:
+        asked = own_questions(index, instead=", or give questions by --questions FILE.jsonl")
+    if not asked:
+        raise ConfigError(f"{questions or index}: there are no questions to ask")
+    wanted = dict.fromkeys(name for question in asked for name in question.documents)
+    there = set(opened.documents)
+    started = time.perf_counter()
+    report = measure(opened, asked, count=count, **given(weights))
+    return report | {
+        "index": str(index),
+        "missing": [name for name in wanted if name not in there],
+        "seconds": round(time.perf_counter() - started, 2),
+    }
+
+
+def given(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value is not None}

@@ -1,0 +1,167 @@
+"""The forward pass of the common decoder layer on a CPU, in fewer and larger steps than the module's.
+
+A step of decoding is some hundred small operations, and each costs a call and a wait for all threads.
+Layers with RMSNorm, rotary attention and a gated SiLU (Llama, Qwen2, Mistral, SmolLM …) are run as four
+matrix products with little between them. Nothing is assumed that is not checked: `lean_forward` compares
+the result with the module's own, and a model that differs generates with the module itself.
+
+Axes: T tokens, M hidden size, H query heads, K key heads, D head size, I inner size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from groupwise.engine.kv_cache import Prefix
+from groupwise.engine.paged_attention import KVCache, PagedLayout
+from groupwise.engine.prefill import Prefill
+from groupwise.engine.scheduler import Scheduler
+from groupwise.engine.stacked_weights import MakeWeight, weights_for
+from groupwise.model.adapters.lora_bank import LoRABank
+from groupwise.model.attention.hf_interface import Layout
+from groupwise.model.attention.packed import PackedLayout
+from groupwise.model.ops.rotary import rotate, sine_halves
+from groupwise.model.policy import Policy
+
+CHECKED_TOKENS = 24
+
+
+class CPULayer:
+    """The weights of one decoder layer, in the order in which they are used."""
+
+    def __init__(self, layer: Any, matrix: MakeWeight) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        assert not hasattr(attention, "q_norm"), "normed queries are not lean"
+        assert isinstance(mlp.act_fn, nn.SiLU) or type(mlp.act_fn).__name__ == "SiLUActivation"
+        self.before_attention, self.before_mlp = layer.input_layernorm, layer.post_attention_layernorm
+        self.qkv = matrix(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.output = matrix(attention.o_proj)
+        self.gate_up = matrix(mlp.gate_proj, mlp.up_proj)
+        self.down = matrix(mlp.down_proj)
+        self.scale = float(attention.scaling)
+
+
+class FusedCPUForward:
+    """`Policy.hidden` without gradients."""
+
+    def __init__(self, policy: Policy, members: LoRABank | None = None) -> None:
+        assert policy.unpacks, "no room for unpacked weights"
+        matrix, self._own = weights_for(policy, members)
+        decoder: Any = policy.decoder
+        self._embedding: Tensor = decoder.embed_tokens.weight
+        self._rotary = decoder.rotary_emb
+        self._layers = [CPULayer(layer, matrix) for layer in decoder.layers]
+        self._norm = decoder.norm
+        self._key_heads, self._size = policy.key_heads, policy.head_size
+
+    def refresh(self) -> None:
+        """Take over the policy's weights as they are now."""
+        for layer in self._layers:
+            for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                matrix.refresh()
+
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout) -> Tensor:
+        """Return the last hidden states_TM of one packed row."""
+        own_TS = self._own(layout)
+        x_TM = nn.functional.embedding(tokens_T, self._embedding)
+        cos_1TD, sin_1TD = self._rotary(x_TM[None], positions_T[None])
+        cos_T1D, halves = cos_1TD[0, :, None], sine_halves(sin_1TD[0, :, None])
+        for number, layer in enumerate(self._layers):
+            qkv_TN = layer.qkv(_normed(x_TM, layer.before_attention), own_TS)
+            qkv_TND = qkv_TN.view(len(x_TM), -1, self._size)
+            q_1HTD, k_1KTD, v_1KTD = self._heads(qkv_TND, cos_T1D, halves)
+            mixed_1THD = layout.attend(q_1HTD, k_1KTD, v_1KTD, layer=number, scale=layer.scale)
+            x_TM += layer.output(mixed_1THD[0].flatten(1), own_TS)
+            gate_TI, up_TI = layer.gate_up(_normed(x_TM, layer.before_mlp), own_TS).chunk(2, dim=1)
+            x_TM += layer.down(nn.functional.silu(gate_TI, inplace=True).mul_(up_TI), own_TS)
+        return _normed(x_TM, self._norm)
+
+    def _heads(
+        self, qkv_TND: Tensor, cos_T1D: Tensor, halves: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotate queries and keys, in one go, and part them from the values."""
+        straight_TND, values_TKD = qkv_TND[:, : -self._key_heads], qkv_TND[:, -self._key_heads :]
+        turned_TND = rotate(straight_TND, cos_T1D, *halves)
+        queries_THD, keys_TKD = turned_TND[:, : -self._key_heads], turned_TND[:, -self._key_heads :]
+        return tuple(x.transpose(0, 1)[None] for x in (queries_THD, keys_TKD, values_TKD))  # type: ignore[return-value]
+
+
+def _normed(x_TM: Tensor, norm: Any) -> Tensor:
+    square_T1: Tensor = torch.linalg.vector_norm(x_TM, dim=-1, keepdim=True).square_()
+    scale_T1 = square_T1.div_(x_TM.shape[1]).add_(norm.variance_epsilon).rsqrt_()
+    return (x_TM * scale_T1).mul_(norm.weight)
+
+
+@torch.no_grad()
+def fused_cpu_forward(policy: Policy, members: LoRABank | None = None) -> FusedCPUForward | None:
+    """The lean forward pass of this policy, or None where that is not the same function.
+
+    With members it is compared without adapters: no row of the comparison is anybody's.
+    """
+    weight = policy.head_weight
+    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+        return None
+    try:
+        lean = FusedCPUForward(policy, members)
+        layout = PackedLayout.build([(10, (CHECKED_TOKENS - 10,))], device=weight.device)
+        tokens_T = torch.arange(3, 3 + CHECKED_TOKENS) % weight.shape[0]
+        positions_T = torch.arange(CHECKED_TOKENS)
+        with policy.without_adapter() if members else nullcontext(policy) as compared:
+            own_TM = compared.hidden(tokens_T, positions_T, layout)
+        difference = lean.hidden(tokens_T, positions_T, layout) - own_TM
+        return lean if difference.norm() <= 1e-4 * own_TM.norm() else None
+    except (AttributeError, AssertionError, TypeError, ValueError, RuntimeError):
+        return None
+
+
+class Runner:
+    """Runs the policy module itself, or a lean form of it, so what generates is what is trained."""
+
+    def __init__(
+        self, policy: Policy, *, blocks: int, block_size: int, members: LoRABank | None = None
+    ) -> None:
+        self.policy = policy
+        self.blocks = blocks
+        self.lean = fused_cpu_forward(policy, members)
+        self.members = 0 if members is None else len(members)
+        """Adapters that rows may have of their own; 0: the policy's."""
+        self._hidden = policy.hidden if self.lean is None else self.lean.hidden
+        self.cache = KVCache(
+            layers=policy.layers,
+            blocks=blocks,
+            block_size=block_size,
+            heads=policy.key_heads,
+            size=policy.head_size,
+            like=policy.head_weight,
+        )
+        self._prompts = Prefill(policy, self.cache, shared=bool(self.members))
+
+    def ready(self) -> AbstractContextManager[None]:
+        """Take over the policy's weights, with its adapters folded in, for as long as the block lasts."""
+        if self.lean is None:
+            return self.policy.folded()
+        self.lean.refresh()
+        return nullcontext()
+
+    def prefill(self, prefixes: Sequence[Prefix]) -> None:
+        """Compute prompts into their blocks and leave the next token's logits on each."""
+        self._prompts.compute(prefixes, self._hidden)
+
+    def decode(self, scheduler: Scheduler) -> Tensor:
+        """Feed every running sequence its last token and return the logits_RV of the next."""
+        slots = scheduler.slots()
+        prompt = scheduler.prompt_length[scheduler.request[slots]]
+        last = scheduler.length[slots] - 1
+        layout = PagedLayout.build(self.cache, scheduler, like=self.policy.head_weight)
+        hidden_RM = self._hidden(self._move(scheduler.tokens[slots, last]), self._move(prompt + last), layout)
+        return self.policy.logits(hidden_RM)
+
+    def _move(self, array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(self.policy.device)

@@ -1,0 +1,212 @@
+"""Triton kernels of a decoding step's attention over the paged cache.
+
+Every sequence attends to its group's prompt and to its own tokens. The prompt comes first: a tile of
+members, times the query heads of one key head, are the rows of one matrix product, so each prompt
+block is read once for all of them. Each tile leaves its share (output and base-2 log-sum-exp) in
+float32; attention over a sequence's own tokens runs beside it and ends with adding that share. Long
+stretches may be split over programs, and then `join_shares` adds up everything.
+
+Names: a *slot* is a sequence's place in the state, a *row* its place in this step's batch.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from groupwise.engine.cuda.kernel_launch import let_next_start, wait_for_previous
+
+
+@triton.jit
+def _attend_stretch(
+    q, best, total, acc,
+    KEYS, VALUES, table, begin, end, head, scale,
+    KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Go on with an online softmax over the tokens [begin, end) of a block table."""
+    dims, offsets = tl.arange(0, DIM), tl.arange(0, BLOCK)
+    for start in range(begin, end, BLOCK):
+        at = start + offsets
+        live = at < end
+        block = tl.load(table + at // PAGE, mask=live, other=0).to(tl.int64)
+        place = ((block * PAGE + at % PAGE) * KEY_HEADS + head) * SIZE
+        where = place[:, None] + dims[None, :]
+        mask = live[:, None] & (dims[None, :] < SIZE)
+        k = tl.load(KEYS + where, mask=mask, other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        score = tl.where(live[None, :], score, float("-inf"))
+        new_best = tl.maximum(best, tl.max(score, 1))
+        shrink, p = tl.exp2(best - new_best), tl.exp2(score - new_best[:, None])
+        v = tl.load(VALUES + where, mask=mask, other=0.0)
+        total = total * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        best = new_best
+    return best, total, acc
+
+
+@triton.jit(do_not_specialize=["table_width", "splits", "tiles"])
+def attend_prompts(
+    Q, KEYS, VALUES, SHARE, LSE, TILES, PROMPT_TABLE,
+    scale, q_row, q_head, table_width, splits, tiles,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, MEMBERS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Programs go through the tiles (members of one prompt), each for one key head and split of the prompt.
+
+    A tile is the slot whose prompt it is (-1: no more tiles), the prompt's length, and the members' rows.
+    How many tiles are in use is not known when the grid is captured.
+    """
+    wait_for_previous()
+    let_next_start()
+    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    GROUPED: tl.constexpr = HEADS // KEY_HEADS
+    lanes, dims = tl.arange(0, TILE), tl.arange(0, DIM)
+    member = lanes // GROUPED
+    query_head = head * GROUPED + lanes % GROUPED
+    slot = tl.load(TILES + tile * (MEMBERS + 2))
+    while slot >= 0:
+        length = tl.load(TILES + tile * (MEMBERS + 2) + 1)
+        row = tl.load(TILES + tile * (MEMBERS + 2) + 2 + member, mask=member < MEMBERS, other=-1)
+        chunk = tl.cdiv(tl.cdiv(length, splits), BLOCK) * BLOCK
+        begin = split * chunk
+        end = tl.minimum(begin + chunk, length)
+
+        used = row >= 0
+        mask = used[:, None] & (dims[None, :] < SIZE)
+        where = row[:, None] * q_row + query_head[:, None] * q_head + dims[None, :]
+        q = tl.load(Q + where, mask=mask, other=0.0)
+        best = tl.full([TILE], float("-inf"), tl.float32)
+        total = tl.zeros([TILE], tl.float32)
+        acc = tl.zeros([TILE, DIM], tl.float32)
+        best, total, acc = _attend_stretch(
+            q, best, total, acc,
+            KEYS, VALUES, PROMPT_TABLE + slot * table_width, begin, end, head, scale,
+            KEY_HEADS, SIZE, DIM, PAGE, BLOCK,
+        )  # fmt: skip
+        some = total > 0
+        total = tl.where(some, total, 1.0)
+        share = (row * HEADS + query_head) * splits + split
+        tl.store(LSE + share, tl.where(some, best + tl.log2(total), float("-inf")), mask=used)
+        tl.store(SHARE + share[:, None] * SIZE + dims[None, :], acc / total[:, None], mask=mask)
+        tile += tl.num_programs(0)
+        slot = tl.load(TILES + tile * (MEMBERS + 2), mask=tile < tiles, other=-1)
+
+
+@triton.jit(do_not_specialize=["table_width", "splits", "own_splits"])
+def attend_own(
+    Q, KEYS, VALUES, SHARE, LSE, OUT, OWN_SHARE, OWN_LSE, ROWS, LENGTH, TABLE,
+    scale, q_row, q_head, table_width, splits, own_splits,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, PADDED: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """One program a (row, key head, split of the row's own tokens).
+
+    WHOLE: there is one split, which adds the prompt's shares and writes the output itself. Those are all that
+    it needs of the kernel before it, beside which it runs. LENGTH is by row; no split is shorter than LEAST.
+    """
+    let_next_start()
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot = tl.load(ROWS + row)
+    length = tl.load(LENGTH + row)
+    # A short row has no use for every split.
+    chunk = tl.cdiv(tl.maximum(tl.cdiv(length, own_splits), LEAST), BLOCK) * BLOCK
+    begin = split * chunk
+    end = tl.minimum(begin + chunk, length)
+
+    GROUPED: tl.constexpr = HEADS // KEY_HEADS
+    lanes, dims = tl.arange(0, PADDED), tl.arange(0, DIM)
+    used = lanes < GROUPED
+    query_head = head * GROUPED + lanes
+    mask = used[:, None] & (dims[None, :] < SIZE)
+    share = (row * HEADS + query_head) * own_splits + split
+    if begin >= end:
+        wait_for_previous()
+        tl.store(OWN_LSE + share, tl.full([PADDED], float("-inf"), tl.float32), mask=used)
+        return
+    # Not through the nearest cache: nothing has been waited for since the queries were turned.
+    at = Q + row * q_row + query_head[:, None] * q_head + dims[None, :]
+    q = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+    best = tl.full([PADDED], float("-inf"), tl.float32)
+    total = tl.zeros([PADDED], tl.float32)
+    acc = tl.zeros([PADDED, DIM], tl.float32)
+    best, total, acc = _attend_stretch(
+        q, best, total, acc,
+        KEYS, VALUES, TABLE + slot * table_width, begin, end, head, scale,
+        KEY_HEADS, SIZE, DIM, PAGE, BLOCK,
+    )  # fmt: skip
+    wait_for_previous()
+    if WHOLE:
+        best, total, acc = _add_shares(
+            best, total, acc, SHARE, LSE, row * HEADS + query_head, splits, used, mask, SIZE, DIM
+        )
+    acc = acc / total[:, None]
+    if WHOLE:
+        where = (row * HEADS + query_head)[:, None] * SIZE + dims[None, :]
+        tl.store(OUT + where, acc.to(OUT.dtype.element_ty), mask=mask)
+    else:
+        tl.store(OWN_LSE + share, best + tl.log2(total), mask=used)
+        tl.store(OWN_SHARE + share[:, None] * SIZE + dims[None, :], acc, mask=mask)
+
+
+@triton.jit
+def _add_shares(
+    best, total, acc, SHARE, LSE, first, splits, used, mask, SIZE: tl.constexpr, DIM: tl.constexpr
+):  # fmt: skip
+    """Go on with an online softmax over attention that others have computed."""
+    dims = tl.arange(0, DIM)
+    for split in range(0, splits):
+        share = first * splits + split
+        lse = tl.load(LSE + share, mask=used, other=0.0)
+        # Nothing was written where a split is empty.
+        there = mask & (lse > float("-inf"))[:, None]
+        part = tl.load(SHARE + share[:, None] * SIZE + dims[None, :], mask=there, other=0.0)
+        new_best = tl.maximum(best, lse)
+        # A split may be empty, and the first too: -inf minus -inf is no number.
+        safe = tl.where(new_best == float("-inf"), 0.0, new_best)
+        shrink, weight = tl.exp2(best - safe), tl.exp2(lse - safe)
+        total = total * shrink + weight
+        acc = acc * shrink[:, None] + part * weight[:, None]
+        best = new_best
+    return best, total, acc
+
+
+@triton.jit(do_not_specialize=["splits", "own_splits"])
+def join_shares(
+    SHARE, LSE, OWN_SHARE, OWN_LSE, OUT, splits, own_splits,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """One program a row: the prompt's shares and its own become the output."""
+    wait_for_previous()
+    row = tl.program_id(0)
+    heads, dims = tl.arange(0, PADDED), tl.arange(0, DIM)
+    used = heads < HEADS
+    mask = used[:, None] & (dims[None, :] < SIZE)
+    best = tl.full([PADDED], float("-inf"), tl.float32)
+    total = tl.zeros([PADDED], tl.float32)
+    acc = tl.zeros([PADDED, DIM], tl.float32)
+    first = row * HEADS + heads
+    best, total, acc = _add_shares(best, total, acc, SHARE, LSE, first, splits, used, mask, SIZE, DIM)
+    best, total, acc = _add_shares(
+        best, total, acc, OWN_SHARE, OWN_LSE, first, own_splits, used, mask, SIZE, DIM
+    )
+    output = acc / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(OUT + first[:, None] * SIZE + dims[None, :], output.to(OUT.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_keys(
+    K, V, KEYS, VALUES, PLACES, k_row, k_head, v_row, v_head,
+    KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """One program a row: its new key and value go to their place in the cache."""
+    row = tl.program_id(0)
+    place = tl.load(PLACES + row)
+    heads, dims = tl.arange(0, PADDED), tl.arange(0, DIM)
+    mask = (heads[:, None] < KEY_HEADS) & (dims[None, :] < SIZE)
+    to = (place * KEY_HEADS + heads[:, None]) * SIZE + dims[None, :]
+    k = tl.load(K + row * k_row + heads[:, None] * k_head + dims[None, :], mask=mask)
+    tl.store(KEYS + to, k, mask=mask)
+    v = tl.load(V + row * v_row + heads[:, None] * v_head + dims[None, :], mask=mask)
+    tl.store(VALUES + to, v, mask=mask)

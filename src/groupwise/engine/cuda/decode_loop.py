@@ -1,0 +1,153 @@
+"""The generating loop on a GPU: the host issues steps ahead and looks at their results late.
+
+The device draws each token and notices the end of each sequence by itself. The host learns of it a few
+steps later; until then the ended sequence's row idles, and its blocks are still its own. Work reaches the
+device in the order it was issued, so whatever the host does then comes after those idle steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from groupwise.engine.cuda.graph_runner import GraphRunner
+from groupwise.engine.prefill import PREFILL_TOKENS
+from groupwise.engine.sampler import StopStrings
+from groupwise.engine.scheduler import Scheduler, Sequence
+from groupwise.invariants import check_finite
+from groupwise.records import Finish, Sampling
+
+if TYPE_CHECKING:
+    from groupwise.engine.engine import CompletionSink
+
+AHEAD = 4
+"""Draws issued before the results of one are looked at. With stop strings, which need text: none."""
+
+
+DONE = object()
+
+
+@dataclass(frozen=True, slots=True)
+class InFlightStep:
+    """One draw for each of these slots, whose results are on their way."""
+
+    slots: NDArray[np.int64]
+    at: NDArray[np.int64]
+    """Which token of its sequence each draw is."""
+    tenant: NDArray[np.int64]
+    status: Tensor
+    arrived: torch.cuda.Event | None
+
+
+@dataclass(slots=True)
+class DecodeLoop:
+    """One call of the engine."""
+
+    scheduler: Scheduler
+    runner: GraphRunner
+    sampling: Sampling
+    end_tokens: frozenset[int]
+    stop_strings: StopStrings
+    partner: CompletionSink
+    drawn: int = 0
+    """Tokens of decoding steps; and how many there would be with every slot full while sequences last."""
+    offered: int = 0
+    _issued: deque[InFlightStep] = field(default_factory=deque)
+    _computing: Iterator[None] = field(default_factory=lambda: iter(()))
+    """Prompts next in line: a pass of them between two steps."""
+
+    def run(self) -> None:
+        scheduler = self.scheduler
+        ahead = 0 if self.sampling.stop else AHEAD
+        while scheduler.busy:
+            # Before anyone is preempted, let those who have ended make room.
+            if self._growing() > scheduler.pool.free:
+                self._look(keep=0)
+            scheduler.make_room()
+            moved = self._step() + self._join()
+            self._look(keep=ahead if moved else 0)
+            scheduler.add(self.partner.ready(wait=not scheduler.busy))
+        self._look(keep=0)
+
+    def _growing(self) -> int:
+        slots = self.scheduler.slots()
+        return int((self.scheduler.length[slots] > self.scheduler.room[slots]).sum())
+
+    def _step(self) -> int:
+        """Issue a token more for everyone who may have one to come; return how many."""
+        slots = self.scheduler.slots()
+        slots = slots[self.scheduler.length[slots] < self.sampling.max_tokens]
+        if len(slots):
+            self.runner.step(self.scheduler, slots, self.sampling)
+            self._issue(slots)
+            unfinished = len(self.scheduler.running) + len(self.scheduler.waiting)
+            self.offered += min(unfinished, len(self.scheduler.length))
+        return len(slots)
+
+    def _join(self) -> int:
+        """Let waiting sequences start, and issue their first token."""
+        scheduler = self.scheduler
+        if next(self._computing, DONE) is DONE and self._next_in_line_waits():
+            self._computing = self.runner.prefill_passes(scheduler.prepare(PREFILL_TOKENS))
+            next(self._computing, DONE)
+        joined = scheduler.admit()
+        if not joined:
+            return 0
+        self.runner.prefill(list(dict.fromkeys(s.prefix for s in joined if s.prefix.logits_V is None)))
+        slots = np.array([sequence.slot for sequence in joined])
+        self.runner.join(scheduler, slots, [sequence.prefix for sequence in joined], self.sampling)
+        self._issue(slots)
+        return len(joined)
+
+    def _next_in_line_waits(self) -> bool:
+        waiting = self.scheduler.waiting
+        return bool(waiting and self.scheduler.vacant and not waiting[0].prefix.blocks)
+
+    def _issue(self, slots: NDArray[np.int64]) -> None:
+        scheduler = self.scheduler
+        status, arrived = self.runner.status()
+        self._issued.append(
+            InFlightStep(slots, scheduler.length[slots], scheduler.tenant[slots], status, arrived)
+        )
+        scheduler.length[slots] += 1
+
+    def _look(self, *, keep: int) -> None:
+        """Take in results until those of `keep` draws are left."""
+        while len(self._issued) > keep:
+            issued = self._issued.popleft()
+            if issued.arrived is not None:
+                issued.arrived.synchronize()
+            self._take_in(issued)
+
+    def _take_in(self, issued: InFlightStep) -> None:
+        scheduler = self.scheduler
+        still = scheduler.tenant[issued.slots] == issued.tenant
+        slots, at = issued.slots[still], issued.at[still]
+        self.drawn += int((at > 0).sum())
+        done, tokens, *floats = issued.status.numpy()[:, slots]
+        logprobs, entropies = (numbers.view(np.float32) for numbers in floats)
+        check_finite("the entropy of the policy", float(entropies.sum()))
+        scheduler.tokens[slots, at] = tokens
+        scheduler.logprobs[slots, at] = logprobs
+        scheduler.entropies[slots, at] = entropies
+        stop = np.zeros(len(slots), dtype=np.bool_)
+        if self.sampling.stop and len(slots):
+            written = (scheduler.tokens[slot, : n + 1] for slot, n in zip(slots, at, strict=True))
+            stop = self.stop_strings.hits(written, self.sampling.stop)
+        ended = np.flatnonzero(done.astype(np.bool_) | stop)
+        if not len(ended):
+            return
+        for row, slot in zip(ended, slots[ended].tolist(), strict=True):
+            scheduler.length[slot] = at[row] + 1
+            end = int(tokens[row]) in self.end_tokens
+            self._finish(scheduler.in_slot[slot], "end" if end else "stop" if stop[row] else "length")
+
+    def _finish(self, sequence: Sequence, reason: Finish) -> None:
+        self.partner.finished(sequence.request, sequence.member, self.scheduler.finish(sequence, reason))

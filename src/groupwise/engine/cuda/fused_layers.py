@@ -1,0 +1,349 @@
+"""Matrices of several members on a GPU: one product for the base and everyone's way down, one kernel up.
+
+The first factors of all adapters are further rows of the base's own matrix, so that going down costs no
+product of its own. A kernel then adds each row's way up, and looks at its own adapter only: rows of one
+member are neighbours, so that a block of rows reads little more than what it needs.
+
+Axes: T rows, I inputs, O outputs, R rank, S = members × rank.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from groupwise.engine.cuda import layer_kernels as kernels
+from groupwise.engine.cuda.decode_attention import DecodeLayout
+from groupwise.engine.cuda.kernel_launch import launch, padded
+from groupwise.engine.kv_cache import Prefix
+from groupwise.engine.paged_attention import KVCache
+from groupwise.engine.prefill import PrefillLayout, Segment
+from groupwise.engine.stacked_weights import MakeWeight, OwnColumns, StackedWeight, one_rank, rank_of, rows_of
+from groupwise.model.adapters.lora import base_of, is_adapted
+from groupwise.model.adapters.lora_bank import LoRABank
+from groupwise.model.adapters.quantization import plain_weight
+from groupwise.model.ops.equivalence import float32_excerpt
+from groupwise.model.ops.rotary import rotate, sine_halves
+from groupwise.model.policy import Policy
+from groupwise.tracking.run_log import LOGGER
+
+ROWS, COLUMNS = 64, 128
+"""What a program works on: rows and outputs."""
+
+
+@triton.jit
+def add_own(
+    Y, UP, ADAPTER, PARTS, rows, y_stride, low_at, up_stride,
+    SIZE: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program a (block of rows, block of outputs, part): add what each row's own adapter gives.
+
+    PARTS: of each part, where its outputs begin and how many there are. What adapters made of the input
+    stands behind the outputs, SIZE columns a part. Rows of nobody have the adapter -1.
+    """
+    part = tl.program_id(2)
+    start, width = tl.load(PARTS + 2 * part), tl.load(PARTS + 2 * part + 1)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    if tl.program_id(1) * COLUMNS < width:
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        rank = tl.arange(0, PADDED)
+        line = Y + row[:, None].to(tl.int64) * y_stride
+        mask = (row < rows)[:, None] & (column < width)[None, :]
+        to = line + start + column[None, :]
+        adapter = tl.load(ADAPTER + row, mask=row < rows, other=-1)
+        total = tl.load(to, mask=mask, other=0.0).to(tl.float32)
+        last = tl.max(adapter, 0)
+        first = tl.maximum(tl.min(tl.where(adapter < 0, last, adapter), 0), 0)
+        for number in range(first, last + 1):
+            own = (adapter == number)[:, None] & (rank < RANK)[None, :]
+            low = tl.load(line + low_at + part * SIZE + number * RANK + rank[None, :], mask=own, other=0.0)
+            there = (rank < RANK)[:, None] & (column < width)[None, :]
+            at = (number * RANK + rank)[:, None] * up_stride + start + column[None, :]
+            total += tl.dot(low, tl.load(UP + at, mask=there, other=0.0), input_precision="ieee")
+        tl.store(to, total.to(Y.dtype.element_ty), mask=mask)
+
+
+class MultiLoRAGraphWeight:
+    """One or more linear layers of one input, under the adapters of all members."""
+
+    def __init__(self, *parts: Any, like: Tensor, members: LoRABank) -> None:
+        base = [base_of(part) for part in parts]
+        rows = rows_of(base)
+        self._members, self._outputs = members, rows[-1].stop
+        self._adapted = [(part, own) for part, own in zip(parts, rows, strict=True) if is_adapted(part)]
+        self._rank = rank_of(self._adapted[0][0]) if self._adapted else 1
+        self._size = len(members) * self._rank
+        total = self._outputs + len(self._adapted) * self._size
+        kind: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+        self._weight = torch.zeros(total, base[0].in_features, **kind)
+        self._bias = None if base[0].bias is None else torch.zeros(total, **kind)
+        for part, own in zip(base, rows, strict=True):
+            self._weight[own].copy_(plain_weight(part))
+            if self._bias is not None:
+                self._bias[own].copy_(part.bias)
+            if type(part) is nn.Linear and not part.weight.requires_grad:
+                part.weight.data = self._weight[own]  # the same numbers, held once
+        self._up_SO = torch.zeros(self._size, self._outputs, **kind)
+        spans = [[own.start, own.stop - own.start] for _, own in self._adapted]
+        self._spans = torch.tensor(spans, dtype=torch.int32, device=like.device)
+        self._widest = max((width for _, width in spans), default=0)
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the members' adapters as they are now; what dropped members had is gone."""
+        self._weight[self._outputs :].zero_()
+        self._up_SO.zero_()
+        rank = self._rank
+        for part, (layer, own) in enumerate(self._adapted):
+            (name,) = layer.active_adapters
+            below = self._weight[self._outputs + part * self._size :]
+            for number, a_RI in self._members.copies(layer.lora_A[name].weight):
+                below[number * rank : (number + 1) * rank].copy_(a_RI)
+            for number, b_OR in self._members.copies(layer.lora_B[name].weight):
+                self._up_SO[number * rank : (number + 1) * rank, own].copy_(b_OR.T * layer.scaling[name])
+
+    def __call__(self, x_TI: Tensor, adapter_T: Tensor | None = None) -> Tensor:
+        y_TN = nn.functional.linear(x_TI, self._weight, self._bias)
+        if adapter_T is not None and self._adapted:
+            blocks = (-(-len(y_TN) // ROWS), -(-self._widest // COLUMNS), len(self._adapted))
+            launch(
+                add_own,
+                blocks,
+                y_TN, self._up_SO, adapter_T, self._spans,
+                len(y_TN), y_TN.stride(0), self._outputs, self._up_SO.stride(0),
+                SIZE=self._size,
+                RANK=self._rank,
+                PADDED=padded(self._rank),
+                ROWS=ROWS,
+                COLUMNS=COLUMNS,
+                num_warps=4,
+            )  # fmt: skip
+        return y_TN[:, : self._outputs]
+
+
+def graph_weights_for(policy: Policy, members: LoRABank | None) -> tuple[MakeWeight, OwnColumns]:
+    """How to make a policy's matrices, and whose adapter each row of a layout takes."""
+    like = policy.head_weight
+    if members is None:
+        return partial(StackedWeight, like=like), lambda layout: None
+    one_rank(policy)
+    return partial(MultiLoRAGraphWeight, like=like, members=members), lambda layout: layout.adapter_T
+
+
+CHECKED_TOKENS = 24
+STEADY = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary embeddings whose frequencies do not depend on how long a text is."""
+LIMITS = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 1e-2}
+"""Far above rounding, which a deep random model blows up, and far below another function."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    weight: Tensor
+    eps: float
+
+    @classmethod
+    def of(cls, module: Any) -> Norm:
+        return cls(module.weight, float(module.variance_epsilon))
+
+
+class FusedLayer:
+    """The weights of one decoder layer, in the order in which they are used."""
+
+    def __init__(self, layer: Any, matrix: MakeWeight) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        assert _opens_by_silu(mlp.act_fn), "gates of another function than SiLU are not fused"
+        assert _turns_halves(attention), "rotary embeddings of pairs are not fused"
+        self.before_attention = Norm.of(layer.input_layernorm)
+        self.qkv = matrix(attention.q_proj, attention.k_proj, attention.v_proj)
+        normed = hasattr(attention, "q_norm")
+        self.q_norm = Norm.of(attention.q_norm) if normed else None
+        self.k_norm = Norm.of(attention.k_norm) if normed else None
+        self.output = matrix(attention.o_proj)
+        self.before_mlp = Norm.of(layer.post_attention_layernorm)
+        self.gate_up = matrix(mlp.gate_proj, mlp.up_proj)
+        self.down = matrix(mlp.down_proj)
+        self.scale = float(attention.scaling)
+
+    def refresh(self) -> None:
+        for matrix in (self.qkv, self.output, self.gate_up, self.down):
+            matrix.refresh()
+
+
+class FusedForward:
+    """`Policy.hidden` in fewer, larger steps."""
+
+    def __init__(self, policy: Policy, members: LoRABank | None = None) -> None:
+        assert policy.unpacks, "no room for unpacked weights"
+        matrix, self._own = graph_weights_for(policy, members)
+        decoder: Any = policy.decoder
+        self._embedding: Tensor = decoder.embed_tokens.weight
+        rotary = decoder.rotary_emb
+        assert rotary.rope_type in STEADY, f"rotary embeddings of the kind {rotary.rope_type} are not fused"
+        self._frequencies_C = rotary.inv_freq.to(self._embedding.device, torch.float32)
+        self._turn_scale = float(rotary.attention_scaling)
+        assert 2 * len(self._frequencies_C) == policy.head_size, "embeddings of part of a head are not fused"
+        self._layers = [FusedLayer(layer, matrix) for layer in decoder.layers]
+        self._norm = Norm.of(decoder.norm)
+        self._key_heads, self._size = policy.key_heads, policy.head_size
+
+    def refresh(self) -> None:
+        """Take over the policy's weights as they are now."""
+        for layer in self._layers:
+            layer.refresh()
+
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: DecodeLayout | PrefillLayout) -> Tensor:
+        own_T = self._own(layout)
+        x_TM = nn.functional.embedding(tokens_T, self._embedding)
+        angles_TC = positions_T[:, None] * self._frequencies_C
+        cos_TC, sin_TC = angles_TC.cos(), angles_TC.sin()
+        delta_TM: Tensor | None = None
+        for number, layer in enumerate(self._layers):
+            h_TM = _add_norm(x_TM, delta_TM, layer.before_attention)
+            qkv_TN = layer.qkv(h_TM, own_T)
+            self._rotate_and_store(qkv_TN, cos_TC, sin_TC, layer, layout, number)
+            heads = qkv_TN.shape[1] // self._size - 2 * self._key_heads
+            qkv_TND = qkv_TN.view(len(qkv_TN), -1, self._size)
+            parts = torch.split(qkv_TND, [heads, self._key_heads, self._key_heads], dim=1)
+            mixed_THD = layout.read(*parts, layer=number, scale=layer.scale)
+            delta_TM = layer.output(mixed_THD.flatten(1), own_T)
+            h_TM = _add_norm(x_TM, delta_TM, layer.before_mlp)
+            delta_TM = layer.down(_silu_and_multiply(layer.gate_up(h_TM, own_T)), own_T)
+        return _add_norm(x_TM, delta_TM, self._norm)
+
+    def _rotate_and_store(
+        self,
+        qkv_TN: Tensor,
+        cos_TC: Tensor,
+        sin_TC: Tensor,
+        layer: FusedLayer,
+        layout: DecodeLayout | PrefillLayout,
+        number: int,
+    ) -> None:
+        heads = qkv_TN.shape[1] // self._size - 2 * self._key_heads
+        q_norm, k_norm = layer.q_norm or layer.before_mlp, layer.k_norm or layer.before_mlp
+        launch(
+            kernels.rotate_and_store,
+            (len(qkv_TN),),
+            qkv_TN, cos_TC, sin_TC, q_norm.weight, k_norm.weight,
+            layout.cache.keys[number], layout.cache.values[number], layout.places,
+            self._turn_scale, q_norm.eps, qkv_TN.stride(0),
+            HEADS=heads,
+            KEY_HEADS=self._key_heads,
+            SIZE=self._size,
+            HALF=padded(self._size // 2, least=1),
+            PADDED=padded(heads + self._key_heads, least=1),
+            PADDED_KEYS=padded(self._key_heads, least=1),
+            NORMED=layer.q_norm is not None,
+            early=True,
+            num_warps=4,
+        )  # fmt: skip
+
+
+def _add_norm(x_TM: Tensor, delta_TM: Tensor | None, norm: Norm) -> Tensor:
+    """Add `delta` to the residual stream in place and return it normalised."""
+    out_TM = torch.empty_like(x_TM)
+    size = x_TM.shape[1]
+    launch(
+        kernels.add_norm,
+        (len(x_TM),),
+        x_TM, x_TM if delta_TM is None else delta_TM, norm.weight, out_TM, norm.eps,
+        size if delta_TM is None else delta_TM.stride(0),
+        ADD=delta_TM is not None,
+        SIZE=size,
+        PADDED=padded(size, least=1),
+        early=True,
+        num_warps=4 if size <= 4096 else 8,
+    )  # fmt: skip
+    return out_TM
+
+
+def _silu_and_multiply(gate_up_TN: Tensor) -> Tensor:
+    size, block = gate_up_TN.shape[1] // 2, 1024
+    out_TN = torch.empty(len(gate_up_TN), size, dtype=gate_up_TN.dtype, device=gate_up_TN.device)
+    launch(
+        kernels.silu_and_multiply,
+        (len(out_TN), -(-size // block)),
+        gate_up_TN, out_TN, gate_up_TN.stride(0),
+        SIZE=size,
+        BLOCK=block,
+        early=True,
+        num_warps=4,
+    )  # fmt: skip
+    return out_TN
+
+
+def _opens_by_silu(function: Any) -> bool:
+    x = torch.linspace(-8.0, 8.0, 65)
+    return torch.allclose(function(x), nn.functional.silu(x), atol=1e-6)
+
+
+def _turns_halves(attention: Any) -> bool:
+    """Whether a module's family turns each half of a head by the other, and not neighbours by each other."""
+    own = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    if own is None:
+        return True
+    heads = torch.linspace(-1.0, 1.0, 2 * 8).view(1, 1, 2, 8)
+    angles = torch.linspace(0.0, 3.0, 2 * 4).view(1, 2, 4).repeat(1, 1, 2)
+    turned, _ = own(heads, heads, angles.cos(), angles.sin())
+    by_halves = rotate(heads[0, 0][:, None], angles[0][:, None].cos(), *sine_halves(angles[0][:, None].sin()))
+    return torch.allclose(turned[0, 0], by_halves[:, 0], atol=1e-6)
+
+
+@torch.no_grad()
+def fused_forward(policy: Policy, members: LoRABank | None = None) -> FusedForward | None:
+    """The fused forward pass of this policy, or None where that is not the same function.
+
+    With members it is compared without adapters: no row of the comparison is anybody's.
+    """
+    try:
+        fused = FusedForward(policy, members)
+        difference = _difference(policy, fused, members)
+    except (AttributeError, AssertionError, TypeError, ValueError, RuntimeError) as error:
+        LOGGER.info("generating with the model's own layers, which are not of the fused kind: %s", error)
+        return None
+    if not difference <= (LIMITS[policy.head_weight.dtype] if policy.in_step else LIMITS[torch.float32]):
+        LOGGER.info("generating with the model's own layers: fused ones differ by %.1e", difference)
+        return None
+    how = f", {len(members)} adapters beside them" if members else ", adapters folded in"
+    LOGGER.info("generating with fused layers%s", how if policy.has_adapter else "")
+    return fused
+
+
+def _difference(policy: Policy, fused: FusedForward, members: LoRABank | None) -> float:
+    """How far the hidden states of a short prompt differ from the module's, relative to their size.
+
+    In half precision the comparison is made on a float32 excerpt, where rounding does not hide or feign a
+    difference; a policy that is divided among processes cannot be copied and is compared as it is.
+    """
+    if policy.head_weight.dtype != torch.float32 and not policy.in_step:
+        policy = Policy(float32_excerpt(policy.model, tokens=CHECKED_TOKENS), policy.tokenizer)
+        fused, members = FusedForward(policy), None
+    weight = policy.head_weight
+    cache = KVCache(
+        layers=policy.layers,
+        blocks=1,
+        block_size=CHECKED_TOKENS,
+        heads=policy.key_heads,
+        size=policy.head_size,
+        like=weight,
+    )
+    prefix = Prefix(tokens=tuple(range(CHECKED_TOKENS)), blocks=[0])
+    layout = PrefillLayout.build(cache, [Segment(prefix, 0, CHECKED_TOKENS)], device=weight.device)
+    tokens_T = torch.arange(CHECKED_TOKENS, device=weight.device) % weight.shape[0]
+    positions_T = torch.arange(CHECKED_TOKENS, device=weight.device)
+    with policy.without_adapter() if members else nullcontext():
+        own_TM = policy.hidden(tokens_T, positions_T, layout).float()
+    other_TM = fused.hidden(tokens_T, positions_T, layout).float()
+    return float((own_TM - other_TM).norm() / own_TM.norm())

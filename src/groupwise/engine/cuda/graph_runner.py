@@ -1,0 +1,311 @@
+"""Kernels recorded once and launched together from then on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from groupwise.engine.cuda import sampling_kernels as kernels
+from groupwise.engine.cuda.decode_attention import DecodeLayout, StepState, members_of_a_tile, own_splits
+from groupwise.engine.cuda.fused_layers import fused_forward
+from groupwise.engine.cuda.kernel_launch import EARLY, launch, padded
+from groupwise.engine.kv_cache import Prefix
+from groupwise.engine.paged_attention import KVCache
+from groupwise.engine.prefill import Prefill, PrefillLayout
+from groupwise.engine.scheduler import Scheduler
+from groupwise.model.adapters.lora_bank import LoRABank
+from groupwise.model.device import to_device
+from groupwise.model.ops.logits import scaled_logits
+from groupwise.model.policy import Policy
+from groupwise.records import Sampling
+
+
+def can_be_captured(policy: Policy) -> bool:
+    """Whether a pass asks the device nothing: `dynamic` rotary embeddings look how long the text is."""
+    rotary = getattr(policy.decoder, "rotary_emb", None)
+    return bool(getattr(rotary, "rope_type", None) != "dynamic")
+
+
+def captured(step: Callable[[], None], *, stream: torch.cuda.Stream, pool: Any) -> Callable[[], None]:
+    """Record a step; what is returned runs it again.
+
+    It must have run before: compiling kernels and taking workspaces must not happen while it is recorded.
+    """
+    graph = torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        step()
+        graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph.replay
+
+
+MOST_GRAPHS = 512
+"""Then all are dropped: clients of a server may come up with new settings for ever."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """What a runner has memory for."""
+
+    slots: int
+    blocks: int
+    prompt_blocks: int
+    own_blocks: int
+    largest_group: int
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> Capacity:
+        """Powers of two where the next call may ask for a little more than this one."""
+        groups = Counter(sequence.request for sequence in scheduler.waiting)
+        return cls(
+            slots=len(scheduler.length),
+            blocks=scheduler.pool.count,
+            prompt_blocks=padded(scheduler.prompt_tables.shape[1], least=1),
+            own_blocks=padded(scheduler.tables.shape[1], least=1),
+            largest_group=padded(max(groups.values()), least=1),
+        )
+
+    def holds(self, other: Capacity) -> bool:
+        return (
+            self.slots >= other.slots
+            and self.blocks >= other.blocks
+            and self.prompt_blocks >= other.prompt_blocks
+            and self.own_blocks >= other.own_blocks
+            and self.largest_group >= other.largest_group
+        )
+
+
+class GraphRunner:
+    """Runs prompts and decoding steps over static state; what a step needs is on the device already."""
+
+    def __init__(
+        self, policy: Policy, room: Capacity, *, block_size: int, members: LoRABank | None = None
+    ) -> None:
+        self.policy, self.room, self.block_size = policy, room, block_size
+        self.device = policy.device
+        self._fused = fused_forward(policy, members)
+        self.members = 0 if members is None else len(members)
+        """Adapters that rows may have of their own; 0: the policy's."""
+        self.cache = KVCache(
+            layers=policy.layers,
+            blocks=room.blocks + 1,
+            block_size=block_size,
+            heads=policy.key_heads,
+            size=policy.head_size,
+            like=policy.head_weight,
+        )
+        self.state = StepState(
+            slots=room.slots,
+            members=members_of_a_tile(policy.heads, policy.key_heads, room.largest_group),
+            prompt_blocks=room.prompt_blocks,
+            own_blocks=room.own_blocks,
+            idle_block=room.blocks,
+            device=self.device,
+        )
+        self._prompts = Prefill(policy, self.cache, shared=bool(self.members))
+        self._ends = _end_tokens(policy)
+        # One of each for all graphs: torch has 32 streams and hands them out again and again, and products
+        # on one stream share their scratch memory, also with whatever else runs on it.
+        self._capturing = new_stream(self.device) if can_be_captured(policy) else None
+        self._side = None if EARLY.value else new_stream(self.device)
+        self._graphs: dict[tuple[int, int, Sampling, bool], Callable[[], None]] = {}
+        self._layouts: list[DecodeLayout] = []
+        self._pool: Any = None
+        self._addresses: tuple[int, ...] = ()
+
+    @property
+    def fused(self) -> bool:
+        """Whether the forward pass is the fused one; it reads copies of the weights, adapters folded in."""
+        return self._fused is not None
+
+    def refresh(self) -> None:
+        """Take over the policy's weights as they are now; graphs of weights that have moved are dropped."""
+        if self._fused is not None:
+            self._fused.refresh()
+        # With members, adapters change place in the policy all the time; they are read from copies.
+        read = (p for p in self.policy.model.parameters() if not (self.members and p.requires_grad))
+        addresses = tuple(p.data_ptr() for p in read)
+        if addresses != self._addresses:
+            self.drop_graphs()
+            self._addresses = addresses
+
+    def drop_graphs(self) -> None:
+        """Forget what was captured; it refers to this runner and would keep it alive."""
+        self._graphs.clear()
+        self._layouts.clear()
+        self._pool = None  # it went with its last graph
+
+    def prefill(self, prefixes: Sequence[Prefix]) -> None:
+        """Compute prompts into their blocks and leave the next token's logits on each."""
+        self._prompts.compute(prefixes, self.hidden)
+
+    def prefill_passes(self, prefixes: Sequence[Prefix]) -> Iterator[None]:
+        """The same, a pass each time it is asked for one."""
+        return self._prompts.passes(prefixes, self.hidden)
+
+    def join(
+        self,
+        scheduler: Scheduler,
+        slots_J: NDArray[np.int64],
+        prefixes: Sequence[Prefix],
+        sampling: Sampling,
+        *,
+        likely: bool = False,
+    ) -> None:
+        """Begin sequences in these slots, each with the first token after its prompt.
+
+        `likely`: leave the likeliest tokens beside it.
+        """
+        state = self.state
+        request_J = scheduler.request[slots_J]
+        state.host_prompt_length[slots_J] = scheduler.prompt_length[request_J]
+        width = scheduler.prompt_tables.shape[1]
+        state.host_prompt_table[slots_J, :width] = scheduler.prompt_tables[request_J]
+        heat_J = scheduler.temperatures(slots_J, 1.0 if sampling.greedy else sampling.temperature)
+        seed_J, adapter_J = scheduler.seed[slots_J].view(np.int64), scheduler.adapter[slots_J]
+        new_4J = np.stack([slots_J, seed_J, adapter_J, np.reciprocal(heat_J).view(np.int32)])
+        rows_J = torch.empty(len(slots_J), dtype=torch.int32, device=self.device)
+        launch(
+            kernels.begin_sequences,
+            (len(slots_J),),
+            to_device(new_4J, self.device),
+            rows_J, state.seed, state.adapter, state.scale, state.length, state.done,
+            len(slots_J),
+            num_warps=1,
+        )  # fmt: skip
+        logits_JV = torch.stack([p.logits_V for p in prefixes if p.logits_V is not None])
+        self._sample(logits_JV, rows_J, sampling, likely=likely)
+
+    def step(
+        self, scheduler: Scheduler, slots_R: NDArray[np.int64], sampling: Sampling, *, likely: bool = False
+    ) -> None:
+        """Add one token to the sequences in these slots, unless they have ended."""
+        state = self.state
+        parts = own_splits(scheduler.length[slots_R], key_heads=self.policy.key_heads)
+        graph = self._graph(bucket(len(slots_R), most=state.slots), parts, sampling, likely)
+        width = scheduler.tables.shape[1]
+        state.host_table[: len(scheduler.tables), :width] = scheduler.tables
+        state.set_rows(slots_R, scheduler.request[slots_R])
+        state.push()
+        graph()
+
+    def status(self, *, likely: bool = False) -> tuple[Tensor, torch.cuda.Event | None]:
+        """What the last draw left, on its way to the host, and when it will be there."""
+        status = self.state.status_and_likely if likely else self.state.status
+        if self.device.type != "cuda":
+            return status.clone(), None
+        copy = torch.empty_like(status, device="cpu", pin_memory=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copy.copy_(status, non_blocking=True)
+        arrived.record()
+        return copy, arrived
+
+    def _graph(self, rows: int, parts: int, sampling: Sampling, likely: bool) -> Callable[[], None]:
+        key = (rows, parts, replace(sampling, stop=()), likely)
+        if key not in self._graphs:
+            if len(self._graphs) >= MOST_GRAPHS:
+                torch.cuda.synchronize()
+                self.drop_graphs()
+            layout = DecodeLayout.build(
+                self.cache,
+                self.state,
+                rows=rows,
+                heads=self.policy.heads,
+                own_splits=parts,
+                side=self._side,
+            )
+            self._layouts.append(layout)  # a graph keeps addresses, not tensors
+            self._graphs[key] = self._captured(lambda: self._step(layout, sampling, likely=likely))
+        return self._graphs[key]
+
+    def _captured(self, step: Callable[[], None]) -> Callable[[], None]:
+        stream = self._capturing
+        if stream is None:
+            return step
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        self.state.idle()
+        step()
+        return captured(step, stream=stream, pool=self._pool)
+
+    def _step(self, layout: DecodeLayout, sampling: Sampling, *, likely: bool) -> None:
+        state, rows = self.state, layout.rows
+        launch(
+            kernels.open_step,
+            (rows,),
+            state.rows, state.length, state.token, state.prompt_length, state.table,
+            state.tokens, state.positions, state.places, state.row_length, state.own_width,
+            PAGE=self.block_size,
+            num_warps=1,
+        )  # fmt: skip
+        hidden_RM = self.hidden(state.tokens[:rows], state.positions[:rows], layout)
+        self._sample(self.policy.logits(hidden_RM), state.rows, sampling, likely=likely)
+
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: DecodeLayout | PrefillLayout) -> Tensor:
+        forward = self.policy.hidden if self._fused is None else self._fused.hidden
+        return forward(tokens_T, positions_T, layout)
+
+    def _sample(self, logits_RV: Tensor, rows_R: Tensor, sampling: Sampling, *, likely: bool) -> None:
+        """Draw the next token of each row and move its sequence on."""
+        state = self.state
+        scaled = sampling.greedy or sampling.truncates
+        if sampling.truncates and not sampling.greedy:
+            scale_R1 = state.scale.index_select(0, rows_R[: len(logits_RV)])[:, None]
+            logits_RV = scaled_logits(logits_RV.float() * scale_R1, replace(sampling, temperature=1.0))
+        logits_RV = logits_RV.contiguous()
+        rows, vocabulary = logits_RV.shape
+        if likely:
+            state.keep_likeliest(logits_RV.float(), rows_R[:rows].long(), scaled=scaled)
+        chunks = -(-vocabulary // kernels.CHUNK)
+        best, total, weighted = torch.empty(3, rows, chunks, device=self.device)
+        best_at = torch.empty(rows, chunks, dtype=torch.int32, device=self.device)
+        launch(
+            kernels.sum_chunks,
+            (rows, chunks),
+            logits_RV, best, best_at, total, weighted, rows_R, state.scale, vocabulary, chunks,
+            CHUNK=kernels.CHUNK,
+            GREEDY=sampling.greedy,
+            SCALED=scaled,
+            early=True,
+            num_warps=4,
+        )  # fmt: skip
+        launch(
+            kernels.close_step,
+            (rows,),
+            logits_RV, best, best_at, total, weighted, rows_R, state.seed, state.length,
+            state.token, state.done, state.logprob, state.entropy, self._ends,
+            state.scale, vocabulary, chunks, sampling.max_tokens,
+            CHUNK=kernels.CHUNK,
+            CHUNKS=padded(chunks, least=2),
+            PADDED_ENDS=len(self._ends),
+            GREEDY=sampling.greedy,
+            SCALED=scaled,
+            early=True,
+            num_warps=8,
+        )  # fmt: skip
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream beside the current one, on a GPU."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+def _end_tokens(policy: Policy) -> Tensor:
+    """The tokens that end an answer, filled up with one that does not exist."""
+    ends = sorted(policy.end_tokens)
+    filled = [*ends, *[-1] * (padded(len(ends), least=2) - len(ends))]
+    return torch.tensor(filled, dtype=torch.int32, device=policy.device)
+
+
+def bucket(rows: int, *, most: int) -> int:
+    """The number of rows a graph is captured for: few enough graphs, few enough idle rows."""
+    step = 1 if rows <= 2 else 4 if rows <= 16 else 16 if rows <= 64 else 64
+    return min(most, -(-rows // step) * step)

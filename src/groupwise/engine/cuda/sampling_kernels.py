@@ -1,0 +1,165 @@
+"""Triton kernels that open and close a decoding step: what to feed, and which token comes next.
+
+One pass over the logits: each program sums up a chunk of the vocabulary. A second kernel, one program
+a row, finds the chunk on which the row's noise falls, looks into that chunk alone, and moves the
+sequence on by one token, so that the next step needs nothing from the host.
+
+The noise is the splitmix64 number of (seed, position) that `engine.sampler` draws with, and running
+sums are in float64 as there: the tokens are the same but for rounding of the logits.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from groupwise.engine.cuda.kernel_launch import let_next_start, wait_for_previous
+
+CHUNK = 4096
+LOWEST = tl.constexpr(-1e30)
+"""A logit below all others."""
+
+
+@triton.jit(do_not_specialize=["count"])
+def begin_sequences(NEW, ROWS, SEED, ADAPTER, SCALE, LENGTH, DONE, count):
+    """One program a sequence that begins. NEW: slots, seeds, adapters, and the bits of what scales logits."""
+    number = tl.program_id(0)
+    slot = tl.load(NEW + number)
+    tl.store(ROWS + number, slot.to(tl.int32))
+    tl.store(SEED + slot, tl.load(NEW + count + number))
+    tl.store(ADAPTER + slot, tl.load(NEW + 2 * count + number))
+    tl.store(SCALE + slot, tl.load(NEW + 3 * count + number).to(tl.int32).to(tl.float32, bitcast=True))
+    tl.store(LENGTH + slot, 0)
+    tl.store(DONE + slot, 0)
+
+
+@triton.jit(do_not_specialize=["table_width"])
+def open_step(
+    ROWS, LENGTH, TOKEN, PROMPT_LENGTH, TABLE, TOKENS, POSITIONS, PLACES, ROW_LENGTH, table_width,
+    PAGE: tl.constexpr,
+):  # fmt: skip
+    """One program a row: its last token, where that stands, and where its key and value go."""
+    row = tl.program_id(0)
+    slot = tl.load(ROWS + row)
+    last = tl.load(LENGTH + slot) - 1
+    tl.store(ROW_LENGTH + row, last + 1)
+    block = tl.load(TABLE + slot * table_width + last // PAGE).to(tl.int64)
+    tl.store(TOKENS + row, tl.load(TOKEN + slot).to(tl.int64))
+    tl.store(POSITIONS + row, (tl.load(PROMPT_LENGTH + slot) + last).to(tl.int64))
+    tl.store(PLACES + row, block * PAGE + last % PAGE)
+
+
+@triton.jit
+def sum_chunks(
+    LOGITS, BEST, BEST_AT, TOTAL, WEIGHTED, ROWS, SCALE, vocabulary, chunks,
+    CHUNK: tl.constexpr, GREEDY: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """One program a (row, chunk): its largest scaled logit (GREEDY: and where), Σ exp and Σ exp · logit.
+
+    SCALED: the logits are as they should be, not to be divided by the temperature.
+    """
+    let_next_start()
+    wait_for_previous()
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(LOGITS + row.to(tl.int64) * vocabulary + at, mask=at < vocabulary, other=float("-inf"))
+    x = x.to(tl.float32)
+    if not SCALED:
+        x = x * tl.load(SCALE + tl.load(ROWS + row))
+    # A token that is never drawn weighs nothing, and times a number that still is nothing.
+    x = tl.maximum(x, LOWEST, propagate_nan=tl.PropagateNan.ALL)
+    to = row * chunks + chunk
+    if GREEDY:
+        best, best_at = tl.max(x, 0, return_indices=True)
+        tl.store(BEST_AT + to, chunk * CHUNK + best_at)
+    else:
+        best = tl.max(x, 0)
+    weight = tl.exp(x - best)
+    # Where nothing can be drawn in any chunk, no number must come out: that is how NaN logits are noticed.
+    tl.store(BEST + to, tl.where(best == LOWEST, float("-inf"), best))
+    tl.store(TOTAL + to, tl.sum(weight, 0))
+    tl.store(WEIGHTED + to, tl.sum(weight * (x - best), 0))
+
+
+@triton.jit
+def uniform(seed, position):
+    """`engine.sampler.uniforms`."""
+    x = seed.to(tl.uint64, bitcast=True) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    x = x ^ (x >> 31)
+    # 53 bits are exact in a float64, signed or not.
+    return (x >> 11).to(tl.int64).to(tl.float64) * 1.1102230246251565e-16
+
+
+@triton.jit
+def locate(weights, index, aim, COUNT: tl.constexpr):
+    """Which weight `aim`, a share of their sum, falls on, and how far into it: `engine.sampler._locate`."""
+    mass = tl.cumsum(weights, 0)
+    total = tl.sum(tl.where(index == COUNT - 1, mass, 0.0), 0)
+    goal = aim * total
+    found = tl.sum((mass <= goal).to(tl.int32), 0)
+    found = tl.minimum(found, tl.sum((mass < total).to(tl.int32), 0))
+    found = tl.minimum(found, COUNT - 1)
+    weight = tl.sum(tl.where(index == found, weights, 0.0), 0)
+    before = tl.sum(tl.where(index == found, mass, 0.0), 0) - weight
+    rest = (goal - before) / tl.where(weight > 0, weight, 1.0)
+    return found, tl.minimum(tl.maximum(rest, 0.0), 1.0), total
+
+
+@triton.jit(do_not_specialize=["max_tokens"])
+def close_step(
+    LOGITS, BEST, BEST_AT, TOTAL, WEIGHTED, ROWS, SEED, LENGTH, TOKEN, DONE, LOGPROB, ENTROPY, ENDS,
+    SCALE, vocabulary, chunks, max_tokens,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PADDED_ENDS: tl.constexpr, GREEDY: tl.constexpr,
+    SCALED: tl.constexpr,
+):  # fmt: skip
+    """One program a row: draw its next token and move its sequence on, unless that has ended."""
+    wait_for_previous()
+    row = tl.program_id(0)
+    slot = tl.load(ROWS + row)
+    length = tl.load(LENGTH + slot)
+    done = tl.load(DONE + slot)
+    inverse_temperature = 1.0 if SCALED else tl.load(SCALE + slot)
+
+    index = tl.arange(0, CHUNKS)
+    there = index < chunks
+    bests = tl.load(BEST + row * chunks + index, mask=there, other=float("-inf"))
+    best = tl.max(bests, 0)
+    scale = tl.exp(bests - best).to(tl.float64)
+    totals = tl.load(TOTAL + row * chunks + index, mask=there, other=0.0).to(tl.float64) * scale
+    weighted = tl.load(WEIGHTED + row * chunks + index, mask=there, other=0.0).to(tl.float64) * scale
+    # Where a chunk holds nothing that can be drawn, its own maximum is no number to add.
+    lift = tl.where(totals > 0, bests - best, 0.0).to(tl.float64)
+    total = tl.sum(totals, 0)
+    log_total = tl.log(total.to(tl.float32))
+    entropy = log_total - (tl.sum(weighted + totals * lift, 0) / total).to(tl.float32)
+
+    if GREEDY:
+        at = tl.load(BEST_AT + row * chunks + index, mask=there & (bests == best), other=2147483647)
+        token = tl.minimum(tl.min(at, 0), vocabulary - 1)
+    else:
+        noise = uniform(tl.load(SEED + slot), length.to(tl.int64))
+        chunk, rest, _ = locate(totals, index, noise, CHUNKS)
+        within = tl.arange(0, CHUNK)
+        x = tl.load(
+            LOGITS + row.to(tl.int64) * vocabulary + chunk * CHUNK + within,
+            mask=chunk * CHUNK + within < vocabulary,
+            other=float("-inf"),
+        )
+        weight = tl.exp(x.to(tl.float32) * inverse_temperature - best).to(tl.float64)
+        place, _, _ = locate(weight, within, rest, CHUNK)
+        token = tl.minimum(chunk * CHUNK + place, vocabulary - 1)
+    logit = tl.load(LOGITS + row.to(tl.int64) * vocabulary + token).to(tl.float32) * inverse_temperature
+
+    is_end = tl.sum((tl.load(ENDS + tl.arange(0, PADDED_ENDS)) == token).to(tl.int32), 0)
+    ended = (length + 1 >= max_tokens) | (is_end > 0)
+    # Warps that are late may read what is stored here; one thread stores all of it, and has read before.
+    if done == 0:
+        tl.store(TOKEN + slot, token)
+        tl.store(LOGPROB + slot, logit - best - log_total)
+        tl.store(ENTROPY + slot, entropy)
+        tl.store(LENGTH + slot, length + 1)
+        tl.store(DONE + slot, ended.to(tl.int32))

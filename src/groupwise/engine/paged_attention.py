@@ -1,0 +1,151 @@
+"""Attention for generation: keys and values live in blocks, a group's prompt is read once.
+
+Axes: R running sequences, P distinct prompts among them, G most sequences on one prompt, L longest
+own part (in whole blocks), S longest prompt (in whole blocks), H query heads, K key heads,
+F = H / K query heads a key head, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from groupwise.engine.scheduler import Scheduler
+from groupwise.model.attention.segment_attention import attend, merge
+
+
+class KVCache:
+    """Keys and values of every layer, [blocks, tokens of a block, K, D] each."""
+
+    def __init__(
+        self, *, layers: int, blocks: int, block_size: int, heads: int, size: int, like: Tensor
+    ) -> None:
+        shape = (layers, blocks, block_size, heads, size)
+        # Zeros, not whatever the memory held: masked places are read too, and nothing hides a NaN.
+        self.keys = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        self.values = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        self.block_size = block_size
+
+    def write(self, layer: int, k_NKD: Tensor, v_NKD: Tensor, places_N: Tensor) -> None:
+        """Store at places counted in tokens from the start of the pool."""
+        self.keys[layer].flatten(0, 1).index_copy_(0, places_N, k_NKD)
+        self.values[layer].flatten(0, 1).index_copy_(0, places_N, v_NKD)
+
+    def rows(self, layer: int, places_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the (k_NKD, v_NKD) at these places."""
+        keys, values = self.keys[layer].flatten(0, 1), self.values[layer].flatten(0, 1)
+        return keys.index_select(0, places_N), values.index_select(0, places_N)
+
+    def copy(self, from_N: Tensor, to_N: Tensor) -> None:
+        """Copy what is stored at some places to others, in every layer."""
+        for stored in (self.keys, self.values):
+            flat = stored.flatten(1, 2)
+            flat.index_copy_(1, to_N, flat.index_select(1, from_N))
+
+    def read(self, layer: int, table_RB: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the (k_RKLD, v_RKLD) of whole blocks."""
+        return _gather(self.keys[layer], table_RB), _gather(self.values[layer], table_RB)
+
+
+def _gather(blocks_NBKD: Tensor, table_RB: Tensor) -> Tensor:
+    rows = _take(blocks_NBKD, table_RB)
+    return rows.flatten(1, 2).transpose(1, 2)
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    """x[index] along the first axis; index_select copies whole rows, which indexing does not."""
+    return x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedLayout:
+    """One decoding step: each running sequence adds one token and sees its prompt and itself."""
+
+    cache: KVCache
+    places_R: Tensor
+    """Where each new token's key and value go."""
+    own_RB: Tensor
+    own_mask_R11L: Tensor
+    prompt_PB: Tensor
+    prompt_mask_P11S: Tensor
+    grid_PG: Tensor
+    """Which row is which member of which prompt; any row where there is none."""
+    member_R: Tensor
+    """Each row's place in the flattened grid."""
+    adapter_T: Tensor
+    """Which of several adapters each row is written by."""
+
+    @classmethod
+    def build(cls, cache: KVCache, scheduler: Scheduler, *, like: Tensor) -> PagedLayout:
+        """Lay out the scheduler's running sequences; each one's last sampled token is the new one."""
+        size = cache.block_size
+        slots = scheduler.slots()
+        rows = np.arange(len(slots))
+        new = scheduler.length[slots] - 1
+        own = scheduler.tables[slots, : int(new.max()) // size + 1]
+        places = own[rows, new // size] * size + new % size
+
+        # A group's members are neighbours, so its rows begin where the request changes.
+        request = scheduler.request[slots]
+        first = np.flatnonzero(np.diff(request, prepend=-1))
+        members = np.diff(first, append=len(rows))
+        prompt_of = np.repeat(np.arange(len(first)), members)
+        member_of = rows - first[prompt_of]
+        grid = np.zeros((len(first), int(members.max())), dtype=np.int64)
+        grid[prompt_of, member_of] = rows
+
+        lengths = scheduler.prompt_length[request[first]]
+        prompts = scheduler.prompt_tables[request[first], : -(-int(lengths.max()) // size)]
+
+        def move(array: NDArray[np.int64]) -> Tensor:
+            return torch.from_numpy(array).to(like.device)
+
+        return cls(
+            cache=cache,
+            places_R=move(places),
+            own_RB=move(own),
+            own_mask_R11L=_mask(move(new + 1), own.shape[1] * size, like=like),
+            prompt_PB=move(prompts),
+            prompt_mask_P11S=_mask(move(lengths), prompts.shape[1] * size, like=like),
+            grid_PG=move(grid),
+            member_R=move(prompt_of * grid.shape[1] + member_of),
+            adapter_T=move(scheduler.adapter[slots]),
+        )
+
+    def attend(self, q_1HRD: Tensor, k_1KRD: Tensor, v_1KRD: Tensor, *, layer: int, scale: float) -> Tensor:
+        """Store the new keys and values and return the attention output_1RHD."""
+        _, key_heads, rows, size = k_1KRD.shape
+        self.cache.write(layer, k_1KRD[0].transpose(0, 1), v_1KRD[0].transpose(0, 1), self.places_R)
+        # Query heads that share a key head become queries of it: no key is read twice.
+        q_RKFD = q_1HRD[0].transpose(0, 1).reshape(rows, key_heads, -1, size)
+        k_RKLD, v_RKLD = self.cache.read(layer, self.own_RB)
+        own = attend(q_RKFD, k_RKLD, v_RKLD, causal=False, mask=self.own_mask_R11L, scale=scale)
+        output_RKFD, _ = merge(own, self._attend_prompts(q_RKFD, layer, scale))
+        return output_RKFD.flatten(1, 2)[None]
+
+    def _attend_prompts(self, q_RKFD: Tensor, layer: int, scale: float) -> tuple[Tensor, Tensor]:
+        """All members of a group as queries of its one prompt; back in row order."""
+        prompts, members = self.grid_PG.shape
+        _, key_heads, per_head, _ = q_RKFD.shape
+        q_PKGFD = _take(q_RKFD, self.grid_PG).transpose(1, 2)
+        k_PKSD, v_PKSD = self.cache.read(layer, self.prompt_PB)
+        output, lse = attend(
+            q_PKGFD.flatten(2, 3), k_PKSD, v_PKSD, causal=False, mask=self.prompt_mask_P11S, scale=scale
+        )
+
+        def rows(x: Tensor) -> Tensor:
+            x_PKGFD = x.view(prompts, key_heads, members, per_head, -1)
+            return _take(x_PKGFD.transpose(1, 2).flatten(0, 1), self.member_R)
+
+        return rows(output), rows(lse).squeeze(-1)
+
+
+def _mask(lengths_N: Tensor, width: int, *, like: Tensor) -> Tensor:
+    """0 on the first `length` places of each row, -inf behind them: [N, 1, 1, width]."""
+    hidden = torch.arange(width, device=like.device) >= lengths_N[:, None]
+    mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
+    return mask.masked_fill_(hidden, float("-inf"))[:, None, None]

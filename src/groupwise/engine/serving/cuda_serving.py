@@ -1,0 +1,323 @@
+"""Short prompts of a server as CUDA graphs: kernel by kernel, launching a pass takes longer than the pass.
+
+Whole prompts are laid into a row of one of a few sizes, and what is left of it is filled up with a stretch
+that nobody reads. All other passes (long prompts, what continues a conversation, scores) run as ever.
+
+Axes: T places of a row, P prompts it may hold, M hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from groupwise.engine.cuda.decode_loop import InFlightStep
+from groupwise.engine.cuda.graph_runner import Capacity, GraphRunner, can_be_captured, captured, new_stream
+from groupwise.engine.cuda.kernel_launch import padded
+from groupwise.engine.paged_attention import KVCache
+from groupwise.engine.prefill import Forward, Prefill, PrefillLayout, Segment, places
+from groupwise.engine.scheduler import Sequence
+from groupwise.engine.serving.serving_scheduler import FinishCheck, ServingScheduler
+from groupwise.invariants import check_finite
+from groupwise.model.attention.packed import Kind, Parts
+from groupwise.model.attention.segment_attention import VarlenAttention, fits
+from groupwise.model.policy import Policy
+from groupwise.records import Completion
+
+SIZES = (64, 128, 256, 512, 1024)
+PROMPTS = 16
+
+
+class StaticRow:
+    """A pass of one size, in device memory that never moves."""
+
+    def __init__(self, policy: Policy, cache: KVCache, size: int, *, idle_block: int) -> None:
+        self.size = size
+        self._policy, self._cache = policy, cache
+        self._idle = idle_block * cache.block_size
+        device = policy.device
+        self._whole = torch.zeros(3 * size + PROMPTS, dtype=torch.int64, device=device)
+        self._starts = torch.zeros(PROMPTS + 2, dtype=torch.int32, device=device)
+        self._logits_PV: Tensor | None = None
+        self._run: Callable[[], None] | None = None
+
+    def compute(self, stretches: SequenceOf[Segment], forward: Forward, pool: Any) -> Tensor:
+        """Return the logits after each of these prompts."""
+        lengths = self._fill(stretches)
+        if self._run is not None:
+            self._run()
+        else:
+            self._pass(lengths, forward)
+            if self._whole.is_cuda:
+                stream = torch.cuda.current_stream()
+                self._run = captured(lambda: self._pass(lengths, forward), stream=stream, pool=pool)
+                self._run()
+        assert self._logits_PV is not None
+        return self._logits_PV[: len(stretches)].clone()  # the next pass writes over them
+
+    def _fill(self, stretches: SequenceOf[Segment]) -> NDArray[np.int64]:
+        """Lay prompts into the row; returns the lengths of all its stretches, the filling last."""
+        host = np.zeros(3 * self.size + PROMPTS, dtype=np.int64)
+        tokens, positions, at, ends = np.split(host, [self.size, 2 * self.size, 3 * self.size])
+        at[:] = self._idle
+        lengths = np.zeros(PROMPTS + 1, dtype=np.int64)
+        start = 0
+        for number, stretch in enumerate(stretches):
+            own = slice(start, start + stretch.length)
+            tokens[own], positions[own] = stretch.prefix.tokens, np.arange(stretch.length)
+            at[own] = places(stretch.prefix.blocks, self._cache.block_size)[: stretch.length]
+            lengths[number], start = stretch.length, own.stop
+            ends[number] = own.stop - 1
+        lengths[-1] = self.size - start
+        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        for to, array in ((self._whole, host), (self._starts, starts)):
+            staged = torch.from_numpy(array)
+            to.copy_(staged.pin_memory() if to.is_cuda else staged, non_blocking=True)
+        return lengths
+
+    def _pass(self, lengths: NDArray[np.int64], forward: Forward) -> None:
+        tokens_T, positions_T, places_T, ends_P = torch.split(
+            self._whole, [self.size, self.size, self.size, PROMPTS]
+        )
+        # A graph reads where stretches begin from the device, each time anew.
+        varlen = VarlenAttention(
+            starts_q=self._starts,
+            starts_k=self._starts,
+            longest_q=self.size,
+            longest_k=self.size,
+            causal=True,
+        )
+        parts: dict[Kind, Parts] = {VarlenAttention: (varlen, None)}
+        nothing = np.zeros(0, dtype=np.int64)
+        layout = PrefillLayout(
+            cache=self._cache,
+            places=places_T,
+            lengths=lengths,
+            before=nothing,
+            before_places=places_T[:0],
+            device=self._whole.device,
+            _parts=parts,
+        )
+        hidden_TM = forward(tokens_T, positions_T, layout)
+        self._logits_PV = self._policy.logits(hidden_TM[ends_P])
+
+
+class PrefillGraphs(Prefill):
+    """Computes prompts; a few short ones at once."""
+
+    def __init__(self, policy: Policy, cache: KVCache, *, idle_block: int) -> None:
+        super().__init__(policy, cache)
+        self._idle_block = idle_block
+        query_THD = policy.head_weight.new_empty(0, policy.heads, policy.head_size)
+        self._possible = (fits(query_THD) or not query_THD.is_cuda) and can_be_captured(policy)
+        """Where prompts are padded instead, the host must know their lengths."""
+        self._rows: dict[int, StaticRow] = {}
+        self._pool: Any = None
+
+    def _pass(self, stretches: SequenceOf[Segment], forward: Forward) -> None:
+        total = sum(stretch.length for stretch in stretches)
+        size = next((size for size in SIZES if total <= size), None)
+        plain = all(s.start == 0 and s.complete and s.prefix.scores is None for s in stretches)
+        if size is None or not (self._possible and plain) or len(stretches) > PROMPTS:
+            super()._pass(stretches, forward)
+            return
+        if size not in self._rows:
+            self._rows[size] = StaticRow(self.policy, self.cache, size, idle_block=self._idle_block)
+        if self.policy.device.type == "cuda":
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+        logits_PV = self._rows[size].compute(stretches, forward, self._pool)
+        for stretch, logits_V in zip(stretches, logits_PV, strict=True):
+            stretch.prefix.done, stretch.prefix.logits_V = stretch.end, logits_V
+
+
+LARGEST_GROUP = 8
+"""Answers to one prompt that share a read of it."""
+TOGETHER, PATIENCE = 8, 0.004
+"""One answer for every so many that run may begin at once; after so many seconds whoever waits."""
+AHEAD = 2
+"""Draws issued before the results of one are looked at: someone waits for each place that is free."""
+
+
+class SideStream:
+    """A stream for work that runs beside what the main one is given later, and behind all it has by now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = new_stream(device)
+
+    def run(self, work: Callable[[], None]) -> torch.cuda.Event | None:
+        """Give it work; returns what tells when that is done, None: it is done."""
+        if self._stream is None:
+            work()
+            return None
+        # Behind the main stream: steps that were issued may still write to blocks that have a new owner.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            work()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+            return done
+
+
+@dataclass(frozen=True, slots=True)
+class PendingPrefill:
+    """Sequences that have slots, and whose prompts are being computed."""
+
+    sequences: list[Sequence]
+    computed: torch.cuda.Event | None
+
+    @property
+    def ready(self) -> bool:
+        return self.computed is None or bool(self.computed.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Let whatever the main stream is given from now on come after the prompts."""
+        if self.computed is not None:
+            self.computed.wait()
+
+
+class CUDASteps:
+    """The device moves each sequence on by itself; the host learns of it late."""
+
+    def __init__(self, policy: Policy, scheduler: ServingScheduler, end_tokens: frozenset[int]) -> None:
+        self.scheduler, self._ending = scheduler, FinishCheck(policy, scheduler, end_tokens)
+        room = Capacity(
+            slots=len(scheduler.length),
+            blocks=scheduler.pool.count,
+            prompt_blocks=padded(scheduler.prompt_tables.shape[1], least=1),
+            own_blocks=padded(scheduler.tables.shape[1], least=1),
+            largest_group=LARGEST_GROUP,
+        )
+        self.runner = GraphRunner(policy, room, block_size=scheduler.pool.block_size)
+        self.known = np.zeros(len(scheduler.length), dtype=np.int64)
+        self._prompts = PrefillGraphs(policy, self.runner.cache, idle_block=room.blocks)
+        self._beside = SideStream(policy.device)
+        self._joining: PendingPrefill | None = None
+        self._issued: deque[InFlightStep] = deque()
+        self._waits_since: float | None = None
+        """When the first of those who wait could have joined."""
+
+    def advance(self) -> list[tuple[Sequence, Completion]]:
+        scheduler = self.scheduler
+        self._leave_out_cancelled()
+        scheduler.make_room()
+        moved = self._step() + self._join()
+        # Stop strings need text: then nobody runs ahead of it.
+        stops = bool(scheduler.stops[self._begun()].any())
+        ended: list[tuple[Sequence, Completion]] = []
+        while len(self._issued) > (AHEAD if moved and not stops else 0):
+            ended += self._take_in(self._issued.popleft())
+        return ended
+
+    def _step(self) -> int:
+        """Issue a token more for everyone who may have one to come; return how many."""
+        scheduler = self.scheduler
+        slots = self._begun()
+        going = slots[scheduler.length[slots] < scheduler.limit[slots]]
+        for sampling, indices in scheduler.by_settings(going):
+            slots = going[indices]
+            self.runner.step(scheduler, slots, sampling, likely=self._asking(slots))
+        self._issue(going)
+        return len(going)
+
+    def _begun(self) -> NDArray[np.int64]:
+        """The slots of all who run, but for those whose prompts are being computed."""
+        if self._joining is None:
+            return self.scheduler.slots()
+        waiting = {sequence.slot for sequence in self._joining.sequences}
+        return np.array([slot for slot in self.scheduler.slots().tolist() if slot not in waiting], np.int64)
+
+    def _join(self) -> int:
+        """Let waiting sequences start: have their prompts computed, then issue their first token."""
+        if self._joining is None and self._time_to_join():
+            self._joining = self._compute_prompts()
+        if self._joining is None:
+            return 0
+        if len(self._begun()) and not self._joining.ready:
+            return 0
+        self._joining.wait()
+        joined, self._joining = self._joining.sequences, None
+        scheduler = self.scheduler
+        slots = np.array([sequence.slot for sequence in joined], dtype=np.int64)
+        for sampling, indices in scheduler.by_settings(slots):
+            prefixes = [joined[index].prefix for index in indices]
+            likely = self._asking(slots[indices])
+            self.runner.join(scheduler, slots[indices], prefixes, sampling, likely=likely)
+        self._issue(slots)
+        return len(joined)
+
+    def _compute_prompts(self) -> PendingPrefill | None:
+        """Give slots to those who wait, and their prompts to the stream beside."""
+        joined = self.scheduler.admit()
+        if not joined:
+            return None
+        self.known[[sequence.slot for sequence in joined]] = 0  # nobody reads what was there before
+        prefixes = list(dict.fromkeys(s.prefix for s in joined if s.prefix.logits_V is None))
+        return PendingPrefill(
+            joined, self._beside.run(lambda: self._prompts.compute(prefixes, self.runner.hidden))
+        )
+
+    def _leave_out_cancelled(self) -> None:
+        """Forget who was cancelled while joining, once their prompts no longer write to blocks they had."""
+        if self._joining is None:
+            return
+        running = set(self.scheduler.running)
+        left = [sequence for sequence in self._joining.sequences if sequence in running]
+        if len(left) < len(self._joining.sequences):
+            self._joining.wait()
+            self._joining = PendingPrefill(left, self._joining.computed) if left else None
+
+    def _time_to_join(self) -> bool:
+        """Prompts are computed several at a time: a pass over one takes longer than a step of everyone."""
+        queued, running = self.scheduler.queued, len(self.scheduler.running)
+        if not queued:
+            self._waits_since = None
+            return True
+        now = time.monotonic()
+        self._waits_since = self._waits_since or now
+        if queued * TOGETHER < running and now < self._waits_since + PATIENCE:
+            return False
+        self._waits_since = None
+        return True
+
+    def _asking(self, slots: NDArray[np.int64]) -> bool:
+        """Whether someone in these slots wants to know the likeliest tokens."""
+        return bool(self.scheduler.alternatives[slots].any())
+
+    def _issue(self, slots: NDArray[np.int64]) -> None:
+        if not len(slots):
+            return
+        scheduler = self.scheduler
+        status, arrived = self.runner.status(likely=self._asking(slots))
+        self._issued.append(
+            InFlightStep(slots, scheduler.length[slots], scheduler.tenant[slots], status, arrived)
+        )
+        scheduler.length[slots] += 1
+
+    def _take_in(self, issued: InFlightStep) -> list[tuple[Sequence, Completion]]:
+        if issued.arrived is not None:
+            issued.arrived.synchronize()
+        scheduler = self.scheduler
+        still = scheduler.tenant[issued.slots] == issued.tenant
+        slots, at = issued.slots[still], issued.at[still]
+        tokens = issued.status[1].numpy()[slots]
+        logprobs, entropies = issued.status[2:4].view(torch.float32).numpy()[:, slots]
+        check_finite("the entropy of the policy", float(entropies.sum()))
+        scheduler.tokens[slots, at] = tokens
+        scheduler.logprobs[slots, at] = logprobs
+        scheduler.entropies[slots, at] = entropies
+        asking = scheduler.alternatives[slots] > 0
+        if asking.any():
+            likely, likely_logprobs = issued.status[4:].chunk(2)
+            shown = (likely, likely_logprobs.view(torch.float32))
+            scheduler.note(slots[asking], at[asking], *(x.numpy()[:, slots[asking]].T for x in shown))
+        self.known[slots] = at + 1
+        return self._ending.finish(slots, at + 1)

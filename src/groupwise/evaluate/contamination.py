@@ -1,0 +1,56 @@
+"""What a run has trained on, so that it is not measured on that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from groupwise.config import Config
+from groupwise.errors import ConfigError
+from groupwise.records import Example
+from groupwise.tasks import TASKS, ExampleStream, Task, load_task, with_data, without_data
+from groupwise.tasks.sft_data import plan_warm_start
+from groupwise.tasks.task import same_prompt
+
+
+def unseen(rows: Sequence[Example], *, task: Task, asked: set[str]) -> list[Example]:
+    """Return the rows of a task that ask nothing that was asked in training."""
+    left = [row for row in rows if asked.isdisjoint((task.key_of(row), same_prompt(task.ask(row))))]
+    if not left:
+        raise ConfigError("every one of these examples was trained on: give others")
+    return left
+
+
+def asked_in_training(trained: Config, *, cursor: int, task: Task, named: str) -> set[str]:
+    """Return the key of every example of a run, as far as a task that is named so could ask it again.
+
+    `trained` are the run's settings and `cursor` says how many examples it has drawn. Of finite data all
+    training rows count as drawn; of demonstrations, their prompts. Raises ConfigError where the run's task
+    or data cannot be had any more.
+    """
+    name = trained.task.name
+    defined_in_python = name not in TASKS and not name.endswith(".py")
+    given = with_data(task, trained.task) if defined_in_python and name == task.name else None
+    if trained.run.kind == "sft":
+        return imitated(trained, cursor=cursor, task=given)
+    if name != named and name in TASKS and named in TASKS and not shares_key(trained, task):
+        return set()  # each asks in its own way
+    own = given or load_task(trained.task)
+    split = own.split(trained.task, trained.run.seed)
+    drawn = split.take(0, cursor)[0] if isinstance(split.train, ExampleStream) else split.train
+    return {own.key_of(example) for example in drawn}
+
+
+def shares_key(trained: Config, task: Task) -> bool:
+    """Whether a built-in task tells its examples apart as the run's own does: `gsm8k` and `math` do."""
+    return task.key is not None and load_task(without_data(trained.task)).key is task.key
+
+
+def imitated(trained: Config, *, cursor: int, task: Task | None) -> set[str]:
+    """The prompts of the demonstrations that a warm start has seen."""
+    plan = plan_warm_start(trained, task=task, resumed=True)
+    split = plan.demonstrations.split
+    end = cursor if split.size is None else split.size
+    prompts = {same_prompt(shown.prompt) for shown in plan.demonstrations.between(0, end)}
+    if plan.task is None or trained.sft.data is not None or trained.sft.from_run is not None:
+        return prompts
+    return prompts | {plan.task.key_of(split.at(position)) for position in range(end)}

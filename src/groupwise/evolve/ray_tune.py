@@ -1,0 +1,129 @@
+"""Runs as trials of Ray Tune, for searches that span machines (`pip install groupwise[ray]`).
+
+    from ray import tune
+    from groupwise.evolve.ray_tune import trainable
+
+    tuner = tune.Tuner(
+        trainable(task, model="Qwen/Qwen2.5-0.5B-Instruct", max_steps=100),
+        param_space={"optim.learning_rate": tune.loguniform(1e-7, 1e-5)},
+        tune_config=tune.TuneConfig(metric="accuracy", mode="max", num_samples=8),
+    )
+    tuner.fit()
+
+A trial is a whole run in a folder of its own, `trial-ID` under `output_dir`, which its results name as `run`.
+What it gives Tune to keep is a run's checkpoint, so Tune's schedulers may stop it, go on with it elsewhere,
+or give its weights to a trial with other values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ray import tune
+
+from groupwise.config import Config, config_from_keywords
+from groupwise.errors import CheckpointError, ConfigError
+from groupwise.evolve.search_space import TUNABLE, WEIGHTS, applied
+from groupwise.learner.checkpoint import latest_checkpoint
+from groupwise.tasks import Task, load_task, with_data
+from groupwise.tracking.run_folder import RunFolder
+from groupwise.training.grpo_run import GRPORun
+from groupwise.training.resume import RunStart, read_state, save_state
+
+
+def trainable(task: Task | str, **settings: Any) -> type[tune.Trainable]:
+    """A class of trials for Ray Tune; settings are those of `gw.train`, parameters those of `evolve.vary`.
+
+    `task`: one that Ray can send to its workers, or the name of a built-in one or of a file that they have.
+    """
+    config = config_from_keywords(**settings)
+    name = task if isinstance(task, str) else task.name
+    place = str(Path(config.run.output_dir).resolve())  # workers begin elsewhere
+    run = replace(config.run, output_dir=place)
+    config = replace(config, task=replace(config.task, name=name), run=run).resolve()
+
+    class Trial(RunTrial):
+        base_config, base_task = config, task
+
+    return Trial
+
+
+class RunTrial(tune.Trainable):  # type: ignore[misc]
+    """One run, a step at a time."""
+
+    base_config: Config
+    base_task: Task | str
+
+    def setup(self, config: Mapping[str, Any]) -> None:
+        self._open(config, state_of=None)
+
+    def step(self) -> dict[str, Any]:
+        """Make one training step, and say what Tune may look at."""
+        run = self._run
+        number = next(self._steps)
+        batch = run.collect(number)
+        report = run.learn(number, batch)
+        run.track(number, batch, report)
+        rollouts = [rollout for group in batch.drawn for rollout in group.valid]
+        self._tokens += sum(rollout.length for rollout in rollouts)
+        after = run.examiner.after if number == run.config.run.max_steps else None
+        found = {
+            "reward": sum(rollout.reward for rollout in rollouts) / max(1, len(rollouts)),
+            "accuracy": sum(map(run.task.is_right, rollouts)) / max(1, len(rollouts)),
+            "loss": report.get("policy/loss", 0.0),
+            "kl": report.get("policy/kl", 0.0),
+            "tokens": self._tokens,
+            "step": number,
+            "run": str(run.folder.path),
+            "done": number >= run.config.run.max_steps,
+        }
+        if after is not None:
+            found["held_out"] = sum(after.averages) / len(after.averages)
+        return found
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        run = self._run
+        run.recorder.behind.flush()
+        save_state(Path(checkpoint_dir), run.state, policy=run.policy, learner=run.learner)
+
+    def load_checkpoint(self, checkpoint: str) -> None:
+        """Go on from another point, of this trial or of another, with this trial's values."""
+        found = latest_checkpoint(Path(checkpoint))
+        if found is None:
+            raise CheckpointError(f"there is no whole checkpoint in {checkpoint}")
+        self.cleanup()
+        self._open(self.config, state_of=found)
+
+    def cleanup(self) -> None:
+        self._run.__exit__(None, None, None)
+
+    def _open(self, values: Mapping[str, Any], *, state_of: Path | None) -> None:
+        """Open the run's folder, new or again, as it was at a checkpoint."""
+        for name in values:
+            if name not in TUNABLE and not is_weight(name):
+                raise ConfigError(
+                    f"unknown parameter {name!r}; known are {', '.join(TUNABLE)} and {WEIGHTS}NAME"
+                )
+        given, base = self.base_task, self.base_config
+        task = load_task(base.task) if isinstance(given, str) else with_data(given, base.task)
+        config, task = applied({name: float(value) for name, value in values.items()}, base, task)
+        config = replace(config, run=replace(config.run, name=f"trial-{self.trial_id}"))
+        path = Path(config.run.output_dir) / str(config.run.name)
+        if state_of is None:
+            start = RunStart.new(config, task=task.name)
+        else:
+            path.mkdir(parents=True, exist_ok=True)
+            folder = RunFolder(path)
+            start = RunStart(
+                folder=folder, lock=folder.lock(), state=read_state(state_of), checkpoint=state_of
+            )
+        self._run = GRPORun(config, task=task, start=start)
+        self._steps: Iterator[int] = self._run.steps()
+        self._tokens = 0
+
+
+def is_weight(name: str) -> bool:
+    return name.startswith(WEIGHTS)

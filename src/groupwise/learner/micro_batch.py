@@ -1,0 +1,252 @@
+"""Samples to packed micro-batches: no padding, each group's prompt once, bounded by a token budget.
+
+Axes: T tokens of the packed row, S samples, A tokens behind the prompts, N trained tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, groupby
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from groupwise.invariants import check_targets
+from groupwise.model.attention.packed import PackedLayout
+from groupwise.model.attention.ulysses import UlyssesContext, UlyssesLayout
+from groupwise.model.device import to_device
+from groupwise.model.ops.logprobs import token_logprobs
+from groupwise.model.policy import Policy
+from groupwise.records import Sample, Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """What one forward and backward pass works on.
+
+    Example: one group with prompt (5, 6) and replies (7, 2) and (8, 2), every reply token trained ->
+        tokens_T=[5, 6, 7, 8], positions_T=[0, 1, 2, 2]
+        predictor_N=[1, 2, 1, 3], targets_N=[7, 2, 8, 2], sequence_N=[0, 0, 1, 1]
+    """
+
+    tokens_T: Tensor
+    """A sample's last token predicts nothing and is left out."""
+    positions_T: Tensor
+    layout: PackedLayout
+    predictor_N: Tensor
+    """Where in the row each trained token is predicted: at the token before it."""
+    targets_N: Tensor
+    sampled_N: Tensor
+    advantages_N: Tensor
+    sequence_N: Tensor
+    """Which sample of the micro-batch a trained token belongs to."""
+
+
+def micro_batches(samples: Sequence[Sample], *, budget: int) -> list[list[int]]:
+    """Split samples into micro-batches of at most `budget` tokens, as lists of their indices.
+
+    Members of a group stay neighbours, and a shared prompt counts once in each micro-batch that
+    holds it. A sample larger than the budget gets a micro-batch of its own.
+    """
+    batches: list[list[int]] = []
+    size, group = 0, None
+    for index in sorted(range(len(samples)), key=lambda i: samples[i].group):
+        sample = samples[index]
+        own = len(sample.tokens) - sample.prefix
+        cost = own if sample.group == group else own + sample.prefix
+        if not batches or size + cost > budget:
+            batches.append([])
+            size, cost = 0, own + sample.prefix
+        batches[-1].append(index)
+        size += cost
+        group = sample.group
+    return batches
+
+
+def pack(samples: Sequence[Sample], *, device: torch.device) -> MicroBatch:
+    """Lay samples out as one row; members of a group must be neighbours."""
+    groups = [list(members) for _, members in groupby(samples, key=lambda sample: sample.group)]
+    prompts = [group[0].tokens[: group[0].prefix] for group in groups]
+    for prompt, group in zip(prompts, groups, strict=True):
+        shared = all(sample.tokens[: sample.prefix] == prompt for sample in group)
+        assert shared, "samples of one group share their prompt"
+    own = [sample.tokens[sample.prefix : -1] for sample in samples]
+    positions = [range(len(p)) for p in prompts] + [range(s.prefix, len(s.tokens) - 1) for s in samples]
+    sequence_A, predictor_A = _answers(groups)
+
+    def answers(name: str, dtype: type[np.generic]) -> NDArray[Any]:
+        values = chain.from_iterable(getattr(sample, name)[sample.prefix :] for sample in samples)
+        return np.fromiter(values, dtype)
+
+    trained_A = answers("trained", np.bool_)
+
+    move = partial(to_device, device=device)
+
+    return MicroBatch(
+        tokens_T=move(np.fromiter(chain(*prompts, *own), np.int64)),
+        positions_T=move(np.fromiter(chain(*positions), np.int64)),
+        layout=PackedLayout.build(
+            [(g[0].prefix, [len(sample.tokens) - sample.prefix - 1 for sample in g]) for g in groups],
+            device=device,
+        ),
+        predictor_N=move(predictor_A[trained_A]),
+        targets_N=move(answers("tokens", np.int64)[trained_A]),
+        sampled_N=move(answers("logprobs", np.float32)[trained_A]),
+        advantages_N=move(answers("advantages", np.float32)[trained_A]),
+        sequence_N=move(sequence_A[trained_A]),
+    )
+
+
+def _answers(groups: Sequence[Sequence[Sample]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """For every token behind a prompt: its sample, and where in the row it is predicted."""
+    sizes_S = np.array([len(sample.tokens) - sample.prefix for group in groups for sample in group])
+    sequence_A = np.repeat(np.arange(len(sizes_S)), sizes_S)
+    prompt_ends = np.cumsum([group[0].prefix for group in groups]) - 1
+    # Members follow the last prompt without their last tokens: one token less for each member before.
+    predictor_A = prompt_ends[-1] + np.arange(len(sequence_A)) - sequence_A
+    # But a first token is predicted at the end of its prompt.
+    predictor_A[np.cumsum(sizes_S) - sizes_S] = np.repeat(prompt_ends, [len(group) for group in groups])
+    return sequence_A, predictor_A
+
+
+CPU_ACTIVATIONS = 4 << 30
+"""Bytes for the activations of one pass on a CPU, where larger passes are hardly faster."""
+LEAST = 1024
+
+
+def pass_tokens(*, gpu_memory: int | None, token_bytes: int, recomputes: bool) -> int:
+    """Tokens whose activations fit into a share of memory that is the same whenever a run is resumed.
+
+    `gpu_memory` is all of the GPU's, None on a CPU; `token_bytes` is what one token leaves behind.
+    """
+    if gpu_memory is None:
+        share, most = CPU_ACTIVATIONS, 4096
+    else:
+        # The host needs as long for a small pass as for a large one; but whoever computes activations again
+        # wants their memory.
+        share, most = gpu_memory // 4, 8192 if recomputes else 49152
+    return min(max(share // token_bytes, LEAST), most)
+
+
+def row_logprobs(
+    policy: Policy,
+    batch: MicroBatch,
+    sampling: Sampling,
+    *,
+    entropy_gradient: bool,
+    context: UlyssesContext | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return (logprobs_N, entropy_N). With a context every process returns all of them."""
+    if context is not None:
+        return spread_logprobs(policy, batch, sampling, entropy_gradient=entropy_gradient, context=context)
+    return policy.computing(lambda: own_logprobs(policy, batch, sampling, entropy_gradient=entropy_gradient))
+
+
+def own_logprobs(
+    policy: Policy, batch: MicroBatch, sampling: Sampling, *, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """The same of a row that one process computes."""
+    hidden_TM = policy.hidden(batch.tokens_T, batch.positions_T, batch.layout)
+    return token_logprobs(
+        hidden_TM.index_select(0, batch.predictor_N),
+        policy.head_weight,
+        policy.head_bias,
+        batch.targets_N,
+        sampling,
+        entropy_gradient=entropy_gradient,
+    )
+
+
+def spread_logprobs(
+    policy: Policy, batch: MicroBatch, sampling: Sampling, *, entropy_gradient: bool, context: UlyssesContext
+) -> tuple[Tensor, Tensor]:
+    """The same of a row of which each process computes a stretch."""
+    tokens = len(batch.tokens_T)
+    own = context.own(tokens)
+    layout = UlyssesLayout(row=batch.layout, tokens=tokens, context=context)
+    hidden_TM = policy.hidden(batch.tokens_T[own], batch.positions_T[own], layout)
+    inside_N = (batch.predictor_N >= own.start) & (batch.predictor_N < own.stop)
+    places_n = inside_N.nonzero()[:, 0]
+    logprobs_n, entropy_n = token_logprobs(
+        hidden_TM.index_select(0, batch.predictor_N[places_n] - own.start),
+        policy.head_weight,
+        policy.head_bias,
+        batch.targets_N[places_n],
+        sampling,
+        entropy_gradient=entropy_gradient,
+    )
+    # Also where no trained token is in the stretch, the backward pass must go through every layer.
+    nothing = 0.0 * hidden_TM.sum()
+    count = len(batch.targets_N)
+    whole_N = context.everyones(logprobs_n, places_n, count) + nothing
+    return whole_N, context.everyones(entropy_n, places_n, count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassOutput:
+    """What one pass found, left on its device: a GPU is given the next pass before this one has ended."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+    logprobs_N: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a mini-batch's passes found: the loss, and sums over tokens."""
+
+    loss: float
+    metrics: dict[str, Tensor]
+
+    def on_cpu(self) -> StepOutput:
+        """The same, ready to travel to other processes."""
+        return replace(self, metrics={name: value.cpu() for name, value in self.metrics.items()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchInputs:
+    """A micro-batch with what the loss needs besides."""
+
+    members: Sequence[Sample]
+    weights: Sequence[float]
+    """Of each member's tokens."""
+    batch: MicroBatch
+    old_N: Tensor | None = None
+    reference_N: Tensor | None = None
+    idle: bool = False
+    """Computed only because others compute meanwhile: it weighs nothing and is not counted."""
+
+    @classmethod
+    def build(
+        cls, members: Sequence[Sample], weights: Sequence[float], *, device: torch.device
+    ) -> MicroBatchInputs:
+        batch = pack(members, device=device)
+        check_targets(members, batch.targets_N.tolist())
+        return cls(members=members, weights=weights, batch=batch)
+
+    @property
+    def weights_N(self) -> Tensor:
+        weights_S = to_device(np.asarray(self.weights, dtype=np.float32), self.batch.targets_N.device)
+        return weights_S[self.batch.sequence_N]
+
+    def halves(self) -> list[MicroBatchInputs]:
+        """The same work as two parts; one member cannot be divided."""
+        middle = len(self.members) // 2
+        trained = sum(sample.length for sample in self.members[:middle])
+        device = self.batch.targets_N.device
+
+        def half(members: slice, tokens: slice) -> MicroBatchInputs:
+            part = MicroBatchInputs.build(self.members[members], self.weights[members], device=device)
+            old_N = None if self.old_N is None else self.old_N[tokens]
+            return replace(
+                part, old_N=old_N, reference_N=None if self.reference_N is None else self.reference_N[tokens]
+            )
+
+        if not middle:
+            return [self]
+        return [half(slice(middle), slice(trained)), half(slice(middle, None), slice(trained, None))]

@@ -1,0 +1,141 @@
+"""Warm start: supervised steps on worked answers, through the same packing and log-probabilities as GRPO."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from groupwise.config.schema import OptimConfig
+from groupwise.invariants import check_finite
+from groupwise.learner.learner import suited_tokens
+from groupwise.learner.micro_batch import micro_batches, pack, row_logprobs
+from groupwise.learner.optimizer import clipped_step, learning_rate, make_optimizer
+from groupwise.model.policy import Policy
+from groupwise.parallel.processes import Processes
+from groupwise.parallel.work_sharing import shares_of_samples, sum_gradients
+from groupwise.records import Sample, Sampling
+
+
+def worked_sample(prompt: Sequence[int], answer: Sequence[int], *, group: int) -> Sample:
+    """One prompt and the answer to imitate; the loss is on the answer alone, its end token included."""
+    trained = (False,) * len(prompt) + (True,) * len(answer)
+    return masked_sample((*prompt, *answer), trained, group=group)
+
+
+def masked_sample(tokens: Sequence[int], trained: Sequence[bool], *, group: int) -> Sample:
+    """A sequence to imitate where `trained` says; the samples of a group share what precedes that."""
+    nothing = (0.0,) * len(tokens)
+    return Sample(
+        tokens=tuple(tokens),
+        trained=tuple(trained),
+        logprobs=nothing,
+        entropies=nothing,
+        advantages=nothing,
+        prefix=trained.index(True),
+        group=group,
+    )
+
+
+class SFTLearner:
+    """The optimizer of a warm start: samples in, new weights and a report out."""
+
+    def __init__(
+        self, policy: Policy, *, optim: OptimConfig, max_steps: int, processes: Processes | None = None
+    ) -> None:
+        self.policy = policy
+        self.processes = processes or Processes()
+        self.optim = optim
+        self.micro_batch_tokens = optim.micro_batch_tokens or suited_tokens(policy)
+        self.total_updates = max_steps
+        self.updates = 0
+        """Optimizer steps made so far: what the schedule counts."""
+        self.optimizer = make_optimizer(policy, optim)
+
+    def update(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Make one optimizer step on the mean negative log-probability a token."""
+        self.policy.model.train()
+        loss = self._mean_loss(samples, backward=True)
+        sum_gradients(self.processes, self.policy)
+        rate = self.rate(self.updates)
+        norm = clipped_step(self.policy, self.optimizer, rate=rate, max_grad_norm=self.optim.max_grad_norm)
+        self.updates += 1
+        return {"sft/loss": loss, "policy/grad_norm": norm, "optim/learning_rate": rate}
+
+    def rate(self, update: int) -> float:
+        assert self.optim.learning_rate is not None
+        return learning_rate(
+            update,
+            peak=self.optim.learning_rate,
+            kind=self.optim.schedule,
+            warmup=self.optim.warmup_steps,
+            total=self.total_updates,
+        )
+
+    @torch.no_grad()
+    def loss(self, samples: Sequence[Sample]) -> float:
+        """Return the mean negative log-probability a token, without dropout and without learning."""
+        self.policy.model.eval()
+        return self._mean_loss(samples, backward=False)
+
+    def _mean_loss(self, samples: Sequence[Sample], *, backward: bool) -> float:
+        """The loss of all samples, of which each process computes a share."""
+        own = 0.0
+        with self.processes.together():
+            shares = [
+                [samples[i] for i in share] for share in shares_of_samples(samples, self.processes.count)
+            ]
+            own = mean_loss(
+                self.policy,
+                shares[self.processes.rank],
+                tokens=sum(sample.length for sample in samples),
+                micro_batch_tokens=self.micro_batch_tokens,
+                backward=backward,
+            )
+            if self.policy.in_step:
+                # A divided layer computes only where all processes do: whoever is done goes on for nothing.
+                passes = [len(micro_batches(share, budget=self.micro_batch_tokens)) for share in shares]
+                for _ in range(max(passes) - passes[self.processes.rank]):
+                    pass_loss(self.policy, samples[:1], tokens=float("inf"), backward=backward)
+        return sum(self.processes.gather(own))
+
+
+def supervised_step(
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    samples: Sequence[Sample],
+    *,
+    rate: float,
+    max_grad_norm: float,
+    micro_batch_tokens: int,
+) -> float:
+    """Make one optimizer step on the mean negative log-probability a token, which is returned."""
+    policy.model.train()
+    tokens = sum(sample.length for sample in samples)
+    loss = mean_loss(policy, samples, tokens=tokens, micro_batch_tokens=micro_batch_tokens, backward=True)
+    clipped_step(policy, optimizer, rate=rate, max_grad_norm=max_grad_norm)
+    return loss
+
+
+def mean_loss(
+    policy: Policy, samples: Sequence[Sample], *, tokens: int, micro_batch_tokens: int, backward: bool
+) -> float:
+    """Return the negative log-probability of what is trained, over `tokens`; `backward` adds its gradient."""
+    losses = [
+        pass_loss(policy, [samples[i] for i in indices], tokens=tokens, backward=backward)
+        for indices in micro_batches(samples, budget=micro_batch_tokens)
+    ]
+    total = sum(map(float, losses))  # read when all are under way: a GPU need not wait for the next pass
+    check_finite("the loss", total)
+    return total
+
+
+def pass_loss(policy: Policy, samples: Sequence[Sample], *, tokens: float, backward: bool) -> Tensor:
+    """The same of what one pass takes, left where it was computed."""
+    batch = pack(samples, device=policy.device)
+    logprobs_N, _ = row_logprobs(policy, batch, Sampling(), entropy_gradient=False)
+    loss = -logprobs_N.sum() / tokens
+    if backward:
+        policy.backward(loss)
+    return loss.detach()

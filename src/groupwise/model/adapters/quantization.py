@@ -1,0 +1,144 @@
+"""Linear layers whose frozen weights are quantized (bitsandbytes): unpacked for each product.
+
+The same numbers on every device and in every mode, which bitsandbytes' own passes are not: its CPU kernels
+round otherwise than its training passes, and its int8 products also quantize what comes in. Between passes
+only the packed weight is held.
+
+Axes: N tokens, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from groupwise.errors import ConfigError
+from groupwise.model.resolve import first_line
+from groupwise.model.safe_save import new_folder
+
+
+def is_quantized(linear: Any) -> bool:
+    return type(getattr(linear, "weight", None)).__name__ in ("Params4bit", "Int8Params")
+
+
+def is_quantized_model(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.Linear) and is_quantized(module) for module in model.modules())
+
+
+def plain_weight(linear: Any) -> Tensor:
+    """The weight_OI of a linear layer as numbers."""
+    if not is_quantized(linear):
+        weight: Tensor = linear.weight
+        return weight
+    from peft.utils.integrations import dequantize_module_weight
+
+    whole: Tensor = dequantize_module_weight(linear)
+    return whole
+
+
+def unpack_in_passes(model: nn.Module) -> None:
+    """Give every quantized layer passes that unpack its weight for the moment of a product."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and is_quantized(module):
+            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+
+
+def _forward(linear: Any, x: Tensor) -> Tensor:
+    y_NO: Tensor = _UnpackedLinear.apply(x.flatten(0, -2), linear, linear.bias)  # type: ignore[no-untyped-call]
+    return y_NO.view(*x.shape[:-1], y_NO.shape[-1])
+
+
+class _UnpackedLinear(torch.autograd.Function):
+    """x Wᵀ + bias; W and bias are frozen."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, linear: Any, bias_O: Tensor | None) -> Tensor:
+        ctx.linear = linear
+        bias_O = None if bias_O is None else bias_O.to(x_NI.dtype)
+        return nn.functional.linear(x_NI, plain_weight(linear).to(x_NI.dtype), bias_O)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dy_NO = grads[0]
+        return dy_NO @ plain_weight(ctx.linear).to(dy_NO.dtype), None, None
+
+
+TRAIN_SETTINGS = "train.yaml"
+"""A file beside quantized weights with the settings of adapters for them."""
+
+
+def settings_for(kind: str, dtype: torch.dtype | None) -> Any:
+    """What transformers needs to know to quantize a model while it loads; products are in `dtype`."""
+    from transformers import BitsAndBytesConfig
+
+    if kind == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)  # type: ignore[no-untyped-call]
+    return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+
+
+def check_installed() -> None:
+    if find_spec("bitsandbytes") is None:
+        raise ConfigError("quantized weights take a package: pip install bitsandbytes")
+
+
+def quantization_of(folder: Path) -> str | None:
+    """How the weights in a model's folder are quantized, as its files say; None: not at all."""
+    try:
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+        return quantization_told(settings, model=str(folder))
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{folder / 'config.json'} is damaged: {first_line(error)}") from error
+
+
+def quantization_told(settings: Mapping[str, Any] | None, *, model: str) -> str | None:
+    """How weights with these settings are quantized."""
+    if not settings:
+        return None
+    if settings.get("load_in_4bit"):
+        return "nf4"
+    if settings.get("load_in_8bit"):
+        return "int8"
+    raise ConfigError(
+        f"{model} is quantized by {settings.get('quant_method', 'an unknown method')}: only weights that "
+        "bitsandbytes quantized can be trained on; take the model they were made of"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantized:
+    """What quantizing did."""
+
+    folder: Path
+    layers: int
+    bytes_before: int
+    bytes_after: int
+    """Of the weight files."""
+
+
+def save_quantized(model: Any, tokenizer: Any, output: Path, *, source: Path, extra: str) -> Quantized:
+    """Write a model that was loaded quantized, its tokenizer, and the settings `extra` to train it with."""
+    layers = sum(type(module).__name__ in ("Linear4bit", "Linear8bitLt") for module in model.modules())
+    with new_folder(output) as unfinished:
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        (unfinished / TRAIN_SETTINGS).write_text(extra, encoding="utf-8")
+    return Quantized(
+        folder=output, layers=layers, bytes_before=weight_bytes(source), bytes_after=weight_bytes(output)
+    )
+
+
+def weight_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -1,0 +1,170 @@
+"""Log-probabilities of chosen tokens without ever holding [tokens x vocabulary] logits.
+
+The output layer runs on a few hundred tokens at a time. A frozen output layer (adapters) leaves only
+one gradient, that of the hidden states, and it is ready as soon as the probabilities are: the forward
+pass keeps it. Otherwise the backward pass computes each chunk's probabilities again, which costs one
+more product with the output layer and saves its whole activation.
+
+Axes: N trained tokens, C tokens of a chunk, M hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from groupwise.model.device import has_kernels
+from groupwise.model.ops.logits import chunks, float_logits, scaled_logits
+from groupwise.records import Sampling
+
+CHUNK_LOGITS = 1 << 23
+"""Logits held at once: 32 MB in float32."""
+
+
+def token_logprobs(
+    hidden_NM: Tensor,
+    weight_VM: Tensor,
+    bias_V: Tensor | None,
+    tokens_N: Tensor,
+    sampling: Sampling,
+    *,
+    entropy_gradient: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return (logprobs_N, entropy_N) of `tokens_N` under the sampling distribution.
+
+    The log-probabilities carry gradient; the entropy does so when `entropy_gradient` asks for it.
+    """
+    if has_kernels(hidden_NM) and not sampling.truncates and not entropy_gradient:
+        from groupwise.model.ops.triton_kernels import FusedTokenLogprobs
+
+        logprobs_N, entropy_N = FusedTokenLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden_NM, weight_VM, bias_V, tokens_N, sampling.temperature or 1.0
+        )
+    else:
+        logprobs_N, entropy_N = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden_NM, weight_VM, bias_V, tokens_N, sampling, entropy_gradient
+        )
+    return logprobs_N, entropy_N
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NM: Tensor,
+        weight_VM: Tensor,
+        bias_V: Tensor | None,
+        tokens_N: Tensor,
+        sampling: Sampling,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        frozen_head = need_hidden and not (need_weight or need_bias or entropy_gradient)
+        temperature = sampling.temperature or 1.0
+        logprobs_N = torch.empty(len(tokens_N), device=hidden_NM.device)
+        entropy_N, normaliser_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
+        slope_NM = torch.empty_like(hidden_NM) if frozen_head else None
+        for part in chunks(tokens_N, weight_VM, CHUNK_LOGITS):
+            logits_CV = _logits(hidden_NM[part], weight_VM, bias_V, tokens_N[part], sampling)
+            largest_C1 = logits_CV.amax(-1, keepdim=True)
+            logits_CV.sub_(largest_C1)
+            unscaled_CV = logits_CV.exp()
+            total_C1 = unscaled_CV.sum(-1, keepdim=True)
+            chosen_C1 = logits_CV.gather(1, tokens_N[part, None])
+            mean_C = (unscaled_CV * _finite(logits_CV, sampling)).sum(-1) / total_C1[:, 0]
+            logprobs_N[part] = (chosen_C1 - total_C1.log())[:, 0]
+            entropy_N[part] = total_C1[:, 0].log() - mean_C
+            normaliser_N[part] = (largest_C1 + total_C1.log())[:, 0]
+            if slope_NM is not None:
+                expected_CM = unscaled_CV.div_(total_C1).to(weight_VM.dtype) @ weight_VM
+                slope_NM[part] = (weight_VM[tokens_N[part]] - expected_CM) / temperature
+        if slope_NM is not None:
+            ctx.save_for_backward(slope_NM)
+        else:
+            ctx.save_for_backward(hidden_NM, weight_VM, bias_V, tokens_N, normaliser_N, entropy_N)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy_N)
+        ctx.frozen_head, ctx.sampling, ctx.entropy_gradient = frozen_head, sampling, entropy_gradient
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_logprobs_N, grad_entropy_N = grads
+        if ctx.frozen_head:
+            (slope_NM,) = ctx.saved_tensors
+            return (grad_logprobs_N[:, None] * slope_NM).to(slope_NM.dtype), None, None, None, None, None
+        hidden_NM, weight_VM, bias_V, tokens_N, normaliser_N, entropy_N = ctx.saved_tensors
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        dhidden = torch.empty_like(hidden_NM) if need_hidden else None
+        dweight = torch.zeros_like(weight_VM, dtype=torch.float32) if need_weight else None
+        dbias = torch.zeros_like(bias_V, dtype=torch.float32) if need_bias else None
+        for part in chunks(tokens_N, weight_VM, CHUNK_LOGITS):
+            logits_CV = _logits(hidden_NM[part], weight_VM, bias_V, tokens_N[part], ctx.sampling)
+            logprobs_CV = logits_CV.sub_(normaliser_N[part, None])
+            dlogits_CV = _dlogits(
+                logprobs_CV,
+                tokens_N[part],
+                grad_logprobs_N[part],
+                grad_entropy_N[part] if ctx.entropy_gradient else None,
+                entropy_N[part],
+                ctx.sampling,
+            ).to(weight_VM.dtype)
+            if dhidden is not None:
+                dhidden[part] = dlogits_CV @ weight_VM
+            if dweight is not None:
+                _add_product(dweight, dlogits_CV.T, hidden_NM[part])
+            if dbias is not None:
+                dbias += dlogits_CV.sum(0)
+        return (
+            dhidden,
+            None if dweight is None else dweight.to(weight_VM.dtype),
+            None if dbias is None else dbias.to(bias_V.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _dlogits(
+    logprobs_CV: Tensor,
+    tokens_C: Tensor,
+    grad_logprobs_C: Tensor,
+    grad_entropy_C: Tensor | None,
+    entropy_C: Tensor,
+    sampling: Sampling,
+) -> Tensor:
+    """Return the gradient of the logits before temperature; `logprobs_CV` is used up.
+
+    d logprob / d logit_j = [j is the token] - p_j;  d entropy / d logit_j = -p_j (log p_j + entropy)
+    """
+    temperature = sampling.temperature or 1.0
+    grad_C1 = grad_logprobs_C[:, None] / temperature
+    if grad_entropy_C is None:
+        dlogits_CV = logprobs_CV.exp_().mul_(-grad_C1)
+    else:
+        probs_CV = logprobs_CV.exp()
+        surprise_CV = _finite(logprobs_CV, sampling).add_(entropy_C[:, None])
+        pull_CV = surprise_CV.mul_(grad_entropy_C[:, None] / -temperature).sub_(grad_C1)
+        dlogits_CV = probs_CV.mul_(pull_CV)
+    return dlogits_CV.scatter_add_(1, tokens_C[:, None], grad_C1)
+
+
+def _logits(
+    hidden_CM: Tensor, weight_VM: Tensor, bias_V: Tensor | None, tokens_C: Tensor, sampling: Sampling
+) -> Tensor:
+    return scaled_logits(float_logits(hidden_CM, weight_VM, bias_V), sampling, keep_N=tokens_C)
+
+
+def _finite(logits_CV: Tensor, sampling: Sampling) -> Tensor:
+    """Tokens that cannot be drawn have probability 0 and logit -inf; with logit 0 their product is 0."""
+    return logits_CV.nan_to_num_(neginf=0.0) if sampling.truncates else logits_CV
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a matrix product; in float32 without holding it."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

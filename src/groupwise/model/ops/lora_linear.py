@@ -1,0 +1,197 @@
+"""Linear layers, with LoRA or without, in fewer passes over memory; on PEFT's own modules and weights.
+
+PEFT computes `base(x) + B(A(x)) * scaling`: three results the size of the output, and as many gradients.
+Here the large product is added to the low-rank one while it is computed, forward and backward, and layers
+with one input add to one gradient of it. PEFT keeps adapters in float32 beside a model in half precision and
+multiplies in float32 there; here the products are in the model's precision, and the adapters, their gradients
+and the optimizer in float32.
+
+Axes: N tokens, I inputs, O outputs, R rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from groupwise.model.adapters.lora import is_adapted
+from groupwise.model.adapters.quantization import is_quantized, plain_weight
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def adapt_in_place(model: nn.Module) -> None:
+    """Give every plain LoRA layer the shorter passes; others (dropout, variants) keep PEFT's."""
+    for module in model.modules():
+        if not is_adapted(module) or getattr(module, "lora_variant", True):
+            continue
+        layer: Any = module
+        without_dropout = all(isinstance(dropout, nn.Identity) for dropout in layer.lora_dropout.values())
+        base = layer.base_layer
+        plain = type(base) is nn.Linear or is_quantized(base)
+        if without_dropout and plain and not base.weight.requires_grad:
+            layer.forward = MethodType(_forward, layer)
+
+
+def _forward(layer: Any, x: Tensor) -> Tensor:
+    if layer.disable_adapters or layer.merged:
+        output: Tensor = layer.base_layer(x)
+        return output
+    (y,) = _together(x, [_adapted(layer)])
+    return y
+
+
+def project(x: Tensor, layers: Sequence[Any]) -> Sequence[Tensor]:
+    """What each of some layers makes of one input."""
+    lines = [lora_linear_of(layer) for layer in layers]
+    known = [line for line in lines if line is not None]
+    return _together(x, known) if len(known) == len(lines) else [layer(x) for layer in layers]
+
+
+def _together(x: Tensor, lines: Sequence[LoRALinear]) -> list[Tensor]:
+    found = _SharedInputLinears.apply(x.flatten(0, -2), lines, *trained_tensors(lines))  # type: ignore[no-untyped-call]
+    return [y_NO.view(*x.shape[:-1], y_NO.shape[-1]) for y_NO in found]
+
+
+def lora_linear_of(layer: Any) -> LoRALinear | None:
+    """What a layer computes, or None for one that has to be called."""
+    if any(getattr(layer, hooks) for hooks in HOOKS):
+        return None  # someone wants to see its passes: DeepSpeed does
+    forward = vars(layer).get("forward")
+    if getattr(forward, "__func__", None) is _forward:
+        return LoRALinear(layer.base_layer) if layer.disable_adapters or layer.merged else _adapted(layer)
+    plain = type(layer) is nn.Linear and forward is None
+    return LoRALinear(layer) if plain or (is_quantized(layer) and not is_adapted(layer)) else None
+
+
+def _adapted(layer: Any) -> LoRALinear:
+    (name,) = layer.active_adapters
+    return LoRALinear(
+        layer.base_layer, layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LoRALinear:
+    """x Wᵀ + bias, or with a frozen W, which may be quantized, + scale · (x Aᵀ) Bᵀ."""
+
+    base: Any
+    """The layer that has W and the bias: what is quantized is unpacked for each product."""
+    a_RI: Tensor | None = None
+    b_OR: Tensor | None = None
+    scale: float = 1.0
+
+    def rounded(self, dtype: torch.dtype) -> LoRALinear:
+        """With the adapter in the precision of a pass."""
+        if self.a_RI is None or self.b_OR is None:
+            return self
+        return LoRALinear(self.base, self.a_RI.to(dtype), self.b_OR.to(dtype), self.scale)
+
+    def _weight(self, like: Tensor) -> Tensor:
+        return plain_weight(self.base).to(like.dtype)
+
+    def product(self, x_NI: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return (y_NO, low_NR), where `low` is what lies between A and B, scaled."""
+        bias_O = None if self.base.bias is None else self.base.bias.to(x_NI.dtype)
+        low_NR = self.low(x_NI)
+        if low_NR is None:
+            return nn.functional.linear(x_NI, self._weight(x_NI), bias_O), None
+        y_NO = nn.functional.linear(low_NR, self.b_OR, bias_O)  # type: ignore[arg-type]
+        return y_NO.addmm_(x_NI, self._weight(x_NI).T), low_NR
+
+    def low(self, x_NI: Tensor) -> Tensor | None:
+        return None if self.a_RI is None else _scaled_product(x_NI, self.a_RI.T, self.scale)
+
+    def low_gradient(self, dy_NO: Tensor) -> Tensor | None:
+        return None if self.b_OR is None else _scaled_product(dy_NO, self.b_OR, self.scale)
+
+    def input_gradient(self, dx_NI: Tensor, dy_NO: Tensor, dlow_NR: Tensor | None, *, add: bool) -> None:
+        """Write the input's gradient to dx, or add it to what is there."""
+        if dlow_NR is not None:
+            dx_NI.addmm_(dlow_NR, self.a_RI, beta=int(add))  # type: ignore[arg-type]
+        dx_NI.addmm_(dy_NO, self._weight(dy_NO), beta=int(add or dlow_NR is not None))
+
+    def gradients(
+        self,
+        dy_NO: Tensor,
+        dlow_NR: Tensor | None,
+        x_NI: Tensor,
+        low_NR: Tensor | None,
+        *,
+        wanted: Sequence[bool],
+    ) -> list[Tensor | None]:
+        """Those of weight, bias, A and B, as far as they are wanted; an adapter's in float32."""
+        return [
+            dy_NO.T @ x_NI if wanted[0] else None,
+            dy_NO.sum(0) if wanted[1] else None,
+            None if dlow_NR is None or not wanted[2] else _whole_product(dlow_NR.T, x_NI),
+            None if low_NR is None or not wanted[3] else _whole_product(dy_NO.T, low_NR),
+        ]
+
+    def backward(
+        self,
+        dy_NO: Tensor,
+        x_NI: Tensor,
+        low_NR: Tensor | None,
+        *,
+        dx_NI: Tensor | None,
+        add: bool,
+        wanted: Sequence[bool],
+    ) -> list[Tensor | None]:
+        """Write the input's gradient to dx, or add it, and return the others."""
+        dlow_NR = self.low_gradient(dy_NO)
+        if dx_NI is not None:
+            self.input_gradient(dx_NI, dy_NO, dlow_NR, add=add)
+        return self.gradients(dy_NO, dlow_NR, x_NI, low_NR, wanted=wanted)
+
+
+def wanted_of(lines: Sequence[LoRALinear], needs_gradient: Sequence[bool]) -> list[Sequence[bool]]:
+    """Which of its tensors each line wants gradients of; those of `trained_tensors` were given last."""
+    flags = needs_gradient[len(needs_gradient) - 4 * len(lines) :]
+    return [flags[4 * i : 4 * i + 4] for i in range(len(lines))]
+
+
+def trained_tensors(lines: Iterable[LoRALinear]) -> list[Tensor | None]:
+    """Weight, bias, A and B of each line, where autograd is to ask for their gradients."""
+    tensors = [t for line in lines for t in (line.base.weight, line.base.bias, line.a_RI, line.b_OR)]
+    return [t if t is not None and t.requires_grad else None for t in tensors]
+
+
+def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """scale · left @ right, in one launch: what is multiplied by nothing is not read."""
+    return torch.addmm(left.new_empty(1), left, right, beta=0, alpha=scale)
+
+
+def _whole_product(left: Tensor, right: Tensor) -> Tensor:
+    """A matrix product in float32 at the least, as a GPU sums it anyway."""
+    if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left @ right
+
+
+class _SharedInputLinears(torch.autograd.Function):
+    """Some lines with one input."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, lines: Sequence[LoRALinear], *_: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.lines = [line.rounded(x_NI.dtype) for line in lines]
+        found = [line.product(x_NI) for line in ctx.lines]
+        ctx.save_for_backward(x_NI, *(low_NR for _, low_NR in found))
+        return tuple(y_NO for y_NO, _ in found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_NI, *lows = ctx.saved_tensors
+        dx_NI = x_NI.new_empty(x_NI.shape) if ctx.needs_input_grad[0] else None
+        gradients: list[Tensor | None] = []
+        wanted = wanted_of(ctx.lines, ctx.needs_input_grad)
+        for i, (line, dy_NO, low_NR) in enumerate(zip(ctx.lines, grads, lows, strict=True)):
+            gradients += line.backward(dy_NO, x_NI, low_NR, dx_NI=dx_NI, add=i > 0, wanted=wanted[i])
+        return dx_NI, None, *gradients

@@ -1,0 +1,178 @@
+"""The gated SiLU of a decoder layer and the products around it, keeping less for the backward pass.
+
+Autograd keeps the gate, its SiLU, the other factor and what they make, each of the layer's inner width, the
+widest there is. Here gate and factor are kept: the rest is as quickly computed again as read back, and on a
+GPU by the same kernel that computes the gradients, which takes no memory of its own.
+
+Where a layer keeps nothing, for it will be computed again, that width is there for some tokens at a time.
+
+Axes: N tokens, M model width, I inner width, R rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import silu
+
+from groupwise.model.device import has_kernels, tile_count
+from groupwise.model.ops.checkpointing import is_unread, stand_in
+from groupwise.model.ops.equivalence import computes_the_same
+from groupwise.model.ops.lora_linear import LoRALinear, lora_linear_of, project, trained_tensors, wanted_of
+
+PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn")
+
+
+def use_fused_swiglu(model: nn.Module) -> None:
+    """Give every module that computes a plain gated SiLU the shorter memory; others stay as they are."""
+    for module in model.modules():
+        if all(hasattr(module, part) for part in PARTS) and _is_plain(module):
+            module.forward = MethodType(_forward, module)
+
+
+def _is_plain(module: Any) -> bool:
+    width = getattr(module.gate_proj, "in_features", 0)
+    x_NM = torch.linspace(-2.0, 3.0, 2 * width, device=module.down_proj.weight.device).view(2, width)
+    return computes_the_same(module, x_NM, lambda one, x: one(x), _forward)
+
+
+def _forward(module: Any, x: Tensor) -> Tensor:
+    layers = module.gate_proj, module.up_proj, module.down_proj
+    lines = [line for line in map(lora_linear_of, layers) if line is not None]
+    if len(lines) < len(layers):
+        y: Tensor = module.down_proj(_GatedSiLU.apply(*project(x, layers[:2])))  # type: ignore[no-untyped-call]
+        return y
+    y_NM: Tensor = _GatedBlock.apply(  # type: ignore[no-untyped-call]
+        x.flatten(0, -2), lines, torch.is_grad_enabled(), *trained_tensors(lines)
+    )
+    return y_NM.view(*x.shape[:-1], y_NM.shape[-1])
+
+
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    if has_kernels(gate):
+        from groupwise.model.ops.triton_kernels import gated_silu
+
+        return gated_silu(gate, up)
+    return silu(gate).mul_(up)
+
+
+def _gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of gate and up, and silu(gate) · up again; all three arguments are used up."""
+    if has_kernels(gate):
+        from groupwise.model.ops.triton_kernels import gated_silu_backward_
+
+        gated_silu_backward_(grad, gate, up)
+        return gate, up, grad
+    open_gate = silu(gate)
+    gated = open_gate * up
+    dup = open_gate.mul_(grad)
+    return torch.ops.aten.silu_backward(grad.mul_(up), gate), dup, gated
+
+
+def _spend(ctx: Any) -> None:
+    """A graph that is kept after its backward pass must not be used again: its gates may be gradients now."""
+    assert not ctx.spent, "gradients were written where the gates had been"
+    ctx.spent = True
+
+
+class _GatedSiLU(torch.autograd.Function):
+    """silu(gate) · up"""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.spent = False
+        ctx.save_for_backward(gate, up)
+        return _gated(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        _spend(ctx)
+        dgate, dup, _ = _gradients(grads[0].clone(memory_format=torch.contiguous_format), *ctx.saved_tensors)
+        return dgate, dup
+
+
+class _GatedBlock(torch.autograd.Function):
+    """down(silu(gate(x)) · up(x))"""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_NM: Tensor, lines: Sequence[LoRALinear], differentiable: bool, *_: Tensor | None
+    ) -> Tensor:
+        ctx.lines = [line.rounded(x_NM.dtype) for line in lines]
+        if not differentiable:
+            tiles = [_block(ctx.lines, x_NM[rows])[0] for rows in _tiles(len(x_NM))]
+            return tiles[0] if len(tiles) == 1 else torch.cat(tiles)
+        ctx.spent = False
+        if is_unread():
+            ctx.save_for_backward(x_NM)
+            return stand_in(x_NM, lines[-1].base.out_features)
+        y_NM, kept = _block(ctx.lines, x_NM)
+        ctx.save_for_backward(x_NM, *kept)
+        return y_NM
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _spend(ctx)
+        dy_NM, (x_NM, *kept) = grads[0], ctx.saved_tensors
+        dx_NM = x_NM.new_empty(x_NM.shape)
+        wanted = wanted_of(ctx.lines, ctx.needs_input_grad)
+        sums: list[Tensor | None] = []
+        for rows in [slice(None)] if kept else _tiles(len(x_NM)):
+            found = _block_gradients(
+                ctx.lines, dy_NM[rows], x_NM[rows], kept, dx_NM=dx_NM[rows], wanted=wanted
+            )
+            sums = _added(sums, found) if sums else found
+        return dx_NM, None, None, *sums
+
+
+def _tiles(tokens: int) -> Iterator[slice]:
+    """As many rows at a time, or nearly. Example: 8201 -> 0–4099, 4100–8200"""
+    count = tile_count(tokens)
+    for i in range(count):
+        yield slice(tokens * i // count, tokens * (i + 1) // count)
+
+
+def _block(lines: Sequence[LoRALinear], x_NM: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+    """Return the block's y_NM, and what its gradients ask for."""
+    gate, up, down = lines
+    factors = [*gate.product(x_NM), *up.product(x_NM)]
+    y_NM, low_NR = down.product(_gated(factors[0], factors[2]))  # type: ignore[arg-type]
+    return y_NM, [*factors, low_NR]
+
+
+def _block_gradients(
+    lines: Sequence[LoRALinear],
+    dy_NM: Tensor,
+    x_NM: Tensor,
+    kept: Sequence[Any],
+    *,
+    dx_NM: Tensor,
+    wanted: Sequence[Sequence[bool]],
+) -> list[Tensor | None]:
+    """Write the gradient of x to dx, and return those of the lines."""
+    gate, up, down = lines
+    gate_NI, gate_low_NR, up_NI, up_low_NR, *low = kept or (*gate.product(x_NM), *up.product(x_NM))
+    dlow_NR = down.low_gradient(dy_NM)
+    dgated_NI = torch.empty_like(gate_NI)
+    down.input_gradient(dgated_NI, dy_NM, dlow_NR, add=False)
+    dgate_NI, dup_NI, gated_NI = _gradients(dgated_NI, gate_NI, up_NI)
+    low_NR = low[0] if low else down.low(gated_NI)
+    return [
+        *gate.backward(dgate_NI, x_NM, gate_low_NR, dx_NI=dx_NM, add=False, wanted=wanted[0]),
+        *up.backward(dup_NI, x_NM, up_low_NR, dx_NI=dx_NM, add=True, wanted=wanted[1]),
+        *down.gradients(dy_NM, dlow_NR, gated_NI, low_NR, wanted=wanted[2]),
+    ]
+
+
+def _added(sums: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [
+        None if one is None or other is None else one.add_(other)
+        for one, other in zip(sums, found, strict=True)
+    ]

@@ -1,1 +1,0 @@
-"""Environments, agents and populations of them on one base."""

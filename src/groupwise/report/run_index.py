@@ -1,0 +1,180 @@
+"""Run folders and what can be said of each at a glance."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from groupwise.config import Config, read_config
+from groupwise.errors import ConfigError
+from groupwise.report.alarms import WATCHMEN, alarms
+from groupwise.report.history import EvaluationFiles, MetricsTail, as_columns
+from groupwise.report.rollout_view import RolloutView
+from groupwise.tracking.run_folder import SETTINGS, RunFolder, is_run, owner
+
+logger = logging.getLogger(__name__)
+
+
+class RunReader:
+    """One run and the readers of its files."""
+
+    def __init__(self, folder: RunFolder, *, stats: Mapping[str, object] | None = None) -> None:
+        self.folder = folder
+        self.ending = stats
+        """What training_stats.json will hold, where this process is about to write it."""
+        self.tail = MetricsTail(folder.metrics)
+        self.measured = EvaluationFiles(folder).read
+        self.slices = RolloutView(folder)
+        try:
+            self.config: Config | None = read_config(folder.config)
+        except (ConfigError, OSError, RecursionError):
+            self.config = None  # made by another version: its numbers can be looked at all the same
+
+    @property
+    def title(self) -> str:
+        return f"{self.config.task.name} · {self.config.model.name}" if self.config else self.folder.name
+
+    @property
+    def max_steps(self) -> int | None:
+        return self.config.run.max_steps if self.config else None
+
+    def alarmed(self) -> dict[str, Any]:
+        """Return every alarm, what is watched, and over how many steps."""
+        rows = self.tail.rows()
+        return {
+            "alarms": [asdict(alarm) for alarm in alarms(rows, self.measured())],
+            "watched": [watchman.title for watchman in WATCHMEN],
+            "steps": len(rows),
+        }
+
+    def state(self) -> str:
+        """Return training, finished or stopped."""
+        return "training" if owner(self.folder) is not None else self.state_at_rest()
+
+    def state_at_rest(self) -> str:
+        """The same without asking whether somebody trains: the only question a trainer may ask itself."""
+        rows = self.tail.rows()
+        done = bool(rows) and self.max_steps is not None and rows[-1]["step"] >= self.max_steps
+        return "finished" if done and self.kept(rows[-1]["step"]) else "stopped"
+
+    def kept(self, step: int) -> bool:
+        """Whether a step outlived its session: in a checkpoint, or one that was deleted after a good end."""
+        return self.folder.checkpoint_at(step).is_dir() or self.stats().get("steps") == step
+
+    def overview(self, *, state: str | None = None) -> dict[str, Any]:
+        """Return what the page shows of a run before anything is chosen."""
+        rows = self.tail.rows()
+        return {
+            "name": self.folder.name,
+            "title": self.title,
+            "state": state or self.state(),
+            "step": rows[-1]["step"] if rows else 0,
+            "max_steps": self.max_steps,
+            "steps": self.slices.steps(),
+            "stats": self.stats(),
+        }
+
+    def glance(self) -> dict[str, Any]:
+        """Return the overview; of a run whose files cannot be read, only that: others are not to suffer."""
+        try:
+            return self.overview()
+        except Exception as error:
+            logger.warning("cannot read the run %s: %r", self.folder.path, error)
+            name = self.folder.name
+            empty: dict[str, Any] = {"step": 0, "max_steps": None, "steps": [], "stats": {}}
+            return {"name": name, "title": name, "state": "damaged", **empty}
+
+    def settings(self) -> dict[str, Any]:
+        """Return config.yaml as text; a link to somewhere else is not followed: it may name any file."""
+        if not self.folder.config.resolve().is_relative_to(self.folder.path.resolve()):
+            raise FileNotFoundError(self.folder.config)
+        return {"text": self.folder.config.read_text(encoding="utf-8")}
+
+    def stats(self) -> dict[str, Any]:
+        """Return training_stats.json; empty before the run has ended."""
+        if self.ending is not None:
+            return dict(self.ending)
+        try:
+            found = json.loads(self.folder.stats.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def curves(self, *, after: int = -1) -> dict[str, Any]:
+        """Return the metrics of the steps after one, and every evaluation."""
+        rows = [row for row in self.tail.rows() if row["step"] > after]
+        return {**as_columns(rows), "evaluations": [asdict(one) for one in self.measured()]}
+
+    def change(self) -> tuple[Any, ...]:
+        """Return a value that differs when the run's files do."""
+        watched = (self.folder.metrics, self.folder.rollouts, self.folder.evaluations, self.folder.stats)
+        return (*tuple(stamp(path) for path in watched), owner(self.folder))
+
+
+def stamp(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except OSError:
+        return (0, 0)
+    return status.st_mtime_ns, status.st_size
+
+
+class RunIndex:
+    """The runs that may be seen: folders of runs, and every run in a folder that holds some."""
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        self.roots = roots
+        self.runs: dict[str, RunReader] = {}
+        """By name. Replaced, never edited: other threads may be reading it."""
+        self._looking = threading.Lock()
+
+    @classmethod
+    def of(cls, paths: Sequence[str | Path], *, must_exist: bool = True) -> RunIndex:
+        for path in paths:
+            if must_exist and not Path(path).is_dir():
+                raise ConfigError(f"there is no folder {path}: name a run, or a folder of runs")
+        catalogue = cls([Path(path) for path in paths])
+        catalogue.look()
+        return catalogue
+
+    def look(self) -> dict[str, RunReader]:
+        """Take in runs that have appeared, and forget those that are gone."""
+        with self._looking:
+            present = dict.fromkeys(path for root in self.roots for path in run_folders(root))
+            runs = {name: run for name, run in self.runs.items() if run.folder.path in present}
+            known = {run.folder.path: name for name, run in runs.items()}
+            for path in present:
+                if path not in known:
+                    known[path] = free_name(path.resolve().name, runs)
+                    runs[known[path]] = RunReader(RunFolder(path))
+            # In the order of the folders, the newest first: a run that just began comes before older ones.
+            self.runs = {known[path]: runs[known[path]] for path in present}
+            return self.runs
+
+
+def free_name(name: str, taken: Container[str]) -> str:
+    """Return the name, numbered when another run has it."""
+    number, free = 1, name
+    while free in taken:
+        number += 1
+        free = f"{name}-{number}"
+    return free
+
+
+def run_folders(root: Path) -> list[Path]:
+    """Return the run that a folder is, or the runs in it, the newest first.
+
+    Settings are written when a run begins and when it is resumed.
+    """
+    if is_run(root):
+        return [root]
+    try:
+        found = [path for path in root.iterdir() if is_run(path) and not path.is_symlink()]
+    except OSError:
+        return []
+    return sorted(found, key=lambda path: stamp(path / SETTINGS), reverse=True)

@@ -1,0 +1,218 @@
+"""What an index says of itself: manifest.json, written last, so that a half-built index has none."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from groupwise.errors import ConfigError
+from groupwise.retrieval.documents import Chunk
+from groupwise.retrieval.embed import LSA, Vectors
+
+FORMAT = 1
+WEIGHTS = (0.8, 0.2)
+"""Of the dense and the sparse side."""
+OFFLINE_WEIGHTS = (0.15, 0.85)
+"""The same with an embedding that knows nothing but the corpus, until questions tell better."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """How an index was built, and how it is searched."""
+
+    embedding: str = LSA
+    store: str = "chroma"
+    budget: int = 256
+    fusion: str = "weighted"
+    dense_weight: float = WEIGHTS[0]
+    sparse_weight: float = WEIGHTS[1]
+    learned: bool = False
+    """Whether training questions taught the dense side."""
+    source: str = ""
+    documents: int = 0
+    format: int = FORMAT
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read what stands in a folder; without a finished index there, a ConfigError."""
+    try:
+        manifest = Manifest(**json.loads((folder / "manifest.json").read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{folder} holds no finished index: run groupwise index build --output {folder}"
+        ) from None
+    except (TypeError, ValueError):
+        raise ConfigError(f"{folder / 'manifest.json'} is damaged: build the index anew") from None
+    if manifest.format != FORMAT:
+        raise ConfigError(
+            f"{folder} has format {manifest.format}, this version reads {FORMAT}: build it anew"
+        )
+    return manifest
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    fresh = folder / "manifest.json.new"
+    fresh.write_text(json.dumps(asdict(manifest), indent=1), encoding="utf-8")
+    fresh.replace(folder / "manifest.json")
+
+
+def check_new(folder: Path) -> None:
+    """Refuse a folder that holds anything, and one that nothing can be written to."""
+    try:
+        if (folder / "manifest.json").exists():
+            raise ConfigError(f"{folder} already holds an index; give another folder, or delete it first")
+        if folder.exists() and any(folder.iterdir()):
+            raise ConfigError(f"{folder} is not empty and holds no finished index; give an empty folder")
+        there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        os.rmdir(tempfile.mkdtemp(prefix=".groupwise-", dir=there))
+    except OSError as error:
+        raise _cannot_write(folder, error) from error
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[None]:
+    """Make a folder to fill; when that fails, take away what was made, so that it can be tried again."""
+    check_new(folder)  # once more: what others put there meanwhile is not to be taken away
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException as error:
+        with suppress(OSError):
+            for path in folder.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            for place in missing:
+                place.rmdir()
+        if isinstance(error, OSError):
+            raise _cannot_write(folder, error) from error
+        raise
+
+
+def _cannot_write(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot write {folder}: {error.strerror or error}; give another folder by --output")
+
+
+BATCH = 4000
+"""Chunks that Chroma takes, or takes out, at a time: SQLite has room for so many variables."""
+
+
+class Store(Protocol):
+    """What an index needs of its store."""
+
+    def add(self, chunks: Sequence[Chunk], vectors_ND: Vectors) -> None: ...
+
+    def delete(self, numbers: Sequence[int]) -> None: ...
+
+    def load(self) -> tuple[list[Chunk | None], Vectors]:
+        """Return every chunk by number, None where one was deleted, and the vectors, 0 there."""
+        ...
+
+
+class FileStore:
+    """chunks.jsonl, vectors.f32 beside it, and deleted.txt with one number a line."""
+
+    def __init__(self, folder: Path) -> None:
+        self.chunks, self.vectors = folder / "chunks.jsonl", folder / "vectors.f32"
+        self.deleted = folder / "deleted.txt"
+
+    def add(self, chunks: Sequence[Chunk], vectors_ND: Vectors) -> None:
+        with self.vectors.open("ab") as file:
+            file.write(np.ascontiguousarray(vectors_ND, "<f4").tobytes())
+        with self.chunks.open("a", encoding="utf-8") as lines:
+            for chunk in chunks:
+                row = {"id": chunk.id, "document": chunk.document, "text": chunk.text}
+                lines.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    def delete(self, numbers: Sequence[int]) -> None:
+        with self.deleted.open("a") as lines:
+            lines.writelines(f"{number}\n" for number in numbers)
+
+    def load(self) -> tuple[list[Chunk | None], Vectors]:
+        chunks: list[Chunk | None] = []
+        with self.chunks.open(encoding="utf-8") as lines:
+            for line in lines:
+                row = json.loads(line)
+                chunks.append(Chunk(row["id"], row["document"], row["text"]))
+        flat = np.fromfile(self.vectors, "<f4")
+        if not chunks or len(flat) % len(chunks):
+            raise ConfigError(
+                f"{self.vectors} does not fit the {len(chunks)} chunks beside it: build the index anew"
+            )
+        vectors_ND = flat.reshape(len(chunks), -1)
+        if self.deleted.is_file():
+            for number in map(int, self.deleted.read_text().split()):
+                chunks[number] = None
+                vectors_ND[number] = 0.0  # or it would take the place of another in a search
+        return chunks, vectors_ND
+
+
+class ChromaStore:
+    """A persistent ChromaDB collection named `chunks`, which any Chroma client can open too."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            import chromadb
+            from chromadb.config import Settings
+        except ImportError:
+            raise ConfigError(
+                "the store chroma needs an extra: pip install 'groupwise[retrieval]'; --store files does not"
+            ) from None
+        client = chromadb.PersistentClient(
+            path=str(folder / "chroma"), settings=Settings(anonymized_telemetry=False)
+        )
+        self._collection: Any = client.get_or_create_collection(
+            "chunks", embedding_function=None, metadata={"hnsw:space": "cosine"}
+        )
+
+    def add(self, chunks: Sequence[Chunk], vectors_ND: Vectors) -> None:
+        first = self._next()
+        for start in range(0, len(chunks), BATCH):
+            some = chunks[start : start + BATCH]
+            self._collection.add(
+                ids=[chunk.id for chunk in some],
+                documents=[chunk.text for chunk in some],
+                embeddings=vectors_ND[start : start + BATCH],
+                metadatas=[
+                    {"document": chunk.document, "number": first + start + offset}
+                    for offset, chunk in enumerate(some)
+                ],
+            )
+        self._collection.modify(metadata={"next": first + len(chunks)})
+
+    def delete(self, numbers: Sequence[int]) -> None:
+        for start in range(0, len(numbers), BATCH):
+            self._collection.delete(where={"number": {"$in": list(numbers[start : start + BATCH])}})
+
+    def load(self) -> tuple[list[Chunk | None], Vectors]:
+        found = self._collection.get(include=["documents", "metadatas", "embeddings"])
+        chunks: list[Chunk | None] = [None] * self._next()
+        stored = np.asarray(found["embeddings"], np.float32)
+        vectors_ND = np.zeros((len(chunks), stored.shape[1] if stored.ndim == 2 else 0), np.float32)
+        for place, (name, text, about) in enumerate(
+            zip(found["ids"], found["documents"], found["metadatas"], strict=True)
+        ):
+            number = int(about["number"])
+            chunks[number] = Chunk(name, about["document"], text)
+            vectors_ND[number] = stored[place]
+        return chunks, vectors_ND
+
+    def _next(self) -> int:
+        return int((self._collection.metadata or {}).get("next", 0))
+
+
+STORES: dict[str, type[ChromaStore] | type[FileStore]] = {"chroma": ChromaStore, "files": FileStore}
+
+
+def store_named(name: str, folder: Path) -> Store:
+    if name not in STORES:
+        raise ConfigError(f"--store must be one of {', '.join(STORES)}; got {name!r}")
+    return STORES[name](folder)

@@ -1,1 +1,0 @@
-"""Reading and comparing mathematical answers, bounded in time and size. See `equal` for the whole."""

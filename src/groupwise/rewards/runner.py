@@ -1,0 +1,449 @@
+"""Calling one reward for the members of a group.
+
+A reward is a function in one of two styles, told apart by its parameter names:
+
+    (rollout, example) -> float | bool | None          called once for each rollout
+    (prompts, completions, **columns) -> list          TRL style, called once for each group
+
+TRL style may name any of `prompts`, `completions`, `completion_ids`, `trainer_state`, `log_metric`,
+`log_extra` and the example's columns, each a list with one entry per rollout, or take them all as
+`**kwargs`. For a chat prompt a completion is `[{"role": "assistant", "content": …}]`, a prefill included;
+with tools, calls and results are further messages. For a text prompt it is text. Either style may be `async`.
+
+None means that the reward does not apply. An exception, a timeout or a value that is not a finite
+number marks the rollout as failed (in TRL style: the group's rollouts); it never becomes a 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, SupportsFloat, TypeVar
+
+from groupwise.errors import RolloutError
+from groupwise.records import Example, Group, Rollout, Turn
+from groupwise.rewards.time_limit import AnyLimit, TimeLimit, TimeLimitReached, TimeLimits, Watched
+from groupwise.rewards.worker import Job, UnmovableError, Worker, WorkerLost, described, is_ours
+from groupwise.tracking.run_log import LOGGER
+
+RewardFunction = Callable[..., Any]
+Outcome = float | None | RolloutError
+Result = TypeVar("Result")
+
+LARGEST = 1e30
+"""Of a reward: sums, squares and float32 must be able to hold what is made of it."""
+MOST_CHARACTERS = 1000
+"""Of a failure, that are kept."""
+MOST_FRAMES = 20
+PACKAGE = str(Path(__file__).parents[1])
+TEXT_COMPLETIONS = (
+    "completions are strings because the task's prompt is a string; return a list of messages from "
+    "`prompt` to get lists of messages"
+)
+BATCH_NAMES = frozenset({"prompts", "completions", "completion_ids"})
+# Columns TRL keeps to itself: the plural names above carry them.
+RESERVED_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
+
+
+class BadValueError(Exception):
+    """A reward returned something that is not a reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """Where the run is, under the names that transformers' `TrainerState` has."""
+
+    global_step: int = 0
+    """Steps that are done."""
+    max_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardContext:
+    """What rewards learn of the run, and what they leave beside their values."""
+
+    seconds: float = 0.0
+    """Time limit of one call."""
+    trainer_state: TrainerState = TrainerState()
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    """What TRL-style rewards logged by `log_metric`."""
+    failures: dict[str, str] = field(default_factory=dict)
+    """The first failure of each reward, with its traceback."""
+    when_late: Callable[[], None] = lambda: None
+    """Called after each call that took longer than its limit, or ended its worker."""
+
+    def log_metric(self, name: str, value: SupportsFloat) -> None:
+        """Log a number beside the rewards, as TRL's `log_metric` does."""
+        if math.isfinite(number := float(value)):
+            self.metrics.setdefault(readable(str(name)), []).append(number)
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Accept a column for TRL's table of completions, which runs here do not have."""
+
+    def failed(self, name: str, error: RolloutError) -> None:
+        trace = "".join(getattr(error, "__notes__", ()))
+        self.failures.setdefault(name, f"{error}\n{trace}" if trace else str(error))
+
+
+def takes_batches(function: RewardFunction) -> bool:
+    """Tell whether a reward is written in TRL style."""
+    try:
+        return _takes_batches(function)
+    except TypeError:  # an object that has no hash, which cannot be remembered
+        return _takes_batches.__wrapped__(function)
+
+
+@lru_cache(maxsize=64)
+def _takes_batches(function: RewardFunction) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    by_keyword_only = all(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters)
+    return by_keyword_only or any(p.name in BATCH_NAMES for p in parameters)
+
+
+def outcomes_of(
+    function: RewardFunction,
+    rollouts: Sequence[Rollout],
+    example: Example,
+    *,
+    limit: AnyLimit,
+    context: RewardContext,
+) -> Iterator[list[Outcome]]:
+    """Call a reward and yield the outcomes of each call: one rollout's, or in TRL style everyone's."""
+    if not takes_batches(function):
+        for rollout in rollouts:
+            work = partial(score_one, function, rollout, example)
+            yield [attempted(limit, work, context)]
+        return
+
+    def together() -> list[float | None]:
+        values = completed(function(**batch_arguments(function, rollouts, example, context)))
+        try:
+            values = list(islice(values, len(rollouts) + 1))  # it may be a generator without an end
+        except TypeError:
+            raise BadValueError(f"returned {type(values).__name__}, not a list of numbers") from None
+        if len(values) != len(rollouts):
+            more = "more" if len(values) > len(rollouts) else str(len(values))
+            raise BadValueError(f"returned {more} values for {len(rollouts)} completions")
+        return [finite(value) for value in values]
+
+    outcome = attempted(limit, together, context)
+    if isinstance(outcome, RolloutError):
+        if isinstance(rollouts[0].prompt, str) and "string indices" in str(outcome):
+            outcome = with_notes_of(outcome, RolloutError(f"{outcome}; {TEXT_COMPLETIONS}"))
+        yield [outcome] * len(rollouts)
+    else:
+        yield list(outcome)
+
+
+def score_one(function: RewardFunction, rollout: Rollout, example: Example) -> float | None:
+    return finite(completed(function(rollout, example)))
+
+
+def attempted(limit: AnyLimit, work: Callable[[], Result], context: RewardContext) -> Result | RolloutError:
+    """Do the work within the limit; whatever goes wrong becomes a `RolloutError`, Ctrl-C alone excepted."""
+    try:
+        with limit:
+            return work()
+    except TimeLimitReached:
+        context.when_late()
+        return RolloutError(f"took longer than {context.seconds:g} s")
+    except BadValueError as error:
+        return RolloutError(str(error))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit() and a cancelled task are the reward's failure, too
+        return as_rollout_error(error)
+
+
+def batch_arguments(
+    function: RewardFunction, rollouts: Sequence[Rollout], example: Example, context: RewardContext
+) -> dict[str, Any]:
+    """Return the keyword arguments that TRL would give this function, less those it does not take."""
+    prompts, completions = zip(*(as_trl(rollout) for rollout in rollouts), strict=True)
+    available = {
+        **{
+            column: [value] * len(rollouts)
+            for column, value in example.items()
+            if column not in RESERVED_COLUMNS
+        },
+        "prompts": list(prompts),
+        "completions": list(completions),
+        "completion_ids": [list(rollout.tokens[rollout.prompt_length :]) for rollout in rollouts],
+        "trainer_state": context.trainer_state,
+        "log_metric": context.log_metric,
+        "log_extra": context.log_extra,
+    }
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return available
+    return {name: values for name, values in available.items() if name in parameters}
+
+
+def as_trl(rollout: Rollout) -> tuple[Any, Any]:
+    """Return (prompt, completion), a prefill moved from the first to the second as TRL does.
+
+    With tools, the completion is the whole conversation behind the prompt, calls and results included.
+    """
+    if isinstance(rollout.prompt, str):
+        return rollout.prompt, rollout.transcript
+    messages = [dict(message) for message in rollout.prompt]
+    prefill = messages.pop()["content"] if messages and messages[-1]["role"] == "assistant" else ""
+    completion: list[dict[str, Any]] = []
+    for turn in rollout.turns or (Turn(text=rollout.text),):
+        message: dict[str, Any] = {"role": "assistant", "content": prefill + turn.text}
+        if turn.calls:
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+                for call in turn.calls
+            ]
+        completion.append(message)
+        completion += [{"role": "tool", "name": call.name, "content": call.result} for call in turn.calls]
+    return messages, completion
+
+
+def completed(result: Any) -> Any:
+    """Return a result, awaited where the function is async; a notebook has an event loop running already."""
+    if isinstance(result, float) or not inspect.isawaitable(result):  # in this order: asking is slow
+        return result
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(awaited(result))
+    return in_thread(lambda: asyncio.run(awaited(result)))
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    """Do the work in a thread and wait; one that is out of time is left behind."""
+    results: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+async def awaited(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+def finite(value: Any) -> float | None:
+    """Return a reward as a float, None as None, and refuse everything else."""
+    if value is None:
+        return None
+    if not isinstance(value, float) and not isinstance(value, SupportsFloat):  # asking the protocol is slow
+        raise BadValueError(f"returned {type(value).__name__}, not a number")
+    try:
+        number = float(value)
+    except Exception as error:
+        raise BadValueError(f"returned a {type(value).__name__} that is not one number: {error}") from error
+    if not -LARGEST <= number <= LARGEST:  # nor is NaN
+        if math.isfinite(number):
+            raise BadValueError(f"returned {number}; a reward must lie between -{LARGEST:g} and {LARGEST:g}")
+        raise BadValueError(f"returned {number}")
+    return number
+
+
+def as_rollout_error(error: BaseException) -> RolloutError:
+    """Say what a user's code raised, and where; the traceback is in the notes."""
+    try:
+        said = readable(str(error))
+    except Exception:
+        said = ""  # an exception whose own text raises
+    name = "" if isinstance(error, RolloutError) and said else type(error).__name__
+    frames = list(traceback.walk_tb(error.__traceback__))
+    own = [n for n, (frame, _) in enumerate(frames) if not frame.f_code.co_filename.startswith(PACKAGE)]
+    where = ""
+    trace = error.__traceback__
+    if own:
+        frame, line = frames[own[-1]]
+        where = f" ({Path(frame.f_code.co_filename).name}, line {line})"
+        for _ in range(own[0]):
+            trace = trace.tb_next if trace is not None else None
+    failure = RolloutError(f"{name}{': ' if name and said else ''}{said}{where}")
+    try:
+        lines = traceback.format_exception(type(error), error, trace, limit=-MOST_FRAMES)
+    except Exception:
+        lines = []
+    failure.add_note(readable("".join(lines), most=4 * MOST_CHARACTERS))
+    return failure
+
+
+def with_notes_of(one: BaseException, other: RolloutError) -> RolloutError:
+    for note in getattr(one, "__notes__", ()):
+        other.add_note(note)
+    return other
+
+
+def readable(text: str, *, most: int = MOST_CHARACTERS) -> str:
+    """Return text that every file and terminal can hold: "?" for half an emoji, its end cut off."""
+    text = text if len(text) <= most else f"{text[:most]} …"
+    return text.encode(errors="replace").decode()
+
+
+@dataclass(slots=True)
+class IsolatedReward:
+    """Stands in a task for the function; a direct call runs it here."""
+
+    name: str
+    function: RewardFunction
+    worker: Worker | None
+    """None: its arguments turned out not to travel, and it runs in this process."""
+
+    def __call__(self, *arguments: Any, **columns: Any) -> Any:
+        return self.function(*arguments, **columns)
+
+    def scored(self, rollouts: Sequence[Rollout], example: Example, context: RewardContext) -> list[Outcome]:
+        """Score rollouts in the worker. A call that hangs, or that ends the worker, fails.
+
+        In TRL style the one call is for all rollouts. Otherwise the next ones go on in a new worker.
+        """
+        assert self.worker is not None
+        together = takes_batches(self.function)
+        outcomes: list[Outcome] = []
+        while len(outcomes) < len(rollouts):
+            rest = rollouts[len(outcomes) :]
+            request = (rest, example, context.trainer_state)
+            try:
+                for reply in self.worker.replies(self.name, request, seconds=context.seconds):
+                    outcomes += map(as_outcome, reply["outcomes"])
+                    if reply["late"]:
+                        context.when_late()
+                    for name, values in reply["metrics"].items():
+                        context.metrics.setdefault(name, []).extend(values)
+            except WorkerLost as lost:
+                context.when_late()
+                outcomes += [RolloutError(str(lost))] * (len(rest) if together else 1)
+        return outcomes
+
+
+def reward_job(function: RewardFunction) -> Job:
+    """Return what the worker does with the rollouts of a request."""
+
+    def job(request: Any, seconds: float) -> Iterator[dict[str, Any]]:
+        rollouts, example, trainer_state = request
+        with TimeLimits(seconds) as limit:
+            late: list[bool] = []
+            context = RewardContext(
+                seconds=seconds, trainer_state=trainer_state, when_late=lambda: late.append(True)
+            )
+            for outcomes in outcomes_of(function, rollouts, example, limit=limit, context=context):
+                replies = [as_reply(one) for one in outcomes]
+                yield {"outcomes": replies, "metrics": dict(context.metrics), "late": bool(late)}
+                context.metrics.clear()
+                late.clear()
+
+    return job
+
+
+def as_reply(outcome: Outcome) -> float | dict[str, str] | None:
+    if isinstance(outcome, RolloutError):
+        return {"error": str(outcome), "trace": "".join(getattr(outcome, "__notes__", ()))}
+    return outcome
+
+
+def as_outcome(reply: Any) -> Outcome:
+    if not isinstance(reply, dict):
+        return None if reply is None else float(reply)
+    error = RolloutError(reply["error"])
+    if reply["trace"]:
+        error.add_note(reply["trace"])
+    return error
+
+
+def score_group(
+    group: Group, *, rewards: Mapping[str, RewardFunction], weights: Mapping[str, float], seconds: float
+) -> Group:
+    """Return the group with each rollout's rewards and weighted sum, or the error that prevented them.
+
+    A reward without a weight weighs 1; a weight of 0 makes it a mere metric. Rollouts that failed
+    before are left alone. `seconds` limits one call (see `time_limit` for where it cannot).
+    """
+    with TimeLimits(seconds) as limit:
+        return score_within(limit, group, rewards=rewards, weights=weights)
+
+
+def score_within(
+    limit: TimeLimit,
+    group: Group,
+    *,
+    rewards: Mapping[str, RewardFunction],
+    weights: Mapping[str, float],
+    context: RewardContext | None = None,
+) -> Group:
+    """Do the same under a limit that many groups share; `context` is what rewards learn of the run."""
+    context = replace(context or RewardContext(), seconds=limit.seconds)
+    members = {index: rollout for index, rollout in enumerate(group.rollouts) if rollout.error is None}
+    parts: dict[int, dict[str, float]] = {index: {} for index in members}
+    errors: dict[int, str] = {}
+    for name, function in rewards.items():
+        if not members:
+            break
+        outcomes = scored_by(function, list(members.values()), group.example, limit=limit, context=context)
+        for index, outcome in zip(list(members), outcomes, strict=True):
+            if isinstance(outcome, RolloutError):
+                errors[index] = f"reward {name}: {outcome}"
+                context.failed(name, outcome)
+                del members[index]
+            elif outcome is not None:
+                parts[index][name] = outcome
+
+    def scored(index: int, rollout: Rollout) -> Rollout:
+        if index not in parts:
+            return rollout
+        if index in errors:
+            return rollout.judged(error=errors[index])
+        if not parts[index]:
+            return rollout.judged(error="no reward applies: each returned None")
+        total = weighted_sum(parts[index], weights)
+        if not -LARGEST <= total <= LARGEST:
+            return rollout.judged(error=f"the weighted sum of the rewards is {total}; lower task.weights")
+        return rollout.judged(rewards=parts[index], reward=total)
+
+    return replace(group, rollouts=tuple(scored(i, r) for i, r in enumerate(group.rollouts)))
+
+
+def weighted_sum(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """Add rewards up; one without a weight counts once."""
+    return sum([weights.get(name, 1.0) * value for name, value in rewards.items()])
+
+
+def scored_by(
+    function: RewardFunction,
+    rollouts: Sequence[Rollout],
+    example: Example,
+    *,
+    limit: TimeLimit,
+    context: RewardContext,
+) -> list[Outcome]:
+    """Return the outcome of each rollout, from a worker process or from this one."""
+    if isinstance(function, IsolatedReward):
+        if function.worker is not None:
+            try:
+                return function.scored(rollouts, example, context)
+            except UnmovableError as error:
+                LOGGER.warning("%s runs in the trainer's process: %s", function.name, error)
+                function.worker = None
+        function = function.function
+    guard = limit if is_ours(function) else Watched(limit, f"the reward {described(function)}")
+    calls = outcomes_of(function, rollouts, example, limit=guard, context=context)
+    return [outcome for outcomes in calls for outcome in outcomes]

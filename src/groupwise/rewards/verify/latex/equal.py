@@ -1,0 +1,387 @@
+"""Telling whether two answers say the same, over our own bounded reading of them.
+
+Strict where it matters: the order in pairs, the kind of brackets, signs, exact values, known units.
+Lenient where it does not: spacing, styling, currency, units that one side leaves out, the order in
+sets and lists, the way an expression, an equation or an interval is written.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from groupwise.rewards.verify.latex.expressions import Node
+from groupwise.rewards.verify.latex.latex_lexer import (
+    Malformed,
+    is_phrase,
+    same_phrase,
+    same_text,
+    same_words,
+    says_more,
+    units_in,
+    words_of,
+)
+from groupwise.rewards.verify.latex.latex_parser import FLIPPED, ParsedItem, parse_answer
+from groupwise.rewards.verify.latex.values import (
+    POINTS,
+    Undefined,
+    Value,
+    close,
+    divide,
+    inexact,
+    subtract,
+    value_at,
+)
+
+INTEGER = re.compile(r"[-+]?\d{1,50}", re.ASCII)
+MOST_OF_ONE = 10
+"""The largest plain number that a percentage may stand for: 150 % is 1.5, but nobody writes 5000 % for 50."""
+
+
+def same_answer(predicted: str, truth: str) -> bool:
+    """Tell whether two answers are the same; raises Unfamiliar when one of them cannot be read here."""
+    if INTEGER.fullmatch(predicted) and INTEGER.fullmatch(truth):
+        return int(predicted) == int(truth)
+    if same_text(predicted, truth):
+        return True
+    if is_phrase(truth):
+        return same_phrase(predicted, truth)
+    try:
+        return same_reading(predicted, truth)
+    except RecursionError:  # for sums of hundreds of terms, no one's answer
+        return False
+
+
+def same_reading(predicted: str, truth: str) -> bool:
+    try:
+        theirs = read(truth)
+    except Malformed:
+        theirs = []  # a truth that is no formula (`\\text{A5}_{11}`) is matched as words alone
+    if all(item.node is None for item in theirs):
+        return same_words(predicted, truth)
+    try:
+        return same_items(read(predicted), theirs)
+    except Malformed:
+        return False
+
+
+@lru_cache(maxsize=4096)
+def read(text: str) -> list[ParsedItem]:
+    return parse_answer(text)
+
+
+def same_items(ours: list[ParsedItem], theirs: list[ParsedItem]) -> bool:
+    """Compare two lists of items in any order; a set is the list of what is in it."""
+    ours, theirs = opened(ours), opened(theirs)
+    if len(theirs) == 1 and len(ours) > 1 and (pair := named_pair(ours, theirs[0])) is not None:
+        ours = [pair]  # `x = 1, y = 2` says what (1, 2) does
+    if len(theirs) == 1 and len(ours) > 1 and all(item.node and item.node[0] == "chain" for item in ours):
+        theirs = parted(theirs[0])  # `x < 2 or x > 3` says what a union does
+    if len(ours) != len(theirs):
+        return False
+    return matched(ours, theirs, same_item)
+
+
+def opened(items: list[ParsedItem]) -> list[ParsedItem]:
+    if len(items) == 1 and items[0].node is not None:
+        node = members(items[0].node)
+        if node is not None:
+            return [ParsedItem(member, items[0].words) for member in node]
+    return items
+
+
+def named_pair(ours: list[ParsedItem], theirs: ParsedItem) -> ParsedItem | None:
+    """Return the tuple that `x = 1, y = 2` names, its parts in the order of their names."""
+    if theirs.node is None or theirs.node[:3] != ("tuple", "(", ")"):
+        return None
+    values: dict[str, Node] = {}
+    for item in ours:
+        node = item.node
+        if node is None or node[0] != "chain" or node[2] != ("=",) or node[1][0][0] != "name":
+            return None
+        values[node[1][0][1]] = node[1][1]
+    if len(values) != len(ours):
+        return None
+    words = tuple(word for item in ours for word in item.words)
+    return ParsedItem(("tuple", "(", ")", *(values[name] for name in sorted(values))), words)
+
+
+def parted(item: ParsedItem) -> list[ParsedItem]:
+    """Return the parts of a union."""
+    node = item.node
+    return [ParsedItem(part) for part in node[1:]] if node is not None and node[0] == "union" else [item]
+
+
+def members(node: Node) -> tuple[Node, ...] | None:
+    r"""Return the members of a set, of `x \in \{…\}` and of `x = \{…\}`."""
+    if node[0] == "chain" and node[2] in (("∈",), ("=",)) and node[1][1][0] == "set" and is_named(node[1][0]):
+        node = node[1][1]
+    return node[1:] if node[0] == "set" and len(node) > 1 else None
+
+
+def matched(ours: list[Any] | tuple[Any, ...], theirs: list[Any] | tuple[Any, ...], same: Any) -> bool:
+    """Tell whether each of ours equals one of theirs, one to one."""
+    left = list(theirs)
+    for one in ours:
+        found = next((index for index, other in enumerate(left) if same(one, other)), None)
+        if found is None:
+            return False
+        left.pop(found)
+    return not left
+
+
+def same_item(ours: ParsedItem, theirs: ParsedItem) -> bool:
+    if ours.node is None or theirs.node is None:
+        mine, its = spoken(ours), spoken(theirs)
+        return mine is not None and mine == its
+    if says_more(ours.words, theirs.words):
+        return False
+    return same_units(ours, theirs) and same_node(ours.node, theirs.node)
+
+
+def spoken(item: ParsedItem) -> str | None:
+    """Return what an item says in words: `Monday`, or a name such as `A`."""
+    if item.node is None:
+        return " ".join(words_of(" ".join(item.words)))
+    return str(item.node[1]).casefold() if item.node[0] == "name" else None
+
+
+def same_units(ours: ParsedItem, theirs: ParsedItem) -> bool:
+    """Units must agree where both sides name units we know; whoever leaves them out is forgiven."""
+    mine, its = units_of(ours), units_of(theirs)
+    return not mine or not its or mine == its
+
+
+def units_of(item: ParsedItem) -> frozenset[str]:
+    units = units_in(item.words)
+    return units | {"degree"} if item.node is not None and item.node[0] == "degrees" else units
+
+
+def same_node(one: Node, other: Node) -> bool:
+    """Tell whether two nodes mean the same."""
+    one, other = plain(one), plain(other)
+    kinds = {one[0], other[0]}
+    if one[0] != other[0] and kinds & {"chain"}:
+        return same_chain_and_other(*((one, other) if one[0] == "chain" else (other, one)))
+    if kinds & STRUCTURES:
+        return bool(one[0] == other[0] and STRUCTURES_SAME[one[0]](one, other))
+    if kinds & {"percent"}:
+        return same_percent(one, other)
+    if kinds & {"based"}:
+        return same_based(one, other)
+    if kinds & {"infinity"}:
+        return one == other
+    return same_value(one, other)
+
+
+def plain(node: Node) -> Node:
+    """Take off what is only a way of writing: degrees, a named side, a chain of equal values."""
+    while True:
+        if node[0] == "degrees":
+            node = node[1]
+        elif node[0] == "chain" and node[2] == ("∈",) and is_named(node[1][0]) and is_collection(node[1][1]):
+            node = node[1][1]
+        elif node[0] == "negative" and node[1][0] == "degrees":
+            node = ("negative", node[1][1])
+        else:
+            return node
+
+
+def is_collection(node: Node) -> bool:
+    return node[0] in ("set", "tuple", "union")
+
+
+def same_tuple(one: Node, other: Node) -> bool:
+    return one[1:3] == other[1:3] and same_sequence(one[3:], other[3:])
+
+
+def same_sequence(ours: tuple[Node, ...], theirs: tuple[Node, ...]) -> bool:
+    return len(ours) == len(theirs) and all(same_node(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def same_members(one: Node, other: Node) -> bool:
+    return len(one) == len(other) and matched(one[1:], other[1:], same_node)
+
+
+def same_matrix(one: Node, other: Node) -> bool:
+    return len(one) == len(other) and all(
+        same_sequence(a, b) for a, b in zip(one[1:], other[1:], strict=True)
+    )
+
+
+def same_chain(one: Node, other: Node) -> bool:
+    """Compare relations as written, turned round, or, for one equation, moved to one side and scaled."""
+    (_, ours, how), (_, theirs, its_how) = one, other
+    if how == its_how and same_sequence(ours, theirs):
+        return True
+    if all(relation in FLIPPED for relation in how):
+        turned = tuple(FLIPPED[relation] for relation in reversed(how))
+        if turned == its_how and same_sequence(tuple(reversed(ours)), theirs):
+            return True
+    return how == its_how == ("=",) and same_equation(ours, theirs)
+
+
+STRUCTURES_SAME = {
+    "tuple": same_tuple,
+    "set": same_members,
+    "union": same_members,
+    "both": same_members,
+    "matrix": same_matrix,
+    "chain": same_chain,
+}
+STRUCTURES = frozenset(STRUCTURES_SAME)
+
+
+def same_equation(ours: tuple[Node, ...], theirs: tuple[Node, ...]) -> bool:
+    """Tell whether the differences of the sides are proportional, with at least two names involved.
+
+    With one name, `2x = 6` and `x = 3` are the same equation but only one of them is solved.
+    """
+    if len(names(ours)) < 2 or names(ours) != names(theirs):
+        return False
+    ratios: dict[int, Value] = {}
+    for point in range(POINTS):
+        try:
+            mine = subtract(value_at(ours[0], point), value_at(ours[1], point))
+            its = subtract(value_at(theirs[0], point), value_at(theirs[1], point))
+            ratios[point] = divide(mine, its)
+        except Undefined:
+            continue
+    first, *others = ratios.values() or [Fraction(0)]
+    if not others or not first or not all(close(ratio, first) for ratio in others):
+        return False
+    if all(isinstance(ratio, Fraction) for ratio in ratios.values()):
+        return True
+    from groupwise.rewards.verify.latex.values import precisely_proportional
+
+    return precisely_proportional(("-", *ours), ("-", *theirs), list(ratios))
+
+
+def names(part: Any) -> frozenset[str]:
+    if isinstance(part, tuple):
+        if len(part) == 2 and part[0] == "name":
+            return frozenset({part[1]})
+        return frozenset().union(*map(names, part)) if part else frozenset()
+    return frozenset()
+
+
+def same_chain_and_other(chain: Node, other: Node) -> bool:
+    """Compare `x = 5` with 5, `48 + 24 = 72` with 72, `0 ≤ x < 1` with [0, 1)."""
+    _, parts, relations = chain
+    if set(relations) <= {"=", "≈"}:
+        if is_named(parts[-1]) and not is_named(parts[0]):
+            parts, relations = parts[::-1], relations[::-1]
+        if is_named(parts[0]):
+            parts, relations = parts[1:], relations[1:]
+        return not names(parts) - names(other) and same_rounded(parts, relations, other)
+    interval = as_interval(parts, relations)
+    return bool(interval is not None and other[0] == "tuple" and same_node(interval, other))
+
+
+def same_rounded(parts: tuple[Node, ...], relations: tuple[str, ...], other: Node) -> bool:
+    """Tell whether every part is worth the other value; one behind or before a `≈` may be its rounding."""
+    exact = [same_node(part, other) for part in parts]
+    rounded = [
+        "≈" in relations[max(0, index - 1) : index + 1] and is_rounding(part, other)
+        for index, part in enumerate(parts)
+    ]
+    return any(exact) and all(map(any, zip(exact, rounded, strict=True)))
+
+
+def is_rounding(node: Node, other: Node) -> bool:
+    """Tell whether a decimal is another value rounded to the decimal's own places."""
+    if node[0] == "negative":
+        return is_rounding(node[1], ("negative", other))
+    if node[0] != "number" or names(other):
+        return False
+    places = next((places for places in range(16) if (node[1] * 10**places).denominator == 1), 16)
+    try:
+        off = inexact(subtract(value_at(other, 0), node[1]))
+    except Undefined:
+        return False
+    return abs(off) <= 0.5000001 * 10.0**-places
+
+
+def is_named(node: Node) -> bool:
+    """Tell whether this only names something: `x`, `AB`, `f(x)`, `(x, y)`."""
+    if node[0] == "tuple":
+        return all(part[0] == "name" for part in node[3:])
+    return bool(node[0] == "name" or (node[0] == "*" and node[1][0] == "name" and node[2][0] == "name"))
+
+
+def as_interval(parts: tuple[Node, ...], relations: tuple[str, ...]) -> Node | None:
+    """Return the interval that `a ≤ x < b`, `x > a` or `x ≤ b` describes."""
+    if set(relations) <= {">", "≥"}:
+        parts, relations = parts[::-1], tuple(FLIPPED[relation] for relation in reversed(relations))
+    if not set(relations) <= {"<", "≤"}:
+        return None
+    endless: Node = ("infinity",)
+    if len(parts) == 3 and parts[1][0] == "name":
+        opening, closing = "(["[relations[0] == "≤"], ")]"[relations[1] == "≤"]
+        return ("tuple", opening, closing, parts[0], parts[2])
+    if len(parts) == 2 and parts[0][0] == "name":
+        return ("tuple", "(", ")]"[relations[0] == "≤"], ("negative", endless), parts[1])
+    if len(parts) == 2 and parts[1][0] == "name":
+        return ("tuple", "(["[relations[0] == "≤"], ")", parts[0], endless)
+    return None
+
+
+def same_percent(one: Node, other: Node) -> bool:
+    """50 % is 50 % and 0.5, and 50 where the question asked for a percentage.
+
+    A plain truth is read as one of the two by its size: 0.5 is no percentage, and 50 no share of one.
+    """
+    if one[0] == other[0]:
+        return same_value(one[1], other[1])
+    percent, number = (one, other) if one[0] == "percent" else (other, one)
+    as_share, as_percentage = same_value(percent, number), same_value(percent[1], number)
+    if number is one:
+        return as_share or as_percentage
+    size = size_of(number)
+    return (as_share and size <= MOST_OF_ONE) or (as_percentage and size >= 1)
+
+
+def size_of(node: Node) -> float:
+    try:
+        return abs(inexact(value_at(node, 0)))
+    except Undefined:
+        return 0.0
+
+
+def same_based(one: Node, other: Node) -> bool:
+    """Digits in a base; the base may be left out by one side, and 10 goes without saying."""
+    if one[0] == other[0]:
+        return one[1:] == other[1:]
+    based, number = (one, other) if one[0] == "based" else (other, one)
+    if based[2] != 10 and based is one:
+        return False  # the truth names no base, so it is a decimal number
+    return bool(number[0] == "number" and number[1] == int(based[1]))
+
+
+def same_value(one: Node, other: Node) -> bool:
+    """Tell whether two expressions agree wherever they were tried, with values for every name."""
+    if one == other:
+        return True
+    tried = 0
+    varies = bool(names(one) | names(other))
+    for point in range(POINTS if varies else 1):
+        try:
+            mine, its = value_at(one, point), value_at(other, point)
+        except Undefined:
+            continue
+        if not close(mine, its):
+            return False
+        if not (isinstance(mine, Fraction) and isinstance(its, Fraction)) and not are_equal(
+            one, other, point
+        ):
+            return False
+        tried += 1
+    return tried > varies
+
+
+def are_equal(one: Node, other: Node, point: int) -> bool:
+    from groupwise.rewards.verify.latex.values import precisely_equal  # few answers need mpmath
+
+    return precisely_equal(one, other, point)

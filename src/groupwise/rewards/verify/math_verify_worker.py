@@ -1,0 +1,124 @@
+"""The process that runs `math-verify`: `python -m groupwise.rewards.verify.math_verify_worker`.
+
+It reads a pair of answers a line (JSON) and replies with a verdict a line. The process itself only
+keeps watch: it imports sympy once and forks a child that does the work within limits of time and
+memory. A child that breaks a limit, or dies of anything else, costs one reply and a few
+milliseconds: the next fork has everything imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+from contextlib import suppress
+from typing import IO
+
+MEMORY_BYTES = 2 << 30
+WARM_UP = r"\lfloor\frac{x^2+\sqrt{2}}{3}\rfloor+\sum_{k=1}^{3}k\cdot\sin(x)"
+PATIENCE = 4
+"""Times the limit that may pass by the clock: it is one of computing, as a busy machine must not change a
+verdict."""
+
+
+def main() -> None:
+    seconds = float(sys.argv[1])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    compare(WARM_UP, WARM_UP)  # imports and fills the parser's tables before the fork: every child has them
+    reply({"ready": True}, sys.stdout)
+    child = WorkerFork(seconds)
+    for line in sys.stdin:
+        answer = child.ask(line)
+        if answer is None:
+            child = WorkerFork(seconds)
+            answer = json.dumps({"error": f"the comparison took more than {seconds:g} s or too much memory"})
+        sys.stdout.write(f"{answer.strip()}\n")
+        sys.stdout.flush()
+    child.kill()
+
+
+class WorkerFork:
+    """A fork that answers over pipes until it is killed."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        request_read, request_write = os.pipe()
+        reply_read, reply_write = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(request_write)
+            os.close(reply_read)
+            serve(os.fdopen(request_read), os.fdopen(reply_write, "w"), seconds)
+            os._exit(0)
+        os.close(request_read)
+        os.close(reply_write)
+        self.requests = os.fdopen(request_write, "w")
+        self.replies = os.fdopen(reply_read)
+
+    def ask(self, line: str) -> str | None:
+        """Return the child's reply; None, and no child, when it broke a limit."""
+        try:
+            self.requests.write(line)
+            self.requests.flush()
+        except BrokenPipeError:
+            self.kill()
+            return None
+        ready, _, _ = select.select([self.replies], [], [], PATIENCE * self.seconds)
+        answer = self.replies.readline() if ready else ""
+        if not answer:
+            self.kill()
+        return answer or None
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        for pipe in (self.requests, self.replies):
+            with suppress(BrokenPipeError):
+                pipe.close()
+
+
+def serve(requests: IO[str], replies: IO[str], seconds: float) -> None:
+    """Answer requests; the kernel ends this process when one takes too long or too much memory."""
+    import resource
+
+    with suppress(ValueError, OSError):  # not every system knows this limit
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # no handler: even a call into C is ended
+    for line in requests:
+        pair = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        try:
+            answer: dict[str, object] = {"equal": compare(pair["predicted"], pair["truth"])}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"[:200]}
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        reply(answer, replies)
+
+
+def compare(predicted: str, truth: str) -> bool:
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    # LaTeX alone: where that fails, its other extractors take the last number they see.
+    # Its own time limits are signals that do not reach into C; this process has better ones.
+    ours, theirs = (
+        parse(
+            f"${text}$",
+            extraction_config=[LatexExtractionConfig()],
+            fallback_mode="no_fallback",
+            parsing_timeout=None,
+        )
+        for text in (predicted, truth)
+    )
+    return bool(verify(theirs, ours, float_rounding=10, strict=True, timeout_seconds=None))
+
+
+def reply(answer: dict[str, object], to: IO[str]) -> None:
+    to.write(f"{json.dumps(answer)}\n")
+    to.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""As much of HTTP/1.1 as an API needs: JSON in, JSON or a stream of events out, connections kept alive."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from ipaddress import ip_address
+from socket import SO_ERROR, SOL_SOCKET
+from typing import Any
+
+from groupwise.tracking.run_log import LOGGER
+
+HEAD_LIMIT = 32 * 1024
+BODY_LIMIT = 16 * 1024 * 1024
+MOST_DIGITS = 20
+"""Of a Content-Length; Python refuses to read numbers of some thousand digits."""
+IDLE_SECONDS = 60.0
+"""After which a connection on which nothing is asked is closed."""
+
+
+encode = json.JSONEncoder(ensure_ascii=False).encode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HTTPRequest:
+    """One request."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    body: bytes
+
+    def json(self) -> dict[str, Any]:
+        try:
+            value = json.loads(self.body)
+            encode(value).encode()
+        except UnicodeEncodeError:
+            raise HTTPError(400, "the body holds text that is none: half of a surrogate pair") from None
+        except (ValueError, RecursionError):
+            raise HTTPError(400, "the body is not valid JSON") from None
+        if not isinstance(value, dict):
+            raise HTTPError(400, "the body must be a JSON object")
+        return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HTTPReply:
+    """An answer that is there at once."""
+
+    body: Mapping[str, Any]
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+Events = AsyncIterator[Sequence[Mapping[str, Any]]]
+"""An answer that comes in parts, as many at a time as there are."""
+Handler = Callable[[HTTPRequest], Awaitable[HTTPReply | Events]]
+
+
+class HTTPError(Exception):
+    """A question that gets an error for an answer, as OpenAI's clients understand it."""
+
+    def __init__(self, status: int, message: str, *, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = headers or {}
+
+    def reply(self) -> HTTPReply:
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        error = {"message": str(self), "type": kind, "param": None, "code": None}
+        return HTTPReply(body={"error": error}, status=self.status, headers=self.headers)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address can only mean this machine."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+async def serve_connection(
+    handler: Handler, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """Answer the questions of one connection until it is closed."""
+    try:
+        while True:
+            try:
+                question = await asyncio.wait_for(read_question(reader), IDLE_SECONDS)
+            except HTTPError as refused:
+                await write_reply(Outgoing(writer, close=True), refused.reply())
+                return
+            if question is None:
+                return
+            close = question.headers.get("connection", "").lower() == "close"
+            if not await answer(handler, question, reader, writer, close=close) or close:
+                return
+    except (ConnectionError, TimeoutError, asyncio.IncompleteReadError):
+        pass
+    finally:
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def answer(
+    handler: Handler,
+    question: HTTPRequest,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    *,
+    close: bool,
+) -> bool:
+    """Answer one question; False: whoever asked has gone. What is under way for them is then cancelled."""
+    outgoing = Outgoing(writer, close=close, bare=question.method == "HEAD")
+    work = asyncio.ensure_future(respond(handler, question, outgoing))
+    gone = asyncio.ensure_future(until_gone(reader, outgoing))
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        still_there = work.done()
+    finally:
+        work.cancel()
+        gone.cancel()
+    # Together, and not each with its cancellation suppressed: that would swallow our own as well.
+    outcome, _ = await asyncio.gather(work, gone, return_exceptions=True)
+    if isinstance(outcome, Exception) and not isinstance(outcome, ConnectionError):
+        raise outcome
+    return still_there
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """Where one answer is written, and how."""
+
+    writer: asyncio.StreamWriter
+    close: bool
+    bare: bool = False
+    """Whether only the headers are sent: what HEAD asks for."""
+    begun: bool = False
+    """Whether something of the answer is sent."""
+
+    async def send(self, data: bytes) -> None:
+        self.begun = True
+        self.writer.write(data)
+        await self.writer.drain()
+
+
+async def until_gone(reader: asyncio.StreamReader, outgoing: Outgoing) -> None:
+    """Return when the other side closes; what it may already ask next is left to be read.
+
+    A client that only ended its own half (shutdown(SHUT_WR)) still waits for its answer, and at first looks
+    like one that closed. Whatever is sent to a closed one is answered by a reset: where the answer has not
+    begun, a 100 Continue is sent, which every client of HTTP/1.1 passes over.
+    """
+    while not reader.at_eof():
+        await asyncio.sleep(0.2)
+    if not outgoing.begun:
+        outgoing.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    connection = outgoing.writer.get_extra_info("socket")
+    with suppress(OSError):  # the connection is closed already
+        while not outgoing.writer.is_closing() and not connection.getsockopt(SOL_SOCKET, SO_ERROR):
+            await asyncio.sleep(0.2)
+
+
+async def respond(handler: Handler, question: HTTPRequest, outgoing: Outgoing) -> None:
+    try:
+        reply = await handler(question)
+        if isinstance(reply, HTTPReply):
+            await write_reply(outgoing, reply)
+            return
+    except HTTPError as refused:
+        await write_reply(outgoing, refused.reply())
+        return
+    except ConnectionError:
+        raise
+    except Exception:  # one request must not leave its client, or others, without an answer
+        LOGGER.exception("a request could not be answered")
+        await write_reply(outgoing, HTTPError(500, "the server failed at this request").reply())
+        return
+    await write_events(outgoing, reply)
+
+
+async def read_question(reader: asyncio.StreamReader) -> HTTPRequest | None:
+    """Read one request; None where the connection has ended."""
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+    except asyncio.IncompleteReadError as error:
+        if not error.partial:
+            return None
+        raise
+    except asyncio.LimitOverrunError:
+        raise HTTPError(431, "the headers are too large") from None
+    first, *lines = head.decode("latin-1").split("\r\n")
+    words = first.split(" ")
+    if len(words) != 3 or not words[2].startswith("HTTP/1."):
+        raise HTTPError(400, "this is not HTTP/1.1")
+    headers = {
+        name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
+    }
+    if "transfer-encoding" in headers:
+        raise HTTPError(411, "send a Content-Length")
+    length = headers.get("content-length", "0")
+    if not length.isdecimal() or len(length) > MOST_DIGITS:
+        raise HTTPError(400, "the Content-Length is not a number")
+    if int(length) > BODY_LIMIT:
+        raise HTTPError(413, f"the body may have at most {BODY_LIMIT} bytes")
+    body = await reader.readexactly(int(length))
+    return HTTPRequest(method=words[0], path=words[1].partition("?")[0], headers=headers, body=body)
+
+
+async def write_reply(outgoing: Outgoing, reply: HTTPReply) -> None:
+    body = encode(reply.body).encode()
+    head = {"Content-Type": "application/json", "Content-Length": str(len(body)), **reply.headers}
+    headers = status_and_headers(reply.status, head, close=outgoing.close)
+    await outgoing.send(headers if outgoing.bare else headers + body)
+
+
+async def write_events(outgoing: Outgoing, events: Events) -> None:
+    """Server-sent events, each sent as it comes; an error on the way is the last of them."""
+    head = {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "Transfer-Encoding": "chunked"}
+    unsent = status_and_headers(200, head, close=outgoing.close)  # one call of the system takes all there is
+    try:
+        async with aclosing(events) as batches:  # type: ignore[type-var]
+            async for parts in batches:
+                await outgoing.send(unsent + chunk("".join(map(event, parts))))
+                unsent = b""
+        last = "data: [DONE]\n\n"
+    except HTTPError as refused:
+        last = event(refused.reply().body)
+    await outgoing.send(unsent + chunk(last) + b"0\r\n\r\n")
+
+
+def event(part: Mapping[str, Any]) -> str:
+    return f"data: {encode(part)}\n\n"
+
+
+def chunk(text: str) -> bytes:
+    data = text.encode()
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def status_and_headers(status: int, headers: Mapping[str, str], *, close: bool) -> bytes:
+    lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    lines.append(f"Connection: {'close' if close else 'keep-alive'}")
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")

@@ -1,0 +1,250 @@
+"""Countdown: write an equation that uses each given number once and equals the target."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from groupwise.config.coerce import between, finite
+from groupwise.errors import ConfigError
+from groupwise.records import Example, Message, Rollout
+from groupwise.rewards.extraction import END_THINK, final_answer, is_well_formed
+from groupwise.rewards.verify.arithmetic import evaluate_expression
+from groupwise.tasks.builtin.countdown_puzzles import Puzzle, draw_puzzle, solutions, worked_answer
+from groupwise.tasks.examples import Column
+from groupwise.tasks.task import Task
+
+SYSTEM = (
+    "You are a helpful assistant. You first think about the reasoning process in your mind "
+    "and then provide the user with the answer."
+)
+USER = (
+    "Using each number in this list only once ({numbers}), create an equation that equals {target}. "
+    "You can use basic arithmetic operations (+, -, *, /) and each number can only be used once. "
+    "Show your work in <think> </think> tags. And return the final equation and answer in "
+    "<answer> </answer> tags, for example <answer>(1 + 2) / 3</answer>."
+)
+PREFILL = "Let me solve this step by step.\n<think>"
+
+LEVELS = {1: 3, 2: 4, 3: 5, 4: 6}
+"""How many numbers a puzzle of each level has."""
+HELD_OUT_ONE_IN = 8
+MAX_DRAWS = 20_000
+"""Draws without a puzzle after which the settings are taken to allow none."""
+
+
+def countdown(
+    *,
+    level: int | None = None,
+    numbers: int | Sequence[int] | None = None,
+    largest: int = 99,
+    targets: Sequence[int] = (10, 100),
+    patience: Sequence[float] = (1, 1, 1, 1),
+    insight: float = 0.3,
+) -> Task:
+    """Reach a target from given numbers by + − × ÷: endless, all solvable.
+
+    `level`: 1 to 4, with 3 to 6 numbers; or `numbers`: how many, or the least and the most, (3, 4) when
+    neither is given. They lie from 1 to `largest`; `targets`: least and most. The worked answers of a warm
+    start try some ways, how many is weighed by `patience`, and each works with a chance of `insight`.
+    """
+    if level is not None:
+        if numbers is not None:
+            raise ConfigError("countdown: level and numbers say the same; give one of them")
+        numbers = LEVELS[pair("level", [level, level], low=1, high=len(LEVELS))[0]]
+    numbers = (3, 4) if numbers is None else numbers
+    puzzles = PuzzleStream(
+        counts=pair("numbers", [numbers, numbers] if isinstance(numbers, int) else numbers, low=2, high=6),
+        largest=pair("largest", [largest, largest], low=1, high=10**6)[1],
+        targets=pair("targets", targets, low=1, high=10**9),
+    )
+    weights = weighed(patience)
+    finite("task.options.insight", insight)
+    between("task.options.insight", insight, 0.0, 1.0)
+
+    def worked(example: Example, rng: random.Random) -> str | None:
+        return worked_answer(rng, *numbers_and_target(example), patience=weights, insight=insight)
+
+    puzzles.train(0, seed=0)  # settings that allow no puzzle are refused here, not in the middle of a run
+    return Task(
+        name="countdown",
+        examples=puzzles,
+        prompt=countdown_prompt,
+        rewards={"format": format_reward, "equation": equation_reward},
+        key=example_key,
+        accuracy="equation",
+        format="format",
+        columns={
+            "numbers": Column(read=whole_numbers, names=("numbers", "nums")),
+            "target": Column(read=whole_number),
+        },
+        predicted=final_answer,
+        ends_thinking=END_THINK,
+        difficulty=difficulty,
+        gold=gold_completion,
+        worked=worked,
+        perfect=2.0,
+    )
+
+
+def weighed(patience: object) -> list[float]:
+    """Return the weights of trying one way, two ways, …, or refuse them."""
+    if isinstance(patience, Sequence) and all(isinstance(w, int | float) and w >= 0 for w in patience):
+        weights = [float(weight) for weight in patience]
+        if sum(weights) > 0:
+            return weights
+    raise ConfigError(
+        f"countdown: patience must weigh how many ways are tried, as in [2, 1]; got {patience!r}"
+    )
+
+
+def whole_number(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError("expected a whole number")
+    return value
+
+
+def whole_numbers(value: Any) -> list[int]:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        raise ValueError("expected a list of whole numbers")
+    return [whole_number(number) for number in value]
+
+
+def difficulty(example: Example) -> str:
+    """How many numbers there are, and which operations a known solution needs."""
+    numbers, _ = numbers_and_target(example)
+    needed = "".join(sorted(set(str(example.get("solution", ""))) & set("+-*/")))
+    return f"{len(numbers)} numbers {needed}".rstrip()
+
+
+def gold_completion(example: Example) -> str:
+    """Solve the puzzle and answer in the format that the prompt asks for."""
+    numbers, target = numbers_and_target(example)
+    known = example.get("solution")
+    solution = known or next((found.expression for found in solutions(numbers, target)), None)
+    if solution is None:
+        raise ConfigError(f"countdown: {numbers} cannot make {target}")
+    return f"I try {solution}.</think>\n<answer>{solution}</answer>"
+
+
+def pair(option: str, values: object, *, low: int, high: int) -> tuple[int, int]:
+    """Return two whole numbers in order, or refuse the option."""
+    match values:
+        case [int(least), int(most)] if low <= least <= most <= high:
+            return least, most
+    raise ConfigError(
+        f"countdown: {option} must be whole numbers from {low} to {high}, the smaller first; got {values!r}"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PuzzleStream:
+    """A `Stream` of puzzles.
+
+    Which side a puzzle is on is decided by the puzzle itself, whatever the order of its numbers and
+    whoever asks, so training and evaluation cannot share one.
+    """
+
+    counts: tuple[int, int]
+    largest: int
+    targets: tuple[int, int]
+
+    def train(self, index: int, *, seed: int) -> Example:
+        rng = random.Random(f"train {seed} {index}")
+        count = self.draw_count(rng)
+        for _ in range(MAX_DRAWS):
+            puzzle = draw_puzzle(rng, count=count, largest=self.largest, targets=self.targets)
+            if puzzle is not None and not is_held_out(puzzle):
+                return as_example(puzzle)
+        raise ConfigError(
+            f"countdown: hardly any puzzle has numbers={self.counts}, largest={self.largest}, "
+            f"targets={self.targets}; widen one of them"
+        )
+
+    def held_out(self, count: int) -> list[Example]:
+        """Return up to `count` different puzzles: fewer when the settings do not allow that many."""
+        rng = random.Random("held out")
+        found: dict[str, Example] = {}
+        for _ in range(count):
+            numbers = self.draw_count(rng)
+            for _ in range(MAX_DRAWS):
+                puzzle = draw_puzzle(rng, count=numbers, largest=self.largest, targets=self.targets)
+                if puzzle is not None and is_held_out(puzzle) and key(puzzle) not in found:
+                    found[key(puzzle)] = as_example(puzzle)
+                    break
+            else:
+                break
+        return list(found.values())
+
+    def draw_count(self, rng: random.Random) -> int:
+        """Draw how many numbers a puzzle has, before and apart from whether the numbers will do."""
+        least, most = self.counts
+        return least + int(rng.random() * (most - least + 1))
+
+
+def key(puzzle: Puzzle) -> str:
+    """The same for puzzles that differ only in the order of their numbers."""
+    return key_of(puzzle.numbers, puzzle.target)
+
+
+def example_key(example: Example) -> str:
+    return key_of(*numbers_and_target(example))
+
+
+def key_of(numbers: Sequence[int], target: int) -> str:
+    return f"{sorted(numbers)} {target}"
+
+
+def is_held_out(puzzle: Puzzle) -> bool:
+    return hashlib.sha256(key(puzzle).encode()).digest()[0] % HELD_OUT_ONE_IN == 0
+
+
+def as_example(puzzle: Puzzle) -> Example:
+    return Example({"numbers": list(puzzle.numbers), "target": puzzle.target, "solution": puzzle.solution})
+
+
+def numbers_and_target(example: Example) -> tuple[list[int], int]:
+    """Read a puzzle from a row of our own or of a data file, where the numbers may be `nums`."""
+    try:
+        numbers = example["numbers"] if "numbers" in example else example["nums"]
+        return [int(number) for number in numbers], int(example["target"])
+    except (KeyError, TypeError, ValueError):
+        raise ConfigError(
+            "a countdown example needs whole numbers in `numbers` (or `nums`) and in `target`; "
+            f"got {str(dict(example))[:120]}"
+        ) from None
+
+
+def countdown_prompt(example: Example) -> list[Message]:
+    """Ask for the equation; the reply is already begun, inside its thinking."""
+    numbers, target = numbers_and_target(example)
+    user = USER.format(numbers=", ".join(map(str, numbers)), target=target)
+    return [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": user},
+        {"role": "assistant", "content": PREFILL},
+    ]
+
+
+def format_reward(rollout: Rollout, example: Example) -> float:
+    """1 for thinking, then one answer block and nothing else (see `rewards.tags`)."""
+    return float(is_well_formed(rollout.text))
+
+
+def equation_reward(rollout: Rollout, example: Example) -> float:
+    """1 for an answer that uses exactly the given numbers and equals the target exactly."""
+    numbers, target = numbers_and_target(example)
+    answer = final_answer(rollout.text)
+    return float(answer is not None and solves(answer, numbers=numbers, target=target))
+
+
+def solves(answer: str, *, numbers: Sequence[int], target: int) -> bool:
+    """Tell whether an answer such as "(1 + 2) * 8", or "(1 + 2) * 8 = 24", is right."""
+    expression, equals, claimed = answer.partition("=")
+    if equals and claimed.strip() != str(target):
+        return False
+    result = evaluate_expression(expression)
+    return result is not None and result.value == target and list(result.numbers) == sorted(numbers)

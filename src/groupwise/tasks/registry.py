@@ -1,0 +1,169 @@
+"""Finding the task that a configuration names: built in, or in a user's Python file."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from groupwise.config.schema import TaskConfig
+from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.records import Example
+from groupwise.tasks.builtin.boxed_math import math
+from groupwise.tasks.builtin.countdown import countdown
+from groupwise.tasks.builtin.gsm8k import gsm8k
+from groupwise.tasks.builtin.medquad import medquad
+from groupwise.tasks.builtin.search_qa import search_qa
+from groupwise.tasks.examples import load_examples, renamed
+from groupwise.tasks.task import Task, closest
+
+TASKS: dict[str, Callable[..., Task]] = {
+    "countdown": countdown,
+    "gsm8k": gsm8k,
+    "math": math,
+    "medquad": medquad,
+    "search_qa": search_qa,
+}
+"""Every built-in task; its keyword arguments are its options."""
+
+NEEDS_FIRST: dict[str, str] = {"medquad": "groupwise index build"}
+"""Tasks that work on what the user made before, and the command that makes it."""
+
+loading_task_file: ContextVar[bool] = ContextVar("loading_task_file", default=False)
+
+
+class TaskFileLoaded(BaseException):
+    """Carries a task out of a file that trains it at its end. Not an error, so nothing swallows it."""
+
+    def __init__(self, task: Task | None, settings: Mapping[str, Any]) -> None:
+        super().__init__(task)
+        self.task = task
+        self.settings = settings
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFile:
+    """What a user's Python file says."""
+
+    task: Task
+    settings: Mapping[str, Any]
+    """The keywords of the `gw.train(task, …)` at its end, if it has one."""
+
+
+def leave_task_file(task: Task | None, settings: Mapping[str, Any] | None = None) -> None:
+    """End the file being loaded for its task, if one is; `train` calls this before all else.
+
+    A task file may say `gw.train(task, …)` without a main guard. Read by `load_task`, that line
+    hands over the task, and its settings, instead of starting a second run inside the first. None: it
+    trains one by name.
+    """
+    if loading_task_file.get():
+        raise TaskFileLoaded(task, settings or {})
+
+
+def load_task(config: TaskConfig) -> Task:
+    """Return the task that the configuration names, with the options and data that it gives."""
+    if config.name in TASKS:
+        task = built_in(config.name, config.options)
+    elif config.name.endswith(".py"):
+        return task_of(read_task_file(Path(config.name).expanduser()), config)
+    else:
+        hint = closest(config.name, TASKS)
+        raise ConfigError(f"unknown task {config.name!r}{hint} (or give the path of a .py file)")
+    return with_data(task, config)
+
+
+def task_of(file: TaskFile, config: TaskConfig) -> Task:
+    """Return the task of a file on the data that the configuration gives."""
+    if config.options:
+        raise ConfigError(f"task.options belong to built-in tasks; {config.name} defines its own")
+    return with_data(file.task, config)
+
+
+def with_data(task: Task, config: TaskConfig) -> Task:
+    """Return the task on the data that the configuration names."""
+    if config.data is None and config.test_data is None and config.columns:
+        raise ConfigError("task.columns names the columns of task.data, which is not given")
+    if config.data is not None:
+        task = replace(task, examples=load_rows(config.data, task=task, config=config), held_out=None)
+    if config.test_data is not None:
+        rows = load_rows(config.test_data, task=task, config=config, split="test")
+        task = replace(task, held_out=rows)
+    return task
+
+
+def without_data(config: TaskConfig) -> TaskConfig:
+    """Return the configuration on the task's own examples."""
+    return replace(config, data=None, test_data=None, columns={})
+
+
+def load_rows(source: str, *, task: Task, config: TaskConfig, split: str = "train") -> list[Example]:
+    """Read examples of a task, their columns checked and renamed as the configuration says."""
+    columns = renamed(task.columns, config.columns, task=task.name)
+    return load_examples(source, split=split, columns=columns)
+
+
+def built_in(name: str, options: Mapping[str, Any]) -> Task:
+    make = TASKS[name]
+    known = inspect.signature(make).parameters
+    for option in options:
+        if option not in known:
+            raise ConfigError(f"unknown setting task.options.{option}{closest(option, known)}")
+    return make(**options)
+
+
+def read_task_file(path: Path) -> TaskFile:
+    """Run a Python file and return the Task it names `task`, or the first that it trains."""
+    if not path.is_file():
+        raise ConfigError(f"no such task file: {path}")
+    spec = importlib.util.spec_from_file_location(f"groupwise_task_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    # As for a script: its neighbours can be imported, now and when a reward runs.
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    trained: Task | None = None
+    settings: Mapping[str, Any] = {}
+    token = loading_task_file.set(True)
+    try:
+        spec.loader.exec_module(module)
+    except TaskFileLoaded as handed_over:
+        trained, settings = handed_over.task, handed_over.settings
+    except GroupwiseError:
+        raise
+    except Exception as error:
+        said = error.msg if isinstance(error, SyntaxError) else error
+        raise ConfigError(f"{where(error, path)}: {type(error).__name__}: {said}") from error
+    finally:
+        loading_task_file.reset(token)
+    task = named_task(module, path) or trained
+    if task is None:
+        raise ConfigError(f"{path} defines no `task`; write: task = groupwise.Task(…)")
+    return TaskFile(task, settings if task is trained else {})
+
+
+def named_task(module: ModuleType, path: Path) -> Task | None:
+    task = getattr(module, "task", None)
+    if task is None or isinstance(task, Task):
+        return task
+    raise ConfigError(f"{path}: `task` must be a groupwise.Task; got {type(task).__name__}")
+
+
+def where(error: Exception, path: Path) -> str:
+    """Return the file and line of the user's code that an error came from."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == os.path.abspath(path)]
+    return f"{path}, line {lines[-1]}" if lines else str(path)

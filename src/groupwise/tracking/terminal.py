@@ -1,0 +1,432 @@
+"""What the terminal shows of a run: its state, the live panel and the plain line."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.constrain import Constrain
+from rich.live import Live
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from groupwise.tracking.number_format import duration, number, printable, share, sparkline
+
+
+class ShownInterval(Protocol):
+    """A measured share with its 95 % interval, which `str` writes out: "41.0 % [36.8, 45.3]"."""
+
+    @property
+    def mean(self) -> float: ...
+
+
+Scores = Mapping[str, ShownInterval]
+"""What one evaluation measured: greedy, avg@8, pass@8."""
+
+FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("length", "rollout/length", number),
+    ("entropy", "policy/entropy", number),
+    ("tokens/s", "speed/tokens_per_second", number),
+    ("truncated", "rollout/truncated", share),
+    ("KL", "policy/kl", number),
+    ("s/step", "time/step", number),
+    ("no signal", "advantage/zero_variance", share),
+    ("gap", "policy/gap", number),
+    ("grad norm", "policy/grad_norm", number),
+    ("loss", "sft/loss", number),
+    ("held-out", "sft/held_out_loss", number),
+    ("epoch", "sft/epoch", number),
+)
+"""Label, metric and notation of the panel's lower half, by threes; those without numbers are left out."""
+
+WIDTH = 78
+LAYOUTS = ((18, 16, True), (18, 8, True), (18, 8, False), (18, 0, False), (7, 0, False))
+"""Widths of the names and courses of scores, and whether the first score is told; wide terminals first."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a run is, filled in by the display as the run reports."""
+
+    title: str
+    total: int
+    step: int
+    now: float
+    """When the last step ended, in seconds on any clock."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    rewards: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """The course of each "reward/…mean" metric."""
+    evaluations: Sequence[Scores] = ()
+    first: Scores = field(default_factory=dict)
+    """The first evaluation, on the prompts of the last one."""
+    paces: Sequence[float] = ()
+    """Seconds that each of the last steps took, evaluations and checkpoints included."""
+    note: str = ""
+    """Lines that the panel ends with."""
+
+    def advance(self, step: int, metrics: Mapping[str, float], *, now: float) -> None:
+        """Take in one finished step."""
+        # Everything is replaced, nothing edited: another thread may be drawing the panel at this moment.
+        self.paces = [*self.paces, now - self.now][-20:]
+        self.step, self.now = step, now
+        self.metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        rewards = dict(self.rewards)
+        for name, value in self.metrics.items():
+            if name.startswith("reward/") and name.endswith("/mean"):
+                rewards[name] = [*rewards.get(name, ()), value]
+        self.rewards = rewards
+
+    def evaluated(self, scores: Scores, *, first: Scores | None = None, now: float) -> None:
+        """Take in one evaluation; one before the first step says nothing about the pace of steps."""
+        self.evaluations = [*self.evaluations, scores]
+        self.first = first or self.evaluations[0]
+        if not self.paces:
+            self.now = now
+
+    def seconds_left(self, now: float) -> float | None:
+        """Time to the last step at the recent pace; None before there is a pace."""
+        if not self.paces:
+            return None
+        pace = sum(self.paces) / len(self.paces)
+        return max(0.0, pace * (self.total - self.step) - (now - self.now))
+
+    def position(self, now: float) -> str:
+        """Which step, and how long to go."""
+        step = f"step {self.step}/{self.total}"
+        left = self.seconds_left(now)
+        if left is None:
+            return f"{step} · {duration(now - self.now)} so far"
+        return f"{step} · {duration(left)} left" if self.step < self.total else step
+
+    def reward_parts(self) -> list[str]:
+        """The names of the single rewards."""
+        return [
+            name.removeprefix("reward/").removesuffix("/mean")
+            for name in self.rewards
+            if name != "reward/mean"
+        ]
+
+
+def live_panel(progress: Progress, *, now: float) -> RenderableType:
+    """The whole panel, at most 80 columns wide."""
+    parts: list[RenderableType] = [Text(printable(progress.title), style="bold"), bar(progress, now=now)]
+    if progress.evaluations or progress.metrics:
+        parts += ["", FirstFittingTable(scores(progress, *layout) for layout in LAYOUTS)]
+    if progress.metrics:
+        parts += ["", FirstFittingTable(figures(progress.metrics, pairs) for pairs in (3, 2, 1))]
+    if progress.note:
+        parts += ["", Text("\n".join(map(printable, progress.note.splitlines())), no_wrap=True)]
+    return Constrain(Padding(Group(*parts), (1, 0, 0, 1)), WIDTH + 1)
+
+
+class FirstFittingTable:
+    """Draws the first of some tables that the terminal is wide enough for: half a number reads as another."""
+
+    def __init__(self, tables: Iterable[Table]) -> None:
+        self.tables = tuple(tables)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        unbounded = options.update_width(10 * WIDTH)
+        for table in self.tables:
+            if Measurement.get(console, unbounded, table).maximum <= options.max_width:
+                yield table
+                return
+
+
+def bar(progress: Progress, *, now: float) -> Table:
+    grid = Table.grid(expand=True, padding=(0, 3, 0, 0))
+    grid.add_column(ratio=1)
+    grid.add_column(no_wrap=True)
+    done = ProgressBar(
+        total=progress.total, completed=progress.step, complete_style="green", finished_style="green"
+    )
+    grid.add_row(done, progress.position(now))
+    return grid
+
+
+def scores(progress: Progress, names: int, courses: int, firsts: bool) -> Table:
+    """Held-out accuracy and rewards: last value, course, and where accuracy started."""
+    grid = Table.grid(padding=(0, 3, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(no_wrap=True, max_width=names, overflow="ellipsis")
+    grid.add_column(no_wrap=True, min_width=20)
+    grid.add_column(style="cyan", no_wrap=True)
+    grid.add_column(style="dim", no_wrap=True)
+    for index, name in enumerate(progress.evaluations[-1] if progress.evaluations else ()):
+        course = [evaluated[name].mean for evaluated in progress.evaluations if name in evaluated]
+        last = Text(str(progress.evaluations[-1][name]), style="bold green" if index == 0 else "")
+        start = ""
+        if firsts and len(course) > 1 and name in progress.first:
+            start = f"was {100 * progress.first[name].mean:.1f} %"
+        grid.add_row("" if index else "held-out", name, last, sparkline(course, width=courses), start)
+    rewards = [("total", "reward"), *((part, f"reward/{part}") for part in progress.reward_parts())]
+    for index, (label, metric) in enumerate(rewards if progress.metrics else ()):
+        history = progress.rewards.get(f"{metric}/mean", ())
+        value = spread(progress.metrics, metric)
+        grid.add_row(
+            "" if index else "reward", printable(label), value, sparkline(history, width=courses), ""
+        )
+    return grid
+
+
+def spread(metrics: Mapping[str, float], metric: str) -> str:
+    """A mean with its standard deviation: "0.421 ± 0.490"."""
+    mean, deviation = metrics.get(f"{metric}/mean"), metrics.get(f"{metric}/std")
+    if mean is None:
+        return ""
+    return f"{mean:.3f}" if deviation is None else f"{mean:.3f} ± {deviation:.3f}"
+
+
+def figures(metrics: Mapping[str, float], pairs: int) -> Table:
+    """The health of the run, with so many pairs of label and number to a row."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(pairs):
+        grid.add_column(style="dim", no_wrap=True, min_width=9)
+        grid.add_column(justify="right", no_wrap=True, min_width=9)
+        grid.add_column(min_width=2)
+    threes = [FIGURES[start : start + 3] for start in range(0, len(FIGURES), 3)]
+    told = [one for three in threes if any(metric in metrics for _, metric, _ in three) for one in three]
+    for start in range(0, len(told), pairs):
+        cells: list[str] = []
+        for label, metric, notation in told[start : start + pairs]:
+            cells += [label, notation(metrics[metric]) if metric in metrics else "", ""]
+        grid.add_row(*cells)
+    return grid
+
+
+def plain_step(progress: Progress, *, now: float) -> str:
+    """One step as one line, for a terminal that is not one."""
+    metrics = progress.metrics
+    parts = [progress.position(now)]
+    if "reward/mean" in metrics:
+        single = ", ".join(f"{part} {metrics[f'reward/{part}/mean']:.3f}" for part in reported(progress))
+        parts.append(f"reward {metrics['reward/mean']:.3f}" + (f" ({single})" if single else ""))
+    parts += [
+        f"{label} {notation(metrics[metric])}" for label, metric, notation in FIGURES if metric in metrics
+    ]
+    if metrics.get("rollout/failed"):
+        parts.append(f"failed {share(metrics['rollout/failed'])}")
+    return " · ".join(parts)
+
+
+def reported(progress: Progress) -> list[str]:
+    """The rewards that the last step has a mean of."""
+    return [part for part in progress.reward_parts() if f"reward/{part}/mean" in progress.metrics]
+
+
+def plain_scores(name: str, scores: Scores) -> str:
+    """One evaluation as one line."""
+    return " · ".join([f"evaluation {name}", *(f"{label} {score}" for label, score in scores.items())])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """Everything the final block says."""
+
+    headline: str
+    """How it ended: "60 steps done", "stopped at step 23"."""
+    seconds: float
+    """Spent training; 0 when nothing was saved yet."""
+    folder: Path
+    before: Scores
+    """Held-out accuracy before training; empty when it was not measured."""
+    after: Scores
+    next_commands: tuple[tuple[str, str], ...]
+    """Each with what it does."""
+
+
+def command(*words: object) -> str:
+    """A `groupwise` command as the shell reads it, whatever the names in it."""
+    return shlex.join(["groupwise", *map(str, words)])
+
+
+def headline(step: int, *, done: bool) -> str:
+    """Say how a run ended."""
+    if done:
+        return f"{step} step{'s' * (step != 1)} done"
+    return f"stopped after step {step}" if step else "stopped before the first step: nothing is trained yet"
+
+
+def summary_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
+    """The final block, line by line: the text, and the style it takes on a terminal."""
+    if summary.seconds:
+        yield f"{summary.headline} in {duration(summary.seconds)}, saved in {summary.folder}", "bold"
+    else:
+        yield f"{summary.headline}, its folder is {summary.folder}", "bold"
+    if summary.after:
+        yield "", ""
+        yield "held-out accuracy, with 95 % intervals", "dim"
+        for line in accuracy_lines(summary.before, summary.after):
+            yield f"  {line}", "green"
+    yield "", ""
+    yield "next", "dim"
+    for command, purpose in summary.next_commands:
+        yield f"  {command}", "cyan"
+        yield f"      {purpose}", "dim"
+
+
+def accuracy_lines(before: Scores, after: Scores) -> Iterator[str]:
+    """Each score before → after, in columns."""
+    width = max(map(len, after))
+    for name, score in after.items():
+        if name in before:
+            gain = 100 * (score.mean - before[name].mean)
+            yield f"{name:<{width}}  {before[name]!s:>22}  →  {score!s:<22}  {gain:+.1f} points"
+        else:
+            yield f"{name:<{width}}  {score}"
+
+
+Clock = Callable[[], float]
+
+
+class Display(Protocol):
+    """What the training loop tells whoever watches."""
+
+    def start(self, total_steps: int, title: str, *, done: int = 0) -> None:
+        """Begin; `done` steps lie behind a resumed run."""
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step ended."""
+
+    def evaluation(self, name: str, scores: Scores, *, first: Scores | None = None) -> None:
+        """Held-out accuracy was measured: `name` is "before", "at step 20" or "after".
+
+        `first`: the first evaluation on the same prompts, where that one had others too.
+        """
+
+    def message(self, text: str) -> None:
+        """Say something that stays on the screen."""
+
+    def note(self, text: str, *, new: bool) -> None:
+        """Show a block of text in the panel until the next one; where there is no panel, if there is news."""
+
+    def finish(self, summary: RunSummary) -> None:
+        """End with the final block."""
+
+    def close(self) -> None:
+        """Give the terminal back, however the run ended; more than once does no harm."""
+
+
+def open_display(stream: TextIO | None = None, *, clock: Clock = time.monotonic) -> Display:
+    """The live panel on a terminal, plain lines anywhere else."""
+    stream = stream or sys.stdout
+    if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+        return LiveDisplay(stream, clock=clock)
+    return PlainDisplay(stream, clock=clock)
+
+
+class PlainDisplay:
+    """One line a step, without a single control character."""
+
+    def __init__(self, stream: TextIO, *, clock: Clock) -> None:
+        self.stream = stream
+        self.clock = clock
+        self.progress: Progress | None = None
+        self.closed = False
+
+    def start(self, total_steps: int, title: str, *, done: int = 0) -> None:
+        self.progress = Progress(title=title, total=total_steps, step=done, now=self.clock())
+        self.message(title)
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        assert self.progress is not None, "start comes before update"
+        self.progress.advance(step, metrics, now=self.clock())
+        self.message(plain_step(self.progress, now=self.progress.now))
+
+    def evaluation(self, name: str, scores: Scores, *, first: Scores | None = None) -> None:
+        assert self.progress is not None, "start comes before evaluation"
+        self.progress.evaluated(scores, first=first, now=self.clock())
+        self.message(plain_scores(name, scores))
+
+    def message(self, text: str) -> None:
+        if self.closed:
+            return
+        encoding = self.stream.encoding or "utf-8"
+        line = printable(text).encode(encoding, errors="replace").decode(encoding)
+        try:
+            print(line, file=self.stream, flush=True)
+        except OSError:
+            # The reader of a pipe went away (`| head`): the run goes on, its files tell the rest.
+            self.closed = True
+
+    def note(self, text: str, *, new: bool) -> None:
+        for line in text.splitlines() if new else ():
+            self.message(line)
+
+    def finish(self, summary: RunSummary) -> None:
+        for line, _ in summary_lines(summary):
+            self.message(line)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class LiveDisplay:
+    """A panel at the bottom of the terminal, redrawn once a second and after every step."""
+
+    def __init__(self, stream: TextIO, *, clock: Clock) -> None:
+        self.clock = clock
+        # A stream of its own: whoever silences or replaces sys.stdout meanwhile does not reach the panel.
+        self.console = Console(file=stream, force_terminal=True, highlight=False, markup=False, emoji=False)
+        self.progress: Progress | None = None
+        self.live: Live | None = None
+
+    def start(self, total_steps: int, title: str, *, done: int = 0) -> None:
+        progress = Progress(title=title, total=total_steps, step=done, now=self.clock())
+        self.progress = progress
+        self.live = Live(
+            get_renderable=lambda: live_panel(progress, now=self.clock()),
+            console=self.console,
+            refresh_per_second=1,
+        )
+        self.live.start()
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        assert self.progress is not None, "start comes before update"
+        self.progress.advance(step, metrics, now=self.clock())
+        self.refresh()
+
+    def evaluation(self, name: str, scores: Scores, *, first: Scores | None = None) -> None:
+        assert self.progress is not None, "start comes before evaluation"
+        self.progress.evaluated(scores, first=first, now=self.clock())
+        self.refresh()
+
+    def message(self, text: str) -> None:
+        with suppress(OSError):
+            self.console.print(Text(printable(text)), soft_wrap=True)
+
+    def note(self, text: str, *, new: bool) -> None:
+        assert self.progress is not None, "start comes before note"
+        self.progress.note = text
+        self.refresh()
+
+    def finish(self, summary: RunSummary) -> None:
+        self.close()
+        with suppress(OSError):
+            self.console.print()
+            for line, style in summary_lines(summary):
+                self.console.print(Text(f" {printable(line)}", style=style), soft_wrap=True)
+
+    def refresh(self) -> None:
+        # A terminal can go away under a run (a lost connection): the run goes on without it.
+        if self.live is not None:
+            with suppress(OSError):
+                self.live.refresh()
+
+    def close(self) -> None:
+        if self.live is not None:
+            with suppress(OSError):
+                self.live.stop()
+            self.live = None

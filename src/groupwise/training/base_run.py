@@ -1,0 +1,259 @@
+"""What every kind of run shares: its folder and story, held-out accuracy, checkpoints, and an end."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from groupwise.config import Config
+from groupwise.config.schema import ModelConfig
+from groupwise.engine.engine import Engine
+from groupwise.engine.sampler import derive_seed
+from groupwise.engine.vllm.vllm_engine import VllmEngine
+from groupwise.errors import ConfigError
+from groupwise.learner.checkpoint import prune
+from groupwise.model.device import device_of, free_memory
+from groupwise.model.load import load_policy
+from groupwise.model.resolve import model_folder
+from groupwise.parallel.processes import DIVIDING, Processes, as_launched, layout_of
+from groupwise.parallel.work_sharing import divide
+from groupwise.tasks import Split, Task
+from groupwise.tasks.code_fingerprint import code_of
+from groupwise.tracking.run_log import LOGGER
+from groupwise.training.evaluator import Evaluator
+from groupwise.training.interrupt import Interrupt
+from groupwise.training.recorder import NullRecorder, Recorder
+from groupwise.training.resources.cpu_contention import CPUContention
+from groupwise.training.resources.model_shape import shape_of
+from groupwise.training.resources.run_estimate import DeviceSpec, choose_recomputing
+from groupwise.training.resume import (
+    RunStart,
+    TrainedState,
+    command_of,
+    load_learner,
+    same_code,
+    same_data,
+    save_state,
+    with_recomputing,
+)
+from groupwise.training.run_summary import stats_of, summary_of
+
+
+class BaseRun(ABC):
+    """A run from its opening to its last word. Used as a context: leaving it writes the end of the story.
+
+    A kind of run says in `read_data` what it learns from, and in `make_parts` how.
+    """
+
+    task: Task | None
+    """What is measured; None: nothing but the loss."""
+    learner: TrainedState
+    examiner: Evaluator
+
+    def __init__(
+        self, config: Config, *, title: str, start: RunStart, processes: Processes | None = None
+    ) -> None:
+        self.config = config
+        self.processes = processes or Processes()
+        self.folder = start.folder
+        self.state = start.state
+        with ExitStack() as resources:
+            resources.callback(start.withdraw)
+            resources.enter_context(start.lock)
+            recomputing = ""
+            with self.processes.together():
+                self.split = self.read_data()
+                data = same_data(start.state.data, self.split.fingerprint)
+                code = same_code(start.state.code, {} if self.task is None else code_of(self.task))
+                self.state = replace(start.state, data=data, code=code)
+                config, recomputing = settled(config, start)
+            # Free memory may differ from process to process: all do what suits the leader.
+            config, recomputing = self.processes.gather((config, recomputing))[0]
+            self.config = config
+            self.state = replace(self.state, settings=asdict(config))
+            self.recorder = self._open_recorder(title)
+            resources.callback(self.recorder.close)
+            launched = self.processes.count > 1
+            self.interrupt = resources.enter_context(
+                Interrupt(self.recorder.display.message, launched=launched)
+            )
+            with self.processes.together():
+                for line in self.early_warnings():
+                    self.recorder.display.message(line)
+                self._load(start, resources)
+            self.processes.lead(self._begin)
+            if start.begins_again:
+                self.recorder.say("the run was stopped before its first checkpoint: it begins again")
+            tell = self.recorder.say if config.model.gradient_checkpointing else LOGGER.info
+            tell(recomputing)
+            for notice in (*config.notices(), *self.policy.notices(), *self.data_notices()):
+                self.recorder.say(notice)
+            if self.examiner.before is not None:
+                self.recorder.evaluation("before", self.examiner.before)
+            self.resources = resources.pop_all()
+        self.stopping = False
+        """Whether some process was asked to stop; known alike in all after each step."""
+        alone = self.policy.device.type == "cpu" and not launched
+        self.crowd = CPUContention(threads=torch.get_num_threads()) if alone else None
+        self.clock = time.monotonic()
+
+    def _open_recorder(self, title: str) -> Recorder:
+        if not self.processes.leader:
+            return NullRecorder()
+        return Recorder(
+            self.folder,
+            title=f"{title} · {self.config.model.name}",
+            total=self.config.run.max_steps,
+            done=self.state.step,
+        )
+
+    def _begin(self) -> None:
+        self.recorder.begin(self.config, done=self.state.step)
+        self.policy.save_tokenizer(self.folder.tokenizer)
+
+    @abstractmethod
+    def read_data(self) -> Split:
+        """Find out what is learned from, before the model is loaded: mistakes there are found at once."""
+
+    def early_warnings(self) -> Iterable[str]:
+        """Return what can be told to be wrong before the model is loaded."""
+        return ()
+
+    @abstractmethod
+    def data_notices(self) -> Iterator[str]:
+        """Yield what a reader should know of the data."""
+
+    @abstractmethod
+    def make_parts(self) -> None:
+        """Make `learner` and `examiner`, and whatever else a step needs, of the policy and the engine."""
+
+    def _load(self, start: RunStart, resources: ExitStack) -> None:
+        """Make the policy, the engine and the parts that work with them, as they were at the checkpoint."""
+        config = self.config
+        torch.manual_seed(derive_seed(config.run.seed, "adapters"))
+        reference = config.run.kind == "grpo" and config.algo.beta > 0
+        model = on_own_device(config.model, self.processes)
+        self.policy = load_policy(model, config.lora, trained=start.checkpoint, reference=reference)
+        if self.policy.unpacked_bytes and not self.policy.has_adapter:
+            raise ConfigError(f"the weights of {config.model.name} are quantized: train adapters (lora.r=16)")
+        layout = layout_of(config.run)
+        if self.processes.count > 1 and layout in DIVIDING:
+            divide(self.policy, layout)
+        self.engine = self._make_engine(resources)
+        self.make_parts()
+        if start.checkpoint is not None:
+            load_learner(start.checkpoint, self.learner, start.state)
+        self.examiner.recall(start.state)
+
+    def _make_engine(self, resources: ExitStack) -> Engine | VllmEngine:
+        if self.config.engine.kind == "own":
+            return Engine(self.policy, self.config.engine)
+        named, own = self.config.engine.exchange, self.folder.path / "serving"
+        if not named and self.processes.leader:  # with what a session that was killed left there
+            resources.callback(shutil.rmtree, own, ignore_errors=True)
+        engine = VllmEngine(
+            self.policy,
+            self.config.engine,
+            exchange=Path(named or own),
+            processes=self.processes,
+            say=self.recorder.warn,
+        )
+        resources.callback(engine.close)
+        return engine
+
+    def steps(self) -> Iterator[int]:
+        """Yield the steps that are left, measured before and after; stops early on Ctrl-C."""
+        self.stopping = self.processes.any(self.interrupt.asked)
+        if self.state.step == 0 and not self.stopping:
+            self.recorder.baseline(self.examine(0))
+            self.stopping = self.processes.any(self.interrupt.asked)
+        while self.state.step < self.config.run.max_steps and not self.stopping:
+            yield self.state.step + 1
+
+    def end_step(self, step: int, *, cursor: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Log the step; evaluate and save when it is time to. Returns what was measured."""
+        self.state = replace(self.state, step=step, cursor=cursor, updates=self.learner.updates)
+        measured = self.examine(step)
+        self.processes.lead(lambda: self.recorder.step(step, {**metrics, **measured}))
+        self._look_around()
+        run = self.config.run
+        best = run.keep_best and step == self.state.best_step
+        self.stopping = self.processes.any(self.interrupt.asked)
+        if step == run.max_steps or step % run.save_every == 0 or best or self.stopping:
+            self._save()
+        return measured
+
+    def _look_around(self) -> None:
+        """After the first step, tell who else computes here."""
+        if self.crowd is not None and (notice := self.crowd.notice()):
+            self.recorder.say(notice)
+        self.crowd = None
+
+    def examine(self, step: int) -> dict[str, float]:
+        """Measure held-out accuracy if it is time to, without touching the training state."""
+        if not self.examiner.due(step):
+            return {}
+        result = self.examiner.examine(step, learner=self.learner)
+        last = step == self.config.run.max_steps
+        self.recorder.evaluation("before" if step == 0 else "after" if last else f"at step {step}", result)
+        if step > 0:
+            self.state = self.state.with_accuracy(sum(result.averages) / len(result.averages))
+        return result.metrics()
+
+    def _save(self) -> None:
+        now = time.monotonic()
+        self.state = replace(self.state, seconds=self.state.seconds + now - self.clock)
+        self.clock = now
+        # A checkpoint stands for everything before it, rollouts included.
+        self.processes.lead(self.recorder.flush)
+        save_state(
+            self.folder.checkpoints,
+            self.state,
+            policy=self.policy,
+            learner=self.learner,
+            processes=self.processes,
+        )
+        best = self.state.best_step if self.config.run.keep_best else None
+        keep = self.config.run.keep_last
+        self.processes.lead(lambda: prune(self.folder.checkpoints, keep_last=keep, best=best))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.recorder.fail(error, kind=command_of(self.config))
+            self.resources.__exit__(kind, error, trace)
+            return
+        with self.resources:
+            before, after = self.examiner.before, self.examiner.after
+            self.recorder.end(
+                summary_of(self.config, self.state, folder=self.folder, before=before, after=after),
+                stats_of(self.state, before=before, after=after),
+            )
+
+
+def on_own_device(model: ModelConfig, processes: Processes) -> ModelConfig:
+    """Of several processes on a machine with GPUs, each has one of its own."""
+    if processes.count == 1 or model.device == "cpu" or not torch.cuda.is_available():
+        return model
+    return replace(model, device=f"cuda:{processes.local_rank}")
+
+
+def settled(config: Config, start: RunStart) -> tuple[Config, str]:
+    """Choose what depends on the memory that is free, and say why; a resumed run keeps what was chosen."""
+    config = with_recomputing(as_launched(config), start.recomputing)
+    model = replace(config.model, name=str(model_folder(config.model.name)))
+    device = device_of(model.device)
+    return choose_recomputing(config, shape_of(model), DeviceSpec.of(device), free=free_memory(device))

@@ -1,0 +1,167 @@
+"""The shape of a model, known from its config alone: no weight is loaded, none is even made."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from groupwise.config.schema import LoraConfig, ModelConfig
+from groupwise.errors import ConfigError
+from groupwise.model.adapters.quantization import quantization_told
+from groupwise.model.resolve import first_line, local_folder, model_folder, unloadable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearShape:
+    """One linear layer inside the decoder."""
+
+    name: str
+    inputs: int
+    outputs: int
+
+    @property
+    def size(self) -> int:
+        return self.inputs * self.outputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What memory and time depend on."""
+
+    parameters: int
+    linears: tuple[LinearShape, ...]
+    """Without the output layer."""
+    layers: int
+    width: int
+    inner: int
+    heads: int
+    key_heads: int
+    head_size: int
+    vocabulary: int
+    inner_kept: int = 2
+    """Vectors of the inner width that a layer leaves behind for the backward pass."""
+    tiled: bool = False
+    """Whether a layer that is computed again has its inner width for some tokens at a time."""
+    quantization: str | None = None
+    """Of the linear layers: on disk already, or as they are loaded."""
+    modules: Mapping[str, int] = field(default_factory=dict)
+    """Parameters of every module by its name, a module before those inside it."""
+    head: str = "lm_head"
+    """The name of the output layer."""
+
+    @property
+    def linear_size(self) -> int:
+        return sum(linear.size for linear in self.linears)
+
+    @property
+    def head_params(self) -> int:
+        return self.vocabulary * self.width
+
+    @property
+    def key_width(self) -> int:
+        return self.key_heads * self.head_size
+
+    def adapted(self, lora: LoraConfig) -> list[LinearShape]:
+        """The layers that get adapters: none that is trained whole does."""
+        saved = self.saved(lora)
+        linears = [linear for linear in self.linears if not inside(linear.name, saved)]
+        if lora.targets == ("all-linear",):
+            return linears
+        ends = tuple(target.rpartition(".")[2] for target in lora.targets)
+        return [linear for linear in linears if linear.name.rpartition(".")[2] in ends]
+
+    def saved(self, lora: LoraConfig) -> list[str]:
+        """The modules of which PEFT trains a copy: all whose names end as one of `lora.modules_to_save`."""
+        found: list[str] = []
+        for name in self.modules:
+            if name.endswith(lora.modules_to_save) and not inside(name, found):
+                found.append(name)
+        return found
+
+    def saved_size(self, lora: LoraConfig) -> int:
+        """Parameters of those copies."""
+        return sum(self.modules[name] for name in self.saved(lora))
+
+    def adapter_size(self, lora: LoraConfig) -> int:
+        """Parameters of the adapters."""
+        rank = lora.r or 0
+        magnitudes = sum(linear.outputs for linear in self.adapted(lora)) if lora.dora else 0
+        return sum(rank * (linear.inputs + linear.outputs) for linear in self.adapted(lora)) + magnitudes
+
+    def trained_size(self, lora: LoraConfig) -> int:
+        """Parameters that are trained."""
+        return self.adapter_size(lora) + self.saved_size(lora) if lora.r else self.parameters
+
+    def trains_head(self, lora: LoraConfig) -> bool:
+        return not lora.r or inside(self.head, self.saved(lora))
+
+
+def inside(name: str, modules: Iterable[str]) -> bool:
+    """Whether the module of this name is one of those, or a part of one."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def shape_of(model: ModelConfig) -> ModelShape:
+    """Read a model's config and lay it out without memory."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = local_folder(model.name)
+    name = str(folder or (model_folder(model.name) if "/" not in model.name else model.name))
+    try:
+        config: Any = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        stored = quantization_told(getattr(config, "quantization_config", None), model=model.name)
+        config.quantization_config = None
+        with torch.device("meta"):
+            laid_out: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, trust_remote_code=False
+            )
+    except unloadable() as error:
+        raise ConfigError(f"cannot read the config of {model.name}: {first_line(error)}") from error
+    head = laid_out.get_output_embeddings()
+    linears = tuple(
+        LinearShape(name=name, inputs=module.in_features, outputs=module.out_features)
+        for name, module in laid_out.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not head
+    )
+    width, heads = int(config.hidden_size), int(config.num_attention_heads)
+    names = {name.rpartition(".")[2] for name, _ in laid_out.named_modules()}
+    return ModelShape(
+        parameters=parameters_of(laid_out),
+        linears=linears,
+        layers=int(config.num_hidden_layers),
+        width=width,
+        inner=int(getattr(config, "intermediate_size", None) or 4 * width),
+        heads=heads,
+        key_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        head_size=int(getattr(config, "head_dim", None) or width // heads),
+        vocabulary=int(config.vocab_size),
+        inner_kept=inner_kept(config, names),
+        tiled=has_our_gates(config, names) and not any(map(reads_block, names)),
+        quantization=stored or model.quantization,
+        modules={name: parameters_of(module) for name, module in laid_out.named_modules() if name},
+        head=next((name for name, module in laid_out.named_modules() if module is head), ""),
+    )
+
+
+def has_our_gates(config: Any, names: Collection[str]) -> bool:
+    """Whether layers have a gated SiLU that keeps less."""
+    return "gate_proj" in names and getattr(config, "hidden_act", None) in ("silu", "swish")
+
+
+def reads_block(name: str) -> bool:
+    """Whether a module of this name may read what a gated block gives, which then is computed as a whole."""
+    return name == "shared_expert" or (name.startswith("post_") and name != "post_attention_layernorm")
+
+
+def inner_kept(config: Any, names: Collection[str]) -> int:
+    """A function's input and result; of our gated SiLU its two factors, of other gates all four."""
+    other_gates = not has_our_gates(config, names) and not {"gate_proj", "gate_up_proj"}.isdisjoint(names)
+    return 4 if other_gates else 2
+
+
+def parameters_of(module: torch.nn.Module) -> int:
+    """How many numbers a module has; a matrix that is in two places counts once."""
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,394 @@
+"""Will it fit: the memory that each part of a step takes at its worst, before anything is loaded.
+
+A step has two phases. While generating, the policy is there with copies of its weights and the KV cache;
+while updating, with gradients and what a pass leaves behind. On a GPU the generator gives its memory back in
+between where the update would otherwise be short of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from groupwise.config import Config
+from groupwise.engine.prefill import PREFILL_TOKENS
+from groupwise.learner.learner import GPU_LOGITS_BYTES
+from groupwise.learner.micro_batch import pass_tokens
+from groupwise.model.device import kept_numbers, tile_count, total_memory
+from groupwise.model.ops.logprobs import CHUNK_LOGITS
+from groupwise.training.resources.model_shape import ModelShape
+from groupwise.training.step_metrics import resident_bytes
+
+BYTES = {"float32": 4, "bfloat16": 2}
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""A weight in nf4: four bits, and for every 64 of them a scale of eight, themselves scaled by 256."""
+FILLED = 0.95
+"""Share of the memory that may be taken: the rest is for what lies between the pieces."""
+PROMPT_TOKENS = 256
+"""Of a prompt, where nothing is known of it."""
+SMALL_PASS = 1024
+"""Tokens of a pass that is advised where memory is short: smaller ones save little more."""
+FIRST_USE = 70_000_000
+"""What libraries take on a CPU when first used, besides their code: measured with a model of no size."""
+CUDA_CONTEXT = 0
+"""Counted in no figure: torch.cuda.max_memory_allocated leaves the context out, about 0.5 GB."""
+CHUNKS_LEFT = 12
+"""Chunks of logits whose memory a CPU's heap does not use again, being in pieces by then: measured."""
+GPU_CHUNK_LOGITS = 1 << 26
+"""Logits that `model.fused_logprobs`, which only a GPU can import, holds at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """Where a run would run."""
+
+    kind: str
+    """cpu or cuda."""
+    total: int
+    """Bytes of memory there."""
+    program: int
+    """Bytes that the program takes before any model: libraries on a CPU, the context on a GPU."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceSpec:
+        """The memory of a device that is here."""
+        program = resident_bytes() + FIRST_USE if device.type == "cpu" else CUDA_CONTEXT
+        return cls(kind=device.type, total=total_memory(device), program=program)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPart:
+    """One use of memory, in either phase or both."""
+
+    name: str
+    bytes: float
+    generating: bool = True
+    updating: bool = True
+    stays: bool = True
+    """Held from step to step, if no one else needs it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Every part, and what they add up to."""
+
+    parts: tuple[MemoryPart, ...]
+    place: DeviceSpec
+
+    @property
+    def generating(self) -> float:
+        return sum(part.bytes for part in self.parts if part.generating)
+
+    @property
+    def updating(self) -> float:
+        return sum(part.bytes for part in self.parts if part.updating)
+
+    @property
+    def peak(self) -> float:
+        return max(self.generating, self.updating)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= FILLED * self.place.total
+
+
+def preflight(config: Config, shape: ModelShape, place: DeviceSpec, *, prompt_tokens: int) -> MemoryEstimate:
+    """Predict the memory of a resolved configuration; answers are taken to be as long as they may be."""
+    assert config.lora.r is not None, "the config is resolved before it is looked at"
+    size = BYTES[config.model.dtype or ("float32" if place.kind == "cpu" else "bfloat16")]
+    weights = weight_bytes(shape, size)
+    always = [
+        MemoryPart(name="program", bytes=place.program),
+        MemoryPart(name="weights", bytes=weights),
+        *trained_parts(config, shape, size),
+    ]
+    generator = list(generating_parts(config, shape, size, place, prompt_tokens=prompt_tokens, taken=weights))
+    updating = list(updating_parts(config, shape, size, place, prompt_tokens=prompt_tokens))
+    held = sum(part.bytes for part in (*always, *generator) if part.stays)
+    if place.kind == "cpu" or held + most_bytes(config, shape, size, place) <= FILLED * place.total:
+        generator = [replace(part, updating=part.stays) for part in generator]
+    parts = (*always, *generator, *updating)
+    return MemoryEstimate(parts=tuple(part for part in parts if part.bytes), place=place)
+
+
+def most_bytes(config: Config, shape: ModelShape, size: int, place: DeviceSpec) -> float:
+    """What the learner says that an update may take; the generator keeps its memory where that is free."""
+    recomputed = bool(config.model.gradient_checkpointing)
+    each = kept_numbers(shape.width, shape.inner, shape.layers, recomputed=recomputed) * size
+    passing = pass_budget(config, shape, size, place) * each
+    return passing + GPU_LOGITS_BYTES + 16 * shape.trained_size(config.lora)
+
+
+def weight_bytes(shape: ModelShape, size: int) -> float:
+    if shape.quantization is None:
+        return shape.parameters * size
+    each = NF4_BYTES if shape.quantization == "nf4" else 1.0
+    return shape.linear_size * each + (shape.parameters - shape.linear_size) * size
+
+
+def trained_parts(config: Config, shape: ModelShape, size: int) -> Iterator[MemoryPart]:
+    """What training keeps for every trained number; adapters and their optimizer are in float32."""
+    if config.lora.r:
+        yield MemoryPart(name="adapters", bytes=4 * shape.adapter_size(config.lora))
+        yield MemoryPart(name="saved modules", bytes=shape.saved_size(config.lora) * size)
+    elif config.algo.beta:
+        yield MemoryPart(name="reference", bytes=shape.parameters * size)
+    in_eight_bits = 1.02 * shape.trained_size(config.lora)
+    moment = in_eight_bits if config.optim.kind == "adamw8bit" else trained_bytes(config, shape, size)
+    yield MemoryPart(name="optimizer", bytes=0 if config.optim.offload else 2 * moment)
+
+
+def trained_bytes(config: Config, shape: ModelShape, size: int) -> int:
+    """Of all trained numbers: modules that are trained whole are in the model's own precision."""
+    if not config.lora.r:
+        return shape.parameters * size
+    return 4 * shape.adapter_size(config.lora) + size * shape.saved_size(config.lora)
+
+
+def generating_parts(
+    config: Config, shape: ModelShape, size: int, place: DeviceSpec, *, prompt_tokens: int, taken: float
+) -> Iterator[MemoryPart]:
+    """The generator's copies, cache and passes."""
+    rollout, on_cpu = config.rollout, place.kind == "cpu"
+    sequences = min(rollout.prompts * rollout.group_size, config.engine.max_sequences)
+    groups = min(rollout.prompts, -(-sequences // rollout.group_size))
+    block = config.engine.block_size
+    answer, prompt = (-(-tokens // block) * block for tokens in (rollout.max_tokens, prompt_tokens))
+    tokens = sequences * answer + groups * prompt
+    if config.engine.kv_tokens is not None:
+        tokens = min(tokens, config.engine.kv_tokens)
+    copies = copied(config, shape) * size
+    if shape.quantization and not unpacks(config, copies, place.total - taken):
+        copies = 0
+    yield MemoryPart(name="weight copies", bytes=copies, updating=False)
+    each = 2 * shape.layers * shape.key_width * size
+    yield MemoryPart(name="KV cache", bytes=tokens * each, updating=False)
+    # One layer of a pass over all sequences: their keys and values side by side, and its vectors.
+    gathered = 2 * (sequences * answer + groups * prompt) * shape.key_width if on_cpu else 0
+    width = 6 * shape.width + 3 * shape.inner
+    prefill = min(PREFILL_TOKENS, groups * prompt) * width
+    if on_cpu:
+        logits = (4 * sequences + groups) * shape.vocabulary * 4
+    else:
+        logits = (2 * sequences + groups) * shape.vocabulary * size
+    passing = max(gathered + sequences * width, prefill) * size + logits
+    # Adapters are added into a matrix in float32: it, what is added, and the sum.
+    folding = 12 * max(linear.size for linear in shape.linears) if config.lora.r and copies else 0
+    passing = passing if on_cpu else max(passing, folding)
+    yield MemoryPart(name="generating passes", bytes=passing, updating=False, stays=False)
+
+
+def unpacks(config: Config, copies: float, free: float) -> bool:
+    """Whether generation unpacks quantized weights, as the policy decides it."""
+    return copies <= free / 2 if config.engine.unpack is None else config.engine.unpack
+
+
+def copied(config: Config, shape: ModelShape) -> int:
+    """Numbers that generation copies: matrices that it stacks, folds adapters into or unpacks."""
+    if config.lora.r or shape.quantization:
+        return shape.linear_size
+    stacked = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    return sum(linear.size for linear in shape.linears if linear.name.endswith(stacked))
+
+
+def updating_parts(
+    config: Config, shape: ModelShape, size: int, place: DeviceSpec, *, prompt_tokens: int
+) -> Iterator[MemoryPart]:
+    tokens = fullest_pass(config, shape, size, place, prompt_tokens=prompt_tokens)
+    activations = tokens * activation_numbers(config, shape) * size
+    yield MemoryPart(name="activations", bytes=activations, generating=False)
+    gradients = float(trained_bytes(config, shape, size))
+    step = config.rollout.prompts * (prompt_tokens + config.rollout.group_size * config.rollout.max_tokens)
+    if place.kind != "cpu" and step <= tokens * (config.optim.minibatches or 1):
+        # In a pass that is the only one, activations go as fast as gradients come.
+        gradients = max(0.0, gradients - activations)
+    yield MemoryPart(name="gradients", bytes=gradients, generating=False)
+    # A layer that is differentiated has its vectors' gradients beside it.
+    layer = inner = 0
+    inner_tokens: float = tokens
+    if config.model.gradient_checkpointing:
+        inner = shape.inner_kept * shape.inner
+        layer = layer_numbers(shape) - inner
+        # With dropout layers are torch's to compute again, and PEFT's own passes are whole.
+        tiled = shape.tiled and not (config.lora.dropout or config.lora.dora)
+        inner_tokens = tokens / tile_count(tokens) if tiled else tokens
+    if place.kind == "cpu":
+        passing = (tokens * (layer + 4 * shape.width) + inner_tokens * (inner + 3 * shape.inner)) * size
+        yield MemoryPart(name="backward pass", bytes=passing, generating=False)
+        chunks = min(tokens * shape.vocabulary / CHUNK_LOGITS, CHUNKS_LEFT)
+        yield MemoryPart(name="logits", bytes=chunks * 4 * CHUNK_LOGITS, generating=False)
+        return
+    passing = (tokens * (layer + 3 * shape.width) + inner_tokens * (inner + shape.inner)) * size
+    chunk = min(tokens * shape.vocabulary, GPU_CHUNK_LOGITS)
+    logits = chunk * (4 + size) + 3 * tokens * shape.width * size
+    if shape.trains_head(config.lora):
+        logits += shape.head_params * (4 + size)  # the output layer's gradient, added up in float32
+    # One after the other, and what the one leaves is free for the other.
+    name = "logits" if logits > passing else "backward pass"
+    yield MemoryPart(name=name, bytes=max(logits, passing), generating=False)
+
+
+def pass_budget(config: Config, shape: ModelShape, size: int, place: DeviceSpec) -> int:
+    """Tokens that a pass may have, as the learner chooses them."""
+    recomputed = bool(config.model.gradient_checkpointing)
+    each = kept_numbers(shape.width, shape.inner, shape.layers, recomputed=recomputed) * size
+    return config.optim.micro_batch_tokens or pass_tokens(
+        gpu_memory=None if place.kind == "cpu" else place.total, token_bytes=each, recomputes=recomputed
+    )
+
+
+def fullest_pass(
+    config: Config, shape: ModelShape, size: int, place: DeviceSpec, *, prompt_tokens: int
+) -> int:
+    """Tokens of the largest pass, packed as `algo.packing` does it: a prompt once, whole answers."""
+    budget = pass_budget(config, shape, size, place)
+    if config.run.kind == "sft":
+        return max(budget, config.sft.max_length)
+    rollout = config.rollout
+    most = tokens = 0
+    for member in range(rollout.prompts * rollout.group_size):
+        first = member % rollout.group_size == 0
+        added = rollout.max_tokens + (prompt_tokens if first else 0)
+        if tokens and tokens + added > budget:
+            tokens, added = 0, rollout.max_tokens + prompt_tokens
+        tokens += added
+        most = max(most, tokens)
+    return most
+
+
+def layer_numbers(shape: ModelShape) -> int:
+    """Numbers that a layer leaves behind for each token: counted in the decoders of Llama and Qwen.
+
+    What enters either norm and what leaves it, queries and what they attend to, keys and values, and
+    vectors of the gate.
+    """
+    attention = 2 * shape.heads * shape.head_size + 2 * shape.key_width
+    return 4 * shape.width + attention + shape.inner_kept * shape.inner
+
+
+def activation_numbers(config: Config, shape: ModelShape) -> int:
+    """Numbers that a whole pass leaves behind for each token."""
+    ends = 2 * shape.width
+    if config.model.gradient_checkpointing:
+        return shape.layers * shape.width + ends
+    low = (config.lora.r or 0) * len(shape.adapted(config.lora)) if config.lora.r else 0
+    return shape.layers * layer_numbers(shape) + low + ends
+
+
+def advice(config: Config, shape: ModelShape, found: MemoryEstimate) -> Iterator[str]:
+    """Yield what would make a run that does not fit smaller, the least painful first."""
+    room = FILLED * found.place.total
+    if found.updating > room:
+        if not config.model.gradient_checkpointing:
+            yield "model.gradient_checkpointing=true: activations of one layer at a time, a third more time"
+        if (config.optim.micro_batch_tokens or SMALL_PASS + 1) > SMALL_PASS:
+            yield f"optim.micro_batch_tokens={SMALL_PASS}: smaller passes, the same gradient"
+        if not config.lora.r:
+            yield "lora.r=16: gradients and optimizer for adapters alone"
+        elif shape.quantization is None:
+            yield "model.quantization=nf4: the frozen weights in four bits"
+        if not config.optim.offload and found.place.kind != "cpu":
+            yield "optim.offload=true: the optimizer's state in main memory"
+    if found.generating > room:
+        yield "engine.max_sequences=64: fewer answers at once, slower"
+        yield "rollout.max_tokens or rollout.group_size: fewer tokens in the cache"
+
+
+def choose_recomputing(
+    config: Config, shape: ModelShape, place: DeviceSpec, *, free: int, prompt_tokens: int = PROMPT_TOKENS
+) -> tuple[Config, str]:
+    """Settle model.gradient_checkpointing where it is left open, and say why: on where kept ones do not fit.
+
+    `free`: bytes that the run may take. Generating is not looked at: it keeps no activations.
+    """
+    if config.model.gradient_checkpointing is not None:
+        state = "on" if config.model.gradient_checkpointing else "off"
+        return config, f"gradient checkpointing is {state}, as the settings say"
+    kept = replace(config, model=replace(config.model, gradient_checkpointing=False))
+    needed = preflight(kept, shape, place, prompt_tokens=prompt_tokens).updating
+    sizes = f"about {needed / 1e9:.1f} GB of the {free / 1e9:.1f} GB that are free"
+    if needed <= FILLED * free:
+        return kept, f"gradient checkpointing is off: without it an update takes {sizes}"
+    again = replace(config, model=replace(config.model, gradient_checkpointing=True))
+    return again, f"gradient checkpointing is on: without it an update would take {sizes}"
+
+
+SHARE = {"cpu": 0.45, "cuda": 0.4}
+"""Of the rate of one large product, what whole passes reach."""
+STEP_SECONDS = {"cpu": 0.002, "cuda": 0.0005}
+"""What a decoding step costs besides its arithmetic."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRates:
+    """What a device can do."""
+
+    kind: str
+    flops: float
+    """In a second, of one large product."""
+    bandwidth: float
+    """Bytes read in a second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Seconds of one step."""
+
+    rollout: float
+    update: float
+
+    @property
+    def step(self) -> float:
+        return self.rollout + self.update
+
+
+def measure_machine(device: torch.device, dtype: torch.dtype) -> DeviceRates:
+    """Time one product and one copy: a second or so."""
+    size = 1024 if device.type == "cpu" else 8192
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    product = seconds_of(lambda: a @ b, device)
+    whole = torch.empty((1 << 26) if device.type == "cpu" else (1 << 30), dtype=torch.int8, device=device)
+    copy = seconds_of(whole.clone, device)
+    return DeviceRates(kind=device.type, flops=2 * size**3 / product, bandwidth=2 * whole.numel() / copy)
+
+
+def seconds_of(work: object, device: torch.device) -> float:
+    """The best of several tries."""
+    assert callable(work)
+    best = float("inf")
+    for _ in range(6):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def pace(
+    config: Config, shape: ModelShape, machine: DeviceRates, *, prompt_tokens: int, answer_tokens: float
+) -> StepTime:
+    """Predict a step in which answers have `answer_tokens` on average."""
+    rollout = config.rollout
+    answers = rollout.prompts * rollout.group_size
+    rate = machine.flops * SHARE[machine.kind]
+    size = BYTES[config.model.dtype or ("float32" if machine.kind == "cpu" else "bfloat16")]
+    active = shape.linear_size + shape.head_params
+    at_once = min(answers, config.engine.max_sequences)
+    steps = -(-answers // at_once) * answer_tokens
+    cache = at_once * (prompt_tokens + answer_tokens) * 2 * shape.layers * shape.key_width * size
+    reading = (active * size + cache) / machine.bandwidth
+    decoding = steps * (max(2 * active * at_once / rate, reading) + STEP_SECONDS[machine.kind])
+    prefill = 2 * shape.linear_size * rollout.prompts * prompt_tokens / rate
+    # Forward and backward; a frozen weight needs no gradient of its own. Both passes of the output layer.
+    passes = (4 if config.lora.r else 6) + (2 if config.model.gradient_checkpointing else 0)
+    trained = answers * answer_tokens
+    tokens = trained + rollout.prompts * prompt_tokens
+    reference = 2 if config.algo.beta else 0
+    update = ((passes + reference) * shape.linear_size * tokens + passes * shape.head_params * trained) / rate
+    return StepTime(rollout=decoding + prefill, update=update)

@@ -1,0 +1,339 @@
+"""What a checkpoint holds of a run: the policy, the optimizer and where the run stands."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.optim import Optimizer
+
+from groupwise.config import Config, config_from_keywords, differences, read_config
+from groupwise.errors import CheckpointError
+from groupwise.learner.checkpoint import (
+    flattened,
+    latest_checkpoint,
+    load_optimizer,
+    newest_first,
+    optimizer_tensors,
+    verify,
+    write_checkpoint,
+)
+from groupwise.learner.optimizer import CPUAdamW
+from groupwise.model.distributed.deepspeed_zero import without_masters
+from groupwise.model.distributed.fsdp import FSDPShards, local
+from groupwise.model.policy import Policy
+from groupwise.parallel.processes import Processes
+from groupwise.tasks.code_fingerprint import changed_code
+from groupwise.tracking.run_files import last_step
+from groupwise.tracking.run_folder import RunFolder
+from groupwise.tracking.terminal import command, headline
+from groupwise.training.collector import Rates
+
+OPTIMIZER = "optimizer.safetensors"
+OPTIMIZER_SETTINGS = "optimizer.json"
+
+
+class TrainedState(Protocol):
+    """Whatever learns: what a checkpoint keeps of it."""
+
+    policy: Policy
+    optimizer: Optimizer
+    updates: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """Where a run stands after a step; with the weights and the optimizer, all that the next step depends on.
+
+    There is no random state: all noise derives from the seed and the step.
+    """
+
+    step: int = 0
+    cursor: int = 0
+    updates: int = 0
+    best_step: int | None = None
+    best_accuracy: float = -1.0
+    seconds: float = 0.0
+    """Time spent training, over all sessions."""
+    rates: Rates = field(default_factory=dict)
+    """What the curriculum knows of each kind of example."""
+    data: str | None = None
+    """The fingerprint of the examples; None: of a run that began before it was kept."""
+    settings: Mapping[str, Any] | None = None
+    """The run's settings, by section; None: of a run that began before they were kept here."""
+    code: Mapping[str, str] | None = None
+    """The fingerprints of the task's functions; None: of a run that began before they were kept."""
+
+    def with_accuracy(self, accuracy: float) -> RunState:
+        if accuracy <= self.best_accuracy:
+            return self
+        return replace(self, best_step=self.step, best_accuracy=accuracy)
+
+
+def same_data(kept: str | None, fingerprint: str) -> str:
+    """Refuse to go on with other examples: their order would be another, and so would what is held out."""
+    if kept not in (None, fingerprint):
+        raise CheckpointError(
+            "the examples are not those that the run began with: put them back, or start a new run"
+        )
+    return fingerprint
+
+
+def same_code(kept: Mapping[str, str] | None, code: Mapping[str, str]) -> Mapping[str, str]:
+    """Refuse to go on with another task: what it measures now could not be compared with what it did."""
+    if changed := changed_code(kept, code):
+        raise CheckpointError(
+            f"the task is not the one that the run began with, its code differs in {', '.join(changed)}: "
+            "put it back, or start a new run"
+        )
+    return code
+
+
+def save_state(
+    folder: Path,
+    state: RunState,
+    *,
+    policy: Policy,
+    learner: TrainedState,
+    processes: Processes | None = None,
+) -> None:
+    """Write a checkpoint that Hugging Face tools load as a model (or adapter) and `load_state` as a run.
+
+    It does not depend on how many processes there are: all must come by here, and the leader writes.
+    """
+    if policy.zero is not None:
+        tensors, settings = policy.zero.optimizer_state()
+    else:
+        tensors, settings = optimizer_tensors(learner.optimizer, policy.owned())
+    if policy.shards is not None:
+        tensors = {key: gathered(policy.shards, key, tensor) for key, tensor in sorted(tensors.items())}
+    whole = policy.gathered()
+
+    def write(target: Path) -> None:
+        policy.save(target, gathered=whole)
+        save_file(tensors, target / OPTIMIZER)
+        (target / OPTIMIZER_SETTINGS).write_text(json.dumps(settings))
+
+    (processes or Processes()).lead(
+        lambda: write_checkpoint(folder, step=state.step, write=write, state=asdict(state))
+    )
+
+
+def gathered(shards: FSDPShards, key: str, tensor: Tensor) -> Tensor:
+    """The optimizer's tensor of a divided parameter, whole: key "weight.exp_avg" is of "weight"."""
+    name = key.rpartition(".")[0]
+    if name not in shards.parts or tensor.shape != shards.parts[name].shape:
+        return tensor
+    return shards.gathered(name, tensor)
+
+
+def own_part(shards: FSDPShards, key: str, tensor: Tensor) -> Tensor:
+    """Undo `gathered`."""
+    name = key.rpartition(".")[0]
+    if name not in shards.parts or tensor.shape != shards.divided[name].shape:
+        return tensor
+    return shards.own_part(name, tensor)
+
+
+def read_state(checkpoint: Path) -> RunState:
+    """Check every byte of a checkpoint and return its state."""
+    stored: dict[str, Any] = verify(checkpoint)
+    return RunState(**stored)
+
+
+def load_learner(checkpoint: Path, learner: TrainedState, state: RunState) -> None:
+    """Put the optimizer back as it was."""
+    policy = learner.policy
+    learner.updates = state.updates
+    settings = json.loads((checkpoint / OPTIMIZER_SETTINGS).read_text())
+    if policy.zero is not None:
+        policy.zero.load_optimizer_state(load_file(checkpoint / OPTIMIZER), settings)
+        return
+    device = "cpu" if isinstance(learner.optimizer, CPUAdamW) else str(policy.device)
+    tensors = without_masters(load_file(checkpoint / OPTIMIZER, device=device))
+    if (shards := policy.shards) is not None:
+        tensors = {key: own_part(shards, key, tensor) for key, tensor in sorted(tensors.items())}
+    load_optimizer(learner.optimizer, policy.owned(), tensors=tensors, settings=settings)
+
+
+def fingerprint(policy: Policy, learner: TrainedState) -> tuple[object, ...]:
+    """Return a value that changes when the training state does: bit sums of all tensors, counters, noise."""
+    weights = (getattr(p, "ds_tensor", p) for p in policy.model.parameters())  # as DeepSpeed divides them
+    moments = (tensor for state in learner.optimizer.state.values() for _, tensor in flattened(state))
+    sums = tuple(bit_sum(tensor) for tensor in (*weights, *moments))
+    gradients = any(p.grad is not None for p in policy.model.parameters())
+    noise = torch.random.get_rng_state().numpy().tobytes()
+    return sums, gradients, policy.model.training, learner.updates, noise
+
+
+def bit_sum(tensor: Tensor) -> int:
+    """Return the sum of a tensor's values read as whole numbers: any flipped bit changes it."""
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return int(local(tensor.detach()).view(whole[tensor.element_size()]).sum(dtype=torch.int64))
+
+
+MAY_CHANGE = (
+    *("run.max_steps", "run.save_every", "run.keep_", "run.parallel", "evaluate.", "track."),
+    *("engine.servers", "engine.exchange", "engine.request", "engine.patience"),
+)
+"""Settings that a resumed run may give anew: none of them changes what a step computes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStart:
+    """A run's folder, claimed for this process, and where in it to go on. Nothing is written yet."""
+
+    folder: RunFolder
+    lock: IO[str]
+    """Held until it is closed."""
+    state: RunState
+    checkpoint: Path | None
+    """None: from the very beginning."""
+    recomputing: bool | None = None
+    """model.gradient_checkpointing as it was chosen when the run began."""
+    begins_again: bool = False
+    """Whether an old run begins anew, because it was stopped before its first checkpoint."""
+    leads: bool = True
+    """Whether this process claimed the folder; of several, only the leader does."""
+
+    @classmethod
+    def shared(cls, processes: Processes, make: Callable[[], RunStart]) -> RunStart:
+        """Let the leader make the start; the others begin where it does."""
+        own = processes.lead(make)
+        # An open file does not travel.
+        found = None if own is None else (own.folder, own.state, own.checkpoint, own.recomputing)
+        where = processes.gather(found)[0]
+        if own is not None:
+            return own
+        assert where is not None, "the leader has made its start"
+        folder, state, checkpoint, recomputing = where
+        return cls(
+            folder=folder,
+            lock=open(os.devnull, encoding="utf-8"),
+            state=state,
+            checkpoint=checkpoint,
+            recomputing=recomputing,
+            leads=False,
+        )
+
+    @classmethod
+    def new(cls, config: Config, *, task: str) -> RunStart:
+        folder = RunFolder.create(
+            config.run.output_dir, name=config.run.name, task=task, model=config.model.name
+        ).absolute()
+        return cls(folder=folder, lock=folder.lock(), state=RunState(), checkpoint=None)
+
+    @classmethod
+    def again(cls, path: Path, config: Config) -> RunStart:
+        """Go on after the last checkpoint, every byte of it checked, or anew where none was written yet."""
+        folder = RunFolder.open(path).absolute()
+        lock = folder.lock()
+        try:
+            stored = read_config(folder.config)
+            refuse_other_settings(stored, with_recomputing(config, stored.model.gradient_checkpointing))
+            checkpoint = last_checkpoint(folder, stored)
+            state = RunState() if checkpoint is None else read_state(checkpoint)
+            refuse_edited_settings(state.settings, stored, folder)
+        except BaseException:
+            lock.close()
+            raise
+        return cls(
+            folder=folder,
+            lock=lock,
+            state=state,
+            checkpoint=checkpoint,
+            recomputing=stored.model.gradient_checkpointing,
+            begins_again=checkpoint is None,
+        )
+
+    def already_done(self, config: Config) -> str | None:
+        """Say so when no step is left and the last session told its story to the end."""
+        if self.state.step < config.run.max_steps or steps_in(self.folder.stats) != self.state.step:
+            return None
+        more = f"run.max_steps={2 * self.state.step}"
+        return (
+            f"{self.folder.path} is finished: {headline(self.state.step, done=True)}; to train on, "
+            f"{command(command_of(config), '--resume', self.folder.path, more)}"
+        )
+
+    def withdraw(self) -> None:
+        """Take a new folder back if nothing came of it: a mistake leaves no empty run behind."""
+        if self.leads and not self.folder.config.exists():
+            with suppress(OSError):
+                (self.folder.path / ".lock").unlink(missing_ok=True)
+                self.folder.path.rmdir()
+
+
+def with_recomputing(config: Config, chosen: bool | None) -> Config:
+    """Leave open no more what was chosen already."""
+    if config.model.gradient_checkpointing is not None:
+        return config
+    return replace(config, model=replace(config.model, gradient_checkpointing=chosen))
+
+
+def command_of(config: Config) -> str:
+    """The command that makes runs of this kind."""
+    return {"grpo": "train", "sft": "sft", "evolve": "evolve"}[config.run.kind]
+
+
+def last_checkpoint(folder: RunFolder, config: Config) -> Path | None:
+    """Return the last complete checkpoint; None: the run was stopped before its first, and begins again.
+
+    Such a run has recorded no more than `run.save_every` steps. Where there are records of more, its
+    checkpoints are lost: to begin again would empty the records too, which is refused.
+    """
+    checkpoint = latest_checkpoint(folder.checkpoints)
+    if checkpoint is not None:
+        return checkpoint
+    recorded = max(last_step(folder.metrics), steps_in(folder.stats) or 0)
+    if newest_first(folder.checkpoints) or steps_in(folder.stats) or recorded > config.run.save_every:
+        new = command(command_of(config), "--config", folder.config, "run.name=NEW")
+        steps = f"{recorded} step{'s' * (recorded != 1)}"
+        raise CheckpointError(
+            f"{folder.path} has records of {steps}, but no complete checkpoint in {folder.checkpoints} "
+            f"to go on from: put one back, or start a new run by {new}"
+        )
+    return None
+
+
+def refuse_edited_settings(saved: Mapping[str, Any] | None, stored: Config, folder: RunFolder) -> None:
+    """Refuse a config.yaml that is not what the checkpoint was trained with; older ones do not tell."""
+    if saved is not None:
+        refuse_other_settings(
+            config_from_keywords(**saved), stored, instead=f"put them back in {folder.config}, or start"
+        )
+
+
+def refuse_other_settings(stored: Config, config: Config, *, instead: str = "start") -> None:
+    """A resumed run computes what it computed before: only settings around it may change."""
+    if stored.run.kind != config.run.kind:
+        raise CheckpointError(f"this run goes on with groupwise {command_of(stored)} --resume")
+    # A search selects by its evaluations.
+    around = tuple(name for name in MAY_CHANGE if name != "evaluate." or stored.run.kind != "evolve")
+    changed = [line for line in differences(stored, config) if not line.startswith(around)]
+    if changed:
+        raise CheckpointError(
+            f"a resumed run keeps its settings, but these differ: {'; '.join(changed)}; {instead} a new run"
+        )
+    if stored.run.max_steps != config.run.max_steps and stored.optim.schedule != "constant":
+        raise CheckpointError(
+            f"run.max_steps cannot change where optim.schedule={stored.optim.schedule}, whose learning "
+            f"rate has been falling towards the last step; {instead} a new run"
+        )
+
+
+def steps_in(stats: Path) -> int | None:
+    """Return the steps that the last session to end well says were done."""
+    try:
+        steps: int = json.loads(stats.read_text(encoding="utf-8"))["steps"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return steps

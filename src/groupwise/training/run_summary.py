@@ -1,0 +1,104 @@
+"""How a run's story ends: the numbers to keep and the words to read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from groupwise.config import Config
+from groupwise.config.schema import NO_TASK
+from groupwise.evaluate.held_out import Evaluation
+from groupwise.tasks import TASKS
+from groupwise.tracking.run_folder import RunFolder
+from groupwise.tracking.terminal import RunSummary, command, headline
+from groupwise.training.resume import RunState, command_of
+
+
+def stats_of(state: RunState, *, before: Evaluation | None, after: Evaluation | None) -> dict[str, object]:
+    """Return what training_stats.json holds."""
+    return {
+        "steps": state.step,
+        "optimizer_steps": state.updates,
+        "seconds": round(state.seconds, 3),
+        "best_step": state.best_step,
+        "before": before.metrics() if before else None,
+        "after": after.metrics() if after else None,
+    }
+
+
+def summary_of(
+    config: Config, state: RunState, *, folder: RunFolder, before: Evaluation | None, after: Evaluation | None
+) -> RunSummary:
+    """Return what the terminal shows last."""
+    done = state.step >= config.run.max_steps
+    return RunSummary(
+        headline=headline(state.step, done=done),
+        seconds=state.seconds,
+        folder=folder.path,
+        before=before.intervals() if before else {},
+        after=after.intervals() if after else {},
+        next_commands=next_commands(config, folder, done=done)
+        if state.step
+        else (beginning(config, folder),),
+    )
+
+
+def beginning(config: Config, folder: RunFolder) -> tuple[str, str]:
+    """All there is to do with a run that has no checkpoint yet."""
+    if made_in_python(config):
+        words = f"groupwise.train(task, resume={str(folder.path)!r})"
+        return words, "begins again, in the program that defines the task"
+    return command(command_of(config), "--resume", folder.path), "begins again"
+
+
+def made_in_python(config: Config) -> bool:
+    """Whether the task lives in the caller's program, where no command finds it."""
+    return config.run.kind != "sft" and config.task.name not in TASKS and not config.task.name.endswith(".py")
+
+
+def next_commands(config: Config, folder: RunFolder, *, done: bool) -> tuple[tuple[str, str], ...]:
+    """Return three commands to try, each with what it does; one where the task is the caller's own."""
+    if config.run.kind == "sft":
+        return after_warm_start(config, folder, done=done)
+    if made_in_python(config):
+        words = command("eval", folder.path, "--task", "FILE.py")
+        return ((words, "measures it again; FILE.py is the file that defines the task"),)
+    resume = command("train", "--resume", folder.path)
+    look = (command("watch", folder.path), "shows it in the browser: curves, groups, tokens, alarms")
+    measure = (command("eval", folder.path), "measures it again on held-out examples")
+    again = (same_again(config, folder), "the same with other noise: is the gain real?")
+    if not done:
+        return (resume, "goes on from here"), look, measure
+    if config.optim.schedule != "constant":
+        return look, measure, again
+    longer = (f"{resume} run.max_steps={2 * config.run.max_steps}", "trains on from here")
+    return look, longer, again
+
+
+def after_warm_start(config: Config, folder: RunFolder, *, done: bool) -> tuple[tuple[str, str], ...]:
+    """A warm start is there to be trained on."""
+    if not done:
+        return ((command("sft", "--resume", folder.path), "goes on from here"),)
+    model = folder.checkpoint_at(config.run.max_steps)
+    task = [] if config.task.name == NO_TASK else task_words(config)
+    if config.lora.r:
+        merged = f"{folder.path}-merged"
+        return (
+            (command("merge", folder.path, "--output-path", merged), "adds the adapter into its model"),
+            (command("train", "--model", merged, *task), "reinforces what it learned"),
+        )
+    return ((command("train", "--model", model, *task), "reinforces what it learned"),)
+
+
+def task_words(config: Config) -> list[str]:
+    """Return the words that name the task and its options."""
+    options = (f"task.options.{name}={value}" for name, value in config.task.options.items())
+    return ["--task", config.task.name, *options]
+
+
+def same_again(config: Config, folder: RunFolder) -> str:
+    """Return the command for a run with the same settings and the next seed."""
+    seed = config.run.seed + 1
+    usual = replace(config, run=replace(config.run, seed=0)) == Config().resolve()
+    settings = () if usual else ("--config", folder.config)
+    name = () if config.run.name is None else ("--run-name", f"{config.run.name}-seed-{seed}")
+    return command("train", *settings, "--seed", seed, *name)

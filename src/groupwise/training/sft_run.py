@@ -1,0 +1,297 @@
+"""From demonstrations to trained tokens: the answers, each with its end token, and nothing else."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from groupwise.engine.sampler import derive_seed
+from groupwise.errors import ConfigError
+from groupwise.learner.sft_learner import SFTLearner, masked_sample
+from groupwise.model.policy import Policy
+from groupwise.model.tokenizer import knows_tools, render
+from groupwise.parallel.processes import Processes, joined_processes
+from groupwise.records import Sample
+from groupwise.rollout.multi_turn import prefill_of
+from groupwise.tasks import Split, isolated
+from groupwise.tasks.sft_data import Demonstration, SFTPlan, held_out_of, written
+from groupwise.tracking.terminal import open_display
+from groupwise.tracking.trackers import tracker_names
+from groupwise.training.base_run import BaseRun
+from groupwise.training.evaluator import Evaluator
+from groupwise.training.interrupt import explain_full_disk
+from groupwise.training.prompt_lengths import PromptLimit
+from groupwise.training.resume import RunStart
+from groupwise.training.step_metrics import peak_memory
+
+
+def to_samples(policy: Policy, demonstrations: Sequence[Demonstration], *, longest: int) -> list[Sample]:
+    """Encode demonstrations, without those of more than `longest` tokens; equal prompts are shared."""
+    samples: list[Sample] = []
+    groups: dict[tuple[int, ...], int] = {}
+    for demonstration in demonstrations:
+        tokens, trained = encode(policy, demonstration)
+        if len(tokens) > longest or not any(trained):
+            continue
+        prefix = tokens[: trained.index(True)]
+        samples.append(masked_sample(tokens, trained, group=groups.setdefault(prefix, len(groups))))
+    return samples
+
+
+def check_chats(policy: Policy, demonstrations: Iterable[Demonstration]) -> None:
+    """Refuse a chat that the template cannot write: a step that came upon it would be the run's last."""
+    for demonstration in demonstrations:
+        if isinstance(demonstration.completion, tuple):
+            deque(stretches(policy, demonstration), maxlen=0)
+        elif not isinstance(demonstration.prompt, str) and policy.tokenizer.chat_template is not None:
+            render(policy.tokenizer, demonstration.prompt, tools=demonstration.tools)
+
+
+def encode(policy: Policy, demonstration: Demonstration) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    """Return a demonstration's tokens, and which of them are trained.
+
+    A prompt is encoded as generation encodes it, and each answer apart from what precedes it: the ids
+    that are trained are ids that can be sampled.
+    """
+    if isinstance(demonstration.completion, tuple):
+        return joined(policy, list(stretches(policy, demonstration)))
+    if demonstration.turns:
+        return encode_turns(policy, demonstration)
+    prompt = policy.encode(demonstration.prompt, tools=demonstration.tools)
+    sampled = demonstration.sampled
+    if sampled is not None and sampled.tokens[: sampled.prompt_length] == prompt:
+        return sampled.tokens, sampled.trained
+    if sampled is not None and (demonstration.tools or sampled.read_more):
+        # The text is of the last turn alone: training on it would teach not to call the tools.
+        raise ConfigError(
+            "the run's answers used tools, and its prompts are not those that this model and task give: "
+            "imitate them with the run's own model and task"
+        )
+    answer = (*policy.encode_text(demonstration.completion, special=False), end_token(policy))
+    return (*prompt, *answer), (False,) * len(prompt) + (True,) * len(answer)
+
+
+def encode_turns(policy: Policy, demonstration: Demonstration) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    """Lay out turns as the tokens of a rollout: the policy's own are trained, not what it reads."""
+    tokens = list(policy.encode(demonstration.prompt, tools=demonstration.tools))
+    trained = [False] * len(tokens)
+    prefill = prefill_of(demonstration.prompt)
+    for turn in demonstration.turns:
+        wrote = (*policy.encode_text(turn.text, special=False), end_token(policy))
+        results = [call.result for call in turn.calls]
+        read = policy.encode_results(results, prefill=prefill, ended=True) if results else ()
+        tokens += (*wrote, *read)
+        trained += [True] * len(wrote) + [False] * len(read)
+    return tuple(tokens), tuple(trained)
+
+
+def stretches(policy: Policy, demonstration: Demonstration) -> Iterator[tuple[str, bool]]:
+    """Yield the chat as text, in turns: what the policy is given (False), what it is to write (True).
+
+    A template that writes an answer differently once more messages follow (many drop its thinking) makes
+    earlier answers impossible to imitate in one sequence: they are then given, and the last is imitated.
+    """
+    if policy.tokenizer.chat_template is None:
+        raise ConfigError(
+            "the model has no chat template: give prompt and completion as text instead of messages"
+        )
+    assert not isinstance(demonstration.completion, str)
+    prompt = demonstration.prompt
+    given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    messages = [*given, *demonstration.completion]
+    tokenizer, tools = policy.tokenizer, demonstration.tools
+    if not knows_tools(tokenizer):  # such a template would leave the calls out
+        messages = [{"role": m["role"], "content": written(m)} if "tool_calls" in m else m for m in messages]
+    whole = render(tokenizer, messages, tools=tools, more=False)
+    ending = policy.tokenizer.eos_token or ""
+    done = 0
+    for index in range(len(given), len(messages)):
+        if messages[index]["role"] != "assistant":
+            continue
+        before = render(tokenizer, messages[:index], tools=tools)
+        after = render(tokenizer, messages[: index + 1], tools=tools, more=False)
+        ends = bool(ending) and after.rfind(ending) >= len(before)
+        stop = after.rfind(ending) + len(ending) if ends else len(after)
+        fits = len(before) >= done and after.startswith(before) and whole.startswith(after[:stop])
+        if fits and (ends or index == len(messages) - 1):
+            yield whole[done : len(before)], False
+            yield whole[len(before) : stop], True
+            done = stop
+
+
+def joined(policy: Policy, turns: Sequence[tuple[str, bool]]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    tokens: list[int] = []
+    trained: list[bool] = []
+    for text, imitated in turns:
+        ids = policy.encode_text(text, special=False)
+        if imitated and (not ids or ids[-1] not in policy.end_tokens):
+            ids = (*ids, end_token(policy))
+        tokens += ids
+        trained += [imitated] * len(ids)
+    return tuple(tokens), tuple(trained)
+
+
+def end_token(policy: Policy) -> int:
+    token = policy.tokenizer.eos_token_id
+    if token is None:
+        raise ConfigError("the model's tokenizer names no end token (eos_token): answers could never end")
+    return int(token)
+
+
+def run_sft(plan: SFTPlan, *, resume: Path | None = None) -> Path:
+    """Imitate demonstrations, and return the run's folder. `resume` goes on, bit for bit."""
+    config = plan.config
+    tracker_names(config.track)
+    with ExitStack() as resources:
+        if plan.task is not None:
+            plan = replace(plan, task=resources.enter_context(isolated(plan.task)))
+        processes = resources.enter_context(joined_processes())
+        return run_sft_with(processes, plan, resume)
+
+
+def run_sft_with(processes: Processes, plan: SFTPlan, resume: Path | None) -> Path:
+    """Imitate as one of these processes."""
+    config = plan.config
+    start = RunStart.shared(
+        processes,
+        lambda: (
+            RunStart.new(config, task=f"sft-{plan.title}")
+            if resume is None
+            else RunStart.again(resume, config)
+        ),
+    )
+    if done := start.already_done(config):
+        start.lock.close()
+        if processes.leader:
+            open_display().message(done)
+        return start.folder.path
+
+    with explain_full_disk(start.folder, config), SFTRun(plan, start=start, processes=processes) as run:
+        for step in run.steps():
+            batch = run.take(step)
+            report = run.learn(step, batch)
+            run.track(step, batch, report)
+    return run.folder.path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SFTBatch:
+    """What one step imitates."""
+
+    samples: list[Sample]
+    too_long: int
+    cursor: int
+
+
+class SFTRun(BaseRun):
+    """Everything a supervised step needs."""
+
+    learner: SFTLearner
+
+    def __init__(self, plan: SFTPlan, *, start: RunStart, processes: Processes | None = None) -> None:
+        self.task = plan.task
+        self.demonstrations = plan.demonstrations
+        super().__init__(plan.config, title=f"warm start · {plan.title}", start=start, processes=processes)
+
+    def read_data(self) -> Split:
+        """The plan has read it, to know how many steps there are."""
+        return self.demonstrations.split
+
+    def data_notices(self) -> Iterator[str]:
+        if self.demonstrations.dropped:
+            yield f"{self.demonstrations.dropped} rows are left out: each repeats another or is held out"
+        if self.too_long:
+            yield f"{self.too_long} held-out examples are left out: their prompts are too long to be answered"
+        if self.task is None:
+            yield "no task is named: accuracy is not measured"
+
+    def make_parts(self) -> None:
+        config, task = self.config, self.task
+        self.learner = SFTLearner(
+            self.policy, optim=config.optim, max_steps=config.run.max_steps, processes=self.processes
+        )
+        held_out = () if task is None else held_out_of(config, task)
+        asked = PromptLimit(config, task=task, policy=self.policy).short(held_out) if task else ()
+        self.too_long = len(held_out) - len(asked)
+        self.examiner = Evaluator(
+            config,
+            task=task,
+            examples=asked,
+            codec=self.policy,
+            engine=self.engine,
+            folder=self.folder,
+            processes=self.processes,
+        )
+        self.longest = min(config.sft.max_length, self.policy.context_length)
+        self.held_out = to_samples(self.policy, self.demonstrations.held_out(), longest=self.longest)
+        # A mistake in the rows is found before anything is written or measured.
+        self.take(self.state.step + 1)
+        size = self.demonstrations.split.size
+        if config.sft.data is not None and size is not None and self.state.step == 0:
+            check_chats(self.policy, self.demonstrations.take(0, size)[0])
+
+    def take(self, step: int) -> SFTBatch:
+        """Encode the next demonstrations; those that are too long are replaced, and counted."""
+        wanted, cursor = self.config.sft.batch, self.state.cursor
+        samples: list[Sample] = []
+        too_long = 0
+        while not samples:
+            demonstrations, cursor = self.demonstrations.take(cursor, wanted)
+            samples = to_samples(self.policy, demonstrations, longest=self.longest)
+            too_long += len(demonstrations) - len(samples)
+            if too_long >= MOST_TOO_LONG:
+                context = self.policy.context_length
+                remedy = (
+                    "use a model with a longer context"
+                    if self.longest == context
+                    else f"raise sft.max_length, up to the model's context of {context}"
+                )
+                raise ConfigError(
+                    f"{too_long} demonstrations in a row have more than {self.longest} tokens: {remedy}"
+                )
+        return SFTBatch(samples=samples, too_long=too_long, cursor=cursor)
+
+    def learn(self, step: int, taken: SFTBatch) -> dict[str, float]:
+        """Update the policy and return what the update says of itself."""
+        torch.manual_seed(derive_seed(self.config.run.seed, "update", step))
+        started = time.perf_counter()
+        report = self.learner.update(taken.samples)
+        seconds = time.perf_counter() - started
+        tokens = sum(sample.length for sample in taken.samples)
+        size = self.demonstrations.split.size
+        return {
+            **report,
+            **({} if size is None else {"sft/epoch": taken.cursor / size}),
+            "sft/tokens": float(tokens),
+            "sft/too_long": float(taken.too_long),
+            "speed/tokens_per_second": tokens / seconds,
+            "time/step": seconds,
+            "memory/peak_gb": peak_memory(),
+        }
+
+    def track(self, step: int, taken: SFTBatch, report: dict[str, float]) -> None:
+        """Log the step; evaluate and save when it is time to."""
+        self.end_step(step, cursor=taken.cursor, metrics=report)
+
+    def examine(self, step: int) -> dict[str, float]:
+        """Measure the loss on held-out demonstrations beside the accuracy."""
+        measured = super().examine(step)
+        if measured and self.policy.device.type == "cuda":
+            self.engine.release()  # imitation needs the memory that the generator's cache took
+        every = self.config.evaluate.every
+        ends = step in (0, self.config.run.max_steps)
+        if not self.held_out or self.config.evaluate.skip or not (ends or (every and step % every == 0)):
+            return measured
+        loss = self.learner.loss(self.held_out)
+        self.recorder.say(f"loss on {len(self.held_out)} held-out demonstrations: {loss:.4f}")
+        return {**measured, "sft/held_out_loss": loss}
+
+
+MOST_TOO_LONG = 10_000
+"""Demonstrations skipped in one step after which they are taken to be all too long."""
