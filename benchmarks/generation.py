@@ -51,13 +51,13 @@ from random_qwen import SHAPES, random_model, shape_config
 
 from groupwise.config.schema import EngineConfig
 from groupwise.engine.engine import Engine
-from groupwise.engine.sampler import derive_seed
 from groupwise.model.attention.compatibility import check_attention
 from groupwise.model.attention.packed import PackedLayout
 from groupwise.model.load import keep_quiet, use_fused_ops
 from groupwise.model.ops.lora_linear import adapt_in_place
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sampling
+from groupwise.seeds import derive_seed
 
 GROUP = 8
 

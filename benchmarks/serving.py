@@ -167,9 +167,9 @@ class Offline:
 def offline(model: str, sample: list[Stream], *, clients: int, tokens: int) -> Offline:
     from groupwise.config.schema import EngineConfig, ModelConfig
     from groupwise.engine.engine import Engine
-    from groupwise.engine.sampler import derive_seed
     from groupwise.model.load import load_for_generation
     from groupwise.records import Request, Sampling
+    from groupwise.seeds import derive_seed
     from groupwise.serve.frontend import leave_a_core
 
     policy = load_for_generation(ModelConfig(name=model), rank=0, trained=None)

@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 
 from groupwise.config.schema import EngineConfig, LoraConfig, ModelConfig
 from groupwise.engine.engine import Engine
-from groupwise.engine.sampler import derive_seed
 from groupwise.engine.vllm.vllm_client import WeightCheck
 from groupwise.model.load import load_policy
 from groupwise.records import Request, Sampling
+from groupwise.seeds import derive_seed
 
 
 class StandIn:

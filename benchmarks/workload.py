@@ -60,7 +60,7 @@ class Step:
 
     seconds: float
     cpu_seconds: float
-    """Of all threads: what a busy machine does not stretch."""
+    """Of all threads: what a busy machine does not segment."""
     generating: float
     scoring: float
     """Rewards and advantages, and on TRL's side the padding of the batch."""

@@ -93,7 +93,7 @@ def samples(
 
 
 class Stage(NamedTuple):
-    """A stretch of the warm start with its own schedule and demonstrations."""
+    """A segment of the warm start with its own schedule and demonstrations."""
 
     steps: int
     rate: float

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from groupwise.records import Group
-from groupwise.report.alarms import Alarm, MetricSeries, alarms, stretches
+from groupwise.report.alarms import Alarm, MetricSeries, alarms, segments
 from groupwise.report.history import MetricsTail, StoredEvaluation, evaluations
 from groupwise.report.run_index import RunReader
 from groupwise.tracking.run_folder import RunFolder
@@ -107,9 +107,9 @@ def test_alarms_that_still_hold_come_first() -> None:
 
 def test_a_gap_of_one_step_does_not_end_a_stretch_and_short_ones_do_not_count() -> None:
     holds = np.array([1, 1, 0, 1, 0, 0, 1, 1, 0, 0, 0, 1], dtype=bool)
-    assert list(stretches(holds, at_least=3)) == [(0, 3)]
-    assert list(stretches(holds, at_least=2)) == [(0, 3), (6, 7)]
-    assert list(stretches(holds, at_least=1))[-1] == (11, 11)
+    assert list(segments(holds, at_least=3)) == [(0, 3)]
+    assert list(segments(holds, at_least=2)) == [(0, 3), (6, 7)]
+    assert list(segments(holds, at_least=1))[-1] == (11, 11)
 
 
 def test_recent_is_the_mean_of_eight_steps_of_those_that_have_the_metric() -> None:

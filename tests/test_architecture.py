@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
@@ -17,46 +20,50 @@ from groupwise.config import Config
 LAYERS = [
     *(
         "errors",
+        "seeds",
         "records",
-        "row_files",
+        "files",
         "invariants",
         "config",
         "tracking",
         "rewards",
         "retrieval",
         "model",
+    ),
+    *(
         "parallel",
         "engine",
         "algo",
-    ),
-    *(
         "rollout",
         "tasks",
         "learner",
         "evaluate",
         "report",
         "training",
-        "population",
-        "serve",
-        "commands",
-        "cli",
-        "__init__",
-        "__main__",
+        "evolve",
     ),
+    *("gym", "serve", "commands", "cli", "__init__", "__main__"),
 ]
 """Low to high: a module imports only from layers before its own."""
-WITHOUT_TORCH = {
-    "errors",
-    "records",
-    "row_files",
-    "config",
-    "tracking",
-    "rewards",
-    "tasks",
-    "commands",
-    "cli",
+KNOWS_NOTHING_OF = {
+    "algo": {"config", "model", "engine", "tasks"},
+    "rollout": {"engine", "model"},
+    "engine": {"tasks", "rewards", "algo"},
+    "learner": {"tasks", "rewards", "rollout"},
+    "retrieval": {"model", "engine"},
+    "rewards": {"tasks", "rollout"},
+    "report": {"model", "engine", "learner", "training"},
+    "evaluate": {"training"},
+    "serve": {"training", "learner"},
+    "engine/engine": {"engine/cuda"},
+    "engine/cpu_runner": {"engine/cuda"},
+    "engine/stacked_weights": {"engine/cuda"},
 }
-WITHOUT_TORCH |= {"__init__", "__main__"}
+"""What docs/design.md says that a layer does not know; of a module, lazy imports are allowed."""
+WITHOUT_TORCH = {
+    *("errors", "seeds", "records", "files", "config", "tracking", "rewards", "tasks", "commands", "cli"),
+    *("__init__", "__main__"),
+}
 """They answer `--help`, `groupwise tasks` and every mistake in the settings."""
 MAY_PRINT = {"tracking", "commands", "cli"}
 
@@ -140,6 +147,96 @@ def test_the_light_layers_import_no_torch(module):
         assert not names & {"torch", "transformers", "peft", "accelerate", "datasets"}
 
 
+def edges() -> dict[str, set[str]]:
+    """Return what each module imports of this package, lazy imports counted, types alone not."""
+    names = {
+        module.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): module for module in MODULES
+    }
+    graph: dict[str, set[str]] = {}
+    for module in MODULES:
+        for_types = {
+            id(node)
+            for branch in ast.walk(tree(module))
+            if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.dump(branch.test)
+            for node in ast.walk(branch)
+        }
+        nodes = (node for node in ast.walk(tree(module)) if id(node) not in for_types)
+        targets = (name.removeprefix("groupwise.") for _, name in imported(module, nodes))
+        found = {names.get(name) or names.get(name.rpartition(".")[0]) for name in targets}
+        graph[module] = {other for other in found if other is not None} - {module}
+    return graph
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    # A package's __init__ only re-exports, and its modules may be imported through it from outside.
+    graph = {module: {t for t in to if not t.endswith("__init__.py")} for module, to in edges().items()}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, f"import cycle: {' → '.join((*path[path.index(module) :], module))}"
+        if module not in done:
+            for other in sorted(graph[module]):
+                visit(other, (*path, module))
+            done.add(module)
+
+    for module in sorted(graph):
+        visit(module, ())
+
+
+@pytest.mark.parametrize("part", KNOWS_NOTHING_OF)
+def test_a_layer_does_not_know_what_the_design_says_it_does_not_know(part):
+    unknown = KNOWS_NOTHING_OF[part]
+    for module in MODULES:
+        own = module.removesuffix(".py")
+        if own == part or own.startswith(f"{part}/"):
+            nodes = at_import(tree(module)) if "/" in part else ast.walk(tree(module))
+            for line, name in imported(module, nodes):
+                path = name.removeprefix("groupwise.").replace(".", "/")
+                broken = [other for other in unknown if path == other or path.startswith(f"{other}/")]
+                assert broken == [], f"{module}:{line} imports {name}"
+
+
+def test_a_folder_has_at_most_12_modules():
+    folders = Counter(Path(module).parent for module in MODULES if not module.endswith("__init__.py"))
+    assert {str(folder): count for folder, count in folders.items() if count > 12} == {}
+
+
+def test_a_module_name_is_used_once_and_is_not_a_name_of_the_standard_library():
+    names = Counter(Path(module).stem for module in MODULES)
+    del names["__init__"], names["__main__"]
+    assert [name for name, count in names.items() if count > 1] == []
+    assert set(names) & set(sys.stdlib_module_names) == set()
+
+
+def test_a_class_name_is_used_once():
+    names = Counter(n.name for module in MODULES for n in tree(module).body if isinstance(n, ast.ClassDef))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+@pytest.mark.parametrize("package", [module for module in MODULES if module.endswith("/__init__.py")])
+def test_a_package_opens_with_a_map_of_its_modules(package):
+    folder = Path(package).parent
+    named = ast.get_docstring(tree(package)) or ""
+    modules = [Path(module).stem for module in MODULES if Path(module).parent == folder and module != package]
+    assert [name for name in modules if not re.search(rf"\b{name}\b", named)] == []
+
+
+SHORT = {
+    *("__main__", "errors", "seeds", "algo/kl", "algo/importance", "engine/cuda/kernel_launch"),
+    *("evaluate/contamination", "model/attention/hf_interface", "tracking/number_format", "tracking/run_log"),
+    "training/loop",
+}
+"""Leaves and plug points that are one idea in fewer than 60 lines."""
+
+
+def test_a_module_is_worth_a_file():
+    lines = {
+        module.removesuffix(".py"): len(path.read_text().splitlines()) for module, path in MODULES.items()
+    }
+    short = {name for name, count in lines.items() if count < 60 and not name.endswith("__init__")}
+    assert short == SHORT
+
+
 @every_module
 def test_a_module_has_at_most_500_lines(module):
     assert len(MODULES[module].read_text(encoding="utf-8").splitlines()) <= 500
@@ -217,7 +314,7 @@ OBJECTS = {"model", "task", "run", "engine", "rollout", "tools"}
 def derived() -> dict[str, set[str]]:
     """Return what each property of a section reads: "optim.updates" -> {"optim.epochs", …}."""
     reads: dict[str, set[str]] = {}
-    modules = ("config/schema.py", "config/schema.py", "config/schema.py", "config/runtime.py")
+    modules = ("config/schema.py", "config/runtime.py")
     for node in (node for module in modules for node in tree(module).body):
         if isinstance(node, ast.ClassDef) and node.name in SECTION_OF_CLASS:
             section = SECTION_OF_CLASS[node.name]

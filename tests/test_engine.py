@@ -19,10 +19,11 @@ import torch
 
 from groupwise.config.schema import EngineConfig
 from groupwise.engine.engine import Engine
-from groupwise.engine.sampler import derive_seed, uniforms
+from groupwise.engine.sampler import uniforms
 from groupwise.errors import ConfigError, InvariantError
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sampling
+from groupwise.seeds import derive_seed
 from naive_distribution import naive_logprobs
 from small_models import VOCABULARY, Scripted, policy_of, small_model, tiny_tokenizer
 
@@ -450,13 +451,13 @@ def test_adapters_are_folded_into_the_weights_for_generation_and_the_weights_com
     before = {name: p.detach().clone() for name, p in adapted.named_parameters()}
     trainable = set(policy.trainable())
     request = Request(prompt=(5, 6, 7), seeds=(1, 2, 3))
-    (folded,) = Engine(policy, EngineConfig()).generate([request], Sampling(max_tokens=12))
+    (merged_adapters,) = Engine(policy, EngineConfig()).generate([request], Sampling(max_tokens=12))
     assert all(torch.equal(before[name], p) for name, p in adapted.named_parameters())
     assert set(policy.trainable()) == trainable
-    policy.folded = contextlib.nullcontext  # type: ignore[method-assign]
+    policy.merged_adapters = contextlib.nullcontext  # type: ignore[method-assign]
     (on_the_fly,) = Engine(policy, EngineConfig()).generate([request], Sampling(max_tokens=12))
-    assert [c.tokens for c in folded] == [c.tokens for c in on_the_fly]
-    assert [c.logprobs for c in folded] == [pytest.approx(c.logprobs, abs=1e-4) for c in on_the_fly]
+    assert [c.tokens for c in merged_adapters] == [c.tokens for c in on_the_fly]
+    assert [c.logprobs for c in merged_adapters] == [pytest.approx(c.logprobs, abs=1e-4) for c in on_the_fly]
 
 
 def test_a_released_engine_frees_its_cache_at_once(small_policy: Policy) -> None:

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.commands.index_actions import write_questions
 from groupwise.config.schema import TaskConfig
 from groupwise.errors import ConfigError
 from groupwise.records import Call, Example, Rollout, Turn
 from groupwise.retrieval.documents import Document, RetrievalQuestion
-from groupwise.retrieval.index_storage import Manifest
+from groupwise.retrieval.index_storage import Manifest, write_questions
 from groupwise.retrieval.search_index import Index
 from groupwise.rollout.tool_calls import read_calls
 from groupwise.rollout.tool_executor import ToolExecutor

@@ -69,7 +69,7 @@ def mixed(count: int = 3) -> list[Request]:
 def alone(
     members: LoRABank, asked: list[Request], sampling: Sampling, **engine: Any
 ) -> list[list[Completion]]:
-    """Every member by itself, its adapter folded into the weights as for a policy that has no others."""
+    """Every member by itself, its adapter mergedto the weights as for a policy that has no others."""
     answers: dict[int, list[Completion]] = {}
     for number in {request.adapter for request in asked}:
         members.put_in_place(number)

@@ -17,8 +17,7 @@ from groupwise.errors import ConfigError, InvariantError
 from groupwise.learner.checkpoint import write_checkpoint
 from groupwise.model.adapters import merge_adapters as merging
 from groupwise.model.adapters.merge_adapters import merge
-from groupwise.model.resolve import TINY_FOLDER, local_folder, model_folder
-from groupwise.model.safe_save import new_folder
+from groupwise.model.resolve import TINY_FOLDER, local_folder, model_folder, new_folder
 from test_lora import KINDS, adapted, logprobs
 
 

@@ -146,7 +146,7 @@ def test_attention_over_two_sets_of_keys_merges_into_attention_over_their_union(
         assert relative(got, wanted) < 1e-6
 
 
-def test_stretches_in_one_block_are_of_like_length() -> None:
+def test_segments_in_one_block_are_of_like_length() -> None:
     lengths = torch.randint(1, 3000, (200, 1), generator=torch.Generator().manual_seed(0)).numpy()
     blocks = alike(lengths)
     assert sorted(chain.from_iterable(block.tolist() for block in blocks)) == list(range(200))

@@ -13,9 +13,9 @@ from groupwise.engine import prefill
 from groupwise.engine.engine import Engine
 from groupwise.engine.kv_cache import Prefix
 from groupwise.engine.prefill import Forward, Prefill, Segment, next_pass
-from groupwise.engine.sampler import derive_seed
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sampling
+from groupwise.seeds import derive_seed
 from test_engine import assert_same, requests
 
 SAMPLING = Sampling(max_tokens=6)
@@ -25,13 +25,13 @@ TOOL = (9, 8, 7, 6, 5)
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The lengths of the stretches of every pass."""
+    """The lengths of the segments of every pass."""
     lengths: list[list[int]] = []
     original = Prefill._pass
 
-    def noted(self: Prefill, stretches: Sequence[Segment], forward: Forward) -> None:
-        lengths.append([stretch.length for stretch in stretches])
-        original(self, stretches, forward)
+    def noted(self: Prefill, segments: Sequence[Segment], forward: Forward) -> None:
+        lengths.append([segment.length for segment in segments])
+        original(self, segments, forward)
 
     monkeypatch.setattr(Prefill, "_pass", noted)
     return lengths
@@ -41,7 +41,7 @@ def prompt(tokens: int, *, done: int = 0) -> Prefix:
     return Prefix(tokens=tuple(range(tokens)), blocks=[0], done=done)
 
 
-def stretches(prefixes: Sequence[Prefix]) -> list[tuple[int, int, int]]:
+def segments(prefixes: Sequence[Prefix]) -> list[tuple[int, int, int]]:
     return [(prefixes.index(s.prefix), s.start, s.end) for s in next_pass(prefixes)]
 
 
@@ -49,11 +49,11 @@ def test_a_pass_takes_whole_prompts_while_they_fit_and_long_ones_bit_by_bit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(prefill, "PREFILL_TOKENS", 10)
-    assert stretches([prompt(4), prompt(5), prompt(3)]) == [(0, 0, 4), (1, 0, 5)]
-    assert stretches([prompt(25), prompt(3)]) == [(0, 0, 10)]
-    assert stretches([prompt(25, done=20), prompt(3)]) == [(0, 20, 25), (1, 0, 3)]
+    assert segments([prompt(4), prompt(5), prompt(3)]) == [(0, 0, 4), (1, 0, 5)]
+    assert segments([prompt(25), prompt(3)]) == [(0, 0, 10)]
+    assert segments([prompt(25, done=20), prompt(3)]) == [(0, 20, 25), (1, 0, 3)]
     without_blocks = Prefix(tokens=(1, 2))
-    assert stretches([without_blocks, prompt(3)]) == [(1, 0, 3)]
+    assert segments([without_blocks, prompt(3)]) == [(1, 0, 3)]
 
 
 @pytest.mark.parametrize("size", [1, 7, 16, 33])

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.engine.sampler import derive_seed, draw, pick, uniforms
+from groupwise.engine.sampler import draw, pick, uniforms
 from groupwise.errors import InvariantError
 from groupwise.model.ops.logits import scaled_logits
 from groupwise.records import Sampling
+from groupwise.seeds import derive_seed
 
 
 def noise_of(*parts: int | str, position: int = 0) -> float:

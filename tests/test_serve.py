@@ -25,12 +25,12 @@ import transformers
 from groupwise import cli
 from groupwise.config.schema import EngineConfig, LoraConfig, ModelConfig
 from groupwise.engine.engine import Engine
-from groupwise.engine.sampler import derive_seed
 from groupwise.engine.serving.serving_engine import ServingEngine
 from groupwise.engine.serving.serving_scheduler import Job
 from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
 from groupwise.records import Request, Sampling
+from groupwise.seeds import derive_seed
 from groupwise.serve.completion_request import CompletionRequest, for_template, read_answer
 from groupwise.serve.completion_response import ResponseBuilder
 from groupwise.serve.detokenizer import TextStream, TokenTable

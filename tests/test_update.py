@@ -57,7 +57,7 @@ def policy_and_plain(*, lora: bool, checkpointing: bool = False) -> tuple[Policy
 
 
 def some_samples(plain: Any, *, groups: int = 3, seed: int = 0) -> list[Sample]:
-    """Ragged groups: one-token answers, untrained stretches in answers, a sampler that is a little off."""
+    """Ragged groups: one-token answers, untrained segments in answers, a sampler that is a little off."""
     draw = random.Random(seed)
     samples: list[Sample] = []
     for group in range(groups):

@@ -15,13 +15,13 @@ from stand_in_vllm import StandIn
 from groupwise.config import read_config
 from groupwise.config.schema import EngineConfig, LoraConfig, ModelConfig
 from groupwise.engine.engine import Engine
-from groupwise.engine.sampler import derive_seed
 from groupwise.engine.vllm.vllm_client import FINEST
 from groupwise.engine.vllm.vllm_engine import VllmEngine, vllm_client, vllm_engine
 from groupwise.errors import ConfigError, InvariantError
 from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sampling
+from groupwise.seeds import derive_seed
 from groupwise.training import train
 from several import in_processes, needs_deepspeed
 from small_runs import KILL, SMALL, Blow, lasting_metrics, run_command, small_config, task_file, traces

@@ -51,15 +51,15 @@ def text(policy: Policy, tokens: tuple[int, ...]) -> str:
 
 
 def parts(policy: Policy, demonstration: Demonstration) -> tuple[str, list[str]]:
-    """Return the whole text, and each stretch of it that is trained."""
+    """Return the whole text, and each segment of it that is trained."""
     tokens, trained = encode(policy, demonstration)
-    stretches: list[list[int]] = []
+    segments: list[list[int]] = []
     for index, (token, imitated) in enumerate(zip(tokens, trained, strict=True)):
         if imitated and not (index and trained[index - 1]):
-            stretches.append([])
+            segments.append([])
         if imitated:
-            stretches[-1].append(token)
-    return text(policy, tokens), [text(policy, tuple(stretch)) for stretch in stretches]
+            segments[-1].append(token)
+    return text(policy, tokens), [text(policy, tuple(segment)) for segment in segments]
 
 
 def test_of_prompt_and_completion_the_completion_and_its_end_are_trained(small_policy):

@@ -1,6 +1,14 @@
-"""Rewards to gradients: pure functions, numbers in, `(sum, metrics)` out.
+"""From rewards to a loss: pure functions of numbers and tensors. They know no model, settings file or logger.
 
-    rewards → advantages → samples → packing → corrections, kl, losses → metrics
+Modules in reading order:
 
-Nothing here knows of settings files, models or loggers; docs/algorithms.md has every formula.
+    reward_combination  several rewards of one rollout → one number
+    advantages          rewards of a group → one advantage per rollout
+    samples             rollouts with advantages → token sequences to train on
+    kl                  estimators of the KL divergence from the reference policy
+    importance          weights that correct the gap between sampler and trainer
+    losses              advantages and log-probabilities → (sum of the loss, metrics)
+
+To add an advantage, write a function and enter it in `advantages.ADVANTAGES`. To add a loss, write a
+surrogate and enter it in `losses.SURROGATES`. docs/algorithms.md has every formula.
 """

@@ -1,1 +1,18 @@
-"""Commands of `groupwise` that are large enough for a module of their own; `cli` puts them together."""
+"""The subcommands of `groupwise`. `groupwise.cli` registers them.
+
+Modules in reading order:
+
+    sft            groupwise sft
+    eval           groupwise eval
+    evolve         groupwise evolve
+    chat           groupwise chat
+    serve          groupwise serve, groupwise serve-rollouts
+    weights        groupwise merge, quantize, convert
+    index          groupwise index; index_actions does the work
+    index_actions  build, search and measure an index
+    runs           groupwise runs, report, watch
+    doctor         groupwise doctor
+
+To add a command, write a function with typer annotations here and register it in `cli`. Import heavy modules
+inside the function: `--help` and mistakes in settings must answer before torch loads.
+"""

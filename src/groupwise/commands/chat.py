@@ -91,8 +91,8 @@ def sampling_for(
     from groupwise.serve.completion_request import COLDEST
 
     longest = min(max_tokens, max(1, policy.context_length // 2))
-    heat = 0.0 if temperature < COLDEST else temperature
-    return Sampling(temperature=heat, top_p=top_p, top_k=top_k, max_tokens=longest)
+    temperature = 0.0 if temperature < COLDEST else temperature
+    return Sampling(temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=longest)
 
 
 def streamer(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,14 @@ from groupwise.retrieval.documents import (
 )
 from groupwise.retrieval.embed import LSA
 from groupwise.retrieval.fetch import FetchPolicy, PageCache, fetch_pages
-from groupwise.retrieval.index_storage import OFFLINE_WEIGHTS, WEIGHTS, Manifest, check_new
+from groupwise.retrieval.index_storage import (
+    OFFLINE_WEIGHTS,
+    WEIGHTS,
+    Manifest,
+    check_new,
+    own_questions,
+    write_questions,
+)
 from groupwise.retrieval.search_index import Index, Progress, measure, silent
 
 HUB_SET = "lavita/MedQuAD"
@@ -107,32 +112,6 @@ def local_rows(data: str) -> Path:
     path = Path(tempfile.mkdtemp()) / "rows.parquet"
     rows.to_parquet(path)
     return path
-
-
-def write_questions(path: Path, questions: tuple[RetrievalQuestion, ...]) -> None:
-    with path.open("w", encoding="utf-8") as lines:
-        for question in questions:
-            lines.write(json.dumps(asdict(question), ensure_ascii=False) + "\n")
-
-
-def own_questions(index: Path, *, held_out: bool = True, instead: str = "") -> list[RetrievalQuestion]:
-    """The questions that came with an index: those held out, or those to train on.
-
-    `instead`: what else can be done where none did.
-    """
-    path = index / "questions.jsonl"
-    if not path.is_file():
-        raise ConfigError(
-            f"{index} was built without questions: build one of a set of questions and answers by "
-            f"groupwise index build --data{instead}"
-        )
-    with path.open(encoding="utf-8") as lines:  # str.splitlines would also cut at U+2028 inside an answer
-        rows = [json.loads(line) for line in lines]
-    questions = [
-        RetrievalQuestion(row["text"], tuple(row["documents"]), tuple(row["answers"]), row["held_out"])
-        for row in rows
-    ]
-    return [question for question in questions if question.held_out == held_out]
 
 
 def search(index: Path, query: str, *, count: int, **weights: Any) -> dict[str, Any]:

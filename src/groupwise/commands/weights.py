@@ -37,8 +37,7 @@ def merge(
         raise ConfigError(f"--shard-size must be a size such as 500MB or 4GB; got {shard_size!r}")
     adapter, base, quantization = named_adapter(run, lora_model, base_model)
     from groupwise.model.adapters.merge_adapters import merge as merge_adapter
-    from groupwise.model.resolve import adapter_base, adapter_settings
-    from groupwise.model.safe_save import check_output
+    from groupwise.model.resolve import adapter_base, adapter_settings, check_output
 
     adapter_settings(adapter)
     base = base or adapter_base(adapter)
@@ -114,8 +113,7 @@ def quantize(
         quantization_of,
         save_quantized,
     )
-    from groupwise.model.resolve import local_folder, model_folder
-    from groupwise.model.safe_save import check_output
+    from groupwise.model.resolve import check_output, local_folder, model_folder
 
     check_installed()
     check_output(output_path, overwrite=overwrite)
@@ -148,8 +146,7 @@ def convert(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model that is there.")] = False,
 ) -> None:
     """Write a model with pickled weights, if you trust them, in safetensors, which all else loads."""
-    from groupwise.model.resolve import pickled_folder
-    from groupwise.model.safe_save import check_output, new_folder
+    from groupwise.model.resolve import check_output, new_folder, pickled_folder
 
     check_output(output_path, overwrite=overwrite)
     source = pickled_folder(model)

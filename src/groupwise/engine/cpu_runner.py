@@ -144,9 +144,9 @@ class Runner:
         self._prompts = Prefill(policy, self.cache, shared=bool(self.members))
 
     def ready(self) -> AbstractContextManager[None]:
-        """Take over the policy's weights, with its adapters folded in, for as long as the block lasts."""
+        """Take over the policy's weights, with its adapters merged, for as long as the block lasts."""
         if self.lean is None:
-            return self.policy.folded()
+            return self.policy.merged_adapters()
         self.lean.refresh()
         return nullcontext()
 

@@ -172,7 +172,7 @@ class Engine:
         from groupwise.engine.cuda.decode_loop import DecodeLoop
 
         runner = self._graph_runner_for(scheduler)
-        with nullcontext() if runner.fused else self.policy.folded():
+        with nullcontext() if runner.fused else self.policy.merged_adapters():
             runner.refresh()
             ahead = DecodeLoop(
                 scheduler, runner, sampling, self.policy.end_tokens, self._stop_strings, partner
@@ -195,9 +195,9 @@ class Engine:
         slots = scheduler.slots()
         at = scheduler.length[slots]
         noise = uniforms(scheduler.seed[slots], at.astype(np.uint64))
-        heat = scheduler.temperatures(slots, sampling.temperature)
-        if not sampling.greedy and (heat != np.float32(sampling.temperature)).any():
-            logits_RV = logits_RV.float() / torch.from_numpy(heat).to(logits_RV.device)[:, None]
+        temperature = scheduler.temperatures(slots, sampling.temperature)
+        if not sampling.greedy and (temperature != np.float32(sampling.temperature)).any():
+            logits_RV = logits_RV.float() / torch.from_numpy(temperature).to(logits_RV.device)[:, None]
             sampling = replace(sampling, temperature=1.0)
         drawn = draw(logits_RV, sampling, torch.from_numpy(noise).to(logits_RV.device))
         tokens, logprobs, entropies = (x.cpu().numpy() for x in drawn)

@@ -64,11 +64,11 @@ class MultiLoRAEngine:
         return self._one_by_one(requests, sampling)
 
     def _share(self, requests: Sequence[Request]) -> bool:
-        """One member by itself is faster with its adapter folded in."""
+        """One member by itself is faster with its adapter merged."""
         return len({request.adapter for request in requests}) > 1 and self.batched
 
     def alone(self, number: int, requests: Sequence[Request], sampling: Sampling) -> Answers:
-        """One member's answers by themselves, its adapter folded into the weights."""
+        """One member's answers by themselves, its adapter mergedto the weights."""
         self._make_room(self._shared)
         self.members.put_in_place(number)
         return self._alone.generate(requests, sampling)

@@ -87,7 +87,7 @@ class PagedLayout:
         rows = np.arange(len(slots))
         new = scheduler.length[slots] - 1
         own = scheduler.tables[slots, : int(new.max()) // size + 1]
-        places = own[rows, new // size] * size + new % size
+        slot_mapping = own[rows, new // size] * size + new % size
 
         # A group's members are neighbours, so its rows begin where the request changes.
         request = scheduler.request[slots]
@@ -106,7 +106,7 @@ class PagedLayout:
 
         return cls(
             cache=cache,
-            places_R=move(places),
+            places_R=move(slot_mapping),
             own_RB=move(own),
             own_mask_R11L=_mask(move(new + 1), own.shape[1] * size, like=like),
             prompt_PB=move(prompts),

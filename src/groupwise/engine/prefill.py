@@ -1,10 +1,10 @@
 """Prompts into the cache: packed, a pass of bounded size at a time, over what the cache has of them already.
 
-A prompt longer than a pass is computed in stretches, and one that continues a finished sequence takes over
-that one's keys and values and computes only what is new. Either way a stretch attends to itself and to what
+A prompt longer than a pass is computed in segments, and one that continues a finished sequence takes over
+that one's keys and values and computes only what is new. Either way a segment attends to itself and to what
 the cache holds before it: two attentions, merged.
 
-Axes: T tokens of the pass, S cached tokens before its stretches, H query heads, K key heads, D head size.
+Axes: T tokens of the pass, S cached tokens before its segments, H query heads, K key heads, D head size.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Prefill:
             if prefix.history is not None and prefix.blocks:
                 self._take_over(prefix, prefix.history)
         waiting = [prefix for prefix in prefixes if prefix.logits_V is None]
-        while stretches := next_pass(waiting):
-            self._pass(stretches, forward)
+        while segments := next_pass(waiting):
+            self._pass(segments, forward)
             waiting = [prefix for prefix in waiting if prefix.logits_V is None]
             yield
 
@@ -81,33 +81,33 @@ class Prefill:
             return
         size = self.cache.block_size
         left = [
-            places(history.prefix.blocks, size)[: len(history.prefix.tokens)],
-            places(history.blocks, size)[: history.length],
+            slot_mapping(history.prefix.blocks, size)[: len(history.prefix.tokens)],
+            slot_mapping(history.blocks, size)[: history.length],
         ]
         prefix.done = len(left[0]) + len(left[1])
         self.cache.copy(
-            self._move(np.concatenate(left)), self._move(places(prefix.blocks, size)[: prefix.done])
+            self._move(np.concatenate(left)), self._move(slot_mapping(prefix.blocks, size)[: prefix.done])
         )
         history.taken = True
 
-    def _pass(self, stretches: Sequence[Segment], forward: Forward) -> None:
+    def _pass(self, segments: Sequence[Segment], forward: Forward) -> None:
         # Those with something before them come last: their part of the row also attends to the cache.
-        stretches = sorted(stretches, key=lambda stretch: stretch.start > 0)
-        tokens = np.concatenate([s.prefix.tokens[s.start : s.end] for s in stretches])
-        positions = np.concatenate([np.arange(s.start, s.end) for s in stretches])
-        layout = PrefillLayout.build(self.cache, stretches, device=self.policy.device, shared=self.shared)
+        segments = sorted(segments, key=lambda segment: segment.start > 0)
+        tokens = np.concatenate([s.prefix.tokens[s.start : s.end] for s in segments])
+        positions = np.concatenate([np.arange(s.start, s.end) for s in segments])
+        layout = PrefillLayout.build(self.cache, segments, device=self.policy.device, shared=self.shared)
         hidden_TM = forward(self._move(tokens), self._move(positions), layout)
-        ends = np.cumsum([s.length for s in stretches]) - 1
-        complete = [s.complete for s in stretches]
-        for stretch, end in zip(stretches, ends.tolist(), strict=True):
-            stretch.prefix.done = stretch.end
-            if stretch.prefix.scores is not None:
-                following = stretch.prefix.tokens[stretch.start + 1 : stretch.end + 1]
-                first = end + 1 - stretch.length
-                stretch.prefix.scores.add(self.policy, hidden_TM[first : first + len(following)], following)
+        ends = np.cumsum([s.length for s in segments]) - 1
+        complete = [s.complete for s in segments]
+        for segment, end in zip(segments, ends.tolist(), strict=True):
+            segment.prefix.done = segment.end
+            if segment.prefix.scores is not None:
+                following = segment.prefix.tokens[segment.start + 1 : segment.end + 1]
+                first = end + 1 - segment.length
+                segment.prefix.scores.add(self.policy, hidden_TM[first : first + len(following)], following)
         if any(complete):
             logits_PV = self.policy.logits(hidden_TM[self._move(ends[complete])])
-            finished = [s.prefix for s in stretches if s.complete]
+            finished = [s.prefix for s in segments if s.complete]
             for prefix, logits_V in zip(finished, logits_PV, strict=True):
                 prefix.logits_V = logits_V
 
@@ -117,34 +117,34 @@ class Prefill:
 
 def next_pass(prefixes: Sequence[Prefix]) -> list[Segment]:
     """What of these prompts to compute next: whole ones while they fit, and long ones bit by bit."""
-    stretches: list[Segment] = []
+    segments: list[Segment] = []
     room = PREFILL_TOKENS
     for prefix in prefixes:
         if not prefix.blocks:
             continue
         needed = len(prefix.tokens) - prefix.done
-        if stretches and needed > room:
+        if segments and needed > room:
             break
         length = min(needed, room)
-        stretches.append(Segment(prefix, prefix.done, prefix.done + length))
+        segments.append(Segment(prefix, prefix.done, prefix.done + length))
         room -= length
-    return stretches
+    return segments
 
 
-def places(blocks: Sequence[int], size: int) -> NDArray[np.int64]:
+def slot_mapping(blocks: Sequence[int], size: int) -> NDArray[np.int64]:
     """Where the tokens of these blocks lie, counted in tokens from the start of the pool."""
     return (np.array(blocks, dtype=np.int64)[:, None] * size + np.arange(size)).flatten()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillLayout:
-    """Stretches as one packed row, their keys and values stored on the way."""
+    """Segments as one packed row, their keys and values stored on the way."""
 
     cache: KVCache
-    places: Tensor
+    slot_mapping: Tensor
     lengths: NDArray[np.int64]
     before: NDArray[np.int64]
-    """Cached tokens before each of the last stretches; the first ones begin their prompts."""
+    """Cached tokens before each of the last segments; the first ones begin their prompts."""
     before_places: Tensor
     device: torch.device
     adapter_T: Tensor | None = None
@@ -153,17 +153,17 @@ class PrefillLayout:
 
     @classmethod
     def build(
-        cls, cache: KVCache, stretches: Sequence[Segment], *, device: torch.device, shared: bool = False
+        cls, cache: KVCache, segments: Sequence[Segment], *, device: torch.device, shared: bool = False
     ) -> PrefillLayout:
-        table = [places(s.prefix.blocks, cache.block_size) for s in stretches]
-        own = [line[s.start : s.end] for line, s in zip(table, stretches, strict=True)]
-        before = [line[: s.start] for line, s in zip(table, stretches, strict=True) if s.start]
+        table = [slot_mapping(s.prefix.blocks, cache.block_size) for s in segments]
+        own = [line[s.start : s.end] for line, s in zip(table, segments, strict=True)]
+        before = [line[: s.start] for line, s in zip(table, segments, strict=True) if s.start]
         nothing = np.zeros(0, dtype=np.int64)
-        adapter = np.repeat([s.prefix.adapter for s in stretches], [s.length for s in stretches])
+        adapter = np.repeat([s.prefix.adapter for s in segments], [s.length for s in segments])
         return cls(
             cache=cache,
-            places=to_device(np.concatenate(own), device),
-            lengths=np.array([s.length for s in stretches], dtype=np.int64),
+            slot_mapping=to_device(np.concatenate(own), device),
+            lengths=np.array([s.length for s in segments], dtype=np.int64),
             before=np.array([len(line) for line in before], dtype=np.int64),
             before_places=to_device(np.concatenate([nothing, *before]), device),
             device=device,
@@ -176,10 +176,10 @@ class PrefillLayout:
         return self.read(q_THD, k_TKD, v_TKD, layer=layer, scale=scale)[None]
 
     def store(self, k_TKD: Tensor, v_TKD: Tensor, *, layer: int) -> None:
-        self.cache.write(layer, k_TKD, v_TKD, self.places)
+        self.cache.write(layer, k_TKD, v_TKD, self.slot_mapping)
 
     def read(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, layer: int, scale: float) -> Tensor:
-        """Causal attention within each stretch, and to what the cache holds before it."""
+        """Causal attention within each segment, and to what the cache holds before it."""
         within, across = self._attentions(VarlenAttention if fits(q_THD) else PaddedAttention)
         output_THD, lse_TH = within.attend(q_THD, k_TKD, v_TKD, scale=scale)
         if across is not None:

@@ -5,8 +5,6 @@ Axes: N sequences, V vocabulary, A alternatives, C chunks of the vocabulary, W t
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,12 +24,6 @@ MOST_ALTERNATIVES = 20
 """Of the likeliest tokens, how many can be asked for."""
 Alternatives = tuple[tuple[int, float], ...]
 """Tokens that might have been drawn in a place, with their log-probabilities, the likeliest first."""
-
-
-def derive_seed(*parts: int | str) -> int:
-    """Return 63 bits that depend on every part: (run seed, step, example, member)."""
-    digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def uniforms(seeds_N: NDArray[np.uint64], positions_N: NDArray[np.uint64]) -> NDArray[np.float64]:

@@ -108,9 +108,11 @@ class Scheduler:
         """Let more requests wait; they are numbered on."""
         for r, request in enumerate(requests, start=self._requests):
             self.prompt_length[r] = len(request.prompt)
-            history, heat = self._history_of(request), request.temperature
+            history, temperature = self._history_of(request), request.temperature
             prefix = Prefix(tokens=request.prompt, history=history, adapter=request.adapter)
-            members = (Sequence(r, m, seed, prefix, temperature=heat) for m, seed in enumerate(request.seeds))
+            members = (
+                Sequence(r, m, seed, prefix, temperature=temperature) for m, seed in enumerate(request.seeds)
+            )
             self.waiting.extend(members)
         self._requests += len(requests)
 

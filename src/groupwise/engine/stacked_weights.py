@@ -1,4 +1,4 @@
-"""The matrices that generate: those which share an input stacked into one, adapters folded in.
+"""The matrices that generate: those which share an input stacked into one, adapters merged.
 
 Stacking needs a copy, and so do folding and unpacking what is quantized; the copies stay where they are
 (a CUDA graph keeps addresses) and are brought up to date before each call. The policy's own weights are never
@@ -152,7 +152,7 @@ the columns of a row's own adapter and 0 elsewhere."""
 
 
 def weights_for(policy: Policy, members: LoRABank | None) -> tuple[MakeWeight, OwnColumns]:
-    """How to make the matrices of a policy, its adapter folded in, or of all members beside each other."""
+    """How to make the matrices of a policy, its adapter merged, or of all members beside each other."""
     like = policy.head_weight
     if members is None:
         return partial(StackedWeight, like=like), lambda layout: None

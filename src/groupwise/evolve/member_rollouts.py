@@ -68,9 +68,9 @@ class MemberRollouts:
                 group_size=each.count,
                 seed_parts=(self.config.run.seed, *noise),
             )
-            heat = None if sampling.greedy else each.temperature
+            temperature = None if sampling.greedy else each.temperature
             parts.append(
-                (each, prompts, [replace(r, adapter=each.place, temperature=heat) for r in requests])
+                (each, prompts, [replace(r, adapter=each.place, temperature=temperature) for r in requests])
             )
         flat = [request for _, _, requests in parts for request in requests]
         completions, broken = self.engine.contained(flat, sampling)
@@ -141,9 +141,9 @@ class MemberRollouts:
         self, tasks: Mapping[int, Task], examples: Sequence[Example], *, samples: int
     ) -> tuple[dict[int, tuple[float, ...]], dict[int, str], int]:
         """Accuracy of each member on each example, sampled at the run's temperature; and tokens drawn."""
-        heat = self.config.rollout.temperature
+        temperature = self.config.rollout.temperature
         asking = [
-            MemberPrompt(place=place, task=task, examples=examples, count=samples, temperature=heat)
+            MemberPrompt(place=place, task=task, examples=examples, count=samples, temperature=temperature)
             for place, task in tasks.items()
         ]
         groups, broken = self.ask(asking, self.config.rollout.sampling, noise=("measure",))

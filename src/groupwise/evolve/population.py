@@ -14,13 +14,13 @@ from torch import Tensor
 from groupwise.algo.samples import keep_top_entropy
 from groupwise.config.schema import Config
 from groupwise.engine.multi_lora import MultiLoRAEngine
-from groupwise.engine.sampler import derive_seed
 from groupwise.errors import InvariantError
 from groupwise.evolve.search_space import Values, applied
 from groupwise.learner.checkpoint import load_optimizer, optimizer_tensors
 from groupwise.learner.learner import Learner
 from groupwise.model.adapters.lora_bank import LoRABank, Weights
 from groupwise.model.load import load_policy
+from groupwise.seeds import derive_seed
 from groupwise.tasks import Split, Task
 from groupwise.training.collector import Batch, Collector, check_failures
 from groupwise.training.resume import OPTIMIZER, OPTIMIZER_SETTINGS

@@ -10,8 +10,8 @@ from typing import Any
 
 from groupwise.config import FLAGS, Config
 from groupwise.config.schema import BUILT_IN
-from groupwise.engine.sampler import derive_seed
 from groupwise.errors import ConfigError
+from groupwise.seeds import derive_seed
 from groupwise.tasks import Task
 from groupwise.tasks.task import closest
 

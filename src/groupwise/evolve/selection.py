@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from groupwise.config.schema import Config, EvolveConfig
-from groupwise.engine.sampler import derive_seed
 from groupwise.evaluate.intervals import Difference, paired_difference
 from groupwise.evolve.evolve_state import MemberRecord, SearchState
 from groupwise.evolve.evolve_summary import short, value_text
 from groupwise.evolve.population import Population
 from groupwise.evolve.search_space import SearchSpace, Values
+from groupwise.seeds import derive_seed
 
 Scores = Mapping[int, Sequence[float] | None]
 """By member's place, a score for each prompt; None: the member is broken."""

@@ -19,13 +19,13 @@ import torch
 from groupwise.algo.advantages import with_advantages
 from groupwise.algo.samples import batch_size, keep_top_entropy, to_samples
 from groupwise.config import config_from_keywords, dump_config, read_config
-from groupwise.engine.sampler import derive_seed
 from groupwise.errors import ConfigError
 from groupwise.evolve.population import Member, SharedBase
 from groupwise.gym.env import PromptEnv
 from groupwise.model.resolve import ADAPTER
 from groupwise.records import Example, Group, Request, Rollout, Sampling
 from groupwise.rollout.collect import as_rollout
+from groupwise.seeds import derive_seed
 from groupwise.tasks.task import Prompt
 from groupwise.tracking.run_folder import AGENT, SETTINGS, is_agent
 

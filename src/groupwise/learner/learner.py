@@ -175,7 +175,7 @@ class Learner:
             yield MicroBatchInputs.build(
                 [minibatch[i] for i in indices], [weights[i] for i in indices], device=self.policy.device
             )
-        if self.policy.in_step:
+        if self.policy.is_sharded:
             # A divided layer computes only where all processes do: whoever is done goes on for nothing.
             for _ in range(max(map(len, passes)) - len(passes[self.processes.rank])):
                 yield replace(
@@ -211,7 +211,7 @@ class Learner:
             try:
                 return [self._backward(part) for part in parts]
             except torch.OutOfMemoryError as error:
-                if self.policy.in_step or self.context is not None:
+                if self.policy.is_sharded or self.context is not None:
                     raise ConfigError(
                         "the update does not fit into memory: set a smaller optim.micro_batch_tokens "
                         f"(now {self.micro_batch_tokens}) or model.gradient_checkpointing=true"

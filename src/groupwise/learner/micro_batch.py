@@ -165,7 +165,7 @@ def own_logprobs(
 def spread_logprobs(
     policy: Policy, batch: MicroBatch, sampling: Sampling, *, entropy_gradient: bool, context: UlyssesContext
 ) -> tuple[Tensor, Tensor]:
-    """The same of a row of which each process computes a stretch."""
+    """The same of a row of which each process computes a segment."""
     tokens = len(batch.tokens_T)
     own = context.own(tokens)
     layout = UlyssesLayout(row=batch.layout, tokens=tokens, context=context)
@@ -180,7 +180,7 @@ def spread_logprobs(
         sampling,
         entropy_gradient=entropy_gradient,
     )
-    # Also where no trained token is in the stretch, the backward pass must go through every layer.
+    # Also where no trained token is in the segment, the backward pass must go through every layer.
     nothing = 0.0 * hidden_TM.sum()
     count = len(batch.targets_N)
     whole_N = context.everyones(logprobs_n, places_n, count) + nothing

@@ -27,7 +27,7 @@ PIECE = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class ParameterSlice:
-    """A stretch of a parameter, and what belongs to it."""
+    """A segment of a parameter, and what belongs to it."""
 
     weight: Tensor
     gradient: Tensor

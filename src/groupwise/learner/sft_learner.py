@@ -93,7 +93,7 @@ class SFTLearner:
                 micro_batch_tokens=self.micro_batch_tokens,
                 backward=backward,
             )
-            if self.policy.in_step:
+            if self.policy.is_sharded:
                 # A divided layer computes only where all processes do: whoever is done goes on for nothing.
                 passes = [len(micro_batches(share, budget=self.micro_batch_tokens)) for share in shares]
                 for _ in range(max(passes) - passes[self.processes.rank]):

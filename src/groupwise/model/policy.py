@@ -186,7 +186,7 @@ class Policy(TokenizerCodec):
             place(parameters, before)
 
     @contextmanager
-    def folded(self) -> Iterator[None]:
+    def merged_adapters(self) -> Iterator[None]:
         """Add the adapters into the weights they adapt: no extra products for each generated token.
 
         The weights come back bit for bit, since the originals are set aside rather than subtracted from.
@@ -199,9 +199,9 @@ class Policy(TokenizerCodec):
             return
         weights: list[tuple[nn.Parameter, Tensor]] = []
         try:
-            folded = [(base_of(layer).weight, effective_weight(layer)) for layer in layers]
+            merged_adapters = [(base_of(layer).weight, effective_weight(layer)) for layer in layers]
             with torch.no_grad(), self.model.disable_adapter():
-                for weight, whole in folded:
+                for weight, whole in merged_adapters:
                     weights.append((weight, weight.data))
                     weight.data = whole
                 yield
@@ -230,7 +230,7 @@ class Policy(TokenizerCodec):
         return {name: parts.get(name, parameter) for name, parameter in self.trainable().items()}
 
     @property
-    def in_step(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether the passes of an update are made by all processes together."""
         return self.shards is not None or self.zero is not None
 

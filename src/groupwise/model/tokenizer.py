@@ -24,7 +24,7 @@ class TokenizerCodec:
 
     @cached_property
     def longest(self) -> int:
-        """Characters of the longest token: a text has at least as many tokens as it has such stretches."""
+        """Characters of the longest token: a text has at least as many tokens as it has such segments."""
         return max(map(len, self.tokenizer.get_vocab()), default=1)
 
     def encode(

@@ -267,7 +267,7 @@ def failures(course: MetricSeries) -> Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """One stretch of steps on which something looked wrong."""
+    """One segment of steps on which something looked wrong."""
 
     name: str
     title: str
@@ -300,13 +300,13 @@ def alarms(rows: Sequence[Row], measured: Sequence[StoredEvaluation] = ()) -> li
     if not rows:
         return []
     course = MetricSeries(rows, measured)
-    found = [alarm for watchman in WATCHMEN for alarm in raised(watchman, course)]
+    found = [alarm for watchman in ALARM_RULES for alarm in raised(watchman, course)]
     return sorted(found, key=lambda alarm: (not alarm.active, -alarm.last))
 
 
 def raised(watchman: AlarmRule, course: MetricSeries) -> Iterator[Alarm]:
     holds, describe = watchman.rule(course)
-    for start, end in stretches(holds, at_least=watchman.patience):
+    for start, end in segments(holds, at_least=watchman.patience):
         yield Alarm(
             name=watchman.name,
             title=watchman.title,
@@ -319,8 +319,8 @@ def raised(watchman: AlarmRule, course: MetricSeries) -> Iterator[Alarm]:
         )
 
 
-def stretches(holds: Flags, *, at_least: int) -> Iterator[tuple[int, int]]:
-    """Yield first and last index of each stretch that is long enough; a gap of one step does not end it."""
+def segments(holds: Flags, *, at_least: int) -> Iterator[tuple[int, int]]:
+    """Yield first and last index of each segment that is long enough; a gap of one step does not end it."""
     start = end = -1
     for index in map(int, np.flatnonzero(holds)):
         if start >= 0 and index - end > 2:
@@ -333,7 +333,7 @@ def stretches(holds: Flags, *, at_least: int) -> Iterator[tuple[int, int]]:
         yield start, end
 
 
-WATCHMEN = (
+ALARM_RULES = (
     AlarmRule(
         name="mask",
         title="The mask does not fit what was sampled",

@@ -38,7 +38,7 @@ class TokenTexts:
         return pieces(tokens, self._decoder())
 
     def turns(self, tokens: Sequence[int], trained: Sequence[bool]) -> list[dict[str, Any]]:
-        """Return the stretches that the policy wrote and those that came from outside, in turn."""
+        """Return the segments that the policy wrote and those that came from outside, in turn."""
         turns: list[dict[str, Any]] = []
         for piece, chosen in zip(self.of(tokens), trained, strict=True):
             if not turns or turns[-1]["policy"] != chosen:
@@ -218,13 +218,13 @@ class RolloutView:
 
 def told_turns(recorded: str | None) -> list[Found]:
     """Return what the policy wrote and what its calls brought back, one after the other."""
-    stretches: list[Found] = []
+    segments: list[Found] = []
     for turn in json.loads(recorded or "[]"):
-        stretches.append({"policy": True, "text": turn["text"]})
+        segments.append({"policy": True, "text": turn["text"]})
         for call in turn["calls"]:
             about = {name: call.get(name) for name in ("name", "arguments", "error")}
-            stretches.append({"policy": False, "text": call["result"], **about})
-    return stretches
+            segments.append({"policy": False, "text": call["result"], **about})
+    return segments
 
 
 def ratios(

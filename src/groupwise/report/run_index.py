@@ -12,7 +12,7 @@ from typing import Any
 
 from groupwise.config import Config, read_config
 from groupwise.errors import ConfigError
-from groupwise.report.alarms import WATCHMEN, alarms
+from groupwise.report.alarms import ALARM_RULES, alarms
 from groupwise.report.history import EvaluationFiles, MetricsTail, as_columns
 from groupwise.report.rollout_view import RolloutView
 from groupwise.tracking.run_folder import SETTINGS, RunFolder, is_run, owner
@@ -48,7 +48,7 @@ class RunReader:
         rows = self.tail.rows()
         return {
             "alarms": [asdict(alarm) for alarm in alarms(rows, self.measured())],
-            "watched": [watchman.title for watchman in WATCHMEN],
+            "watched": [watchman.title for watchman in ALARM_RULES],
             "steps": len(rows),
         }
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from groupwise.errors import ConfigError
-from groupwise.retrieval.documents import Chunk
+from groupwise.retrieval.documents import Chunk, RetrievalQuestion
 from groupwise.retrieval.embed import LSA, Vectors
 
 FORMAT = 1
@@ -216,3 +216,29 @@ def store_named(name: str, folder: Path) -> Store:
     if name not in STORES:
         raise ConfigError(f"--store must be one of {', '.join(STORES)}; got {name!r}")
     return STORES[name](folder)
+
+
+def write_questions(path: Path, questions: tuple[RetrievalQuestion, ...]) -> None:
+    with path.open("w", encoding="utf-8") as lines:
+        for question in questions:
+            lines.write(json.dumps(asdict(question), ensure_ascii=False) + "\n")
+
+
+def own_questions(index: Path, *, held_out: bool = True, instead: str = "") -> list[RetrievalQuestion]:
+    """The questions that came with an index: those held out, or those to train on.
+
+    `instead`: what else can be done where none did.
+    """
+    path = index / "questions.jsonl"
+    if not path.is_file():
+        raise ConfigError(
+            f"{index} was built without questions: build one of a set of questions and answers by "
+            f"groupwise index build --data{instead}"
+        )
+    with path.open(encoding="utf-8") as lines:  # str.splitlines would also cut at U+2028 inside an answer
+        rows = [json.loads(line) for line in lines]
+    questions = [
+        RetrievalQuestion(row["text"], tuple(row["documents"]), tuple(row["answers"]), row["held_out"])
+        for row in rows
+    ]
+    return [question for question in questions if question.held_out == held_out]

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from groupwise.config.schema import ToolsConfig
-from groupwise.engine.sampler import derive_seed
 from groupwise.invariants import check_stream_exact, check_token_exact
 from groupwise.records import Completion, Example, Group, Message, Request, Rollout, Sampling
 from groupwise.rollout.multi_turn import ConversationLimits, Conversations
 from groupwise.rollout.tool_executor import ToolExecutor
 from groupwise.rollout.trajectory import Trajectory
+from groupwise.seeds import derive_seed
 
 Prompt = str | Sequence[Message]
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from groupwise.config.schema import EngineConfig, ToolsConfig
 from groupwise.engine.engine import Engine
-from groupwise.engine.sampler import derive_seed
 from groupwise.engine.serving.serving_engine import ServingEngine, StreamChunk
 from groupwise.engine.serving.serving_scheduler import Job
 from groupwise.errors import ConfigError, RolloutError
@@ -19,6 +18,7 @@ from groupwise.model.policy import Policy
 from groupwise.records import Finish, Message, Sampling, Turn
 from groupwise.rollout.tool_calls import read_calls
 from groupwise.rollout.tool_executor import ToolExecutor
+from groupwise.seeds import derive_seed
 from groupwise.serve.detokenizer import TextStream
 
 Answering = Callable[[Sequence[Message]], Iterator[str]]

@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.engine.sampler import MOST_ALTERNATIVES, derive_seed
+from groupwise.engine.sampler import MOST_ALTERNATIVES
 from groupwise.engine.serving.serving_scheduler import Job
 from groupwise.errors import ConfigError
 from groupwise.model.tokenizer import TokenizerCodec, knows_tools
 from groupwise.records import Message, Sampling
 from groupwise.rewards.extraction import END_THINK
 from groupwise.rollout.tool_calls import CLOSE, OPEN, is_bare_call, read_call
+from groupwise.seeds import derive_seed
 from groupwise.serve.http_server import HTTPError
 
 
@@ -177,9 +178,9 @@ def read_sampling(body: Mapping[str, Any], *, chat: bool, room: int) -> Sampling
     asked = body.get("max_tokens") if asked is None else asked
     if asked is not None and (isinstance(asked, bool) or not isinstance(asked, int) or asked < 1):
         raise HTTPError(400, "max_tokens must be a whole number of at least 1")
-    heat = number(body, "temperature", 1.0, 0.0, 10.0)
+    temperature = number(body, "temperature", 1.0, 0.0, 10.0)
     sampling = Sampling(
-        temperature=0.0 if heat < COLDEST else heat,
+        temperature=0.0 if temperature < COLDEST else temperature,
         top_p=number(body, "top_p", 1.0, 1e-6, 1.0),
         top_k=int(number(body, "top_k", 0, 0, 1e9, whole=True)),
         min_p=number(body, "min_p", 0.0, 0.0, 1.0),

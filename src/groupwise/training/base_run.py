@@ -17,7 +17,6 @@ import torch
 from groupwise.config import Config
 from groupwise.config.schema import ModelConfig
 from groupwise.engine.engine import Engine
-from groupwise.engine.sampler import derive_seed
 from groupwise.engine.vllm.vllm_engine import VllmEngine
 from groupwise.errors import ConfigError
 from groupwise.learner.checkpoint import prune
@@ -26,6 +25,7 @@ from groupwise.model.load import load_policy
 from groupwise.model.resolve import model_folder
 from groupwise.parallel.processes import DIVIDING, Processes, as_launched, layout_of
 from groupwise.parallel.work_sharing import divide
+from groupwise.seeds import derive_seed
 from groupwise.tasks import Split, Task
 from groupwise.tasks.code_fingerprint import code_of
 from groupwise.tracking.run_log import LOGGER

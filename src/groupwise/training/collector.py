@@ -14,7 +14,6 @@ from groupwise.algo.advantages import with_advantages, with_overlong_penalty
 from groupwise.algo.reward_combination import agreeing, with_combined
 from groupwise.algo.samples import batch_size, to_samples
 from groupwise.config.schema import Config
-from groupwise.engine.sampler import derive_seed
 from groupwise.errors import ConfigError, InvariantError
 from groupwise.invariants import check_disjoint
 from groupwise.parallel.processes import Processes
@@ -23,6 +22,7 @@ from groupwise.rewards.llm_judge import spent_by_judges
 from groupwise.rewards.runner import RewardContext, TrainerState, score_within, weighted_sum
 from groupwise.rewards.time_limit import TimeLimit, TimeLimits
 from groupwise.rollout.collect import Generate, PromptCodec, Tools, collect
+from groupwise.seeds import derive_seed
 from groupwise.tasks import ExampleStream, Split, Task
 
 

@@ -10,11 +10,11 @@ import torch
 
 from groupwise.algo.samples import keep_top_entropy
 from groupwise.config import Config
-from groupwise.engine.sampler import derive_seed
 from groupwise.learner.learner import Learner
 from groupwise.model.attention.ulysses import UlyssesContext
 from groupwise.parallel.processes import Processes, layout_of
 from groupwise.rewards.runner import RewardContext, TrainerState
+from groupwise.seeds import derive_seed
 from groupwise.tasks import Split, Task
 from groupwise.tasks.isolate import failures_on_trial
 from groupwise.training.base_run import BaseRun

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from groupwise.engine.sampler import derive_seed
 from groupwise.errors import ConfigError
 from groupwise.learner.sft_learner import SFTLearner, masked_sample
 from groupwise.model.policy import Policy
@@ -19,6 +18,7 @@ from groupwise.model.tokenizer import knows_tools, render
 from groupwise.parallel.processes import Processes, joined_processes
 from groupwise.records import Sample
 from groupwise.rollout.multi_turn import prefill_of
+from groupwise.seeds import derive_seed
 from groupwise.tasks import Split, isolated
 from groupwise.tasks.sft_data import Demonstration, SFTPlan, held_out_of, written
 from groupwise.tracking.terminal import open_display
@@ -48,7 +48,7 @@ def check_chats(policy: Policy, demonstrations: Iterable[Demonstration]) -> None
     """Refuse a chat that the template cannot write: a step that came upon it would be the run's last."""
     for demonstration in demonstrations:
         if isinstance(demonstration.completion, tuple):
-            deque(stretches(policy, demonstration), maxlen=0)
+            deque(segments(policy, demonstration), maxlen=0)
         elif not isinstance(demonstration.prompt, str) and policy.tokenizer.chat_template is not None:
             render(policy.tokenizer, demonstration.prompt, tools=demonstration.tools)
 
@@ -60,7 +60,7 @@ def encode(policy: Policy, demonstration: Demonstration) -> tuple[tuple[int, ...
     that are trained are ids that can be sampled.
     """
     if isinstance(demonstration.completion, tuple):
-        return joined(policy, list(stretches(policy, demonstration)))
+        return joined(policy, list(segments(policy, demonstration)))
     if demonstration.turns:
         return encode_turns(policy, demonstration)
     prompt = policy.encode(demonstration.prompt, tools=demonstration.tools)
@@ -91,7 +91,7 @@ def encode_turns(policy: Policy, demonstration: Demonstration) -> tuple[tuple[in
     return tuple(tokens), tuple(trained)
 
 
-def stretches(policy: Policy, demonstration: Demonstration) -> Iterator[tuple[str, bool]]:
+def segments(policy: Policy, demonstration: Demonstration) -> Iterator[tuple[str, bool]]:
     """Yield the chat as text, in turns: what the policy is given (False), what it is to write (True).
 
     A template that writes an answer differently once more messages follow (many drop its thinking) makes

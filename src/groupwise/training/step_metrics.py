@@ -97,7 +97,7 @@ def resident_bytes() -> int:
 
 
 LOOP_TOKENS = 16
-"""A completion loops when its last tokens, this many at least, are one stretch again and again."""
+"""A completion loops when its last tokens, this many at least, are one segment again and again."""
 LOOP_TIMES = 4
 
 
@@ -153,7 +153,7 @@ def mask_fault(rollout: Rollout, *, truncated: bool = False) -> str | None:
 
     The sampler leaves a log-probability and an entropy on what it drew and 0.0 on all else. An entropy
     of exactly 0 also comes from a sampler that had no choice, so one such token proves nothing: a
-    stretch of them among tokens with entropy does, unless choices were truncated.
+    segment of them among tokens with entropy does, unless choices were truncated.
     """
     if any(rollout.trained[: rollout.prompt_length]):
         return "a prompt token is trained"
@@ -164,7 +164,7 @@ def mask_fault(rollout: Rollout, *, truncated: bool = False) -> str | None:
     silent = rollout.entropies.count(0.0)
     # The count alone settles nearly every rollout, at no cost.
     suspect = len(rollout.trained) > silent >= rollout.trained.count(False) + UNSAMPLED
-    if suspect and not truncated and max(stretches(rollout)) >= UNSAMPLED:
+    if suspect and not truncated and max(segments(rollout)) >= UNSAMPLED:
         return "tokens that were not sampled are trained"
     return None
 
@@ -179,8 +179,8 @@ UNSAMPLED = 8
 """Trained tokens in a row without log-probability and entropy that cannot have been sampled."""
 
 
-def stretches(rollout: Rollout) -> Iterator[int]:
-    """Yield the lengths of stretches of trained tokens that carry no trace of sampling."""
+def segments(rollout: Rollout) -> Iterator[int]:
+    """Yield the lengths of segments of trained tokens that carry no trace of sampling."""
     length = 0
     for trained, logprob, entropy in zip(rollout.trained, rollout.logprobs, rollout.entropies, strict=True):
         length = length + 1 if trained and logprob == 0.0 and entropy == 0.0 else 0

@@ -4,7 +4,7 @@ Every sequence attends to its group's prompt and to its own tokens. The prompt c
 members, times the query heads of one key head, are the rows of one matrix product, so each prompt
 block is read once for all of them. Each tile leaves its share (output and base-2 log-sum-exp) in
 float32; attention over a sequence's own tokens runs beside it and ends with adding that share. Long
-stretches may be split over programs, and then `join_shares` adds up everything.
+segments may be split over programs, and then `join_shares` adds up everything.
 
 Names: a *slot* is a sequence's place in the state, a *row* its place in this step's batch.
 """
@@ -20,7 +20,7 @@ from groupwise.engine.cuda.kernel_launch import let_next_start, wait_for_previou
 
 
 @triton.jit
-def _attend_stretch(
+def _attend_segment(
     q, best, total, acc,
     KEYS, VALUES, table, begin, end, head, scale,
     KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
@@ -80,7 +80,7 @@ def attend_prompts(
         best = tl.full([TILE], float("-inf"), tl.float32)
         total = tl.zeros([TILE], tl.float32)
         acc = tl.zeros([TILE, DIM], tl.float32)
-        best, total, acc = _attend_stretch(
+        best, total, acc = _attend_segment(
             q, best, total, acc,
             KEYS, VALUES, PROMPT_TABLE + slot * table_width, begin, end, head, scale,
             KEY_HEADS, SIZE, DIM, PAGE, BLOCK,
@@ -131,7 +131,7 @@ def attend_own(
     best = tl.full([PADDED], float("-inf"), tl.float32)
     total = tl.zeros([PADDED], tl.float32)
     acc = tl.zeros([PADDED, DIM], tl.float32)
-    best, total, acc = _attend_stretch(
+    best, total, acc = _attend_segment(
         q, best, total, acc,
         KEYS, VALUES, TABLE + slot * table_width, begin, end, head, scale,
         KEY_HEADS, SIZE, DIM, PAGE, BLOCK,

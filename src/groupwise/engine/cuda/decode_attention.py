@@ -74,7 +74,7 @@ class StepState:
         self.tokens = torch.zeros(slots, dtype=torch.int64, device=device)
         """By row, for the step under way: what is fed, where it stands, where its key and value go."""
         self.positions = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.places = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.slot_mapping = torch.zeros(slots, dtype=torch.int64, device=device)
         self.row_length = torch.zeros(slots, dtype=torch.int32, device=device)
 
         self.host_table[slots] = idle_block
@@ -202,8 +202,8 @@ class DecodeLayout:
         return self.read(q_RHD, k_1KRD, v_1KRD, layer=layer, scale=scale)[None]
 
     @property
-    def places(self) -> Tensor:
-        return self.state.places
+    def slot_mapping(self) -> Tensor:
+        return self.state.slot_mapping
 
     @property
     def adapter_T(self) -> Tensor:
@@ -215,7 +215,7 @@ class DecodeLayout:
         launch(
             kernels.store_keys,
             (self.rows,),
-            k_RKD, v_RKD, self.cache.keys[layer], self.cache.values[layer], self.state.places,
+            k_RKD, v_RKD, self.cache.keys[layer], self.cache.values[layer], self.state.slot_mapping,
             k_RKD.stride(0), k_RKD.stride(1), v_RKD.stride(0), v_RKD.stride(1),
             KEY_HEADS=key_heads,
             SIZE=size,

@@ -237,7 +237,7 @@ class FusedForward:
             kernels.rotate_and_store,
             (len(qkv_TN),),
             qkv_TN, cos_TC, sin_TC, q_norm.weight, k_norm.weight,
-            layout.cache.keys[number], layout.cache.values[number], layout.places,
+            layout.cache.keys[number], layout.cache.values[number], layout.slot_mapping,
             self._turn_scale, q_norm.eps, qkv_TN.stride(0),
             HEADS=heads,
             KEY_HEADS=self._key_heads,
@@ -313,10 +313,10 @@ def fused_forward(policy: Policy, members: LoRABank | None = None) -> FusedForwa
     except (AttributeError, AssertionError, TypeError, ValueError, RuntimeError) as error:
         LOGGER.info("generating with the model's own layers, which are not of the fused kind: %s", error)
         return None
-    if not difference <= (LIMITS[policy.head_weight.dtype] if policy.in_step else LIMITS[torch.float32]):
+    if not difference <= (LIMITS[policy.head_weight.dtype] if policy.is_sharded else LIMITS[torch.float32]):
         LOGGER.info("generating with the model's own layers: fused ones differ by %.1e", difference)
         return None
-    how = f", {len(members)} adapters beside them" if members else ", adapters folded in"
+    how = f", {len(members)} adapters beside them" if members else ", adapters merged"
     LOGGER.info("generating with fused layers%s", how if policy.has_adapter else "")
     return fused
 
@@ -327,7 +327,7 @@ def _difference(policy: Policy, fused: FusedForward, members: LoRABank | None) -
     In half precision the comparison is made on a float32 excerpt, where rounding does not hide or feign a
     difference; a policy that is divided among processes cannot be copied and is compared as it is.
     """
-    if policy.head_weight.dtype != torch.float32 and not policy.in_step:
+    if policy.head_weight.dtype != torch.float32 and not policy.is_sharded:
         policy = Policy(float32_excerpt(policy.model, tokens=CHECKED_TOKENS), policy.tokenizer)
         fused, members = FusedForward(policy), None
     weight = policy.head_weight

@@ -124,7 +124,7 @@ class GraphRunner:
 
     @property
     def fused(self) -> bool:
-        """Whether the forward pass is the fused one; it reads copies of the weights, adapters folded in."""
+        """Whether the forward pass is the fused one; it reads copies of the weights, adapters merged."""
         return self._fused is not None
 
     def refresh(self) -> None:
@@ -242,7 +242,7 @@ class GraphRunner:
             kernels.open_step,
             (rows,),
             state.rows, state.length, state.token, state.prompt_length, state.table,
-            state.tokens, state.positions, state.places, state.row_length, state.own_width,
+            state.tokens, state.positions, state.slot_mapping, state.row_length, state.own_width,
             PAGE=self.block_size,
             num_warps=1,
         )  # fmt: skip

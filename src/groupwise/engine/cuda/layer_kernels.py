@@ -98,7 +98,7 @@ def rotate_and_store(
 
 @triton.jit
 def silu_and_multiply(GATE_UP, OUT, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """One program a (token, stretch): SiLU of the first half times the second."""
+    """One program a (token, segment): SiLU of the first half times the second."""
     wait_for_previous()
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

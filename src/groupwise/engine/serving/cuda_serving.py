@@ -1,6 +1,6 @@
 """Short prompts of a server as CUDA graphs: kernel by kernel, launching a pass takes longer than the pass.
 
-Whole prompts are laid into a row of one of a few sizes, and what is left of it is filled up with a stretch
+Whole prompts are laid into a row of one of a few sizes, and what is left of it is filled up with a segment
 that nobody reads. All other passes (long prompts, what continues a conversation, scores) run as ever.
 
 Axes: T places of a row, P prompts it may hold, M hidden size, V vocabulary.
@@ -24,7 +24,7 @@ from groupwise.engine.cuda.decode_loop import InFlightStep
 from groupwise.engine.cuda.graph_runner import Capacity, GraphRunner, can_be_captured, captured, new_stream
 from groupwise.engine.cuda.kernel_launch import padded
 from groupwise.engine.paged_attention import KVCache
-from groupwise.engine.prefill import Forward, Prefill, PrefillLayout, Segment, places
+from groupwise.engine.prefill import Forward, Prefill, PrefillLayout, Segment, slot_mapping
 from groupwise.engine.scheduler import Sequence
 from groupwise.engine.serving.serving_scheduler import FinishCheck, ServingScheduler
 from groupwise.invariants import check_finite
@@ -50,9 +50,9 @@ class StaticRow:
         self._logits_PV: Tensor | None = None
         self._run: Callable[[], None] | None = None
 
-    def compute(self, stretches: SequenceOf[Segment], forward: Forward, pool: Any) -> Tensor:
+    def compute(self, segments: SequenceOf[Segment], forward: Forward, pool: Any) -> Tensor:
         """Return the logits after each of these prompts."""
-        lengths = self._fill(stretches)
+        lengths = self._fill(segments)
         if self._run is not None:
             self._run()
         else:
@@ -62,20 +62,20 @@ class StaticRow:
                 self._run = captured(lambda: self._pass(lengths, forward), stream=stream, pool=pool)
                 self._run()
         assert self._logits_PV is not None
-        return self._logits_PV[: len(stretches)].clone()  # the next pass writes over them
+        return self._logits_PV[: len(segments)].clone()  # the next pass writes over them
 
-    def _fill(self, stretches: SequenceOf[Segment]) -> NDArray[np.int64]:
-        """Lay prompts into the row; returns the lengths of all its stretches, the filling last."""
+    def _fill(self, segments: SequenceOf[Segment]) -> NDArray[np.int64]:
+        """Lay prompts into the row; returns the lengths of all its segments, the filling last."""
         host = np.zeros(3 * self.size + PROMPTS, dtype=np.int64)
         tokens, positions, at, ends = np.split(host, [self.size, 2 * self.size, 3 * self.size])
         at[:] = self._idle
         lengths = np.zeros(PROMPTS + 1, dtype=np.int64)
         start = 0
-        for number, stretch in enumerate(stretches):
-            own = slice(start, start + stretch.length)
-            tokens[own], positions[own] = stretch.prefix.tokens, np.arange(stretch.length)
-            at[own] = places(stretch.prefix.blocks, self._cache.block_size)[: stretch.length]
-            lengths[number], start = stretch.length, own.stop
+        for number, segment in enumerate(segments):
+            own = slice(start, start + segment.length)
+            tokens[own], positions[own] = segment.prefix.tokens, np.arange(segment.length)
+            at[own] = slot_mapping(segment.prefix.blocks, self._cache.block_size)[: segment.length]
+            lengths[number], start = segment.length, own.stop
             ends[number] = own.stop - 1
         lengths[-1] = self.size - start
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -85,10 +85,10 @@ class StaticRow:
         return lengths
 
     def _pass(self, lengths: NDArray[np.int64], forward: Forward) -> None:
-        tokens_T, positions_T, places_T, ends_P = torch.split(
+        tokens_T, positions_T, slot_mapping_T, ends_P = torch.split(
             self._whole, [self.size, self.size, self.size, PROMPTS]
         )
-        # A graph reads where stretches begin from the device, each time anew.
+        # A graph reads where segments begin from the device, each time anew.
         varlen = VarlenAttention(
             starts_q=self._starts,
             starts_k=self._starts,
@@ -100,10 +100,10 @@ class StaticRow:
         nothing = np.zeros(0, dtype=np.int64)
         layout = PrefillLayout(
             cache=self._cache,
-            places=places_T,
+            slot_mapping=slot_mapping_T,
             lengths=lengths,
             before=nothing,
-            before_places=places_T[:0],
+            before_places=slot_mapping_T[:0],
             device=self._whole.device,
             _parts=parts,
         )
@@ -123,20 +123,20 @@ class PrefillGraphs(Prefill):
         self._rows: dict[int, StaticRow] = {}
         self._pool: Any = None
 
-    def _pass(self, stretches: SequenceOf[Segment], forward: Forward) -> None:
-        total = sum(stretch.length for stretch in stretches)
+    def _pass(self, segments: SequenceOf[Segment], forward: Forward) -> None:
+        total = sum(segment.length for segment in segments)
         size = next((size for size in SIZES if total <= size), None)
-        plain = all(s.start == 0 and s.complete and s.prefix.scores is None for s in stretches)
-        if size is None or not (self._possible and plain) or len(stretches) > PROMPTS:
-            super()._pass(stretches, forward)
+        plain = all(s.start == 0 and s.complete and s.prefix.scores is None for s in segments)
+        if size is None or not (self._possible and plain) or len(segments) > PROMPTS:
+            super()._pass(segments, forward)
             return
         if size not in self._rows:
             self._rows[size] = StaticRow(self.policy, self.cache, size, idle_block=self._idle_block)
         if self.policy.device.type == "cuda":
             self._pool = self._pool or torch.cuda.graph_pool_handle()
-        logits_PV = self._rows[size].compute(stretches, forward, self._pool)
-        for stretch, logits_V in zip(stretches, logits_PV, strict=True):
-            stretch.prefix.done, stretch.prefix.logits_V = stretch.end, logits_V
+        logits_PV = self._rows[size].compute(segments, forward, self._pool)
+        for segment, logits_V in zip(segments, logits_PV, strict=True):
+            segment.prefix.done, segment.prefix.logits_V = segment.end, logits_V
 
 
 LARGEST_GROUP = 8

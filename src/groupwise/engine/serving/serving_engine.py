@@ -151,7 +151,7 @@ class ServingEngine:
 
             graph = CUDASteps(self.policy, self.scheduler, ends)
             if not graph.runner.fused:
-                stack.enter_context(self.policy.folded())
+                stack.enter_context(self.policy.merged_adapters())
             graph.runner.refresh()
             return graph
         plain = CPUSteps(self.policy, self.scheduler, ends)

@@ -108,8 +108,8 @@ class ServingScheduler(Scheduler):
             sampling, self.alternatives[slot] = job.sampling, job.alternatives
             self.limit[slot], self.stops[slot] = sampling.max_tokens, bool(sampling.stop)
             # Logits are divided by each one's own temperature: it tells nobody apart.
-            heat = 0.0 if sampling.greedy else 1.0
-            self.drawn[slot] = replace(sampling, stop=(), max_tokens=self.context, temperature=heat)
+            temperature = 0.0 if sampling.greedy else 1.0
+            self.drawn[slot] = replace(sampling, stop=(), max_tokens=self.context, temperature=temperature)
             self.settings[slot] = self._number_of(self.drawn[slot])
         return joined
 
@@ -128,8 +128,10 @@ class ServingScheduler(Scheduler):
         self.prompt_length[number] = len(job.prompt)
         scores = PromptLogprobs(job.alternatives) if job.scores_prompt else None
         prefix = Prefix(tokens=job.prompt, scores=scores)
-        heat = None if job.sampling.greedy else job.sampling.temperature
-        members = [Sequence(number, m, seed, prefix, temperature=heat) for m, seed in enumerate(job.seeds)]
+        temperature = None if job.sampling.greedy else job.sampling.temperature
+        members = [
+            Sequence(number, m, seed, prefix, temperature=temperature) for m, seed in enumerate(job.seeds)
+        ]
         self._owners.update(dict.fromkeys(members, job))
         self.waiting.extend(members)
 

@@ -1,11 +1,19 @@
-"""Spending more tokens on an answer at test time: several answers, longer thinking, self-improvement.
+"""Test-time strategies: more tokens on one answer, by sampling several, thinking longer or revising.
 
-A strategy answers prompts with whatever generates, and says what it spent:
+    strategy = strategy_named("self-consistency:8")
+    sampler = Sampler(codec=policy, engine=engine, sampling=sampling, seed=0)
+    (answer,) = strategy([prompt], sampler, plain_judge())
+    answer.rollout.text, answer.tokens
 
-    answer = strategy_named("self-consistency:8")
-    draws = Draws(codec=policy, engine=engine, sampling=sampling, seed=0)
-    (found,) = answer([prompt], draws, plain_judge())
-    found.rollout.text, found.tokens
+Modules in reading order:
+
+    base               Sampler, StrategyAnswer and the type of a strategy
+    best_of_n          best-of-n and self-consistency; scoring answers without the truth
+    budget_forcing     longer or shorter thinking (s1)
+    tpo                test-time preference optimization
+    strategy_registry  strategies by name, and what they cost
+
+To add a strategy, write a function of the type `Strategy` and enter it in `strategy_registry.STRATEGIES`.
 """
 
 from groupwise.evaluate.strategies.base import Sampler, Strategy, StrategyAnswer

@@ -37,7 +37,7 @@ def budget_forcing(
 ) -> Strategy:
     """Hold the end of thinking back `waits` times, then let the policy answer; all greedy.
 
-    Each time the policy wants to stop thinking, `wait` is written instead and it goes on. A stretch may take
+    Each time the policy wants to stop thinking, `wait` is written instead and it goes on. A segment may take
     `thinking` tokens (None: as many as an answer may have); when they are used up, thinking is over.
     """
 
@@ -45,13 +45,13 @@ def budget_forcing(
         end = judge.ends_thinking
         greedy = replace(draws.sampling, temperature=0.0)
         stop = greedy.stop if end is None else (*greedy.stop, end)
-        stretch = replace(greedy, max_tokens=thinking or greedy.max_tokens, stop=stop)
+        segment = replace(greedy, max_tokens=thinking or greedy.max_tokens, stop=stop)
         thoughts = [Thought(prompt) for prompt in prompts]
         for held_back in range(waits + 1):
             going = [one for one in thoughts if one.ended]
             for one in going if held_back else ():
                 one.text += wait
-            think(going, draws, stretch, end=end)
+            think(going, draws, segment, end=end)
         if end is not None:
             conclude(thoughts, draws, replace(greedy, max_tokens=answering), end=end)
         return [settled(one) for one in thoughts]

@@ -19,8 +19,7 @@ from groupwise.model.adapters.lora import base_of, effective_weight, is_adapted,
 from groupwise.model.adapters.quantization import is_quantized, is_quantized_model
 from groupwise.model.device import device_of
 from groupwise.model.load import causal_model, keep_quiet, load_tokenizer
-from groupwise.model.resolve import adapter_base, model_folder
-from groupwise.model.safe_save import check_output, new_folder
+from groupwise.model.resolve import adapter_base, check_output, model_folder, new_folder
 
 LIMIT = 1e-4
 """Largest difference of a logit where it is computed in float64: rounding the sums to float32 makes less."""

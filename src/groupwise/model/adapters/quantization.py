@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.errors import ConfigError
-from groupwise.model.resolve import first_line
-from groupwise.model.safe_save import new_folder
+from groupwise.model.resolve import first_line, new_folder
 
 
 def is_quantized(linear: Any) -> bool:

@@ -5,7 +5,7 @@ A packed row holds the prompt of every group, then what follows it in each of it
     [prompt 0][prompt 1]…[member 0.0][member 0.1]…[member 1.0]…
 
 A prompt's token sees the prompt so far. A member's token sees its group's prompt and the member so far:
-two attentions, merged. Either one is over stretches that follow one another in the row.
+two attentions, merged. Either one is over segments that follow one another in the row.
 
 Axes: T tokens of the row, H query heads, K key heads, D head size.
 """
@@ -71,8 +71,8 @@ class PackedLayout:
             within 0–1, 2, 3–4; across from 2–4 to 0–1
         """
         if kind not in self._parts:
-            stretches = np.concatenate([self.prompts, self.members])
-            within = kind.build(stretches, stretches, causal=True, device=self.device)
+            segments = np.concatenate([self.prompts, self.members])
+            within = kind.build(segments, segments, causal=True, device=self.device)
             across = None
             if len(self.members):
                 across = kind.build(self.followers, self.prompts, causal=False, device=self.device)
@@ -87,7 +87,7 @@ class PackedLayout:
 
 
 class _PackedAttention(torch.autograd.Function):
-    """Attend within every stretch, then from the members to their prompts, and merge the two."""
+    """Attend within every segment, then from the members to their prompts, and merge the two."""
 
     @staticmethod
     def forward(

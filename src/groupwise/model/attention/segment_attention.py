@@ -1,8 +1,8 @@
-"""Attention over stretches of a row, laid side by side with little padding: for any device.
+"""Attention over segments of a row, laid side by side with little padding: for any device.
 
-Stretches of like length go together, so that padding stays small however lengths vary.
+Segments of like length go together, so that padding stays small however lengths vary.
 
-Axes: T query tokens, S key tokens, N places on a grid, B stretches of a block, L longest of them, H query
+Axes: T query tokens, S key tokens, N places on a grid, B segments of a block, L longest of them, H query
 heads, K key heads, D head size.
 """
 
@@ -23,18 +23,18 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentGrid:
-    """Stretches of a row side by side, in blocks [B, L] of stretches of like length."""
+    """Segments of a row side by side, in blocks [B, L] of segments of like length."""
 
     shapes: tuple[tuple[int, int], ...]
     token_N: Tensor
     """The token at each place, block after block; some other token at an empty one."""
     empty_N: Tensor
     place_T: Tensor
-    """Where each token of the stretches sits, in the order of the row."""
+    """Where each token of the segments sits, in the order of the row."""
 
     @classmethod
     def build(cls, lengths: Integers, blocks: Sequence[Integers], *, device: torch.device) -> SegmentGrid:
-        """Lay out stretches that follow one another; `blocks` says which go together."""
+        """Lay out segments that follow one another; `blocks` says which go together."""
         starts = np.cumsum(lengths) - lengths
         shapes, tokens, filled = [], [], []
         for block in blocks:
@@ -76,7 +76,7 @@ class SegmentGrid:
         return torch.cat([x.transpose(1, 2).flatten(0, 1) for x in blocks]).index_select(0, self.place_T)
 
     def _blocks(self, x_NH: Tensor) -> list[Tensor]:
-        parts = torch.split(x_NH, [stretches * longest for stretches, longest in self.shapes])
+        parts = torch.split(x_NH, [segments * longest for segments, longest in self.shapes])
         return [
             x.view(*shape, *x.shape[1:]).transpose(1, 2) for x, shape in zip(parts, self.shapes, strict=True)
         ]
@@ -84,18 +84,18 @@ class SegmentGrid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedAttention:
-    """Each stretch of queries attends to the stretch of keys of its number."""
+    """Each segment of queries attends to the segment of keys of its number."""
 
     queries: SegmentGrid
     keys: SegmentGrid
     causal: bool
-    """Queries and keys are the same stretches, and none looks ahead."""
+    """Queries and keys are the same segments, and none looks ahead."""
 
     @classmethod
     def build(
         cls, queries: Integers, keys: Integers, *, causal: bool, device: torch.device
     ) -> PaddedAttention:
-        """For stretches of these lengths that follow one another."""
+        """For segments of these lengths that follow one another."""
         blocks = alike(np.stack([queries, keys], axis=1))
         grid = SegmentGrid.build(queries, blocks, device=device)
         return cls(
@@ -145,7 +145,7 @@ class PaddedAttention:
 
 
 def alike(sizes_SX: Integers) -> list[Integers]:
-    """Group stretches, each given by one or more sizes, so that in a group no size is much over another.
+    """Group segments, each given by one or more sizes, so that in a group no size is much over another.
 
     Sizes in one group differ by a factor of at most √2, those up to 16 not minded.
     """
@@ -165,10 +165,10 @@ def fits(q_THD: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VarlenAttention:
-    """Each stretch of queries attends to the stretch of keys of its number."""
+    """Each segment of queries attends to the segment of keys of its number."""
 
     starts_q: Tensor
-    """Where each stretch of queries begins, and the end of the last."""
+    """Where each segment of queries begins, and the end of the last."""
     starts_k: Tensor
     longest_q: int
     longest_k: int
@@ -178,7 +178,7 @@ class VarlenAttention:
     def build(
         cls, queries: Integers, keys: Integers, *, causal: bool, device: torch.device
     ) -> VarlenAttention:
-        """For stretches of these lengths that follow one another."""
+        """For segments of these lengths that follow one another."""
 
         def starts(lengths: Integers) -> Tensor:
             bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -196,7 +196,7 @@ class VarlenAttention:
     def attend(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
         """Return (output_THD, lse_TH)."""
         output_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
-            q_THD, k_SKD, v_SKD, *self._stretches, 0.0, self.causal, False, scale=scale
+            q_THD, k_SKD, v_SKD, *self._segments, 0.0, self.causal, False, scale=scale
         )
         return output_THD, lse_HT.T
 
@@ -220,7 +220,7 @@ class VarlenAttention:
             v_SKD,
             output_THD,
             lse_TH.T.contiguous(),
-            *self._stretches,
+            *self._segments,
             0.0,
             self.causal,
             no_dropout,
@@ -230,7 +230,7 @@ class VarlenAttention:
         return dq_THD, dk_SKD, dv_SKD
 
     @property
-    def _stretches(self) -> tuple[Tensor, Tensor, int, int]:
+    def _segments(self) -> tuple[Tensor, Tensor, int, int]:
         return self.starts_q, self.starts_k, self.longest_q, self.longest_k
 
 

@@ -1,6 +1,6 @@
-"""One row over several processes: each computes a stretch of its tokens, and all of them for some heads.
+"""One row over several processes: each computes a segment of its tokens, and all of them for some heads.
 
-Everything in a decoder but attention looks at one token at a time, so a process needs only its own stretch.
+Everything in a decoder but attention looks at one token at a time, so a process needs only its own segment.
 For attention the processes trade: each gives away its tokens' queries, keys and values, and gets those of
 all tokens for its share of the heads (DeepSpeed-Ulysses, arXiv 2309.14509). The layout that says what attends
 to what is that of the whole row, packed and with shared prompts as ever.
@@ -24,7 +24,7 @@ from groupwise.model.policy import Policy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UlyssesContext:
-    """Who holds which stretch of a row."""
+    """Who holds which segment of a row."""
 
     rank: int
     count: int
@@ -37,12 +37,12 @@ class UlyssesContext:
                 f"{self.count} processes"
             )
 
-    def stretches(self, tokens: int) -> list[int]:
-        """Length of each process's stretch of a row, as even as can be."""
+    def segments(self, tokens: int) -> list[int]:
+        """Length of each process's segment of a row, as even as can be."""
         return [tokens // self.count + (rank < tokens % self.count) for rank in range(self.count)]
 
     def own(self, tokens: int) -> slice:
-        lengths = self.stretches(tokens)
+        lengths = self.segments(tokens)
         start = sum(lengths[: self.rank])
         return slice(start, start + lengths[self.rank])
 
@@ -54,15 +54,15 @@ class UlyssesContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UlyssesLayout:
-    """Attention of a stretch, through the layout of the whole row."""
+    """Attention of a segment, through the layout of the whole row."""
 
     row: Layout
     tokens: int
     context: UlyssesContext
 
     def attend(self, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, *, layer: int, scale: float) -> Tensor:
-        """Return the attention output_1THD of this process's stretch."""
-        lengths = self.context.stretches(self.tokens)
+        """Return the attention output_1THD of this process's segment."""
+        lengths = self.context.segments(self.tokens)
         mine = [traded(x, 2, lengths, 1, self._heads(x)) for x in (q_1HTD, k_1KTD, v_1KTD)]
         output_1THD = self.row.attend(*mine, layer=layer, scale=scale)
         heads = [output_1THD.shape[2]] * self.context.count

@@ -67,7 +67,7 @@ def medquad(
     check_options(
         index=index, results=results, shown=shown, think=think, judge=judge, judge_model=judge_model
     )
-    from groupwise.commands.index_actions import own_questions
+    from groupwise.retrieval.index_storage import own_questions
     from groupwise.retrieval.search_index import Index, QueryBatcher
 
     folder = Path(index).expanduser()

@@ -168,15 +168,20 @@ def worked_words(tokens: list[LatexToken]) -> Iterator[LatexToken]:
             before = token
             continue
         parts = token.text.split()
-        while parts and before is not None and before.kind == "number" and folded(parts[0]) in POWERS_OF_TEN:
+        while (
+            parts
+            and before is not None
+            and before.kind == "number"
+            and merged_adapters(parts[0]) in POWERS_OF_TEN
+        ):
             yield LatexToken("command", r"\times")
-            before = LatexToken("number", str(10 ** POWERS_OF_TEN[folded(parts.pop(0))]))
+            before = LatexToken("number", str(10 ** POWERS_OF_TEN[merged_adapters(parts.pop(0))]))
             yield before
-        if parts and before is not None and folded(parts[0]) == "percent":
+        if parts and before is not None and merged_adapters(parts[0]) == "percent":
             before = LatexToken("symbol", "%")
             yield before
             parts.pop(0)
-        last = folded(parts[-1]) if parts else ""
+        last = merged_adapters(parts[-1]) if parts else ""
         computes = len(parts) > 0 and (
             last in SIGN_WORDS or (last in EQUALS_WORDS and token is not tokens[-1])
         )
@@ -188,7 +193,7 @@ def worked_words(tokens: list[LatexToken]) -> Iterator[LatexToken]:
             yield before
 
 
-def folded(word: str) -> str:
+def merged_adapters(word: str) -> str:
     return word.strip(".,;:").casefold()
 
 
