@@ -14,7 +14,7 @@ import transformers
 from machine import held, settle
 from workload import Job, Result, Step, digest, examples, read_job, split, task, write_result
 
-from groupwise.algo.samples import keep_top_entropy
+from groupwise.algo.samples import training_batch
 from groupwise.config.schema import (
     AlgoConfig,
     Config,
@@ -27,7 +27,15 @@ from groupwise.config.schema import (
 from groupwise.engine.engine import Engine
 from groupwise.learner.learner import Learner
 from groupwise.model.load import load_policy
-from groupwise.training.collector import Collector
+from groupwise.training.collector import Batch, Collector
+from groupwise.training.loop import collect_batch
+
+
+def trained_tokens(batch: Batch, algo: AlgoConfig) -> int:
+    """Tokens that the update computed a gradient for."""
+    keep_zero = algo.beta > 0 or algo.entropy_bonus != 0
+    samples, _, _ = training_batch(batch.groups, mask_truncated=algo.mask_truncated, keep_zero=keep_zero)
+    return sum(sample.length for sample in samples)
 
 
 def dtype(job: Job) -> str:
@@ -76,14 +84,12 @@ def run(job: Job) -> Result:
     cursor = 0
     for number in range(1, config.run.max_steps + 1):
         started, cpu = time.perf_counter(), time.process_time()
-        batch = collector.collect(number, cursor=cursor)
+        batch = collect_batch(collector, number, cursor=cursor)
         collected = time.perf_counter()
-        samples, sequences, tokens = collector.samples(batch)
-        samples = keep_top_entropy(samples, share=config.algo.top_entropy)
         if job.device == "cuda":
             engine.release()
             torch.cuda.reset_peak_memory_stats()
-        report = learner.update(samples, sequences=sequences, tokens=tokens)
+        report = learner.train_on(batch.groups)
         print(f"gap {report['policy/gap']:.4f}, {learner.micro_batch_tokens} tokens a pass", flush=True)
         settle(job.device)
         ended = time.perf_counter()
@@ -95,7 +101,7 @@ def run(job: Job) -> Result:
                 generating=batch.rollout_seconds,
                 scoring=collected - started - batch.rollout_seconds,
                 updating=ended - collected,
-                trained_tokens=sum(sample.length for sample in samples),
+                trained_tokens=trained_tokens(batch, config.algo),
                 prompts=digest(prompts[cursor : batch.cursor]),
             )
         )

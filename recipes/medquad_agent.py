@@ -43,6 +43,7 @@ from groupwise.rollout.collect import Tools
 from groupwise.tasks import Task, load_task
 from groupwise.tasks.sft_data import plan_warm_start
 from groupwise.training.grpo_run import GRPORun
+from groupwise.training.loop import train_step
 from groupwise.training.resume import RunStart
 from groupwise.training.sft_run import SFTRun
 
@@ -203,8 +204,7 @@ def reinforce(
     with GRPORun(config, task=task, start=RunStart.new(config, task=task.name)) as run:
         started = time.monotonic()
         for step in run.steps():
-            batch = run.collect(step)
-            run.track(step, batch, run.learn(step, batch))
+            train_step(run, step)
             if step >= options.steps or time.monotonic() - started > options.seconds:
                 break
         seconds = time.monotonic() - started

@@ -48,6 +48,7 @@ from groupwise.rollout.collect import collect
 from groupwise.tasks import Split, Task, load_task
 from groupwise.tasks.self_test import gold_of
 from groupwise.training.grpo_run import GRPORun
+from groupwise.training.loop import train_step
 from groupwise.training.resume import RunStart
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
@@ -244,8 +245,7 @@ def reinforce(
         write_evaluation(run.folder.evaluations, "before", before, about={"seed": seed})
         started = time.monotonic()
         for step in run.steps():
-            batch = run.collect(step)
-            run.track(step, batch, run.learn(step, batch))
+            train_step(run, step)
             if step >= options.steps or time.monotonic() - started > options.seconds:
                 break
         seconds = time.monotonic() - started

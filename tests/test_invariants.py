@@ -33,6 +33,7 @@ from groupwise.tasks import Split, Task
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.training.collector import Collector
 from groupwise.training.evaluator import Evaluator
+from groupwise.training.loop import collect_batch
 from small_models import policy_of, small_model
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=12)
@@ -241,7 +242,7 @@ def test_an_example_on_both_sides_stops_the_run(policy: Policy) -> None:
         CONFIG, task=task(), split=split, codec=policy, engine=Engine(policy, EngineConfig())
     )
     with pytest.raises(InvariantError, match="1 training examples are also held out"):
-        collector.collect(1, cursor=0)
+        collect_batch(collector, 1, cursor=0)
 
 
 def move_a_weight(policy: Policy) -> None:

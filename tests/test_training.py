@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from groupwise.algo.samples import training_batch
 from groupwise.config import Config, read_config
 from groupwise.config.schema import AlgoConfig, RolloutConfig, TaskConfig
 from groupwise.errors import CheckpointError, ConfigError, InvariantError
-from groupwise.records import Completion, Example, Message, Request, Rollout, Sampling
+from groupwise.records import Completion, Example, Message, Request, Rollout, Sample, Sampling
 from groupwise.report.run_index import RunReader
 from groupwise.tasks import Task
 from groupwise.tracking import trackers
@@ -26,7 +27,8 @@ from groupwise.tracking.run_folder import RunFolder, step_of
 from groupwise.tracking.terminal import RunSummary
 from groupwise.tracking.trackers import Metrics, Rows, TrackerInfo
 from groupwise.training import train
-from groupwise.training.collector import Collector, check_failures
+from groupwise.training.collector import Batch, Collector, check_failures
+from groupwise.training.loop import collect_batch
 from groupwise.training.recorder import sample_rows
 from groupwise.training.resume import RunState, read_state
 from groupwise.training.run_summary import next_commands, summary_of
@@ -91,11 +93,17 @@ def collector(answers: dict[str, str], *, prompts: int, refill: int, max_failed:
     )
 
 
+def samples_of(made: Collector, batch: Batch) -> tuple[list[Sample], int, int]:
+    algo = made.config.algo
+    keep_zero = algo.beta > 0 or algo.entropy_bonus != 0
+    return training_batch(batch.groups, mask_truncated=algo.mask_truncated, keep_zero=keep_zero)
+
+
 def test_pca_centres_rewards_on_0_and_shows_their_weighted_sum():
     made = collector({"a": "13", "b": "37"}, prompts=2, refill=0)
     made.config = replace(made.config, algo=replace(made.config.algo, combine="pca"))
     made.task = replace(made.task, weights={"value": 2.0})
-    batch = made.collect(1, cursor=0)
+    batch = collect_batch(made, 1, cursor=0)
     assert [r.reward for group in batch.groups for r in group.rollouts] == [-1.0, 1.0, -1.0, 1.0]
     metrics = batch_metrics(batch, shown_reward=made.shown_reward)
     assert metrics["reward/mean"] == 7.0  # 2 · (1 + 3 + 3 + 7) / 4
@@ -127,7 +135,7 @@ def names_of(groups: Sequence[object]) -> list[str]:
 
 def test_groups_without_signal_are_replaced_by_fresh_ones_and_counted():
     made, names = scripted([1, 2, 4], prompts=3, refill=3)
-    batch = made.collect(1, cursor=0)
+    batch = collect_batch(made, 1, cursor=0)
     # Three prompts, of which 1 and 2 are silent; two for them, of which 4 is silent; one for that.
     assert asked(made) == [names[0:3], names[3:5], names[5:6]]
     assert names_of(batch.groups) == [names[0], names[3], names[5]]
@@ -142,29 +150,29 @@ def test_groups_without_signal_are_replaced_by_fresh_ones_and_counted():
 
 def test_refill_stops_at_its_limit_with_what_there_is():
     made, names = scripted([0, 1, 2, 3], prompts=2, refill=1)
-    batch = made.collect(1, cursor=0)
+    batch = collect_batch(made, 1, cursor=0)
     assert asked(made) == [names[0:2], names[2:4]]
     assert (batch.groups, len(batch.dropped), batch.replaced, batch.cursor) == ((), 4, 2, 4)
-    assert made.samples(batch) == ([], 0, 0)
+    assert samples_of(made, batch) == ([], 0, 0)
 
 
 def test_without_refill_groups_without_signal_stay_and_count_in_the_mean():
     made, names = scripted([1], prompts=3, refill=0)
-    batch = made.collect(1, cursor=0)
+    batch = collect_batch(made, 1, cursor=0)
     assert (names_of(batch.groups), batch.dropped, batch.replaced, batch.cursor) == (
         [names[0], names[2], names[1]],
         (),
         0,
         3,
     )
-    samples, sequences, tokens = made.samples(batch)
+    samples, sequences, tokens = samples_of(made, batch)
     assert (len(samples), sequences, tokens) == (4, 6, 12)  # two tokens an answer, the end token included
 
 
 def test_the_next_step_begins_where_the_last_one_stopped_drawing():
     made, names = scripted([0], prompts=2, refill=1)
-    first = made.collect(1, cursor=0)
-    made.collect(2, cursor=first.cursor)
+    first = collect_batch(made, 1, cursor=0)
+    collect_batch(made, 2, cursor=first.cursor)
     assert asked(made) == [names[0:2], names[2:3], names[3:5]]
 
 
@@ -177,23 +185,23 @@ def test_an_example_drawn_in_two_rounds_of_a_step_gets_other_noise():
     seeds: list[tuple[int, ...]] = []
     made = collector({"a": "11"}, prompts=2, refill=2)
     made.engine = Seeds({"a": "11"})
-    made.collect(1, cursor=0)
+    collect_batch(made, 1, cursor=0)
     assert len(set(seeds)) == len(seeds) == 6
 
 
 def test_failed_rollouts_are_counted_and_left_out():
     made = collector({"a": "19", "b": "01"}, prompts=2, refill=0)
-    batch = made.collect(1, cursor=0)
+    batch = collect_batch(made, 1, cursor=0)
     check_failures(batch, limit=0.25)
     assert batch_metrics(batch)["rollout/failed"] == 0.25
     assert batch_metrics(batch)["reward/mean"] == pytest.approx(2 / 3)
-    assert made.samples(batch)[1] == 3
+    assert samples_of(made, batch)[1] == 3
 
 
 def test_too_many_failures_end_the_step_early_and_stop_the_run():
     answers = dict.fromkeys("abcdefgh", "99")
     made = collector(answers, prompts=8, refill=3, max_failed=0.5)
-    batch = made.collect(1, cursor=0)
+    batch = collect_batch(made, 1, cursor=0)
     assert asked(made) == [order(made, 8)]
     assert len(batch.drawn) == 5  # ten of sixteen rollouts have failed: more than half, whatever comes
     with pytest.raises(InvariantError, match="the first: reward value: ValueError: nine"):
@@ -209,7 +217,7 @@ def test_a_reward_that_hangs_fails_its_rollout_in_every_group_and_no_other():
     made = collector({"a": "81", "b": "02", "c": "38"}, prompts=3, refill=0)
     made.task = replace(made.task, rewards={"hangs": hangs})
     made.config = replace(made.config, task=replace(made.config.task, reward_seconds=0.02))
-    groups = {group.example["q"]: group.rollouts for group in made.collect(1, cursor=0).groups}
+    groups = {group.example["q"]: group.rollouts for group in collect_batch(made, 1, cursor=0).groups}
     late = "reward hangs: took longer than 0.02 s"
     assert {q: [r.error or r.reward for r in rollouts] for q, rollouts in groups.items()} == {
         "a": [late, 1.0], "b": [0.0, 2.0], "c": [3.0, late],
@@ -240,7 +248,7 @@ def test_the_mean_filter_of_a_step_knows_the_weights_of_its_task():
     rewards = {"value": value, "cost": lambda rollout, example: -value(rollout, example)}
     made.task = replace(made.task, rewards=rewards, weights={"cost": -1.0})
     made.config = replace(made.config, algo=AlgoConfig(advantage="dr_grpo", mean_filter=True))
-    (group,) = made.collect(1, cursor=0).groups
+    (group,) = collect_batch(made, 1, cursor=0).groups
     # 0 and 5, and as much again for a cost of 0 and -5.
     assert [rollout.advantage for rollout in group.rollouts] == [-5.0, 5.0]
 
@@ -318,7 +326,7 @@ def test_adapters_begin_the_same_and_dropout_derives_from_the_step(place):
 
 def test_trackers_get_a_few_answers_to_read():
     made, names = scripted([], prompts=6, refill=0)
-    rows = sample_rows(made.collect(1, cursor=0))
+    rows = sample_rows(collect_batch(made, 1, cursor=0))
     assert rows == [{"prompt": name, "text": "0", "reward": 0.0, "error": ""} for name in names[:4]]
 
 

@@ -42,6 +42,17 @@ def to_samples(groups: Sequence[Group], *, mask_truncated: bool, keep_zero: bool
     ]
 
 
+def training_batch(
+    groups: Sequence[Group], *, mask_truncated: bool, keep_zero: bool, top_entropy: float = 1.0
+) -> tuple[list[Sample], int, int]:
+    """Return the samples of a step, and the sequences and tokens of its whole batch."""
+    samples = to_samples(groups, mask_truncated=mask_truncated, keep_zero=keep_zero)
+    return (
+        keep_top_entropy(samples, share=top_entropy),
+        *batch_size(groups, mask_truncated=mask_truncated),
+    )
+
+
 def to_sample(rollout: Rollout, *, group: int) -> Sample:
     """Return one rollout as a sample of the group with this number."""
     return Sample(

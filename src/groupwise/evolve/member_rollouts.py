@@ -118,7 +118,8 @@ class MemberRollouts:
             for place, found in groups.items():
                 collector = collectors[place]
                 with TimeLimits(collector.config.task.reward_seconds) as limit:
-                    for group in (collector.score(each, limit) for each in found):
+                    for each in found:
+                        group = collector.compare_group(collector.reward_group(each, limit))
                         (kept if has_signal(group) else silent)[place].append(group)
             reward_seconds += time.perf_counter() - started
         share = 1 / len(collectors)

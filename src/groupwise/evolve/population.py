@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from groupwise.algo.samples import keep_top_entropy
 from groupwise.config.schema import Config
 from groupwise.engine.multi_lora import MultiLoRAEngine
 from groupwise.errors import InvariantError
@@ -187,14 +186,12 @@ class Population:
 
     def learn(self, place: int, batch: Batch, *, step: int) -> dict[str, float]:
         """Update one member; raises `InvariantError` where that breaks it, and harms nobody else."""
-        member, collector = self.members[place], self.collectors[place]
+        member = self.members[place]
         check_failures(batch, limit=self.config.task.max_failed)
-        samples, sequences, tokens = collector.samples(batch)
-        samples = keep_top_entropy(samples, share=collector.config.algo.top_entropy)
         torch.manual_seed(derive_seed(self.config.run.seed, "update", step))
         member.put_in_place()
         try:
-            report = member.learner.update(samples, sequences=sequences, tokens=tokens)
+            report = member.learner.train_on(batch.groups)
         finally:
             member.learner.optimizer.zero_grad(set_to_none=True)  # the parameters are everyone's
         if not self.base.members.finite(place):

@@ -31,6 +31,7 @@ from groupwise.learner.checkpoint import latest_checkpoint
 from groupwise.tasks import Task, load_task, with_data
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.training.grpo_run import GRPORun
+from groupwise.training.loop import train_step
 from groupwise.training.resume import RunStart, read_state, save_state
 
 
@@ -64,9 +65,8 @@ class RunTrial(tune.Trainable):  # type: ignore[misc]
         """Make one training step, and say what Tune may look at."""
         run = self._run
         number = next(self._steps)
-        batch = run.collect(number)
-        report = run.learn(number, batch)
-        run.track(number, batch, report)
+        batch = train_step(run, number)
+        report = run.learner.report()
         rollouts = [rollout for group in batch.drawn for rollout in group.valid]
         self._tokens += sum(rollout.length for rollout in rollouts)
         after = run.examiner.after if number == run.config.run.max_steps else None

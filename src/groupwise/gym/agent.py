@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from groupwise.algo.advantages import with_advantages
-from groupwise.algo.samples import batch_size, keep_top_entropy, to_samples
 from groupwise.config import config_from_keywords, dump_config, read_config
 from groupwise.errors import ConfigError
 from groupwise.evolve.population import Member, SharedBase
@@ -86,15 +85,11 @@ class Agent:
             with_advantages(rewarded(group, values), kind=algo.advantage, weights={})
             for group, values in zip(answers, rewards, strict=True)
         ]
-        keep_zero = algo.beta > 0 or algo.entropy_bonus != 0
-        samples = to_samples(groups, mask_truncated=algo.mask_truncated, keep_zero=keep_zero)
-        samples = keep_top_entropy(samples, share=algo.top_entropy)
-        sequences, tokens = batch_size(groups, mask_truncated=algo.mask_truncated)
         torch.manual_seed(derive_seed(self.config.run.seed, "update", self.steps))
         self._member.put_in_place()
         if policy.device.type == "cuda":
             self._base.engine.release()  # the update needs the memory
-        report = self._member.learner.update(samples, sequences=sequences, tokens=tokens)
+        report = self._member.learner.train_on(groups)
         return report.get("policy/loss", 0.0), report.get("policy/kl", 0.0)
 
     def test(self, env: PromptEnv) -> float:

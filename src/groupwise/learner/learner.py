@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from groupwise.algo.losses import LossSettings, Tokens, averages, merge, policy_loss, token_weights
+from groupwise.algo.samples import training_batch
 from groupwise.config.schema import AlgoConfig, OptimConfig
 from groupwise.errors import ConfigError
 from groupwise.invariants import check_finite, check_gap
@@ -28,7 +29,7 @@ from groupwise.model.device import total_memory
 from groupwise.model.policy import Policy
 from groupwise.parallel.processes import Processes
 from groupwise.parallel.work_sharing import shares_of_samples, sum_gradients
-from groupwise.records import Sample, Sampling
+from groupwise.records import Group, Sample, Sampling
 from groupwise.tracking.run_log import LOGGER
 
 GPU_LOGITS_BYTES = 2 << 30
@@ -75,40 +76,81 @@ class Learner:
             entropy_bonus=algo.entropy_bonus,
         )
 
-    def update(self, samples: Sequence[Sample], *, sequences: int, tokens: int) -> dict[str, float]:
-        """Make this step's optimizer steps.
+    def train_on(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Train on groups with advantages: every optimizer step of one training step. Return the metrics."""
+        for minibatch in self.minibatches(groups):
+            self.compute_loss(minibatch)
+            self.step()
+        return self.report()
 
-        `sequences` and `tokens` count the whole batch, also what is not computed because its
-        advantage is 0: they are the loss's denominators. Every process is given all samples and
-        computes a share; as losses are sums, so is the gradient.
+    def minibatches(self, groups: Sequence[Group]) -> Iterator[list[MicroBatchInputs]]:
+        """Return the mini-batches of one training step, `optim.epochs` times over.
+
+        The caller computes the loss of each and makes an optimizer step before it asks for the next.
         """
+        algo = self.algo
+        samples, sequences, tokens = training_batch(
+            groups,
+            mask_truncated=algo.mask_truncated,
+            # A KL penalty or an entropy bonus gives a gradient to members of zero advantage as well.
+            keep_zero=algo.beta > 0 or algo.entropy_bonus != 0,
+            top_entropy=algo.top_entropy,
+        )
+        return self._minibatches(samples, sequences=sequences, tokens=tokens)
+
+    def update(self, samples: Sequence[Sample], *, sequences: int, tokens: int) -> dict[str, float]:
+        """Train on samples: every optimizer step of one training step. Return the metrics.
+
+        `sequences` and `tokens` count the whole batch, also what is not computed because its advantage is 0:
+        they are the loss's denominators. Every process gets all samples and computes a share of them. Losses
+        are sums, so the gradient is the sum of the processes' gradients.
+        """
+        for minibatch in self._minibatches(samples, sequences=sequences, tokens=tokens):
+            self.compute_loss(minibatch)
+            self.step()
+        return self.report()
+
+    def _minibatches(
+        self, samples: Sequence[Sample], *, sequences: int, tokens: int
+    ) -> Iterator[list[MicroBatchInputs]]:
         self.seen = {}
+        self._outputs: list[dict[str, Tensor]] = []
+        self._losses: list[float] = []
+        self._norms: list[float] = []
         if not samples:
-            return {"policy/updates": 0.0}
+            return
         self.policy.model.train()
         minibatches = self._prepare(samples, sequences=sequences, tokens=tokens)
-        reports: list[dict[str, Tensor]] = []
-        losses: list[float] = []
-        norms: list[float] = []
         for _ in range(self.optim.epochs):
-            for parts in minibatches:
-                own = StepOutput(0.0, {})
-                with self.processes.together():
-                    own = self._noted(parts, self._accumulate(parts))
-                everyone = self.processes.gather(own.on_cpu())
-                if self.context is not None:
-                    everyone = everyone[:1]  # all have computed the same, together
-                total = merge(each.metrics for each in everyone)
-                reports.append(total)
-                losses.append(sum(each.loss for each in everyone))
-                check_finite("the loss", losses[-1])
-                check_gap(averages(total)["policy/gap"], limit=self.algo.max_gap)
-                norms.append(self._step())
+            yield from minibatches
+
+    def compute_loss(self, minibatch: list[MicroBatchInputs]) -> None:
+        """Compute the loss of a mini-batch and its gradient, one micro-batch after the other."""
+        own = StepOutput(0.0, {})
+        with self.processes.together():
+            own = self._noted(minibatch, self._accumulate(minibatch))
+        everyone = self.processes.gather(own.on_cpu())
+        if self.context is not None:
+            everyone = everyone[:1]  # all processes have computed the same loss, together
+        total = merge(each.metrics for each in everyone)
+        self._outputs.append(total)
+        self._losses.append(sum(each.loss for each in everyone))
+        check_finite("the loss", self._losses[-1])
+        check_gap(averages(total)["policy/gap"], limit=self.algo.max_gap)
+
+    def step(self) -> None:
+        """Make one optimizer step with the gradient of the last mini-batch."""
+        self._norms.append(self._step())
+
+    def report(self) -> dict[str, float]:
+        """Return the metrics of this training step's updates."""
+        if not self._norms:
+            return {"policy/updates": 0.0}
         return {
-            **averages(merge(reports)),
-            "policy/loss": sum(losses) / len(losses),
-            "policy/grad_norm": sum(norms) / len(norms),
-            "policy/updates": float(len(norms)),
+            **averages(merge(self._outputs)),
+            "policy/loss": sum(self._losses) / len(self._losses),
+            "policy/grad_norm": sum(self._norms) / len(self._norms),
+            "policy/updates": float(len(self._norms)),
             "optim/learning_rate": self.rate(self.updates - 1),
         }
 

@@ -1,4 +1,9 @@
-"""The next step's batch, drawn while this step trains: one update off-policy, and never more."""
+"""Stages 1 to 4 of a step: sample prompts, roll out, score, compute advantages.
+
+`training.loop.collect_batch` calls the stages in order. It repeats them while groups without a learning
+signal are refilled (`rollout.refill`). Beside them: the curriculum that chooses prompts, and the prefetcher
+that collects the next batch while this one trains.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +14,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
+from typing import Protocol
 
 from groupwise.algo.advantages import with_advantages, with_overlong_penalty
 from groupwise.algo.reward_combination import agreeing, with_combined
-from groupwise.algo.samples import batch_size, to_samples
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError, InvariantError
 from groupwise.invariants import check_disjoint
 from groupwise.parallel.processes import Processes
-from groupwise.records import Example, Group, Rollout, Sample
+from groupwise.records import Example, Group, Rollout
 from groupwise.rewards.llm_judge import spent_by_judges
 from groupwise.rewards.runner import RewardContext, TrainerState, score_within, weighted_sum
 from groupwise.rewards.time_limit import TimeLimit, TimeLimits
@@ -156,8 +161,44 @@ class Batch:
         return self.groups + self.dropped
 
 
+@dataclass(slots=True)
+class StageTimes:
+    """Seconds of one process in one round."""
+
+    rollout: float = 0.0
+    reward: float = 0.0
+    tools: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class BatchDraft:
+    """A batch in the making: what the stages of a step hand on to each other."""
+
+    step: int
+    cursor: int
+    rates: Rates
+    context: RewardContext
+    spent: Counter[str]
+    """What judges had cost before this step."""
+    kept: list[Group] = field(default_factory=list)
+    """Groups with a learning signal."""
+    silent: list[Group] = field(default_factory=list)
+    passed_over: int = 0
+    rounds: int = 0
+    expected: int = 0
+    """Rollouts of the step, when this round is done."""
+    times: StageTimes = field(default_factory=StageTimes)
+    rollout_seconds: float = 0.0
+    reward_seconds: float = 0.0
+    tool_seconds: float = 0.0
+
+    @property
+    def groups(self) -> list[Group]:
+        return self.kept + self.silent
+
+
 class Collector:
-    """Makes batches; holds what does not change between steps."""
+    """The stages that make a batch, and what does not change between steps."""
 
     def __init__(
         self,
@@ -185,45 +226,132 @@ class Collector:
         self.failures: dict[str, str] = {}
         """The first failure of each reward in this process, with its traceback."""
 
-    def collect(self, step: int, *, cursor: int, rates: Rates = NOTHING_KNOWN) -> Batch:
-        """Draw prompts until enough groups have signal, or `rollout.refill` rounds are used up."""
-        rollout = self.config.rollout
-        kept: list[Group] = []
-        silent: list[Group] = []
-        times = StageTimes()
-        passed_over = 0
-        spent = spent_by_judges(self.task.rewards)
+    def begin(self, step: int, *, cursor: int, rates: Rates = NOTHING_KNOWN) -> BatchDraft:
+        """Start the batch of a step at this position in the training data."""
         state = TrainerState(global_step=step - 1, max_steps=self.config.run.max_steps)
         context = RewardContext(trainer_state=state, failures=self.failures, when_late=self.when_late)
-        for _ in range(1 + rollout.refill):
-            missing = rollout.prompts - len(kept)
-            if not missing or too_many_failed(kept + silent, limit=self.config.task.max_failed):
-                break
-            drawn = kept + silent
-            candidates, cursor = self.split.take(cursor, missing * rollout.curriculum)
-            examples = self._choose(candidates, missing, step=step, drawn=drawn, rates=rates)
-            passed_over += len(candidates) - len(examples)
-            groups = self._answer(examples, step=step, drawn=drawn, times=times, context=context)
-            if rollout.curriculum > 1:
-                rates = updated(rates, groups, task=self.task)
-            kept += [group for group in groups if has_signal(group)]
-            silent += [group for group in groups if not has_signal(group)]
-        replaced = len(kept) + len(silent) - rollout.prompts
-        if not rollout.refill:  # nothing is dropped: silent groups stay and count in the loss's mean
+        spent = spent_by_judges(self.task.rewards)
+        return BatchDraft(step=step, cursor=cursor, rates=rates, context=context, spent=spent)
+
+    def needs_groups(self, draft: BatchDraft) -> bool:
+        """Whether to go another round: groups are missing, and neither refills nor failures are used up."""
+        return (
+            draft.rounds < 1 + self.config.rollout.refill
+            and len(draft.kept) < self.config.rollout.prompts
+            and not too_many_failed(draft.groups, limit=self.config.task.max_failed)
+        )
+
+    def sample_prompts(self, draft: BatchDraft) -> Sequence[Example]:
+        """Take the next training examples; a curriculum chooses among several for each."""
+        missing = self.config.rollout.prompts - len(draft.kept)
+        candidates, draft.cursor = self.split.take(draft.cursor, missing * self.config.rollout.curriculum)
+        examples: Sequence[Example] = candidates
+        if len(candidates) != missing:
+            seed_parts = (self.config.run.seed, draft.step, len(draft.groups))
+            examples = choose(candidates, missing, task=self.task, rates=draft.rates, seed_parts=seed_parts)
+        draft.passed_over += len(candidates) - len(examples)
+        check_disjoint((self.task.asks(example) for example in examples), self.held_out)
+        return examples
+
+    def rollout(self, draft: BatchDraft, examples: Sequence[Example]) -> list[Group]:
+        """Generate a group of rollouts for each example of this process's share."""
+        draft.times = StageTimes()
+        started = time.perf_counter()
+        groups: list[Group] = []
+        with self.processes.together():
+            groups = collect(
+                examples,
+                ask=self.task.ask,
+                codec=self.codec,
+                engine=self.engine,
+                sampling=self.config.rollout.sampling,
+                group_size=self.config.rollout.group_size,
+                # The count tells apart one example drawn in two rounds of a step.
+                seed_parts=(self.config.run.seed, "train", draft.step, len(draft.groups)),
+                tools=self.tools,
+                share=self.processes.share,
+            )
+            if self.tools is not None:
+                draft.times.tools = self.tools.toolbox.seconds_since_asked()
+        draft.expected = rollouts_in(draft.groups) + len(examples) * self.config.rollout.group_size
+        draft.times.rollout = time.perf_counter() - started
+        return groups
+
+    def score(self, draft: BatchDraft, groups: list[Group]) -> list[Group]:
+        """Reward every rollout of this process; stop early where too many cannot be scored."""
+        started = time.perf_counter()
+        enough, failed = self.config.task.max_failed * draft.expected, failures(draft.groups)
+        with self.processes.together(), TimeLimits(self.config.task.reward_seconds) as limit:
+            for number, group in enumerate(groups):
+                # In place: otherwise scored copies add up until garbage is collected while scoring.
+                groups[number] = scored = self.reward_group(group, limit, draft.context)
+                failed += failures([scored])
+                # Slow failures, such as time-outs, are not waited for once there are too many.
+                if failed > enough:
+                    del groups[number + 1 :]
+                    break
+        draft.times.reward = time.perf_counter() - started
+        return groups
+
+    def advantages(self, draft: BatchDraft, groups: list[Group]) -> list[Group]:
+        """Compare each rollout with its group."""
+        started = time.perf_counter()
+        with self.processes.together():
+            for number, group in enumerate(groups):
+                groups[number] = self.compare_group(group)
+        draft.times.reward += time.perf_counter() - started
+        return groups
+
+    def add(self, draft: BatchDraft, own: list[Group]) -> None:
+        """Add the groups of all processes to the batch: those with a learning signal, and the others."""
+        slowest = self.processes.gather(draft.times)
+        draft.rollout_seconds += max(each.rollout for each in slowest)
+        draft.reward_seconds += max(each.reward for each in slowest)
+        draft.tool_seconds += max(each.tools for each in slowest)
+        groups = self.processes.joined(own)
+        if self.config.rollout.curriculum > 1:
+            draft.rates = updated(draft.rates, groups, task=self.task)
+        draft.kept += [group for group in groups if has_signal(group)]
+        draft.silent += [group for group in groups if not has_signal(group)]
+        draft.rounds += 1
+
+    def finish(self, draft: BatchDraft) -> Batch:
+        """Close the batch. Without refills nothing is dropped: silent groups count in the loss's mean."""
+        kept, silent = draft.kept, draft.silent
+        replaced = len(kept) + len(silent) - self.config.rollout.prompts
+        if not self.config.rollout.refill:
             kept, silent = kept + silent, []
         return Batch(
             groups=tuple(kept),
             dropped=tuple(silent),
             replaced=replaced,
-            cursor=cursor,
-            rates=rates,
-            passed_over=passed_over,
-            rollout_seconds=times.rollout,
-            reward_seconds=times.reward,
-            tool_seconds=times.tools,
-            judged=sum(self.processes.gather(spent_by_judges(self.task.rewards) - spent), Counter()),
-            logged=means_of(self.processes.gather(context.metrics)),
+            cursor=draft.cursor,
+            rates=draft.rates,
+            passed_over=draft.passed_over,
+            rollout_seconds=draft.rollout_seconds,
+            reward_seconds=draft.reward_seconds,
+            tool_seconds=draft.tool_seconds,
+            judged=sum(self.processes.gather(spent_by_judges(self.task.rewards) - draft.spent), Counter()),
+            logged=means_of(self.processes.gather(draft.context.metrics)),
         )
+
+    def reward_group(self, group: Group, limit: TimeLimit, context: RewardContext | None = None) -> Group:
+        """Reward the rollouts of a group, each reward within the limit, and combine the rewards."""
+        task, algo = self.task, self.config.algo
+        group = score_within(limit, group, rewards=task.rewards, weights=task.weights, context=context)
+        group = with_combined(group, kind=algo.combine, weights=task.weights)
+        return with_overlong_penalty(
+            group,
+            max_tokens=self.config.rollout.max_tokens,
+            buffer=algo.overlong_buffer,
+            penalty=algo.overlong_penalty,
+        )
+
+    def compare_group(self, group: Group) -> Group:
+        """Set the advantage of each rollout relative to its group."""
+        task, algo = self.task, self.config.algo
+        chosen = partial(agreeing, weights=task.weights) if algo.mean_filter else list
+        return with_advantages(group, kind=algo.advantage, weights=task.weights, chosen=chosen)
 
     def shown_reward(self, rollout: Rollout) -> float:
         """The overall reward to show: `pca` centres each group on 0, so there the weighted sum is shown."""
@@ -231,110 +359,11 @@ class Collector:
             return weighted_sum(rollout.rewards, self.task.weights)
         return rollout.reward
 
-    def samples(self, batch: Batch) -> tuple[list[Sample], int, int]:
-        """The batch as token sequences, and its size in sequences and tokens, silent members included."""
-        algo = self.config.algo
-        # A KL penalty or an entropy bonus pulls on members of zero advantage too.
-        keep_zero = algo.beta > 0 or algo.entropy_bonus != 0
-        samples = to_samples(batch.groups, mask_truncated=algo.mask_truncated, keep_zero=keep_zero)
-        sequences, tokens = batch_size(batch.groups, mask_truncated=algo.mask_truncated)
-        return samples, sequences, tokens
 
-    def _choose(
-        self, candidates: Sequence[Example], count: int, *, step: int, drawn: Sequence[Group], rates: Rates
-    ) -> Sequence[Example]:
-        if len(candidates) == count:
-            return candidates
-        seed_parts = (self.config.run.seed, step, len(drawn))
-        return choose(candidates, count, task=self.task, rates=rates, seed_parts=seed_parts)
+class CollectBatch(Protocol):
+    """Runs stages 1 to 4: see `training.loop.collect_batch`."""
 
-    def _answer(
-        self,
-        examples: Sequence[Example],
-        *,
-        step: int,
-        drawn: Sequence[Group],
-        times: StageTimes,
-        context: RewardContext,
-    ) -> list[Group]:
-        """Answer and score the examples, each process its share; `drawn` are the step's earlier groups."""
-        own = ProcessRound()
-        with self.processes.together():
-            own = self._answer_share(examples, step=step, drawn=drawn, context=context)
-        slowest = self.processes.gather(own.times)
-        times.rollout += max(each.rollout for each in slowest)
-        times.reward += max(each.reward for each in slowest)
-        times.tools += max(each.tools for each in slowest)
-        return self.processes.joined(own.groups)
-
-    def _answer_share(
-        self, examples: Sequence[Example], *, step: int, drawn: Sequence[Group], context: RewardContext
-    ) -> ProcessRound:
-        check_disjoint((self.task.asks(example) for example in examples), self.held_out)
-        times = StageTimes()
-        started = time.perf_counter()
-        groups = collect(
-            examples,
-            ask=self.task.ask,
-            codec=self.codec,
-            engine=self.engine,
-            sampling=self.config.rollout.sampling,
-            group_size=self.config.rollout.group_size,
-            # The count tells apart one example drawn in two rounds of a step.
-            seed_parts=(self.config.run.seed, "train", step, len(drawn)),
-            tools=self.tools,
-            share=self.processes.share,
-        )
-        answered = time.perf_counter()
-        if self.tools is not None:
-            times.tools = self.tools.toolbox.seconds_since_asked()
-        enough = self.config.task.max_failed * (
-            rollouts_in(drawn) + len(examples) * self.config.rollout.group_size
-        )
-        failed = failures(drawn)
-        with TimeLimits(self.config.task.reward_seconds) as limit:
-            for number, group in enumerate(groups):
-                # In its place: what scoring makes does not add up until garbage is collected in its midst.
-                groups[number] = scored = self.score(group, limit, context)
-                failed += failures([scored])
-                # Slow failures, such as time-outs, are not waited for once there are too many.
-                if failed > enough:
-                    del groups[number + 1 :]
-                    break
-        times.rollout = answered - started
-        times.reward = time.perf_counter() - answered
-        return ProcessRound(groups, times)
-
-    def score(self, group: Group, limit: TimeLimit, context: RewardContext | None = None) -> Group:
-        """Reward the answers of a group, each reward within the limit, and compare them."""
-        task, algo = self.task, self.config.algo
-        group = score_within(limit, group, rewards=task.rewards, weights=task.weights, context=context)
-        group = with_combined(group, kind=algo.combine, weights=task.weights)
-        group = with_overlong_penalty(
-            group,
-            max_tokens=self.config.rollout.max_tokens,
-            buffer=algo.overlong_buffer,
-            penalty=algo.overlong_penalty,
-        )
-        chosen = partial(agreeing, weights=task.weights) if algo.mean_filter else list
-        return with_advantages(group, kind=algo.advantage, weights=task.weights, chosen=chosen)
-
-
-@dataclass(slots=True)
-class StageTimes:
-    """Seconds spent so far in a step."""
-
-    rollout: float = 0.0
-    reward: float = 0.0
-    tools: float = 0.0
-
-
-@dataclass(slots=True)
-class ProcessRound:
-    """What one process has of a round."""
-
-    groups: list[Group] = field(default_factory=list)
-    times: StageTimes = field(default_factory=StageTimes)
+    def __call__(self, collector: Collector, step: int, *, cursor: int, rates: Rates) -> Batch: ...
 
 
 def means_of(logged: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""A GRPO run: what each stage of a step does."""
+"""A GRPO run: the parts that the stages of `training.loop` work with, and what surrounds a step."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from groupwise.algo.samples import keep_top_entropy
 from groupwise.config import Config
 from groupwise.learner.learner import Learner
+from groupwise.learner.micro_batch import MicroBatchInputs
 from groupwise.model.attention.ulysses import UlyssesContext
 from groupwise.parallel.processes import Processes, layout_of
 from groupwise.rewards.runner import RewardContext, TrainerState
@@ -18,7 +18,14 @@ from groupwise.seeds import derive_seed
 from groupwise.tasks import Split, Task
 from groupwise.tasks.isolate import failures_on_trial
 from groupwise.training.base_run import BaseRun
-from groupwise.training.collector import Batch, BatchPrefetcher, Collector, check_failures, first_error
+from groupwise.training.collector import (
+    Batch,
+    BatchPrefetcher,
+    CollectBatch,
+    Collector,
+    check_failures,
+    first_error,
+)
 from groupwise.training.evaluator import Evaluator
 from groupwise.training.prompt_lengths import PromptLimit
 from groupwise.training.resume import RunStart
@@ -26,7 +33,7 @@ from groupwise.training.step_metrics import batch_metrics, speed_metrics
 
 
 class GRPORun(BaseRun):
-    """Everything a step needs."""
+    """A run that trains by GRPO."""
 
     task: Task
     learner: Learner
@@ -57,7 +64,7 @@ class GRPORun(BaseRun):
         split = self.split
         overlap = config.rollout.overlap
         limit = config.algo.max_stale_gap if overlap else config.algo.max_gap
-        self.ahead = BatchPrefetcher()
+        self.prefetcher = BatchPrefetcher()
         self.learner = Learner(
             self.policy,
             algo=replace(config.algo, max_gap=limit),
@@ -93,19 +100,28 @@ class GRPORun(BaseRun):
         context.check(self.policy)
         return context
 
-    def collect(self, step: int) -> Batch:
-        """Draw, score and compare answers, and write them down before anything else can go wrong."""
+    def next_batch(self, step: int, collect: CollectBatch) -> Batch:
+        """Return the batch of this step: prefetched, or collected now.
+
+        Its rollouts are written before anything else can go wrong. With `rollout.overlap`, the next batch is
+        then collected with the weights as they are, while this one trains.
+        """
         self.began = time.perf_counter()
-        batch = self.ahead.take()
+        batch = self.prefetcher.take()
         if batch is None:
             with self.engine.ready():
-                batch = self.collector.collect(step, cursor=self.state.cursor, rates=self.state.rates)
+                batch = collect(self.collector, step, cursor=self.state.cursor, rates=self.state.rates)
         if step % self.config.track.rollouts_every == 0:
             self.recorder.rollouts(step, batch)
             self.recorder.completions(step, batch, is_perfect=self.task.is_perfect)
         self._tell_failures()
         self.recorder.last_error = first_error(batch) or self.recorder.last_error
         check_failures(batch, limit=self.config.task.max_failed)
+        if self.config.rollout.overlap and step < self.config.run.max_steps:
+            with self.engine.ready():
+                self.prefetcher.start(
+                    lambda: collect(self.collector, step + 1, cursor=batch.cursor, rates=batch.rates)
+                )
         return batch
 
     def _tell_failures(self) -> None:
@@ -129,46 +145,38 @@ class GRPORun(BaseRun):
                 self.told_failures.add(name)
                 yield from f"reward {name} failed on a trial answer: {failure}".splitlines()
 
-    def _draw_ahead(self, step: int, batch: Batch) -> None:
-        """Begin the batch of this step, behind the one in hand, with the weights of now."""
-        if step > self.config.run.max_steps:
-            return
-        with self.engine.ready():
-            self.ahead.start(lambda: self.collector.collect(step, cursor=batch.cursor, rates=batch.rates))
-
-    def learn(self, step: int, batch: Batch) -> dict[str, float]:
-        """Update the policy and return what the update says of itself."""
-        overlap = self.config.rollout.overlap
-        if overlap:
-            self._draw_ahead(step + 1, batch)
-        # Dropout is the one noise that torch draws by itself: it derives from the step too.
+    def minibatches(self, step: int, batch: Batch) -> Iterator[list[MicroBatchInputs]]:
+        """Return the mini-batches that this step trains on."""
+        # Dropout is the only randomness that torch draws by itself: its seed derives from the step, too.
         others = () if self.processes.leader else (self.processes.rank,)
         torch.manual_seed(derive_seed(self.config.run.seed, "update", step, *others))
-        started = time.perf_counter()
-        samples, sequences, tokens = self.collector.samples(batch)
-        samples = keep_top_entropy(samples, share=self.config.algo.top_entropy)
-        self.engine.make_room(self.learner.most_bytes)  # its cache may have taken what the update needs
-        report = self.learner.update(samples, sequences=sequences, tokens=tokens)
-        if step % self.config.track.rollouts_every == 0:
-            self.recorder.updates(step, self.learner.seen_by_all())
-        ended = time.perf_counter()
-        whole = ended - self.began if overlap else None
-        return {**report, **speed_metrics(batch, update_seconds=ended - started, step_seconds=whole)}
+        self.update_began = time.perf_counter()
+        self.engine.make_room(self.learner.most_bytes)  # the KV cache may hold memory that the update needs
+        return self.learner.minibatches(batch.groups)
 
     def examine(self, step: int) -> dict[str, float]:
         """Measure held-out accuracy if it is time to; what is being drawn needs the servers' old weights."""
         if self.examiner.due(step):
-            self.ahead.wait()
+            self.prefetcher.wait()
         return super().examine(step)
 
-    def track(self, step: int, batch: Batch, report: dict[str, float]) -> None:
+    def log(self, step: int, batch: Batch) -> None:
         """Log the step; evaluate and save when it is time to."""
+        report = self.learner.report()
+        if step % self.config.track.rollouts_every == 0:
+            self.recorder.updates(step, self.learner.seen_by_all())
+        ended = time.perf_counter()
+        speed = speed_metrics(
+            batch,
+            update_seconds=ended - self.update_began,
+            step_seconds=ended - self.began if self.config.rollout.overlap else None,
+        )
         self.state = replace(self.state, rates=batch.rates)
         drawn = batch_metrics(
             batch,
             truncated=self.config.rollout.sampling.truncates,
             shown_reward=self.collector.shown_reward,
         )
-        measured = self.end_step(step, cursor=batch.cursor, metrics={**drawn, **report})
+        measured = self.end_step(step, cursor=batch.cursor, metrics={**drawn, **report, **speed})
         if measured:
             self.recorder.samples(step, batch)

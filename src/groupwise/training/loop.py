@@ -1,4 +1,7 @@
-"""The one loop: prompt → rollout → reward → advantage → loss → update → log."""
+"""The training loop: sample prompts → rollout → score → advantage → loss → update → log.
+
+`train` opens a run, `train_step` and `collect_batch` are the seven stages.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from groupwise.parallel.processes import Processes, joined_processes
 from groupwise.tasks import Task, isolated, leave_task_file, load_task
 from groupwise.tracking.terminal import open_display
 from groupwise.tracking.trackers import tracker_names
+from groupwise.training.collector import NOTHING_KNOWN, Batch, Collector, Rates
 from groupwise.training.grpo_run import GRPORun
 from groupwise.training.interrupt import explain_full_disk
 from groupwise.training.resume import RunStart, command_of
@@ -45,7 +49,27 @@ def train_with(processes: Processes, config: Config, task: Task, resume: Path | 
         GRPORun(config, task=task, start=start, processes=processes) as run,
     ):
         for step in run.steps():
-            batch = run.collect(step)  # 1 prompt, 2 rollout, 3 reward, 4 advantage
-            report = run.learn(step, batch)  # 5 loss, 6 update
-            run.track(step, batch, report)  # 7 log, evaluate, checkpoint
+            train_step(run, step)
     return run.folder.path
+
+
+def train_step(run: GRPORun, step: int) -> Batch:
+    """Make one step of GRPO, stage by stage."""
+    batch = run.next_batch(step, collect_batch)  # stages 1 to 4, or the batch that they made ahead
+    for minibatch in run.minibatches(step, batch):
+        run.learner.compute_loss(minibatch)  # 5 loss: forward and backward
+        run.learner.step()  # 6 update: the optimizer
+    run.log(step, batch)  # 7 log, evaluate, checkpoint
+    return batch
+
+
+def collect_batch(collector: Collector, step: int, *, cursor: int, rates: Rates = NOTHING_KNOWN) -> Batch:
+    """Make the batch of a step. Groups without a learning signal are refilled (`rollout.refill`)."""
+    draft = collector.begin(step, cursor=cursor, rates=rates)
+    while collector.needs_groups(draft):
+        prompts = collector.sample_prompts(draft)  # 1 sample prompts
+        groups = collector.rollout(draft, prompts)  # 2 rollout
+        groups = collector.score(draft, groups)  # 3 score
+        groups = collector.advantages(draft, groups)  # 4 advantage
+        collector.add(draft, groups)
+    return collector.finish(draft)
