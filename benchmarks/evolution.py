@@ -54,7 +54,7 @@ COMMON = [
 def run_job(arm: str, seed: int, *, tokens: int, folder: Path) -> dict[str, Any]:
     """One search in this process; returns what it reached."""
     from groupwise.config import read_config
-    from groupwise.evolve.evolve_run import evolve
+    from groupwise.evolution.evolve_run import evolve
 
     overrides = ["run.kind=evolve", *COMMON, *ARMS[arm], f"run.seed={seed}", f"evolve.tokens={tokens}"]
     overrides += [f"run.output_dir={folder}", f"run.name={arm}-{seed}"]

@@ -40,7 +40,7 @@ LAYERS = [
         "evaluate",
         "report",
         "training",
-        "evolve",
+        "evolution",
     ),
     *("gym", "serve", "commands", "cli", "__init__", "__main__"),
 ]

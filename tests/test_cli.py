@@ -294,7 +294,9 @@ def measured(monkeypatch) -> list[dict[str, Any]]:
         calls.append({"target": target, **options})
         return [REPORT]
 
-    stand_in = SimpleNamespace(evaluate_command=evaluate_command)
+    stand_in = SimpleNamespace(
+        evaluate_command=evaluate_command, report_lines=report_lines, unscored=unscored
+    )
     monkeypatch.setitem(sys.modules, "groupwise.commands.eval", stand_in)
     return calls
 

@@ -67,7 +67,7 @@ def test_an_engine_follows_the_weights_as_they_are_trained(
             parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
     (after,) = engine.generate(asked, sampling)
     assert [c.tokens for c in after] != [c.tokens for c in before]
-    monkeypatch.setattr(cpu_runner, "lean_forward", lambda *_: None)
+    monkeypatch.setattr(cpu_runner, "fused_cpu_forward", lambda *_: None)
     (plain,) = Engine(policy, EngineConfig()).generate(asked, sampling)
     assert [c.tokens for c in after] == [c.tokens for c in plain]
     assert [c.logprobs for c in after] == [pytest.approx(c.logprobs, abs=1e-4) for c in plain]

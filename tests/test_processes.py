@@ -257,10 +257,10 @@ def test_accelerate_told_to_divide_divides(tmp_path: Path) -> None:
 def test_what_fails_in_one_process_fails_in_all_and_the_leader_says_where() -> None:
     leader, follower = in_processes(2, failing, 1)
     assert leader == ("InvariantError", "in process 1: the promise is broken")
-    assert follower == ("EchoError", "the promise is broken", 3)
+    assert follower == ("RemoteRankError", "the promise is broken", 3)
     leader, follower = in_processes(2, failing, 0)
     assert leader == ("InvariantError", "the promise is broken")
-    assert follower == ("EchoError", "the promise is broken", 3)
+    assert follower == ("RemoteRankError", "the promise is broken", 3)
 
 
 def failing(rank: int) -> tuple[object, ...]:

@@ -14,7 +14,7 @@ from ray import tune  # noqa: E402
 
 from groupwise.config import read_config  # noqa: E402
 from groupwise.errors import ConfigError  # noqa: E402
-from groupwise.evolve.ray_tune import trainable  # noqa: E402
+from groupwise.evolution.ray_tune import trainable  # noqa: E402
 from small_runs import task_file  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]

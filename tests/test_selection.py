@@ -12,8 +12,8 @@ import groupwise as gw
 from groupwise.config import read_config
 from groupwise.config.schema import EvolveConfig
 from groupwise.errors import ConfigError
-from groupwise.evolve.search_space import SearchSpace, applied
-from groupwise.evolve.selection import Scores, halving, nobody, pbt, ranked, tournament
+from groupwise.evolution.search_space import SearchSpace, applied
+from groupwise.evolution.selection import Scores, halving, nobody, pbt, ranked, tournament
 
 GOOD = (1.0,) * 9 + (0.0,)
 """Better than BAD beyond doubt: nine prompts more of ten."""

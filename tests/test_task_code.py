@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.config.schema import TaskConfig
-from groupwise.tasks import TASKS, load_task
+from groupwise.tasks import TASKS, isolated, load_task
 from groupwise.tasks.code_fingerprint import changed_code, code_of
 
 TASK = """import zlib
@@ -81,3 +81,14 @@ def test_a_checkpoint_that_does_not_tell_has_no_changes(tmp_path):
 def test_the_code_of_built_in_tasks_belongs_to_the_version():
     for name in ("countdown", "gsm8k", "math"):
         assert code_of(TASKS[name]()) == {}
+
+
+def test_a_worker_process_does_not_change_the_fingerprint(tmp_path: Path) -> None:
+    tool = 'def look(word: str) -> str:\n    """Look."""\n    return str(share(word))\n\ntask = gw.Task(tools=[look],'
+    path = tmp_path / "own.py"
+    path.write_text(TASK.replace("task = gw.Task(", tool, 1))
+    task = load_task(TaskConfig(name=str(path)))
+    with isolated(task) as moved:
+        assert moved.rewards["luck"] is not task.rewards["luck"]
+        assert moved.tools[0] is not task.tools[0]
+        assert code_of(moved) == code_of(task)

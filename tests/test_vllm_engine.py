@@ -15,8 +15,9 @@ from stand_in_vllm import StandIn
 from groupwise.config import read_config
 from groupwise.config.schema import EngineConfig, LoraConfig, ModelConfig
 from groupwise.engine.engine import Engine
+from groupwise.engine.vllm import vllm_client, vllm_engine
 from groupwise.engine.vllm.vllm_client import FINEST
-from groupwise.engine.vllm.vllm_engine import VllmEngine, vllm_client, vllm_engine
+from groupwise.engine.vllm.vllm_engine import VllmEngine
 from groupwise.errors import ConfigError, InvariantError
 from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy

@@ -80,7 +80,7 @@ def evolve(task: Task | str, *, resume: str | Path | None = None, **settings: An
     run = None if resume is None else RunFolder.open(resume)
     config, found = with_task(config_from_keywords(run.config if run else None, **settings), task)
     config = replace(config, run=replace(config.run, kind="evolve"))
-    from groupwise.evolve.evolve_run import evolve as run_search
+    from groupwise.evolution.evolve_run import evolve as run_search
 
     return run_search(config, resume=run.path if run else None, task=found)
 

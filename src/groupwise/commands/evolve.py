@@ -80,7 +80,7 @@ def evolve(
     loaded = load_task(settings.task)  # before torch, so that a mistake is answered at once
     tracker_names(settings.track)
     local_folder(settings.model.name)
-    from groupwise.evolve.evolve_run import evolve as run_search
+    from groupwise.evolution.evolve_run import evolve as run_search
 
     run_search(settings, resume=resume, task=loaded)
 

@@ -19,7 +19,7 @@ import torch
 from groupwise.algo.advantages import with_advantages
 from groupwise.config import config_from_keywords, dump_config, read_config
 from groupwise.errors import ConfigError
-from groupwise.evolve.population import Member, SharedBase
+from groupwise.evolution.population import Member, SharedBase
 from groupwise.gym.env import PromptEnv
 from groupwise.model.resolve import ADAPTER
 from groupwise.records import Example, Group, Request, Rollout, Sampling

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
+from groupwise.rewards.runner import IsolatedReward
+from groupwise.rollout.tool_executor import IN_WORKER
 from groupwise.tasks.task import Task
 
 OURS = "groupwise"
@@ -64,6 +66,10 @@ def plain_function(value: Any) -> Any:
     """Return what is behind a partial, a method, a decorator's wrapper or an object that is called."""
     if isinstance(value, functools.partial):
         return plain_function(value.func)
+    if isinstance(value, IsolatedReward):
+        return plain_function(value.function)
+    if hasattr(value, IN_WORKER):
+        return plain_function(value.__wrapped__)
     if isinstance(value, MethodType):
         return plain_function(value.__func__)
     if callable(value) and not isinstance(value, FunctionType | type):

@@ -10,7 +10,7 @@ from groupwise.config.schema import Config
 from groupwise.engine.multi_lora import MultiLoRAEngine
 from groupwise.errors import ConfigError
 from groupwise.evaluate.held_out import Evaluation, compare, evaluate, read_evaluation, write_evaluation
-from groupwise.evolve.population import SharedBase
+from groupwise.evolution.population import SharedBase
 from groupwise.invariants import check_disjoint
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Example, Group, Request, Sampling

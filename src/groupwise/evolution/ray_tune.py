@@ -1,7 +1,7 @@
 """Runs as trials of Ray Tune, for searches that span machines (`pip install groupwise[ray]`).
 
     from ray import tune
-    from groupwise.evolve.ray_tune import trainable
+    from groupwise.evolution.ray_tune import trainable
 
     tuner = tune.Tuner(
         trainable(task, model="Qwen/Qwen2.5-0.5B-Instruct", max_steps=100),
@@ -26,7 +26,7 @@ from ray import tune
 
 from groupwise.config import Config, config_from_keywords
 from groupwise.errors import CheckpointError, ConfigError
-from groupwise.evolve.search_space import TUNABLE, WEIGHTS, applied
+from groupwise.evolution.search_space import TUNABLE, WEIGHTS, applied
 from groupwise.learner.checkpoint import latest_checkpoint
 from groupwise.tasks import Task, load_task, with_data
 from groupwise.tracking.run_folder import RunFolder

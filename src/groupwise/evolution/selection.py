@@ -14,10 +14,10 @@ from statistics import fmean
 
 from groupwise.config.schema import Config, EvolveConfig
 from groupwise.evaluate.intervals import Difference, paired_difference
-from groupwise.evolve.evolve_state import MemberRecord, SearchState
-from groupwise.evolve.evolve_summary import short, value_text
-from groupwise.evolve.population import Population
-from groupwise.evolve.search_space import SearchSpace, Values
+from groupwise.evolution.evolve_state import MemberRecord, SearchState
+from groupwise.evolution.evolve_summary import short, value_text
+from groupwise.evolution.population import Population
+from groupwise.evolution.search_space import SearchSpace, Values
 from groupwise.seeds import derive_seed
 
 Scores = Mapping[int, Sequence[float] | None]

@@ -11,7 +11,7 @@ from typing import IO, Any
 from groupwise.config import Config, read_config
 from groupwise.errors import ConfigError
 from groupwise.evaluate.intervals import Interval, mean_interval
-from groupwise.evolve.search_space import Values
+from groupwise.evolution.search_space import Values
 from groupwise.learner.checkpoint import verify
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.tracking.terminal import command

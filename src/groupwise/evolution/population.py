@@ -14,7 +14,7 @@ from torch import Tensor
 from groupwise.config.schema import Config
 from groupwise.engine.multi_lora import MultiLoRAEngine
 from groupwise.errors import InvariantError
-from groupwise.evolve.search_space import Values, applied
+from groupwise.evolution.search_space import Values, applied
 from groupwise.learner.checkpoint import load_optimizer, optimizer_tensors
 from groupwise.learner.learner import Learner
 from groupwise.model.adapters.lora_bank import LoRABank, Weights

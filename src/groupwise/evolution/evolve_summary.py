@@ -11,8 +11,8 @@ from typing import Any
 
 from groupwise.config import Config
 from groupwise.evaluate.held_out import Evaluation
-from groupwise.evolve.evolve_state import MemberRecord, SearchState, described
-from groupwise.evolve.population import Member
+from groupwise.evolution.evolve_state import MemberRecord, SearchState, described
+from groupwise.evolution.population import Member
 from groupwise.files import write_atomically
 from groupwise.report.static_report import COLOURS, INK, MUTED
 from groupwise.tracking.number_format import number
