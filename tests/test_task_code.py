@@ -84,7 +84,8 @@ def test_the_code_of_built_in_tasks_belongs_to_the_version():
 
 
 def test_a_worker_process_does_not_change_the_fingerprint(tmp_path: Path) -> None:
-    tool = 'def look(word: str) -> str:\n    """Look."""\n    return str(share(word))\n\ntask = gw.Task(tools=[look],'
+    look = 'def look(word: str) -> str:\n    """Look it up."""\n    return str(share(word))\n\n'
+    tool = look + "task = gw.Task(tools=[look],"
     path = tmp_path / "own.py"
     path.write_text(TASK.replace("task = gw.Task(", tool, 1))
     task = load_task(TaskConfig(name=str(path)))
