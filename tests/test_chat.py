@@ -60,7 +60,7 @@ def test_an_answer_given_up_half_way_does_not_disturb_the_next(small_policy):
 def test_a_conversation_beyond_the_context_is_refused(small_policy):
     streaming = StreamingAnswers(small_policy, Sampling(max_tokens=1000), seed=0)
     assert list(streaming([{"role": "user", "content": "x" * 100}])), "an answer as long as there is room"
-    with pytest.raises(ConfigError, match="begin anew"):
+    with pytest.raises(ConfigError, match="start a new conversation"):
         list(streaming([{"role": "user", "content": "x" * 100_000}]))
     streaming.close()
 
@@ -69,7 +69,9 @@ def test_a_long_context_of_a_model_takes_no_memory_before_it_is_asked_for(small_
     monkeypatch.setattr(type(small_policy), "context_length", property(lambda _: 131_072))
     usual = StreamingAnswers(small_policy, Sampling(max_tokens=512), seed=0)
     assert usual._engine.context == CONTEXT == inspect.signature(serve).parameters["max_context"].default
-    with pytest.raises(ConfigError, match="context of 2048 tokens: begin anew, or give more room"):
+    with pytest.raises(
+        ConfigError, match="context of 2048 tokens: start a new conversation, or raise --max-tokens"
+    ):
         list(usual.write((40,) * 2048))
     usual.close()
     longer = StreamingAnswers(small_policy, Sampling(max_tokens=4000), seed=0)
@@ -101,7 +103,7 @@ def test_one_question_one_answer(capsys):
     assert cli.main(words) == 0
     first = capsys.readouterr().out
     assert "Using each number in this list only once" in first
-    assert first.rstrip().rpartition("\n")[2].startswith(("--- right: ", "--- wrong: "))
+    assert first.rstrip().rpartition("\n")[2].startswith(("--- correct: ", "--- incorrect: "))
     assert cli.main(words) == 0
     assert capsys.readouterr().out == first
     assert cli.main(["chat", "tiny", "--prompt", "3 + 4", "--max-tokens", "5"]) == 0
@@ -133,7 +135,7 @@ def test_a_conversation_by_keyboard(capsys, monkeypatch):
     ("words", "message"),
     [
         (["tiny", "--prompt", "a", "--example", "1"], "give one of them"),
-        (["tiny", "--example", "999"], "there is no number 999"),
+        (["tiny", "--example", "999"], "number 999 is out of range"),
         (["/nowhere/at/all"], "neither the folder of a run"),
         (["tiny", "--temperature", "-1"], "--temperature must be at least 0"),
         (["tiny", "--prompt", "a", "--task", "math"], "--task says whose example"),
@@ -153,7 +155,7 @@ def test_a_models_calls_are_made_shown_and_judged(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("<tool_call>") for line in lines)
     assert any(line.startswith("→ 1. ") for line in lines)
-    assert lines[-1].startswith(("--- right: answer", "--- wrong: answer"))
+    assert lines[-1].startswith(("--- correct: answer", "--- incorrect: answer"))
 
 
 def test_calls_and_results_are_remembered_as_what_they_are():
@@ -190,7 +192,7 @@ def test_a_tool_that_fails_is_told_in_a_sentence_and_the_conversation_goes_on(ca
 def test_tools_that_are_not_there_are_refused_and_the_way_to_some_is_said(capsys):
     assert cli.main(["chat", "tiny", "--tools", "--prompt", "a"]) == 2
     said = capsys.readouterr().err
-    assert "countdown has no tools: name one that has, such as --task search_qa" in said
+    assert "countdown has no tools: choose a task with tools, such as --task search_qa" in said
 
 
 def test_the_command_for_vllm_names_folders_and_a_rank_that_it_knows(tmp_path):

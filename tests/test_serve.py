@@ -291,36 +291,41 @@ def test_tokens_of_a_vocabulary_with_marked_spaces_keep_them():
     [
         ("/v1/chat/completions", b"{", 400, "not valid JSON"),
         ("/v1/chat/completions", {"messages": []}, 400, "at least one message"),
-        ("/v1/chat/completions", chat("a", model="other"), 404, "'other' is not served here"),
+        ("/v1/chat/completions", chat("a", model="other"), 404, "no model 'other'; use 'small'"),
         ("/v1/chat/completions", chat("a", temperature=-1), 400, "temperature must be a number between"),
         ("/v1/chat/completions", chat("a", max_tokens=9999), 400, "exceed the context of 512"),
         ("/v1/chat/completions", chat("a", max_tokens=True), 400, "max_tokens"),
         ("/v1/chat/completions", chat("a", presence_penalty=1), 400, "presence_penalty is not supported"),
         ("/v1/chat/completions", chat("a", repetition_penalty=2), 400, "repetition_penalty is not supported"),
         ("/v1/chat/completions", chat("a", guided_json={}), 400, "guided_json is not supported"),
-        ("/v1/chat/completions", chat("a", n=0), 400, "n must lie between"),
+        ("/v1/chat/completions", chat("a", n=0), 400, "n must be between"),
         (
             "/v1/chat/completions",
             chat("a", logprobs=True, top_logprobs=21),
             400,
-            "top_logprobs must lie between",
+            "top_logprobs must be between",
         ),
-        ("/v1/chat/completions", chat("a", top_logprobs=2), 400, "needs logprobs to be true"),
-        ("/v1/completions", {"prompt": "a", "logprobs": 21}, 400, "logprobs must lie between 0 and 20"),
+        ("/v1/chat/completions", chat("a", top_logprobs=2), 400, "top_logprobs requires logprobs: true"),
+        ("/v1/completions", {"prompt": "a", "logprobs": 21}, 400, "logprobs must be between 0 and 20"),
         ("/v1/completions", {"prompt": "a", "logprobs": True}, 400, "logprobs must be of type int"),
-        ("/v1/chat/completions", chat("a", echo=True), 400, "echo is for plain completions"),
-        ("/v1/completions", {"prompt": "a", "top_logprobs": 1}, 400, "top_logprobs is for chats"),
-        ("/v1/completions", {"prompt": ["a", "b"]}, 400, "one for each request"),
-        ("/v1/completions", {"prompt": [10**6]}, 400, "token ids of this model"),
-        ("/v1/embeddings", {"input": "a"}, 404, "nothing at POST"),
+        ("/v1/chat/completions", chat("a", echo=True), 400, "echo requires plain completions"),
+        ("/v1/completions", {"prompt": "a", "top_logprobs": 1}, 400, "top_logprobs requires a chat"),
+        ("/v1/completions", {"prompt": ["a", "b"]}, 400, "prompt must be one non-empty string"),
+        ("/v1/completions", {"prompt": [10**6]}, 400, "one list of this model's token ids"),
+        ("/v1/embeddings", {"input": "a"}, 404, "no such endpoint: POST"),
         ("/v1/chat/completions", chat("a", stop=["\ud800"]), 400, "half of a surrogate pair"),
         ("/v1/completions", {"prompt": "\ud800"}, 400, "half of a surrogate pair"),
-        ("/v1/chat/completions", chat("a", stop=5), 400, "stop must be text"),
+        ("/v1/chat/completions", chat("a", stop=5), 400, "stop must be a non-empty string"),
         ("/v1/chat/completions", chat("a", stream_options="x"), 400, "stream_options must be of type dict"),
-        ("/v1/chat/completions", chat("a", tools=[{"function": None}]), 400, "each of tools must be"),
-        ("/v1/chat/completions", chat("a", tools=[{"function": "name"}]), 400, "each of tools must be"),
+        ("/v1/chat/completions", chat("a", tools=[{"function": None}]), 400, "every entry of tools must be"),
+        (
+            "/v1/chat/completions",
+            chat("a", tools=[{"function": "name"}]),
+            400,
+            "every entry of tools must be",
+        ),
         ("/v1/chat/completions", chat("a", tool_choice="required"), 400, "tool_choice must be auto or none"),
-        ("/v1/chat/completions", chat("a", top_k=1.5), 400, "top_k must be a whole number"),
+        ("/v1/chat/completions", chat("a", top_k=1.5), 400, "top_k must be an integer"),
         ("/v1/chat/completions", chat("a", max_completion_tokens=0), 400, "at least 1"),
     ],
 )
@@ -728,7 +733,7 @@ def test_a_generator_that_fails_says_so_and_the_server_goes_on_saying_so(tiny, m
             assert "out of luck" in said["error"]["message"]
         status, said = ask(port, "/health", None)
         assert (status, said["status"]) == (500, "RuntimeError: out of luck")
-    assert "the generator failed" in caplog.text
+    assert "the engine failed" in caplog.text
     assert [str(one.exc_value) for one in ended] == ["out of luck"]  # in the end it is an error, not an end
 
 
@@ -762,7 +767,7 @@ def test_an_address_that_cannot_be_listened_at_is_refused_before_a_model_is_load
         words = ["serve", "tiny", "--host", host, "--port", str(port), "--api-key", "key"]
         assert cli.main(words) != 0
     told = capsys.readouterr().err
-    assert f"cannot listen at {host}:{port}: " in told
+    assert f"cannot listen on {host}:{port}: " in told
     assert ("--port" in told) == (host == "127.0.0.1")
 
 

@@ -1,14 +1,14 @@
-"""An OpenAI-compatible server on our own engine, and chat in the terminal.
+"""An OpenAI-compatible server on groupwise's own engine, and chat sessions in the terminal.
 
 Modules in reading order:
 
-    openai_server        requests in, jobs for the engine, responses out
-    http_server          the part of HTTP/1.1 that an API needs
-    completion_request   a request: messages, tools and sampling settings, checked
-    completion_response  a response, whole or streamed
-    detokenizer          tokens → text, one token at a time
-    frontend             the process that talks to clients
-    ipc                  messages between that process and the engine's
-    load_target          load what the user named
-    chat_session         a conversation in this process, with and without tools
+    openai_server        routes, and the path from a request to the engine and back
+    http_server          the subset of HTTP/1.1 that an API needs
+    completion_request   parse and validate requests: messages, tools, sampling settings
+    completion_response  build responses, complete or streamed
+    detokenizer          incremental detokenization, and tokens as shown with log-probabilities
+    frontend             the front-end process, which handles HTTP
+    ipc                  messages between the front-end process and the engine process
+    load_target          resolve a run, checkpoint, adapter or model, and load a task's example and tools
+    chat_session         a chat in the current process, with or without tools
 """

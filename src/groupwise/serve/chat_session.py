@@ -1,4 +1,4 @@
-"""A conversation with a policy in this process, streamed."""
+"""Chat sessions in the current process: streamed answers, test-time strategies and multi-turn tool use."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from groupwise.seeds import derive_seed
 from groupwise.serve.detokenizer import TextStream
 
 Answering = Callable[[Sequence[Message]], Iterator[str]]
-"""From a conversation to the next answer, in parts."""
+"""Maps a conversation to the next answer, yielded in parts."""
 CONTEXT = 2048
-"""Tokens of conversation there is memory for, as `groupwise serve` has them by default: a model's whole
-context may take more than a machine has. Longer answers get as much again for what comes before them."""
+"""Minimum context length in tokens, the same as the default of `groupwise serve`. A KV cache for the model's
+full context may not fit in memory. If `max_tokens` is larger, the context is twice that."""
 
 
 class ChatSession:
-    """Messages so far, and who answers the next."""
+    """The messages of a conversation, and the function that answers the next one."""
 
     def __init__(self, answering: Answering, *, system: str | None = None) -> None:
         self._answering = answering
@@ -37,15 +37,18 @@ class ChatSession:
         self.messages: list[Message] = list(self._system)
 
     def ask(self, text: str) -> Iterator[str]:
-        """Say something and yield the answer as it comes; an answer that fails leaves nothing behind."""
+        """Send a user message and yield the answer as it is generated.
+
+        If generation fails, the conversation is left unchanged.
+        """
         messages = [*self.messages, {"role": "user", "content": text}]
         parts: list[str] = []
         for part in self._answering(messages):
             parts.append(part)
             yield part
-        self.messages = [*messages, *self._said("".join(parts))]
+        self.messages = [*messages, *self._answer_messages("".join(parts))]
 
-    def _said(self, text: str) -> list[Message]:
+    def _answer_messages(self, text: str) -> list[Message]:
         return [{"role": "assistant", "content": text}]
 
     def reset(self) -> None:
@@ -53,19 +56,19 @@ class ChatSession:
 
 
 class StreamingAnswers:
-    """Answers drawn token by token, shown as they come."""
+    """Generates answers and streams their text token by token."""
 
     def __init__(self, policy: Policy, sampling: Sampling, *, seed: int) -> None:
         self.policy, self.sampling, self.seed = policy, sampling, seed
         self._turn = 0
-        self._news: queue.Queue[StreamChunk | Exception] = queue.Queue()
+        self._chunks: queue.Queue[StreamChunk | Exception] = queue.Queue()
         self._engine = ServingEngine(
             policy,
             slots=1,
             context=max(CONTEXT, 2 * sampling.max_tokens),
             waiting=0,
             deliver=self._deliver,
-            failed=self._news.put,
+            failed=self._chunks.put,
         )
         self._engine.start()
 
@@ -73,30 +76,30 @@ class StreamingAnswers:
         yield from self.write(self.policy.encode(messages))
 
     def write(self, prompt: tuple[int, ...]) -> Generator[str, None, tuple[tuple[int, ...], Finish]]:
-        """Yield what comes after a prompt as text; returns its tokens and why they end."""
+        """Yield the text generated for a prompt; return its tokens and finish reason."""
         self._turn += 1
         seed = derive_seed(self.seed, "chat", self._turn)
         room = max(1, self._engine.context - len(prompt))
         sampling = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, room))
         job = Job(prompt=prompt, seeds=(seed,), sampling=sampling)
-        written: list[int] = []
+        generated: list[int] = []
         try:
             self._engine.submit(job)
         except ValueError as error:
-            more = self._engine.context < self.policy.context_length
-            hint = ", or give more room with a larger --max-tokens" if more else ""
-            raise ConfigError(f"{error}: begin anew{hint}") from None
+            can_grow = self._engine.context < self.policy.context_length
+            hint = ", or raise --max-tokens to enlarge the context" if can_grow else ""
+            raise ConfigError(f"{error}: start a new conversation{hint}") from None
         stream = TextStream(self.policy.decode, stop=self.sampling.stop)
         finish = None
         try:
             while finish is None:
-                news = self._news.get()
-                if isinstance(news, Exception):
-                    raise news
-                finish = news.finish
-                written += news.tokens
-                yield stream.push(news.tokens, finish)
-            return tuple(written), finish
+                chunk = self._chunks.get()
+                if isinstance(chunk, Exception):
+                    raise chunk
+                finish = chunk.finish
+                generated += chunk.tokens
+                yield stream.push(chunk.tokens, finish)
+            return tuple(generated), finish
         finally:
             if finish is None:
                 self._engine.cancel(job)
@@ -105,94 +108,94 @@ class StreamingAnswers:
     def close(self) -> None:
         self._engine.close()
 
-    def _deliver(self, news: Sequence[StreamChunk]) -> None:
-        for part in news:
-            self._news.put(part)
+    def _deliver(self, chunks: Sequence[StreamChunk]) -> None:
+        for chunk in chunks:
+            self._chunks.put(chunk)
 
     def _drain(self, job: Job) -> None:
-        """Throw away what came of an answer that nobody waits for."""
+        """Discard the remaining chunks of a cancelled job."""
         while job in self._engine.jobs:
             with suppress(queue.Empty):
-                self._news.get(timeout=0.05)
-        while not self._news.empty():
-            self._news.get_nowait()
+                self._chunks.get(timeout=0.05)
+        while not self._chunks.empty():
+            self._chunks.get_nowait()
 
 
 def by_strategy(
     name: str, policy: Policy, sampling: Sampling, *, engine: EngineConfig, seed: int
 ) -> Answering:
-    """Answers that a test-time strategy settles on, each in one piece."""
+    """Answer with a test-time strategy; each answer is yielded in one part."""
     try:
         strategies: Any = import_module("groupwise.evaluate.strategies")
     except ModuleNotFoundError:
-        raise ConfigError("this version has no test-time strategies: leave --strategy out") from None
+        raise ConfigError("this version has no test-time strategies: omit --strategy") from None
     strategy = strategies.strategy_named(name)
     generate = Engine(policy, engine)
 
     def answering(messages: Sequence[Message]) -> Iterator[str]:
         draws = strategies.Draws(codec=policy, engine=generate, sampling=sampling, seed=seed)
-        (found,) = strategy([list(messages)], draws, strategies.plain_judge())
-        yield found.rollout.text
+        (result,) = strategy([list(messages)], draws, strategies.plain_judge())
+        yield result.rollout.text
 
     return answering
 
 
 @dataclass(slots=True, kw_only=True)
 class ToolSession:
-    """What the model works with."""
+    """The tools of a chat, their state, and the turns of the last answer."""
 
     toolbox: ToolExecutor
     state: Any
-    """What the tools work on, where they do."""
+    """The state that the tools operate on, or None."""
     turns: list[Turn] = field(default_factory=list)
-    """Of the last answer."""
+    """Turns of the last answer."""
 
 
 class ToolAnswers:
-    """Answers of several turns: what tools return is shown between them."""
+    """Generates multi-turn answers, and shows tool results between the turns."""
 
-    def __init__(self, streaming: StreamingAnswers, kit: ToolSession, *, limits: ToolsConfig) -> None:
-        self._streaming, self._kit, self._limits = streaming, kit, limits
+    def __init__(self, streaming: StreamingAnswers, session: ToolSession, *, limits: ToolsConfig) -> None:
+        self._streaming, self._session, self._limits = streaming, session, limits
 
     def __call__(self, messages: Sequence[Message]) -> Iterator[str]:
-        codec, toolbox, made = self._streaming.policy, self._kit.toolbox, 0
+        codec, toolbox, used = self._streaming.policy, self._session.toolbox, 0
         tokens = codec.encode(messages, tools=toolbox.schemas)
-        turns = self._kit.turns = []
+        turns = self._session.turns = []
         while True:
-            written, finish = yield from self._streaming.write(tokens)
-            text = codec.decode(written)
+            generated, finish = yield from self._streaming.write(tokens)
+            text = codec.decode(generated)
             turns.append(Turn(text=text))
-            wishes = read_calls(text) if finish != "length" else []
-            if not wishes or len(turns) == self._limits.max_turns:
+            parsed_calls = read_calls(text) if finish != "length" else []
+            if not parsed_calls or len(turns) == self._limits.max_turns:
                 return
-            allowed = self._limits.max_calls - made
+            allowed = self._limits.max_calls - used
             try:
-                calls = toolbox.answer(wishes, allowed=allowed, state=self._kit.state)
-            except RolloutError as error:  # in training it would end the rollout, here the answer
+                calls = toolbox.answer(parsed_calls, allowed=allowed, state=self._session.state)
+            except RolloutError as error:  # would abort the rollout in training; here it ends the answer
                 raise ConfigError(f"a tool failed: {error}") from error
-            made += len(calls)
+            used += len(calls)
             turns[-1] = Turn(text=text, calls=calls)
             results = [call.result for call in calls]
             yield "".join(f"\n→ {result}" for result in results) + "\n"
             glue = codec.encode_results(results, prefill="", ended=finish == "end")
-            tokens = (*tokens, *written, *glue)
+            tokens = (*tokens, *generated, *glue)
 
     @property
     def messages(self) -> list[Message]:
-        """The last answer as a chat has it."""
-        found: list[Message] = []
-        for turn in self._kit.turns:
-            found.append({"role": "assistant", "content": turn.text})
-            found += [{"role": "tool", "name": call.name, "content": call.result} for call in turn.calls]
-        return found
+        """The last answer as chat messages: assistant turns and tool results."""
+        messages: list[Message] = []
+        for turn in self._session.turns:
+            messages.append({"role": "assistant", "content": turn.text})
+            messages += [{"role": "tool", "name": call.name, "content": call.result} for call in turn.calls]
+        return messages
 
 
 class ToolChatSession(ChatSession):
-    """A conversation that remembers calls and results as what they are."""
+    """A chat session that stores tool calls and results as separate messages."""
 
     def __init__(self, answering: ToolAnswers, *, system: str | None = None) -> None:
         super().__init__(answering, system=system)
         self._with_tools = answering
 
-    def _said(self, text: str) -> list[Message]:
+    def _answer_messages(self, text: str) -> list[Message]:
         return self._with_tools.messages

@@ -1,4 +1,8 @@
-"""Calls of tools as OpenAI's clients know them, and as models read and write them (`rollout.calls`)."""
+"""Parse and validate OpenAI requests for chat and plain completions.
+
+Also converts tool calls between OpenAI's format and the text format that models read and write
+(`rollout.tool_calls`).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,10 @@ from groupwise.serve.http_server import HTTPError
 
 
 def for_template(message: Message, *, knows_calls: bool) -> Message:
-    """A message as the model's template takes it: its calls as values, or written out in the text."""
+    """Convert a message for the chat template.
+
+    Tool calls are passed as values if the template supports them, otherwise they are written into the text.
+    """
     if not message.get("tool_calls"):
         return message
     calls = [call["function"] for call in message["tool_calls"]]
@@ -28,12 +35,12 @@ def for_template(message: Message, *, knows_calls: bool) -> Message:
     if knows_calls:
         return {**message, "tool_calls": [{"type": "function", "function": call} for call in plain]}
     written = [f"{OPEN}\n{json.dumps(call)}\n{CLOSE}" for call in plain]
-    said = [message["content"]] if message.get("content") else []
-    return {"role": message["role"], "content": "\n".join([*said, *written])}
+    content = [message["content"]] if message.get("content") else []
+    return {"role": message["role"], "content": "\n".join([*content, *written])}
 
 
 def arguments_of(call: Mapping[str, Any]) -> Any:
-    """Arguments as a value: OpenAI's clients send them as JSON in a string."""
+    """Return a call's arguments as a value; OpenAI clients send them as a JSON string."""
     arguments = call.get("arguments", {})
     if not isinstance(arguments, str):
         return arguments
@@ -44,33 +51,33 @@ def arguments_of(call: Mapping[str, Any]) -> Any:
 
 
 def read_answer(text: str) -> tuple[str, list[dict[str, str]]]:
-    """Split an answer into what it says and the calls it makes; what is no proper call stays text."""
-    thought, ended, spoken = text.rpartition(END_THINK)
-    if is_bare_call(spoken):
-        said, calls = thought + ended, [read_call(spoken)]
+    """Split an answer into its text and its tool calls; malformed calls remain text."""
+    thought, ended, answer = text.rpartition(END_THINK)
+    if is_bare_call(answer):
+        content, calls = thought + ended, [read_call(answer)]
     else:
-        said, calls = thought + ended, []
-        first, *parts = spoken.split(OPEN)
-        said += first
+        content, calls = thought + ended, []
+        first, *parts = answer.split(OPEN)
+        content += first
         for part in parts:
             body, closed, after = part.partition(CLOSE)
             call = read_call(body)
             if closed and call.error is None:
                 calls.append(call)
-                said += after
+                content += after
             else:
-                said += OPEN + part
+                content += OPEN + part
     made = [{"name": c.name, "arguments": json.dumps(c.arguments)} for c in calls if c.error is None]
-    return (said.strip(), made) if made else (text, [])
+    return (content.strip(), made) if made else (text, [])
 
 
-def surely_said(text: str) -> int:
-    """How many characters of an unfinished answer are said, whatever follows: no call can begin in them."""
-    spoken = text.rpartition(END_THINK)[2]
-    said = "" if spoken.lstrip().startswith("{") else spoken.partition(OPEN)[0]
-    half = next((size for size in range(len(OPEN) - 1, 0, -1) if said.endswith(OPEN[:size])), 0)
-    end = len(text) - len(spoken) + len(said) - half
-    return len(text[:end].rstrip())  # the spaces before a call are no part of what is said
+def streamable_length(text: str) -> int:
+    """Return how many characters of an unfinished answer cannot be part of a tool call."""
+    answer = text.rpartition(END_THINK)[2]
+    content = "" if answer.lstrip().startswith("{") else answer.partition(OPEN)[0]
+    half = next((size for size in range(len(OPEN) - 1, 0, -1) if content.endswith(OPEN[:size])), 0)
+    end = len(text) - len(answer) + len(content) - half
+    return len(text[:end].rstrip())  # whitespace before a tool call is not content
 
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -82,7 +89,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    # Of vLLM's own:
+    # vLLM's extensions:
     "repetition_penalty": (None, 1),
     "length_penalty": (None, 1),
     "min_tokens": (None, 0),
@@ -98,57 +105,58 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (None, {}),
     **{f"guided_{kind}": (None,) for kind in ("json", "regex", "choice", "grammar")},
 }
-"""Parameters that only these values are accepted of."""
+"""Unsupported parameters, with the values that are accepted because they have no effect."""
 
 MOST_ANSWERS = 32
 COLDEST = 1e-4
-"""A temperature below which only the likeliest token is left; logits divided by less than that overflow."""
+"""Temperatures below this decode greedily: only the most likely token has any probability left, and smaller
+divisors overflow the logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest:
-    """A request for one or more answers."""
+    """A parsed request for one or more completions."""
 
     chat: bool
     job: Job
     stream: bool
     usage: bool
-    """Whether a stream ends with the count of tokens."""
+    """Whether the stream ends with token counts (`stream_options.include_usage`)."""
     logprobs: bool
     echo: str
-    """What each answer begins with: the prompt, or nothing."""
+    """Text that each completion begins with: the prompt, or an empty string."""
     silent: bool
-    """Whether nothing is to come after it."""
+    """Whether only the prompt is returned (`echo` with `max_tokens=0`)."""
     tools: bool
-    """Whether calls are to be read out of the answers."""
+    """Whether to parse tool calls in the completions."""
 
 
-def read_asked(
+def parse_completion_request(
     body: Mapping[str, Any], codec: TokenizerCodec, *, chat: bool, context: int, model: str
 ) -> CompletionRequest:
-    """Read the body of a request for chat or plain completions."""
+    """Parse the body of a chat or plain completion request."""
     for name, accepted in UNSUPPORTED.items():
         if body.get(name) not in accepted:
             raise HTTPError(400, f"{name} is not supported")
     if body.get("echo" if chat else "top_logprobs"):
-        raise HTTPError(400, "echo is for plain completions" if chat else "top_logprobs is for chats")
+        raise HTTPError(400, "echo requires plain completions" if chat else "top_logprobs requires a chat")
     named = typed(body, "model", str, model)
     if named != model:
-        raise HTTPError(404, f"the model {named!r} is not served here; {model!r} is")
+        raise HTTPError(404, f"this server has no model {named!r}; use {model!r}")
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none"):
-        raise HTTPError(400, "tool_choice must be auto or none: the model decides whether it calls")
+        raise HTTPError(400, "tool_choice must be auto or none; tool calls cannot be forced")
     tools = typed(body, "tools", list, []) if chat and choice != "none" else []
     prompt = chat_tokens(body, codec, tools, context) if chat else plain_tokens(body, codec, context)
     count = typed(body, "n", int, 1)
     if not 1 <= count <= MOST_ANSWERS:
-        raise HTTPError(400, f"n must lie between 1 and {MOST_ANSWERS}")
+        raise HTTPError(400, f"n must be between 1 and {MOST_ANSWERS}")
     seed = typed(body, "seed", int, secrets.randbits(62))
     alternatives = read_alternatives(body, chat=chat)
     echo = typed(body, "echo", bool, False)
     silent = echo and body.get("max_tokens") == 0
     if silent:
-        body = {**body, "max_tokens": 1}  # it is drawn and not told
+        body = {**body, "max_tokens": 1}  # one token is sampled, but not returned
     return CompletionRequest(
         chat=chat,
         job=Job(
@@ -168,40 +176,40 @@ def read_asked(
 
 
 def read_sampling(body: Mapping[str, Any], *, chat: bool, room: int) -> Sampling:
-    """Read how tokens are drawn; without a limit, a chat may use what is left of the context."""
+    """Parse the sampling settings; without `max_tokens`, a chat may use the rest of the context."""
     stop = body.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
     texts = isinstance(stop, list) and all(isinstance(string, str) and string for string in stop)
     if not texts or len(stop) > 16:
-        raise HTTPError(400, "stop must be text, or up to 16 of them")
-    asked = body.get("max_completion_tokens")
-    asked = body.get("max_tokens") if asked is None else asked
-    if asked is not None and (isinstance(asked, bool) or not isinstance(asked, int) or asked < 1):
-        raise HTTPError(400, "max_tokens must be a whole number of at least 1")
+        raise HTTPError(400, "stop must be a non-empty string or a list of up to 16 of them")
+    limit = body.get("max_completion_tokens")
+    limit = body.get("max_tokens") if limit is None else limit
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise HTTPError(400, "max_tokens must be an integer of at least 1")
     temperature = number(body, "temperature", 1.0, 0.0, 10.0)
     sampling = Sampling(
         temperature=0.0 if temperature < COLDEST else temperature,
         top_p=number(body, "top_p", 1.0, 1e-6, 1.0),
         top_k=int(number(body, "top_k", 0, 0, 1e9, whole=True)),
         min_p=number(body, "min_p", 0.0, 0.0, 1.0),
-        max_tokens=asked or (max(1, room) if chat else 16),
+        max_tokens=limit or (max(1, room) if chat else 16),
         stop=tuple(stop),
     )
     return sampling
 
 
 def read_alternatives(body: Mapping[str, Any], *, chat: bool) -> int | None:
-    """How many tokens to tell beside each that is drawn; None: no log-probabilities at all."""
+    """Return how many alternatives to report per token; None if no log-probabilities are requested."""
     name = "top_logprobs" if chat else "logprobs"
     count: int | None = typed(body, name, int, None)
     if count is not None and not 0 <= count <= MOST_ALTERNATIVES:
-        raise HTTPError(400, f"{name} must lie between 0 and {MOST_ALTERNATIVES}")
+        raise HTTPError(400, f"{name} must be between 0 and {MOST_ALTERNATIVES}")
     if not chat:
         return count
     if typed(body, "logprobs", bool, False):
         return count or 0
     if count:
-        raise HTTPError(400, "top_logprobs needs logprobs to be true")
+        raise HTTPError(400, "top_logprobs requires logprobs: true")
     return None
 
 
@@ -210,12 +218,12 @@ def chat_tokens(
 ) -> tuple[int, ...]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise HTTPError(400, "messages must be a list of at least one message")
+        raise HTTPError(400, "messages must be a list with at least one message")
     chat = [read_message(message) for message in messages]
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise HTTPError(400, "each of tools must be {type: function, function: {name, …}}")
+            raise HTTPError(400, "every entry of tools must be {type: function, function: {name, …}}")
     try:
         template = codec.tokenizer.chat_template
         knows = template is not None and knows_tools(codec.tokenizer)
@@ -223,21 +231,21 @@ def chat_tokens(
         return codec.encode(messages, tools=tools, most=context)
     except ConfigError as error:
         raise HTTPError(400, str(error)) from error
-    except Exception as error:  # a template may refuse a chat in any way it likes
-        raise HTTPError(400, f"the model's chat template refuses these messages: {error}") from error
+    except Exception as error:  # a template may raise any exception
+        raise HTTPError(400, f"the model's chat template rejects these messages: {error}") from error
 
 
 def read_message(message: Any) -> Message:
-    """Check one message; content in parts becomes text."""
+    """Validate one message and join content parts into one string."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise HTTPError(400, "each message needs a role and content")
     content = message.get("content")
     if isinstance(content, list):
         if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-            raise HTTPError(400, "only text is understood: every part must be {type: text, text: …}")
+            raise HTTPError(400, "only text content is supported: every part must be {type: text, text: …}")
         content = "".join(str(part.get("text", "")) for part in content)
     if content is not None and not isinstance(content, str):
-        raise HTTPError(400, "the content of a message must be text")
+        raise HTTPError(400, "the content of a message must be a string or a list of text parts")
     if content is None and not message.get("tool_calls"):
         raise HTTPError(400, "each message needs a role and content")
     return {key: value for key, value in message.items() if value is not None} | {"content": content or ""}
@@ -256,7 +264,7 @@ def plain_tokens(body: Mapping[str, Any], codec: TokenizerCodec, context: int) -
         tokens = [token for token in prompt if type(token) is int and 0 <= token < codec.vocabulary]
         if len(tokens) == len(prompt):
             return tuple(tokens)
-    raise HTTPError(400, "prompt must be text, or a list of token ids of this model; one for each request")
+    raise HTTPError(400, "prompt must be one non-empty string or one list of this model's token ids")
 
 
 def typed(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
@@ -277,5 +285,5 @@ def number(
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise HTTPError(400, f"{name} must be a number between {low:g} and {high:g}")
     if whole and value != int(value):
-        raise HTTPError(400, f"{name} must be a whole number")
+        raise HTTPError(400, f"{name} must be an integer")
     return float(value)

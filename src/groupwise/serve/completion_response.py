@@ -1,4 +1,4 @@
-"""What a client is told: answers in the shapes of OpenAI's API, whole or in parts."""
+"""Build OpenAI responses from engine output: complete, or as the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -9,82 +9,82 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from groupwise.records import Finish
-from groupwise.serve.completion_request import CompletionRequest, read_answer, surely_said
+from groupwise.serve.completion_request import CompletionRequest, read_answer, streamable_length
 from groupwise.serve.detokenizer import TextStream, TokenTable
 from groupwise.serve.ipc import WireChunk
 
-Place = tuple[tuple[int, float | None], ...]
-"""The token that stands there and its log-probability, then others; a prompt's first has none."""
+Position = tuple[tuple[int, float | None], ...]
+"""The sampled token and its log-probability, then the alternatives. The first token of a prompt has None."""
 
 REASONS: dict[Finish, str] = {"end": "stop", "stop": "stop", "length": "length"}
 
 
 @dataclass(slots=True)
 class ChoiceBuilder:
-    """One answer while it comes."""
+    """One choice of a response while it is generated."""
 
     stream: TextStream
     tokens: list[int] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
-    """Of all its tokens, after those of a prompt that is echoed."""
+    positions: list[Position] = field(default_factory=list)
+    """Log-probabilities of all its tokens, preceded by those of an echoed prompt."""
     offsets: list[int] = field(default_factory=lambda: [0])
-    """In its text, of the places that were told, and of the next."""
+    """Text offsets of the positions reported so far, and of the next one."""
     finish: Finish | None = None
 
     def add(self, part: WireChunk) -> None:
         self.tokens += part.tokens
-        drawn = zip(part.tokens, part.logprobs, strict=True)
+        sampled = zip(part.tokens, part.logprobs, strict=True)
         likely = part.alternatives or [()] * len(part.tokens)
-        self.places += part.prompt
-        self.places += [(pair, *others) for pair, others in zip(drawn, likely, strict=True)]
+        self.positions += part.prompt
+        self.positions += [(pair, *others) for pair, others in zip(sampled, likely, strict=True)]
         self.finish = part.finish
 
 
 class ResponseBuilder:
-    """One request's answers."""
+    """Builds the response to one request."""
 
     def __init__(
         self,
-        asked: CompletionRequest,
+        request: CompletionRequest,
         *,
         model: str,
         decode: Callable[[Sequence[int]], str],
         pieces: TokenTable,
     ) -> None:
-        self.asked, self.model, self._pieces = asked, model, pieces
-        prefix = "chatcmpl" if asked.chat else "cmpl"
+        self.request, self.model, self._pieces = request, model, pieces
+        prefix = "chatcmpl" if request.chat else "cmpl"
         self.id, self.created = f"{prefix}-{secrets.token_hex(12)}", int(time.time())
-        showable = surely_said if asked.tools else len
-        stop = asked.job.sampling.stop
-        first: list[Place] = [((asked.job.prompt[0], None),)] if asked.job.scores_prompt else []
+        showable = streamable_length if request.tools else len
+        stop = request.job.sampling.stop
+        first: list[Position] = [((request.job.prompt[0], None),)] if request.job.scores_prompt else []
         self.choices = [
-            ChoiceBuilder(TextStream(decode, stop=stop, showable=showable), places=first.copy())
-            for _ in asked.job.seeds
+            ChoiceBuilder(TextStream(decode, stop=stop, showable=showable), positions=first.copy())
+            for _ in request.job.seeds
         ]
 
     @property
     def done(self) -> bool:
         return all(choice.finish is not None for choice in self.choices)
 
-    def take(self, news: Sequence[WireChunk]) -> Iterator[dict[str, Any]]:
-        """Take in what was written, and yield the parts of a stream that tell of it."""
+    def take(self, chunks: Sequence[WireChunk]) -> Iterator[dict[str, Any]]:
+        """Consume engine output and yield the stream chunks that report it."""
         for index, choice in enumerate(self.choices):
-            mine = [part for part in news if part.member == index]
-            if self.asked.silent:
+            mine = [part for part in chunks if part.member == index]
+            if self.request.silent:
                 nothing: dict[str, Any] = {"tokens": (), "logprobs": (), "alternatives": ()}
                 mine = [part._replace(**nothing, finish="length") for part in mine]
             if mine:
                 known = len(choice.tokens)
-                told = len(choice.places) if known else 0
+                reported = len(choice.positions) if known else 0
                 for part in mine:
                     choice.add(part)
                 text = choice.stream.push(choice.tokens[known:], choice.finish)
-                text = text if known else self.asked.echo + text
-                yield from self._parts(index, choice, text, self._logprobs(choice, told))
+                text = text if known else self.request.echo + text
+                yield from self._parts(index, choice, text, self._logprobs(choice, reported))
 
     def first(self) -> Iterator[dict[str, Any]]:
-        """The parts that open a chat's answers: who speaks."""
-        if self.asked.chat:
+        """Yield the first chunk of every choice of a chat, which carries the role."""
+        if self.request.chat:
             for index in range(len(self.choices)):
                 yield self._part(index, {"delta": {"role": "assistant", "content": ""}}, None)
 
@@ -92,38 +92,38 @@ class ResponseBuilder:
         self, index: int, choice: ChoiceBuilder, text: str, logprobs: Mapping[str, Any] | None
     ) -> Iterator[dict[str, Any]]:
         calls = self._calls(choice) if choice.finish is not None else []
-        if choice.finish is not None and self.asked.tools:
-            text += self._kept_back(choice)
-        body = {"delta": {"content": text}} if self.asked.chat else {"text": text}
+        if choice.finish is not None and self.request.tools:
+            text += self._withheld(choice)
+        body = {"delta": {"content": text}} if self.request.chat else {"text": text}
         if text or logprobs or choice.finish is None:
             yield self._part(index, body, None, logprobs=logprobs)
         for number, call in enumerate(calls):
             yield self._part(index, {"delta": {"tool_calls": [{"index": number, **call}]}}, None)
         if choice.finish is not None:
-            empty: dict[str, Any] = {"delta": {}} if self.asked.chat else {"text": ""}
+            empty: dict[str, Any] = {"delta": {}} if self.request.chat else {"text": ""}
             yield self._part(index, empty, self._reason(choice, calls))
 
-    def _kept_back(self, choice: ChoiceBuilder) -> str:
-        """What an answer says beyond what was sent of it: what looked like a call, or came after one."""
-        said, calls = read_answer(choice.stream.text)
-        # Beside calls, an answer is told without the spaces around it.
-        return said[len(choice.stream.sent.lstrip() if calls else choice.stream.sent) :]
+    def _withheld(self, choice: ChoiceBuilder) -> str:
+        """Return the text not sent yet: it looked like a tool call, or followed one."""
+        content, calls = read_answer(choice.stream.text)
+        # `read_answer` strips the content of an answer with calls.
+        return content[len(choice.stream.sent.lstrip() if calls else choice.stream.sent) :]
 
     def _part(
         self, index: int, body: Mapping[str, Any], reason: str | None, *, logprobs: Any = None
     ) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self.asked.chat else "text_completion"
+        kind = "chat.completion.chunk" if self.request.chat else "text_completion"
         choice = {"index": index, **body, "logprobs": logprobs, "finish_reason": reason}
         return {**self._head(kind), "choices": [choice]}
 
     def last(self) -> dict[str, Any]:
-        """The part that closes a stream with the count of tokens."""
-        kind = "chat.completion.chunk" if self.asked.chat else "text_completion"
+        """Return the last chunk of a stream, which carries the token counts."""
+        kind = "chat.completion.chunk" if self.request.chat else "text_completion"
         return {**self._head(kind), "choices": [], "usage": self.usage()}
 
     def whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
-        kind = "chat.completion" if self.asked.chat else "text_completion"
+        """Return the complete response."""
+        kind = "chat.completion" if self.request.chat else "text_completion"
         choices = [self._choice(index, choice) for index, choice in enumerate(self.choices)]
         return {**self._head(kind), "choices": choices, "usage": self.usage()}
 
@@ -131,22 +131,22 @@ class ResponseBuilder:
         calls = self._calls(choice)
         logprobs = self._logprobs(choice)
         rest = {"index": index, "logprobs": logprobs, "finish_reason": self._reason(choice, calls)}
-        if not self.asked.chat:
-            return {"text": self.asked.echo + choice.stream.text, **rest}
-        said = read_answer(choice.stream.text)[0] if calls else choice.stream.text
-        message: dict[str, Any] = {"role": "assistant", "content": said or None if calls else said}
+        if not self.request.chat:
+            return {"text": self.request.echo + choice.stream.text, **rest}
+        content = read_answer(choice.stream.text)[0] if calls else choice.stream.text
+        message: dict[str, Any] = {"role": "assistant", "content": content or None if calls else content}
         if calls:
             message["tool_calls"] = calls
         return {"message": message, **rest}
 
     def _calls(self, choice: ChoiceBuilder) -> list[dict[str, Any]]:
-        if not self.asked.tools:
+        if not self.request.tools:
             return []
-        found = read_answer(choice.stream.text)[1]
-        # Named after the answer and the place: the same in a stream's parts as in the whole.
+        parsed = read_answer(choice.stream.text)[1]
+        # The ids derive from the response id and the index, so that streamed chunks and the whole agree.
         return [
             {"id": f"call_{self.id[-12:]}_{number}", "type": "function", "function": call}
-            for number, call in enumerate(found)
+            for number, call in enumerate(parsed)
         ]
 
     def _reason(self, choice: ChoiceBuilder, calls: Sequence[Any]) -> str:
@@ -154,38 +154,40 @@ class ResponseBuilder:
         return "tool_calls" if calls else REASONS[choice.finish]
 
     def _logprobs(self, choice: ChoiceBuilder, start: int = 0) -> dict[str, Any] | None:
-        """Of its places from `start` on."""
-        if not self.asked.logprobs:
+        """Return the log-probabilities of the positions from `start` on."""
+        if not self.request.logprobs:
             return None
-        places = choice.places[start:]
-        if self.asked.chat:
+        positions = choice.positions[start:]
+        if self.request.chat:
             content = [
-                {**self._named(*own), "top_logprobs": [self._named(*other) for other in others]}
-                for own, *others in places
+                {**self._token_entry(*own), "top_logprobs": [self._token_entry(*other) for other in others]}
+                for own, *others in positions
             ]
             return {"content": content, "refusal": None}
-        for (own, _), *_ in choice.places[len(choice.offsets) - 1 :]:
+        for (own, _), *_ in choice.positions[len(choice.offsets) - 1 :]:
             choice.offsets.append(choice.offsets[-1] + self._pieces[own].characters)
         return {
-            "tokens": [self._pieces[own].text for (own, _), *_ in places],
-            "token_logprobs": [logprob for (_, logprob), *_ in places],
-            "top_logprobs": [None if place[0][1] is None else self._by_text(place) for place in places],
+            "tokens": [self._pieces[own].text for (own, _), *_ in positions],
+            "token_logprobs": [logprob for (_, logprob), *_ in positions],
+            "top_logprobs": [
+                None if position[0][1] is None else self._by_text(position) for position in positions
+            ],
             "text_offset": choice.offsets[start:-1],
         }
 
-    def _named(self, token: int, logprob: float | None) -> dict[str, Any]:
+    def _token_entry(self, token: int, logprob: float | None) -> dict[str, Any]:
         piece = self._pieces[token]
         return {"token": piece.text, "logprob": logprob, "bytes": piece.bytes}
 
-    def _by_text(self, place: Place) -> dict[str, float | None]:
-        """Where two tokens read the same, the first counts."""
-        found: dict[str, float | None] = {}
-        for token, logprob in place:
-            found.setdefault(self._pieces[token].text, logprob)
-        return found
+    def _by_text(self, position: Position) -> dict[str, float | None]:
+        """Map token text to log-probability; of tokens with the same text, the first counts."""
+        logprobs: dict[str, float | None] = {}
+        for token, logprob in position:
+            logprobs.setdefault(self._pieces[token].text, logprob)
+        return logprobs
 
     def usage(self) -> dict[str, int]:
-        prompt = len(self.asked.job.prompt)
+        prompt = len(self.request.job.prompt)
         written = sum(len(choice.tokens) for choice in self.choices)
         return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 

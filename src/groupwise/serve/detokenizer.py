@@ -1,4 +1,7 @@
-"""What single tokens stand for: text, part of a character, or a mark that is no text at all."""
+"""Turn tokens into text: single tokens as shown with log-probabilities, and incremental detokenization.
+
+A token may be text, a part of a multi-byte character, or a special token without text.
+"""
 
 from __future__ import annotations
 
@@ -12,37 +15,37 @@ from groupwise.records import Finish
 
 
 class ShownToken(NamedTuple):
-    """A token as clients are told of it."""
+    """A token as reported to clients."""
 
     text: str
-    """Bytes that are no text are spelled out: `bytes:\\xf0\\x9f`."""
+    """The text, or escaped bytes if they are not valid UTF-8: `bytes:\\xf0\\x9f`."""
     bytes: list[int] | None
-    """None: a mark such as the end of a turn."""
+    """UTF-8 bytes; None for a special token such as the end of a turn."""
 
     @property
     def characters(self) -> int:
-        """How many begin in it."""
+        """The number of characters that begin in this token."""
         return sum(byte & 0xC0 != 0x80 for byte in self.bytes or ())
 
 
 class TokenTable:
-    """The tokens of a tokenizer, looked up once."""
+    """Maps token ids to `ShownToken`, with a cache."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._marks = {token for token, kind in tokenizer.added_tokens_decoder.items() if kind.special}
-        self._known: dict[int, ShownToken] = {}
+        self._special = {token for token, kind in tokenizer.added_tokens_decoder.items() if kind.special}
+        self._cache: dict[int, ShownToken] = {}
 
     def __getitem__(self, token: int) -> ShownToken:
-        if token not in self._known:
-            self._known[token] = self._look_up(token)
-        return self._known[token]
+        if token not in self._cache:
+            self._cache[token] = self._look_up(token)
+        return self._cache[token]
 
     def _look_up(self, token: int) -> ShownToken:
         name = self._tokenizer.convert_ids_to_tokens(token)
-        if token in self._marks:
+        if token in self._special:
             return ShownToken(name, None)
-        # Some tokenizers drop the space that a text begins with: the second of two has it.
+        # Some tokenizers drop a leading space when decoding, so decode the token twice and keep the second.
         text = self._decode(token, token)[len(self._decode(token)) :]
         if BROKEN not in text:
             return ShownToken(text, list(text.encode()))
@@ -55,7 +58,7 @@ class TokenTable:
 
 
 def _raw_bytes(name: str) -> bytes:
-    """The bytes that a vocabulary's name of a token stands for, in either of the two usual spellings.
+    """Return the bytes of a vocabulary entry, in either of the two common notations.
 
     Example: "<0xE2>" -> e2, and "âĢ", a letter for each byte, -> e2 80
     """
@@ -65,7 +68,10 @@ def _raw_bytes(name: str) -> bytes:
 
 
 def _byte_of_letter() -> dict[str, int]:
-    """Bytes that can be seen are their own letters; the others have the letters from U+0100 on, in order."""
+    """Return the byte of each letter of the byte-level alphabet.
+
+    Printable bytes map to themselves; the others map to the letters from U+0100 on, in order.
+    """
     letters = sorted(ByteLevel.alphabet())
     own = [ord(letter) for letter in letters if ord(letter) < 256]
     others = [byte for byte in range(256) if byte not in own]
@@ -76,13 +82,17 @@ BYTE_OF_LETTER = _byte_of_letter()
 
 
 BROKEN = "\ufffd"
-"""What bytes that are no character decode to: more of it may be under way."""
+"""What an incomplete UTF-8 sequence decodes to; the next token may complete it."""
 REACH = 8
-"""So many tokens before the new ones, or some more, are decoded with them: a beginning decodes otherwise."""
+"""Minimum number of earlier tokens decoded together with new ones: tokens decode differently at the start of
+a text."""
 
 
 class TextStream:
-    """The text of one answer. `showable` tells how much of a text may be shown."""
+    """Incremental detokenization of one answer, with stop strings.
+
+    `showable` returns how many characters of the text so far may be sent.
+    """
 
     def __init__(
         self,
@@ -95,26 +105,27 @@ class TextStream:
         self._stop, self._showable = tuple(stop), showable
         self._tokens: list[int] = []
         self._read = 0
-        """Tokens whose text is in `_text`."""
+        """Number of tokens whose text is in `_text`."""
         self._start = 0
-        """The first of the tokens that are decoded with new ones, and the text of those read already."""
+        """Index of the first token that is decoded together with new ones."""
         self._before = ""
+        """Text of the tokens from `_start` to `_read`."""
         self._text = ""
         self._sent = 0
         self.stopped = False
 
     @property
     def text(self) -> str:
-        """All there is so far, up to a stop string."""
+        """The text so far, up to a stop string."""
         return self._text
 
     @property
     def sent(self) -> str:
-        """What was shown; the rest is kept back."""
+        """The text returned by `push` so far; the rest is withheld."""
         return self._text[: self._sent]
 
     def push(self, tokens: Sequence[int], finish: Finish | None) -> str:
-        """Take tokens in and return the text that can be shown now."""
+        """Add tokens and return the new text that can be sent."""
         self._tokens += tokens
         self._text += self._new_text(last=finish is not None)
         cut = min((at for string in self._stop if (at := self._text.find(string)) >= 0), default=-1)
@@ -136,7 +147,7 @@ class TextStream:
         return new
 
     def _safe_end(self) -> int:
-        """Where text that may turn out to be part of a string begins."""
+        """Return the end of the text that cannot be the beginning of a stop string."""
         longest = max(map(len, self._stop), default=0)
         for size in range(min(longest - 1, len(self._text)), 0, -1):
             tail = self._text[-size:]

@@ -1,4 +1,7 @@
-"""How many threads compute while another process talks to clients."""
+"""The front-end process of the server, which handles HTTP while the main process runs the engine.
+
+Starts the process, checks its address, and leaves a core to it on small machines.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,15 @@ from groupwise.model.tokenizer import TokenizerCodec
 from groupwise.serve.openai_server import OpenAIServer
 
 NARROW = 256
-"""Hidden size up to which a model is small."""
+"""Largest hidden size of a model that counts as small."""
 
 
 def leave_a_core(policy: Policy) -> None:
-    """Let one thread fewer compute where a small model runs on a CPU.
+    """Use one compute thread fewer for a small model on a CPU.
 
-    All threads of a product wait for the slowest one, and whoever talks to clients stops one of them with
-    every token. A small model writes many tokens and gains little from its last core; a larger one
-    writes few, and needs it. Who says OMP_NUM_THREADS decides.
+    All threads of a matrix product wait for the slowest one, and the front-end process interrupts one of them
+    with every token. A small model generates many tokens per second and gains little from the last core. A
+    larger one generates few, and needs it. OMP_NUM_THREADS takes precedence if it is set.
     """
     small = policy.head_weight.shape[1] <= NARROW
     if policy.device.type == "cpu" and small and "OMP_NUM_THREADS" not in os.environ:
@@ -37,7 +40,7 @@ def leave_a_core(policy: Policy) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartupConfig:
-    """What that process needs to know."""
+    """Settings of the front-end process."""
 
     host: str
     port: int
@@ -51,11 +54,11 @@ class StartupConfig:
 
 
 def start_front() -> Connection:
-    """Start the process, which goes on to wait for its `Opening`, and return our end of the line to it."""
+    """Start the process, which then waits for its `StartupConfig`, and return our end of the pipe."""
     processes = get_context("spawn")
     ours, theirs = processes.Pipe()
     process = processes.Process(target=run_front, args=(theirs,), name="groupwise-front", daemon=True)
-    # Ctrl-C reaches that process too, which ends with this one: it is to ignore it from its first moment.
+    # Ctrl-C also reaches the child, which must ignore SIGINT from the start: it ends with this process.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         process.start()
@@ -66,48 +69,48 @@ def start_front() -> Connection:
 
 
 def check_address(host: str, port: int) -> None:
-    """Refuse an address that nobody can listen at, before a model is loaded for it."""
+    """Raise ConfigError if the address cannot be bound, before a model is loaded."""
     try:
         family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as tried:
-            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            tried.bind(address)
-    except (OSError, UnicodeError) as error:  # some names of hosts cannot even be looked up
+        with socket.socket(family, kind) as candidate:
+            candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            candidate.bind(address)
+    except (OSError, UnicodeError) as error:  # some host names cannot be resolved
         raise cannot_listen(host, port, getattr(error, "strerror", None) or str(error)) from error
 
 
 def cannot_listen(host: str, port: int, reason: str) -> ConfigError:
-    advice = "; name another port by --port" if "already in use" in reason else ""
-    return ConfigError(f"cannot listen at {host}:{port}: {reason}{advice}")
+    advice = "; choose another port with --port" if "already in use" in reason else ""
+    return ConfigError(f"cannot listen on {host}:{port}: {reason}{advice}")
 
 
-def open_front(connection: Connection, opening: StartupConfig) -> int:
-    """Let it listen, and return the port."""
-    connection.send(opening)
+def open_front(connection: Connection, startup: StartupConfig) -> int:
+    """Make the process listen, and return the port."""
+    connection.send(startup)
     port: int | str = connection.recv()
     if isinstance(port, str):
-        raise cannot_listen(opening.host, opening.port, port)
+        raise cannot_listen(startup.host, startup.port, port)
     return port
 
 
 def run_front(connection: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # where it is not inherited
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # in case it is not inherited
     keep_quiet()
     try:
-        opening: StartupConfig = connection.recv()
+        startup: StartupConfig = connection.recv()
     except EOFError:
         return
-    codec = TokenizerCodec(load_tokenizer(opening.tokenizer), vocabulary=opening.vocabulary)
+    codec = TokenizerCodec(load_tokenizer(startup.tokenizer), vocabulary=startup.vocabulary)
     server = OpenAIServer(
         codec,
         connection,
-        model=opening.model,
-        context=opening.context,
-        slots=opening.slots,
-        api_key=opening.api_key,
-        allowed_hosts=opening.allowed_hosts,
+        model=startup.model,
+        context=startup.context,
+        slots=startup.slots,
+        api_key=startup.api_key,
+        allowed_hosts=startup.allowed_hosts,
     )
     try:
-        asyncio.run(server.run(opening.host, opening.port, ready=connection.send))
+        asyncio.run(server.run(startup.host, startup.port, ready=connection.send))
     except (OSError, UnicodeError) as error:
         connection.send(getattr(error, "strerror", None) or str(error))

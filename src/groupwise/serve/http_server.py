@@ -1,4 +1,4 @@
-"""As much of HTTP/1.1 as an API needs: JSON in, JSON or a stream of events out, connections kept alive."""
+"""A minimal HTTP/1.1 server for an API: JSON requests, JSON or server-sent-event responses, keep-alive."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from groupwise.tracking.run_log import LOGGER
 HEAD_LIMIT = 32 * 1024
 BODY_LIMIT = 16 * 1024 * 1024
 MOST_DIGITS = 20
-"""Of a Content-Length; Python refuses to read numbers of some thousand digits."""
+"""Longest Content-Length accepted; Python refuses to parse integers of several thousand digits."""
 IDLE_SECONDS = 60.0
-"""After which a connection on which nothing is asked is closed."""
+"""Seconds after which an idle connection is closed."""
 
 
 encode = json.JSONEncoder(ensure_ascii=False).encode
@@ -27,7 +27,7 @@ encode = json.JSONEncoder(ensure_ascii=False).encode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HTTPRequest:
-    """One request."""
+    """An HTTP request."""
 
     method: str
     path: str
@@ -39,7 +39,7 @@ class HTTPRequest:
             value = json.loads(self.body)
             encode(value).encode()
         except UnicodeEncodeError:
-            raise HTTPError(400, "the body holds text that is none: half of a surrogate pair") from None
+            raise HTTPError(400, "the body contains invalid text: half of a surrogate pair") from None
         except (ValueError, RecursionError):
             raise HTTPError(400, "the body is not valid JSON") from None
         if not isinstance(value, dict):
@@ -49,7 +49,7 @@ class HTTPRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HTTPReply:
-    """An answer that is there at once."""
+    """A complete JSON response."""
 
     body: Mapping[str, Any]
     status: int = 200
@@ -57,12 +57,12 @@ class HTTPReply:
 
 
 Events = AsyncIterator[Sequence[Mapping[str, Any]]]
-"""An answer that comes in parts, as many at a time as there are."""
+"""A streamed response: batches of the parts that are ready at the same time."""
 Handler = Callable[[HTTPRequest], Awaitable[HTTPReply | Events]]
 
 
 class HTTPError(Exception):
-    """A question that gets an error for an answer, as OpenAI's clients understand it."""
+    """An error response in the format that OpenAI clients expect."""
 
     def __init__(self, status: int, message: str, *, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -77,7 +77,7 @@ class HTTPError(Exception):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address can only mean this machine."""
+    """Whether a host name or address can only refer to this machine."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -87,18 +87,18 @@ def is_loopback(host: str) -> bool:
 async def serve_connection(
     handler: Handler, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
-    """Answer the questions of one connection until it is closed."""
+    """Answer the requests of one connection until it is closed."""
     try:
         while True:
             try:
-                question = await asyncio.wait_for(read_question(reader), IDLE_SECONDS)
-            except HTTPError as refused:
-                await write_reply(Outgoing(writer, close=True), refused.reply())
+                request = await asyncio.wait_for(read_request(reader), IDLE_SECONDS)
+            except HTTPError as error:
+                await write_reply(Outgoing(writer, close=True), error.reply())
                 return
-            if question is None:
+            if request is None:
                 return
-            close = question.headers.get("connection", "").lower() == "close"
-            if not await answer(handler, question, reader, writer, close=close) or close:
+            close = request.headers.get("connection", "").lower() == "close"
+            if not await answer(handler, request, reader, writer, close=close) or close:
                 return
     except (ConnectionError, TimeoutError, asyncio.IncompleteReadError):
         pass
@@ -110,39 +110,39 @@ async def serve_connection(
 
 async def answer(
     handler: Handler,
-    question: HTTPRequest,
+    request: HTTPRequest,
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
     *,
     close: bool,
 ) -> bool:
-    """Answer one question; False: whoever asked has gone. What is under way for them is then cancelled."""
-    outgoing = Outgoing(writer, close=close, bare=question.method == "HEAD")
-    work = asyncio.ensure_future(respond(handler, question, outgoing))
+    """Answer one request. Return False if the client disconnected; its work is then cancelled."""
+    outgoing = Outgoing(writer, close=close, bare=request.method == "HEAD")
+    work = asyncio.ensure_future(respond(handler, request, outgoing))
     gone = asyncio.ensure_future(until_gone(reader, outgoing))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        still_there = work.done()
+        connected = work.done()
     finally:
         work.cancel()
         gone.cancel()
-    # Together, and not each with its cancellation suppressed: that would swallow our own as well.
+    # Await both together: suppressing the cancellation of each would swallow our own as well.
     outcome, _ = await asyncio.gather(work, gone, return_exceptions=True)
     if isinstance(outcome, Exception) and not isinstance(outcome, ConnectionError):
         raise outcome
-    return still_there
+    return connected
 
 
 @dataclass(slots=True)
 class Outgoing:
-    """Where one answer is written, and how."""
+    """The writer of one response, and how far it is."""
 
     writer: asyncio.StreamWriter
     close: bool
     bare: bool = False
-    """Whether only the headers are sent: what HEAD asks for."""
+    """Whether to send the headers only, as for HEAD."""
     begun: bool = False
-    """Whether something of the answer is sent."""
+    """Whether a part of the response has been sent."""
 
     async def send(self, data: bytes) -> None:
         self.begun = True
@@ -151,11 +151,11 @@ class Outgoing:
 
 
 async def until_gone(reader: asyncio.StreamReader, outgoing: Outgoing) -> None:
-    """Return when the other side closes; what it may already ask next is left to be read.
+    """Return when the client disconnects, without reading pipelined requests.
 
-    A client that only ended its own half (shutdown(SHUT_WR)) still waits for its answer, and at first looks
-    like one that closed. Whatever is sent to a closed one is answered by a reset: where the answer has not
-    begun, a 100 Continue is sent, which every client of HTTP/1.1 passes over.
+    A client that closed only its sending half (shutdown(SHUT_WR)) still waits for its response, and at first
+    looks the same as one that disconnected. Data sent to a closed connection is answered with a reset. If the
+    response has not begun, this sends 100 Continue, which every HTTP/1.1 client ignores.
     """
     while not reader.at_eof():
         await asyncio.sleep(0.2)
@@ -167,26 +167,26 @@ async def until_gone(reader: asyncio.StreamReader, outgoing: Outgoing) -> None:
             await asyncio.sleep(0.2)
 
 
-async def respond(handler: Handler, question: HTTPRequest, outgoing: Outgoing) -> None:
+async def respond(handler: Handler, request: HTTPRequest, outgoing: Outgoing) -> None:
     try:
-        reply = await handler(question)
+        reply = await handler(request)
         if isinstance(reply, HTTPReply):
             await write_reply(outgoing, reply)
             return
-    except HTTPError as refused:
-        await write_reply(outgoing, refused.reply())
+    except HTTPError as error:
+        await write_reply(outgoing, error.reply())
         return
     except ConnectionError:
         raise
-    except Exception:  # one request must not leave its client, or others, without an answer
-        LOGGER.exception("a request could not be answered")
-        await write_reply(outgoing, HTTPError(500, "the server failed at this request").reply())
+    except Exception:  # a failing request must not break the connection or the server
+        LOGGER.exception("a request failed")
+        await write_reply(outgoing, HTTPError(500, "internal server error; see the server log").reply())
         return
     await write_events(outgoing, reply)
 
 
-async def read_question(reader: asyncio.StreamReader) -> HTTPRequest | None:
-    """Read one request; None where the connection has ended."""
+async def read_request(reader: asyncio.StreamReader) -> HTTPRequest | None:
+    """Read one request; return None if the connection has ended."""
     try:
         head = await reader.readuntil(b"\r\n\r\n")
     except asyncio.IncompleteReadError as error:
@@ -198,17 +198,17 @@ async def read_question(reader: asyncio.StreamReader) -> HTTPRequest | None:
     first, *lines = head.decode("latin-1").split("\r\n")
     words = first.split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1."):
-        raise HTTPError(400, "this is not HTTP/1.1")
+        raise HTTPError(400, "the request is not HTTP/1.1")
     headers = {
         name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
     }
     if "transfer-encoding" in headers:
-        raise HTTPError(411, "send a Content-Length")
+        raise HTTPError(411, "chunked requests are not supported: send a Content-Length")
     length = headers.get("content-length", "0")
     if not length.isdecimal() or len(length) > MOST_DIGITS:
         raise HTTPError(400, "the Content-Length is not a number")
     if int(length) > BODY_LIMIT:
-        raise HTTPError(413, f"the body may have at most {BODY_LIMIT} bytes")
+        raise HTTPError(413, f"the body exceeds {BODY_LIMIT} bytes")
     body = await reader.readexactly(int(length))
     return HTTPRequest(method=words[0], path=words[1].partition("?")[0], headers=headers, body=body)
 
@@ -221,17 +221,17 @@ async def write_reply(outgoing: Outgoing, reply: HTTPReply) -> None:
 
 
 async def write_events(outgoing: Outgoing, events: Events) -> None:
-    """Server-sent events, each sent as it comes; an error on the way is the last of them."""
+    """Write server-sent events as they arrive; an error is sent as the last event."""
     head = {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "Transfer-Encoding": "chunked"}
-    unsent = status_and_headers(200, head, close=outgoing.close)  # one call of the system takes all there is
+    unsent = status_and_headers(200, head, close=outgoing.close)  # sent together with the first event
     try:
         async with aclosing(events) as batches:  # type: ignore[type-var]
             async for parts in batches:
                 await outgoing.send(unsent + chunk("".join(map(event, parts))))
                 unsent = b""
         last = "data: [DONE]\n\n"
-    except HTTPError as refused:
-        last = event(refused.reply().body)
+    except HTTPError as error:
+        last = event(error.reply().body)
     await outgoing.send(unsent + chunk(last) + b"0\r\n\r\n")
 
 

@@ -1,7 +1,7 @@
-"""What the server's two processes tell each other: one writes answers, the other talks to clients.
+"""Messages between the server's two processes: one runs the engine, the other handles HTTP.
 
-Python runs one thread of a process at a time: in a single one, every event that a client is sent would make
-all answers wait.
+Python runs one thread of a process at a time (the GIL). In a single process, every event sent to a client
+would delay all generation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from groupwise.tracking.run_log import LOGGER
 
 
 class WireChunk(NamedTuple):
-    """What one member of a job wrote since it was last heard of."""
+    """The tokens that one member of a job generated since its last chunk."""
 
     job: int
     member: int
@@ -35,15 +35,15 @@ class WireChunk(NamedTuple):
 
 
 class EngineEndpoint:
-    """The end of the process with the model: jobs come in by number, and what they write goes out."""
+    """The engine's end of the pipe: receives numbered jobs and sends what they generate."""
 
     def __init__(
         self, policy: Policy, connection: Connection, *, slots: int, context: int, waiting: int
     ) -> None:
         self._connection = connection
-        self._sending = threading.Lock()
-        self._knowing = threading.Lock()
-        """Held to look at the jobs under way: they end in one thread and are cancelled in another."""
+        self._send_lock = threading.Lock()
+        self._jobs_lock = threading.Lock()
+        """Guards the jobs in progress: they end in one thread and are cancelled in another."""
         self._jobs: dict[int, Job] = {}
         self._numbers: dict[Job, int] = {}
         self._unfinished: dict[int, int] = {}
@@ -57,22 +57,22 @@ class EngineEndpoint:
         )
 
     def run(self) -> None:
-        """Answer until the other side has gone; it is told if the engine fails."""
-        reading = threading.Thread(target=self._read, name="groupwise-link", daemon=True)
-        reading.start()
+        """Serve until the front end closes the pipe; if the engine fails, report it to the front end."""
+        reader = threading.Thread(target=self._read, name="groupwise-link", daemon=True)
+        reader.start()
         try:
             self.engine.run()
         except Exception:
-            LOGGER.exception("the generator failed")
-            reading.join()  # clients are told the reason as long as there are any
+            LOGGER.exception("the engine failed")
+            reader.join()  # keep reporting the failure until the front end exits
             raise
 
     def _read(self) -> None:
         try:
             with suppress(EOFError, OSError):
                 while True:
-                    what, number, *rest = self._connection.recv()
-                    if what == "submit":
+                    kind, number, *rest = self._connection.recv()
+                    if kind == "submit":
                         self._submit(number, *rest)
                     elif job := self._forget(number):
                         self.engine.cancel(job)
@@ -83,20 +83,20 @@ class EngineEndpoint:
             self.engine.close()
 
     def _submit(self, number: int, job: Job) -> None:
-        with self._knowing:
+        with self._jobs_lock:
             self._jobs[number], self._numbers[job] = job, number
             self._unfinished[number] = len(job.seeds)
         try:
             self.engine.submit(job)
         except (Busy, ValueError) as error:
             self._forget(number)
-            self._send("refused", number, error)
+            self._send("rejected", number, error)
         else:
-            self._send("taken", number)
+            self._send("accepted", number)
 
     def _forget(self, number: int) -> Job | None:
-        """Return the job of this number, which is heard of no more, unless it has ended already."""
-        with self._knowing:
+        """Stop tracking a job and return it, or None if it has ended already."""
+        with self._jobs_lock:
             job = self._jobs.pop(number, None)
             if job is not None:
                 del self._numbers[job], self._unfinished[number]
@@ -104,9 +104,9 @@ class EngineEndpoint:
 
     # Called by the engine.
 
-    def _deliver(self, news: Sequence[StreamChunk]) -> None:
-        with self._knowing:
-            words = [
+    def _deliver(self, chunks: Sequence[StreamChunk]) -> None:
+        with self._jobs_lock:
+            rows = [
                 (
                     number,
                     part.member,
@@ -116,125 +116,126 @@ class EngineEndpoint:
                     part.prompt,
                     part.finish,
                 )
-                for part in news
+                for part in chunks
                 if (number := self._numbers.get(part.job)) is not None
             ]
-            for number, *_, finish in words:
+            for number, *_, finish in rows:
                 self._unfinished[number] -= finish is not None
-            ended = {number for number, *_ in words if not self._unfinished[number]}
+            ended = {number for number, *_ in rows if not self._unfinished[number]}
         for number in ended:
             self._forget(number)
-        if words:
-            self._send("words", words)
+        if rows:
+            self._send("chunks", rows)
 
     def _failed(self, error: Exception) -> None:
         self._send("failed", f"{type(error).__name__}: {error}")
 
     def _send(self, *message: Any) -> None:
-        with suppress(OSError), self._sending:  # if the other side has gone, `run` notices
+        with suppress(OSError), self._send_lock:  # if the front end has exited, `run` notices
             self._connection.send(message)
 
 
 class Listener:
-    """Where the words of one job are put until whoever asked takes them."""
+    """Queue of the chunks of one job, read by the request's handler."""
 
     def __init__(self) -> None:
-        self.words: list[WireChunk] = []
+        self.chunks: list[WireChunk] = []
         self.error: str | None = None
-        self._come = asyncio.Event()
+        self._ready = asyncio.Event()
 
-    def put(self, words: WireChunk) -> None:
-        self.words.append(words)
-        self._come.set()
+    def put(self, chunk: WireChunk) -> None:
+        self.chunks.append(chunk)
+        self._ready.set()
 
     def fail(self, error: str) -> None:
         self.error = error
-        self._come.set()
+        self._ready.set()
 
     async def take(self) -> list[WireChunk]:
-        """Wait for words and return all there are; raises RuntimeError when there will be none."""
-        await self._come.wait()
-        self._come.clear()
+        """Wait for chunks and return all that have arrived; raise RuntimeError if the engine failed."""
+        await self._ready.wait()
+        self._ready.clear()
         if self.error is not None:
             raise RuntimeError(self.error)
-        words, self.words = self.words, []
-        return words
+        chunks, self.chunks = self.chunks, []
+        return chunks
 
 
 class FrontendEndpoint:
-    """The end of the process that talks to clients. A thread takes in what comes: nothing ever waits here."""
+    """The front end's end of the pipe; a thread reads it, so that the engine never blocks on sending."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._numbers = count()
         self._listeners: dict[int, Listener] = {}
-        self._asked: dict[int, asyncio.Future[None]] = {}
+        self._submitted: dict[int, asyncio.Future[None]] = {}
         self.failure: str | None = None
         self.gone = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         threading.Thread(target=self._read, name="groupwise-link", daemon=True).start()
 
     async def submit(self, job: Job) -> tuple[int, Listener]:
-        """Let a job join; raises `Busy` when too many wait, ValueError when it can never run.
+        """Submit a job.
 
-        RuntimeError: nobody answers any more.
+        Raises `Busy` if too many jobs are waiting, ValueError if the job can never run, and RuntimeError if
+        the engine has failed.
         """
         if self.failure is not None:
             raise RuntimeError(self.failure)
         number, listener = next(self._numbers), Listener()
-        self._asked[number] = self._loop.create_future()
+        self._submitted[number] = self._loop.create_future()
         self._listeners[number] = listener
         self._connection.send(("submit", number, job))
         try:
-            await self._asked[number]
+            await self._submitted[number]
         except BaseException:
             self.forget(number)
             raise
         finally:
-            del self._asked[number]
+            del self._submitted[number]
         return number, listener
 
     def forget(self, number: int, *, ended: bool = False) -> None:
-        """Listen no more; what has not ended is stopped."""
+        """Stop listening to a job, and cancel it unless it has ended."""
         if self._listeners.pop(number, None) is not None and not ended and not self.gone.is_set():
             self._connection.send(("cancel", number))
 
     def _read(self) -> None:
-        told: Callable[..., Any] = self._loop.call_soon_threadsafe
+        call_soon: Callable[..., Any] = self._loop.call_soon_threadsafe
         with suppress(RuntimeError):  # the loop is closed
             with suppress(EOFError, OSError):
                 while True:
-                    told(self._take_in, self._connection.recv())
-            told(self._take_in, ("gone",))
+                    call_soon(self._handle, self._connection.recv())
+            call_soon(self._handle, ("gone",))
 
-    def _take_in(self, message: tuple[Any, ...]) -> None:
+    def _handle(self, message: tuple[Any, ...]) -> None:
         match message:
-            case "words", words:
-                for row in words:
+            case "chunks", rows:
+                for row in rows:
                     if (listener := self._listeners.get(row[0])) is not None:
                         listener.put(WireChunk(*row))
-            case "taken", number:
+            case "accepted", number:
                 self._settle(number, None)
-            case "refused", number, error:
+            case "rejected", number, error:
                 self._settle(number, error)
             case "failed", reason:
                 self._fail(reason)
             case ("gone",):
-                self._fail("it has gone")
+                self._fail("the engine process has exited")
                 self.gone.set()
 
     def _settle(self, number: int, error: Exception | None) -> None:
-        asked = self._asked.get(number)
-        if asked is None or asked.done():
+        submitted = self._submitted.get(number)
+        if submitted is None or submitted.done():
             return
         if error is None:
-            asked.set_result(None)
+            submitted.set_result(None)
         else:
-            asked.set_exception(error)
+            submitted.set_exception(error)
 
     def _fail(self, reason: str) -> None:
         self.failure = reason
-        for number in list(self._asked):
+        for number in list(self._submitted):
             self._settle(number, RuntimeError(reason))
         for listener in self._listeners.values():
             listener.fail(reason)
