@@ -44,7 +44,7 @@ def fingerprints(examples):
         ({"weights": {"correct": "1"}}, "the weight of 'correct' must be a number"),
         ({"weights": {"correct": float("nan")}}, "the weight of 'correct' must be a number"),
         ({"accuracy": "zzz"}, "accuracy names unknown reward 'zzz'; it must be one of correct"),
-        ({"tools": [print]}, "tool print: every parameter must have a name"),
+        ({"tools": [print]}, "tool print: every parameter must be passable by name"),
         ({"prompt": "hi"}, "prompt must be a function"),
         ({"name": ""}, "a task needs a name"),
         ({"examples": []}, "task t: examples: there are no examples"),

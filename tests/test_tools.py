@@ -90,7 +90,11 @@ def test_a_function_that_cannot_be_a_tool_is_refused_with_a_sentence():
         """Search."""
         return ""
 
-    for function, problem in ((untyped, "of what type"), (silent, "docstring"), (open_ended, "have a name")):
+    for function, problem in (
+        (untyped, "annotate the type of query"),
+        (silent, "docstring"),
+        (open_ended, "passable by name"),
+    ):
         with pytest.raises(ConfigError, match=problem):
             tool_of(function)
 

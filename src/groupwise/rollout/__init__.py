@@ -1,11 +1,13 @@
-"""From examples to groups of rollouts, through anything that generates. It knows no engine.
+"""Turn examples into groups of rollouts, with or without tools. Independent of the engine.
 
 Modules in reading order:
 
-    collect        one group of rollouts per example
-    multi_turn     rollouts with tools: while some wait, the engine continues the others
-    trajectory     the token stream of one rollout: appended, never rewritten
-    tools          a typed Python function as a tool
-    tool_calls     parse tool calls out of a completion
-    tool_executor  call a tool with limits, in this process or in a worker
+    collect        generate one group of rollouts per example
+    multi_turn     rollouts with tools: some wait for tools while the engine continues the others
+    trajectory     the token stream of one rollout: append-only
+    tools          turn a typed Python function into a tool
+    tool_calls     parse tool calls in a completion
+    tool_executor  call tools with a time limit, in this process or in a worker
+
+Anything with a `generate` method (`collect.Generate`) can generate the completions.
 """

@@ -1,4 +1,7 @@
-"""From examples to groups of rollouts, through anything that can generate."""
+"""Turn examples into groups of rollouts: build requests, generate, and join prompts with completions.
+
+Works with anything that implements `Generate`. Tasks with tools run multi-turn conversations.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,13 @@ Prompt = str | Sequence[Message]
 
 
 class Generate(Protocol):
-    """Anything that continues prompts: our engine, a remote server, a test double."""
+    """Generates completions for prompts: the engine, a remote server, or a test double."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]: ...
 
 
 class PromptCodec(Protocol):
-    """Between prompts and tokens."""
+    """Converts prompts to tokens and tokens to text."""
 
     end_tokens: frozenset[int]
 
@@ -36,14 +39,15 @@ class PromptCodec(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
-    """What a task with tools adds to collecting."""
+    """The tools of a task, with the limits and state of its conversations."""
 
     toolbox: ToolExecutor
     limits: ConversationLimits
     overlap: bool | None
-    """Whether tools run beside the engine. None: where a rollout's bits need not be repeatable anyway."""
+    """Whether tools run in threads while the engine generates. None: only if the tools are asynchronous or
+    the engine is not bit-reproducible anyway."""
     state: Callable[[Example], Any] | None = None
-    """Makes what the tools of one rollout work on."""
+    """Creates the state that the tools of one rollout operate on."""
 
     @classmethod
     def of(
@@ -53,7 +57,7 @@ class Tools:
         *,
         state: Callable[[Example], Any] | None = None,
     ) -> Tools | None:
-        """Make a task's tools ready; None for a task without."""
+        """Prepare a task's tools; return None for a task without tools."""
         if not functions:
             return None
         return cls(
@@ -81,17 +85,17 @@ def collect(
     tools: Tools | None = None,
     share: slice = slice(None),
 ) -> list[Group]:
-    """Return one group for each example, or for those in `share`: other processes answer the others.
+    """Generate one group for each example in `share`; other processes generate the rest.
 
-    A member's noise derives from `seed_parts` (run seed, step, …), the example, the member and the
-    turn, so it does not depend on what else is generated beside it.
+    A member's seed derives from `seed_parts` (run seed, step, …), the example, the member and the turn, so it
+    does not depend on the rest of the batch.
     """
-    which = list(_numbered(examples))[share]
+    example_ids = list(_numbered(examples))[share]
     examples = examples[share]
     if tools is not None:
         return collect_turns(
             examples,
-            which=which,
+            example_ids=example_ids,
             ask=ask,
             codec=codec,
             engine=engine,
@@ -101,7 +105,7 @@ def collect(
             tools=tools,
         )
     prompts, requests = prompts_and_requests(
-        examples, ask=ask, codec=codec, group_size=group_size, seed_parts=seed_parts, which=which
+        examples, ask=ask, codec=codec, group_size=group_size, seed_parts=seed_parts, example_ids=example_ids
     )
     return groups_from_completions(
         examples, prompts, requests, engine.generate(requests, sampling), codec=codec
@@ -115,20 +119,20 @@ def prompts_and_requests(
     codec: PromptCodec,
     group_size: int,
     seed_parts: tuple[int | str, ...],
-    which: Sequence[tuple[str, int]] | None = None,
+    example_ids: Sequence[tuple[str, int]] | None = None,
 ) -> tuple[list[Prompt], list[Request]]:
-    """What is asked about each example, and the request for it: the part of `collect` before the engine.
+    """Return the prompt and the request of each example: the part of `collect` before generation.
 
-    `which`: how they are numbered where they are some of more.
+    `example_ids` identify the examples within the whole batch; by default, `examples` are the whole batch.
     """
-    which = list(_numbered(examples)) if which is None else which
+    example_ids = list(_numbered(examples)) if example_ids is None else example_ids
     prompts = [ask(example) for example in examples]
     requests = [
         Request(
             prompt=codec.encode(prompt),
-            seeds=tuple(derive_seed(*seed_parts, *own, member) for member in range(group_size)),
+            seeds=tuple(derive_seed(*seed_parts, *example_id, member) for member in range(group_size)),
         )
-        for prompt, own in zip(prompts, which, strict=True)
+        for prompt, example_id in zip(prompts, example_ids, strict=True)
     ]
     return prompts, requests
 
@@ -141,7 +145,7 @@ def groups_from_completions(
     *,
     codec: PromptCodec,
 ) -> list[Group]:
-    """The groups that the engine's answers make: the part of `collect` behind it."""
+    """Build the groups from the engine's completions: the part of `collect` after generation."""
     return [
         Group(
             example=example,
@@ -157,7 +161,7 @@ def groups_from_completions(
 def collect_turns(
     examples: Sequence[Example],
     *,
-    which: Sequence[tuple[str, int]],
+    example_ids: Sequence[tuple[str, int]],
     ask: Callable[[Example], str | Sequence[Message]],
     codec: Any,
     engine: Generate,
@@ -166,7 +170,7 @@ def collect_turns(
     seed_parts: tuple[int | str, ...],
     tools: Tools,
 ) -> list[Group]:
-    """The same for rollouts that may call tools and go on."""
+    """Generate groups of multi-turn rollouts, which may call tools."""
     prompts = [ask(example) for example in examples]
     schemas = tools.toolbox.schemas
     streams = [
@@ -177,7 +181,7 @@ def collect_turns(
 
     def seed(request: int, member: int, turn: int) -> int:
         later = (turn,) if turn else ()
-        return derive_seed(*seed_parts, *which[request], member, *later)
+        return derive_seed(*seed_parts, *example_ids[request], member, *later)
 
     requests = [
         Request(prompt=members[0].prompt, seeds=tuple(seed(r, m, 0) for m in range(group_size)))
@@ -206,20 +210,20 @@ def collect_turns(
 def in_rounds(
     engine: Generate, requests: Sequence[Request], sampling: Sampling, conversations: Conversations
 ) -> None:
-    """Converse through an engine that only continues prompts: everyone's next turn, then everyone's tools."""
-    given = 0
+    """Run conversations on an engine without `converse`: generate all next turns, then run all tools."""
+    submitted = 0
     while requests:
-        for number, members in enumerate(engine.generate(requests, sampling), start=given):
+        for number, members in enumerate(engine.generate(requests, sampling), start=submitted):
             for member, completion in enumerate(members):
                 conversations.finished(number, member, completion)
-        given += len(requests)
+        submitted += len(requests)
         requests = conversations.ready(wait=True)
         while conversations.waiting:
             requests += conversations.ready(wait=True)
 
 
 def _numbered(examples: Sequence[Example]) -> Iterator[tuple[str, int]]:
-    """Each example's fingerprint, and how many equal ones came before: a repeat gets noise of its own."""
+    """Yield each example's fingerprint and its number of earlier duplicates, which get other seeds."""
     seen: Counter[str] = Counter()
     for example in examples:
         fingerprint = example.fingerprint
@@ -235,7 +239,7 @@ def as_rollout(
     member: int,
     codec: PromptCodec,
 ) -> Rollout:
-    """Join prompt and completion into one stream: only what was sampled is trained, all of it."""
+    """Join prompt and completion into one rollout; all sampled tokens are trained, and no others."""
     before = len(request.prompt)
     rollout = Rollout(
         prompt=prompt,

@@ -1,4 +1,4 @@
-"""Rollouts of several turns: while some wait for their tools, the engine goes on with the others."""
+"""Multi-turn rollouts with tools: some wait for their tools while the engine continues the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from groupwise.rollout.trajectory import Trajectory
 
 
 class ToolCodec(Protocol):
-    """Between text and tokens, for conversations with tools."""
+    """Converts between text and tokens, for conversations with tools."""
 
     end_tokens: frozenset[int]
 
@@ -34,117 +34,118 @@ class ToolCodec(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationLimits:
-    """How far a conversation may go."""
+    """Limits of one conversation."""
 
     turns: int
-    """Of the policy."""
+    """Maximum number of turns of the policy."""
     calls: int
+    """Maximum number of tool calls."""
     tokens: int
-    """Behind the prompt in all, those of tools and template included."""
+    """Maximum number of tokens after the prompt, including tool results and template tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolMessages:
-    """What a policy reads between two of its turns."""
+    """The tool results that the policy reads between two of its turns."""
 
     results: tuple[str, ...]
     prefill: str
     ended: bool
-    """Whether the turn before has its end token."""
+    """Whether the previous turn ended with its end token."""
 
 
 Answer = tuple[tuple[int, int], tuple[Call, ...] | RolloutError]
-"""Of a request's member: its calls as they were answered, or that the tool is out of order."""
+"""A (request, member) and its completed calls, or the failure of a tool."""
 
 
 @dataclass(slots=True)
 class Conversations:
-    """Every rollout under way: takes in what the engine finished, hands out the turns that come next.
+    """All rollouts in progress: takes finished turns from the engine and returns the turns to generate next.
 
-    Turns without calls end a rollout, and so do the limits; then the stream ends in what the policy
-    wrote. Nothing that happened is drawn again: a call that fails is answered with what went wrong.
+    A turn without calls ends a rollout, and so do the limits; the stream then ends with the policy's tokens.
+    Nothing is sampled twice: a call that fails gets the error message as its result.
 
-    What tools cost is counted in the toolbox: the time in which nothing else happens, and of threads beside
-    the engine the processor's time, which is the most that they can take from it.
+    The toolbox counts the time that tools cost: the time during which nothing else runs, plus the CPU time of
+    threads that run alongside the engine, which is the most they can take from it.
     """
 
     streams: list[list[Trajectory]]
-    """By request and member, as they were given to the engine."""
+    """Trajectories by request and member, in the order given to the engine."""
     seed: Callable[[int, int, int], int]
-    """Of (request, member, turn)."""
+    """Maps (request, member, turn) to a seed."""
     toolbox: ToolExecutor
     codec: ToolCodec
     limits: ConversationLimits
     sampling: Sampling
     overlap: bool
-    """Tools run in threads beside the engine, and their order is the clock's; or between two of its steps."""
+    """Whether tools run in threads alongside the engine, and finish in any order, or between its steps."""
     _followed: list[tuple[int, int]] = field(default_factory=list)
-    """The request and member behind each turn handed out."""
+    """The (request, member) of each follow-up turn submitted to the engine."""
     _last: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    """The engine's own numbers of each one's last turn."""
+    """The engine's (request, member) of each rollout's last turn."""
     _ready: list[Request] = field(default_factory=list)
     _encoded: dict[ToolMessages, tuple[int, ...]] = field(default_factory=dict)
     _running: dict[tuple[int, int, int], tuple[float, list[ParsedToolCall]]] = field(default_factory=dict)
-    """Calls in threads, by request, member and turn: since when, and which."""
+    """Start time and calls of each running thread, by (request, member, turn)."""
     _arrived: SimpleQueue[tuple[tuple[int, int, int], tuple[Call, ...] | RolloutError]] = field(
         default_factory=SimpleQueue
     )
 
     def finished(self, request: int, member: int, completion: Completion) -> None:
-        """Take in one turn."""
+        """Add a finished turn and start its tool calls."""
         first = len(self.streams)
-        which = (request, member) if request < first else self._followed[request - first]
-        self._last[which] = (request, member)
-        stream = self.streams[which[0]][which[1]]
-        stream.wrote(completion)
+        key = (request, member) if request < first else self._followed[request - first]
+        self._last[key] = (request, member)
+        stream = self.streams[key[0]][key[1]]
+        stream.append_completion(completion)
         text = self.codec.decode(completion.tokens)
-        wishes = read_calls(text) if completion.finish != "length" else []
+        parsed_calls = read_calls(text) if completion.finish != "length" else []
         stream.turns.append(Turn(text=text))
-        if not wishes or len(stream.turns) >= self.limits.turns:
+        if not parsed_calls or len(stream.turns) >= self.limits.turns:
             return
         if self.overlap:
-            turn = (*which, len(stream.turns))
-            self._running[turn] = (time.monotonic(), wishes)
-            threading.Thread(target=self._work, args=(turn, wishes), daemon=True).start()
+            turn = (*key, len(stream.turns))
+            self._running[turn] = (time.monotonic(), parsed_calls)
+            threading.Thread(target=self._run_tools, args=(turn, parsed_calls), daemon=True).start()
         else:
             started = time.perf_counter()
-            self._take([(which, self._answer(which, wishes))])
+            self._append_results([(key, self._answer(key, parsed_calls))])
             self.toolbox.spend(time.perf_counter() - started)
 
     @property
     def waiting(self) -> bool:
-        """Whether tools are still at work."""
+        """Whether tools are still running."""
         return bool(self._running)
 
     def ready(self, *, wait: bool) -> list[Request]:
-        """Return the turns that can begin. With `wait`, none means that every rollout has ended."""
+        """Return the turns that can start. With `wait`, an empty list means that every rollout has ended."""
         if self._running:
             started = time.perf_counter()
-            self._take(list(self._arrivals(wait=wait and not self._ready)))
+            self._append_results(list(self._arrivals(wait=wait and not self._ready)))
             self.toolbox.spend(time.perf_counter() - started)
         ready, self._ready = self._ready, []
         return ready
 
     def _answer(
-        self, which: tuple[int, int], wishes: Sequence[ParsedToolCall]
+        self, key: tuple[int, int], parsed_calls: Sequence[ParsedToolCall]
     ) -> tuple[Call, ...] | RolloutError:
-        stream = self.streams[which[0]][which[1]]
+        stream = self.streams[key[0]][key[1]]
         try:
             allowed = self.limits.calls - stream.calls
-            return self.toolbox.answer(wishes, allowed=allowed, state=stream.state, beside=self.overlap)
+            return self.toolbox.answer(parsed_calls, allowed=allowed, state=stream.state, beside=self.overlap)
         except RolloutError as error:
             return error
 
-    def _work(self, turn: tuple[int, int, int], wishes: Sequence[ParsedToolCall]) -> None:
-        answer = self._answer(turn[:2], wishes)
-        self.toolbox.spend(time.thread_time())  # since the thread began
+    def _run_tools(self, turn: tuple[int, int, int], parsed_calls: Sequence[ParsedToolCall]) -> None:
+        answer = self._answer(turn[:2], parsed_calls)
+        self.toolbox.spend(time.thread_time())  # CPU time since the thread started
         self._arrived.put((turn, answer))
 
     def _arrivals(self, *, wait: bool) -> Iterator[Answer]:
-        """Yield what threads have answered; with `wait`, there is an answer, or the end of its time."""
+        """Yield the results of finished threads; with `wait`, block until a result or a timeout."""
         while self._running:
-            since, wishes = next(iter(self._running.values()))
-            left = since + self.toolbox.seconds_each * len(wishes) - time.monotonic()
+            since, parsed_calls = next(iter(self._running.values()))
+            left = since + self.toolbox.seconds_each * len(parsed_calls) - time.monotonic()
             try:
                 turn, calls = self._arrived.get(block=wait and left > 0, timeout=max(left, 0.001))
             except Empty:
@@ -156,49 +157,51 @@ class Conversations:
                     yield turn[:2], self.toolbox.timed_out(late)
                     wait = False
                 continue
-            if self._running.pop(turn, None) is not None:  # else it comes too late: its time was up
+            if self._running.pop(turn, None) is not None:  # otherwise it has already timed out
                 yield turn[:2], calls
                 wait = False
 
-    def _take(self, answers: Sequence[Answer]) -> None:
-        """Append results and make the next turns, where there is room for one."""
-        read: list[tuple[tuple[int, int], ToolMessages]] = []
-        for which, calls in answers:
-            stream = self.streams[which[0]][which[1]]
+    def _append_results(self, answers: Sequence[Answer]) -> None:
+        """Append tool results and create the next turns, if the limits allow one."""
+        pending: list[tuple[tuple[int, int], ToolMessages]] = []
+        for key, calls in answers:
+            stream = self.streams[key[0]][key[1]]
             if isinstance(calls, RolloutError):
                 stream.error = f"tool: {calls}"
                 continue
             stream.turns[-1] = Turn(text=stream.turns[-1].text, calls=calls)
             results = tuple(call.result for call in calls)
-            read.append((which, ToolMessages(results, prefill_of(stream.given), stream.finish == "end")))
-        self._encode([between for _, between in read])
-        for which, between in read:
-            self._go_on(which, self._encoded[between])
+            pending.append(
+                (key, ToolMessages(results, prefill_of(stream.prompt_messages), stream.finish == "end"))
+            )
+        self._encode([messages for _, messages in pending])
+        for key, messages in pending:
+            self._next_turn(key, self._encoded[messages])
 
-    def _go_on(self, which: tuple[int, int], results: tuple[int, ...]) -> None:
-        stream = self.streams[which[0]][which[1]]
+    def _next_turn(self, key: tuple[int, int], results: tuple[int, ...]) -> None:
+        stream = self.streams[key[0]][key[1]]
         room = self.limits.tokens - len(stream.tokens) - len(results)
         if room < self.sampling.max_tokens:
             stream.finish = "length"
             return
-        stream.read(results)
-        self._followed.append(which)
-        seed = self.seed(*which, len(stream.turns))
+        stream.append_context(results)
+        self._followed.append(key)
+        seed = self.seed(*key, len(stream.turns))
         prompt = (*stream.prompt, *stream.tokens)
-        self._ready.append(Request(prompt=prompt, seeds=(seed,), continues=self._last[which]))
+        self._ready.append(Request(prompt=prompt, seeds=(seed,), continues=self._last[key]))
 
-    def _encode(self, read: Sequence[ToolMessages]) -> None:
-        """Make tokens of results, all of a kind at once; members of a group often read the same."""
-        new = [one for one in dict.fromkeys(read) if one not in self._encoded]
+    def _encode(self, pending: Sequence[ToolMessages]) -> None:
+        """Tokenize results in batches of equal prefill and ending, and cache them: members share many."""
+        new = [one for one in dict.fromkeys(pending) if one not in self._encoded]
         for prefill, ended in dict.fromkeys((one.prefill, one.ended) for one in new):
-            some = [one for one in new if (one.prefill, one.ended) == (prefill, ended)]
-            texts = [one.results for one in some]
+            same_kind = [one for one in new if (one.prefill, one.ended) == (prefill, ended)]
+            texts = [one.results for one in same_kind]
             tokens = self.codec.encode_all_results(texts, prefill=prefill, ended=ended)
-            self._encoded.update(zip(some, tokens, strict=True))
+            self._encoded.update(zip(same_kind, tokens, strict=True))
 
 
 def prefill_of(prompt: Sequence[Message] | str) -> str:
-    """What the task has begun the reply with; every later turn begins with it too."""
+    """Return the text that the task prefills the reply with; every later turn begins with it too."""
     if isinstance(prompt, str) or prompt[-1]["role"] != "assistant":
         return ""
     return str(prompt[-1]["content"])

@@ -1,12 +1,12 @@
-"""Reading tool calls out of what the policy wrote.
+"""Parse tool calls in the policy's text.
 
     <tool_call>
     {"name": "search", "arguments": {"query": "fever"}}
     </tool_call>
 
-as Hermes and Qwen write them, several in a turn if the policy likes; or, for models that write calls
-as Llama 3 does, a turn that is nothing but one JSON object with `name` and `parameters`. What stands in
-the thinking is thought, not called. Splitting only, so the time is linear in the text.
+This is the format of Hermes and Qwen; a turn may contain several calls. The format of Llama 3 is also
+supported: the whole turn is one JSON object with `name` and `parameters`. Calls inside the thinking section
+are ignored. Parsing only splits strings, so its time is linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 @dataclass(frozen=True, slots=True)
 class ParsedToolCall:
-    """A call as the policy wrote it; `error` says why it cannot be made."""
+    """A parsed call; `error` says why it cannot be executed."""
 
     name: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -32,32 +32,32 @@ class ParsedToolCall:
 
 
 def read_calls(text: str) -> list[ParsedToolCall]:
-    """Return the calls of one turn in order, those that cannot be read included."""
-    spoken = text.rpartition(END_THINK)[2]
-    wishes = []
-    _, *parts = spoken.split(OPEN)
+    """Return the calls of one turn in order, including malformed ones."""
+    answer = text.rpartition(END_THINK)[2]
+    calls = []
+    _, *parts = answer.split(OPEN)
     for part in parts:
         body, closed, _ = part.partition(CLOSE)
-        wishes.append(read_call(body) if closed else ParsedToolCall(error=f"a call must end in {CLOSE}"))
-    if not wishes and is_bare_call(spoken):
-        wishes.append(read_call(spoken))
-    return wishes
+        calls.append(read_call(body) if closed else ParsedToolCall(error=f"a call must end in {CLOSE}"))
+    if not calls and is_bare_call(answer):
+        calls.append(read_call(answer))
+    return calls
 
 
 def write_call(name: str, arguments: Mapping[str, Any]) -> str:
-    """Write a call in the form that `read_calls` reads."""
+    """Format a call the way `read_calls` parses it."""
     call = json.dumps({"name": name, "arguments": dict(arguments)}, ensure_ascii=False)
     return f"{OPEN}\n{call}\n{CLOSE}"
 
 
 def is_bare_call(text: str) -> bool:
-    """Tell whether a whole turn is one JSON object that names a tool and its parameters."""
+    """Whether a whole turn is one JSON object with `name` and `parameters`."""
     text = text.strip()
     return text.startswith("{") and text.endswith("}") and '"name"' in text and '"parameters"' in text
 
 
 def read_call(body: str) -> ParsedToolCall:
-    """Read one call: a JSON object with a name and arguments."""
+    """Parse one call: a JSON object with a name and arguments."""
     try:
         call = json.loads(body)
     except (ValueError, RecursionError):

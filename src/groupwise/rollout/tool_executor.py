@@ -1,4 +1,7 @@
-"""Calling one tool, in this process or in a worker: whatever it does, the policy can be told something."""
+"""Execute tool calls with a time limit, in this process or in a worker.
+
+Whatever a tool does, its call gets a result: its return value, or an error message that the policy reads.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +24,24 @@ from groupwise.rollout.tools import STATE, Tool, ToolResult, tool_of
 from groupwise.tracking.run_log import LOGGER
 
 IN_WORKER = "in_worker"
-"""The attribute of a tool that has a worker: calls it there."""
+"""Name of the attribute that holds the function which calls a tool in its worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolOutcome:
-    """What became of a call."""
+    """The result of a call, or why it failed."""
 
     text: str = ""
     found: tuple[str, ...] = ()
+    """Names of what the tool retrieved (`ToolResult.names`)."""
     error: str | None = None
-    """The policy's mistake, or what it is told instead of a result."""
+    """Error message that the policy reads in place of a result."""
     broken: str | None = None
-    """The tool's own failure, which fails the rollout."""
+    """Failure of the tool itself, which fails the rollout."""
 
 
 def run_tool(function: Callable[..., Any], arguments: Mapping[str, Any], *, seconds: float) -> ToolOutcome:
-    """Call a tool in its worker, or here where it has none."""
+    """Call a tool in its worker, or in this process if it has none."""
     in_worker = getattr(function, IN_WORKER, None)
     if in_worker is not None:
         try:
@@ -45,7 +49,7 @@ def run_tool(function: Callable[..., Any], arguments: Mapping[str, Any], *, seco
             return outcome
         except UnmovableError as error:
             LOGGER.warning(
-                "a call of the tool %s runs in the trainer's process: %s", name_of(function), error
+                "tool %s runs in the trainer's process for this call: %s", name_of(function), error
             )
     return run_here(function, arguments, seconds=seconds)
 
@@ -74,18 +78,18 @@ def outcome_of(
         return ToolOutcome(broken=readable(str(error)))
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # sys.exit() in a tool ends the call and not the run
+    except BaseException as error:  # sys.exit() in a tool must end the call, not the run
         try:
-            said = readable(str(error))
+            message = readable(str(error))
         except Exception:
-            said = ""
-        return ToolOutcome(error=f"{name}: {said or type(error).__name__}")
+            message = ""
+        return ToolOutcome(error=f"{name}: {message or type(error).__name__}")
 
 
 def shown(answer: Any) -> str:
-    """What the policy reads of a tool's answer; "?" stands for half an emoji, which none can read."""
-    said = answer.text if isinstance(answer, ToolResult) else answer
-    text = said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=str)
+    """Return the text that the policy reads; "?" replaces unpaired surrogates, which no tokenizer encodes."""
+    value = answer.text if isinstance(answer, ToolResult) else answer
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return text.encode(errors="replace").decode()
 
 
@@ -94,7 +98,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def tool_job(function: Callable[..., Any]) -> Job:
-    """Return what the worker does with the arguments of a call."""
+    """Return the worker's job that calls this tool."""
 
     def job(arguments: Any, seconds: float) -> Iterator[dict[str, Any]]:
         with TimeLimits(seconds) as limit:
@@ -104,7 +108,7 @@ def tool_job(function: Callable[..., Any]) -> Job:
 
 
 def isolated_tool(function: Callable[..., Any], worker: Worker) -> Callable[..., Any]:
-    """Return the same tool with a worker to call it in."""
+    """Return the same tool, set up to be called in a worker."""
     job = f"tool {tool_of(function).name}"
 
     def in_worker(arguments: Mapping[str, Any], seconds: float) -> ToolOutcome:
@@ -117,36 +121,36 @@ def isolated_tool(function: Callable[..., Any], worker: Worker) -> Callable[...,
     if inspect.iscoroutinefunction(function):
 
         @wraps(function)
-        async def moved(*arguments: Any, **named: Any) -> Any:
+        async def wrapper(*arguments: Any, **named: Any) -> Any:
             return await function(*arguments, **named)
     else:
 
         @wraps(function)
-        def moved(*arguments: Any, **named: Any) -> Any:
+        def wrapper(*arguments: Any, **named: Any) -> Any:
             return function(*arguments, **named)
 
-    setattr(moved, IN_WORKER, in_worker)
-    return moved
+    setattr(wrapper, IN_WORKER, in_worker)
+    return wrapper
 
 
 @dataclass(slots=True)
 class ToolExecutor:
-    """The tools of a task, and the time that they cost."""
+    """Executes the tool calls of a task, and counts the time they take."""
 
     tools: Mapping[str, Tool]
     seconds_each: float
     """Time limit of one call."""
     characters: int
-    """Longest result that the policy is shown."""
+    """Maximum length of a result; longer ones are truncated."""
     _seconds: float = 0.0
-    _adding: threading.Lock = field(default_factory=threading.Lock)
+    _seconds_lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def of(cls, functions: Sequence[Callable[..., Any]], *, seconds: float, characters: int) -> ToolExecutor:
         tools = [tool_of(function) for function in functions]
         named = {tool.name: tool for tool in tools}
         if len(named) < len(tools):
-            raise ConfigError(f"two tools have the same name: {', '.join(tool.name for tool in tools)}")
+            raise ConfigError(f"tool names must be unique; got {', '.join(tool.name for tool in tools)}")
         return cls(named, seconds, characters)
 
     @property
@@ -158,61 +162,61 @@ class ToolExecutor:
         return any(tool.asynchronous for tool in self.tools.values())
 
     def spend(self, seconds: float) -> None:
-        """Count time that tools took from whoever uses them."""
-        with self._adding:
+        """Add to the time that tools took from the caller."""
+        with self._seconds_lock:
             self._seconds += seconds
 
-    def seconds_since_asked(self) -> float:
-        """Return the time that was spent since this was last asked."""
-        with self._adding:
+    def pop_seconds(self) -> float:
+        """Return the time spent since the last call, and reset it."""
+        with self._seconds_lock:
             spent, self._seconds = self._seconds, 0.0
         return spent
 
     def answer(
-        self, wishes: Sequence[ParsedToolCall], *, allowed: int, state: Any = None, beside: bool = False
+        self, calls: Sequence[ParsedToolCall], *, allowed: int, state: Any = None, beside: bool = False
     ) -> tuple[Call, ...]:
-        """Make the calls of one turn, at most `allowed` of them; `state` is the rollout's own.
+        """Execute the calls of one turn, at most `allowed` of them, with the rollout's own `state`.
 
-        `beside`: in a thread beside the generator, with as many others at once as there are turns. They do
-        not wait for the one worker: whoever waits for a thread stops waiting at the time limit.
+        With `beside`, the caller is one of many threads that run alongside the engine. Calls then run in this
+        process rather than queue for the single worker, because the caller stops waiting at the time limit.
         """
         return tuple(
-            self._make(wish, state, beside=beside)
+            self._execute(call, state, beside=beside)
             if number < allowed
-            else refused(wish, "no more calls are allowed; answer with what you have")
-            for number, wish in enumerate(wishes)
+            else failed_call(call, "no more calls are allowed; answer with what you have")
+            for number, call in enumerate(calls)
         )
 
-    def timed_out(self, wishes: Sequence[ParsedToolCall]) -> tuple[Call, ...]:
-        """The calls of a turn whose tools did not come back in time."""
+    def timed_out(self, calls: Sequence[ParsedToolCall]) -> tuple[Call, ...]:
+        """Return the calls of a turn whose tools exceeded the time limit."""
         return tuple(
-            refused(wish, f"{wish.name} took longer than {self.seconds_each:g} s") for wish in wishes
+            failed_call(call, f"{call.name} took longer than {self.seconds_each:g} s") for call in calls
         )
 
-    def _make(self, wish: ParsedToolCall, state: Any, *, beside: bool) -> Call:
-        if wish.error is not None:
-            return refused(wish, wish.error)
-        tool = self.tools.get(wish.name)
+    def _execute(self, call: ParsedToolCall, state: Any, *, beside: bool) -> Call:
+        if call.error is not None:
+            return failed_call(call, call.error)
+        tool = self.tools.get(call.name)
         if tool is None:
-            return refused(wish, f"there is no tool {wish.name!r}, only {', '.join(self.tools)}")
-        problem = tool.refusal(wish.arguments)
+            return failed_call(call, f"there is no tool {call.name!r}, only {', '.join(self.tools)}")
+        problem = tool.refusal(call.arguments)
         if problem is not None:
-            return refused(wish, problem)
-        arguments = {**wish.arguments, STATE: state} if tool.takes_state else wish.arguments
+            return failed_call(call, problem)
+        arguments = {**call.arguments, STATE: state} if tool.takes_state else call.arguments
         run = run_here if beside else run_tool
         outcome = run(tool.function, arguments, seconds=self.seconds_each)
         if outcome.broken is not None:
             raise RolloutError(outcome.broken)
         if outcome.error is not None:
-            return refused(wish, self._cut(outcome.error))
+            return failed_call(call, self._cut(outcome.error))
         return Call(
-            name=wish.name, arguments=wish.arguments, result=self._cut(outcome.text), found=outcome.found
+            name=call.name, arguments=call.arguments, result=self._cut(outcome.text), found=outcome.found
         )
 
     def _cut(self, text: str) -> str:
         return text if len(text) <= self.characters else text[: self.characters] + " …"
 
 
-def refused(wish: ParsedToolCall, sentence: str) -> Call:
-    """A call that was not answered, and what the policy is told instead."""
-    return Call(name=wish.name, arguments=wish.arguments, result=f"Error: {sentence}.", error=sentence)
+def failed_call(call: ParsedToolCall, message: str) -> Call:
+    """Return a call with an error message as its result."""
+    return Call(name=call.name, arguments=call.arguments, result=f"Error: {message}.", error=message)

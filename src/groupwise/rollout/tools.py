@@ -7,11 +7,12 @@
         limit: how many to return
         \"\"\"
 
-What it returns is what the policy reads: text as it is, anything else as JSON; a `Found` also tells
-rewards what was found. An exception is the policy's mistake until proven otherwise, and goes back to
-it as a sentence; a `RolloutError` is the tool's own failure, and the rollout is excluded.
+The policy reads the return value: strings as they are, anything else as JSON. A `ToolResult` also gives
+rewards the names of what was retrieved. An exception counts as the policy's mistake, and its message becomes
+the result of the call. A `RolloutError` means that the tool itself failed; the rollout is then excluded.
 
-A parameter named `state` is not the policy's to fill: it gets what the task made for this rollout alone.
+A parameter named `state` is not part of the schema: it receives the state that the task created for this
+rollout.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ JSON_TYPES: dict[type, str] = {str: "string", int: "integer", float: "number", b
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """A tool's answer together with the names of what it found, best first."""
+    """The text that a tool returns, with the names of what it retrieved, best first."""
 
     text: str
     names: tuple[str, ...]
@@ -48,13 +49,13 @@ class Tool:
     """The type of each parameter."""
     required: tuple[str, ...]
     notes: Mapping[str, str]
-    """What the docstring says of a parameter."""
+    """Descriptions of parameters, from the docstring."""
     takes_state: bool = False
-    """Whether the function wants its rollout's state."""
+    """Whether the function takes the rollout's state."""
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As chat templates and OpenAI's interface know it."""
+        """The tool's schema in the format of chat templates and OpenAI's API."""
         properties = {
             name: json_schema(hint) | ({"description": self.notes[name]} if name in self.notes else {})
             for name, hint in self.hints.items()
@@ -68,7 +69,7 @@ class Tool:
         return inspect.iscoroutinefunction(self.function)
 
     def refusal(self, arguments: Mapping[str, Any]) -> str | None:
-        """Say what is wrong with the arguments of a call, if anything is."""
+        """Return what is wrong with the arguments of a call, or None. The model reads this text."""
         for name in self.required:
             if name not in arguments:
                 return f"{self.name} needs the argument {name!r}"
@@ -81,24 +82,24 @@ class Tool:
 
 
 def tool_of(function: Callable[..., Any]) -> Tool:
-    """Read a function's signature and docstring."""
+    """Build a tool from a function's signature and docstring."""
     name = getattr(function, "__name__", "")
     if not name.isidentifier():
-        raise ConfigError(f"a tool must be a function with a name; got {function!r}")
+        raise ConfigError(f"a tool must be a named function; got {function!r}")
     hints = get_type_hints(function)
     parameters = dict(inspect.signature(function).parameters)
     takes_state = parameters.pop(STATE, None) is not None
     for parameter in parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise ConfigError(f"tool {name}: every parameter must have a name; got {parameter}")
+            raise ConfigError(f"tool {name}: every parameter must be passable by name; got {parameter}")
         if parameter.name not in hints:
             raise ConfigError(
-                f"tool {name}: say of what type {parameter.name} is, such as {parameter.name}: str"
+                f"tool {name}: annotate the type of {parameter.name}, for example {parameter.name}: str"
             )
         json_schema(hints[parameter.name])
     documentation = inspect.getdoc(function) or ""
     if not documentation:
-        raise ConfigError(f"tool {name}: write a docstring; it tells the model what the tool does")
+        raise ConfigError(f"tool {name} has no docstring: add one that tells the model what the tool does")
     return Tool(
         name=name,
         description=documentation.partition("\n")[0],
@@ -111,7 +112,7 @@ def tool_of(function: Callable[..., Any]) -> Tool:
 
 
 def notes_in(documentation: str, names: Mapping[str, object]) -> dict[str, str]:
-    """Return the docstring's lines of the form `name: what it is`."""
+    """Return the docstring's lines of the form `name: description`."""
     notes = {}
     for line in documentation.splitlines()[1:]:
         name, colon, note = line.strip().partition(":")
@@ -135,12 +136,12 @@ def json_schema(hint: Any) -> dict[str, Any]:
         choices = [json_schema(one) for one in inner if one is not type(None)]
         return choices[0] if len(choices) == 1 else {"anyOf": choices}
     raise ConfigError(
-        f"a tool's parameter cannot be {hint!r}: use str, int, float, bool, Literal, list or dict"
+        f"unsupported type of a tool's parameter: {hint!r}; use str, int, float, bool, Literal, list or dict"
     )
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Tell whether a value out of JSON is of a type; a whole number is also a float."""
+    """Whether a JSON value matches a type; integers also match float."""
     if hint in JSON_TYPES:
         if isinstance(value, bool):
             return hint is bool

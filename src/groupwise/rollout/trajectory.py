@@ -1,4 +1,4 @@
-"""The tokens of one rollout: they are appended, never rewritten."""
+"""The token stream of one rollout. It is append-only."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from groupwise.records import Completion, Finish, Message, Rollout, Turn
 
 @dataclass(slots=True)
 class Trajectory:
-    """What the policy read and wrote so far, token by token; only what it wrote is trained."""
+    """The tokens that the policy read and sampled so far; only sampled tokens are trained."""
 
     prompt: tuple[int, ...]
-    given: Sequence[Message] | str
-    """The prompt as the task wrote it."""
+    prompt_messages: Sequence[Message] | str
+    """The prompt before the chat template."""
     member: int
     state: Any = None
-    """What its tools work on, made for this rollout alone."""
+    """The state of this rollout's tools."""
     tokens: list[int] = field(default_factory=list)
-    """Behind the prompt, as are the three that follow."""
+    """Tokens after the prompt; the next three fields are parallel to it."""
     trained: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
@@ -33,15 +33,15 @@ class Trajectory:
     def calls(self) -> int:
         return sum(len(turn.calls) for turn in self.turns)
 
-    def wrote(self, completion: Completion) -> None:
-        """Append what the policy chose: trained, every token of it."""
+    def append_completion(self, completion: Completion) -> None:
+        """Append tokens that the policy sampled; all of them are trained."""
         count = len(completion.tokens)
         self._append(completion.tokens, (True,) * count, completion.logprobs, completion.entropies)
         self.completions.append(completion)
         self.finish = completion.finish
 
-    def read(self, tokens: Sequence[int]) -> None:
-        """Append what the policy did not choose: results and the template's glue."""
+    def append_context(self, tokens: Sequence[int]) -> None:
+        """Append tokens that the policy did not sample: tool results and template tokens."""
         zeros = (0.0,) * len(tokens)
         self._append(tokens, (False,) * len(tokens), zeros, zeros)
 
@@ -49,7 +49,7 @@ class Trajectory:
         before = len(self.prompt)
         zeros = (0.0,) * before
         return Rollout(
-            prompt=self.given,
+            prompt=self.prompt_messages,
             text=self.turns[-1].text,
             tokens=(*self.prompt, *self.tokens),
             trained=((False,) * before + tuple(self.trained)),

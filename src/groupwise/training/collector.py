@@ -272,7 +272,7 @@ class Collector:
                 share=self.processes.share,
             )
             if self.tools is not None:
-                draft.times.tools = self.tools.toolbox.seconds_since_asked()
+                draft.times.tools = self.tools.toolbox.pop_seconds()
         draft.expected = rollouts_in(draft.groups) + len(examples) * self.config.rollout.group_size
         draft.times.rollout = time.perf_counter() - started
         return groups
