@@ -156,14 +156,14 @@ def test_what_an_earlier_save_left_does_not_come_back(tmp_path):
     first.save(tmp_path / "agent")
     second.save(tmp_path / "agent")
     assert gw.Agent.load(tmp_path / "agent")._member.reference is None
-    with pytest.raises(gw.ConfigError, match="holds an agent of another kind"):
+    with pytest.raises(gw.ConfigError, match="contains an agent of another kind"):
         gw.Agent(**SMALL | {"lora_r": 0}).save(tmp_path / "agent")
 
 
 def test_an_agent_takes_one_reward_an_answer():
-    with pytest.raises(gw.ConfigError, match="one reward an answer"):
+    with pytest.raises(gw.ConfigError, match="one reward per answer"):
         gw.Agent(advantage="gdpo", **SMALL)
-    with pytest.raises(gw.ConfigError, match="judge, combine and filter in the environment"):
+    with pytest.raises(gw.ConfigError, match="combine and filter rewards in the environment"):
         gw.Agent(**SMALL, **{"algo.mean_filter": True})
     with pytest.raises(gw.ConfigError, match=r"engine\.kind=own"):
         gw.Agent(**SMALL, **{"engine.kind": "vllm"})

@@ -116,7 +116,7 @@ def test_groups_must_match_the_prompts():
     env = gw.PromptEnv(TASK, batch_size=2)
     env.reset(seed=0)
     for wrong in ([["a"]], [["a"], ["a", "b"]]):
-        with pytest.raises(ConfigError, match="a group of answers to each of the 2 prompts"):
+        with pytest.raises(ConfigError, match="one group of answers for each of the 2 prompts"):
             env.step(wrong)
 
 

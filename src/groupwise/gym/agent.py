@@ -1,8 +1,8 @@
-"""An agent for training loops of one's own: thin over the engine and the learner that `train` uses.
+"""An agent for custom training loops: a thin layer over the engine and the learner of `groupwise.train`.
 
 agent = gw.Agent(model="tiny", group_size=8, learning_rate=1e-4)
-answers = agent.get_action(prompts)              # a group of rollouts to each prompt
-loss, kl = agent.learn((answers, rewards))       # rewards: [batch, group], nan: could not be scored
+answers = agent.get_action(prompts)              # a group of rollouts for each prompt
+loss, kl = agent.learn((answers, rewards))       # rewards: [batch, group]; NaN: could not be scored
 """
 
 from __future__ import annotations
@@ -33,36 +33,39 @@ Experiences = tuple[Sequence[Sequence[Rollout]], Any]
 
 
 class Agent:
-    """A policy that acts and learns. Clones share its base: each costs an adapter and an optimizer."""
+    """A policy that acts and learns.
+
+    Clones share the base model; each adds the memory of an adapter and an optimizer.
+    """
 
     def __init__(self, *, base: SharedBase | None = None, **settings: Any) -> None:
-        """Settings are those of `gw.train`: flags by name, or whole sections."""
+        """Take the settings of `gw.train`: flags by name, or whole sections."""
         self.config = settings.pop("config", None) or config_from_keywords(**settings).resolve()
         algo = self.config.algo
         if algo.advantage == "gdpo" or algo.combine != "sum" or algo.mean_filter or algo.overlong_buffer:
             raise ConfigError(
-                "an agent learns from one reward an answer: judge, combine and filter in the environment"
+                "an agent learns from one reward per answer: combine and filter rewards in the environment"
             )
         if self.config.engine.kind != "own":
-            raise ConfigError("an agent answers by the model that it trains: engine.kind=own")
+            raise ConfigError("an agent generates with the model it trains: set engine.kind=own")
         self._base = base or SharedBase(self.config)
         self._member = Member(self._base, self.config, weights=self._base.fresh)
         self.actions = self.steps = 0
-        """Batches answered and learned from: what all noise derives from, beside the seed."""
+        """Number of batches generated and of updates; seeds derive from these and `run.seed`."""
         self.fitness: list[float] = []
-        """What each `test` found."""
+        """Mean reward of each `test`."""
 
     def get_action(self, prompts: Sequence[Prompt], training: bool = True) -> tuple[tuple[Rollout, ...], ...]:
-        """Answer each prompt: with a group of `rollout.group_size` when training, else once and greedily."""
+        """Generate `rollout.group_size` answers per prompt when training, otherwise one greedy answer."""
         rollout, policy = self.config.rollout, self._base.policy
         count = rollout.group_size if training else 1
         sampling = rollout.sampling if training else replace(rollout.sampling, temperature=0.0)
-        noise = (self.config.run.seed, "agent", self.actions)
+        seed_parts = (self.config.run.seed, "agent", self.actions)
         self.actions += training
         requests = [
             Request(
                 prompt=policy.encode(prompt),
-                seeds=tuple(derive_seed(*noise, number, member) for member in range(count)),
+                seeds=tuple(derive_seed(*seed_parts, number, member) for member in range(count)),
                 adapter=self._member.number,
             )
             for number, prompt in enumerate(prompts)
@@ -77,7 +80,7 @@ class Agent:
         )
 
     def learn(self, experiences: Experiences) -> tuple[float, float]:
-        """Update on one batch, and return the loss and the KL divergence from the reference (0 without β)."""
+        """Update on one batch; return the loss and the KL divergence from the reference (0 if beta is 0)."""
         answers, rewards = experiences
         algo, policy = self.config.algo, self._base.policy
         self.steps += 1
@@ -93,35 +96,37 @@ class Agent:
         return report.get("policy/loss", 0.0), report.get("policy/kl", 0.0)
 
     def test(self, env: PromptEnv) -> float:
-        """Answer every held-out prompt once, greedily; returns the mean reward and keeps it in `fitness`.
+        """Answer every held-out prompt greedily; return the mean reward and append it to `fitness`.
 
-        The environment is left as it was. An answer that could not be scored counts as 0.
+        The state of the environment is restored. An answer that could not be scored counts as 0.
         """
-        found: list[float] = []
+        scores: list[float] = []
         with env.eval_mode():
             prompts, _ = env.reset()
-            while len(found) < len(env):
+            while len(scores) < len(env):
                 prompts, rewards, _, _, _ = env.step(self.get_action(prompts, training=False))
-                found += [0.0 if value != value else float(value) for value in rewards[:, 0]]
-        self.fitness.append(fmean(found))
+                scores += [0.0 if value != value else float(value) for value in rewards[:, 0]]
+        self.fitness.append(fmean(scores))
         return self.fitness[-1]
 
     def clone(self) -> Agent:
-        """Another agent with the same weights and optimizer state, on the same base model."""
+        """Return a copy with the same weights and optimizer state, on the same base model."""
         other = Agent(base=self._base, config=self.config)
         other._member.become(self._member)
         other.actions, other.steps, other.fitness = self.actions, self.steps, list(self.fitness)
         return other
 
     def set_reference_policy(self) -> None:
-        """From now on the KL penalty holds to the policy as it is now. Base and optimizer stay."""
+        """Use the current policy as the reference of the KL penalty."""
         self._member.reference = {name: tensor.clone() for name, tensor in self._member.weights.items()}
 
     def save(self, folder: str | Path) -> Path:
-        """Write what `load` goes on from; the folder is also an adapter (or model) for Hugging Face tools."""
+        """Save the agent for `load`. Hugging Face tools can load the folder as an adapter or a model."""
         path = Path(folder)
         if is_agent(path) and (path / ADAPTER).is_file() != self._base.policy.has_adapter:
-            raise ConfigError(f"{path} holds an agent of another kind (adapters or none): save elsewhere")
+            raise ConfigError(
+                f"{path} contains an agent of another kind (adapter or full model): save to another folder"
+            )
         self._member.save(path)
         (path / SETTINGS).write_text(dump_config(self.config), encoding="utf-8")
         counts = {"actions": self.actions, "steps": self.steps, "fitness": self.fitness}
@@ -130,10 +135,10 @@ class Agent:
 
     @classmethod
     def load(cls, folder: str | Path, *, base: SharedBase | None = None) -> Agent:
-        """An agent that goes on, bit for bit, as the saved one would have."""
+        """Load a saved agent; it continues bit for bit as the saved one would have."""
         path = Path(folder)
         if not (path / AGENT).is_file():
-            raise ConfigError(f"{path} is not the folder of an agent: it has no {AGENT}")
+            raise ConfigError(f"{path} is not a saved agent: it has no {AGENT}")
         agent = cls(base=base, config=read_config(path / SETTINGS))
         agent._member.load(path)
         counts = json.loads((path / AGENT).read_text(encoding="utf-8"))
@@ -141,7 +146,7 @@ class Agent:
         return agent
 
     def drop(self) -> None:
-        """Give the memory of its adapter and optimizer back; the base stays for its clones."""
+        """Free the memory of the adapter and optimizer; the base model remains for clones."""
         self._member.drop()
 
     def _generate(self, requests: list[Request], sampling: Sampling) -> Any:
@@ -149,9 +154,9 @@ class Agent:
 
 
 def rewarded(group: Sequence[Rollout], rewards: Sequence[float]) -> Group:
-    """Answers to one prompt with their rewards; nan is a failure, never a 0."""
+    """Return the group of one prompt with its rewards; NaN marks a failed rollout, not a reward of 0."""
     rollouts = tuple(
-        replace(rollout, error="it could not be scored")
+        replace(rollout, error="could not be scored: its reward is NaN")
         if value != value
         else replace(rollout, reward=float(value), error=None)
         for rollout, value in zip(group, rewards, strict=True)

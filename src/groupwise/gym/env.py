@@ -1,4 +1,7 @@
-"""The spaces of prompts and of answers; Gymnasium's own spaces of text know neither chats nor groups."""
+"""A Gymnasium environment over a task, with its spaces of prompts and answers.
+
+The spaces are defined here because Gymnasium's text spaces support neither chats nor groups.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ WORDS = ("one", "two", "three", "plus", "minus", "is", "<answer>", "</answer>", 
 
 
 class PromptSpace(Space[tuple[Any, ...]]):
-    """Batches of prompts, each a text or a chat."""
+    """Batches of prompts, each a string or a chat."""
 
     def __init__(self, batch: int) -> None:
         super().__init__(shape=None, dtype=None)
@@ -55,7 +58,7 @@ class PromptSpace(Space[tuple[Any, ...]]):
 
 
 class AnswerSpace(PromptSpace):
-    """A group of answers to each prompt of a batch, each a text or an agent's rollout."""
+    """A group of answers for each prompt of a batch, each a string or a rollout of an agent."""
 
     def __init__(self, batch: int, group: int) -> None:
         super().__init__(batch)
@@ -79,17 +82,17 @@ Prompts = tuple[Prompt, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvState:
-    """Where the environment stands: all of its state, so that putting it back puts everything back."""
+    """The complete position of the environment, so that it can be saved and restored."""
 
     examples: tuple[Example, ...] = ()
-    """What the next answers are scored against."""
+    """Examples of the current prompts; the next answers are scored against them."""
     cursor: int = 0
-    """Examples taken since the seed was set."""
+    """Number of examples taken since the seed was set."""
     held_out: bool = False
 
 
 class PromptEnv(Gym):
-    """Asks a task's prompts in batches and scores groups of answers to each."""
+    """Returns a task's prompts in batches and scores a group of answers for each."""
 
     metadata: Mapping[str, Any] = {"render_modes": []}
 
@@ -106,10 +109,13 @@ class PromptEnv(Gym):
         options: Mapping[str, Any] | None = None,
         reward_seconds: float = 5.0,
     ) -> None:
-        """`task` is one of your own, or the name of a built-in one, which `options` are for.
+        """Create an environment.
 
-        `prompt` is asked in place of the task's own; what `collate` makes of a batch is `info["batch"]`.
-        `group_size` says what a sampled action looks like; a step takes groups of any size.
+        task: a `Task`, or the name of a built-in one
+        options: options of a built-in task
+        prompt: replaces the task's prompt function
+        collate: makes `info["batch"]` out of a batch of examples
+        group_size: group size of sampled actions; `step` accepts groups of any size
         """
         between("batch_size", batch_size, 1)
         between("group_size", group_size, 1)
@@ -121,98 +127,100 @@ class PromptEnv(Gym):
         )
         self._config = Config(task=settings, run=RunConfig(seed=seed)).resolve()
         if options and not isinstance(task, str):
-            raise ConfigError(f"options belong to a task that is named; {task.name} was made with its own")
+            raise ConfigError(
+                f"options apply to built-in tasks only; pass them to {task.name} when you create it"
+            )
         self.task = load_task(self._config.task) if isinstance(task, str) else task
         if prompt is not None:
             self.task = replace(self.task, prompt=prompt)
         if self.task.tools:
-            raise ConfigError(f"task {self.task.name} has tools: a conversation is more than one step")
+            raise ConfigError(f"task {self.task.name} has tools; PromptEnv supports single-turn tasks only")
         self.batch_size, self.group_size = batch_size, group_size
         self._collate = collate
         self.split = self.task.split(self._config.task, self._config.run.seed)
-        self._asked = EnvState()
+        self._state = EnvState()
         self._make_spaces()
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Prompts, dict[str, Any]]:
-        """Ask the next prompts; with a seed, from the start of the order that it stands for."""
+        """Return the next prompts; with a seed, restart from the beginning of its order."""
         if Gym is not object:
             super().reset(seed=seed)  # type: ignore[misc]
         if seed is not None:
             self._config = replace(self._config, run=replace(self._config.run, seed=seed))
             self.split = self.task.split(self._config.task, self._config.run.seed)
-            self._asked = EnvState(held_out=self._asked.held_out)
-        self._ask()
+            self._state = EnvState(held_out=self._state.held_out)
+        self._advance()
         return self._prompts(), self._info()
 
     def step(
         self, answers: Sequence[Sequence[Answer]]
     ) -> tuple[Prompts, NDArray[np.float64], bool, bool, dict[str, Any]]:
-        """Score a group of answers to each prompt and ask the next prompts.
+        """Score a group of answers for each prompt and return the next prompts.
 
-        An answer is text, or the rollout that an agent made. One that could not be scored has reward nan.
+        An answer is a string or a rollout of an agent. An answer that could not be scored has reward NaN.
         """
-        examples = self._asked.examples
+        examples = self._state.examples
         sizes = {0 if isinstance(group, str) else len(group) for group in answers}
         if len(answers) != len(examples) or len(sizes) != 1 or 0 in sizes:
             raise ConfigError(
-                f"a step takes a group of answers to each of the {len(examples)} prompts, all of one size"
+                f"step expects one group of answers for each of the {len(examples)} prompts, of equal size"
             )
         scored = [self._score(e, group) for e, group in zip(examples, answers, strict=True)]
         rewards_BG = np.array([[reward_of(r) for r in group.rollouts] for group in scored])
         before = self.passes
-        self._ask()
+        self._advance()
         parts = tuple(tuple(dict(rollout.rewards) for rollout in group.rollouts) for group in scored)
         info = {**self._info(), "rewards": parts, "right": self._right(scored)}
         return self._prompts(), rewards_BG, False, self.passes > before, info
 
     @contextmanager
     def eval_mode(self) -> Iterator[PromptEnv]:
-        """Ask held-out examples, from their first; afterwards everything is as it was."""
-        before, split, config = self._asked, self.split, self._config
-        self._asked = EnvState(held_out=True)
+        """Use the held-out examples, from the first; restore the environment's state on exit."""
+        before, split, config = self._state, self.split, self._config
+        self._state = EnvState(held_out=True)
         try:
             yield self
         finally:
-            self._asked, self.split, self._config = before, split, config
+            self._state, self.split, self._config = before, split, config
 
     def __len__(self) -> int:
-        """Examples in a pass over the training data, or over the held-out ones in `eval_mode`."""
-        if self._asked.held_out:
+        """The number of training examples, or of held-out examples in `eval_mode`."""
+        if self._state.held_out:
             return len(self.split.held_out)
         if self.split.size is None:
-            raise TypeError(f"task {self.task.name} makes examples without end")
+            raise TypeError(f"task {self.task.name} generates examples without end: it has no length")
         return self.split.size
 
     @property
     def passes(self) -> int:
-        """Whole passes over the data since the seed was set."""
-        endless = self.split.size is None and not self._asked.held_out
-        return 0 if endless else self._asked.cursor // len(self)
+        """Complete passes over the data since the seed was set."""
+        endless = self.split.size is None and not self._state.held_out
+        return 0 if endless else self._state.cursor // len(self)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the environment holds no resources."""
 
-    def _ask(self) -> None:
-        now, count = self._asked, self.batch_size
-        if now.held_out:
+    def _advance(self) -> None:
+        state, count = self._state, self.batch_size
+        if state.held_out:
             rows = self.split.held_out
             if not rows:
                 raise ConfigError(f"task {self.task.name} has no held-out examples")
-            # The last batch of a pass may be short: no example counts twice.
-            start = now.cursor % len(rows)
+            # The last batch of a pass may be shorter, so that no example counts twice.
+            start = state.cursor % len(rows)
             examples = list(rows[start : start + count])
         else:
-            examples, _ = self.split.take(now.cursor, count)
-        self._asked = replace(now, examples=tuple(examples), cursor=now.cursor + len(examples))
+            examples, _ = self.split.take(state.cursor, count)
+        self._state = replace(state, examples=tuple(examples), cursor=state.cursor + len(examples))
 
     def _prompts(self) -> Prompts:
-        return tuple(self.task.ask(example) for example in self._asked.examples)
+        return tuple(self.task.ask(example) for example in self._state.examples)
 
     def _info(self) -> dict[str, Any]:
-        info: dict[str, Any] = {"passes": self.passes, "examples": self._asked.examples}
-        return info if self._collate is None else {**info, "batch": self._collate(self._asked.examples)}
+        info: dict[str, Any] = {"passes": self.passes, "examples": self._state.examples}
+        return info if self._collate is None else {**info, "batch": self._collate(self._state.examples)}
 
     def _score(self, example: Example, answers: Sequence[Answer]) -> Group:
         prompt = self.task.ask(example)
@@ -239,7 +247,7 @@ class PromptEnv(Gym):
 
 
 def as_rollout(answer: Answer, *, prompt: Prompt, member: int) -> Rollout:
-    """An answer as rewards see it; of mere text nothing is known but the text."""
+    """Return an answer as a rollout for the rewards; a string has no tokens."""
     if isinstance(answer, Rollout):
         return replace(answer, prompt=prompt, member=member)
     return Rollout(
