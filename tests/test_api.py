@@ -88,7 +88,7 @@ def test_a_task_is_trained_by_its_name_or_its_file(tmp_path):
         assert read_config(run / "config.yaml").task.name == name
     with pytest.raises(gw.ConfigError, match="unknown task 'countdwn'"):
         gw.train("countdwn", output_dir=tmp_path, **SMALL)
-    with pytest.raises(gw.ConfigError, match="members are adapters"):
+    with pytest.raises(gw.ConfigError, match="members of a population are adapters"):
         gw.evolve("countdown", lora_r=0, output_dir=tmp_path, **SMALL)
 
 

@@ -115,7 +115,7 @@ def test_an_interrupt_finishes_the_step_and_a_finished_search_says_so(place, who
     other = run_command("evolve", "--resume", str(run), "evaluate.samples=5")
     assert (other.code, "these differ: evaluate.samples" in other.err) == (2, True)
     again = run_command("evolve", "--resume", str(run))
-    assert again.out.startswith(f"{run} is finished after 4 steps; to go on, groupwise evolve --resume")
+    assert again.out.startswith(f"{run} is finished after 4 steps; to continue, groupwise evolve --resume")
 
 
 @pytest.mark.parametrize("method", ["tournament", "halving"])
@@ -140,7 +140,7 @@ def test_a_search_that_reached_its_target_is_not_made_longer(place):
     assert run_command("evolve", "--resume", str(run)).out == f"{run} is finished after 2 steps\n"
     again = run_command("evolve", "--resume", str(run), "run.max_steps=8")
     assert (again.code, again.err.count("\n")) == (2, 1)
-    assert "ended for good after 2 steps" in again.err
+    assert "reached its target or token budget after 2 steps and cannot be extended" in again.err
 
 
 def test_the_last_words_of_a_search_name_folders_as_the_shell_reads_them():
@@ -208,19 +208,19 @@ def search_in(folder: Path, *more: str) -> EvolveRun:
     names = (f"run.output_dir={folder}", "run.name=run", f"task.name={folder / 'luck.py'}", "run.kind=evolve")
     config = read_config(overrides=[*names, *SMALL, *POPULATION, *more]).resolve()
     task = load_task(config.task)
-    return EvolveRun(config, task=task, opening=SearchStart.new(config, task=task.name))
+    return EvolveRun(config, task=task, start=SearchStart.new(config, task=task.name))
 
 
 def test_a_member_that_diverges_is_contained_reported_and_replaced(tmp_path):
     with search_in(tmp_path) as search:
         for step in search.steps():
             if step == 2:
-                next(iter(search.people.members[1].weights.values())).fill_(math.nan)
+                next(iter(search.population.members[1].weights.values())).fill_(math.nan)
             batches = search.collect(step)
             assert sorted(batches) == ([0, 2] if step == 2 else [0, 1, 2])
             search.track(step, search.learn(step, batches))
             if step == 2:
-                assert search.story.at(1).name > 2  # somebody else took the place
+                assert search.state.at(1).name > 2  # another member took over the slot
     told = evolution(tmp_path / "run")
     trouble = next(event for event in told["events"] if event["what"] == "diverged")
     assert (trouble["step"], trouble["name"]) == (2, 1)
@@ -233,7 +233,7 @@ def test_an_update_that_breaks_a_member_leaves_no_gradient_to_the_others(tmp_pat
     with search_in(tmp_path, "evolve.population=2", "run.max_steps=1") as search:
         (step,) = [next(iter(search.steps()))]
         batches = search.collect(step)
-        search.people.members[0].learner.algo = gw.Config().algo.__class__(max_gap=0.0)
+        search.population.members[0].learner.algo = gw.Config().algo.__class__(max_gap=0.0)
         reports = search.learn(step, batches)
         assert list(reports) == [1]
         assert all(p.grad is None for p in search.base.policy.trainable().values())
@@ -265,13 +265,13 @@ def test_python_and_the_shell_start_the_same_search(place, whole, tmp_path):
 @pytest.mark.parametrize(
     ("given", "part"),
     [
-        (["lora.r=0"], "members are adapters on one base"),
+        (["lora.r=0"], "members of a population are adapters: set lora.r"),
         (["task.held_out=0"], "selection needs held-out examples"),
-        (["engine.kind=vllm"], "answer in one batch, by engine.kind=own"),
+        (["engine.kind=vllm"], "requires groupwise's own engine: set engine.kind=own"),
         (["--vary", "beta=1"], "--vary is written NAME=LOW:HIGH"),
         (["--vary", "beta=1:2", "--vary", "beta=1:3"], "--vary gives beta twice"),
         (["evolve.vary={algo.clip_low: [0.9, 1.5]}"], "evolve.vary: algo.clip_low must be between 0 and 1"),
-        (["rollout.curriculum=2"], "rollout.curriculum goes with groupwise train"),
+        (["rollout.curriculum=2"], "rollout.curriculum requires groupwise train"),
     ],
 )
 def test_what_a_population_cannot_do_is_refused_in_a_sentence(place, given, part):

@@ -24,7 +24,7 @@ STORY = SearchState(
 def test_the_table_has_values_lineage_and_fitness_and_marks_the_best():
     lines = table(STORY, {0: 1.25}).splitlines()
     assert lines[0] == "step 8 · 12,345 tokens"
-    assert lines[1].split() == ["member", "from", "since", "beta", "reward", "accuracy"]
+    assert lines[1].split() == ["member", "parent", "born", "beta", "reward", "accuracy"]
     assert lines[2].split()[:6] == ["0", "base", "0", "0.001", "1.25", "25.0"]
     assert lines[3].split()[:5] == ["*3", "0", "4", "0.0012", "75.0"]
     assert lines[4].split() == ["2", "base", "0", "0.5", "diverged:", "nan"]

@@ -84,5 +84,5 @@ def test_a_trial_goes_on_from_anothers_checkpoint_with_its_own_values(tmp_path):
 
 def test_a_parameter_that_is_unknown_is_refused(tmp_path):
     kind = trainable(luck(tmp_path), output_dir=tmp_path, **SETTINGS)
-    with pytest.raises(ConfigError, match=r"unknown parameter 'optim\.learning_rat'; known are"):
+    with pytest.raises(ConfigError, match=r"unknown parameter 'optim\.learning_rat'; use one of"):
         kind(config={"optim.learning_rat": 1e-3})

@@ -13,7 +13,7 @@ from groupwise.config import read_config
 from groupwise.config.schema import EvolveConfig
 from groupwise.errors import ConfigError
 from groupwise.evolution.search_space import SearchSpace, applied
-from groupwise.evolution.selection import Scores, halving, nobody, pbt, ranked, tournament
+from groupwise.evolution.selection import Scores, halving, keep_all, pbt, ranked, tournament
 
 GOOD = (1.0,) * 9 + (0.0,)
 """Better than BAD beyond doubt: nine prompts more of ten."""
@@ -81,7 +81,7 @@ def test_a_broken_member_gives_its_place_to_another(select):
     assert fates[1] == 1
 
 
-@pytest.mark.parametrize("select", [halving, nobody])
+@pytest.mark.parametrize("select", [halving, keep_all])
 def test_a_broken_member_is_dropped_where_places_are_not_given_on(select):
     assert parents(select, {0: None, 1: BAD}) == {0: None, 1: 1}
 
@@ -129,7 +129,7 @@ def test_values_reach_the_settings_and_the_weights_of_rewards():
 @pytest.mark.parametrize(
     ("vary", "part"),
     [
-        ("{rollout.prompts: [1, 2]}", "is the same for all members"),
+        ("{rollout.prompts: [1, 2]}", "cannot vary between members"),
         ("{weights.forms: [0, 1]}", "did you mean 'weights.form'"),
         ("{beta: 3}", "needs a lowest and a highest value"),
         ("{beta: [2, 1]}", "goes from 2 down to 1"),

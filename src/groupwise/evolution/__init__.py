@@ -2,14 +2,17 @@
 
 Modules in reading order:
 
-    evolve_run       a search from start to end: what a step does
-    evolve_state     what a checkpoint of a search holds, and where a resumed search starts
+    evolve_run       the search loop: one step of a population
+    evolve_state     the state of a search, its checkpoints, and how a search starts or resumes
     population       the shared base model and its members
     member_rollouts  rollouts and held-out accuracy of all members in one batch
-    search_space     settings with bounds: first values and mutations
-    selection        who survives: halving, tournament, population-based training
-    evolve_summary   the table, the plots and the closing summary
-    ray_tune         runs as trials of Ray Tune
+    search_space     settings with bounds: initial values and mutations
+    selection        selection methods: halving, tournament, population-based training
+    evolve_summary   the table, the plots and the final summary
+    ray_tune         training runs as Ray Tune trials
 
-To add a selection method, write a function in `selection` and enter it in its table.
+A member is one adapter with its own settings. A slot (`place` in files) is a position in the population: a
+new member may take over the slot of another.
+
+To add a selection method, write a function in `selection` and add it to `SELECTIONS`.
 """

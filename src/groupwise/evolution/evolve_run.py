@@ -1,4 +1,4 @@
-"""A search from its opening to its last word: what a step of a population does."""
+"""The search loop: train, evaluate and select a population of adapters on one base model."""
 
 from __future__ import annotations
 
@@ -37,104 +37,104 @@ EVOLUTION = "evolution.json"
 
 
 class EvolveRun:
-    """A population that trains, is measured and selected. Used as a context, as a run is."""
+    """Trains, evaluates and selects a population. Used as a context manager, as a training run is."""
 
-    def __init__(self, config: Config, *, task: Task, opening: SearchStart) -> None:
-        self.config, self.task, self.folder = config, task, opening.folder
+    def __init__(self, config: Config, *, task: Task, start: SearchStart) -> None:
+        self.config, self.task, self.folder = config, task, start.folder
         with ExitStack() as resources:
-            resources.callback(opening.withdraw)
-            resources.enter_context(opening.lock)
+            resources.callback(start.withdraw)
+            resources.enter_context(start.lock)
             self.split = task.split(config.task, config.run.seed)
             self.space = SearchSpace.of(config, task)
-            data = same_data(opening.story.data, self.split.fingerprint)
-            code = same_code(opening.story.code, code_of(task))
-            self.story = replace(opening.story, data=data, code=code, settings=asdict(config))
+            data = same_data(start.state.data, self.split.fingerprint)
+            code = same_code(start.state.code, code_of(task))
+            self.state = replace(start.state, data=data, code=code, settings=asdict(config))
             title = f"{config.evolve.method} · {task.name} · {config.model.name}"
             self.recorder = Recorder(
-                self.folder, title=title, total=config.run.max_steps, done=self.story.step
+                self.folder, title=title, total=config.run.max_steps, done=self.state.step
             )
             resources.callback(self.recorder.close)
             self.interrupt = resources.enter_context(Interrupt(self.recorder.display.message))
             self.base = SharedBase(config)
             limit = PromptLimit(config, task=task, policy=self.base.policy)
             self.split, too_long = limit.leave_out(self.split)
-            self.people = Population(config, task=task, split=self.split, base=self.base)
+            self.population = Population(config, task=task, split=self.split, base=self.base)
             self.answers = MemberRollouts(
                 config, split=self.split, policy=self.base.policy, engine=self.base.engine
             )
-            self.judge = MemberEvaluator(
+            self.evaluator = MemberEvaluator(
                 config, task=task, split=self.split, base=self.base, folder=self.folder
             )
-            if not self.judge.choosing and self.selects:
+            if not self.evaluator.choosing and self.selects:
                 raise ConfigError(
-                    "selection needs held-out examples: set task.held_out and leave evaluation on"
+                    "selection needs held-out examples: set task.held_out and do not skip evaluation"
                 )
-            self.turnover = Selector(config, space=self.space, people=self.people)
-            self._populate(opening.checkpoint)
-            self.recorder.begin(config, done=self.story.step)
+            self.selector = Selector(config, space=self.space, population=self.population)
+            self._populate(start.checkpoint)
+            self.recorder.begin(config, done=self.state.step)
             self.base.policy.save_tokenizer(self.folder.tokenizer)
-            if opening.begins_again:
-                self.recorder.say("the search was stopped before its first checkpoint: it begins again")
+            if start.begins_again:
+                self.recorder.say("the search was stopped before its first checkpoint; starting again")
             if too_long:
                 self.recorder.say(limit.notice(too_long))
             for notice in (*config.notices(), *self._notices()):
                 self.recorder.say(notice)
             self.resources = resources.pop_all()
         self.rewards: dict[int, float] = {}
-        self.before: Evaluation | None = self.judge.recall(BEFORE) if self.story.step else None
+        self.before: Evaluation | None = self.evaluator.recall(BEFORE) if self.state.step else None
         self.clock = time.monotonic()
 
     @property
     def selects(self) -> bool:
-        """Whether members are compared: one alone is not."""
+        """Whether members are compared; a single member is not."""
         return self.config.evolve.population > 1
 
     def steps(self) -> Iterator[int]:
-        """Yield the steps that are left; stops early on Ctrl-C."""
-        if self.story.step == 0:
-            self.before = self.judge.judge(BEFORE, place=0, step=0)  # everyone is the base still
-            self._show("before", self.before)
-        if self._more() and self.story.unselected:
-            self.story = replace(self.turnover.select(self.story), unselected=False)
-        while self._more() and not self.interrupt.asked:
-            yield self.story.step + 1
+        """Yield the remaining steps; stop early on Ctrl-C."""
+        if self.state.step == 0:
+            self.before = self.evaluator.evaluate(BEFORE, slot=0, step=0)  # all members still equal the base
+            self._show_evaluation("before", self.before)
+        if self._has_steps_left() and self.state.unselected:
+            self.state = replace(self.selector.select(self.state), unselected=False)
+        while self._has_steps_left() and not self.interrupt.asked:
+            yield self.state.step + 1
 
     def collect(self, step: int) -> Mapping[int, Batch]:
-        """Everyone's answers to the same prompts, in one batch."""
-        found = self.answers.collect(step, self.people.collectors, cursor=self.story.cursor)
-        tokens = sum(tokens_of(batch.drawn) for batch in found.batches.values())
-        self.story = replace(self.story, cursor=found.cursor, tokens=self.story.tokens + tokens, step=step)
-        for place, trouble in found.broken.items():
-            self._diverged(place, trouble)
-        return found.batches
+        """Generate the rollouts of all members for the same prompts, in one batch."""
+        result = self.answers.collect(step, self.population.collectors, cursor=self.state.cursor)
+        tokens = sum(tokens_of(batch.drawn) for batch in result.batches.values())
+        self.state = replace(self.state, cursor=result.cursor, tokens=self.state.tokens + tokens, step=step)
+        for slot, reason in result.broken.items():
+            self._diverged(slot, reason)
+        return result.batches
 
     def learn(self, step: int, batches: Mapping[int, Batch]) -> dict[int, dict[str, float]]:
-        """Update one member after the other; returns what each update says of itself, by place."""
+        """Update one member after the other; return the metrics of each update, by slot."""
         if self.base.policy.device.type == "cuda":
-            self.base.engine.release()  # the updates need the memory
+            self.base.engine.release()  # free memory for the updates
         reports: dict[int, dict[str, float]] = {}
-        for place, batch in batches.items():
+        for slot, batch in batches.items():
             try:
-                report = self.people.learn(place, batch, step=step)
+                report = self.population.learn(slot, batch, step=step)
             except InvariantError as error:
-                self._diverged(place, str(error))
+                self._diverged(slot, str(error))
                 continue
-            drawn = batch_metrics(
+            sampled = batch_metrics(
                 batch,
                 truncated=self.config.rollout.sampling.truncates,
-                shown_reward=self.people.collectors[place].shown_reward,
+                shown_reward=self.population.collectors[slot].shown_reward,
             )
-            reports[place] = {**drawn, **report}
+            reports[slot] = {**sampled, **report}
         return reports
 
     def track(self, step: int, reports: Mapping[int, Mapping[str, float]]) -> None:
-        """Log the step; measure, select and save when it is time to."""
+        """Log the step; evaluate, select and save when they are due."""
         self.rewards = {
-            place: report["reward/mean"] for place, report in reports.items() if "reward/mean" in report
+            slot: report["reward/mean"] for slot, report in reports.items() if "reward/mean" in report
         }
         metrics = self._metrics(reports)
         every = self.config.evolve.every
-        reached = self._spent(metrics.get("rollout/length", 0.0))
+        reached = self._tokens_used_up(metrics.get("rollout/length", 0.0))
         last = step == self.config.run.max_steps or reached
         selecting = self.selects and (step % every == 0 or last)
         interval = self.config.evaluate.every
@@ -143,125 +143,129 @@ class EvolveRun:
             metrics |= self._measure()
         if selecting:
             self._save_elite()
-            target, best = self.config.evolve.target, self.story.best
+            target, best = self.config.evolve.target, self.state.best
             reached |= target is not None and best is not None and fmean(best.scores) >= target
             last = last or reached
             if not last:
-                self.story = self.turnover.select(self.story)
+                self.state = self.selector.select(self.state)
         unselected = selecting and last and step % every == 0
-        self.story = replace(self.story, reached=reached, unselected=unselected)
+        self.state = replace(self.state, reached=reached, unselected=unselected)
         self.recorder.step(step, metrics)
-        self.recorder.display.note(table(self.story, self.rewards), new=measuring)
+        self.recorder.display.note(table(self.state, self.rewards), new=measuring)
         if last or selecting or step % self.config.run.save_every == 0 or self.interrupt.asked:
             self._save()
 
-    def _more(self) -> bool:
-        return not self.story.reached and self.story.step < self.config.run.max_steps
+    def _has_steps_left(self) -> bool:
+        return not self.state.reached and self.state.step < self.config.run.max_steps
 
-    def _spent(self, length: float) -> bool:
-        """Whether the tokens are used up, but for those that the last measurement will take."""
+    def _tokens_used_up(self, length: float) -> bool:
+        """Whether the token budget is used up, with a reserve for the last evaluation."""
         evolve, evaluate = self.config.evolve, self.config.evaluate
-        prompts = len(self.judge.choosing) * len(self.people.members) if self.selects else 0
+        prompts = len(self.evaluator.choosing) * len(self.population.members) if self.selects else 0
         reserve = prompts * evaluate.samples * length
-        return evolve.tokens is not None and self.story.tokens + reserve >= evolve.tokens
+        return evolve.tokens is not None and self.state.tokens + reserve >= evolve.tokens
 
     def _populate(self, checkpoint: Path | None) -> None:
-        """Put everyone in their place: as they were at the checkpoint, or new."""
+        """Create all members: from the checkpoint, or fresh."""
         if checkpoint is not None:
             self.base.members.weights += [None] * (self.config.evolve.population - len(self.base.members))
-            for person in self.story.people:
-                if person.trouble is None:
-                    self.people.place(person.place, person.values)
-            self.people.load(checkpoint)
+            for record in self.state.people:
+                if record.trouble is None:
+                    self.population.put(record.place, record.values)
+            self.population.load(checkpoint)
             return
         start, size = self.space.start(self.config, self.task), self.config.evolve.population
         others = self.space.spread(size - 1, seed=self.config.run.seed)
-        for place in range(size):
-            values = others[place - 1] if place and self.config.evolve.spread else dict(start)
-            self.people.place(place, values)
-            born = MemberRecord(name=place, place=place, parent=None, born=0, values=values)
-            self.story = replace(self.story, names=place + 1, people=(*self.story.people, born))
-            self.story = self.story.told(place, "born", "from the base")
+        for slot in range(size):
+            values = others[slot - 1] if slot and self.config.evolve.spread else dict(start)
+            self.population.put(slot, values)
+            born = MemberRecord(name=slot, place=slot, parent=None, born=0, values=values)
+            self.state = replace(self.state, names=slot + 1, people=(*self.state.people, born))
+            self.state = self.state.with_event(slot, "born", "from the base")
 
     def _measure(self) -> dict[str, float]:
-        """Measure everyone on the same prompts with the same noise."""
+        """Evaluate all members on the same prompts with the same seeds."""
         scores, broken, tokens = self.answers.measure(
-            self.people.tasks, self.judge.choosing, samples=self.config.evaluate.samples
+            self.population.tasks, self.evaluator.choosing, samples=self.config.evaluate.samples
         )
-        self.story = replace(self.story, tokens=self.story.tokens + tokens)
-        for place, trouble in broken.items():
-            self._diverged(place, trouble)
-        for place, found in scores.items():
-            person = replace(self.story.at(place), scores=found, measured=self.story.step)
-            self.story = self.story.changed(person)
-        self.story = self.story.snapshot()
-        best = self.story.best
-        assert best is not None, "someone is left, or `_diverged` had said so"
-        metrics = {f"member/{place}/accuracy": fmean(found) for place, found in scores.items()}
+        self.state = replace(self.state, tokens=self.state.tokens + tokens)
+        for slot, reason in broken.items():
+            self._diverged(slot, reason)
+        for slot, result in scores.items():
+            record = replace(self.state.at(slot), scores=result, measured=self.state.step)
+            self.state = self.state.with_member(record)
+        self.state = self.state.snapshot()
+        best = self.state.best
+        assert best is not None, "a member is left, or `_diverged` would have raised"
+        metrics = {f"member/{slot}/accuracy": fmean(result) for slot, result in scores.items()}
         return {
             **metrics,
             "population/best_accuracy": fmean(best.scores),
             "population/mean_accuracy": fmean(metrics.values()),
         }
 
-    def _diverged(self, place: int, trouble: str) -> None:
-        """Take a broken member out; the others go on."""
-        person = self.story.at(place)
-        self.people.drop(place)
-        self.story = self.story.changed(replace(person, trouble=f"diverged: {trouble}", scores=()))
-        self.story = self.story.told(person.name, "diverged", trouble)
-        self.recorder.warn(f"member {person.name} diverged and is out until the next selection: {trouble}")
-        if not self.people.members:
-            raise InvariantError(f"every member diverged; the last: {trouble}")
+    def _diverged(self, slot: int, reason: str) -> None:
+        """Remove a diverged member; the others continue."""
+        record = self.state.at(slot)
+        self.population.drop(slot)
+        self.state = self.state.with_member(replace(record, trouble=f"diverged: {reason}", scores=()))
+        self.state = self.state.with_event(record.name, "diverged", reason)
+        self.recorder.warn(
+            f"member {record.name} diverged and is excluded until the next selection: {reason}"
+        )
+        if not self.population.members:
+            raise InvariantError(f"every member diverged; last reason: {reason}; try lower learning rates")
 
     def _metrics(self, reports: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
-        """Means over the population under the names that a run's metrics have, and each member's own."""
+        """Return means over the population under a run's metric names, and the metrics of each member."""
         names = dict.fromkeys(name for report in reports.values() for name in report)
         metrics = {name: fmean(r[name] for r in reports.values() if name in r) for name in names}
-        metrics["population/tokens"] = float(self.story.tokens)
-        metrics["population/size"] = float(len(self.people.members))
-        for place, report in reports.items():
+        metrics["population/tokens"] = float(self.state.tokens)
+        metrics["population/size"] = float(len(self.population.members))
+        for slot, report in reports.items():
             for name in ("reward/mean", "policy/loss", "policy/kl", "rollout/length"):
                 if name in report:
-                    metrics[f"member/{place}/{name}"] = report[name]
-            for name, value in self.story.at(place).values.items():
-                metrics[f"member/{place}/{name}"] = value
+                    metrics[f"member/{slot}/{name}"] = report[name]
+            for name, value in self.state.at(slot).values.items():
+                metrics[f"member/{slot}/{name}"] = value
         if self.rewards:
             metrics["population/best_reward"] = max(self.rewards.values())
         return metrics
 
     def _notices(self) -> Iterator[str]:
         bounds = ", ".join(f"{name} {low:g} … {high:g}" for name, (low, high) in self.space.bounds.items())
-        yield f"{len(self.people.members)} members on one base; they differ in {bounds}"
+        yield f"{len(self.population.members)} members share one base model and vary {bounds}"
         if not self.base.engine.batched:
-            yield "members answer one after the other: layers or adapters are not of a kind that is batched"
+            yield "members generate one after the other: these layers or adapters cannot be batched"
         yield from self.base.policy.notices()
-        yield from self.judge.notices()
+        yield from self.evaluator.notices()
 
     def _save_elite(self) -> MemberRecord | None:
-        """Write the fittest member, or the only one, before anything can change it."""
-        best = self.story.best or next((p for p in self.story.people if p.trouble is None), None)
+        """Save the best member, or the only one, before selection can change it."""
+        best = self.state.best or next((p for p in self.state.people if p.trouble is None), None)
         if best is not None:
-            write_elite(self.folder, self.people.members[best.place])
+            write_elite(self.folder, self.population.members[best.place])
         return best
 
-    def _show(self, when: str, result: Evaluation | None) -> None:
+    def _show_evaluation(self, when: str, result: Evaluation | None) -> None:
         if result is not None:
             self.recorder.evaluation(when, result)
 
     def _save(self) -> None:
         now = time.monotonic()
-        self.story = replace(self.story, seconds=self.story.seconds + now - self.clock)
+        self.state = replace(self.state, seconds=self.state.seconds + now - self.clock)
         self.clock = now
-        self._tell({})
-        state = {name: value for name, value in self.story.to_json().items() if name != "step"}
-        write_checkpoint(self.folder.checkpoints, step=self.story.step, write=self.people.save, state=state)
+        self._write_log({})
+        state = {name: value for name, value in self.state.to_json().items() if name != "step"}
+        write_checkpoint(
+            self.folder.checkpoints, step=self.state.step, write=self.population.save, state=state
+        )
         prune(self.folder.checkpoints, keep_last=self.config.run.keep_last, best=None)
 
-    def _tell(self, judged: Mapping[str, float]) -> None:
+    def _write_log(self, judged: Mapping[str, float]) -> None:
         evolve = {"method": self.config.evolve.method, "bounds": dict(self.space.bounds)}
-        told = EvolutionLog(story=self.story, settings=evolve, judged=judged)
-        write_atomically(self.folder.path / EVOLUTION, json.dumps(told.to_json(), indent=1))
+        log = EvolutionLog(state=self.state, settings=evolve, judged=judged)
+        write_atomically(self.folder.path / EVOLUTION, json.dumps(log.to_json(), indent=1))
 
     def __enter__(self) -> EvolveRun:
         return self
@@ -276,47 +280,47 @@ class EvolveRun:
         with self.resources:
             after: Evaluation | None = None
             best = self._save_elite()
-            if not self._more() and best is not None:
-                after = self.judge.judge(AFTER, place=best.place, step=self.story.step)
-                self._show("after", after)
-            self._tell(after.metrics() if after else {})
-            write_plots(self.folder, self.story)
-            summary = summary_of(self.config, self.story, folder=self.folder, before=self.before, after=after)
-            self.recorder.end(summary, stats_of(self.story, before=self.before, after=after))
+            if not self._has_steps_left() and best is not None:
+                after = self.evaluator.evaluate(AFTER, slot=best.place, step=self.state.step)
+                self._show_evaluation("after", after)
+            self._write_log(after.metrics() if after else {})
+            write_plots(self.folder, self.state)
+            summary = summary_of(self.config, self.state, folder=self.folder, before=self.before, after=after)
+            self.recorder.end(summary, stats_of(self.state, before=self.before, after=after))
 
 
 def evolve(config: Config, *, resume: Path | None = None, task: Task | None = None) -> Path:
-    """Search, and return the folder. `resume` goes on, bit for bit, from the last checkpoint."""
+    """Run a search and return its folder. `resume` continues bit for bit from the last checkpoint."""
     if task is not None:
         leave_task_file(task)
     if config.run.kind != "evolve":
         raise ConfigError(f"these settings are for another command: groupwise {command_of(config)}")
     config = config.resolve()
     task = task or load_task(config.task)
-    refuse_what_cannot_be_shared(config, task)
+    check_supported(config, task)
     tracker_names(config.track)
-    opening = SearchStart.new(config, task=task.name) if resume is None else SearchStart.again(resume, config)
-    if done := opening.already_done(config):
-        opening.lock.close()
+    start = SearchStart.new(config, task=task.name) if resume is None else SearchStart.again(resume, config)
+    if done := start.already_done(config):
+        start.lock.close()
         open_display().message(done)
-        return opening.folder.path
+        return start.folder.path
 
     with (
         isolated(task) as task,
-        explain_full_disk(opening.folder, config),
-        EvolveRun(config, task=task, opening=opening) as search,
+        explain_full_disk(start.folder, config),
+        EvolveRun(config, task=task, start=start) as search,
     ):
         for step in search.steps():
-            batches = search.collect(step)  # prompt, rollout, reward, advantage: all members at once
+            batches = search.collect(step)  # prompts, rollouts, rewards, advantages: all members at once
             reports = search.learn(step, batches)  # loss, update: one adapter at a time
-            search.track(step, reports)  # log, measure, select, checkpoint
+            search.track(step, reports)  # log, evaluate, select, checkpoint
     return search.folder.path
 
 
-def refuse_what_cannot_be_shared(config: Config, task: Task) -> None:
+def check_supported(config: Config, task: Task) -> None:
     if not config.lora.r:
-        raise ConfigError("members are adapters on one base: set lora.r, such as lora.r=16")
+        raise ConfigError("members of a population are adapters: set lora.r, for example lora.r=16")
     if task.tools:
-        raise ConfigError(f"task {task.name} has tools, which populations do not use yet")
+        raise ConfigError(f"task {task.name} has tools; populations do not support tools yet")
     if config.engine.kind != "own":
-        raise ConfigError("the members of a population answer in one batch, by engine.kind=own")
+        raise ConfigError("a population requires groupwise's own engine: set engine.kind=own")

@@ -1,4 +1,7 @@
-"""Where a population stands and how it came there: what a checkpoint holds beside its tensors."""
+"""The state of a search: members, events and progress; evolution.json; and how a search starts or resumes.
+
+`SearchState` is what a checkpoint holds besides tensors. Field names are the keys of the files.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +23,24 @@ from groupwise.training.resume import last_checkpoint, refuse_edited_settings, r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberRecord:
-    """Whoever holds a place, until another takes it."""
+    """A member of the population."""
 
     name: int
-    """Never used twice."""
+    """Unique number; never reused."""
     place: int
+    """Slot in the population. A new member may take over the slot of another."""
     parent: int | None
-    """The name of whom its weights come from; None: the base."""
+    """Name of the member whose weights it copied; None: the base model."""
     born: int
-    """After which step."""
+    """Step after which it was created."""
     values: Values
+    """Settings that it varies."""
     scores: tuple[float, ...] = ()
-    """Accuracy on each prompt that selection looks at, when last measured."""
+    """Accuracy on each selection prompt at the last evaluation."""
     measured: int = 0
-    """After which step."""
+    """Step of the last evaluation."""
     trouble: str | None = None
-    """Why it is out of the running."""
+    """Why it is excluded; None if it is sound."""
 
     @property
     def fitness(self) -> Interval | None:
@@ -55,7 +60,7 @@ class EvolutionEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PopulationSnapshot:
-    """Everyone at one measurement."""
+    """All members at one evaluation."""
 
     step: int
     tokens: int
@@ -64,160 +69,163 @@ class PopulationSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchState:
-    """The state of a search after a step. There is no random state: all noise derives from seed and step."""
+    """The state of a search after a step.
+
+    It has no random state: all randomness derives from the seed and the step.
+    """
 
     step: int = 0
     cursor: int = 0
     tokens: int = 0
-    """Sampled so far, by all members, in training and in evaluations."""
+    """Tokens sampled so far by all members, in training and in evaluations."""
     names: int = 0
-    """Given out so far."""
+    """Number of member names assigned so far."""
     seconds: float = 0.0
     people: tuple[MemberRecord, ...] = ()
-    """Who holds which place; a dropped member's place is empty."""
+    """Current members. The slot of a dropped member is empty."""
     snapshots: tuple[PopulationSnapshot, ...] = ()
     events: tuple[EvolutionEvent, ...] = ()
     reached: bool = False
-    """The target, or the end of the tokens: no step is left."""
+    """Whether the target or the token budget is reached, so that no step is left."""
     unselected: bool = False
-    """The selection that was due is not made: it was the last step, and is not if more are asked for."""
+    """Whether a selection was skipped because this was the last step. It runs if the search is extended."""
     data: str | None = None
-    """The fingerprint of the examples; None: of a search that began before it was kept."""
+    """Fingerprint of the examples; None in older checkpoints."""
     settings: Mapping[str, Any] | None = None
-    """The settings, by section; None: of a search that began before they were kept here."""
+    """Settings by section; None in older checkpoints."""
     code: Mapping[str, str] | None = None
-    """The fingerprints of the task's functions; None: of a search that began before they were kept."""
+    """Fingerprints of the task's functions; None in older checkpoints."""
 
-    def at(self, place: int) -> MemberRecord:
-        return next(person for person in self.people if person.place == place)
+    def at(self, slot: int) -> MemberRecord:
+        return next(record for record in self.people if record.place == slot)
 
     @property
     def best(self) -> MemberRecord | None:
-        """The fittest sound member; of equals, the one with the lower name."""
-        sound = [person for person in self.people if person.trouble is None and person.scores]
+        """The sound member with the highest accuracy; of equals, the one with the lower name."""
+        sound = [record for record in self.people if record.trouble is None and record.scores]
         return min(sound, key=lambda p: (-sum(p.scores) / len(p.scores), p.name)) if sound else None
 
-    def changed(self, person: MemberRecord) -> SearchState:
-        """The same with another record in that person's place."""
-        people = tuple(person if p.place == person.place else p for p in self.people)
+    def with_member(self, record: MemberRecord) -> SearchState:
+        """Return the state with this record in its slot."""
+        people = tuple(record if p.place == record.place else p for p in self.people)
         return replace(self, people=people)
 
-    def told(self, name: int, what: str, detail: str) -> SearchState:
+    def with_event(self, name: int, what: str, detail: str) -> SearchState:
         event = EvolutionEvent(step=self.step, name=name, what=what, detail=detail)
         return replace(self, events=(*self.events, event))
 
     def snapshot(self) -> SearchState:
-        """Write down everyone as they are now."""
-        members = tuple(described(person) for person in self.people)
-        now = PopulationSnapshot(step=self.step, tokens=self.tokens, members=members)
+        """Return the state with a snapshot of all current members."""
+        members = tuple(described(record) for record in self.people)
+        current = PopulationSnapshot(step=self.step, tokens=self.tokens, members=members)
         earlier = tuple(s for s in self.snapshots if s.step != self.step)
-        return replace(self, snapshots=(*earlier, now))
+        return replace(self, snapshots=(*earlier, current))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> SearchState:
-        people = tuple(MemberRecord(**{**p, "scores": tuple(p["scores"])}) for p in record["people"])
+    def from_json(cls, content: Mapping[str, Any]) -> SearchState:
+        people = tuple(MemberRecord(**{**p, "scores": tuple(p["scores"])}) for p in content["people"])
         snapshots = tuple(
-            PopulationSnapshot(**{**s, "members": tuple(s["members"])}) for s in record["snapshots"]
+            PopulationSnapshot(**{**s, "members": tuple(s["members"])}) for s in content["snapshots"]
         )
-        events = tuple(EvolutionEvent(**event) for event in record["events"])
-        return cls(**{**record, "people": people, "snapshots": snapshots, "events": events})
+        events = tuple(EvolutionEvent(**event) for event in content["events"])
+        return cls(**{**content, "people": people, "snapshots": snapshots, "events": events})
 
 
-def described(person: MemberRecord) -> dict[str, Any]:
-    """A member as evolution.json has it."""
-    fitness = person.fitness
+def described(record: MemberRecord) -> dict[str, Any]:
+    """Return a member as written to evolution.json."""
+    fitness = record.fitness
     return {
-        "name": person.name,
-        "place": person.place,
-        "parent": person.parent,
-        "born": person.born,
-        "values": dict(person.values),
+        "name": record.name,
+        "place": record.place,
+        "parent": record.parent,
+        "born": record.born,
+        "values": dict(record.values),
         "fitness": None if fitness is None else [fitness.mean, fitness.low, fitness.high],
-        "measured": person.measured,
-        "trouble": person.trouble,
+        "measured": record.measured,
+        "trouble": record.trouble,
     }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvolutionLog:
-    """evolution.json: the search from its first step to its last, for people and programs."""
+    """The content of evolution.json: the whole search, for people and programs."""
 
-    story: SearchState
+    state: SearchState
     settings: Mapping[str, Any]
     judged: Mapping[str, float] = field(default_factory=dict)
-    """The best member on prompts that played no part in selection."""
+    """Metrics of the best member on prompts that selection did not use."""
 
     def to_json(self) -> dict[str, Any]:
-        story, best = self.story, self.story.best
+        state, best = self.state, self.state.best
         return {
-            "steps": story.step,
-            "tokens": story.tokens,
+            "steps": state.step,
+            "tokens": state.tokens,
             "settings": dict(self.settings),
             "best": None if best is None else described(best),
             "judged": dict(self.judged),
-            "members": [described(person) for person in story.people],
-            "snapshots": [asdict(snapshot) for snapshot in story.snapshots],
-            "events": [asdict(event) for event in story.events],
+            "members": [described(record) for record in state.people],
+            "snapshots": [asdict(snapshot) for snapshot in state.snapshots],
+            "events": [asdict(event) for event in state.events],
         }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchStart:
-    """A folder, claimed for this process, and where in it to go on. Nothing is written yet."""
+    """A locked run folder and the state to start or resume from. Nothing has been written yet."""
 
     folder: RunFolder
     lock: IO[str]
-    story: SearchState
+    state: SearchState
     checkpoint: Path | None
     begins_again: bool = False
-    """Whether an old search begins anew, because it was stopped before its first checkpoint."""
+    """Whether a resumed search starts over because it has no checkpoint yet."""
 
     @classmethod
     def new(cls, config: Config, *, task: str) -> SearchStart:
         folder = RunFolder.create(
             config.run.output_dir, name=config.run.name, task=f"evolve-{task}", model=config.model.name
         ).absolute()
-        return cls(folder=folder, lock=folder.lock(), story=SearchState(), checkpoint=None)
+        return cls(folder=folder, lock=folder.lock(), state=SearchState(), checkpoint=None)
 
     @classmethod
     def again(cls, path: Path, config: Config) -> SearchStart:
-        """Go on after the last checkpoint, every byte of it checked, or anew where none was written yet."""
+        """Resume from the last checkpoint, after verifying it, or start over if there is none."""
         folder = RunFolder.open(path).absolute()
         lock = folder.lock()
         try:
             stored = read_config(folder.config)
             refuse_other_settings(stored, config)
             checkpoint = last_checkpoint(folder, stored)
-            story = SearchState() if checkpoint is None else SearchState.from_json(verify(checkpoint))
-            refuse_edited_settings(story.settings, stored, folder)
-            if story.reached and config.run.max_steps > stored.run.max_steps:
+            state = SearchState() if checkpoint is None else SearchState.from_json(verify(checkpoint))
+            refuse_edited_settings(state.settings, stored, folder)
+            if state.reached and config.run.max_steps > stored.run.max_steps:
                 raise ConfigError(
-                    f"{path} ended for good after {story.step} steps: a larger run.max_steps does not "
-                    "make it go on; start a new search"
+                    f"{path} reached its target or token budget after {state.step} steps and cannot be "
+                    "extended by run.max_steps: start a new search"
                 )
         except BaseException:
             lock.close()
             raise
         again = checkpoint is None
-        return cls(folder=folder, lock=lock, story=story, checkpoint=checkpoint, begins_again=again)
+        return cls(folder=folder, lock=lock, state=state, checkpoint=checkpoint, begins_again=again)
 
     def already_done(self, config: Config) -> str | None:
-        """Say so when no step is left and the last session told its story to the end."""
-        over = self.story.reached or self.story.step >= config.run.max_steps
-        if not over or steps_in(self.folder.stats) != self.story.step:
+        """Return a message if no step is left and the final statistics are written; otherwise None."""
+        over = self.state.reached or self.state.step >= config.run.max_steps
+        if not over or steps_in(self.folder.stats) != self.state.step:
             return None
-        steps = self.story.step
+        steps = self.state.step
         finished = f"{self.folder.path} is finished after {steps} step{'s' * (steps != 1)}"
-        if self.story.reached:
+        if self.state.reached:
             return finished
         longer = command("evolve", "--resume", self.folder.path, f"run.max_steps={2 * steps}")
-        return f"{finished}; to go on, {longer}"
+        return f"{finished}; to continue, {longer}"
 
     def withdraw(self) -> None:
-        """Take a new folder back if nothing came of it."""
+        """Remove a new folder if nothing was written to it."""
         if not self.folder.config.exists():
             with suppress(OSError):
                 (self.folder.path / ".lock").unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The population as a table of text: who, since when, from whom, with which values, how fit."""
+"""The results of a search: the table of members, the plots, the best member and the final summary."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from groupwise.tracking.terminal import RunSummary, command, headline
 from groupwise.training.run_summary import made_in_python
 
 SHORT = {
-    "optim.learning_rate": "rate",
+    "optim.learning_rate": "lr",
     "optim.max_grad_norm": "grad norm",
     "rollout.group_size": "group",
-    "rollout.temperature": "temp.",
+    "rollout.temperature": "temperature",
     "algo.entropy_bonus": "entropy",
 }
 
@@ -37,51 +37,51 @@ def value_text(value: float) -> str:
     return f"{value:.2g}" if value < 1e-2 else f"{value:.3g}"
 
 
-def table(story: SearchState, rewards: Mapping[int, float]) -> str:
-    """One line a member, the fittest marked; `rewards` are the last step's, by place."""
-    names = list(story.people[0].values) if story.people else []
-    header = ["member", "from", "since", *map(short, names), "reward", "accuracy"]
-    rows = [header, *(row_of(person, names, rewards, best=story.best) for person in story.people)]
+def table(state: SearchState, rewards: Mapping[int, float]) -> str:
+    """Return one line per member, with the best marked; `rewards` are those of the last step, by slot."""
+    names = list(state.people[0].values) if state.people else []
+    header = ["member", "parent", "born", *map(short, names), "reward", "accuracy"]
+    rows = [header, *(row_of(record, names, rewards, best=state.best) for record in state.people)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join([f"step {story.step} · {story.tokens:,} tokens", *lines])
+    return "\n".join([f"step {state.step} · {state.tokens:,} tokens", *lines])
 
 
 def row_of(
-    person: MemberRecord, names: list[str], rewards: Mapping[int, float], *, best: MemberRecord | None
+    record: MemberRecord, names: list[str], rewards: Mapping[int, float], *, best: MemberRecord | None
 ) -> list[str]:
-    mark = "*" if best is not None and best.name == person.name else ""
-    fitness = person.trouble or ("" if person.fitness is None else str(person.fitness))
-    reward = number(rewards[person.place]) if person.place in rewards else ""
+    mark = "*" if best is not None and best.name == record.name else ""
+    fitness = record.trouble or ("" if record.fitness is None else str(record.fitness))
+    reward = number(rewards[record.place]) if record.place in rewards else ""
     return [
-        f"{mark}{person.name}",
-        "base" if person.parent is None else str(person.parent),
-        str(person.born),
-        *(value_text(person.values[name]) for name in names),
+        f"{mark}{record.name}",
+        "base" if record.parent is None else str(record.parent),
+        str(record.born),
+        *(value_text(record.values[name]) for name in names),
         reward,
         fitness,
     ]
 
 
 FAR = 10
-"""Values further apart than this, as a ratio, are drawn by their logarithm."""
+"""Values with a larger ratio than this are plotted on a logarithmic axis."""
 
 
-def write_plots(folder: RunFolder, story: SearchState) -> None:
-    """Write both pictures; nothing where nobody was measured."""
-    if not story.snapshots:
+def write_plots(folder: RunFolder, state: SearchState) -> None:
+    """Write both plots, or nothing if no member has been evaluated."""
+    if not state.snapshots:
         return
-    write_atomically(folder.plots / "lineage.png", lineage(story))
-    write_atomically(folder.plots / "values.png", values(story))
+    write_atomically(folder.plots / "lineage.png", lineage(state))
+    write_atomically(folder.plots / "values.png", values(state))
 
 
-def lineage(story: SearchState) -> bytes:
-    """A line for every member from its birth on, at its accuracy; a dashed one from its parent."""
+def lineage(state: SearchState) -> bytes:
+    """Plot the accuracy of every member over time; a dotted line connects it to its parent."""
     figure = new_figure(7, 4.5)
     axes = figure.add_subplot()
     seen: dict[int, list[tuple[int, float]]] = defaultdict(list)
     parents: dict[int, int | None] = {}
-    for snapshot in story.snapshots:
+    for snapshot in state.snapshots:
         for member in snapshot.members:
             parents[member["name"]] = member["parent"]
             if member["fitness"] is not None and member["measured"] == snapshot.step:
@@ -95,25 +95,25 @@ def lineage(story: SearchState) -> bytes:
         if parents[name] is not None and earlier:
             (x, y), (to_x, to_y) = earlier[-1], points[0]
             axes.plot([x, to_x], [y, to_y], color=colour, linestyle=":", linewidth=1.2)
-    tidy(axes, "accuracy on the prompts of selection, %")
+    tidy(axes, "accuracy on the selection prompts, %")
     return as_png(figure)
 
 
-def values(story: SearchState) -> bytes:
-    """A panel for every setting: its value in each place over time."""
-    names = list(story.snapshots[0].members[0]["values"])
+def values(state: SearchState) -> bytes:
+    """Plot every setting in its own panel: its value in each slot over time."""
+    names = list(state.snapshots[0].members[0]["values"])
     figure = new_figure(7, 1.8 * len(names) + 0.6)
     for index, name in enumerate(names):
         axes = figure.add_subplot(len(names), 1, index + 1)
-        courses: dict[int, list[tuple[int, float]]] = defaultdict(list)
-        for snapshot in story.snapshots:
+        series: dict[int, list[tuple[int, float]]] = defaultdict(list)
+        for snapshot in state.snapshots:
             for member in snapshot.members:
-                courses[member["place"]].append((snapshot.step, member["values"][name]))
-        for place, points in sorted(courses.items()):
-            # A measurement is of the steps before it.
+                series[member["place"]].append((snapshot.step, member["values"][name]))
+        for slot, points in sorted(series.items()):
+            # A snapshot describes the steps before it.
             steps, heights = zip((0, points[0][1]), *points, strict=True)
-            axes.step(steps, heights, where="pre", color=COLOURS[place % len(COLOURS)], linewidth=1.6)
-        seen = [value for points in courses.values() for _, value in points]
+            axes.step(steps, heights, where="pre", color=COLOURS[slot % len(COLOURS)], linewidth=1.6)
+        seen = [value for points in series.values() for _, value in points]
         if min(seen) > 0 and max(seen) > FAR * min(seen):
             axes.set_yscale("log")
         tidy(axes, short(name), last=index == len(names) - 1)
@@ -143,10 +143,10 @@ def as_png(figure: Any) -> bytes:
 
 
 def write_elite(folder: RunFolder, member: Member) -> None:
-    """Write the best member whole, then give it its name: there is never half of one."""
+    """Save the best member atomically: write it to a temporary folder, then rename."""
     final = folder.elite
     folder.checkpoints.mkdir(parents=True, exist_ok=True)
-    # Under a name by which the next checkpoint clears away what a killed process left.
+    # With this prefix, the next checkpoint removes what a killed process left.
     temporary, old = (
         folder.checkpoints / f".step-000000.tmp-{what}-{os.getpid()}" for what in ("new", "old")
     )
@@ -157,13 +157,13 @@ def write_elite(folder: RunFolder, member: Member) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def stats_of(story: SearchState, *, before: Evaluation | None, after: Evaluation | None) -> dict[str, object]:
-    """Return what training_stats.json holds."""
-    best = story.best
+def stats_of(state: SearchState, *, before: Evaluation | None, after: Evaluation | None) -> dict[str, object]:
+    """Return the content of training_stats.json."""
+    best = state.best
     return {
-        "steps": story.step,
-        "tokens": story.tokens,
-        "seconds": round(story.seconds, 3),
+        "steps": state.step,
+        "tokens": state.tokens,
+        "seconds": round(state.seconds, 3),
         "best": None if best is None else described(best),
         "before": before.metrics() if before else None,
         "after": after.metrics() if after else None,
@@ -171,36 +171,36 @@ def stats_of(story: SearchState, *, before: Evaluation | None, after: Evaluation
 
 
 def file_of(config: Config) -> tuple[str, ...]:
-    """A task that lives in the caller's program is found by the file that defines it."""
+    """Return the option that names the task's file, if the task was defined in Python."""
     return ("--task", "FILE.py") if made_in_python(config) else ()
 
 
 def summary_of(
     config: Config,
-    story: SearchState,
+    state: SearchState,
     *,
     folder: RunFolder,
     before: Evaluation | None,
     after: Evaluation | None,
 ) -> RunSummary:
-    """Return what the terminal shows last."""
-    done = story.reached or story.step >= config.run.max_steps
-    best = story.best
-    who = "" if best is None else f"; the best is member {best.name}"
+    """Return the summary that the terminal shows at the end."""
+    done = state.reached or state.step >= config.run.max_steps
+    best = state.best
+    best_text = "" if best is None else f"; the best member is {best.name}"
     commands = [
-        (command("eval", folder.elite, *file_of(config)), "measures the best member again"),
-        (command("chat", folder.elite), "talks to it"),
+        (command("eval", folder.elite, *file_of(config)), "evaluates the best member"),
+        (command("chat", folder.elite), "chats with it"),
     ]
     resume = command("evolve", "--resume", folder.path)
     if made_in_python(config):
         resume = f"groupwise.evolve(task, resume={str(folder.path)!r})"
-    if not story.step:
-        commands = [(resume, "begins again")]
+    if not state.step:
+        commands = [(resume, "starts again")]
     elif not done:
-        commands.insert(0, (resume, "goes on from here"))
+        commands.insert(0, (resume, "resumes the search"))
     return RunSummary(
-        headline=f"{headline(story.step, done=done)}{who}",
-        seconds=story.seconds,
+        headline=f"{headline(state.step, done=done)}{best_text}",
+        seconds=state.seconds,
         folder=folder.path,
         before=before.intervals() if before else {},
         after=after.intervals() if after else {},

@@ -1,4 +1,7 @@
-"""Rollouts of all members in one batch: each member's own group size, temperature, weights of rewards."""
+"""Rollouts and held-out accuracy of all members in one batch.
+
+Each member has its own group size, temperature and reward weights.
+"""
 
 from __future__ import annotations
 
@@ -24,158 +27,163 @@ from groupwise.training.collector import Batch, Collector, has_signal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberPrompt:
-    """What one member is asked, and how it samples."""
+    """The examples of one member, and how it samples."""
 
-    place: int
+    slot: int
     task: Task
     examples: Sequence[Example]
     count: int
-    """Answers to each."""
+    """Answers per example."""
     temperature: float
 
 
 @dataclass(frozen=True, slots=True)
 class CollectedBatches:
-    """What a step gives to learn from."""
+    """The training batches of one step."""
 
     batches: Mapping[int, Batch]
-    """By place; of sound members only."""
+    """Batches by slot, of sound members only."""
     cursor: int
     broken: Mapping[int, str]
 
 
 class MemberRollouts:
-    """Asks all members at once."""
+    """Generates for all members in one batch."""
 
     def __init__(self, config: Config, *, split: Split, policy: Policy, engine: MultiLoRAEngine) -> None:
         if config.rollout.curriculum > 1:
-            raise ConfigError("rollout.curriculum goes with groupwise train: members are asked the same")
+            raise ConfigError("rollout.curriculum requires groupwise train; members share their prompts")
         self.config, self.split, self.policy, self.engine = config, split, policy, engine
 
     def ask(
-        self, asking: Sequence[MemberPrompt], sampling: Sampling, *, noise: tuple[int | str, ...]
+        self, members: Sequence[MemberPrompt], sampling: Sampling, *, seed_parts: tuple[int | str, ...]
     ) -> tuple[dict[int, list[Group]], dict[int, str]]:
-        """Return the answers of each member, by place, and why some are broken.
+        """Return the groups of each member, by slot, and the reasons of members that are broken.
 
-        The noise is the same for all, so that members are told apart by what they are.
+        All members use the same seeds, so that differences come from the members only.
         """
         parts = []
-        for each in asking:
+        for member in members:
             prompts, requests = prompts_and_requests(
-                each.examples,
-                ask=each.task.ask,
+                member.examples,
+                ask=member.task.ask,
                 codec=self.policy,
-                group_size=each.count,
-                seed_parts=(self.config.run.seed, *noise),
+                group_size=member.count,
+                seed_parts=(self.config.run.seed, *seed_parts),
             )
-            temperature = None if sampling.greedy else each.temperature
+            temperature = None if sampling.greedy else member.temperature
             parts.append(
-                (each, prompts, [replace(r, adapter=each.place, temperature=temperature) for r in requests])
+                (
+                    member,
+                    prompts,
+                    [replace(r, adapter=member.slot, temperature=temperature) for r in requests],
+                )
             )
         flat = [request for _, _, requests in parts for request in requests]
         completions, broken = self.engine.contained(flat, sampling)
         groups: dict[int, list[Group]] = {}
         start = 0
-        for each, prompts, requests in parts:
+        for member, prompts, requests in parts:
             own = completions[start : start + len(requests)]
             start += len(requests)
-            if each.place not in broken:
-                groups[each.place] = groups_from_completions(
-                    each.examples, prompts, requests, own, codec=self.policy
+            if member.slot not in broken:
+                groups[member.slot] = groups_from_completions(
+                    member.examples, prompts, requests, own, codec=self.policy
                 )
         return groups, broken
 
     def collect(self, step: int, collectors: Mapping[int, Collector], *, cursor: int) -> CollectedBatches:
-        """Draw the same prompts for everyone until enough of each one's groups have signal, as in a run."""
-        kept: dict[int, list[Group]] = {place: [] for place in collectors}
-        silent: dict[int, list[Group]] = {place: [] for place in collectors}
+        """Take the same prompts for all members until each has enough groups with signal, as in a run."""
+        with_signal: dict[int, list[Group]] = {slot: [] for slot in collectors}
+        without_signal: dict[int, list[Group]] = {slot: [] for slot in collectors}
         broken: dict[int, str] = {}
         prompts, refill = self.config.rollout.prompts, self.config.rollout.refill
         rollout_seconds = reward_seconds = 0.0
         for turn in range(1 + refill):
-            missing = {place: prompts - len(kept[place]) for place in collectors if place not in broken}
+            missing = {slot: prompts - len(with_signal[slot]) for slot in collectors if slot not in broken}
             if not any(missing.values()):
                 break
             examples, cursor = self.split.take(cursor, max(missing.values()))
-            asking = [
+            members = [
                 MemberPrompt(
-                    place=place,
-                    task=collectors[place].task,
+                    slot=slot,
+                    task=collectors[slot].task,
                     examples=examples[:count],
-                    count=collectors[place].config.rollout.group_size,
-                    temperature=collectors[place].config.rollout.temperature,
+                    count=collectors[slot].config.rollout.group_size,
+                    temperature=collectors[slot].config.rollout.temperature,
                 )
-                for place, count in missing.items()
+                for slot, count in missing.items()
                 if count
             ]
-            task = asking[0].task
-            check_disjoint((task.asks(e) for e in examples), collectors[asking[0].place].held_out)
+            task = members[0].task
+            check_disjoint((task.asks(e) for e in examples), collectors[members[0].slot].held_out)
             started = time.perf_counter()
-            groups, failed = self.ask(asking, self.config.rollout.sampling, noise=("train", step, turn))
+            groups, failed = self.ask(members, self.config.rollout.sampling, seed_parts=("train", step, turn))
             broken |= failed
             rollout_seconds += time.perf_counter() - started
             started = time.perf_counter()
-            for place, found in groups.items():
-                collector = collectors[place]
+            for slot, member_groups in groups.items():
+                collector = collectors[slot]
                 with TimeLimits(collector.config.task.reward_seconds) as limit:
-                    for each in found:
-                        group = collector.compare_group(collector.reward_group(each, limit))
-                        (kept if has_signal(group) else silent)[place].append(group)
+                    for unscored in member_groups:
+                        group = collector.compare_group(collector.reward_group(unscored, limit))
+                        (with_signal if has_signal(group) else without_signal)[slot].append(group)
             reward_seconds += time.perf_counter() - started
         share = 1 / len(collectors)
         batches = {
-            place: made(
-                kept[place],
-                silent[place],
+            slot: make_batch(
+                with_signal[slot],
+                without_signal[slot],
                 cursor,
                 prompts,
                 refill,
                 share * rollout_seconds,
                 share * reward_seconds,
             )
-            for place in collectors
-            if place not in broken
+            for slot in collectors
+            if slot not in broken
         }
         return CollectedBatches(batches, cursor, broken)
 
     def measure(
         self, tasks: Mapping[int, Task], examples: Sequence[Example], *, samples: int
     ) -> tuple[dict[int, tuple[float, ...]], dict[int, str], int]:
-        """Accuracy of each member on each example, sampled at the run's temperature; and tokens drawn."""
+        """Return each member's accuracy per example, sampled at the run's temperature, the reasons of broken
+        members, and the number of tokens sampled."""
         temperature = self.config.rollout.temperature
-        asking = [
-            MemberPrompt(place=place, task=task, examples=examples, count=samples, temperature=temperature)
-            for place, task in tasks.items()
+        members = [
+            MemberPrompt(slot=slot, task=task, examples=examples, count=samples, temperature=temperature)
+            for slot, task in tasks.items()
         ]
-        groups, broken = self.ask(asking, self.config.rollout.sampling, noise=("measure",))
+        groups, broken = self.ask(members, self.config.rollout.sampling, seed_parts=("measure",))
         scores: dict[int, tuple[float, ...]] = {}
-        for place, found in groups.items():
-            task = tasks[place]
+        for slot, member_groups in groups.items():
+            task = tasks[slot]
             seconds = self.config.task.reward_seconds
             scored = [
                 score_group(group, rewards=task.rewards, weights=task.weights, seconds=seconds)
-                for group in found
+                for group in member_groups
             ]
-            scores[place] = tuple(sum(map(task.is_right, group.rollouts)) / samples for group in scored)
+            scores[slot] = tuple(sum(map(task.is_right, group.rollouts)) / samples for group in scored)
         return scores, broken, sum(map(tokens_of, groups.values()))
 
 
-def made(
-    kept: list[Group],
-    silent: list[Group],
+def make_batch(
+    with_signal: list[Group],
+    without_signal: list[Group],
     cursor: int,
     prompts: int,
     refill: int,
     rollout_seconds: float,
     reward_seconds: float,
 ) -> Batch:
-    """One member's share of a step as `train` has it."""
-    replaced = len(kept) + len(silent) - prompts
-    if not refill:  # nothing is dropped: silent groups stay and count in the loss's mean
-        kept, silent = kept + silent, []
+    """Build one member's batch in the form that `train` uses."""
+    replaced = len(with_signal) + len(without_signal) - prompts
+    if not refill:  # keep groups without signal: they count in the mean of the loss
+        with_signal, without_signal = with_signal + without_signal, []
     return Batch(
-        groups=tuple(kept),
-        dropped=tuple(silent),
+        groups=tuple(with_signal),
+        dropped=tuple(without_signal),
         replaced=replaced,
         cursor=cursor,
         rates={},
@@ -186,7 +194,7 @@ def made(
 
 
 def tokens_of(groups: Sequence[Group]) -> int:
-    """Tokens that were sampled."""
+    """Return the number of sampled tokens."""
     return sum(rollout.length for group in groups for rollout in group.rollouts)
 
 
@@ -194,7 +202,7 @@ BEFORE, AFTER = "before", "after"
 
 
 class MemberEvaluator:
-    """Knows which prompts are for what."""
+    """Splits the held-out prompts into those for selection and those for the final evaluation."""
 
     def __init__(
         self, config: Config, *, task: Task, split: Split, base: SharedBase, folder: RunFolder
@@ -203,26 +211,26 @@ class MemberEvaluator:
         held_out = () if config.evaluate.skip else split.held_out
         alone = config.evolve.population == 1
         self.choosing = () if alone else held_out[: config.evaluate.during]
-        """What selection looks at."""
+        """Examples that selection uses."""
         self.judging = held_out if alone else held_out[config.evaluate.during :]
-        """What nobody looks at before the end."""
+        """Examples for the evaluation before and after the search only."""
 
     def notices(self) -> Iterator[str]:
         if self.choosing and not self.judging:
             yield (
-                f"all {len(self.choosing)} held-out examples are used to select: the best is not judged on "
-                "others; raise task.held_out"
+                f"all {len(self.choosing)} held-out examples are used for selection, so the best member gets "
+                "no independent evaluation: raise task.held_out"
             )
 
-    def judge(self, when: str, *, place: int, step: int) -> Evaluation | None:
-        """Measure one member on the prompts that played no part, and keep the result."""
+    def evaluate(self, when: str, *, slot: int, step: int) -> Evaluation | None:
+        """Evaluate one member on the prompts that selection does not use, and store the result."""
         if not self.judging:
             return None
         result = evaluate(
             self.task,
             self.judging,
             codec=self.base.policy,
-            engine=SingleMemberEngine(self.base, place),
+            engine=SingleMemberEngine(self.base, slot),
             sampling=self.config.rollout.sampling,
             samples=self.config.evaluate.samples,
             seed=self.config.run.seed,
@@ -239,10 +247,10 @@ class MemberEvaluator:
 
 
 class SingleMemberEngine:
-    """The engine, answering as one member."""
+    """The engine, generating with one member's adapter."""
 
-    def __init__(self, base: SharedBase, place: int) -> None:
-        self.base, self.place = base, place
+    def __init__(self, base: SharedBase, slot: int) -> None:
+        self.base, self.slot = base, slot
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
-        return self.base.engine.alone(self.place, requests, sampling)
+        return self.base.engine.alone(self.slot, requests, sampling)

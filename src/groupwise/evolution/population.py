@@ -1,4 +1,4 @@
-"""What members share: one model in memory, the generator on it, and how a member learns and is kept."""
+"""The shared base model and engine, and the members on it: how they train, are copied, saved and loaded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REFERENCE = "reference.safetensors"
 
 
 class SharedBase:
-    """A model that is loaded once, and its members."""
+    """A base model that is loaded once, and the weights of its members."""
 
     def __init__(self, config: Config) -> None:
         torch.manual_seed(derive_seed(config.run.seed, "adapters"))
@@ -36,12 +36,12 @@ class SharedBase:
         self.members = LoRABank(self.policy)
         self.engine = MultiLoRAEngine(self.members, config.engine)
         self.fresh = {name: tensor.clone() for name, tensor in self.members.of(0).items()}
-        """Where every member begins."""
+        """Initial weights of every member."""
         self.members.drop(0)
 
 
 class Member:
-    """One trained form of the base: its weights, its optimizer, and what it holds on to."""
+    """One trained variant of the base model: its weights, optimizer and KL reference."""
 
     def __init__(
         self, base: SharedBase, config: Config, *, weights: Mapping[str, Tensor], number: int | None = None
@@ -49,7 +49,7 @@ class Member:
         self.base = base
         self.number = base.members.add(weights, number=number)
         self.reference: Weights | None = None
-        """What a KL penalty holds it to; None: the base without adapters."""
+        """Weights of the KL reference; None: the base model without adapters."""
         if config.algo.beta > 0 and not base.policy.has_adapter:
             self.reference = {name: tensor.clone() for name, tensor in base.fresh.items()}
         self.learner = self._learner(config)
@@ -59,31 +59,32 @@ class Member:
         return self.base.members.of(self.number)
 
     def put_in_place(self) -> None:
-        """Let the policy be this member."""
+        """Load this member's weights and reference into the policy."""
         self.base.members.put_in_place(self.number)
         self.base.policy.anchor = self.reference
 
     def configure(self, config: Config) -> None:
-        """Go on with other settings; weights and the optimizer's state stay."""
+        """Change the settings; keep the weights and the optimizer state."""
         learner = self._learner(config)
         learner.optimizer.load_state_dict(self.learner.optimizer.state_dict())
         learner.updates = self.learner.updates
         self.learner = learner
 
     def become(self, other: Member) -> None:
-        """Take over another member's weights, optimizer state and reference, as copies."""
+        """Copy another member's weights, optimizer state and reference."""
         for name, tensor in self.weights.items():
             tensor.copy_(other.weights[name])
         state = other.learner.optimizer.state_dict()
         state["state"] = {
-            key: {k: copied(v) for k, v in each.items()} for key, each in state["state"].items()
+            key: {k: copied(v) for k, v in parameter_state.items()}
+            for key, parameter_state in state["state"].items()
         }
         self.learner.optimizer.load_state_dict(state)
         self.learner.updates = other.learner.updates
         self.reference = None if other.reference is None else dict(other.reference)
 
     def save(self, folder: Path, *, tokenizer: bool = True) -> None:
-        """Write the adapter (or the model) for Hugging Face tools, and what training goes on from."""
+        """Save the adapter or model for Hugging Face tools, and the state that training resumes from."""
         folder.mkdir(parents=True, exist_ok=True)
         self.put_in_place()
         self.base.policy.save(folder, tokenizer=tokenizer)
@@ -92,12 +93,12 @@ class Member:
         (folder / OPTIMIZER_SETTINGS).write_text(
             json.dumps({**settings, "updates": self.learner.updates}), encoding="utf-8"
         )
-        (folder / REFERENCE).unlink(missing_ok=True)  # that of an earlier save
+        (folder / REFERENCE).unlink(missing_ok=True)  # from an earlier save
         if self.reference is not None:
             save_file(self.reference, folder / REFERENCE)
 
     def load(self, folder: Path) -> None:
-        """Put back what `save` wrote, bit for bit."""
+        """Restore what `save` wrote, bit for bit."""
         device = str(self.base.policy.device)
         for name, tensor in stored_weights(folder, self.base).items():
             self.weights[name].copy_(tensor)
@@ -109,11 +110,11 @@ class Member:
             settings=settings,
         )
         self.learner.updates = settings["updates"]
-        kept = folder / REFERENCE
-        self.reference = dict(load_file(kept, device=device)) if kept.is_file() else None
+        reference = folder / REFERENCE
+        self.reference = dict(load_file(reference, device=device)) if reference.is_file() else None
 
     def drop(self) -> None:
-        """Give the memory back."""
+        """Free the member's memory."""
         self.base.members.drop(self.number)
         self.learner.optimizer.state.clear()
 
@@ -132,18 +133,18 @@ def copied(value: Any) -> Any:
 
 
 def stored_weights(folder: Path, base: SharedBase) -> Weights:
-    """What training moves, read from a saved adapter or model by the policy's own names."""
+    """Read the trainable weights of a saved adapter or model, by the policy's parameter names."""
     names = base.policy.trainable()
     if not base.policy.has_adapter:
         stored = load_file(folder / "model.safetensors", device=str(base.policy.device))
         return {name: stored[name] for name in names}
     stored = load_file(folder / "adapter_model.safetensors", device=str(base.policy.device))
-    # PEFT leaves the adapter's own name out of its files.
+    # PEFT omits the adapter's name in its files.
     return {name: stored[name.replace(".default", "")] for name in names}
 
 
 class Population:
-    """Members by place. A place's number among the base's members is the place itself."""
+    """Members by slot. A member's number in the shared base is its slot."""
 
     def __init__(self, config: Config, *, task: Task, split: Split, base: SharedBase) -> None:
         self.config, self.task, self.split, self.base = config, task, split, base
@@ -155,57 +156,57 @@ class Population:
 
     @property
     def tasks(self) -> Mapping[int, Task]:
-        return {place: collector.task for place, collector in self.collectors.items()}
+        return {slot: collector.task for slot, collector in self.collectors.items()}
 
-    def place(self, place: int, values: Values, *, parent: int | None = None) -> None:
-        """Put a member in a place: as its parent is now, or fresh."""
+    def put(self, slot: int, values: Values, *, parent: int | None = None) -> None:
+        """Create a member in a slot: as a copy of its parent, or fresh."""
         config, _ = applied(values, self.config, self.task)
-        model = self.members.get(parent) if parent is not None else None
-        if place in self.members and parent != place:
-            self.members[place].drop()
-            del self.members[place]
-        if place not in self.members:
-            weights = self.base.fresh if model is None else model.weights
-            self.members[place] = Member(self.base, config, weights=weights, number=place)
-            if model is not None:
-                self.members[place].become(model)
-        self.set_values(place, values)
+        parent_member = self.members.get(parent) if parent is not None else None
+        if slot in self.members and parent != slot:
+            self.members[slot].drop()
+            del self.members[slot]
+        if slot not in self.members:
+            weights = self.base.fresh if parent_member is None else parent_member.weights
+            self.members[slot] = Member(self.base, config, weights=weights, number=slot)
+            if parent_member is not None:
+                self.members[slot].become(parent_member)
+        self.set_values(slot, values)
 
-    def set_values(self, place: int, values: Values) -> None:
-        """Let a member go on with these values."""
+    def set_values(self, slot: int, values: Values) -> None:
+        """Change a member's values."""
         config, task = applied(values, self.config, self.task)
-        self.members[place].configure(config)
-        self.collectors[place] = Collector(
+        self.members[slot].configure(config)
+        self.collectors[slot] = Collector(
             config, task=task, split=self.split, codec=self.base.policy, engine=self.base.engine
         )
 
-    def drop(self, place: int) -> None:
-        """Empty a place, and give its memory back."""
-        self.members.pop(place).drop()
-        del self.collectors[place]
+    def drop(self, slot: int) -> None:
+        """Remove the member in a slot and free its memory."""
+        self.members.pop(slot).drop()
+        del self.collectors[slot]
 
-    def learn(self, place: int, batch: Batch, *, step: int) -> dict[str, float]:
-        """Update one member; raises `InvariantError` where that breaks it, and harms nobody else."""
-        member = self.members[place]
+    def learn(self, slot: int, batch: Batch, *, step: int) -> dict[str, float]:
+        """Update one member. Raises `InvariantError` if it diverges; other members are not affected."""
+        member = self.members[slot]
         check_failures(batch, limit=self.config.task.max_failed)
         torch.manual_seed(derive_seed(self.config.run.seed, "update", step))
         member.put_in_place()
         try:
             report = member.learner.train_on(batch.groups)
         finally:
-            member.learner.optimizer.zero_grad(set_to_none=True)  # the parameters are everyone's
-        if not self.base.members.finite(place):
-            raise InvariantError("its weights are no numbers any more")
+            member.learner.optimizer.zero_grad(set_to_none=True)  # all members share the parameters
+        if not self.base.members.finite(slot):
+            raise InvariantError("the weights contain NaN or inf")
         return report
 
     def save(self, folder: Path) -> None:
-        for place, member in self.members.items():
-            member.save(folder / folder_of(place), tokenizer=False)
+        for slot, member in self.members.items():
+            member.save(folder / folder_of(slot), tokenizer=False)
 
     def load(self, folder: Path) -> None:
-        for place, member in self.members.items():
-            member.load(folder / folder_of(place))
+        for slot, member in self.members.items():
+            member.load(folder / folder_of(slot))
 
 
-def folder_of(place: int) -> str:
-    return f"member-{place}"
+def folder_of(slot: int) -> str:
+    return f"member-{slot}"

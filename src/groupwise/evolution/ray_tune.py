@@ -1,4 +1,4 @@
-"""Runs as trials of Ray Tune, for searches that span machines (`pip install groupwise[ray]`).
+"""Training runs as Ray Tune trials, for searches across machines (`pip install groupwise[ray]`).
 
     from ray import tune
     from groupwise.evolution.ray_tune import trainable
@@ -10,9 +10,9 @@
     )
     tuner.fit()
 
-A trial is a whole run in a folder of its own, `trial-ID` under `output_dir`, which its results name as `run`.
-What it gives Tune to keep is a run's checkpoint, so Tune's schedulers may stop it, go on with it elsewhere,
-or give its weights to a trial with other values.
+A trial is a complete run in its own folder, `trial-ID` under `output_dir`; its results report it as `run`.
+The checkpoint that it gives Tune is a run's checkpoint, so Tune's schedulers may stop a trial, resume it on
+another machine, or copy its weights to a trial with other values.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from groupwise.training.resume import RunStart, read_state, save_state
 
 
 def trainable(task: Task | str, **settings: Any) -> type[tune.Trainable]:
-    """A class of trials for Ray Tune; settings are those of `gw.train`, parameters those of `evolve.vary`.
+    """Return a Ray Tune trainable; settings are those of `gw.train`, parameters those of `evolve.vary`.
 
-    `task`: one that Ray can send to its workers, or the name of a built-in one or of a file that they have.
+    `task` is a task that Ray can serialize, the name of a built-in task, or a file that the workers can read.
     """
     config = config_from_keywords(**settings)
     name = task if isinstance(task, str) else task.name
-    place = str(Path(config.run.output_dir).resolve())  # workers begin elsewhere
-    run = replace(config.run, output_dir=place)
+    output_dir = str(Path(config.run.output_dir).resolve())  # workers have another working directory
+    run = replace(config.run, output_dir=output_dir)
     config = replace(config, task=replace(config.task, name=name), run=run).resolve()
 
     class Trial(RunTrial):
@@ -53,7 +53,7 @@ def trainable(task: Task | str, **settings: Any) -> type[tune.Trainable]:
 
 
 class RunTrial(tune.Trainable):  # type: ignore[misc]
-    """One run, a step at a time."""
+    """A training run as a trial: one training step per Tune step."""
 
     base_config: Config
     base_task: Task | str
@@ -62,7 +62,7 @@ class RunTrial(tune.Trainable):  # type: ignore[misc]
         self._open(config, state_of=None)
 
     def step(self) -> dict[str, Any]:
-        """Make one training step, and say what Tune may look at."""
+        """Run one training step and return its metrics."""
         run = self._run
         number = next(self._steps)
         batch = train_step(run, number)
@@ -70,7 +70,7 @@ class RunTrial(tune.Trainable):  # type: ignore[misc]
         rollouts = [rollout for group in batch.drawn for rollout in group.valid]
         self._tokens += sum(rollout.length for rollout in rollouts)
         after = run.examiner.after if number == run.config.run.max_steps else None
-        found = {
+        result = {
             "reward": sum(rollout.reward for rollout in rollouts) / max(1, len(rollouts)),
             "accuracy": sum(map(run.task.is_right, rollouts)) / max(1, len(rollouts)),
             "loss": report.get("policy/loss", 0.0),
@@ -81,8 +81,8 @@ class RunTrial(tune.Trainable):  # type: ignore[misc]
             "done": number >= run.config.run.max_steps,
         }
         if after is not None:
-            found["held_out"] = sum(after.averages) / len(after.averages)
-        return found
+            result["held_out"] = sum(after.averages) / len(after.averages)
+        return result
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         run = self._run
@@ -90,22 +90,22 @@ class RunTrial(tune.Trainable):  # type: ignore[misc]
         save_state(Path(checkpoint_dir), run.state, policy=run.policy, learner=run.learner)
 
     def load_checkpoint(self, checkpoint: str) -> None:
-        """Go on from another point, of this trial or of another, with this trial's values."""
-        found = latest_checkpoint(Path(checkpoint))
-        if found is None:
-            raise CheckpointError(f"there is no whole checkpoint in {checkpoint}")
+        """Continue from a checkpoint of this trial or another one, with this trial's values."""
+        latest = latest_checkpoint(Path(checkpoint))
+        if latest is None:
+            raise CheckpointError(f"no complete checkpoint in {checkpoint}")
         self.cleanup()
-        self._open(self.config, state_of=found)
+        self._open(self.config, state_of=latest)
 
     def cleanup(self) -> None:
         self._run.__exit__(None, None, None)
 
     def _open(self, values: Mapping[str, Any], *, state_of: Path | None) -> None:
-        """Open the run's folder, new or again, as it was at a checkpoint."""
+        """Open the run in a new folder, or at the state of a checkpoint."""
         for name in values:
             if name not in TUNABLE and not is_weight(name):
                 raise ConfigError(
-                    f"unknown parameter {name!r}; known are {', '.join(TUNABLE)} and {WEIGHTS}NAME"
+                    f"unknown parameter {name!r}; use one of {', '.join(TUNABLE)}, or {WEIGHTS}NAME"
                 )
         given, base = self.base_task, self.base_config
         task = load_task(base.task) if isinstance(given, str) else with_data(given, base.task)

@@ -1,4 +1,4 @@
-"""What members may differ in: settings with bounds, how first values are drawn and how values change."""
+"""The search space: settings with bounds, how initial values are sampled and how values mutate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Values = dict[str, float]
 """A member's settings by name."""
 
 WEIGHTS = "weights."
-"""Before the name of a reward: its weight in the sum."""
+"""Prefix of a parameter that is the weight of a reward: `weights.NAME`."""
 TUNABLE = (
     "optim.learning_rate",
     "optim.max_grad_norm",
@@ -36,24 +36,24 @@ USUAL: dict[str, tuple[float, float]] = {
     "algo.beta": (1e-4, 1e-2),
     "rollout.group_size": (4, 12),
 }
-"""Bounds for a model of a few billion weights under adapters."""
+"""Default bounds for adapters on a model of a few billion parameters."""
 USUAL_TINY: dict[str, tuple[float, float]] = {
     "optim.learning_rate": (2e-5, 2e-3),
     "rollout.group_size": (8, 24),
     "rollout.temperature": (0.6, 1.2),
 }
-"""Bounds for the built-in model: as far from its own settings; it needs no anchor."""
+"""Default bounds for the built-in model, around its own default settings; it needs no KL penalty."""
 
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """Bounds by name."""
+    """Bounds by setting."""
 
     bounds: Mapping[str, tuple[float, float]]
 
     @classmethod
     def of(cls, config: Config, task: Task) -> SearchSpace:
-        """The bounds that the settings declare, or the usual ones."""
+        """Return the bounds of `evolve.vary`, or the defaults."""
         if not config.evolve.vary:
             return cls(USUAL_TINY if config.model.name in BUILT_IN else USUAL)
         bounds: dict[str, tuple[float, float]] = {}
@@ -61,9 +61,9 @@ class SearchSpace:
             full = FLAGS.get(name, name)
             if full.startswith(WEIGHTS) and full.removeprefix(WEIGHTS) not in task.rewards:
                 known = [WEIGHTS + reward for reward in task.rewards]
-                raise ConfigError(f"evolve.vary: no reward for {name}{closest(name, known)}")
+                raise ConfigError(f"evolve.vary: {name} names no reward of the task{closest(name, known)}")
             if not full.startswith(WEIGHTS) and full not in TUNABLE:
-                raise ConfigError(f"evolve.vary: {name} is the same for all members{closest(full, TUNABLE)}")
+                raise ConfigError(f"evolve.vary: {name} cannot vary between members{closest(full, TUNABLE)}")
             for bound in (low, high):
                 try:
                     applied({full: float(bound)}, config, task)
@@ -73,40 +73,40 @@ class SearchSpace:
         return cls(bounds)
 
     def start(self, config: Config, task: Task) -> Values:
-        """The values that the settings give, moved inside the bounds."""
+        """Return the configured values, clamped to the bounds."""
         return {name: self.fit(name, current(name, config, task)) for name in self.bounds}
 
     def spread(self, count: int, *, seed: int) -> list[Values]:
-        """Draw values for so many members: of each setting, one from every equal part of its range.
+        """Sample values for `count` members: for each setting, one from every equal part of its range.
 
-        Ranges are divided by their logarithm where both bounds are above 0 (Latin hypercube, McKay 1979).
+        This is Latin hypercube sampling (McKay 1979). Ranges with positive bounds are divided on a log scale.
         """
-        drawn: list[Values] = [{} for _ in range(count)]
+        samples: list[Values] = [{} for _ in range(count)]
         for name, (low, high) in self.bounds.items():
             rng = random.Random(derive_seed(seed, "first values", name))
             parts = list(range(count))
             rng.shuffle(parts)
-            for values, part in zip(drawn, parts, strict=True):
+            for values, part in zip(samples, parts, strict=True):
                 values[name] = self.fit(name, between(low, high, (part + rng.random()) / count))
-        return drawn
+        return samples
 
     def mutate(self, values: Values, rng: random.Random, factors: tuple[float, float]) -> Values:
-        """Change one value, chosen by lot, by one of the factors."""
+        """Multiply one randomly chosen value by one of the factors."""
         name = rng.choice(sorted(values))
         return {**values, name: self.changed(name, values[name], rng.choice(factors))}
 
     def perturb(self, values: Values, rng: random.Random, factors: tuple[float, float]) -> Values:
-        """Change every value, each by one of the factors."""
+        """Multiply every value by one of the factors."""
         return {
             name: self.changed(name, value, rng.choice(factors)) for name, value in sorted(values.items())
         }
 
     def changed(self, name: str, value: float, factor: float) -> float:
-        """A value times a factor; a whole number changes by at least one."""
-        moved = value * factor
+        """Return a value times a factor; an integer changes by at least one."""
+        scaled = value * factor
         if name in WHOLE:
-            moved = max(round(moved), value + 1) if factor > 1 else min(round(moved), value - 1)
-        return self.fit(name, moved)
+            scaled = max(round(scaled), value + 1) if factor > 1 else min(round(scaled), value - 1)
+        return self.fit(name, scaled)
 
     def fit(self, name: str, value: float) -> float:
         low, high = self.bounds[name]
@@ -115,14 +115,14 @@ class SearchSpace:
 
 
 def between(low: float, high: float, share: float) -> float:
-    """The value at some share of the way from one bound to the other."""
+    """Interpolate between two bounds, on a log scale if `low` is positive."""
     if low <= 0:
         return low + share * (high - low)
     return math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
 
 
 def current(name: str, config: Config, task: Task) -> float:
-    """The value that a setting has."""
+    """Return the current value of a setting."""
     if name.startswith(WEIGHTS):
         return float(task.weights.get(name.removeprefix(WEIGHTS), 1.0))
     section, _, key = name.partition(".")
@@ -132,7 +132,7 @@ def current(name: str, config: Config, task: Task) -> float:
 
 
 def applied(values: Values, config: Config, task: Task) -> tuple[Config, Task]:
-    """The settings and the task of a member with these values."""
+    """Return the config and the task of a member with these values."""
     weights = dict(task.weights)
     for name, value in values.items():
         if name.startswith(WEIGHTS):

@@ -1,7 +1,8 @@
-"""Who goes on and whose weights whoever is replaced gets: pure decisions on paired scores.
+"""Selection: which members survive, and which members replace the others.
 
-Every member answers the same held-out prompts with the same noise, so two members are compared prompt by
-prompt. A difference counts when its 95 % interval lies above 0; with `certain` off, when its mean does.
+The methods are pure functions of paired scores; `Selector` applies their decisions. All members answer the
+same held-out prompts with the same seeds, so two members are compared prompt by prompt. A difference counts
+if its 95 % interval lies above 0; with `certain` off, if its mean does.
 """
 
 from __future__ import annotations
@@ -21,35 +22,35 @@ from groupwise.evolution.search_space import SearchSpace, Values
 from groupwise.seeds import derive_seed
 
 Scores = Mapping[int, Sequence[float] | None]
-"""By member's place, a score for each prompt; None: the member is broken."""
+"""A score for each prompt, by slot; None: the member has diverged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What becomes of the member in one place."""
+    """What happens to one slot."""
 
     parent: int | None
-    """The place that its weights come from: its own where it goes on. None: it is dropped."""
+    """Slot whose weights it gets: its own if the member survives. None: the slot is dropped."""
     changes: str = "no"
-    """What happens to its values: no, one (perhaps changes), all (change)."""
+    """How its values change: "no"; "one", which may mutate one value; "all", which perturbs every value."""
     difference: Difference | None = None
-    """How much better the parent is, where that is another."""
+    """How much better the parent is, if it is another member."""
 
 
 def ranked(scores: Scores) -> list[int]:
-    """The places of sound members, the best first; of equals, the lower place."""
-    sound = [place for place, found in scores.items() if found is not None]
-    return sorted(sound, key=lambda place: (-mean(scores, place), place))
+    """Return the slots of sound members, the best first; of equals, the lower slot first."""
+    sound = [slot for slot, own in scores.items() if own is not None]
+    return sorted(sound, key=lambda slot: (-mean(scores, slot), slot))
 
 
-def mean(scores: Scores, place: int) -> float:
-    found = scores[place]
-    assert found, f"member {place} was not measured"
-    return fmean(found)
+def mean(scores: Scores, slot: int) -> float:
+    own = scores[slot]
+    assert own, f"member {slot} was not measured"
+    return fmean(own)
 
 
 def advantage(scores: Scores, better: int, worse: int) -> Difference | None:
-    """How much better one member is than another; None where that cannot be said."""
+    """Return how much better one member is than another; None if they cannot be compared."""
     one, two = scores[better], scores[worse]
     if one is None or two is None or len(one) < 2:
         return None
@@ -61,59 +62,62 @@ def beats(difference: Difference | None, *, certain: bool) -> bool:
 
 
 def tournament(scores: Scores, rng: random.Random, config: EvolveConfig) -> dict[int, Decision]:
-    """The best goes on as it is; each other place goes to the winner of a tournament, if that is better."""
+    """Keep the best member; every other slot goes to the winner of a tournament, if that is better."""
     order = ranked(scores)
-    fates: dict[int, Decision] = {}
-    for place in scores:
-        drawn = [rng.choice(order) for _ in range(config.tournament)]  # by lot for all, so lots stay paired
-        if place == order[0] and config.elitism:
-            fates[place] = Decision(place)
+    decisions: dict[int, Decision] = {}
+    for slot in scores:
+        # Sample for every slot, also the best, so that the random numbers of the others do not shift.
+        drawn = [rng.choice(order) for _ in range(config.tournament)]
+        if slot == order[0] and config.elitism:
+            decisions[slot] = Decision(slot)
             continue
         winner = min(drawn, key=order.index)
-        fates[place] = challenged(scores, place, winner, config, changes="one")
-    return fates
+        decisions[slot] = challenged(scores, slot, winner, config, changes="one")
+    return decisions
 
 
 def pbt(scores: Scores, rng: random.Random, config: EvolveConfig) -> dict[int, Decision]:
-    """The worst share copies from one of the best share, and all of its values change."""
+    """Replace the worst share by copies of members of the best share, with all values perturbed."""
     order = ranked(scores)
     count = math.ceil(config.share * len(order)) if len(order) > 1 else 0
     best, worst = order[:count], set(order[len(order) - count :]) - set(order[:count])
-    fates: dict[int, Decision] = {}
-    for place, found in scores.items():
-        teacher = rng.choice(best or order)
-        if found is None or place in worst:
-            fate = challenged(scores, place, teacher, config, changes="all")
-            fates[place] = fate if fate.parent != place else Decision(place, difference=fate.difference)
+    decisions: dict[int, Decision] = {}
+    for slot, own in scores.items():
+        source = rng.choice(best or order)
+        if own is None or slot in worst:
+            decision = challenged(scores, slot, source, config, changes="all")
+            decisions[slot] = (
+                decision if decision.parent != slot else Decision(slot, difference=decision.difference)
+            )
         else:
-            fates[place] = Decision(place)
-    return fates
+            decisions[slot] = Decision(slot)
+    return decisions
 
 
 def halving(scores: Scores, rng: random.Random, config: EvolveConfig) -> dict[int, Decision]:
-    """The worse half is dropped: those of it that are worse than the best."""
+    """Drop the members of the worse half that are worse than the best."""
     order = ranked(scores)
-    kept = order[: math.ceil(len(order) / 2)]
-    fates: dict[int, Decision] = {}
-    for place, found in scores.items():
-        difference = None if place == order[0] else advantage(scores, order[0], place)
-        gone = found is None or (place not in kept and beats(difference, certain=config.certain))
-        fates[place] = Decision(None if gone else place, difference=difference)
-    return fates
+    survivors = order[: math.ceil(len(order) / 2)]
+    decisions: dict[int, Decision] = {}
+    for slot, own in scores.items():
+        difference = None if slot == order[0] else advantage(scores, order[0], slot)
+        dropped = own is None or (slot not in survivors and beats(difference, certain=config.certain))
+        decisions[slot] = Decision(None if dropped else slot, difference=difference)
+    return decisions
 
 
-def nobody(scores: Scores, rng: random.Random, config: EvolveConfig) -> dict[int, Decision]:
-    """Everyone goes on but the broken."""
-    return {place: Decision(None if found is None else place) for place, found in scores.items()}
+def keep_all(scores: Scores, rng: random.Random, config: EvolveConfig) -> dict[int, Decision]:
+    """Keep all members except diverged ones."""
+    return {slot: Decision(None if own is None else slot) for slot, own in scores.items()}
 
 
-def challenged(scores: Scores, place: int, winner: int, config: EvolveConfig, *, changes: str) -> Decision:
-    """A place goes to the winner if its member is broken or worse; else the member goes on."""
-    if scores[place] is None:
+def challenged(scores: Scores, slot: int, winner: int, config: EvolveConfig, *, changes: str) -> Decision:
+    """Give a slot to the winner if its member has diverged or is worse; otherwise keep the member."""
+    if scores[slot] is None:
         return Decision(winner, changes)
-    difference = None if winner == place else advantage(scores, winner, place)
+    difference = None if winner == slot else advantage(scores, winner, slot)
     won = beats(difference, certain=config.certain)
-    return Decision(winner if won else place, changes, difference)
+    return Decision(winner if won else slot, changes, difference)
 
 
 Select = Callable[[Scores, random.Random, EvolveConfig], dict[int, Decision]]
@@ -121,77 +125,86 @@ SELECTIONS: dict[str, Select] = {
     "tournament": tournament,
     "pbt": pbt,
     "halving": halving,
-    "random": nobody,
+    "random": keep_all,
 }
 
 
 class Selector:
-    """Decides by the method that the settings name, and moves weights and values."""
+    """Selects with the configured method, and moves weights and values accordingly."""
 
-    def __init__(self, config: Config, *, space: SearchSpace, people: Population) -> None:
-        self.config, self.space, self.people = config, space, people
+    def __init__(self, config: Config, *, space: SearchSpace, population: Population) -> None:
+        self.config, self.space, self.population = config, space, population
 
-    def select(self, story: SearchState) -> SearchState:
-        """Return the story with everyone's fate met: the worst first, so no parent is replaced too early."""
+    def select(self, state: SearchState) -> SearchState:
+        """Apply the decisions and return the new state.
+
+        The worst members come first, so that no parent is replaced before it is copied.
+        """
         evolve, seed = self.config.evolve, self.config.run.seed
-        scores = {person.place: None if person.trouble else person.scores for person in story.people}
-        rng = random.Random(derive_seed(seed, "select", story.step))
-        fates = SELECTIONS[evolve.method](scores, rng, evolve)
-        before = {person.place: person for person in story.people}
-        for place in sorted(fates, key=lambda place: fmean(scores[place] or (-1.0,))):
-            lot = random.Random(derive_seed(seed, "change", story.step, place))
-            if fates[place].parent is None:
-                story = self._drop(story, before[place], fates[place])
+        scores = {record.place: None if record.trouble else record.scores for record in state.people}
+        rng = random.Random(derive_seed(seed, "select", state.step))
+        decisions = SELECTIONS[evolve.method](scores, rng, evolve)
+        before = {record.place: record for record in state.people}
+        for slot in sorted(decisions, key=lambda slot: fmean(scores[slot] or (-1.0,))):
+            slot_rng = random.Random(derive_seed(seed, "change", state.step, slot))
+            if decisions[slot].parent is None:
+                state = self._drop(state, before[slot], decisions[slot])
             else:
-                story = self._go_on(story, before, place, fates[place], lot)
-        return story
+                state = self._keep_or_replace(state, before, slot, decisions[slot], slot_rng)
+        return state
 
-    def _drop(self, story: SearchState, person: MemberRecord, fate: Decision) -> SearchState:
-        if person.trouble is None:
-            self.people.drop(person.place)
-        why = "it diverged" if person.trouble else f"the best is better by {fate.difference}"
-        others = tuple(p for p in story.people if p.place != person.place)
-        return replace(story, people=others).told(person.name, "dropped", why)
+    def _drop(self, state: SearchState, record: MemberRecord, decision: Decision) -> SearchState:
+        if record.trouble is None:
+            self.population.drop(record.place)
+        why = "it diverged" if record.trouble else f"the best is better by {decision.difference}"
+        others = tuple(p for p in state.people if p.place != record.place)
+        return replace(state, people=others).with_event(record.name, "dropped", why)
 
-    def _go_on(
+    def _keep_or_replace(
         self,
-        story: SearchState,
+        state: SearchState,
         before: Mapping[int, MemberRecord],
-        place: int,
-        fate: Decision,
+        slot: int,
+        decision: Decision,
         rng: random.Random,
     ) -> SearchState:
-        """The member in this place stays, or a copy of its parent takes over; values may change."""
-        assert fate.parent is not None
-        person, parent = before[place], before[fate.parent]
-        values = self._changed(parent.values, fate, rng)
-        if parent is not person:
-            self.people.place(place, values, parent=fate.parent)
+        """Keep the member in this slot, or replace it by a copy of its parent; its values may change."""
+        assert decision.parent is not None
+        record, parent = before[slot], before[decision.parent]
+        values = self._changed(parent.values, decision, rng)
+        if parent is not record:
+            self.population.put(slot, values, parent=decision.parent)
             child = MemberRecord(
-                name=story.names, place=place, parent=parent.name, born=story.step, values=values
+                name=state.names, place=slot, parent=parent.name, born=state.step, values=values
             )
-            story = replace(story.changed(child), names=story.names + 1)
-            why = "which diverged" if fate.difference is None else f"which is worse by {fate.difference}"
-            story = story.told(child.name, "copied", f"from {parent.name}, in place of {person.name}, {why}")
-        elif values != person.values:
-            self.people.set_values(place, values)
-            story = story.changed(replace(story.at(place), values=values))
+            state = replace(state.with_member(child), names=state.names + 1)
+            why = (
+                "which diverged"
+                if decision.difference is None
+                else f"which is worse by {decision.difference}"
+            )
+            state = state.with_event(
+                child.name, "copied", f"from {parent.name}, in place of {record.name}, {why}"
+            )
+        elif values != record.values:
+            self.population.set_values(slot, values)
+            state = state.with_member(replace(state.at(slot), values=values))
         if values != parent.values:
-            story = story.told(story.at(place).name, "changed", difference(parent.values, values))
-        return story
+            state = state.with_event(state.at(slot).name, "changed", difference(parent.values, values))
+        return state
 
-    def _changed(self, values: Values, fate: Decision, rng: random.Random) -> Values:
+    def _changed(self, values: Values, decision: Decision, rng: random.Random) -> Values:
         evolve = self.config.evolve
         factors = (evolve.smaller, evolve.larger)
-        if fate.changes == "all":
+        if decision.changes == "all":
             return self.space.perturb(values, rng, factors)
-        if fate.changes == "one" and rng.random() < evolve.mutate:
+        if decision.changes == "one" and rng.random() < evolve.mutate:
             return self.space.mutate(values, rng, factors)
         return dict(values)
 
 
 def difference(old: Values, new: Values) -> str:
-    """What changed: "rate 0.001 → 0.0012"."""
+    """Describe the values that changed: "lr 0.001 → 0.0012"."""
     return ", ".join(
         f"{short(name)} {value_text(old[name])} → {value_text(new[name])}"
         for name in old
