@@ -94,7 +94,7 @@ def test_an_alarm_says_what_it_saw_and_when_it_was_over() -> None:
     change: Change = lambda s: {"rollout/mask_faults": 0.25 if 10 <= s <= 12 else 0.0}  # noqa: E731
     (alarm,) = alarms(rows(30, change))
     assert (alarm.first, alarm.last, alarm.active) == (10, 12, False)
-    assert "In 25.0 % of the answers the mask contradicts" in alarm.saw
+    assert "In 25.0 % of the answers the loss mask is wrong" in alarm.saw
 
 
 def test_alarms_that_still_hold_come_first() -> None:
@@ -194,7 +194,7 @@ def test_a_planted_collapse_is_told(tmp_path: Path) -> None:
     make_run(tmp_path / "collapse", steps=30, groups=groups, metrics=metrics)
     found = found_in(tmp_path / "collapse")
     assert {"collapse", "repeated", "no-signal"} <= set(found)
-    assert "Entropy fell from 0.5 to 0.01 nats a token" in found["collapse"].saw
+    assert "Entropy fell from 0.5 to 0.01 nats per token" in found["collapse"].saw
 
 
 def test_a_run_with_nothing_planted_is_left_alone(tmp_path: Path) -> None:

@@ -186,9 +186,9 @@ def test_curves_show_values_intervals_and_the_whole_in_words(visit: Visit, addre
         "[role=img]"
     ).get_attribute("aria-label")
     assert "80.0 % [70.0 %, 90.0 %]" in " ".join(held_out.locator(".legend").inner_text().split())
-    page.locator("figure", has_text="Time of a step").scroll_into_view_if_needed()
+    page.locator("figure", has_text="Time per step").scroll_into_view_if_needed()
     titles = page.locator("figcaption .title").all_inner_texts()
-    for title in ("Reward", "Reward by part", "Entropy", "Groups without signal", "Length", "Time of a step"):
+    for title in ("Reward", "Reward by part", "Entropy", "Groups without signal", "Length", "Time per step"):
         assert title in titles
 
 
@@ -242,7 +242,7 @@ def test_a_curve_downloads_as_csv_and_as_png(visit: Visit, address: str) -> None
 
 def test_every_other_metric_can_be_unfolded(visit: Visit, address: str) -> None:
     page = visit.open(f"{address}#curves?run=hostile")
-    page.get_by_text("Every other metric").click()
+    page.get_by_text("All other metrics").click()
     expect(page.locator(".more figcaption .title", has_text=f"other/{ATTACK}")).to_have_count(1)
 
 
@@ -267,7 +267,7 @@ def test_settings_can_be_unfolded(visit: Visit, address: str) -> None:
 def test_runs_are_drawn_side_by_side(visit: Visit, address: str) -> None:
     page = visit.open(f"{address}#curves?run=learns")
     page.locator(".picker summary").click()
-    page.get_by_label("draw hostile beside").check()
+    page.get_by_label("compare with hostile").check()
     page.wait_for_selector(".short h2")
     assert page.locator(".short h2").all_inner_texts() == ["learns", "hostile"]
     legend = page.locator("figure", has_text="Groups without signal").locator(".legend")
@@ -293,7 +293,7 @@ def test_what_is_unfolded_stays_so_when_other_runs_come_and_go(
     visit: Visit, address: str, runs: Path
 ) -> None:
     page = visit.open(f"{address}#curves?run=hostile")
-    page.get_by_text("Every other metric").click()
+    page.get_by_text("All other metrics").click()
     expect(page.locator("details.more[open] .card").first).to_be_visible()
     run = make_run(runs / "newcomer", steps=2)
     offered = page.locator(".picker .menu-name", has_text="newcomer")
@@ -328,7 +328,7 @@ def test_a_group_shows_its_answers_best_first_with_their_rewards(visit: Visit, a
     assert page.locator(".member .advantage").all_inner_texts() == ["A +1.20", "A −0.600", "A −0.600"]
     first = page.locator(".member").first
     assert "correct 1.00" in first.inner_text()
-    assert "ended by itself" in first.inner_text()
+    assert "finished" in first.inner_text()
     assert page.locator(".message pre").inner_text() == "5 + 1?"
 
 
@@ -378,8 +378,8 @@ def test_every_answer_that_was_found_can_be_reached(visit: Visit, address: str) 
     page = visit.open(f"{address}#groups?run=learns")
     page.locator("#words").fill("answer")
     told, hits = page.get_by_role("status").filter(has_text="found"), page.locator(".hits li")
-    further = page.get_by_role("button", name="Look further back")
-    expect(told).to_have_text("50 answers found, more of them in step 22")
+    further = page.get_by_role("button", name="Search older steps")
+    expect(told).to_have_text("50 answers found, more in step 22")
     for count in (100, 150):
         further.click()
         expect(hits).to_have_count(count)
@@ -430,12 +430,12 @@ def test_a_mask_fault_is_marked_where_it_is(visit: Visit, address: str) -> None:
 def test_alarms_say_what_was_seen_and_lead_there(visit: Visit, address: str) -> None:
     page = visit.open(f"{address}#alarms?run=hostile")
     assert page.locator(".alarm h3").all_inner_texts()[0].startswith("▲")
-    assert "The mask does not fit what was sampled" in page.locator(".alarm").inner_text()
+    assert "The loss mask does not match the sampled tokens" in page.locator(".alarm").inner_text()
     page.wait_for_selector("nav .badge")
     page.locator(".alarm a").click()
     page.wait_for_selector("h2:text('Step 4, group 0')")
     page = visit.open(f"{address}#alarms?run=learns")
-    page.wait_for_selector(".verdict:text('Nothing looked wrong in 30 steps.')")
+    page.wait_for_selector(".verdict:text('No alarms in 30 steps.')")
 
 
 # The report

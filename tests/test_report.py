@@ -189,7 +189,7 @@ def test_a_pairing_on_some_of_the_questions_says_on_how_many(tmp_path: Path) -> 
     record |= {"majority_right": [], "formatted": [], "rewards": {}}
     (other.evaluations / "after.json").write_text(json.dumps(record))
     told = list(compare_lines([tmp_path / "a", other.path]))
-    assert "  paired on the 4 questions that both answered (of 20 and 4)" in told
+    assert "  paired on the 4 examples that the runs share (of 20 and 4)" in told
 
 
 def test_a_change_is_relative_where_it_can_be() -> None:
@@ -392,10 +392,10 @@ def test_a_run_ends_with_its_report_plots_and_stats(trained: Path) -> None:
 def ratios_in(folder: Path) -> list[float]:
     run = RunReader(RunFolder(folder))
     seen: list[float] = []
-    for step in run.slices.steps():
-        for group in run.slices.groups(step):
+    for step in run.rollouts.steps():
+        for group in run.rollouts.groups(step):
             for member in group["members"]:
-                found = run.slices.tokens(step, group["group"], member["member"])
+                found = run.rollouts.tokens(step, group["group"], member["member"])
                 assert found is not None
                 assert (found["ratios"] is not None) == (member["advantage"] != 0.0)
                 seen += [ratio for ratio in found["ratios"] or [] if ratio is not None]
@@ -434,7 +434,7 @@ def test_an_alarm_is_told_once_while_the_run_goes_on(tmp_path: Path) -> None:
     words = [f"run.output_dir={tmp_path}", "run.name=run", *(w for w in SMALL_WORDS)]
     outcome = run_command("train", str(tmp_path / "luck.py"), *words)
     assert outcome.code == 0, outcome.err
-    assert outcome.out.count("alarm at step 3: Most groups teach nothing. 100 %") == 1
+    assert outcome.out.count("alarm at step 3: Most groups give no training signal. In 100 %") == 1
     assert "alarm at step 3" in (tmp_path / "run" / "training.log").read_text()
 
 

@@ -144,9 +144,9 @@ def test_a_run_that_cannot_be_read_at_all_is_listed_as_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_run(tmp_path / "run", steps=1)
-    catalogue = RunIndex.of([tmp_path])
-    monkeypatch.setattr(catalogue.runs["run"], "tail", None)
-    (found,) = TestClient(application(catalogue), base_url=LOCAL).get("/api/runs").json()
+    index = RunIndex.of([tmp_path])
+    monkeypatch.setattr(index.runs["run"], "tail", None)
+    (found,) = TestClient(application(index), base_url=LOCAL).get("/api/runs").json()
     assert (found["name"], found["state"]) == ("run", "damaged")
 
 
@@ -175,10 +175,10 @@ def test_the_usual_folder_need_not_exist_and_a_named_one_must(
     assert main(["runs"]) == 0
     assert "no runs yet" in capsys.readouterr().out
     assert main(["runs", "--output-dir", "absent"]) == 2
-    catalogue = RunIndex.of(["runs"], must_exist=False)
-    assert catalogue.runs == {}
+    index = RunIndex.of(["runs"], must_exist=False)
+    assert index.runs == {}
     make_run(tmp_path / "runs" / "first", steps=1)
-    assert list(catalogue.look()) == ["first"]
+    assert list(index.refresh()) == ["first"]
     with pytest.raises(ConfigError, match="there is no folder absent"):
         RunIndex.of(["absent"])
 
@@ -207,10 +207,10 @@ def test_a_run_outside_the_given_folders_is_not_found(runs: Path, tmp_path: Path
 def test_runs_of_one_name_are_told_apart_and_new_ones_appear(tmp_path: Path) -> None:
     make_run(tmp_path / "a" / "run", steps=1)
     make_run(tmp_path / "b" / "run", steps=2)
-    catalogue = RunIndex.of([tmp_path / "a", tmp_path / "b"])
-    assert {name: run.max_steps for name, run in catalogue.runs.items()} == {"run": 1, "run-2": 2}
+    index = RunIndex.of([tmp_path / "a", tmp_path / "b"])
+    assert {name: run.max_steps for name, run in index.runs.items()} == {"run": 1, "run-2": 2}
     make_run(tmp_path / "a" / "new", steps=1)
-    assert set(catalogue.look()) == {"run", "run-2", "new"}
+    assert set(index.refresh()) == {"run", "run-2", "new"}
     with pytest.raises(ConfigError, match="there is no folder"):
         RunIndex.of([tmp_path / "absent"])
 
@@ -317,10 +317,10 @@ def test_loopback_is_told_from_the_address(host: str, local: bool) -> None:
 def test_changes_are_told_as_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_server, "POLL_SECONDS", 0.01)
     run = make_run(tmp_path / "run", steps=2)
-    catalogue = RunIndex.of([tmp_path])
+    index = RunIndex.of([tmp_path])
 
     async def watch() -> list[str]:
-        stream = changes(catalogue)
+        stream = changes(index)
         told = [await anext(stream)]
         MetricsFile(run.metrics).append(3, {"reward/mean": 1.0})
         told.append(await anext(stream))
@@ -352,7 +352,7 @@ def test_a_silent_run_keeps_the_connection_alive(tmp_path: Path, monkeypatch: py
         await anext(stream)
         return await anext(stream)
 
-    assert asyncio.run(watch()) == ": still here\n\n"
+    assert asyncio.run(watch()) == ": keep-alive\n\n"
 
 
 # The command
@@ -392,5 +392,5 @@ def test_the_command_serves_on_loopback_until_ctrl_c(
 def test_a_port_that_is_taken_is_one_sentence_and_the_usual_one_gives_way() -> None:
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"cannot listen at 127.0.0.1:{port}"):
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
             listen("127.0.0.1", port)

@@ -1,14 +1,15 @@
-"""Looking at a run, from its files alone.
+"""Inspect runs from their files: the live page, the static report, alarms and comparisons.
 
 Modules in reading order:
 
-    run_index      the runs in a folder
-    history        metrics and evaluations over steps
-    rollout_view   rollouts down to the token, and search in them
-    alarms         rules that find silent failures in the metrics
-    watch_server   the live page and its access rules
+    run_index      find the runs in a folder, and read one run
+    history        metrics and evaluations over steps, and reward distributions
+    rollout_view   rollouts down to the token, and search
+    alarms         rules that detect silent failures in the metrics
+    watch_server   the live page (`groupwise watch`) and its access control
     static_report  report.html and the plots
-    compare_runs   two runs side by side; the list of runs and pruning
+    compare_runs   compare two runs, list runs, and prune them
+    page/          the page's HTML, CSS and JavaScript
 
-To add an alarm, write a rule and enter it in `alarms.ALARM_RULES`.
+To add an alarm, write a rule and add it to `alarms.ALARM_RULES`.
 """

@@ -1,6 +1,7 @@
-"""What silent failures look like in the metrics: arrays over steps in, "holds here" and its words out.
+"""Alarms: rules that detect silent failures in a run's metrics.
 
-A rule returns where it holds and a function that says, for one of those places, what was seen there.
+A rule takes the metrics as arrays over steps. It returns a mask of the steps at which it holds, and a
+function that describes what was observed at one of these steps.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ Flags = NDArray[np.bool_]
 Verdict = tuple[Flags, Callable[[int], str]]
 
 WINDOW = 8
-"""Steps over which a metric is averaged before a rule looks at it."""
+"""Number of steps over which rules average a metric."""
 
 
 class MetricSeries:
-    """The metrics as arrays over steps, NaN where a step lacks one."""
+    """Metrics as arrays over steps; NaN where a step has no value."""
 
     def __init__(self, rows: Sequence[Row], measured: Sequence[StoredEvaluation] = ()) -> None:
         self.steps = np.array([row["step"] for row in rows], dtype=np.int64)
@@ -41,7 +42,7 @@ class MetricSeries:
         return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
     def recent(self, name: str) -> Floats:
-        """The mean of the last WINDOW steps at each step, of those that have the metric."""
+        """Return the mean over the last WINDOW steps at each step, ignoring missing values."""
         values = self.of(name)
         known = np.isfinite(values)
         sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
@@ -53,85 +54,85 @@ class MetricSeries:
             return np.where(number > 0, (sums[ends] - sums[starts]) / number, np.nan)
 
     def begin(self, name: str) -> float:
-        """The mean of the first WINDOW steps: what later ones are compared with."""
+        """Return the mean over the first WINDOW steps, the baseline of later ones."""
         values = self.of(name)[:WINDOW]
         known = values[np.isfinite(values)]
         return float(known.mean()) if len(known) else float("nan")
 
     def settled(self) -> Flags:
-        """Where there are enough steps to compare with the beginning."""
+        """Return the steps that are late enough to compare with the baseline."""
         return np.arange(len(self)) >= 2 * WINDOW - 1
 
     def accuracy(self) -> Floats:
-        """Held-out accuracy (sampled, else greedy) as last measured at each step; NaN before the first."""
-        found = np.full(len(self), np.nan)
-        for one in self.measured:
-            name = next((name for name in one.scores if name.startswith("avg@")), "greedy")
-            if name in one.scores:
-                found[self.steps >= one.step] = one.scores[name][0]
-        return found
+        """Return the latest held-out accuracy at each step (sampled, else greedy); NaN before the first."""
+        result = np.full(len(self), np.nan)
+        for evaluation in self.measured:
+            name = next((name for name in evaluation.scores if name.startswith("avg@")), "greedy")
+            if name in evaluation.scores:
+                result[self.steps >= evaluation.step] = evaluation.scores[name][0]
+        return result
 
 
 def percent(value: Any) -> str:
     return f"{100 * float(value):.0f} %"
 
 
-def no_signal(course: MetricSeries) -> Verdict:
-    share, reward = course.recent("advantage/zero_variance"), course.recent("reward/mean")
+def no_signal(series: MetricSeries) -> Verdict:
+    share, reward = series.recent("advantage/zero_variance"), series.recent("reward/mean")
     return (
         share > 0.6,
         lambda i: (
-            f"{percent(share[i])} of the groups got one and the same reward for every answer, at a mean "
-            f"reward of {reward[i]:.3g}: they teach nothing."
+            f"In {percent(share[i])} of the groups all answers got the same reward (mean reward "
+            f"{reward[i]:.3g}), so they give no gradient."
         ),
     )
 
 
-def length_drift(course: MetricSeries) -> Verdict:
-    length, begin = course.recent("rollout/length"), course.begin("rollout/length")
-    reward, reward_begin = course.recent("reward/mean"), course.begin("reward/mean")
+def length_drift(series: MetricSeries) -> Verdict:
+    length, begin = series.recent("rollout/length"), series.begin("rollout/length")
+    reward, reward_begin = series.recent("reward/mean"), series.begin("reward/mean")
     moved = (length > 2 * begin) | (length < 0.5 * begin)
-    # Longer answers that earn more are what learning to reason looks like.
+    # Longer answers with a higher reward are expected when a model learns to reason.
     margin = 0.1 * max(abs(reward_begin), 0.1)
     return (
-        course.settled() & moved & ~(reward > reward_begin + margin),
+        series.settled() & moved & ~(reward > reward_begin + margin),
         lambda i: (
-            f"Answers went from {begin:.0f} to {length[i]:.0f} tokens while the reward went from "
-            f"{reward_begin:.3g} to {reward[i]:.3g}."
+            f"The mean answer length went from {begin:.0f} to {length[i]:.0f} tokens, while the reward went "
+            f"from {reward_begin:.3g} to {reward[i]:.3g}."
         ),
     )
 
 
-def cut_off(course: MetricSeries) -> Verdict:
-    share = course.recent("rollout/truncated")
-    return share > 0.3, lambda i: f"{percent(share[i])} of the answers ran out of tokens before they ended."
+def cut_off(series: MetricSeries) -> Verdict:
+    share = series.recent("rollout/truncated")
+    return share > 0.3, lambda i: f"{percent(share[i])} of the answers were truncated at rollout.max_tokens."
 
 
-def format_only(course: MetricSeries) -> Verdict:
-    """One reward is earned in full and another hardly at all, for long and without progress."""
+def format_only(series: MetricSeries) -> Verdict:
+    """One reward is near its maximum while another stays near zero without progress."""
     parts = sorted(
-        n for n in course.names() if n.startswith("reward/") and n.count("/") == 2 and n.endswith("/mean")
+        n for n in series.names() if n.startswith("reward/") and n.count("/") == 2 and n.endswith("/mean")
     )
-    recent = {part: course.recent(part) for part in parts}
-    best = {part: float(np.nanmax(course.of(part), initial=0.0)) for part in parts}
-    holds = np.zeros(len(course), dtype=bool)
+    recent = {part: series.recent(part) for part in parts}
+    best = {part: float(np.nanmax(series.of(part), initial=0.0)) for part in parts}
+    holds = np.zeros(len(series), dtype=bool)
     pairs: dict[int, tuple[str, str]] = {}
     for earned in parts:
         for missed in parts:
             if earned == missed or best[earned] <= 0:
                 continue
             full = (recent[earned] >= 0.85 * best[earned]) & (recent[earned] >= 0.3)
-            idle = (recent[missed] <= 0.05) & (recent[missed] <= course.begin(missed) + 0.02)
-            here = course.settled() & full & idle
+            idle = (recent[missed] <= 0.05) & (recent[missed] <= series.begin(missed) + 0.02)
+            here = series.settled() & full & idle
             holds |= here
             pairs.update(dict.fromkeys(map(int, np.flatnonzero(here)), (earned, missed)))
 
     def describe(i: int) -> str:
         earned, missed = pairs[i]
         return (
-            f"The reward “{part_name(earned)}” is at {recent[earned][i]:.3g} and “{part_name(missed)}” at "
-            f"{recent[missed][i]:.3g}, where it began at {course.begin(missed):.3g}: the policy takes what "
-            "is easy."
+            f"The reward “{part_name(earned)}” is at {recent[earned][i]:.3g}, but “{part_name(missed)}” is "
+            f"at {recent[missed][i]:.3g} (initially {series.begin(missed):.3g}): the policy learns only the "
+            "easy part."
         )
 
     return holds, describe
@@ -141,16 +142,18 @@ def part_name(metric: str) -> str:
     return metric.removeprefix("reward/").removesuffix("/mean")
 
 
-def reward_hack(course: MetricSeries) -> Verdict:
+def reward_hack(series: MetricSeries) -> Verdict:
     """The training reward rises while held-out accuracy does not."""
-    reward, begin = course.recent("reward/mean"), course.begin("reward/mean")
-    accuracy = course.accuracy()
-    first = next((one for one in course.measured), None)
+    reward, begin = series.recent("reward/mean"), series.begin("reward/mean")
+    accuracy = series.accuracy()
+    first = next((evaluation for evaluation in series.measured), None)
     before = float("nan") if first is None else MetricSeries([{"step": first.step}], [first]).accuracy()[0]
-    measured_since = np.array([any(0 < one.step <= step for one in course.measured) for step in course.steps])
+    measured_since = np.array(
+        [any(0 < evaluation.step <= step for evaluation in series.measured) for step in series.steps]
+    )
     risen = reward > begin + max(0.15 * abs(begin), 0.1)
     return (
-        course.settled() & measured_since & risen & (accuracy < before - 0.02),
+        series.settled() & measured_since & risen & (accuracy < before - 0.02),
         lambda i: (
             f"The training reward rose from {begin:.3g} to {reward[i]:.3g} while held-out accuracy fell from "
             f"{percent(before)} to {percent(accuracy[i])}."
@@ -159,168 +162,169 @@ def reward_hack(course: MetricSeries) -> Verdict:
 
 
 FELL = 0.05
-"""A held-out score that fell by less is not worth an alarm, however certain."""
+"""Smallest drop of a held-out score that raises an alarm, even if a smaller one is significant."""
 
 
-def held_out_fell(course: MetricSeries) -> Verdict:
+def held_out_fell(series: MetricSeries) -> Verdict:
     """A held-out score is worse than before training, prompt by prompt, beyond its 95 % interval."""
-    holds = np.zeros(len(course), dtype=bool)
+    holds = np.zeros(len(series), dtype=bool)
     worst: dict[int, tuple[str, float, float, float]] = {}
-    for one in course.measured:
+    for evaluation in series.measured:
         fallen = [
             (change[0], name)
-            for name, change in one.changes.items()
+            for name, change in evaluation.changes.items()
             if change[2] < 0 and change[0] <= -FELL and name.startswith(("greedy", "avg@", "pass@"))
         ]
-        since = course.steps >= one.step
+        since = series.steps >= evaluation.step
         holds[since] = bool(fallen)
         if fallen:
             _, name = min(fallen)
-            worst.update(dict.fromkeys(map(int, np.flatnonzero(since)), (name, *one.changes[name])))
+            worst.update(dict.fromkeys(map(int, np.flatnonzero(since)), (name, *evaluation.changes[name])))
 
     def describe(i: int) -> str:
         name, mean, low, high = worst[i]
         return (
-            f"{name} fell by {-100 * mean:.1f} points [{100 * low:+.1f}, {100 * high:+.1f}] since before "
-            "training, on the same held-out prompts."
+            f"{name} fell by {-100 * mean:.1f} points [{100 * low:+.1f}, {100 * high:+.1f}] compared with "
+            "before training, on the same held-out prompts."
         )
 
     return holds, describe
 
 
-def repeated(course: MetricSeries) -> Verdict:
-    share, begin = course.recent("rollout/repeated"), course.begin("rollout/repeated")
+def repeated(series: MetricSeries) -> Verdict:
+    share, begin = series.recent("rollout/repeated"), series.begin("rollout/repeated")
     return (
-        course.settled() & (share > 0.5) & (share > begin + 0.25),
+        series.settled() & (share > 0.5) & (share > begin + 0.25),
         lambda i: (
-            f"{percent(share[i])} of the answers repeat another answer of their group word for word; at the "
-            f"beginning it was {percent(begin)}."
+            f"{percent(share[i])} of the answers are identical to another answer of their group (initially "
+            f"{percent(begin)})."
         ),
     )
 
 
-def same_answer(course: MetricSeries) -> Verdict:
-    share, begin = course.recent("rollout/same_answer"), course.begin("rollout/same_answer")
-    length = course.recent("rollout/length")
-    risen = course.settled() & (share > 0.3) & (share > begin + 0.25)
+def same_answer(series: MetricSeries) -> Verdict:
+    share, begin = series.recent("rollout/same_answer"), series.begin("rollout/same_answer")
+    length = series.recent("rollout/length")
+    risen = series.settled() & (share > 0.3) & (share > begin + 0.25)
     return risen | (
         (share > 0.9) & (length >= 8)
-    ), lambda i: f"{percent(share[i])} of the answers were given, word for word, to other prompts too."
+    ), lambda i: f"{percent(share[i])} of the answers are identical to answers to other prompts."
 
 
-def collapse(course: MetricSeries) -> Verdict:
-    entropy, begin = course.recent("policy/entropy"), course.begin("policy/entropy")
-    silent, silent_begin = course.recent("advantage/zero_variance"), course.begin("advantage/zero_variance")
-    alike = (course.recent("rollout/repeated") > 0.5) | (silent > max(0.4, silent_begin + 0.2))
+def collapse(series: MetricSeries) -> Verdict:
+    entropy, begin = series.recent("policy/entropy"), series.begin("policy/entropy")
+    silent, silent_begin = series.recent("advantage/zero_variance"), series.begin("advantage/zero_variance")
+    alike = (series.recent("rollout/repeated") > 0.5) | (silent > max(0.4, silent_begin + 0.2))
     return (
-        course.settled() & (entropy < 0.25 * begin) & alike,
+        series.settled() & (entropy < 0.25 * begin) & alike,
         lambda i: (
-            f"Entropy fell from {begin:.3g} to {entropy[i]:.3g} nats a token, and {percent(silent[i])} of "
-            "the groups have no variety left to learn from."
+            f"Entropy fell from {begin:.3g} to {entropy[i]:.3g} nats per token, and in "
+            f"{percent(silent[i])} of the groups all rewards are equal."
         ),
     )
 
 
-def looping(course: MetricSeries) -> Verdict:
-    share = course.recent("rollout/looping")
+def looping(series: MetricSeries) -> Verdict:
+    share = series.recent("rollout/looping")
     return (
         share > 0.05,
-        lambda i: f"{percent(share[i])} of the answers end in a loop that only the limit stops.",
+        lambda i: f"{percent(share[i])} of the answers repeat themselves until they reach the token limit.",
     )
 
 
-def mask_faults(course: MetricSeries) -> Verdict:
-    share = course.of("rollout/mask_faults")
+def mask_faults(series: MetricSeries) -> Verdict:
+    share = series.of("rollout/mask_faults")
     return (
         share > 0,
         lambda i: (
-            f"In {max(100 * share[i], 0.1):.1f} % of the answers the mask contradicts what was sampled: "
-            "tokens of the prompt or of a tool are trained, or sampled ones are not."
+            f"In {max(100 * share[i], 0.1):.1f} % of the answers the loss mask is wrong: prompt or tool "
+            "tokens are trained, or sampled tokens are not."
         ),
     )
 
 
-def sampler_gap(course: MetricSeries) -> Verdict:
-    gap, begin = course.recent("policy/gap"), course.begin("policy/gap")
-    # Rounding to bfloat16 alone makes a gap of a few hundredths; what grows is something else.
-    grown = course.settled() & (gap > 3 * begin) & (gap > 0.01)
+def sampler_gap(series: MetricSeries) -> Verdict:
+    gap, begin = series.recent("policy/gap"), series.begin("policy/gap")
+    # Rounding to bfloat16 causes a gap of a few hundredths; a growing gap has another cause.
+    grown = series.settled() & (gap > 3 * begin) & (gap > 0.01)
     return (
         (gap > 0.04) | grown,
         lambda i: (
-            f"Sampler and trainer disagree by {gap[i]:.3g} nats a token; at the beginning it was {begin:.3g}."
+            f"Log-probabilities of sampler and trainer differ by {gap[i]:.3g} nats per token (initially "
+            f"{begin:.3g})."
         ),
     )
 
 
-def policy_drift(course: MetricSeries) -> Verdict:
-    kl = course.recent("policy/kl")
-    return kl > 1.0, lambda i: f"The policy is {kl[i]:.3g} nats a token away from the reference."
+def policy_drift(series: MetricSeries) -> Verdict:
+    kl = series.recent("policy/kl")
+    return kl > 1.0, lambda i: f"The KL divergence from the reference is {kl[i]:.3g} nats per token."
 
 
-def failures(course: MetricSeries) -> Verdict:
-    share = course.recent("rollout/failed")
+def failures(series: MetricSeries) -> Verdict:
+    share = series.recent("rollout/failed")
     return (
         share > 0.05,
-        lambda i: f"{percent(share[i])} of the rollouts could not be scored and were left out.",
+        lambda i: f"{percent(share[i])} of the rollouts could not be scored and were excluded.",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """One segment of steps on which something looked wrong."""
+    """A range of steps at which a rule held."""
 
     name: str
     title: str
     saw: str
-    """What was measured, in a sentence with its numbers."""
+    """What was observed: one sentence with numbers."""
     advice: str
     first: int
     last: int
     active: bool
     """Whether it still held at the last step."""
     metric: str
-    """The curve to look at."""
+    """The metric to look at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmRule:
-    """A rule with its words."""
+    """A rule with its title and advice."""
 
     name: str
     title: str
-    rule: Callable[[MetricSeries], Verdict]
+    check: Callable[[MetricSeries], Verdict]
     advice: str
     metric: str
     patience: int = 3
-    """Steps in a row on which the rule must hold."""
+    """Number of consecutive steps for which the rule must hold."""
 
 
 def alarms(rows: Sequence[Row], measured: Sequence[StoredEvaluation] = ()) -> list[Alarm]:
-    """Return every alarm of a run: those that still hold first, then the latest, then the gravest."""
+    """Return all alarms of a run: active ones first, then the latest, then the most severe."""
     if not rows:
         return []
-    course = MetricSeries(rows, measured)
-    found = [alarm for watchman in ALARM_RULES for alarm in raised(watchman, course)]
-    return sorted(found, key=lambda alarm: (not alarm.active, -alarm.last))
+    series = MetricSeries(rows, measured)
+    result = [alarm for rule in ALARM_RULES for alarm in raised(rule, series)]
+    return sorted(result, key=lambda alarm: (not alarm.active, -alarm.last))
 
 
-def raised(watchman: AlarmRule, course: MetricSeries) -> Iterator[Alarm]:
-    holds, describe = watchman.rule(course)
-    for start, end in segments(holds, at_least=watchman.patience):
+def raised(rule: AlarmRule, series: MetricSeries) -> Iterator[Alarm]:
+    holds, describe = rule.check(series)
+    for start, end in segments(holds, at_least=rule.patience):
         yield Alarm(
-            name=watchman.name,
-            title=watchman.title,
+            name=rule.name,
+            title=rule.title,
             saw=describe(end),
-            advice=watchman.advice,
-            first=int(course.steps[start]),
-            last=int(course.steps[end]),
-            active=end == len(course) - 1,
-            metric=watchman.metric,
+            advice=rule.advice,
+            first=int(series.steps[start]),
+            last=int(series.steps[end]),
+            active=end == len(series) - 1,
+            metric=rule.metric,
         )
 
 
 def segments(holds: Flags, *, at_least: int) -> Iterator[tuple[int, int]]:
-    """Yield first and last index of each segment that is long enough; a gap of one step does not end it."""
+    """Yield the first and last index of each long enough segment; gaps of one step are ignored."""
     start = end = -1
     for index in map(int, np.flatnonzero(holds)):
         if start >= 0 and index - end > 2:
@@ -336,116 +340,116 @@ def segments(holds: Flags, *, at_least: int) -> Iterator[tuple[int, int]]:
 ALARM_RULES = (
     AlarmRule(
         name="mask",
-        title="The mask does not fit what was sampled",
-        rule=mask_faults,
-        advice="Look at a faulty rollout by token, coloured by mask; then at the environment that adds tool "
-        "output to the stream. Results of this run are not to be trusted.",
+        title="The loss mask does not match the sampled tokens",
+        check=mask_faults,
+        advice="Do not trust the results of this run. Inspect a faulty rollout by token, coloured by mask, "
+        "and the environment that adds tool output to the token stream.",
         metric="rollout/mask_faults",
         patience=1,
     ),
     AlarmRule(
         name="reward-hack",
-        title="Reward rises, held-out accuracy falls",
-        rule=reward_hack,
-        advice="Read the answers of highest reward and ask whether you would have paid for them; tighten the"
-        " reward that they exploit (groupwise verify tests it on known cases), or give it less "
-        "weight.",
+        title="The reward rises while held-out accuracy falls",
+        check=reward_hack,
+        advice="Read the answers with the highest reward and check whether they deserve it. Tighten the "
+        "reward that they exploit (groupwise verify tests it on known cases), or lower its weight.",
         metric="reward/mean",
     ),
     AlarmRule(
         name="held-out-fell",
         title="A held-out score fell",
-        rule=held_out_fell,
-        advice="Where pass@k falls and avg@k does not, answers lose variety: raise rollout.temperature or "
-        "algo.entropy_bonus, or lower the learning rate. Where all fall, go back to an earlier checkpoint.",
+        check=held_out_fell,
+        advice="If pass@k falls but avg@k does not, answers are losing diversity: raise rollout.temperature "
+        "or algo.entropy_bonus, or lower the learning rate. If all scores fall, go back to an earlier "
+        "checkpoint.",
         metric="reward/mean",
         patience=1,
     ),
     AlarmRule(
         name="format-only",
-        title="Only the easy part of the reward is earned",
-        rule=format_only,
-        advice="Lower the weight of the part that is earned, start from easier examples or a warm start, or "
-        "give partial credit for the part that is missed.",
+        title="The policy earns only the easy part of the reward",
+        check=format_only,
+        advice="Lower the weight of the easy reward, start with easier examples or a warm start, or give "
+        "partial credit for the hard reward.",
         metric="reward/mean",
         patience=5,
     ),
     AlarmRule(
         name="collapse",
         title="The policy has collapsed",
-        rule=collapse,
-        advice="Go back to an earlier checkpoint with a lower learning rate, a higher rollout.temperature, "
-        "algo.entropy_bonus or a wider algo.clip_high.",
+        check=collapse,
+        advice="Go back to an earlier checkpoint. Lower the learning rate, or raise rollout.temperature, "
+        "algo.entropy_bonus or algo.clip_high.",
         metric="policy/entropy",
     ),
     AlarmRule(
         name="same-answer",
         title="Answers do not depend on the prompt",
-        rule=same_answer,
-        advice="The reward can be had without reading the question: check it with groupwise verify --pairs"
-        " on that answer to several prompts.",
+        check=same_answer,
+        advice="The policy may earn the reward without reading the prompt: score the repeated answer for "
+        "several prompts with groupwise verify --pairs.",
         metric="rollout/same_answer",
     ),
     AlarmRule(
         name="repeated",
-        title="Answers of a group repeat each other",
-        rule=repeated,
+        title="Answers within a group are identical",
+        check=repeated,
         advice="Raise rollout.temperature or algo.entropy_bonus, lower the learning rate, or use harder "
         "examples.",
         metric="rollout/repeated",
     ),
     AlarmRule(
         name="no-signal",
-        title="Most groups teach nothing",
-        rule=no_signal,
-        advice="At a high reward the examples are too easy, at a low one too hard: change their difficulty, "
-        "enlarge rollout.group_size, or let rollout.refill draw more rounds.",
+        title="Most groups give no training signal",
+        check=no_signal,
+        advice="If the reward is high, the examples are too easy; if it is low, they are too hard. Change "
+        "their difficulty, or raise rollout.group_size or rollout.refill.",
         metric="advantage/zero_variance",
     ),
     AlarmRule(
         name="length-drift",
-        title="Answers change length without earning more",
-        rule=length_drift,
-        advice="Look for padding or for answers that give up early; algo.overlong_buffer penalises the long,"
-        " algo.loss=dr_grpo does not favour long wrong answers.",
+        title="Answer length changes but the reward does not rise",
+        check=length_drift,
+        advice="Look for padding, or for answers that give up early. algo.overlong_buffer penalises long "
+        "answers; algo.loss=dr_grpo does not favour long wrong answers.",
         metric="rollout/length",
     ),
     AlarmRule(
         name="cut-off",
-        title="Answers are cut off",
-        rule=cut_off,
+        title="Answers are truncated",
+        check=cut_off,
         advice="Raise rollout.max_tokens, or set algo.mask_truncated or algo.overlong_buffer.",
         metric="rollout/truncated",
     ),
     AlarmRule(
         name="looping",
-        title="Answers run in circles",
-        rule=looping,
-        advice="Lower the learning rate or raise the temperature; algo.mask_truncated keeps loops out of the"
-        " loss.",
+        title="Answers repeat themselves in loops",
+        check=looping,
+        advice="Lower the learning rate or raise rollout.temperature. algo.mask_truncated excludes truncated "
+        "answers from the loss.",
         metric="rollout/looping",
     ),
     AlarmRule(
         name="sampler-gap",
         title="Sampler and trainer disagree",
-        rule=sampler_gap,
-        advice="Compare dtypes and attention of the two; keep algo.correction on. Past algo.max_gap the run "
-        "stops.",
+        check=sampler_gap,
+        advice="Compare the dtypes and attention implementations of both, and keep algo.correction on. The "
+        "run stops if the gap exceeds algo.max_gap.",
         metric="policy/gap",
     ),
     AlarmRule(
         name="policy-drift",
         title="The policy is far from the reference",
-        rule=policy_drift,
+        check=policy_drift,
         advice="Raise algo.beta or lower the learning rate.",
         metric="policy/kl",
     ),
     AlarmRule(
         name="failures",
         title="Rollouts fail",
-        rule=failures,
-        advice="Open a failed rollout (filter by end: error) and read its error; raise task.reward_seconds "
-        "if it is time.",
+        check=failures,
+        advice="Open a failed rollout (finish reason: error) and read its error. If it is a timeout, raise "
+        "task.reward_seconds.",
         metric="rollout/failed",
     ),
 )

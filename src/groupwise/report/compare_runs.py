@@ -1,4 +1,4 @@
-"""`groupwise compare`: what two runs measured, side by side, and in which settings they differ."""
+"""Compare two runs (`groupwise compare`), list runs and prune them (`groupwise runs`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from groupwise.tracking.number_format import duration, number
 from groupwise.tracking.run_folder import RunFolder, owner, step_of
 
 LAST = 5
-"""Steps at the end over which a metric is averaged."""
+"""Number of final steps over which metrics are averaged."""
 METRICS = (
     ("reward", "reward/mean"),
     ("length", "rollout/length"),
@@ -33,22 +33,22 @@ METRICS = (
     ("peak GB", "memory/peak_gb"),
 )
 QUIET = ("run.name", "run.output_dir", "track.")
-"""Settings that change nothing that is measured."""
+"""Settings that do not affect results; they are not compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedRun:
-    """One of the two."""
+    """One of the two runs."""
 
     run: RunReader
     last: Evaluation | None
-    """The newest evaluation on all held-out examples: after training, else before."""
+    """The latest evaluation on all held-out examples: after training, else before."""
     metrics: dict[str, float]
 
 
 def compare_lines(paths: Sequence[str | Path]) -> Iterator[str]:
-    """Yield the comparison, line by line: the second run against the first."""
-    a, b = (side(path) for path in paths)
+    """Yield the lines of the comparison of the second run with the first."""
+    a, b = (read_side(path) for path in paths)
     names = [a.run.folder.name, b.run.folder.name]
     states = [state(one) for one in (a, b)]
     width = 2 + max(20, *map(len, names + states))
@@ -67,7 +67,7 @@ def compare_lines(paths: Sequence[str | Path]) -> Iterator[str]:
     yield from changed or ["  none"]
 
 
-def side(path: str | Path) -> ComparedRun:
+def read_side(path: str | Path) -> ComparedRun:
     folder = RunFolder.open(path)
     run = RunReader(folder)
     last = read_evaluation(folder, "after") or read_evaluation(folder, "before")
@@ -75,13 +75,13 @@ def side(path: str | Path) -> ComparedRun:
 
 
 def means(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return each metric's mean over the rows that have it."""
-    found: dict[str, list[float]] = {}
+    """Return the mean of each metric over the rows that have it."""
+    by_name: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():
             if isinstance(value, int | float):
-                found.setdefault(name, []).append(value)
-    return {name: sum(values) / len(values) for name, values in found.items()}
+                by_name.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in by_name.items()}
 
 
 def state(one: ComparedRun) -> str:
@@ -92,32 +92,32 @@ def state(one: ComparedRun) -> str:
 
 
 def accuracy(a: ComparedRun, b: ComparedRun, width: int) -> Iterator[str]:
-    """Yield each score of both, and their difference on the examples that both answered."""
+    """Yield the scores of both runs, and their paired difference on the examples they share."""
     if a.last is None or b.last is None:
         yield "  not measured in " + " and ".join(one.run.folder.name for one in (a, b) if one.last is None)
         return
     left, right = a.last.intervals(), b.last.intervals()
     changes = paired(a.last, b.last)
     for name in dict.fromkeys((*left, *right)):
-        cells = "".join(f"{side.get(name, '–')!s:<{width}}" for side in (left, right))
-        yield f"  {name:<10}{cells}{told(changes[name]) if name in changes else ''}".rstrip()
+        cells = "".join(f"{scores.get(name, '–')!s:<{width}}" for scores in (left, right))
+        yield f"  {name:<10}{cells}{difference_text(changes[name]) if name in changes else ''}".rstrip()
     if not changes:
-        yield "  the runs share no held-out examples, so they cannot be paired"
+        yield "  the runs share no held-out examples: no paired difference"
         return
     both = len(set(a.last.examples) & set(b.last.examples))
     counts = [len(one.examples) for one in (a.last, b.last)]
     if counts != [both, both]:
-        yield f"  paired on the {both} questions that both answered (of {counts[0]} and {counts[1]})"
+        yield f"  paired on the {both} examples that the runs share (of {counts[0]} and {counts[1]})"
 
 
-def told(difference: Difference) -> str:
-    """Say a paired difference with what it rests on."""
+def difference_text(difference: Difference) -> str:
+    """Format a paired difference with its counts and p-value."""
     counts = f"{difference.improved} better, {difference.worsened} worse"
     return f"{difference}, {counts}, p = {difference.p_value:.2g}"
 
 
 def change(before: float | None, after: float | None) -> str:
-    """Say a change in percent or, where a value is not positive and has no percent, in the metric's unit."""
+    """Format a change in percent, or as a plain difference if a value is not positive."""
     if before is None or after is None:
         return ""
     if before <= 0 or after < 0:
@@ -134,13 +134,13 @@ def settings(a: ComparedRun, b: ComparedRun) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRow:
-    """One line of the list."""
+    """One line of the list of runs."""
 
     name: str
     state: str
     steps: str
     best: str
-    """The best held-out accuracy that the run measured, and where."""
+    """The best held-out accuracy of the run, and its step."""
     size: int
     started: datetime
 
@@ -153,11 +153,11 @@ def listed(folder: Path) -> list[RunRow]:
 
 
 def as_listed(run: RunReader) -> RunRow:
-    found = run.glance()
+    overview = run.glance()
     return RunRow(
         name=run.folder.name,
-        state=found["state"],
-        steps=f"{found['step']}/{found['max_steps'] or '?'}",
+        state=overview["state"],
+        steps=f"{overview['step']}/{overview['max_steps'] or '?'}",
         best=best(run),
         size=size(run.folder.path),
         started=datetime.fromtimestamp(run.folder.config.stat().st_mtime),
@@ -165,7 +165,7 @@ def as_listed(run: RunReader) -> RunRow:
 
 
 def best(run: RunReader) -> str:
-    """Return the best sampled accuracy, or greedy where nothing was sampled."""
+    """Return the best sampled accuracy, or the best greedy one if nothing was sampled."""
     measured = run.measured()
     names = [name for one in measured for name in one.scores if name.startswith("avg@")] or ["greedy"]
     scored = [(one.scores[names[0]][0], one.step) for one in measured if names[0] in one.scores]
@@ -200,7 +200,7 @@ def in_words(size: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneItem:
-    """Something to remove."""
+    """A folder to remove."""
 
     path: Path
     why: str
@@ -208,37 +208,37 @@ class PruneItem:
 
 
 def to_prune(folder: Path, *, keep: int | None, rollouts: bool) -> list[PruneItem]:
-    """Return what can go: runs without a step; of others, all but the last `keep`, or only their rollouts.
+    """Return what to remove: runs without a step, and all runs but the last `keep`, or only their rollouts.
 
-    A run in which somebody trains is never touched.
+    Runs that are training are never removed.
     """
-    found: list[PruneItem] = []
-    kept = 0
+    items: list[PruneItem] = []
+    runs_seen = 0
     for path in run_folders(folder):
         run = RunReader(RunFolder(path))
-        # Settings alone are no run: other programs have a config.yaml too, beside what nobody wants to lose.
+        # A config.yaml alone is not proof of a run: other programs write files of that name too.
         ours = (run.folder.path / ".lock", run.folder.log, run.folder.metrics)
         if path == folder or not any(file.exists() for file in ours) or owner(run.folder) is not None:
             continue
         if not run.tail.rows() and not any(run.folder.checkpoints.glob("step-*")):
-            found.append(PruneItem(path=path, why="no step was made", size=size(path)))
+            items.append(PruneItem(path=path, why="no step was completed", size=size(path)))
             continue
-        kept += 1
-        if keep is not None and kept > keep:
+        runs_seen += 1
+        if keep is not None and runs_seen > keep:
             if rollouts:
-                found += step_files(run.folder)
+                items += step_files(run.folder)
             else:
-                found.append(PruneItem(path=path, why=f"older than the last {keep}", size=size(path)))
-    return found
+                items.append(PruneItem(path=path, why=f"not among the last {keep} runs", size=size(path)))
+    return items
 
 
 def step_files(run: RunFolder) -> Iterator[PruneItem]:
-    """Yield a run's folders of rollouts: the largest part that no resumed run needs."""
+    """Yield the folders of a run's rollouts: the largest part of a run, and not needed to resume it."""
     for folder in (run.rollouts, run.updates):
         if folder.is_dir() and all(step_of(path.name) is not None for path in folder.iterdir()):
             yield PruneItem(path=folder, why="rollouts of an older run", size=size(folder))
 
 
-def remove(found: Sequence[PruneItem]) -> None:
-    for one in found:
+def remove(items: Sequence[PruneItem]) -> None:
+    for one in items:
         shutil.rmtree(one.path)

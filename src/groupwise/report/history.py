@@ -1,4 +1,4 @@
-"""A run's numbers over its steps: metrics.jsonl as it grows, and the evaluations beside it."""
+"""A run's history over its steps: metrics.jsonl as it grows, evaluations, and reward distributions."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from groupwise.tracking.run_folder import RunFolder, step_of
 
 Row = dict[str, Any]
 LARGEST_STEP = 10**15
-"""A line with a larger step is damaged; arrays could not hold it."""
+"""Upper bound of a step; a line with a larger one is damaged and would overflow arrays."""
 
 
 class MetricsTail:
-    """The lines of a metrics file, of which each look reads only what is new."""
+    """Incremental reader of a metrics file: each call reads only the new lines."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -32,12 +32,12 @@ class MetricsTail:
         self._lock = threading.Lock()
 
     def rows(self) -> list[Row]:
-        """Return every complete line; a file that was replaced or cut is read anew."""
+        """Return all complete lines; a file that was replaced or truncated is read from the start."""
         with self._lock:
             try:
                 with self.path.open("rb") as file:
                     self._catch_up(file)
-            except OSError:  # not there yet, or no file
+            except OSError:  # missing, or not a file
                 self._rows, self._read, self._file = [], 0, None
             return list(self._rows)
 
@@ -55,13 +55,13 @@ class MetricsTail:
                 row = json.loads(line)
                 step = row["step"]
             except (ValueError, KeyError, TypeError, RecursionError):
-                continue  # a line that a crash cut; the trainer removes it when it resumes
+                continue  # truncated by a crash; the trainer removes it when it resumes
             if type(step) is int and abs(step) < LARGEST_STEP:
                 self._rows.append(row)
 
 
 def as_columns(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return rows as {"step": […], "values": {name: […]}}, None where a step lacks a metric."""
+    """Return rows as {"step": […], "values": {name: […]}}, with None for missing values."""
     names = sorted({name for row in rows for name in row} - {"step"})
     return {
         "step": [row["step"] for row in rows],
@@ -71,32 +71,32 @@ def as_columns(rows: Sequence[Row]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredEvaluation:
-    """One evaluation of the run: each score with its 95 % interval."""
+    """A stored evaluation of a run: each score with its 95 % interval."""
 
     step: int
     name: str
     scores: dict[str, tuple[float, float, float]]
-    """Mean, low, high; by name: greedy, avg@8, pass@8."""
+    """(mean, low, high) by name: greedy, avg@8, pass@8."""
     prompts: int
     changes: dict[str, tuple[float, float, float]] = field(default_factory=dict)
-    """Mean, low, high of the change since before training, paired by prompt; by the names of scores."""
+    """(mean, low, high) of the change since before training, paired by prompt, by score name."""
 
 
 class EvaluationFiles:
-    """What a run measured of itself before, during and after; each file is read once."""
+    """Reader of a run's evaluations before, during and after training; each file is read once."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         self._read: dict[Path, tuple[int, StoredEvaluation | None]] = {}
 
     def read(self) -> list[StoredEvaluation]:
-        """Return the evaluations in the order of steps."""
-        found = [one for path in self._own() if (one := self._one(path)) is not None]
-        by_step = {one.step: one for one in found}
+        """Return the evaluations in order of steps."""
+        stored = [one for path in self._own() if (one := self._one(path)) is not None]
+        by_step = {one.step: one for one in stored}
         return [by_step[step] for step in sorted(by_step)]
 
     def _own(self) -> list[Path]:
-        """The files that training wrote; `groupwise eval` writes others beside them."""
+        """Return the files that training wrote; `groupwise eval` writes others to the same folder."""
         paths = sorted(self.folder.evaluations.glob("*.json"))
         return [path for path in paths if path.stem in ("before", "after") or step_of(path.stem) is not None]
 
@@ -106,7 +106,7 @@ class EvaluationFiles:
             if path not in self._read or self._read[path][0] != written:
                 self._read[path] = written, read_measured(path)
         except OSError:
-            return None  # removed meanwhile
+            return None  # removed in the meantime
         return self._read[path][1]
 
 
@@ -115,7 +115,7 @@ def evaluations(folder: RunFolder) -> list[StoredEvaluation]:
 
 
 def read_measured(path: Path) -> StoredEvaluation | None:
-    """Return one evaluation; None where the file is not one."""
+    """Read one evaluation; return None if the file is not one."""
     try:
         return as_measured(path.stem, json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -139,28 +139,28 @@ def as_measured(name: str, record: dict[str, Any]) -> StoredEvaluation:
 
 
 MOST_STEPS = 100
-"""Steps in one picture; of more, evenly spread ones are read."""
+"""Maximum number of steps in one plot; longer runs are subsampled evenly."""
 FEW_VALUES = 12
-"""Up to this many different rewards, each is a bin of its own."""
+"""Up to this number of distinct rewards, each value is its own bin."""
 BINS = 24
 QUARTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
-def distribution(slices: RolloutView, *, first: int | None = None, last: int | None = None) -> dict[str, Any]:
-    """Return how often each reward was given in each step, and the quartiles.
+def distribution(view: RolloutView, *, first: int | None = None, last: int | None = None) -> dict[str, Any]:
+    """Return how often each reward occurs in each step, and quantiles.
 
-    {"steps": [1, 2], "bins": [[0.0, 0.0], [1.0, 1.0]], "counts": [[3, 5], [8, 0]], …}: in step 1
-    three rollouts got reward 0 and eight got 1; counts has a row for each bin.
+    {"steps": [1, 2], "bins": [[0.0, 0.0], [1.0, 1.0]], "counts": [[3, 5], [8, 0]], …}: in step 1, three
+    rollouts got reward 0 and eight got reward 1. `counts` has one row per bin.
     """
     inside = [
-        step for step in slices.steps() if (first is None or step >= first) and (last is None or step <= last)
+        step for step in view.steps() if (first is None or step >= first) and (last is None or step <= last)
     ]
     steps, rewards = [], []
     for step in spread(inside, MOST_STEPS):
         try:
-            values = slices.rewards(step)
+            values = view.rewards(step)
         except OSError:
-            continue  # removed by a run that resumed before this step
+            continue  # removed when the run resumed from an earlier step
         if len(values):
             steps.append(step)
             rewards.append(values)
@@ -178,15 +178,15 @@ def distribution(slices: RolloutView, *, first: int | None = None, last: int | N
 
 
 def spread(steps: Sequence[int], most: int) -> list[int]:
-    """Return at most this many steps, evenly spread, the first and the last among them."""
+    """Return at most `most` evenly spread steps, including the first and the last."""
     if len(steps) <= most:
         return list(steps)
-    places = np.linspace(0, len(steps) - 1, most).round().astype(int)
-    return [steps[place] for place in places]
+    indices = np.linspace(0, len(steps) - 1, most).round().astype(int)
+    return [steps[index] for index in indices]
 
 
 def bins_of(rewards: Sequence[NDArray[np.float64]]) -> list[list[float]]:
-    """Return the bins from low to high, each as its ends; a reward that stands alone has both ends equal."""
+    """Return the bins from low to high as (low, high); a single value has equal ends."""
     if not rewards:
         return []
     values = np.unique(np.concatenate([np.unique(step.round(6)) for step in rewards]))
@@ -197,10 +197,10 @@ def bins_of(rewards: Sequence[NDArray[np.float64]]) -> list[list[float]]:
 
 
 def count(rewards: Sequence[NDArray[np.float64]], bins: Sequence[Sequence[float]]) -> list[list[int]]:
-    """Return, for each bin, how many of each step's rewards lie in it."""
+    """Return the number of rewards per bin (rows) and step (columns)."""
     if not bins:
         return []
-    # A reward belongs to the last bin that begins at or below it; rounding must not push it out.
+    # A reward belongs to the last bin that starts at or below it; allow for rounding.
     starts = np.array([low for low, _ in bins]) - 1e-6
     columns = [
         np.bincount(np.searchsorted(starts, values, side="right") - 1, minlength=len(bins))

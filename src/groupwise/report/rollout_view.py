@@ -1,4 +1,4 @@
-"""Token ids to the text that each stands for, special tokens included."""
+"""Read a run's rollouts from its files: groups, single rollouts token by token, and search."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from groupwise.tracking.run_files import read_update
 from groupwise.tracking.run_folder import RunFolder, step_of
 
 UNFINISHED = "\ufffd"
-"""What decoding gives for the first bytes of a character whose other bytes are in the next token."""
+"""What the first bytes of a character decode to if its other bytes are in the next token."""
 LONGEST = 4
-"""Bytes of a character: after this many tokens there is nothing to wait for."""
+"""Maximum number of bytes, and so of tokens, of a character."""
 
 
 class TokenTexts:
-    """The run's tokenizer, read when first needed."""
+    """Decodes tokens with the run's tokenizer, which is loaded on first use."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
@@ -34,11 +34,11 @@ class TokenTexts:
         self._lock = threading.Lock()
 
     def of(self, tokens: Sequence[int]) -> list[str]:
-        """Return each token's text; the texts joined are the whole text."""
+        """Return the text of each token; joined, they are the whole text."""
         return pieces(tokens, self._decoder())
 
     def turns(self, tokens: Sequence[int], trained: Sequence[bool]) -> list[dict[str, Any]]:
-        """Return the segments that the policy wrote and those that came from outside, in turn."""
+        """Return the segments sampled by the policy and those that it read, in order."""
         turns: list[dict[str, Any]] = []
         for piece, chosen in zip(self.of(tokens), trained, strict=True):
             if not turns or turns[-1]["policy"] != chosen:
@@ -56,39 +56,39 @@ class TokenTexts:
 
                 try:
                     tokenizer = Tokenizer.from_file(str(path))
-                except Exception:  # the library's own; a damaged file must not hide the rest of a run
+                except Exception:  # any error of the library: a damaged file must not hide the rest of a run
                     return as_numbers
                 self._decode = lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False))
             return self._decode
 
 
 def as_numbers(tokens: Sequence[int]) -> str:
-    """What stands for the text where no tokenizer can be read."""
+    """Return token ids in place of text, for runs without a readable tokenizer."""
     return "".join(f"⟨{token}⟩" for token in tokens)
 
 
 def tokenizer_file(folder: RunFolder) -> Path | None:
-    """Return where the run's tokenizer lies; a checkpoint has it too."""
+    """Return the path of the run's tokenizer; checkpoints contain it too."""
     candidates = [folder.tokenizer, *sorted(folder.checkpoints.glob("step-*/tokenizer.json"))]
     return next((path for path in candidates if path.is_file()), None)
 
 
 def pieces(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
-    """Return each token's text as what it adds to the text of the tokens before it.
+    """Return each token's text: what it adds to the text of the tokens before it.
 
-    A token is decoded together with the one before: decoded alone, some tokenizers drop its leading
-    space. Where characters are spread over several tokens, the last of them gets the text.
+    A token is decoded together with the previous one, because some tokenizers drop the leading space of a
+    token decoded alone. If a character spans several tokens, the last one gets the text.
     """
-    found: list[str] = []
-    start = read = 0  # the last token that was told, and the first that was not
+    texts: list[str] = []
+    start = read = 0  # the last token with text so far, and the first without
     for end in range(1, len(tokens) + 1):
         text = added(tokens, start, read, end, decode)
         if text.endswith(UNFINISHED) and end - read < LONGEST and end < len(tokens):
-            found.append("")
+            texts.append("")
             continue
-        found.append(text)
+        texts.append(text)
         start, read = read, end
-    return found
+    return texts
 
 
 def added(
@@ -96,12 +96,12 @@ def added(
 ) -> str:
     """Return what the tokens from `read` to `end` add to the text of those from `start` to `read`."""
     before, text = decode(tokens[start:read]), decode(tokens[start:end])
-    # Broken bytes may read differently in company: then the tokens are taken by themselves.
+    # Incomplete characters may decode differently in context: then decode the tokens alone.
     return text[len(before) :] if text.startswith(before) else decode(tokens[read:end])
 
 
 SHORT = 160
-"""Characters of a prompt in a list of groups."""
+"""Maximum number of characters of a prompt in the list of groups."""
 LIST_COLUMNS = ("group", "member", "prompt", "length", "rewards", "reward", "advantage", "finish", "error")
 MEMBER_COLUMNS = (*LIST_COLUMNS, "text", "turns", "tokens", "trained", "prompt_length", "example")
 TOKEN_COLUMNS = (
@@ -115,11 +115,11 @@ TOKEN_COLUMNS = (
     "finish",
 )
 
-Found = dict[str, Any]
+Record = dict[str, Any]
 
 
 class RolloutView:
-    """The rollouts of one run. Nothing is kept but the rewards of steps that were looked at."""
+    """Reads the rollouts of one run. Only the rewards of the steps read so far are cached."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
@@ -128,7 +128,7 @@ class RolloutView:
         self._lock = threading.Lock()
 
     def steps(self) -> list[int]:
-        """Return the steps whose rollouts were kept."""
+        """Return the steps that have stored rollouts."""
         try:
             names = [path.name for path in self.folder.rollouts.iterdir() if path.suffix == ".parquet"]
         except OSError:
@@ -136,33 +136,33 @@ class RolloutView:
         return sorted(step for name in names if (step := step_of(name)) is not None)
 
     def rewards(self, step: int) -> NDArray[np.float64]:
-        """Return the rewards of a step's rollouts, failed ones left out."""
+        """Return the rewards of a step's rollouts, without failed ones."""
         path = self.folder.rollouts_at(step)
-        written = path.stat().st_mtime_ns
+        modified = path.stat().st_mtime_ns
         with self._lock:
-            kept = self._rewards.get(step)
-        if kept is not None and kept[0] == written:
-            return kept[1]
+            cached = self._rewards.get(step)
+        if cached is not None and cached[0] == modified:
+            return cached[1]
         table = read(path, ("reward", "error"))
         valid = np.asarray(table["error"].is_null())
         rewards: NDArray[np.float64] = np.asarray(table["reward"], dtype=np.float64)[valid]
         with self._lock:
-            self._rewards[step] = (written, rewards)
+            self._rewards[step] = (modified, rewards)
         return rewards
 
-    def groups(self, step: int) -> list[Found]:
-        """Return a step's groups, each with its prompt and the rewards of its members, but no texts."""
+    def groups(self, step: int) -> list[Record]:
+        """Return the groups of a step with their prompts and rewards, without the texts of answers."""
         table = read(self.folder.rollouts_at(step), LIST_COLUMNS)
-        groups: dict[int, Found] = {}
+        groups: dict[int, Record] = {}
         for row in table.to_pylist():
             group = groups.setdefault(
-                row["group"], {"group": row["group"], "prompt": asked(row["prompt"]), "members": []}
+                row["group"], {"group": row["group"], "prompt": prompt_excerpt(row["prompt"]), "members": []}
             )
             del row["prompt"]
             group["members"].append(tidy(row))
         return list(groups.values())
 
-    def group(self, step: int, group: int) -> Found | None:
+    def group(self, step: int, group: int) -> Record | None:
         """Return one group with the texts of its members, best advantage first."""
         table = read(self.folder.rollouts_at(step), MEMBER_COLUMNS, group=group)
         members = [self._member(row) for row in table.to_pylist()]
@@ -178,27 +178,27 @@ class RolloutView:
             "members": members,
         }
 
-    def _member(self, row: Found) -> Found:
+    def _member(self, row: Record) -> Record:
         start, trained = row["prompt_length"], row["trained"]
-        turns = told_turns(row.get("turns"))
+        turns = turn_segments(row.get("turns"))
         if not turns and not all(trained[start:]):
-            # Where no turns were recorded, the mask tells what came from outside.
+            # Without recorded turns, the mask shows which tokens the policy did not sample.
             turns = self.pieces.turns(row["tokens"][start:], trained[start:])
-        kept = tidy(
+        summary = tidy(
             {name: row[name] for name in LIST_COLUMNS if name in row and name not in ("prompt", "group")}
         )
-        return {**kept, "text": row["text"], "turns": turns}
+        return {**summary, "text": row["text"], "turns": turns}
 
-    def tokens(self, step: int, group: int, member: int) -> Found | None:
-        """Return one rollout token by token: text, mask, log-probabilities, entropy and ratio."""
+    def tokens(self, step: int, group: int, member: int) -> Record | None:
+        """Return one rollout token by token: text, mask, log-probability, entropy and ratio."""
         table = read(self.folder.rollouts_at(step), TOKEN_COLUMNS, group=group, member=member)
         if not table.num_rows:
             return None
         row = table.to_pylist()[0]
         try:
-            seen = read_update(self.folder.updates_at(step), group=group, member=member)
+            trainer_logprobs = read_update(self.folder.updates_at(step), group=group, member=member)
         except (OSError, pa.ArrowInvalid):
-            seen = None  # without the update's file a rollout has no ratios, and all else
+            trainer_logprobs = None  # without the file of the update, only the ratios are missing
         return {
             "step": step,
             "group": group,
@@ -208,7 +208,7 @@ class RolloutView:
             "trained": row["trained"],
             "logprobs": rounded(row["logprobs"]),
             "entropies": rounded(row["entropies"]),
-            "ratios": ratios(row["logprobs"], row["trained"], seen),
+            "ratios": ratios(row["logprobs"], row["trained"], trainer_logprobs),
             "prompt_length": row["prompt_length"],
             "advantage": row["advantage"],
             "reward": row["reward"],
@@ -216,9 +216,9 @@ class RolloutView:
         }
 
 
-def told_turns(recorded: str | None) -> list[Found]:
-    """Return what the policy wrote and what its calls brought back, one after the other."""
-    segments: list[Found] = []
+def turn_segments(recorded: str | None) -> list[Record]:
+    """Return the policy's turns and the results of their tool calls, in order."""
+    segments: list[Record] = []
     for turn in json.loads(recorded or "[]"):
         segments.append({"policy": True, "text": turn["text"]})
         for call in turn["calls"]:
@@ -228,19 +228,25 @@ def told_turns(recorded: str | None) -> list[Found]:
 
 
 def ratios(
-    sampled: Sequence[float], trained: Sequence[bool], seen: Sequence[float] | None
+    sampled: Sequence[float], trained: Sequence[bool], trainer_logprobs: Sequence[float] | None
 ) -> list[float | None] | None:
-    """Return π/q for each token, None where it is not trained; None when the update left no trace."""
-    if seen is None or len(seen) != sum(trained):
+    """Return π/q for each token, None if it is not trained; None if the update was not recorded."""
+    if trainer_logprobs is None or len(trainer_logprobs) != sum(trained):
         return None
     known = iter(
-        np.exp(np.clip(np.subtract(seen, [s for s, t in zip(sampled, trained, strict=True) if t]), -30, 30))
+        np.exp(
+            np.clip(
+                np.subtract(trainer_logprobs, [s for s, t in zip(sampled, trained, strict=True) if t]),
+                -30,
+                30,
+            )
+        )
     )
     return [round(float(next(known)), 5) if chosen else None for chosen in trained]
 
 
 def read(path: Path, columns: Iterable[str], **where: int) -> pa.Table:
-    """Read those of the columns that a file has, where columns equal the values given."""
+    """Read the columns that the file has, filtered to the rows where columns equal the given values."""
     try:
         return read_parts(path, columns, where)
     except pa.ArrowInvalid as error:
@@ -259,7 +265,7 @@ def read_parts(path: Path, columns: Iterable[str], where: Mapping[str, int]) -> 
 
 
 def may_hold(file: pq.ParquetFile, part: int, where: Mapping[str, int]) -> bool:
-    """Whether the footer's smallest and largest values allow a row group to hold what is looked for."""
+    """Whether a row group may contain matching rows, according to the footer's min/max statistics."""
     if not where:
         return True
     columns = file.metadata.row_group(part)
@@ -273,18 +279,18 @@ def may_hold(file: pq.ParquetFile, part: int, where: Mapping[str, int]) -> bool:
     return True
 
 
-def asked(prompt: str) -> str:
-    """Return the beginning of what was asked: of a chat, of the user's last message."""
+def prompt_excerpt(prompt: str) -> str:
+    """Return the beginning of the prompt; for a chat, of the user's last message."""
     value = json.loads(prompt)
     if not isinstance(value, str):
-        said = [message for message in value if message.get("role") == "user"] or value
-        value = said[-1].get("content", "") if said else ""
+        messages = [message for message in value if message.get("role") == "user"] or value
+        value = messages[-1].get("content", "") if messages else ""
     text = str(value)
     line = " ".join(text.split())
     return line if len(line) <= SHORT else f"{line[: SHORT - 1]}…"
 
 
-def tidy(row: Found) -> Found:
+def tidy(row: Record) -> Record:
     if "rewards" in row:
         row["rewards"] = dict(row["rewards"])
     return row
@@ -296,121 +302,120 @@ def rounded(values: Sequence[float]) -> list[float]:
 
 COLUMNS = ("group", "member", "reward", "advantage", "length", "finish", "error", "text", "turns")
 AROUND = 60
-"""Characters shown on either side of what was found."""
+"""Number of characters shown on either side of a match."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutFilter:
-    """What a rollout must be to be found; None and "" ask for nothing."""
+    """The conditions of a search; None and "" match everything."""
 
     text: str = ""
-    """Anywhere in the completion, in small or capital letters."""
+    """Text to find anywhere in the rollout, ignoring case."""
     least_reward: float | None = None
     most_reward: float | None = None
     least_length: int | None = None
     most_length: int | None = None
     finish: str = ""
-    """end, stop, length; or error for those that failed."""
+    """end, stop or length; or error for failed rollouts."""
     first: int | None = None
+    """First step to search."""
     last: int | None = None
-    """Steps."""
+    """Last step to search."""
     skip: int = 0
-    """Hits of the last step that were shown before."""
+    """Number of hits in the last step that were returned before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchHits:
-    """What was found, newest step first, and where to go on."""
+    """The hits of a search, newest step first, and where to continue."""
 
     rollouts: list[dict[str, Any]]
     searched: int
-    """Steps looked through."""
+    """Number of steps searched."""
     go_on: int | None
-    """The last step that is still to be looked through; None when all are."""
+    """The step to continue with; None if all steps are searched."""
     skip: int = 0
-    """Hits of that step which are among these or were shown before."""
+    """Number of hits of that step that were already returned."""
 
 
-def search(
-    slices: RolloutView, wanted: RolloutFilter, *, limit: int = 50, seconds: float = 1.0
-) -> SearchHits:
-    """Look through steps, newest first, until enough is found or the time is up."""
+def search(view: RolloutView, query: RolloutFilter, *, limit: int = 50, seconds: float = 1.0) -> SearchHits:
+    """Search steps, newest first, until `limit` hits are found or the time is up."""
     steps = [
         step
-        for step in reversed(slices.steps())
-        if (wanted.first is None or step >= wanted.first) and (wanted.last is None or step <= wanted.last)
+        for step in reversed(view.steps())
+        if (query.first is None or step >= query.first) and (query.last is None or step <= query.last)
     ]
-    found: list[dict[str, Any]] = []
+    rollouts: list[dict[str, Any]] = []
     deadline = time.monotonic() + seconds
     for number, step in enumerate(steps):
-        if len(found) >= limit or (number and time.monotonic() > deadline):
-            return SearchHits(rollouts=found, searched=number, go_on=step)
-        skip = wanted.skip if step == wanted.last else 0
-        hits = list(hits_in(slices, step, wanted))[skip:]
-        room = limit - len(found)
-        found += hits[:room]
-        if len(hits) > room:
-            return SearchHits(rollouts=found, searched=number + 1, go_on=step, skip=skip + room)
-    return SearchHits(rollouts=found, searched=len(steps), go_on=None)
+        if len(rollouts) >= limit or (number and time.monotonic() > deadline):
+            return SearchHits(rollouts=rollouts, searched=number, go_on=step)
+        skip = query.skip if step == query.last else 0
+        hits = list(hits_in(view, step, query))[skip:]
+        left = limit - len(rollouts)
+        rollouts += hits[:left]
+        if len(hits) > left:
+            return SearchHits(rollouts=rollouts, searched=number + 1, go_on=step, skip=skip + left)
+    return SearchHits(rollouts=rollouts, searched=len(steps), go_on=None)
 
 
-def hits_in(slices: RolloutView, step: int, wanted: RolloutFilter) -> Iterator[dict[str, Any]]:
+def hits_in(view: RolloutView, step: int, query: RolloutFilter) -> Iterator[dict[str, Any]]:
     try:
-        table = read(slices.folder.rollouts_at(step), COLUMNS)
+        table = read(view.folder.rollouts_at(step), COLUMNS)
     except OSError:
-        return  # removed by a run that resumed before this step
-    for row in table.filter(matching(table, wanted)).to_pylist():
+        return  # removed when the run resumed from an earlier step
+    for row in table.filter(matching(table, query)).to_pylist():
         text, turns = row.pop("text"), row.pop("turns", None) or "[]"
-        if wanted.text.lower() not in text.lower():
-            text = "\n".join(map(as_read, told_turns(turns)))
-            if wanted.text.lower() not in text.lower():
-                continue  # the words were those of the record, not of anyone in it
-        yield {"step": step, **row, "excerpt": excerpt(text, wanted.text)}
+        if query.text.lower() not in text.lower():
+            text = "\n".join(map(segment_text, turn_segments(turns)))
+            if query.text.lower() not in text.lower():
+                continue  # the match is in the JSON of the record, not in its texts
+        yield {"step": step, **row, "excerpt": excerpt(text, query.text)}
 
 
-def as_read(part: Mapping[str, Any]) -> str:
-    """What the page shows of a turn, or of a tool's answer with what it was asked."""
+def segment_text(part: Mapping[str, Any]) -> str:
+    """Return the text of a segment as the page shows it; a tool result includes its call."""
     if "arguments" not in part:
         return str(part["text"])
     return f"{part['name']} {json.dumps(part['arguments'], ensure_ascii=False)} {part['text']}"
 
 
-def matching(table: pa.Table, wanted: RolloutFilter) -> Any:
+def matching(table: pa.Table, query: RolloutFilter) -> Any:
     """Return a mask over the table's rows."""
     conditions = [pc.greater_equal(table["group"], 0)]
     for column, least, most in (
-        ("reward", wanted.least_reward, wanted.most_reward),
-        ("length", wanted.least_length, wanted.most_length),
+        ("reward", query.least_reward, query.most_reward),
+        ("length", query.least_length, query.most_length),
     ):
         if least is not None and column in table.column_names:
             conditions.append(pc.greater_equal(table[column], least))
         if most is not None and column in table.column_names:
             conditions.append(pc.less_equal(table[column], most))
-    if wanted.finish == "error":
+    if query.finish == "error":
         conditions.append(pc.is_valid(table["error"]))
-    elif wanted.finish:
-        conditions.append(pc.equal(table["finish"], wanted.finish))
-    if wanted.text:
-        conditions.append(said(table, wanted.text))
+    elif query.finish:
+        conditions.append(pc.equal(table["finish"], query.finish))
+    if query.text:
+        conditions.append(contains_text(table, query.text))
     mask = conditions[0]
     for condition in conditions[1:]:
         mask = pc.and_(mask, condition)
     return mask
 
 
-def said(table: pa.Table, words: str) -> Any:
-    """Return where the answer, or any turn and tool's answer before it, holds the words."""
-    found = pc.match_substring(table["text"], words, ignore_case=True)
+def contains_text(table: pa.Table, words: str) -> Any:
+    """Return a mask of the rows whose answer, or an earlier turn or tool result, contains the words."""
+    in_answer = pc.match_substring(table["text"], words, ignore_case=True)
     if "turns" not in table.column_names:
-        return found
-    written = json.dumps(words, ensure_ascii=False)[1:-1]  # as JSON has it
-    return pc.or_(found, pc.match_substring(table["turns"], written, ignore_case=True))
+        return in_answer
+    escaped = json.dumps(words, ensure_ascii=False)[1:-1]  # escaped as in JSON
+    return pc.or_(in_answer, pc.match_substring(table["turns"], escaped, ignore_case=True))
 
 
 def excerpt(text: str, words: str) -> str:
-    """Return one line around the words, or the beginning."""
-    place = text.lower().find(words.lower()) if words else 0
-    start = max(0, place - AROUND)
-    end = place + len(words) + AROUND + (0 if words else AROUND)
+    """Return one line around the match, or the beginning of the text."""
+    position = text.lower().find(words.lower()) if words else 0
+    start = max(0, position - AROUND)
+    end = position + len(words) + AROUND + (0 if words else AROUND)
     line = " ".join(text[start:end].split())
     return f"{'…' if start else ''}{line}{'…' if end < len(text) else ''}"

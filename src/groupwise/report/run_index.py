@@ -1,4 +1,4 @@
-"""Run folders and what can be said of each at a glance."""
+"""Find the run folders to show, and read one run: its state, metrics, alarms and settings."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ logger = logging.getLogger(__name__)
 
 
 class RunReader:
-    """One run and the readers of its files."""
+    """One run, with readers for its files."""
 
     def __init__(self, folder: RunFolder, *, stats: Mapping[str, object] | None = None) -> None:
         self.folder = folder
         self.ending = stats
-        """What training_stats.json will hold, where this process is about to write it."""
+        """The content of training_stats.json, if this process is about to write it."""
         self.tail = MetricsTail(folder.metrics)
         self.measured = EvaluationFiles(folder).read
-        self.slices = RolloutView(folder)
+        self.rollouts = RolloutView(folder)
         try:
             self.config: Config | None = read_config(folder.config)
         except (ConfigError, OSError, RecursionError):
-            self.config = None  # made by another version: its numbers can be looked at all the same
+            self.config = None  # written by another version; metrics can still be shown
 
     @property
     def title(self) -> str:
@@ -44,11 +44,11 @@ class RunReader:
         return self.config.run.max_steps if self.config else None
 
     def alarmed(self) -> dict[str, Any]:
-        """Return every alarm, what is watched, and over how many steps."""
+        """Return all alarms, the titles of all rules, and the number of steps checked."""
         rows = self.tail.rows()
         return {
             "alarms": [asdict(alarm) for alarm in alarms(rows, self.measured())],
-            "watched": [watchman.title for watchman in ALARM_RULES],
+            "watched": [rule.title for rule in ALARM_RULES],
             "steps": len(rows),
         }
 
@@ -57,17 +57,17 @@ class RunReader:
         return "training" if owner(self.folder) is not None else self.state_at_rest()
 
     def state_at_rest(self) -> str:
-        """The same without asking whether somebody trains: the only question a trainer may ask itself."""
+        """Return finished or stopped, without checking the lock; for use by the training process itself."""
         rows = self.tail.rows()
         done = bool(rows) and self.max_steps is not None and rows[-1]["step"] >= self.max_steps
-        return "finished" if done and self.kept(rows[-1]["step"]) else "stopped"
+        return "finished" if done and self.is_stored(rows[-1]["step"]) else "stopped"
 
-    def kept(self, step: int) -> bool:
-        """Whether a step outlived its session: in a checkpoint, or one that was deleted after a good end."""
+    def is_stored(self, step: int) -> bool:
+        """Whether a step has a checkpoint, or had one that was deleted after the run finished."""
         return self.folder.checkpoint_at(step).is_dir() or self.stats().get("steps") == step
 
     def overview(self, *, state: str | None = None) -> dict[str, Any]:
-        """Return what the page shows of a run before anything is chosen."""
+        """Return the summary of a run in the list of runs."""
         rows = self.tail.rows()
         return {
             "name": self.folder.name,
@@ -75,43 +75,43 @@ class RunReader:
             "state": state or self.state(),
             "step": rows[-1]["step"] if rows else 0,
             "max_steps": self.max_steps,
-            "steps": self.slices.steps(),
+            "steps": self.rollouts.steps(),
             "stats": self.stats(),
         }
 
     def glance(self) -> dict[str, Any]:
-        """Return the overview; of a run whose files cannot be read, only that: others are not to suffer."""
+        """Return the overview; if the run cannot be read, mark it as damaged rather than fail the list."""
         try:
             return self.overview()
         except Exception as error:
-            logger.warning("cannot read the run %s: %r", self.folder.path, error)
+            logger.warning("cannot read run %s: %r", self.folder.path, error)
             name = self.folder.name
             empty: dict[str, Any] = {"step": 0, "max_steps": None, "steps": [], "stats": {}}
             return {"name": name, "title": name, "state": "damaged", **empty}
 
     def settings(self) -> dict[str, Any]:
-        """Return config.yaml as text; a link to somewhere else is not followed: it may name any file."""
+        """Return config.yaml as text. Links out of the folder are not followed: they may expose any file."""
         if not self.folder.config.resolve().is_relative_to(self.folder.path.resolve()):
             raise FileNotFoundError(self.folder.config)
         return {"text": self.folder.config.read_text(encoding="utf-8")}
 
     def stats(self) -> dict[str, Any]:
-        """Return training_stats.json; empty before the run has ended."""
+        """Return training_stats.json; empty until the run has ended."""
         if self.ending is not None:
             return dict(self.ending)
         try:
-            found = json.loads(self.folder.stats.read_text(encoding="utf-8"))
+            content = json.loads(self.folder.stats.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return content if isinstance(content, dict) else {}
 
     def curves(self, *, after: int = -1) -> dict[str, Any]:
-        """Return the metrics of the steps after one, and every evaluation."""
+        """Return the metrics of the steps after `after`, and all evaluations."""
         rows = [row for row in self.tail.rows() if row["step"] > after]
         return {**as_columns(rows), "evaluations": [asdict(one) for one in self.measured()]}
 
     def change(self) -> tuple[Any, ...]:
-        """Return a value that differs when the run's files do."""
+        """Return a value that changes whenever the run's files change."""
         watched = (self.folder.metrics, self.folder.rollouts, self.folder.evaluations, self.folder.stats)
         return (*tuple(stamp(path) for path in watched), owner(self.folder))
 
@@ -125,26 +125,26 @@ def stamp(path: Path) -> tuple[int, int]:
 
 
 class RunIndex:
-    """The runs that may be seen: folders of runs, and every run in a folder that holds some."""
+    """The runs to show: run folders, and all runs inside folders of runs."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self.roots = roots
         self.runs: dict[str, RunReader] = {}
-        """By name. Replaced, never edited: other threads may be reading it."""
-        self._looking = threading.Lock()
+        """Runs by name. Replaced rather than modified, because other threads may be reading it."""
+        self._refresh_lock = threading.Lock()
 
     @classmethod
     def of(cls, paths: Sequence[str | Path], *, must_exist: bool = True) -> RunIndex:
         for path in paths:
             if must_exist and not Path(path).is_dir():
-                raise ConfigError(f"there is no folder {path}: name a run, or a folder of runs")
-        catalogue = cls([Path(path) for path in paths])
-        catalogue.look()
-        return catalogue
+                raise ConfigError(f"there is no folder {path}: give a run, or a folder of runs")
+        index = cls([Path(path) for path in paths])
+        index.refresh()
+        return index
 
-    def look(self) -> dict[str, RunReader]:
-        """Take in runs that have appeared, and forget those that are gone."""
-        with self._looking:
+    def refresh(self) -> dict[str, RunReader]:
+        """Add new runs and drop removed ones."""
+        with self._refresh_lock:
             present = dict.fromkeys(path for root in self.roots for path in run_folders(root))
             runs = {name: run for name, run in self.runs.items() if run.folder.path in present}
             known = {run.folder.path: name for name, run in runs.items()}
@@ -152,13 +152,13 @@ class RunIndex:
                 if path not in known:
                     known[path] = free_name(path.resolve().name, runs)
                     runs[known[path]] = RunReader(RunFolder(path))
-            # In the order of the folders, the newest first: a run that just began comes before older ones.
+            # In the order of `run_folders`, the newest first.
             self.runs = {known[path]: runs[known[path]] for path in present}
             return self.runs
 
 
 def free_name(name: str, taken: Container[str]) -> str:
-    """Return the name, numbered when another run has it."""
+    """Return the name, with a number appended if it is taken."""
     number, free = 1, name
     while free in taken:
         number += 1
@@ -167,14 +167,14 @@ def free_name(name: str, taken: Container[str]) -> str:
 
 
 def run_folders(root: Path) -> list[Path]:
-    """Return the run that a folder is, or the runs in it, the newest first.
+    """Return the folder itself if it is a run, otherwise the runs in it, the newest first.
 
-    Settings are written when a run begins and when it is resumed.
+    The age of a run is that of its settings, which are written when it starts or resumes.
     """
     if is_run(root):
         return [root]
     try:
-        found = [path for path in root.iterdir() if is_run(path) and not path.is_symlink()]
+        paths = [path for path in root.iterdir() if is_run(path) and not path.is_symlink()]
     except OSError:
         return []
-    return sorted(found, key=lambda path: stamp(path / SETTINGS), reverse=True)
+    return sorted(paths, key=lambda path: stamp(path / SETTINGS), reverse=True)

@@ -1,4 +1,4 @@
-"""report.html: the page of `groupwise watch` with all the answers it asks for, in one file."""
+"""Write report.html, the page of `groupwise watch` with its data in one file, and the plots."""
 
 from __future__ import annotations
 
@@ -26,70 +26,70 @@ from groupwise.tracking.run_folder import RunFolder
 
 PAGE = Path(__file__).parent / "page"
 STEPS = 5
-"""Steps whose groups the report carries: the first, the last and some between."""
+"""Number of steps whose groups the report includes: the first, the last and some in between."""
 MOST_BYTES = 3_000_000
-"""Of groups and tokens together; groups come one from each step in turn until this is used up."""
+"""Size limit of groups and tokens; groups are added round-robin over the steps until it is reached."""
 IMPORT = re.compile(r'(from\s+)"\./([\w./-]+)"')
 
 
 def write_report(run: RunReader, *, state: str) -> Path:
-    """Write the report of a run and return where it lies."""
+    """Write the report of a run and return its path."""
     write_atomically(run.folder.report, page(dict(answers(run, state=state)), title=run.folder.name))
     return run.folder.report
 
 
 def answers(run: RunReader, *, state: str) -> Iterator[tuple[str, Any]]:
-    """Yield what the page will ask for, by address."""
+    """Yield the API responses that the page will request, by URL."""
     name = run.folder.name
     root = f"api/runs/{quote(name, safe=UNTOUCHED)}"
     yield "api/runs", [{"id": name, **run.overview(state=state)}]
     yield f"{root}/curves", run.curves()
     yield f"{root}/alarms", run.alarmed()
     yield f"{root}/settings", run.settings()
-    yield f"{root}/distribution", distribution(run.slices)
-    steps = spread(run.slices.steps(), STEPS)
+    yield f"{root}/distribution", distribution(run.rollouts)
+    steps = spread(run.rollouts.steps(), STEPS)
     lists = dict(listed(run, steps))
     for step, groups in lists.items():
         yield f"{root}/steps/{step}", groups
-    room = MOST_BYTES
-    for place in range(max(map(len, lists.values()), default=0)):
+    bytes_left = MOST_BYTES
+    for index in range(max(map(len, lists.values()), default=0)):
         for step, groups in lists.items():
-            if place < len(groups):
+            if index < len(groups):
                 try:
-                    found = dict(whole_group(run, root, step, groups[place]["group"]))
+                    responses = dict(whole_group(run, root, step, groups[index]["group"]))
                 except OSError:
-                    continue  # the part of the file that lists it can be read, and this one cannot
-                room -= sum(len(as_json(value)) for value in found.values())
-                if room < 0:
+                    continue  # the list of groups is readable, but this part of the file is not
+                bytes_left -= sum(len(as_json(value)) for value in responses.values())
+                if bytes_left < 0:
                     return
-                yield from found.items()
+                yield from responses.items()
 
 
 def listed(run: RunReader, steps: Iterable[int]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Yield each step with its groups; one whose file is damaged is left out, as of the distribution."""
+    """Yield each step with its groups; steps with a damaged file are skipped."""
     for step in steps:
         with suppress(OSError):
-            yield step, run.slices.groups(step)
+            yield step, run.rollouts.groups(step)
 
 
 UNTOUCHED = "!'()*-._~"
-"""Besides letters and digits: what encodeURIComponent leaves as it is, so that both sides say the same."""
+"""Characters besides letters and digits that JavaScript's encodeURIComponent leaves unescaped."""
 
 
 def whole_group(run: RunReader, root: str, step: int, group: int) -> Iterator[tuple[str, Any]]:
-    """Yield a group with its texts, and each member by token."""
-    found = run.slices.group(step, group)
-    assert found is not None, "groups that were listed exist"
-    place = f"{root}/steps/{step}/groups/{group}"
-    yield place, found
-    for member in found["members"]:
-        yield f"{place}/members/{member['member']}", run.slices.tokens(step, group, member["member"])
+    """Yield the responses for a group with its texts, and for the tokens of each member."""
+    content = run.rollouts.group(step, group)
+    assert content is not None, "listed groups exist"
+    url = f"{root}/steps/{step}/groups/{group}"
+    yield url, content
+    for member in content["members"]:
+        yield f"{url}/members/{member['member']}", run.rollouts.tokens(step, group, member["member"])
 
 
 def page(carried: dict[str, Any], *, title: str) -> str:
-    """Return the page with its styles, scripts and answers inside."""
+    """Return the page with its styles, scripts and data inlined."""
     style = "\n".join(read(name) for name in ("vendor/uplot/uPlot.min.css", "style.css"))
-    imports = json.dumps({"imports": {f"groupwise/{name}": as_address(name) for name in modules()}})
+    imports = json.dumps({"imports": {f"groupwise/{name}": as_data_url(name) for name in modules()}})
     start = 'import "groupwise/app.js";'
     policy = (
         f"default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; "
@@ -109,10 +109,10 @@ def page(carried: dict[str, Any], *, title: str) -> str:
 <script type="importmap">{imports}</script>
 </head>
 <body>
-<a class="skip" href="#main">Skip to the content</a>
+<a class="skip" href="#main">Skip to content</a>
 <header id="header"></header>
 <main id="main" tabindex="-1"></main>
-<noscript>This report draws with JavaScript of its own; it asks nothing of the network.</noscript>
+<noscript>This report needs JavaScript to draw. It makes no network requests.</noscript>
 <script type="module">{start}</script>
 </body>
 </html>
@@ -127,14 +127,14 @@ def read(name: str) -> str:
     return (PAGE / name).read_text(encoding="utf-8")
 
 
-def as_address(name: str) -> str:
-    """Return a module as a data: address, its imports by the names that the import map knows."""
+def as_data_url(name: str) -> str:
+    """Return a module as a data: URL, with its imports renamed to those of the import map."""
     source = IMPORT.sub(r'\1"groupwise/\2"', read(name))
     return f"data:text/javascript;base64,{base64.b64encode(source.encode()).decode()}"
 
 
 def as_script(value: Any) -> str:
-    """Return JSON that cannot end the script element it stands in, whatever a model wrote."""
+    """Return JSON that is safe inside a script element, whatever text it contains."""
     return as_json(value).replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
@@ -143,25 +143,26 @@ def allowed(script: str) -> str:
 
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b0578d", "#8a6d00", "#3b9dd6", "#5a646c")
-"""Okabe and Ito's, told apart by every kind of sight."""
+"""Okabe-Ito palette, safe for colour-blind readers."""
 INK, MUTED, GRID = "#1c2226", "#5a646c", "#e4e5e1"
 SMOOTHING = 0.8
-"""Of the line over the points, from this many steps on."""
+"""Weight of the exponential average."""
 MANY = 60
+"""Number of steps above which curves are smoothed."""
 
 
 def write_plots(run: RunReader) -> None:
-    """Write both pictures into the run's folder of plots."""
+    """Write both plots into the run's folder."""
     rows = run.tail.rows()
     if rows:
         write_atomically(run.folder.plots / "rewards.png", rewards(run.title, rows, run.measured()))
-    found = distribution(run.slices)
-    if found["steps"]:
-        write_atomically(run.folder.plots / "reward_distribution.png", distributed(run.title, found))
+    histogram = distribution(run.rollouts)
+    if histogram["steps"]:
+        write_atomically(run.folder.plots / "reward_distribution.png", distributed(run.title, histogram))
 
 
 def rewards(title: str, rows: Sequence[Row], measured: Sequence[StoredEvaluation]) -> bytes:
-    """Draw reward and its parts, and held-out accuracy with its intervals beside them."""
+    """Plot the reward and its parts, and held-out accuracy with its intervals."""
     figure, (left, right) = new_figure(title, columns=2)
     steps = [row["step"] for row in rows]
     names = [name for name in rows[-1] if name.startswith("reward/") and name.endswith("/mean")]
@@ -186,19 +187,19 @@ def rewards(title: str, rows: Sequence[Row], measured: Sequence[StoredEvaluation
     return as_png(figure)
 
 
-def distributed(title: str, found: dict[str, Any]) -> bytes:
-    """Draw how often each reward was given in each step; darker is more often."""
+def distributed(title: str, histogram: dict[str, Any]) -> bytes:
+    """Plot how often each reward occurs in each step; darker is more often."""
     figure, (axes,) = new_figure(title, columns=1)
-    counts = np.array(found["counts"], dtype=float)
+    counts = np.array(histogram["counts"], dtype=float)
     shares = counts / np.maximum(counts.sum(axis=0, keepdims=True), 1)
-    middles = [(low + high) / 2 for low, high in found["bins"]]
-    steps = found["steps"]
+    middles = [(low + high) / 2 for low, high in histogram["bins"]]
+    steps = histogram["steps"]
     image = axes.pcolormesh(
         edges(steps), edges(middles), np.sqrt(shares), cmap="Blues", vmin=0, vmax=1.25, linewidth=0
     )
-    axes.plot(steps, found["mean"], color=COLOURS[1], linewidth=1.8, label="mean")
+    axes.plot(steps, histogram["mean"], color=COLOURS[1], linewidth=1.8, label="mean")
     axes.plot(
-        steps, found["quantiles"]["0.5"], color=INK, linewidth=1.2, linestyle=(0, (3, 2)), label="median"
+        steps, histogram["quantiles"]["0.5"], color=INK, linewidth=1.2, linestyle=(0, (3, 2)), label="median"
     )
     bar = figure.colorbar(image, ax=axes, pad=0.02)
     bar.set_ticks([0, 0.5, 0.7071, 1], labels=["0 %", "25 %", "50 %", "100 %"])
@@ -212,7 +213,7 @@ def distributed(title: str, found: dict[str, Any]) -> bytes:
 
 
 def edges(middles: Sequence[float]) -> list[float]:
-    """Return the borders between neighbours, and one beyond either end."""
+    """Return the edges of the cells around the given centres."""
     if len(middles) == 1:
         return [middles[0] - 0.5, middles[0] + 0.5]
     between = [(a + b) / 2 for a, b in itertools.pairwise(middles)]
@@ -220,7 +221,7 @@ def edges(middles: Sequence[float]) -> list[float]:
 
 
 def smooth(values: Any, weight: float) -> Any:
-    """Return an exponential average that starts unbiased."""
+    """Return the bias-corrected exponential moving average."""
     total = norm = 0.0
     smoothed = []
     for value in values:
@@ -237,7 +238,7 @@ def new_figure(title: str, *, columns: int) -> tuple[Any, Any]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("plots need matplotlib: pip install matplotlib") from error
-    # Without pyplot: no window, no state shared with the user's own plots.
+    # Without pyplot, there is no window and no state shared with the user's plots.
     figure = Figure(figsize=(5.4 * columns if columns > 1 else 8.0, 3.9), dpi=144, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, color=INK, fontsize=11, x=0.01, ha="left")
@@ -260,20 +261,21 @@ def finish(axes: Any, label: str, *, legend: bool, grid: bool = True) -> None:
 
 def as_png(figure: Any) -> bytes:
     buffer = BytesIO()
-    # Without the software's version: the same run gives the same bytes.
+    # Without the software version, the same run gives the same bytes.
     figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
 
 
 def write_all(folder: RunFolder, *, own: bool, stats: Mapping[str, object] | None = None) -> Path:
-    """Write report and plots; `own` says that this very process trains in the folder.
+    """Write the report and the plots.
 
-    `stats`: what training_stats.json will hold, where it is not written yet.
+    own: whether this process is the one that trains in the folder
+    stats: the content of training_stats.json, if it is not written yet
     """
     run = RunReader(folder, stats=stats)
     try:
-        for place in (folder.path, folder.plots):
-            remove_temporaries(place)
+        for path in (folder.path, folder.plots):
+            remove_temporaries(path)
         path = write_report(run, state=run.state_at_rest() if own else run.state())
         write_plots(run)
     except OSError as error:

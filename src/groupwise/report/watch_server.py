@@ -1,4 +1,4 @@
-"""JSON as browsers read it."""
+"""The server of `groupwise watch`: the live page, its read-only JSON API, events and access control."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from groupwise.report.run_index import RunIndex, RunReader
 
 
 def as_json(value: Any) -> str:
-    """Write a value in one line; what is not finite becomes null."""
+    """Return a value as JSON in one line; NaN and infinity become null."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except ValueError:
@@ -69,7 +69,7 @@ HEADERS = {
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address can only mean this machine."""
+    """Whether a host name or address can only refer to this machine."""
     if host == "localhost":
         return True
     try:
@@ -79,12 +79,12 @@ def is_loopback(host: str) -> bool:
 
 
 class AccessGuard:
-    """ASGI middleware in front of everything that is served."""
+    """ASGI middleware that checks method, host, origin and token of every request."""
 
     def __init__(self, app: ASGIApp, *, token: str | None) -> None:
         self.app = app
         self.token = token
-        """None: only for this machine, under its loopback names."""
+        """None: only requests to loopback names are allowed."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -104,33 +104,33 @@ class AccessGuard:
         await answer(scope, receive, send_with_headers)
 
     def refusal(self, scope: Scope) -> Response | None:
-        """Return what to answer instead; None where the request may pass."""
+        """Return the error response for a request, or None if it is allowed."""
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         if scope["method"] not in ("GET", "HEAD"):
-            return PlainTextResponse("only reading is possible here", 405)
+            return PlainTextResponse("this server is read-only", 405)
         if self.token is None and not is_loopback(host_name(host)):
-            return PlainTextResponse("this page is for 127.0.0.1 only", 403)
-        if foreign(headers, host):
-            return PlainTextResponse("requests of other sites are refused", 403)
-        return None if self.token is None else self._without_token(scope, headers)
+            return PlainTextResponse("this page is available at 127.0.0.1 only", 403)
+        if is_cross_site(headers, host):
+            return PlainTextResponse("cross-site requests are not allowed", 403)
+        return None if self.token is None else self._check_token(scope, headers)
 
-    def _without_token(self, scope: Scope, headers: Headers) -> Response | None:
+    def _check_token(self, scope: Scope, headers: Headers) -> Response | None:
         assert self.token is not None
         given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
         if same(given, self.token):
-            # From here on a cookie proves it: addresses end up in histories and logs.
-            # One slash: a browser takes "//name/" for another site.
+            # Move the token to a cookie: URLs end up in histories and logs.
+            # Redirect to a single slash: a browser takes "//name/" for another site.
             response = RedirectResponse(f"/{scope['path'].lstrip('/')}", 303)
             response.set_cookie(COOKIE, self.token, httponly=True, samesite="strict")
             return response
         if same(cookie(headers), self.token) or same(bearer(headers), self.token):
             return None
-        return PlainTextResponse("this page needs the token that `groupwise watch` printed", 401)
+        return PlainTextResponse("a token is required: open the URL that `groupwise watch` printed", 401)
 
 
-def foreign(headers: Headers, host: str) -> bool:
-    """Whether another site made the request; following a link to the page itself is fine."""
+def is_cross_site(headers: Headers, host: str) -> bool:
+    """Whether another site made the request; following a link to the page is allowed."""
     origin = headers.get("origin")
     if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
         return True
@@ -139,7 +139,7 @@ def foreign(headers: Headers, host: str) -> bool:
 
 
 def host_name(host: str) -> str:
-    """The Host header without its port."""
+    """Return the Host header without its port."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -148,10 +148,10 @@ def host_name(host: str) -> str:
 
 def cookie(headers: Headers) -> str:
     try:
-        found = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+        morsel = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
     except CookieError:
         return ""
-    return found.value if found else ""
+    return morsel.value if morsel else ""
 
 
 def bearer(headers: Headers) -> str:
@@ -166,14 +166,14 @@ def same(given: str, token: str) -> bool:
 PAGE = Path(__file__).parent / "page"
 POLL_SECONDS = 1.0
 HEARTBEAT = 15
-"""Polls without news after which a comment keeps the connection from being taken for dead."""
+"""Number of polls without changes after which a comment is sent to keep the connection alive."""
 
 LARGEST = 10**15
-"""Numbers from here on are none of a run's, and some do not fit what its files are read with."""
+"""Upper bound of numbers in requests; larger ones occur in no run and would overflow."""
 
 
 class PathNumber(IntegerConvertor):
-    """The number of a step, group or member in an address."""
+    """The number of a step, group or member in a URL."""
 
     regex = "[0-9]{1,15}"
 
@@ -181,25 +181,25 @@ class PathNumber(IntegerConvertor):
 register_url_convertor("number", PathNumber())
 
 
-def application(catalogue: RunIndex, *, token: str | None = None) -> Starlette:
-    """Return the whole server; it reads, and never writes."""
-    serve = WatchServer(catalogue)
+def application(index: RunIndex, *, token: str | None = None) -> Starlette:
+    """Return the ASGI application; it is read-only."""
+    serve = WatchServer(index)
     one = "/api/runs/{run}"
     return Starlette(
         routes=[
-            Route("/", index),
-            Route("/api/runs", answering(serve.runs)),
+            Route("/", index_page),
+            Route("/api/runs", json_endpoint(serve.runs)),
             Route("/api/events", serve.events),
-            Route(f"{one}/curves", answering(serve.curves)),
-            Route(f"{one}/alarms", answering(serve.alarms)),
-            Route(f"{one}/settings", answering(serve.settings)),
-            Route(f"{one}/distribution", answering(serve.distribution)),
-            Route(f"{one}/search", answering(serve.search)),
-            Route(f"{one}/steps/{{step:number}}", answering(serve.groups)),
-            Route(f"{one}/steps/{{step:number}}/groups/{{group:number}}", answering(serve.group)),
+            Route(f"{one}/curves", json_endpoint(serve.curves)),
+            Route(f"{one}/alarms", json_endpoint(serve.alarms)),
+            Route(f"{one}/settings", json_endpoint(serve.settings)),
+            Route(f"{one}/distribution", json_endpoint(serve.distribution)),
+            Route(f"{one}/search", json_endpoint(serve.search)),
+            Route(f"{one}/steps/{{step:number}}", json_endpoint(serve.groups)),
+            Route(f"{one}/steps/{{step:number}}/groups/{{group:number}}", json_endpoint(serve.group)),
             Route(
                 f"{one}/steps/{{step:number}}/groups/{{group:number}}/members/{{member:number}}",
-                answering(serve.tokens),
+                json_endpoint(serve.tokens),
             ),
             Mount("/page", StaticFiles(directory=PAGE)),
         ],
@@ -207,48 +207,48 @@ def application(catalogue: RunIndex, *, token: str | None = None) -> Starlette:
     )
 
 
-def index(request: Request) -> Response:
+def index_page(request: Request) -> Response:
     return FileResponse(PAGE / "index.html")
 
 
-def answering(question: Callable[[Request], Any]) -> Callable[[Request], Response]:
-    """Return an endpoint that answers in JSON; a plain function, so that it runs on a thread of its own."""
+def json_endpoint(handler: Callable[[Request], Any]) -> Callable[[Request], Response]:
+    """Return a JSON endpoint; it is not async, so that Starlette runs it in a thread."""
 
     def endpoint(request: Request) -> Response:
         try:
-            found = question(request)
+            result = handler(request)
         except FileNotFoundError:
-            found = None
+            result = None
         except OSError as error:
-            raise HTTPException(500, f"cannot read it: {error.strerror or error}") from error
+            raise HTTPException(500, f"cannot read the file: {error.strerror or error}") from error
         except RecursionError as error:
-            raise HTTPException(500, "cannot read it: its JSON is nested too deeply") from error
-        if found is None:
-            raise HTTPException(404, "there is nothing of that name or number")
-        return Response(as_json(found), media_type="application/json")
+            raise HTTPException(500, "cannot read the file: its JSON is nested too deeply") from error
+        if result is None:
+            raise HTTPException(404, "not found")
+        return Response(as_json(result), media_type="application/json")
 
     return endpoint
 
 
 class WatchServer:
-    """What can be asked."""
+    """The endpoints of the API."""
 
-    def __init__(self, catalogue: RunIndex) -> None:
-        self.catalogue = catalogue
+    def __init__(self, index: RunIndex) -> None:
+        self.index = index
 
     def run(self, request: Request) -> RunReader:
-        """Find a run by the name it was given here: a name is never made into a path."""
+        """Look a run up by its name in the index; names are never used as paths."""
         name = request.path_params["run"]
-        run = self.catalogue.runs.get(name) or self.catalogue.look().get(name)
+        run = self.index.runs.get(name) or self.index.refresh().get(name)
         if run is None:
-            raise HTTPException(404, "there is no run of that name here")
+            raise HTTPException(404, "no such run")
         return run
 
     def runs(self, request: Request) -> list[dict[str, Any]]:
-        return [{"id": name, **run.glance()} for name, run in self.catalogue.look().items()]
+        return [{"id": name, **run.glance()} for name, run in self.index.refresh().items()]
 
     def curves(self, request: Request) -> dict[str, Any]:
-        after = whole(request, "after")
+        after = integer(request, "after")
         return self.run(request).curves(after=-1 if after is None else after)
 
     def alarms(self, request: Request) -> dict[str, Any]:
@@ -259,63 +259,65 @@ class WatchServer:
 
     def distribution(self, request: Request) -> dict[str, Any]:
         return distribution(
-            self.run(request).slices, first=whole(request, "first"), last=whole(request, "last")
+            self.run(request).rollouts, first=integer(request, "first"), last=integer(request, "last")
         )
 
     def search(self, request: Request) -> dict[str, Any]:
-        asked = request.query_params
+        query = request.query_params
         return asdict(
             search(
-                self.run(request).slices,
+                self.run(request).rollouts,
                 RolloutFilter(
-                    text=asked.get("text", "")[:1000],
+                    text=query.get("text", "")[:1000],
                     least_reward=number(request, "least_reward"),
                     most_reward=number(request, "most_reward"),
-                    least_length=whole(request, "least_length"),
-                    most_length=whole(request, "most_length"),
-                    finish=asked.get("finish", ""),
-                    first=whole(request, "first"),
-                    last=whole(request, "last"),
-                    skip=max(0, whole(request, "skip") or 0),
+                    least_length=integer(request, "least_length"),
+                    most_length=integer(request, "most_length"),
+                    finish=query.get("finish", ""),
+                    first=integer(request, "first"),
+                    last=integer(request, "last"),
+                    skip=max(0, integer(request, "skip") or 0),
                 ),
             )
         )
 
     def groups(self, request: Request) -> list[dict[str, Any]]:
-        return self.run(request).slices.groups(request.path_params["step"])
+        return self.run(request).rollouts.groups(request.path_params["step"])
 
     def group(self, request: Request) -> dict[str, Any] | None:
-        place = request.path_params
-        return self.run(request).slices.group(place["step"], place["group"])
+        params = request.path_params
+        return self.run(request).rollouts.group(params["step"], params["group"])
 
     def tokens(self, request: Request) -> dict[str, Any] | None:
-        place = request.path_params
-        return self.run(request).slices.tokens(place["step"], place["group"], place["member"])
+        params = request.path_params
+        return self.run(request).rollouts.tokens(params["step"], params["group"], params["member"])
 
     async def events(self, request: Request) -> Response:
         return StreamingResponse(
-            changes(self.catalogue), media_type="text/event-stream", headers={"cache-control": "no-store"}
+            changes(self.index), media_type="text/event-stream", headers={"cache-control": "no-store"}
         )
 
 
-async def changes(catalogue: RunIndex) -> AsyncIterator[str]:
-    """Yield a server-sent event for each run whose files changed since the last look."""
-    before: dict[str, Any] = {name: run.change() for name, run in catalogue.look().items()}
+async def changes(index: RunIndex) -> AsyncIterator[str]:
+    """Yield a server-sent event for each run whose files changed since the last poll."""
+    before: dict[str, Any] = {name: run.change() for name, run in index.refresh().items()}
     yield "retry: 2000\n\n"
-    silent = 0
+    quiet_polls = 0
     while True:
         await asyncio.sleep(POLL_SECONDS)
-        now = await asyncio.to_thread(lambda: {name: run.change() for name, run in catalogue.look().items()})
-        changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-        before = now
+        current = await asyncio.to_thread(
+            lambda: {name: run.change() for name, run in index.refresh().items()}
+        )
+        changed = [name for name in {**before, **current} if before.get(name) != current.get(name)]
+        before = current
         for name in changed:
-            run = catalogue.runs.get(name)
-            news = {"run": name, **(run.glance() if run else {"state": "gone"})}
-            yield f"event: change\ndata: {as_json(news)}\n\n"
-        silent = 0 if changed else silent + 1
-        if silent >= HEARTBEAT:
-            silent = 0
-            yield ": still here\n\n"
+            run = index.runs.get(name)
+            event = {"run": name, **(run.glance() if run else {"state": "gone"})}
+            yield f"event: change\ndata: {as_json(event)}\n\n"
+        quiet_polls = 0 if changed else quiet_polls + 1
+        if quiet_polls >= HEARTBEAT:
+            quiet_polls = 0
+            yield ": keep-alive\n\n"
 
 
 def number(request: Request, name: str) -> float | None:
@@ -326,10 +328,10 @@ def number(request: Request, name: str) -> float | None:
         raise HTTPException(400, f"{name} must be a number") from None
 
 
-def whole(request: Request, name: str) -> int | None:
+def integer(request: Request, name: str) -> int | None:
     value = number(request, name)
-    if value is not None and not abs(value) < LARGEST:  # nor is it where it is no number at all
-        raise HTTPException(400, f"{name} must be a number, and no larger than any in a run")
+    if value is not None and not abs(value) < LARGEST:  # also true for NaN
+        raise HTTPException(400, f"{name} must be a number below {LARGEST:g}")
     return None if value is None else int(value)
 
 
@@ -345,13 +347,14 @@ def watch(
     must_exist: bool = True,
     say: Callable[[str], None],
 ) -> None:
-    """Serve the page until Ctrl-C. Anywhere but on loopback it needs a token, made here if none is given.
+    """Serve the page until Ctrl-C.
 
-    `must_exist=False`: the folders may appear later, with their first run.
+    Except on loopback, access requires a token, which is generated if none is given. With `must_exist=False`,
+    the folders may be created later, with their first run.
     """
-    catalogue = RunIndex.of(paths, must_exist=must_exist)
-    if not catalogue.runs:
-        say(f"no run yet in {', '.join(map(str, paths))}: it will appear here when it starts")
+    index = RunIndex.of(paths, must_exist=must_exist)
+    if not index.runs:
+        say(f"no runs in {', '.join(map(str, paths))} yet; they will appear when they start")
     try:
         import uvicorn
 
@@ -361,14 +364,14 @@ def watch(
     if not is_loopback(host) and token is None:
         token = secrets.token_urlsafe(24)
     with listen(host, port) as listening:
-        place = f"[{host}]" if ":" in host else host
-        address = f"http://{place}:{listening.getsockname()[1]}/"
-        say(f"watching {len(catalogue.runs)} run{'s' * (len(catalogue.runs) != 1)} at {address}")
+        bracketed = f"[{host}]" if ":" in host else host
+        address = f"http://{bracketed}:{listening.getsockname()[1]}/"
+        say(f"watching {len(index.runs)} run{'s' * (len(index.runs) != 1)} at {address}")
         if token is not None:
-            say(f"open it the first time as {address}?token={token}")
-        threading.Thread(target=read_ahead, args=(catalogue,), daemon=True).start()
+            say(f"for the first visit, open {address}?token={token}")
+        threading.Thread(target=read_ahead, args=(index,), daemon=True).start()
         settings = uvicorn.Config(
-            application(catalogue, token=token),
+            application(index, token=token),
             log_level="warning",
             lifespan="off",
             timeout_graceful_shutdown=1,
@@ -377,15 +380,15 @@ def watch(
         uvicorn.Server(settings).run(sockets=[listening])
 
 
-def read_ahead(catalogue: RunIndex) -> None:
-    """Read the rewards of the newest run while the browser starts: the one view that reads many files."""
-    newest = next(iter(catalogue.runs.values()), None)
+def read_ahead(index: RunIndex) -> None:
+    """Cache the rewards of the newest run while the browser starts: this view reads many files."""
+    newest = next(iter(index.runs.values()), None)
     if newest is not None:
-        distribution(newest.slices)
+        distribution(newest.rollouts)
 
 
 def listen(host: str, port: int | None) -> socket.socket:
-    """Open the port, or without one the usual, and where that is taken any that is free."""
+    """Listen on the port; without one, on the default port, or on any free port if that is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     tries = [PORT, 0] if port is None else [port]
     for number in tries:
@@ -393,13 +396,13 @@ def listen(host: str, port: int | None) -> socket.socket:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             server.bind((host, number))
-            server.listen()  # from here on a browser waits rather than being refused
+            server.listen()  # from now on connections wait rather than fail
         except OSError as error:
             server.close()
             if number == tries[-1]:
                 why = error.strerror or error
-                advice = "; name another port by --port" if error.errno == errno.EADDRINUSE else ""
-                raise ConfigError(f"cannot listen at {host}:{number}: {why}{advice}") from error
+                advice = "; choose another port with --port" if error.errno == errno.EADDRINUSE else ""
+                raise ConfigError(f"cannot listen on {host}:{number}: {why}{advice}") from error
         else:
             return server
-    raise AssertionError("one of the tries returns or raises")
+    raise AssertionError("one of the attempts returns or raises")

@@ -1,4 +1,4 @@
-// Alarms: what looked wrong, when, and what to try.
+// Alarms: what was observed, at which steps, and what to try.
 
 import { h, fill } from "./dom.js";
 import { plural } from "./format.js";
@@ -7,8 +7,8 @@ import { get, of } from "./source.js";
 export async function alarms(root, app) {
   async function show() {
     const runs = app.chosen();
-    const found = await Promise.all(runs.map((run) => get(of(run.id, "/alarms"), { again: true })));
-    fill(root, runs.map((run, i) => section(run, found[i], app, runs.length > 1)));
+    const responses = await Promise.all(runs.map((run) => get(of(run.id, "/alarms"), { fresh: true })));
+    fill(root, runs.map((run, i) => section(run, responses[i], app, runs.length > 1)));
   }
   await show();
   return { refresh: show };
@@ -16,21 +16,21 @@ export async function alarms(root, app) {
 
 function section(run, { alarms, watched, steps }, app, named) {
   const active = alarms.filter((alarm) => alarm.active).length;
-  const words = !steps
-    ? "No step has been made yet."
+  const summary = !steps
+    ? "No steps yet."
     : alarms.length === 0
-      ? `Nothing looked wrong in ${plural(steps, "step")}.`
-      : `${plural(alarms.length, "alarm")} in ${plural(steps, "step")}, ${active ? `${active} of them still true` : "none of them still true"}.`;
+      ? `No alarms in ${plural(steps, "step")}.`
+      : `${plural(alarms.length, "alarm")} in ${plural(steps, "step")}, ${active || "none"} still active.`;
   return h(
     "section",
     {},
     named && h("h2", {}, run.name),
-    h("p", { class: "verdict", role: "status" }, words),
+    h("p", { class: "verdict", role: "status" }, summary),
     alarms.map((alarm) => card(run, alarm, app)),
     h(
       "details",
       { class: "more" },
-      h("summary", {}, `What is watched (${watched.length})`),
+      h("summary", {}, `All rules (${watched.length})`),
       h("ul", { class: "watched" }, watched.map((title) => h("li", {}, title))),
     ),
   );
@@ -47,7 +47,7 @@ function card(run, alarm, app) {
       {},
       h("span", { class: "mark", "aria-hidden": "true" }, alarm.active ? "▲" : "△"),
       alarm.title,
-      h("span", { class: "quiet when" }, `${when} · ${alarm.active ? "still true" : "over"}`),
+      h("span", { class: "quiet when" }, `${when} · ${alarm.active ? "active" : "resolved"}`),
     ),
     h("p", {}, alarm.saw),
     h("p", { class: "advice" }, h("b", {}, "Try: "), alarm.advice),
@@ -61,7 +61,7 @@ function card(run, alarm, app) {
 }
 
 function nearest(steps, step) {
-  let found = null;
-  for (const one of steps) if (found === null || Math.abs(one - step) < Math.abs(found - step)) found = one;
-  return found;
+  let best = null;
+  for (const one of steps) if (best === null || Math.abs(one - step) < Math.abs(best - step)) best = one;
+  return best;
 }

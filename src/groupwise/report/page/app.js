@@ -1,6 +1,6 @@
-// The frame: which runs, which view, where in it. Everything that is chosen stands in the address.
+// The frame of the page: runs, views, theme and keyboard. The URL hash stores everything that is selected.
 
-import { h, fill, later, css } from "./dom.js";
+import { h, fill, debounce, css } from "./dom.js";
 import { plural } from "./format.js";
 import { get, of, listen, inReport } from "./source.js";
 import { curves } from "./curves.js";
@@ -19,13 +19,13 @@ const VIEWS = [
 
 const KEYS = [
   ["1 – 5", "Curves, Rewards, Groups, Tokens, Alarms"],
-  ["j  k", "next and previous group; in Tokens, member"],
-  ["[  ]", "previous and next step"],
+  ["j  k", "next or previous group (in Tokens: member)"],
+  ["[  ]", "previous or next step"],
   ["/", "search"],
-  ["← →", "in Tokens, move from token to token"],
-  ["c", "in Tokens, colour by the next quantity"],
-  ["t", "light, dark, or as the system"],
-  ["?", "this help"],
+  ["← →", "in Tokens: previous or next token"],
+  ["c", "in Tokens: colour by the next quantity"],
+  ["t", "switch the theme: light, dark or system"],
+  ["?", "show this help"],
 ];
 
 const main = document.getElementById("main");
@@ -34,34 +34,34 @@ const header = document.getElementById("header");
 const app = {
   runs: [],
   alarmCount: {},
-  place: {},
+  route: {},
   live: null,
   view: null,
 };
 
-// The place: #groups?run=a&step=3&group=1
+// The route in the URL hash: #groups?run=a&step=3&group=1
 
-function readPlace() {
+function readRoute() {
   const [view, query = ""] = location.hash.replace(/^#/, "").split("?");
-  const place = Object.fromEntries(new URLSearchParams(query));
-  place.view = VIEWS.some(([name]) => name === view) ? view : "curves";
-  return place;
+  const route = Object.fromEntries(new URLSearchParams(query));
+  route.view = VIEWS.some(([name]) => name === view) ? view : "curves";
+  return route;
 }
 
 function address(changes) {
-  const place = { ...app.place, ...changes };
+  const route = { ...app.route, ...changes };
   const query = new URLSearchParams();
   for (const name of ["run", "with", "step", "group", "member", "by"]) {
-    if (place[name] !== undefined && place[name] !== null && place[name] !== "") query.set(name, place[name]);
+    if (route[name] !== undefined && route[name] !== null && route[name] !== "") query.set(name, route[name]);
   }
-  return `#${place.view}?${query}`;
+  return `#${route.view}?${query}`;
 }
 
 function go(changes, { quietly = false } = {}) {
   const target = address(changes);
   if (quietly) {
     history.replaceState(null, "", target);
-    app.place = readPlace();
+    app.route = readRoute();
   } else if (location.hash !== target) location.hash = target;
   else draw();
 }
@@ -69,14 +69,14 @@ function go(changes, { quietly = false } = {}) {
 app.go = go;
 app.address = address;
 
-// Runs: the one in focus, and those drawn beside it
+// Runs: the one in focus, and those compared with it
 
-app.run = () => app.runs.find((run) => run.id === app.place.run) ?? app.runs[0];
+app.run = () => app.runs.find((run) => run.id === app.route.run) ?? app.runs[0];
 
 app.chosen = () => {
-  const beside = (app.place.with ?? "").split(",").filter(Boolean);
+  const compared = (app.route.with ?? "").split(",").filter(Boolean);
   const focus = app.run();
-  return focus ? [focus, ...app.runs.filter((run) => beside.includes(run.id) && run !== focus)] : [];
+  return focus ? [focus, ...app.runs.filter((run) => compared.includes(run.id) && run !== focus)] : [];
 };
 
 app.colour = (run) => {
@@ -84,16 +84,16 @@ app.colour = (run) => {
   return css(`--series-${((order < 0 ? app.runs.indexOf(run) : order) % 7) + 1}`);
 };
 
-function toggleBeside(run, on) {
-  const beside = new Set((app.place.with ?? "").split(",").filter(Boolean));
-  if (on) beside.add(run.id);
-  else beside.delete(run.id);
-  go({ with: [...beside].join(",") });
+function toggleCompared(run, on) {
+  const compared = new Set((app.route.with ?? "").split(",").filter(Boolean));
+  if (on) compared.add(run.id);
+  else compared.delete(run.id);
+  go({ with: [...compared].join(",") });
 }
 
 // The header
 
-function stateWord(run) {
+function stateText(run) {
   const steps = run.max_steps ? `step ${run.step} of ${run.max_steps}` : `step ${run.step}`;
   return `${run.state} · ${steps}`;
 }
@@ -109,7 +109,7 @@ function drawHeader() {
       { class: "bar" },
       h("a", { class: "brand", href: address({ view: "curves" }) }, "groupwise"),
       focus && runPicker(focus),
-      focus && h("span", { class: `state ${focus.state}`, role: "status" }, stateWord(focus)),
+      focus && h("span", { class: `state ${focus.state}`, role: "status" }, stateText(focus)),
       training &&
         h(
           "a",
@@ -119,8 +119,8 @@ function drawHeader() {
       h("span", { class: "push" }),
       app.live === false && h("span", { class: "lost", role: "status" }, "connection lost"),
       inReport && h("span", { class: "quiet" }, "report"),
-      h("button", { class: "plain", onclick: cycleTheme, title: "Light, dark, or as the system (t)" }, themeWord()),
-      h("button", { class: "plain", onclick: showHelp, "aria-label": "Keys", title: "Keys (?)" }, "?"),
+      h("button", { class: "plain", onclick: cycleTheme, title: "Theme: light, dark or system (t)" }, themeLabel()),
+      h("button", { class: "plain", onclick: showHelp, "aria-label": "Keyboard shortcuts", title: "Keyboard shortcuts (?)" }, "?"),
     ),
     h(
       "nav",
@@ -130,7 +130,7 @@ function drawHeader() {
           "a",
           {
             href: address({ view: name }),
-            "aria-current": app.place.view === name ? "page" : null,
+            "aria-current": app.route.view === name ? "page" : null,
             title: `${label} (${index + 1})`,
           },
           label,
@@ -143,15 +143,15 @@ function drawHeader() {
 
 function runPicker(focus) {
   if (app.runs.length < 2) return h("span", { class: "run", title: focus.title }, focus.name);
-  const beside = app.chosen().slice(1);
+  const compared = app.chosen().slice(1);
   return h(
     "details",
     { class: "picker" },
-    h("summary", {}, focus.name, beside.length > 0 && h("span", { class: "quiet" }, ` and ${beside.length} beside`)),
+    h("summary", {}, focus.name, compared.length > 0 && h("span", { class: "quiet" }, ` + ${compared.length} compared`)),
     h(
       "div",
       { class: "menu" },
-      h("div", { class: "menu-head quiet" }, h("span", {}, "look at"), h("span", {}, "beside it")),
+      h("div", { class: "menu-head quiet" }, h("span", {}, "show"), h("span", {}, "compare")),
       app.runs.map((run) =>
         h(
           "div",
@@ -164,14 +164,14 @@ function runPicker(focus) {
             },
             app.chosen().includes(run) && h("span", { class: "dot", style: { background: app.colour(run) } }),
             h("span", { class: "menu-name" }, run.name),
-            h("span", { class: "quiet" }, stateWord(run)),
+            h("span", { class: "quiet" }, stateText(run)),
           ),
           h("input", {
             type: "checkbox",
-            "aria-label": `draw ${run.name} beside`,
+            "aria-label": `compare with ${run.name}`,
             checked: app.chosen().includes(run),
             disabled: run === focus,
-            onchange: (event) => toggleBeside(run, event.target.checked),
+            onchange: (event) => toggleCompared(run, event.target.checked),
           }),
         ),
       ),
@@ -190,7 +190,7 @@ const stored = () => {
   }
 };
 let theme = stored();
-const themeWord = () => ({ auto: "◐ auto", light: "○ light", dark: "● dark" })[theme];
+const themeLabel = () => ({ auto: "◐ auto", light: "○ light", dark: "● dark" })[theme];
 
 function applyTheme() {
   if (theme === "auto") document.documentElement.removeAttribute("data-theme");
@@ -202,7 +202,7 @@ function cycleTheme() {
   try {
     localStorage.setItem("groupwise-theme", theme);
   } catch {
-    // A browser that keeps nothing still shows it.
+    // Without storage, the theme applies to this page only.
   }
   applyTheme();
   draw();
@@ -215,8 +215,8 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw
 function showHelp() {
   const dialog = h(
     "dialog",
-    { "aria-label": "Keys" },
-    h("h2", {}, "Keys"),
+    { "aria-label": "Keyboard shortcuts" },
+    h("h2", {}, "Keyboard shortcuts"),
     h("dl", { class: "keys" }, KEYS.map(([key, what]) => [h("dt", {}, key), h("dd", {}, what)])),
     h("form", { method: "dialog" }, h("button", {}, "Close")),
   );
@@ -252,11 +252,11 @@ async function draw() {
   const run = app.run();
   document.title = run ? `${run.name} · groupwise` : "groupwise";
   if (!run) {
-    fill(main, h("p", { class: "quiet" }, "No run yet. It appears here when it starts."));
+    fill(main, h("p", { class: "quiet" }, "No runs yet. They appear here when they start."));
     return;
   }
-  const make = VIEWS.find(([name]) => name === app.place.view)[2];
-  const root = h("div", { class: `view ${app.place.view}` });
+  const make = VIEWS.find(([name]) => name === app.route.view)[2];
+  const root = h("div", { class: `view ${app.route.view}` });
   try {
     const view = await make(root, app);
     if (mine !== drawing) {
@@ -274,23 +274,23 @@ async function draw() {
 
 async function countAlarms(run) {
   try {
-    const found = await get(of(run.id, "/alarms"), { again: true });
-    app.alarmCount[run.id] = found.alarms.filter((alarm) => alarm.active).length;
+    const response = await get(of(run.id, "/alarms"), { fresh: true });
+    app.alarmCount[run.id] = response.alarms.filter((alarm) => alarm.active).length;
   } catch {
     return; // The run has no metrics yet.
   }
   if (run === app.run()) drawHeader();
 }
 
-const refresh = later(async (id) => {
+const refresh = debounce(async (id) => {
   const run = app.runs.find((one) => one.id === id);
   if (!run) return;
   countAlarms(run);
   if (app.chosen().includes(run)) await app.view?.refresh?.(run);
 }, 150);
 
-function changed(news) {
-  const { run: id, ...overview } = news;
+function onChange(event) {
+  const { run: id, ...overview } = event;
   const known = app.runs.find((run) => run.id === id);
   const before = app.chosen();
   if (overview.state === "gone") app.runs = app.runs.filter((run) => run.id !== id);
@@ -298,14 +298,14 @@ function changed(news) {
   else app.runs.unshift({ id, ...overview });
   const open = header.querySelector("details[open]");
   if (!open) drawHeader();
-  // What someone reads is drawn anew only when it is of other runs: that closes what they have unfolded.
+  // Redraw the view only if the selected runs changed: a redraw closes everything that is unfolded.
   const after = app.chosen();
   if (before.length !== after.length || before.some((run, index) => run !== after[index])) draw();
   else if (known) refresh(id);
 }
 
 window.addEventListener("hashchange", () => {
-  app.place = readPlace();
+  app.route = readRoute();
   draw();
 });
 document.addEventListener("click", (event) => {
@@ -315,16 +315,16 @@ document.addEventListener("click", (event) => {
 
 async function start() {
   applyTheme();
-  app.place = readPlace();
+  app.route = readRoute();
   try {
-    app.runs = await get("api/runs", { again: true });
+    app.runs = await get("api/runs", { fresh: true });
   } catch (error) {
     fill(main, h("p", { class: "error", role: "alert" }, error.message));
     return;
   }
   await draw();
   for (const run of app.chosen()) countAlarms(run);
-  listen(changed, (live) => {
+  listen(onChange, (live) => {
     if (app.live === live) return;
     app.live = live;
     drawHeader();

@@ -1,4 +1,4 @@
-// One chart: lines over steps with bands, hover values, zoom by dragging, and downloads.
+// A chart: lines over steps with bands, values on hover, zoom by dragging, and downloads.
 
 import uPlot from "./vendor/uplot/uPlot.esm.js";
 import { h, fill, css, save } from "./dom.js";
@@ -38,33 +38,33 @@ export function chart(title, lines, options = {}) {
     plot = new uPlot(settings(prepared, { ...options, format, width, onhover }), prepared.data, box);
     plot.root.setAttribute("role", "img");
     plot.root.setAttribute("aria-label", summary(title, lines, format));
-    tell(null);
+    showValues(null);
   }
 
-  // One band at a time: several over each other cannot be told apart. The first line shown has it.
+  // Draw the band of the first visible line only: overlapping bands cannot be distinguished.
   function visible() {
     const shown = lines.filter((line) => !hidden.has(line.label));
     const first = shown.find((line) => line.band);
     return shown.map((line) => (line.band && line !== first ? { ...line, band: null, thin: true } : line));
   }
 
-  function toggle(label, place) {
+  function toggle(label, index) {
     if (hidden.has(label)) hidden.delete(label);
     else hidden.add(label);
     if (plot) draw();
-    legend.querySelectorAll("button")[place]?.focus();
+    legend.querySelectorAll("button")[index]?.focus();
   }
 
   function onhover(index, step) {
     hovered = index === null || index === undefined ? null : step;
-    tell(hovered);
+    showValues(hovered);
   }
 
-  function tell(step) {
+  function showValues(step) {
     fill(
       legend,
-      h("span", { class: "at quiet" }, step === null ? "now" : `step ${step}`),
-      lines.map((line, place) => {
+      h("span", { class: "at quiet" }, step === null ? "latest" : `step ${step}`),
+      lines.map((line, index) => {
         const at = step === null ? last(line) : valueAt(line, step);
         const band = at?.band ? ` [${format(at.band[0])}, ${format(at.band[1])}]` : "";
         return h(
@@ -73,7 +73,7 @@ export function chart(title, lines, options = {}) {
             class: "entry",
             "aria-pressed": hidden.has(line.label) ? "false" : "true",
             title: hidden.has(line.label) ? "Show this line" : "Hide this line",
-            onclick: () => toggle(line.label, place),
+            onclick: () => toggle(line.label, index),
           },
           swatch(line),
           h("span", { class: "quiet" }, line.label),
@@ -84,7 +84,7 @@ export function chart(title, lines, options = {}) {
     );
   }
 
-  tell(null); // the card has its height before it is drawn: nothing below it moves while someone aims at it
+  showValues(null); // gives the card its height before it is drawn, so that nothing below it moves
 
   const resize = new ResizeObserver(() => {
     if (plot && Math.abs(plot.width - box.clientWidth) > 1) plot.setSize({ width: box.clientWidth, height: plot.height });
@@ -150,7 +150,7 @@ function summary(title, lines, format) {
   return `${title}. ${parts.join("; ")}`;
 }
 
-// Smoothing: an exponential average that starts unbiased
+// Smoothing: a bias-corrected exponential moving average
 
 export function smooth(values, weight) {
   if (!weight) return values;
@@ -164,7 +164,7 @@ export function smooth(values, weight) {
   });
 }
 
-// Lines of several runs on one axis of steps
+// Join the lines of several runs on one step axis
 
 function prepare(lines, options) {
   const log = options.log && lines.every((line) => !line.stacked);

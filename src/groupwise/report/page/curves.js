@@ -1,4 +1,4 @@
-// Curves: is it learning, is it healthy, what does it write, how fast is it.
+// Curves: charts of learning progress, training health, answers and speed.
 
 import { h, fill, css } from "./dom.js";
 import { number, percent, signed } from "./format.js";
@@ -9,31 +9,31 @@ const share = (value) => percent(value, Math.abs(value) < 0.1 && value !== 0 ? 1
 const seconds = (value) => `${number(value)} s`;
 const nats = (value) => number(value);
 
-// Title, metrics with their labels, and how values are written.
+// Sections of charts: title, metrics with their labels, and value formats.
 const CHARTS = {
-  "Is it learning?": [
+  "Learning": [
     { title: "Held-out accuracy", evaluations: true, format: (v) => percent(v), tick: (v) => percent(v, 0), wide: true },
     { title: "Reward", metrics: [["reward/mean", "mean of all answers"]], wide: true },
     { title: "Reward by part", parts: true },
-    { title: "Groups without signal", metrics: [["advantage/zero_variance", "share of groups"]], format: share, tick: (v) => percent(v, 0), about: "Share of groups whose answers all got the same reward: they teach nothing" },
+    { title: "Groups without signal", metrics: [["advantage/zero_variance", "share of groups"]], format: share, tick: (v) => percent(v, 0), about: "Share of groups whose answers all got the same reward; they give no gradient" },
   ],
-  "Is it healthy?": [
-    { title: "Entropy", metrics: [["policy/entropy", "nats a token"]], format: nats },
-    { title: "KL", metrics: [["policy/kl", "to the reference"], ["policy/kl_old", "to the policy that sampled"]], format: nats },
-    { title: "Clip share", metrics: [["policy/clip_low", "below"], ["policy/clip_high", "above"]], format: share, tick: (v) => percent(v, Math.abs(v) < 0.02 ? 1 : 0), about: "Share of tokens whose ratio was held at the clip" },
+  "Health": [
+    { title: "Entropy", metrics: [["policy/entropy", "nats per token"]], format: nats },
+    { title: "KL", metrics: [["policy/kl", "from the reference"], ["policy/kl_old", "from the sampling policy"]], format: nats },
+    { title: "Clipped tokens", metrics: [["policy/clip_low", "below"], ["policy/clip_high", "above"]], format: share, tick: (v) => percent(v, Math.abs(v) < 0.02 ? 1 : 0), about: "Share of tokens whose ratio was clipped" },
     { title: "Sampler–trainer gap", metrics: [["policy/gap", "mean |Δ log-prob|"]], format: nats },
     { title: "Gradient norm", metrics: [["policy/grad_norm", "before clipping"]] },
-    { title: "Loss", metrics: [["policy/loss", "mean of the updates"]] },
+    { title: "Loss", metrics: [["policy/loss", "mean over updates"]] },
   ],
-  "What does it write?": [
+  "Answers": [
     { title: "Length", metrics: [["rollout/length", "mean tokens"], ["rollout/length_max", "longest"]] },
-    { title: "How answers fail", metrics: [["rollout/truncated", "out of tokens"], ["rollout/looping", "looping"], ["rollout/failed", "not scored"]], format: share, tick: (v) => percent(v, 0) },
-    { title: "Sameness", metrics: [["rollout/repeated", "repeats its group"], ["rollout/same_answer", "given to other prompts too"]], format: share, tick: (v) => percent(v, 0) },
+    { title: "Failures", metrics: [["rollout/truncated", "truncated"], ["rollout/looping", "looping"], ["rollout/failed", "not scored"]], format: share, tick: (v) => percent(v, 0) },
+    { title: "Identical answers", metrics: [["rollout/repeated", "within a group"], ["rollout/same_answer", "across prompts"]], format: share, tick: (v) => percent(v, 0) },
   ],
-  "How fast?": [
-    { title: "Tokens a second", metrics: [["speed/tokens_per_second", "whole step"], ["speed/rollout_tokens_per_second", "generating"]] },
-    { title: "Time of a step", metrics: [["time/rollout", "generating"], ["time/reward", "rewards"], ["time/update", "updating"]], stacked: true, format: seconds },
-    { title: "Peak memory", metrics: [["memory/peak_gb", "GB since the start"]] },
+  "Speed": [
+    { title: "Tokens per second", metrics: [["speed/tokens_per_second", "whole step"], ["speed/rollout_tokens_per_second", "rollout"]] },
+    { title: "Time per step", metrics: [["time/rollout", "rollout"], ["time/reward", "rewards"], ["time/update", "update"]], stacked: true, format: seconds },
+    { title: "Peak memory", metrics: [["memory/peak_gb", "GB, maximum so far"]] },
   ],
 };
 
@@ -41,9 +41,9 @@ const settings = { smoothing: 0, log: false };
 
 export async function curves(root, app) {
   const data = new Map();
-  for (const run of app.chosen()) data.set(run.id, await get(of(run.id, "/curves"), { again: true }));
+  for (const run of app.chosen()) data.set(run.id, await get(of(run.id, "/curves"), { fresh: true }));
 
-  const head = h("section", { class: "headline", "aria-label": "The run in short" });
+  const head = h("section", { class: "headline", "aria-label": "Summary" });
   const body = h("div");
   let drawn = [];
   const waiting = new IntersectionObserver((entries) => {
@@ -65,12 +65,12 @@ export async function curves(root, app) {
     const rest = [...new Set([...data.values()].flatMap((one) => Object.keys(one.values)))]
       .filter((name) => !known.has(name) && !name.startsWith("eval/"))
       .sort();
-    const more = h("details", { class: "more" }, h("summary", {}, `Every other metric (${rest.length})`));
+    const more = h("details", { class: "more" }, h("summary", {}, `All other metrics (${rest.length})`));
     more.addEventListener("toggle", () => {
       if (!more.open || more.querySelector(".cards")) return;
       more.append(h("div", { class: "cards" }, rest.map((name) => make({ title: name, metrics: [[name, name]] }, known))));
     });
-    const empty = drawn.length === 0 && h("p", { class: "quiet" }, "No step has been made yet.");
+    const empty = drawn.length === 0 && h("p", { class: "quiet" }, "No steps yet.");
     fill(body, empty, sections, rest.length ? more : null);
   }
 
@@ -92,8 +92,8 @@ export async function curves(root, app) {
   const names = (spec) => (spec.parts ? parts() : spec.metrics ?? []);
 
   function parts() {
-    const found = new Set([...data.values()].flatMap((one) => Object.keys(one.values)));
-    return [...found]
+    const metrics = new Set([...data.values()].flatMap((one) => Object.keys(one.values)));
+    return [...metrics]
       .filter((name) => /^reward\/.+\/mean$/.test(name))
       .map((name) => [name, name.slice("reward/".length, -"/mean".length)]);
   }
@@ -112,7 +112,7 @@ export async function curves(root, app) {
           dash: single || index === 0 ? null : [[5, 4], [2, 3], [8, 3, 2, 3]][(index - 1) % 3],
           stacked: spec.stacked && single,
           ...(ready ?? { steps: one.step, values: one.values[name] }),
-          // Of several runs, the bands of one score are as many as the eye can tell apart.
+          // With several runs, draw the bands of the first score only.
           ...(single || index === 0 ? {} : { band: null }),
         });
       });
@@ -121,25 +121,25 @@ export async function curves(root, app) {
   }
 
   function headline() {
-    fill(head, app.chosen().filter((run) => data.has(run.id)).map((run) => inShort(run, data.get(run.id), app)));
+    fill(head, app.chosen().filter((run) => data.has(run.id)).map((run) => summaryOf(run, data.get(run.id), app)));
   }
 
   const smoothing = h("input", {
     type: "range", min: 0, max: 0.98, step: 0.02, value: settings.smoothing, id: "smoothing",
     oninput: (event) => {
       settings.smoothing = Number(event.target.value);
-      again();
+      rebuild();
     },
   });
   const log = h("input", {
     type: "checkbox", id: "log", checked: settings.log,
     onchange: (event) => {
       settings.log = event.target.checked;
-      again();
+      rebuild();
     },
   });
 
-  function again() {
+  function rebuild() {
     const scroll = window.scrollY;
     const open = body.querySelector("details.more")?.open;
     build();
@@ -155,7 +155,7 @@ export async function curves(root, app) {
       { class: "controls" },
       h("label", { for: "smoothing" }, "Smoothing"), smoothing,
       h("label", { for: "log" }, log, " Log scale"),
-      h("span", { class: "quiet hint" }, "drag to zoom, double-click to zoom out"),
+      h("span", { class: "quiet hint" }, "drag to zoom, double-click to reset"),
     ),
     body,
     app.chosen().map((run) => settingsOf(run, app.chosen().length > 1)),
@@ -163,7 +163,7 @@ export async function curves(root, app) {
   headline();
   build();
 
-  // Charts are drawn when they are reached; paper has them all.
+  // Charts are drawn when they scroll into view; printing needs all of them.
   const drawAll = () => {
     for (const one of drawn) {
       waiting.unobserve(one.card);
@@ -176,7 +176,7 @@ export async function curves(root, app) {
     async refresh(run) {
       const old = data.get(run.id);
       const lastStep = old?.step.at(-1) ?? -1;
-      const fresh = await get(of(run.id, run.step >= lastStep ? `/curves?after=${lastStep}` : "/curves"), { again: true });
+      const fresh = await get(of(run.id, run.step >= lastStep ? `/curves?after=${lastStep}` : "/curves"), { fresh: true });
       data.set(run.id, run.step >= lastStep && old ? joined(old, fresh) : fresh);
       headline();
       for (const one of drawn) one.update(linesOf(one.spec));
@@ -220,9 +220,9 @@ function scores(one) {
   });
 }
 
-// The run in one line of large numbers
+// The key figures of a run
 
-function inShort(run, one, app) {
+function summaryOf(run, one, app) {
   const first = one.evaluations[0];
   const final = one.evaluations.at(-1);
   const several = app.chosen().length > 1;
@@ -230,12 +230,12 @@ function inShort(run, one, app) {
   for (const name of Object.keys(final?.scores ?? {})) {
     const [value, low, high] = final.scores[name];
     const before = first !== final ? first.scores[name]?.[0] : undefined;
-    figures.push(figure(name, percent(value), `95 % interval ${percent(low)} – ${percent(high)}`, before === undefined ? "" : `${signed(100 * (value - before))} points since the start`));
+    figures.push(figure(name, percent(value), `95 % interval ${percent(low)} – ${percent(high)}`, before === undefined ? "" : `${signed(100 * (value - before))} points since the first evaluation`));
   }
   const reward = one.values["reward/mean"];
   if (hasValues(reward)) {
     const known = reward.filter((value) => value !== null);
-    figures.push(figure("reward", number(known.at(-1)), "", `${number(known[0])} at the start`));
+    figures.push(figure("reward", number(known.at(-1)), "", `${number(known[0])} at the first step`));
   }
   return h(
     "div",
@@ -247,12 +247,12 @@ function inShort(run, one, app) {
 }
 
 const HINTS = [
-  [/^greedy$/, "Share of held-out prompts whose greedy answer is right"],
-  [/^avg@/, "Mean share of k sampled answers that are right"],
-  [/^maj@/, "Share of held-out prompts where the answer that most of k samples state is right"],
-  [/^pass@/, "Share of held-out prompts where one of k samples is right"],
-  [/^format$/, "Mean share of k sampled answers in the form asked for"],
-  [/^reward$/, "Mean reward of the last step's answers"],
+  [/^greedy$/, "Share of held-out prompts whose greedy answer is correct"],
+  [/^avg@/, "Mean share of k sampled answers that are correct"],
+  [/^maj@/, "Share of held-out prompts where the majority answer of k samples is correct"],
+  [/^pass@/, "Share of held-out prompts where at least one of k samples is correct"],
+  [/^format$/, "Mean share of k sampled answers in the requested format"],
+  [/^reward$/, "Mean reward of the last step"],
 ];
 
 const figure = (name, value, interval, change) =>

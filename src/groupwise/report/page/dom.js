@@ -1,4 +1,4 @@
-// Elements made of text and attributes. Nothing on this page is ever parsed as markup.
+// Build DOM elements from text and attributes. Nothing on this page is ever parsed as markup.
 
 export function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
@@ -9,11 +9,11 @@ export function h(tag, attributes = {}, ...children) {
     else if (name === "value" || name === "checked") element[name] = value;
     else element.setAttribute(name, value === true ? "" : String(value));
   }
-  put(element, children);
+  append(element, children);
   return element;
 }
 
-function put(element, children) {
+function append(element, children) {
   for (const child of children.flat(Infinity)) {
     if (child === null || child === undefined || child === false) continue;
     element.append(child instanceof Node ? child : document.createTextNode(String(child)));
@@ -22,7 +22,7 @@ function put(element, children) {
 
 export function fill(element, ...children) {
   element.replaceChildren();
-  put(element, children);
+  append(element, children);
   return element;
 }
 
@@ -34,7 +34,7 @@ export function save(name, blob) {
   setTimeout(() => URL.revokeObjectURL(link.href), 10000);
 }
 
-export function later(call, milliseconds) {
+export function debounce(call, milliseconds) {
   let timer = 0;
   return (...values) => {
     clearTimeout(timer);

@@ -1,4 +1,4 @@
-// How numbers look to a reader.
+// Format numbers and texts for display.
 
 export function number(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
@@ -12,7 +12,7 @@ export function number(value) {
   return value.toExponential(1);
 }
 
-// On an axis the digits that all ticks share say nothing.
+// Axis ticks need no trailing digits.
 export const tick = (value) => (Math.abs(value) >= 1000 || (value !== 0 && Math.abs(value) < 0.001) ? number(value) : String(Number(value.toPrecision(3))));
 
 export const signed = (value) => (value > 0 ? "+" : value < 0 ? "−" : "") + number(Math.abs(value));
@@ -22,18 +22,18 @@ export const percent = (value, digits = 1) =>
 
 export const plural = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
 
-// Prompts of a task often begin alike: each is shown from where they differ.
+// Prompts of a task often share a prefix: show each from where they differ.
 export function fromDifference(texts) {
   const first = texts[0] ?? "";
-  let same = 0;
-  while (same < first.length && texts.every((text) => text[same] === first[same])) same += 1;
-  const start = first.lastIndexOf(" ", same);
-  if (texts.length < 2 || start < 12 || same === first.length) return texts;
+  let shared = 0;
+  while (shared < first.length && texts.every((text) => text[shared] === first[shared])) shared += 1;
+  const start = first.lastIndexOf(" ", shared);
+  if (texts.length < 2 || start < 12 || shared === first.length) return texts;
   return texts.map((text) => `…${text.slice(start + 1)}`);
 }
 
 export const ENDED = {
-  end: "ended by itself",
-  stop: "ended at a stop string",
-  length: "ran out of tokens",
+  end: "finished",
+  stop: "stop string",
+  length: "truncated",
 };

@@ -1,29 +1,29 @@
-// Groups: a prompt with every answer to it side by side, best advantage first; and finding them.
+// Groups: a prompt with all its answers side by side, best advantage first; and search.
 
-import { h, fill, later } from "./dom.js";
+import { h, fill, debounce } from "./dom.js";
 import { ENDED, fromDifference, number, plural, signed } from "./format.js";
 import { get, of, carries, inReport } from "./source.js";
 import { nearest } from "./rewards.js";
 
-const wanted = { text: "", least_reward: "", most_reward: "", least_length: "", most_length: "", finish: "", first: "", last: "" };
+const filter = { text: "", least_reward: "", most_reward: "", least_length: "", most_length: "", finish: "", first: "", last: "" };
 
 export async function groups(root, app) {
   const run = app.run();
-  const kept = () => run.steps.filter((step) => carries(of(run.id, `/steps/${step}`)));
+  const storedSteps = () => run.steps.filter((step) => carries(of(run.id, `/steps/${step}`)));
   let step = null;
   let list = [];
   let shown = null;
   const side = h("aside", { "aria-label": "Groups of the step" });
   const detail = h("section", { class: "group", "aria-live": "polite" });
-  const found = h("div");
+  const results = h("div");
 
-  if (!kept().length) {
-    fill(root, h("p", { class: "quiet" }, "No rollouts have been kept yet."));
-    return { refresh: () => kept().length && app.go({}) };
+  if (!storedSteps().length) {
+    fill(root, h("p", { class: "quiet" }, "No rollouts stored yet."));
+    return { refresh: () => storedSteps().length && app.go({}) };
   }
 
   async function openStep(next, group = null) {
-    step = nearest(kept(), next);
+    step = nearest(storedSteps(), next);
     const groups = await get(of(run.id, `/steps/${step}`));
     const prompts = fromDifference(groups.map((one) => one.prompt));
     list = groups.map((one, i) => ({ ...one, prompt: prompts[i] }));
@@ -52,7 +52,7 @@ export async function groups(root, app) {
   }
 
   function drawSide() {
-    const steps = kept();
+    const steps = storedSteps();
     const at = steps.indexOf(step);
     const field = h("input", {
       type: "number", min: steps[0], max: steps.at(-1), value: step, "aria-label": "Step",
@@ -69,7 +69,7 @@ export async function groups(root, app) {
         h("span", { class: "quiet" }, `of ${plural(steps.length, "step")}`),
       ),
       !inReport && filters(),
-      found,
+      results,
       h("ol", { class: "list" }, list.map(item)),
     );
   }
@@ -84,7 +84,7 @@ export async function groups(root, app) {
       {},
       h(
         "button",
-        { "data-group": one.group, onclick: () => openGroup(one.group), disabled: !carries(path), title: carries(path) ? null : "not in this report" },
+        { "data-group": one.group, onclick: () => openGroup(one.group), disabled: !carries(path), title: carries(path) ? null : "not included in this report" },
         h("span", { class: "item-head" }, h("b", {}, number(mean)), bars(one.members), silent && h("span", { class: "quiet" }, "no signal")),
         h("span", { class: "item-text" }, one.prompt),
       ),
@@ -95,12 +95,12 @@ export async function groups(root, app) {
 
   function filters() {
     const field = (name, label, type, more = {}) =>
-      h("label", {}, label, h("input", { type, name, value: wanted[name], step: "any", ...more, oninput: (event) => { wanted[name] = event.target.value; look(); } }));
-    const open = Object.entries(wanted).some(([name, value]) => name !== "text" && value !== "");
+      h("label", {}, label, h("input", { type, name, value: filter[name], step: "any", ...more, oninput: (event) => { filter[name] = event.target.value; searchLater(); } }));
+    const open = Object.entries(filter).some(([name, value]) => name !== "text" && value !== "");
     return h(
       "form",
       { class: "search", role: "search", onsubmit: (event) => event.preventDefault() },
-      h("input", { type: "search", id: "words", placeholder: "Search all answers  /", "aria-label": "Search all answers", value: wanted.text, oninput: (event) => { wanted.text = event.target.value; look(); } }),
+      h("input", { type: "search", id: "words", placeholder: "Search all answers  /", "aria-label": "Search all answers", value: filter.text, oninput: (event) => { filter.text = event.target.value; searchLater(); } }),
       h(
         "details",
         { open },
@@ -114,12 +114,12 @@ export async function groups(root, app) {
           h(
             "label",
             { class: "both" },
-            "ended",
+            "finish reason",
             h(
               "select",
-              { onchange: (event) => { wanted.finish = event.target.value; look(); } },
-              [["", "anyhow"], ["end", "by itself"], ["stop", "at a stop string"], ["length", "out of tokens"], ["error", "not scored (error)"]].map(([value, label]) =>
-                h("option", { value, selected: wanted.finish === value }, label),
+              { onchange: (event) => { filter.finish = event.target.value; searchLater(); } },
+              [["", "any"], ["end", "finished"], ["stop", "stop string"], ["length", "truncated"], ["error", "error"]].map(([value, label]) =>
+                h("option", { value, selected: filter.finish === value }, label),
               ),
             ),
           ),
@@ -128,41 +128,41 @@ export async function groups(root, app) {
     );
   }
 
-  let searching = 0;
-  const look = later(() => searchFrom(null), 250);
+  let searchNumber = 0;
+  const searchLater = debounce(() => searchFrom(null), 250);
 
-  async function searchFrom(place, before = []) {
-    const mine = ++searching;
-    if (Object.values(wanted).every((value) => value === "")) {
-      fill(found);
+  async function searchFrom(previous, before = []) {
+    const mine = ++searchNumber;
+    if (Object.values(filter).every((value) => value === "")) {
+      fill(results);
       side.classList.remove("searching");
       return;
     }
     side.classList.add("searching");
-    if (place === null) fill(found, h("p", { class: "quiet", role: "status" }, "Looking…"));
-    const query = new URLSearchParams(Object.entries(wanted).filter(([, value]) => value !== ""));
-    if (place !== null) {
-      query.set("last", place.go_on);
-      query.set("skip", place.skip);
+    if (previous === null) fill(results, h("p", { class: "quiet", role: "status" }, "Searching…"));
+    const query = new URLSearchParams(Object.entries(filter).filter(([, value]) => value !== ""));
+    if (previous !== null) {
+      query.set("last", previous.go_on);
+      query.set("skip", previous.skip);
     }
     let answer;
     try {
-      answer = await get(of(run.id, `/search?${query}`), { again: true });
+      answer = await get(of(run.id, `/search?${query}`), { fresh: true });
     } catch (error) {
-      fill(found, h("p", { class: "error", role: "alert" }, error.message));
+      fill(results, h("p", { class: "error", role: "alert" }, error.message));
       return;
     }
-    if (mine !== searching) return;
+    if (mine !== searchNumber) return;
     const hits = [...before, ...answer.rollouts];
     const more = answer.go_on !== null;
-    const reached = !more ? " in the whole run" : answer.skip ? `, more of them in step ${answer.go_on}` : `, back to step ${answer.go_on + 1}`;
+    const reached = !more ? " in the whole run" : answer.skip ? `, more in step ${answer.go_on}` : `, back to step ${answer.go_on + 1}`;
     fill(
-      found,
+      results,
       h("p", { class: "quiet", role: "status" }, `${plural(hits.length, "answer")} found${reached}`),
       h("ol", { class: "list hits" }, hits.map(hit)),
-      more && h("button", { onclick: () => searchFrom(answer, hits) }, "Look further back"),
+      more && h("button", { onclick: () => searchFrom(answer, hits) }, "Search older steps"),
     );
-    // Nothing yet and more to look through: go on by itself.
+    // No hits yet and older steps remain: continue automatically.
     if (more && hits.length === 0) searchFrom(answer, hits);
   }
 
@@ -187,26 +187,26 @@ export async function groups(root, app) {
       detail,
       h("h2", {}, `Step ${step}, group ${shown.group}`),
       h("div", { class: "prompt" }, messages(prompt)),
-      h("details", { class: "example" }, h("summary", {}, "The example"), h("pre", {}, JSON.stringify(example, null, 1))),
+      h("details", { class: "example" }, h("summary", {}, "Example"), h("pre", {}, JSON.stringify(example, null, 1))),
       h("div", { class: "members" }, members.map((member) => memberCard(member, app, { run, step, group: shown.group }))),
     );
   }
 
   fill(root, side, detail);
-  await openStep(app.place.step ? Number(app.place.step) : kept().at(-1), app.place.group ? Number(app.place.group) : null);
+  await openStep(app.route.step ? Number(app.route.step) : storedSteps().at(-1), app.route.group ? Number(app.route.group) : null);
 
   return {
     refresh() {
       const field = side.querySelector(".stepper .quiet");
-      if (field) field.textContent = `of ${plural(kept().length, "step")}`;
+      if (field) field.textContent = `of ${plural(storedSteps().length, "step")}`;
       const next = side.querySelectorAll(".stepper button")[1];
-      if (next) next.disabled = step >= kept().at(-1);
-      if (next) next.onclick = () => openStep(kept()[kept().indexOf(step) + 1]);
+      if (next) next.disabled = step >= storedSteps().at(-1);
+      if (next) next.onclick = () => openStep(storedSteps()[storedSteps().indexOf(step) + 1]);
     },
     key(event) {
       const ids = list.map((one) => one.group).filter((id) => carries(of(run.id, `/steps/${step}/groups/${id}`)));
       const at = ids.indexOf(shown?.group);
-      const steps = kept();
+      const steps = storedSteps();
       const where = steps.indexOf(step);
       if (event.key === "j" && at < ids.length - 1) openGroup(ids[at + 1]);
       else if (event.key === "k" && at > 0) openGroup(ids[at - 1]);
@@ -239,18 +239,18 @@ function bars(members) {
   );
 }
 
-function memberCard(member, app, place) {
+function memberCard(member, app, group) {
   const tone = member.error ? "failed" : member.advantage > 0 ? "better" : member.advantage < 0 ? "worse" : "same";
-  const path = of(place.run.id, `/steps/${place.step}/groups/${place.group}/members/${member.member}`);
+  const path = of(group.run.id, `/steps/${group.step}/groups/${group.group}/members/${member.member}`);
   return h(
     "article",
     { class: `member ${tone}`, "aria-label": `member ${member.member}` },
     h(
       "header",
       {},
-      h("span", { class: "advantage", title: "Advantage: how much better than its group" }, member.error ? "not scored" : `A ${signed(member.advantage)}`),
+      h("span", { class: "advantage", title: "Advantage over the group" }, member.error ? "not scored" : `A ${signed(member.advantage)}`),
       h("span", { class: "reward", title: "Reward" }, member.error ? "" : `reward ${number(member.reward)}`),
-      carries(path) && h("a", { href: app.address({ view: "tokens", ...{ run: place.run.id }, step: place.step, group: place.group, member: member.member }) }, "tokens"),
+      carries(path) && h("a", { href: app.address({ view: "tokens", ...{ run: group.run.id }, step: group.step, group: group.group, member: member.member }) }, "tokens"),
     ),
     h(
       "p",
@@ -266,9 +266,9 @@ function memberCard(member, app, place) {
 
 function turn(one) {
   if (one.policy) return answer(one.text);
-  const asked = one.arguments ? JSON.stringify(one.arguments) : "";
-  const name = one.name === undefined ? "from outside: " : `${one.name || "a call that could not be read"} `;
-  const line = asked || one.text.trim().split("\n")[0].slice(0, 60);
+  const args = one.arguments ? JSON.stringify(one.arguments) : "";
+  const name = one.name === undefined ? "not sampled: " : `${one.name || "malformed call"} `;
+  const line = args || one.text.trim().split("\n")[0].slice(0, 60);
   return h(
     "details",
     { class: `from-outside ${one.error ? "failed" : ""}` },
@@ -283,6 +283,6 @@ const LONG = 1200;
 function answer(text) {
   if (text.length <= LONG) return h("pre", { class: "answer" }, text);
   const box = h("pre", { class: "answer" }, `${text.slice(0, LONG)}…`);
-  const more = h("button", { class: "plain", onclick: () => { box.textContent = text; more.remove(); } }, `show all ${text.length.toLocaleString("en")} characters`);
+  const more = h("button", { class: "plain", onclick: () => { box.textContent = text; more.remove(); } }, `Show all ${text.length.toLocaleString("en")} characters`);
   return [box, more];
 }

@@ -1,28 +1,28 @@
-// Rewards: how they are distributed from step to step, and within a step from group to group.
+// Rewards: their distribution over steps, and over the groups of a step.
 
-import { h, fill, css, later } from "./dom.js";
+import { h, fill, css, debounce } from "./dom.js";
 import { fromDifference, number, plural } from "./format.js";
 import { get, of, carries } from "./source.js";
 import { alpha, chart } from "./chart.js";
 
 export async function rewards(root, app) {
   const run = app.run();
-  let picture = null;
-  let step = app.place.step ? Number(app.place.step) : null;
+  let heatmapChart = null;
+  let step = app.route.step ? Number(app.route.step) : null;
   const top = h("div");
   const bottom = h("section");
 
   async function distribution() {
-    const found = await get(of(run.id, "/distribution"), { again: true });
-    picture?.leave();
-    if (!found.steps.length) {
-      fill(top, h("p", { class: "quiet" }, "No rollouts have been kept yet."));
+    const data = await get(of(run.id, "/distribution"), { fresh: true });
+    heatmapChart?.leave();
+    if (!data.steps.length) {
+      fill(top, h("p", { class: "quiet" }, "No rollouts stored yet."));
       return;
     }
-    picture = heat(found, choose);
-    const note = found.of > found.steps.length ? `, ${found.steps.length} of ${found.of} steps read` : "";
-    fill(top, picture.card, h("p", { class: "quiet note" }, `The stronger the colour, the more of the step's answers got that reward${note}. Click a step to see its groups.`));
-    picture.draw();
+    heatmapChart = heatmap(data, choose);
+    const note = data.of > data.steps.length ? ` Shown: ${data.steps.length} of ${data.of} steps.` : "";
+    fill(top, heatmapChart.card, h("p", { class: "quiet note" }, `The stronger the colour, the more answers of the step got that reward. Click a step to see its groups.${note}`));
+    heatmapChart.draw();
   }
 
   function choose(next) {
@@ -31,27 +31,27 @@ export async function rewards(root, app) {
     groups();
   }
 
-  const choosing = later(choose, 60);
+  const chooseLater = debounce(choose, 60);
 
   async function groups() {
     const steps = run.steps.filter((one) => carries(of(run.id, `/steps/${one}`)));
     if (!steps.length) return fill(bottom);
     const shown = nearest(steps, step ?? steps.at(-1));
-    const found = await get(of(run.id, `/steps/${shown}`));
-    const prompts = fromDifference(found.map((one) => one.prompt));
-    const rows = found.map((one, i) => measure({ ...one, prompt: prompts[i] })).sort((a, b) => b.mean - a.mean || a.group - b.group);
+    const list = await get(of(run.id, `/steps/${shown}`));
+    const prompts = fromDifference(list.map((one) => one.prompt));
+    const rows = list.map((one, i) => measure({ ...one, prompt: prompts[i] })).sort((a, b) => b.mean - a.mean || a.group - b.group);
     const low = Math.min(...rows.flatMap((row) => row.values));
     const high = Math.max(...rows.flatMap((row) => row.values));
     const slider = h("input", {
       type: "range", min: 0, max: steps.length - 1, value: steps.indexOf(shown), "aria-label": "Step",
       "aria-valuetext": `step ${shown}`,
-      oninput: (event) => choosing(steps[Number(event.target.value)]),
+      oninput: (event) => chooseLater(steps[Number(event.target.value)]),
     });
     const focused = bottom.contains(document.activeElement) && document.activeElement.type === "range";
     fill(
       bottom,
       h("h2", {}, `Step ${shown}, group by group`),
-      h("div", { class: "controls" }, slider, h("span", { class: "quiet" }, `${plural(rows.length, "group")}, best first; each dot is a reward, its size how many members got it`)),
+      h("div", { class: "controls" }, slider, h("span", { class: "quiet" }, `${plural(rows.length, "group")}, best first; each dot is a reward, sized by the number of members that got it`)),
       h("ol", { class: "strips" }, rows.map((row) => strip(row, { low, high, run, step: shown, app }))),
     );
     if (focused) bottom.querySelector("input").focus();
@@ -74,7 +74,7 @@ export async function rewards(root, app) {
       if (event.key === "]" && at < steps.length - 1) return choose(steps[at + 1]), true;
       return false;
     },
-    leave: () => picture?.leave(),
+    leave: () => heatmapChart?.leave(),
   };
 }
 
@@ -82,8 +82,8 @@ export function nearest(steps, step) {
   return steps.reduce((best, one) => (Math.abs(one - step) < Math.abs(best - step) ? one : best), steps[0]);
 }
 
-function heat(found, choose) {
-  const { steps, bins, counts, mean, quantiles } = found;
+function heatmap(data, choose) {
+  const { steps, bins, counts, mean, quantiles } = data;
   const low = bins[0][0];
   const high = bins.at(-1)[1];
   const span = high - low || 1;
@@ -116,7 +116,7 @@ function heat(found, choose) {
   const half = (s) => (steps.length > 1 ? (steps[Math.min(Math.max(s, 0) + 1, steps.length - 1)] - steps[Math.min(Math.max(s, 0), steps.length - 2)]) / 2 : 0.5);
 
   const one = chart(
-    "Rewards of every step",
+    "Rewards by step",
     [
       { label: "mean", steps, values: mean, colour: css("--series-2") },
       { label: "median", steps, values: quantiles["0.5"], colour: css("--ink"), dash: [3, 3] },
@@ -151,7 +151,7 @@ function measure(group) {
 function strip(row, { low, high, run, step, app }) {
   const counted = new Map();
   for (const value of row.values) counted.set(value, (counted.get(value) ?? 0) + 1);
-  const place = (value) => (high > low ? (100 * (value - low)) / (high - low) : 50);
+  const position = (value) => (high > low ? (100 * (value - low)) / (high - low) : 50);
   const failed = row.members.length - row.values.length;
   const words = [...counted].sort((a, b) => b[0] - a[0]).map(([value, count]) => `${count} × ${number(value)}`).join(", ");
   return h(
@@ -165,7 +165,7 @@ function strip(row, { low, high, run, step, app }) {
         "span",
         { class: "strip", "aria-hidden": "true" },
         [...counted].map(([value, count]) =>
-          h("span", { class: "blob", title: `${count} × ${number(value)}`, style: { left: `${place(value)}%`, width: `${6 + 3.2 * Math.sqrt(count)}px`, height: `${6 + 3.2 * Math.sqrt(count)}px` } }),
+          h("span", { class: "blob", title: `${count} × ${number(value)}`, style: { left: `${position(value)}%`, width: `${6 + 3.2 * Math.sqrt(count)}px`, height: `${6 + 3.2 * Math.sqrt(count)}px` } }),
         ),
       ),
       h("span", { class: "strip-mean" }, number(row.mean), failed > 0 && h("span", { class: "quiet" }, ` ${failed} failed`)),

@@ -1,41 +1,41 @@
-// Where the numbers come from: a server that reads the run's files, or a report that carries them.
+// The data source: the server of `groupwise watch`, or the data embedded in a report.
 
 const carried = document.getElementById("carried");
-const answers = carried ? JSON.parse(carried.textContent) : null;
+const embedded = carried ? JSON.parse(carried.textContent) : null;
 
-export const inReport = answers !== null;
+export const inReport = embedded !== null;
 
-const kept = new Map();
+const cache = new Map();
 
-export async function get(path, { again = false } = {}) {
-  if (answers) {
-    if (path in answers) return answers[path];
-    throw new Error("This report does not carry that; `groupwise watch` shows all of the run.");
+export async function get(path, { fresh = false } = {}) {
+  if (embedded) {
+    if (path in embedded) return embedded[path];
+    throw new Error("This report does not include that. Use `groupwise watch` to see the whole run.");
   }
-  if (!again && kept.has(path)) return kept.get(path);
+  if (!fresh && cache.has(path)) return cache.get(path);
   const response = await fetch(path, { headers: { accept: "application/json" } });
-  if (!response.ok) throw new Error((await response.text()) || `The server answered ${response.status}.`);
+  if (!response.ok) throw new Error((await response.text()) || `The server returned status ${response.status}.`);
   const value = await response.json();
-  if (!again) keep(path, value);
+  if (!fresh) store(path, value);
   return value;
 }
 
-// Groups and tokens of a step never change: the last few stay at hand.
-function keep(path, value) {
-  kept.set(path, value);
-  if (kept.size > 60) kept.delete(kept.keys().next().value);
+// Groups and tokens of a step never change: cache the last few.
+function store(path, value) {
+  cache.set(path, value);
+  if (cache.size > 60) cache.delete(cache.keys().next().value);
 }
 
 export function carries(path) {
-  return answers === null || path in answers;
+  return embedded === null || path in embedded;
 }
 
 export const of = (run, rest = "") => `api/runs/${encodeURIComponent(run)}${rest}`;
 
-export function listen(call, tell) {
-  if (answers) return;
+export function listen(onChange, onStatus) {
+  if (embedded) return;
   const events = new EventSource("api/events");
-  events.addEventListener("change", (event) => call(JSON.parse(event.data)));
-  events.onopen = () => tell(true);
-  events.onerror = () => tell(false);
+  events.addEventListener("change", (event) => onChange(JSON.parse(event.data)));
+  events.onopen = () => onStatus(true);
+  events.onerror = () => onStatus(false);
 }

@@ -1,32 +1,32 @@
-// Tokens: one answer, every token coloured by what was made of it.
+// Tokens: one answer token by token, coloured by a quantity of the update.
 
 import { h, fill, css } from "./dom.js";
 import { ENDED, fromDifference, number, percent, signed } from "./format.js";
 import { get, of, carries } from "./source.js";
 import { nearest } from "./rewards.js";
 
-// What a colour can stand for: the value of a token, and where on the scale it lies.
-// A diverging scale runs from −1 (orange) over 0 to 1 (blue); a rising one from 0 to 1 (blue).
+// The quantities to colour by: the value of a token, and its position on the scale.
+// A diverging scale runs from −1 (orange) through 0 to 1 (blue); a rising one from 0 to 1 (blue).
 const BY = {
   advantage: {
-    label: "Advantage", about: "what the token was reinforced by", diverging: true,
-    value: (t) => (t.trained ? t.advantage : null), place: (v) => Math.max(-1, Math.min(1, v / 2)), ends: ["worse than its group", "better"],
+    label: "Advantage", about: "advantage that weights the token in the loss", diverging: true,
+    value: (t) => (t.trained ? t.advantage : null), position: (v) => Math.max(-1, Math.min(1, v / 2)), ends: ["worse than the group", "better"],
   },
   logprob: {
-    label: "Log-prob", about: "how surprising the token was to the sampler", diverging: false,
-    value: (t) => (t.trained ? -t.logprob : null), place: (v) => Math.min(1, v / 5), ends: ["certain", "surprising"], show: (v) => number(-v),
+    label: "Log-prob", about: "log-probability of the token when it was sampled", diverging: false,
+    value: (t) => (t.trained ? -t.logprob : null), position: (v) => Math.min(1, v / 5), ends: ["likely", "unlikely"], show: (v) => number(-v),
   },
   ratio: {
-    label: "Ratio", about: "probability at the update over that at sampling", diverging: true,
-    value: (t) => t.ratio, place: (v) => Math.max(-1, Math.min(1, Math.log(Math.max(v, 1e-9)) / Math.log(1.3))), ends: ["became less likely", "more likely"],
+    label: "Ratio", about: "probability during the update divided by that at sampling", diverging: true,
+    value: (t) => t.ratio, position: (v) => Math.max(-1, Math.min(1, Math.log(Math.max(v, 1e-9)) / Math.log(1.3))), ends: ["less likely", "more likely"],
   },
   entropy: {
-    label: "Entropy", about: "how open the choice was, in nats", diverging: false,
-    value: (t) => (t.trained ? t.entropy : null), place: (v) => Math.min(1, v / 2), ends: ["no choice", "open"],
+    label: "Entropy", about: "entropy of the next-token distribution, in nats", diverging: false,
+    value: (t) => (t.trained ? t.entropy : null), position: (v) => Math.min(1, v / 2), ends: ["low", "high"],
   },
   mask: {
     label: "Mask", about: "which tokens are trained", diverging: false,
-    value: (t) => (t.trained ? 1 : 0), place: (v) => 0.6 * v, ends: ["not trained", "trained"], show: (v) => (v ? "trained" : "not trained"),
+    value: (t) => (t.trained ? 1 : 0), position: (v) => 0.6 * v, ends: ["not trained", "trained"], show: (v) => (v ? "trained" : "not trained"),
   },
 };
 const NAMES = Object.keys(BY);
@@ -35,13 +35,13 @@ export async function tokens(root, app) {
   const run = app.run();
   const steps = run.steps.filter((step) => carries(of(run.id, `/steps/${step}`)));
   if (!steps.length) {
-    fill(root, h("p", { class: "quiet" }, "No rollouts have been kept yet."));
+    fill(root, h("p", { class: "quiet" }, "No rollouts stored yet."));
     return {};
   }
-  const step = nearest(steps, app.place.step ? Number(app.place.step) : steps.at(-1));
+  const step = nearest(steps, app.route.step ? Number(app.route.step) : steps.at(-1));
   const list = (await get(of(run.id, `/steps/${step}`))).filter((one) => carries(of(run.id, `/steps/${step}/groups/${one.group}`)));
   const prompts = fromDifference(list.map((one) => one.prompt));
-  const wantedGroup = Number(app.place.group ?? list[0]?.group);
+  const wantedGroup = Number(app.route.group ?? list[0]?.group);
   const group = list.find((one) => one.group === wantedGroup) ?? list[0];
   if (!group) {
     fill(root, h("p", { class: "quiet" }, "This step has no groups."));
@@ -49,31 +49,31 @@ export async function tokens(root, app) {
   }
   const carried = group.members.filter((one) => carries(of(run.id, `/steps/${step}/groups/${group.group}/members/${one.member}`)));
   const ranked = carried.sort((a, b) => b.advantage - a.advantage || a.member - b.member);
-  const member = ranked.find((one) => String(one.member) === app.place.member) ?? ranked[0];
-  const found = await get(of(run.id, `/steps/${step}/groups/${group.group}/members/${member.member}`));
-  const all = found.ids.map((id, i) => ({
+  const member = ranked.find((one) => String(one.member) === app.route.member) ?? ranked[0];
+  const rollout = await get(of(run.id, `/steps/${step}/groups/${group.group}/members/${member.member}`));
+  const all = rollout.ids.map((id, i) => ({
     index: i,
     id,
-    piece: found.pieces[i],
-    trained: found.trained[i],
-    logprob: found.logprobs[i],
-    entropy: found.entropies[i],
-    ratio: found.ratios ? found.ratios[i] : null,
-    advantage: found.trained[i] ? found.advantage : 0,
-    kind: found.trained[i] ? "sampled" : i < found.prompt_length ? "prompt" : "outside",
+    piece: rollout.pieces[i],
+    trained: rollout.trained[i],
+    logprob: rollout.logprobs[i],
+    entropy: rollout.entropies[i],
+    ratio: rollout.ratios ? rollout.ratios[i] : null,
+    advantage: rollout.trained[i] ? rollout.advantage : 0,
+    kind: rollout.trained[i] ? "sampled" : i < rollout.prompt_length ? "prompt" : "outside",
   }));
-  const odd = all.some((token) => token.trained && token.index < found.prompt_length);
-  let by = BY[app.place.by] ? app.place.by : "entropy";
+  const odd = all.some((token) => token.trained && token.index < rollout.prompt_length);
+  let by = BY[app.route.by] ? app.route.by : "entropy";
 
-  const flow = h("div", { class: "flow", role: "group", "aria-label": "Tokens; the arrow keys move from one to the next" });
+  const flow = h("div", { class: "flow", role: "group", "aria-label": "Tokens; use the arrow keys to move" });
   const info = h("div", { class: "info", "aria-live": "polite" });
   const legend = h("div", { class: "scale" });
   const spans = all.map((token) => {
-    const span = h("span", { class: `token ${token.kind}${token.trained && token.index < found.prompt_length ? " fault" : ""}`, "data-index": token.index, tabindex: -1 }, visible(token.piece));
+    const span = h("span", { class: `token ${token.kind}${token.trained && token.index < rollout.prompt_length ? " fault" : ""}`, "data-index": token.index, tabindex: -1 }, visible(token.piece));
     return span;
   });
   const first = all.findIndex((token) => token.trained);
-  const promptEnd = found.prompt_length;
+  const promptEnd = rollout.prompt_length;
 
   function paint() {
     const scale = BY[by];
@@ -81,21 +81,21 @@ export async function tokens(root, app) {
     const up = css("--up");
     const down = css("--down");
     spans.forEach((span, i) => {
-      const place = values[i] === null ? 0 : scale.place(values[i]);
-      const strength = Math.round(100 * Math.min(1, Math.abs(place)) * 0.72);
-      span.style.backgroundColor = strength ? `color-mix(in srgb, ${place < 0 ? down : up} ${strength}%, transparent)` : "";
+      const position = values[i] === null ? 0 : scale.position(values[i]);
+      const strength = Math.round(100 * Math.min(1, Math.abs(position)) * 0.72);
+      span.style.backgroundColor = strength ? `color-mix(in srgb, ${position < 0 ? down : up} ${strength}%, transparent)` : "";
     });
-    const missing = by === "ratio" && !found.ratios;
+    const missing = by === "ratio" && !rollout.ratios;
     fill(
       legend,
       missing
-        ? h("span", { class: "quiet" }, "No ratios: this answer has not been trained on.")
+        ? h("span", { class: "quiet" }, "No ratios: this answer was not used in an update.")
         : [
             h("span", { class: "quiet" }, scale.ends[0]),
             h("span", { class: `ramp ${scale.diverging ? "diverging" : "rising"}`, "aria-hidden": "true" }),
             h("span", { class: "quiet" }, scale.ends[1]),
           ],
-      h("span", { class: "kinds" }, h("span", { class: "token prompt" }, "prompt"), h("span", { class: "token sampled" }, "sampled"), h("span", { class: "token outside" }, "from outside")),
+      h("span", { class: "kinds" }, h("span", { class: "token prompt" }, "prompt"), h("span", { class: "token sampled" }, "sampled"), h("span", { class: "token outside" }, "not sampled")),
     );
     for (const input of root.querySelectorAll("input[name=by]")) input.checked = input.value === by;
   }
@@ -106,7 +106,7 @@ export async function tokens(root, app) {
     paint();
   }
 
-  function tell(index) {
+  function showValues(index) {
     const token = all[index];
     if (!token) return;
     for (const old of flow.querySelectorAll(".on")) old.classList.remove("on");
@@ -117,7 +117,7 @@ export async function tokens(root, app) {
       h("code", {}, JSON.stringify(token.piece)),
       cell("token", `${index + 1} of ${all.length}`),
       cell("id", token.id),
-      cell("", { prompt: "prompt", sampled: "sampled, trained", outside: "from outside, not trained" }[token.kind]),
+      cell("", { prompt: "prompt", sampled: "sampled, trained", outside: "not sampled, not trained" }[token.kind]),
       token.trained && [
         cell("log-prob", number(token.logprob)),
         cell("probability", percent(Math.exp(token.logprob))),
@@ -129,8 +129,8 @@ export async function tokens(root, app) {
   }
 
   const indexOf = (event) => event.target.closest("[data-index]")?.dataset.index;
-  flow.addEventListener("mouseover", (event) => indexOf(event) !== undefined && tell(Number(indexOf(event))));
-  flow.addEventListener("focusin", (event) => indexOf(event) !== undefined && tell(Number(indexOf(event))));
+  flow.addEventListener("mouseover", (event) => indexOf(event) !== undefined && showValues(Number(indexOf(event))));
+  flow.addEventListener("focusin", (event) => indexOf(event) !== undefined && showValues(Number(indexOf(event))));
   flow.addEventListener("click", (event) => indexOf(event) !== undefined && focus(Number(indexOf(event))));
 
   function focus(index) {
@@ -144,7 +144,7 @@ export async function tokens(root, app) {
   const choice = (name, value, options, change) =>
     h("label", {}, `${name} `, h("select", { onchange: (event) => change(event.target.value) }, options.map(([key, label]) => h("option", { value: key, selected: String(key) === String(value) }, label))));
 
-  const promptFold = h("details", { class: "prompt-fold", open: promptEnd <= 60 || odd }, h("summary", {}, `The prompt, ${promptEnd} tokens`), h("div", { class: "flow-part" }, spans.slice(0, promptEnd)));
+  const promptFold = h("details", { class: "prompt-fold", open: promptEnd <= 60 || odd }, h("summary", {}, `Prompt, ${promptEnd} tokens`), h("div", { class: "flow-part" }, spans.slice(0, promptEnd)));
   fill(flow, promptFold, h("div", { class: "flow-part" }, spans.slice(promptEnd)));
 
   fill(
@@ -155,10 +155,10 @@ export async function tokens(root, app) {
       choice("Step", step, steps.map((one) => [one, one]), (value) => app.go({ step: value, group: null, member: null })),
       choice("Group", group.group, list.map((one, i) => [one.group, `${one.group} · ${prompts[i].slice(0, 40)}`]), (value) => app.go({ group: value, member: null })),
       choice("Member", member.member, ranked.map((one) => [one.member, `${one.member} · A ${signed(one.advantage)}`]), (value) => app.go({ member: value })),
-      h("a", { href: app.address({ view: "groups", step, group: group.group }) }, "back to the group"),
+      h("a", { href: app.address({ view: "groups", step, group: group.group }) }, "Back to the group"),
     ),
-    odd && h("p", { class: "error", role: "alert" }, "Tokens of the prompt are marked for training: the mask is wrong."),
-    h("p", { class: "facts" }, h("span", { class: "part" }, "reward ", h("b", {}, number(found.reward))), h("span", { class: "part" }, "advantage ", h("b", {}, signed(found.advantage))), h("span", { class: "part" }, ENDED[found.finish] ?? found.finish)),
+    odd && h("p", { class: "error", role: "alert" }, "Prompt tokens are marked as trained: the mask is wrong."),
+    h("p", { class: "facts" }, h("span", { class: "part" }, "reward ", h("b", {}, number(rollout.reward))), h("span", { class: "part" }, "advantage ", h("b", {}, signed(rollout.advantage))), h("span", { class: "part" }, ENDED[rollout.finish] ?? rollout.finish)),
     h(
       "fieldset",
       { class: "by" },
@@ -170,7 +170,7 @@ export async function tokens(root, app) {
     info,
   );
   spans[Math.max(first, 0)].tabIndex = 0;
-  fill(info, h("span", { class: "quiet" }, "Point at a token, or press Tab and the arrow keys, to see its numbers."));
+  fill(info, h("span", { class: "quiet" }, "Hover over a token, or use Tab and the arrow keys, to see its values."));
 
   return {
     shown: paint,
@@ -192,7 +192,7 @@ export async function tokens(root, app) {
   };
 }
 
-// Line breaks and tabs are shown as signs too; an empty piece is a part of the character that follows.
+// Show line breaks and tabs as symbols. An empty piece is part of the next character.
 function visible(piece) {
   if (piece === "") return h("span", { class: "sign" }, "∙");
   const parts = [];
