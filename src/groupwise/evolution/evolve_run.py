@@ -104,7 +104,7 @@ class EvolveRun:
         result = self.answers.collect(step, self.population.collectors, cursor=self.state.cursor)
         tokens = sum(tokens_of(batch.drawn) for batch in result.batches.values())
         self.state = replace(self.state, cursor=result.cursor, tokens=self.state.tokens + tokens, step=step)
-        for slot, reason in result.broken.items():
+        for slot, reason in result.diverged.items():
             self._diverged(slot, reason)
         return result.batches
 
@@ -185,11 +185,11 @@ class EvolveRun:
 
     def _measure(self) -> dict[str, float]:
         """Evaluate all members on the same prompts with the same seeds."""
-        scores, broken, tokens = self.answers.measure(
+        scores, diverged, tokens = self.answers.measure(
             self.population.tasks, self.evaluator.choosing, samples=self.config.evaluate.samples
         )
         self.state = replace(self.state, tokens=self.state.tokens + tokens)
-        for slot, reason in broken.items():
+        for slot, reason in diverged.items():
             self._diverged(slot, reason)
         for slot, result in scores.items():
             record = replace(self.state.at(slot), scores=result, measured=self.state.step)

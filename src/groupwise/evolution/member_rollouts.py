@@ -44,7 +44,7 @@ class CollectedBatches:
     batches: Mapping[int, Batch]
     """Batches by slot, of sound members only."""
     cursor: int
-    broken: Mapping[int, str]
+    diverged: Mapping[int, str]
 
 
 class MemberRollouts:
@@ -58,7 +58,7 @@ class MemberRollouts:
     def ask(
         self, members: Sequence[MemberPrompt], sampling: Sampling, *, seed_parts: tuple[int | str, ...]
     ) -> tuple[dict[int, list[Group]], dict[int, str]]:
-        """Return the groups of each member, by slot, and the reasons of members that are broken.
+        """Return the groups of each member, by slot, and why other members diverged, by slot.
 
         All members use the same seeds, so that differences come from the members only.
         """
@@ -80,27 +80,27 @@ class MemberRollouts:
                 )
             )
         flat = [request for _, _, requests in parts for request in requests]
-        completions, broken = self.engine.contained(flat, sampling)
+        completions, diverged = self.engine.contained(flat, sampling)
         groups: dict[int, list[Group]] = {}
         start = 0
         for member, prompts, requests in parts:
             own = completions[start : start + len(requests)]
             start += len(requests)
-            if member.slot not in broken:
+            if member.slot not in diverged:
                 groups[member.slot] = groups_from_completions(
                     member.examples, prompts, requests, own, codec=self.policy
                 )
-        return groups, broken
+        return groups, diverged
 
     def collect(self, step: int, collectors: Mapping[int, Collector], *, cursor: int) -> CollectedBatches:
         """Take the same prompts for all members until each has enough groups with signal, as in a run."""
         with_signal: dict[int, list[Group]] = {slot: [] for slot in collectors}
         without_signal: dict[int, list[Group]] = {slot: [] for slot in collectors}
-        broken: dict[int, str] = {}
+        diverged: dict[int, str] = {}
         prompts, refill = self.config.rollout.prompts, self.config.rollout.refill
         rollout_seconds = reward_seconds = 0.0
         for turn in range(1 + refill):
-            missing = {slot: prompts - len(with_signal[slot]) for slot in collectors if slot not in broken}
+            missing = {slot: prompts - len(with_signal[slot]) for slot in collectors if slot not in diverged}
             if not any(missing.values()):
                 break
             examples, cursor = self.split.take(cursor, max(missing.values()))
@@ -119,7 +119,7 @@ class MemberRollouts:
             check_disjoint((task.asks(e) for e in examples), collectors[members[0].slot].held_out)
             started = time.perf_counter()
             groups, failed = self.ask(members, self.config.rollout.sampling, seed_parts=("train", step, turn))
-            broken |= failed
+            diverged |= failed
             rollout_seconds += time.perf_counter() - started
             started = time.perf_counter()
             for slot, member_groups in groups.items():
@@ -141,21 +141,21 @@ class MemberRollouts:
                 share * reward_seconds,
             )
             for slot in collectors
-            if slot not in broken
+            if slot not in diverged
         }
-        return CollectedBatches(batches, cursor, broken)
+        return CollectedBatches(batches, cursor, diverged)
 
     def measure(
         self, tasks: Mapping[int, Task], examples: Sequence[Example], *, samples: int
     ) -> tuple[dict[int, tuple[float, ...]], dict[int, str], int]:
-        """Return each member's accuracy per example, sampled at the run's temperature, the reasons of broken
-        members, and the number of tokens sampled."""
+        """Return each member's accuracy per example, sampled at the run's temperature, why others
+        diverged, and the number of tokens sampled."""
         temperature = self.config.rollout.temperature
         members = [
             MemberPrompt(slot=slot, task=task, examples=examples, count=samples, temperature=temperature)
             for slot, task in tasks.items()
         ]
-        groups, broken = self.ask(members, self.config.rollout.sampling, seed_parts=("measure",))
+        groups, diverged = self.ask(members, self.config.rollout.sampling, seed_parts=("measure",))
         scores: dict[int, tuple[float, ...]] = {}
         for slot, member_groups in groups.items():
             task = tasks[slot]
@@ -165,7 +165,7 @@ class MemberRollouts:
                 for group in member_groups
             ]
             scores[slot] = tuple(sum(map(task.is_right, group.rollouts)) / samples for group in scored)
-        return scores, broken, sum(map(tokens_of, groups.values()))
+        return scores, diverged, sum(map(tokens_of, groups.values()))
 
 
 def make_batch(

@@ -102,9 +102,9 @@ class EvaluationFiles:
 
     def _one(self, path: Path) -> StoredEvaluation | None:
         try:
-            written = path.stat().st_mtime_ns
-            if path not in self._read or self._read[path][0] != written:
-                self._read[path] = written, read_measured(path)
+            modified = path.stat().st_mtime_ns
+            if path not in self._read or self._read[path][0] != modified:
+                self._read[path] = modified, read_measured(path)
         except OSError:
             return None  # removed in the meantime
         return self._read[path][1]

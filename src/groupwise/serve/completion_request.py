@@ -67,8 +67,8 @@ def read_answer(text: str) -> tuple[str, list[dict[str, str]]]:
                 content += after
             else:
                 content += OPEN + part
-    made = [{"name": c.name, "arguments": json.dumps(c.arguments)} for c in calls if c.error is None]
-    return (content.strip(), made) if made else (text, [])
+    valid = [{"name": c.name, "arguments": json.dumps(c.arguments)} for c in calls if c.error is None]
+    return (content.strip(), valid) if valid else (text, [])
 
 
 def streamable_length(text: str) -> int:

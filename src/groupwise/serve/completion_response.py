@@ -188,8 +188,8 @@ class ResponseBuilder:
 
     def usage(self) -> dict[str, int]:
         prompt = len(self.request.job.prompt)
-        written = sum(len(choice.tokens) for choice in self.choices)
-        return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+        generated = sum(len(choice.tokens) for choice in self.choices)
+        return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}

@@ -119,15 +119,15 @@ async def answer(
     """Answer one request. Return False if the client disconnected; its work is then cancelled."""
     outgoing = Outgoing(writer, close=close, bare=request.method == "HEAD")
     work = asyncio.ensure_future(respond(handler, request, outgoing))
-    gone = asyncio.ensure_future(until_gone(reader, outgoing))
+    disconnected = asyncio.ensure_future(until_disconnected(reader, outgoing))
     try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({work, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         connected = work.done()
     finally:
         work.cancel()
-        gone.cancel()
+        disconnected.cancel()
     # Await both together: suppressing the cancellation of each would swallow our own as well.
-    outcome, _ = await asyncio.gather(work, gone, return_exceptions=True)
+    outcome, _ = await asyncio.gather(work, disconnected, return_exceptions=True)
     if isinstance(outcome, Exception) and not isinstance(outcome, ConnectionError):
         raise outcome
     return connected
@@ -150,7 +150,7 @@ class Outgoing:
         await self.writer.drain()
 
 
-async def until_gone(reader: asyncio.StreamReader, outgoing: Outgoing) -> None:
+async def until_disconnected(reader: asyncio.StreamReader, outgoing: Outgoing) -> None:
     """Return when the client disconnects, without reading pipelined requests.
 
     A client that closed only its sending half (shutdown(SHUT_WR)) still waits for its response, and at first

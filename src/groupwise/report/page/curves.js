@@ -45,18 +45,18 @@ export async function curves(root, app) {
 
   const head = h("section", { class: "headline", "aria-label": "Summary" });
   const body = h("div");
-  let drawn = [];
+  let charts = [];
   const waiting = new IntersectionObserver((entries) => {
     for (const entry of entries) {
       if (!entry.isIntersecting) continue;
       waiting.unobserve(entry.target);
-      drawn.find((one) => one.card === entry.target)?.draw();
+      charts.find((one) => one.card === entry.target)?.draw();
     }
   }, { rootMargin: "300px" });
 
   function build() {
-    for (const one of drawn) one.leave();
-    drawn = [];
+    for (const one of charts) one.leave();
+    charts = [];
     const known = new Set();
     const sections = Object.entries(CHARTS).map(([name, specs]) => {
       const cards = specs.map((spec) => make(spec, known)).filter(Boolean);
@@ -70,7 +70,7 @@ export async function curves(root, app) {
       if (!more.open || more.querySelector(".cards")) return;
       more.append(h("div", { class: "cards" }, rest.map((name) => make({ title: name, metrics: [[name, name]] }, known))));
     });
-    const empty = drawn.length === 0 && h("p", { class: "quiet" }, "No steps yet.");
+    const empty = charts.length === 0 && h("p", { class: "quiet" }, "No steps yet.");
     fill(body, empty, sections, rest.length ? more : null);
   }
 
@@ -84,7 +84,7 @@ export async function curves(root, app) {
       sync: "steps",
     });
     one.spec = spec;
-    drawn.push(one);
+    charts.push(one);
     waiting.observe(one.card);
     return one.card;
   }
@@ -165,7 +165,7 @@ export async function curves(root, app) {
 
   // Charts are drawn when they scroll into view; printing needs all of them.
   const drawAll = () => {
-    for (const one of drawn) {
+    for (const one of charts) {
       waiting.unobserve(one.card);
       one.draw();
     }
@@ -179,13 +179,13 @@ export async function curves(root, app) {
       const fresh = await get(of(run.id, run.step >= lastStep ? `/curves?after=${lastStep}` : "/curves"), { fresh: true });
       data.set(run.id, run.step >= lastStep && old ? joined(old, fresh) : fresh);
       headline();
-      for (const one of drawn) one.update(linesOf(one.spec));
-      if (drawn.length === 0) build();
+      for (const one of charts) one.update(linesOf(one.spec));
+      if (charts.length === 0) build();
     },
     leave() {
       window.removeEventListener("beforeprint", drawAll);
       waiting.disconnect();
-      for (const one of drawn) one.leave();
+      for (const one of charts) one.leave();
     },
   };
 }
