@@ -413,7 +413,7 @@ def test_a_prompt_that_leaves_no_room_in_the_context_is_refused(small_policy):
     with pytest.raises(ConfigError) as refused:
         generate(small_policy, requests((1, 1020), (1, 1)), Sampling(max_tokens=5))
     assert str(refused.value) == (
-        "a prompt of 1020 tokens and rollout.max_tokens=5 exceed the model's context of 1024; "
+        "a prompt of 1020 tokens and rollout.max_tokens=5 exceed the model's context of 1024 tokens; "
         "lower rollout.max_tokens"
     )
 
@@ -422,7 +422,7 @@ def test_a_prompt_longer_than_the_context_is_refused_with_a_remedy_that_can_help
     with pytest.raises(ConfigError) as refused:
         generate(small_policy, requests((1024,), (1,)), Sampling(max_tokens=1))
     assert str(refused.value) == (
-        "a prompt of 1024 tokens leaves no room for an answer in the model's context of 1024; "
+        "a prompt of 1024 tokens leaves no room for a completion in the model's context of 1024 tokens; "
         "shorten the prompt or use a model with a longer context"
     )
 
@@ -432,7 +432,8 @@ def test_a_cache_too_small_for_the_longest_sequence_is_refused_with_the_size_it_
     with pytest.raises(ConfigError) as refused:
         generate(small_policy, asked, sampling, block_size=4, kv_tokens=19)
     assert str(refused.value) == (
-        "engine.kv_tokens=19 cannot hold the longest prompt and rollout.max_tokens=8; raise it to at least 20"
+        "engine.kv_tokens=19 cannot hold the longest prompt and rollout.max_tokens=8; "
+        "set engine.kv_tokens to at least 20"
     )
     assert_same(
         generate(small_policy, asked, sampling, block_size=4, kv_tokens=20),

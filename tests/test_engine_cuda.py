@@ -191,7 +191,7 @@ def test_the_cache_is_sized_by_what_is_free_and_kept_when_little_is_to_gain(
     engine = OnGPU(small_policy, EngineConfig())
     engine._affordable_blocks = lambda: free  # type: ignore[method-assign]
     if held:
-        engine._graph_runner = SimpleNamespace(room=SimpleNamespace(blocks=held))  # type: ignore[assignment]
+        engine._graph_runner = SimpleNamespace(capacity=SimpleNamespace(blocks=held))  # type: ignore[assignment]
     assert engine._fitting(most, least=10) == blocks
 
 

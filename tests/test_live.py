@@ -117,7 +117,7 @@ def test_answers_of_different_temperatures_share_a_step(small_policy):
 
 def test_a_job_without_a_prompt_is_refused():
     scheduler = ServingScheduler(slots=4, pool=BlockPool(24, block_size=4), context=24)
-    with pytest.raises(ValueError, match="has no tokens"):
+    with pytest.raises(ValueError, match="the prompt is empty"):
         scheduler.check(Job(prompt=(), seeds=(1,), sampling=Sampling(max_tokens=2)))
 
 
@@ -245,9 +245,9 @@ def test_who_asks_is_told_the_likeliest_tokens_and_nobody_draws_otherwise(small_
     with torch.no_grad():
         steps: DecodeSteps = make(small_policy, scheduler)
         for sequence, completion in ending(steps, scheduler, ASKING):
-            told = scheduler.untold.get(sequence, [])
+            told = scheduler.unsent.get(sequence, [])
             found[scheduler.forget(sequence)] = completion, told
-    assert not scheduler.untold
+    assert not scheduler.unsent
     for job in ASKING:
         completion, told = found[job]
         assert completion.tokens == alone(small_policy, job)[0].tokens
@@ -286,7 +286,7 @@ def test_a_prompt_is_scored_as_a_plain_forward_pass_would(small_policy, make: An
     assert ended[beside].prefix.scores is None
     found = ended[asking].prefix.scores
     assert found is not None
-    for place, logprobs_V, token in zip(found.places, logprobs_TV[:-1], asking.prompt[1:], strict=True):
+    for place, logprobs_V, token in zip(found.positions, logprobs_TV[:-1], asking.prompt[1:], strict=True):
         best = logprobs_V.topk(3)
         assert [token for token, _ in place] == [token, *best.indices.tolist()]
         expected = [float(logprobs_V[token]), *best.values.tolist()]
@@ -348,7 +348,7 @@ def test_too_many_are_refused_and_so_is_what_can_never_run(small_policy):
         engine.submit(replace(job))
     with pytest.raises(ValueError, match="exceed the context of 64"):
         engine.submit(replace(job, sampling=Sampling(max_tokens=64)))
-    with pytest.raises(ValueError, match="do not fit at once"):
+    with pytest.raises(ValueError, match="exceed the server's capacity"):
         engine.submit(replace(job, seeds=(1, 2, 3)))
 
 

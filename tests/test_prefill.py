@@ -102,9 +102,9 @@ class Continuing:
 
 
 def converse(engine: Engine, asked: list[Request], *, turns: int, told: bool) -> Continuing:
-    partner = Continuing(asked=asked, turns=turns, told=told)
-    engine.converse(asked, SAMPLING, partner, tokens=turns * (6 + len(TOOL)), turns=turns)
-    return partner
+    sink = Continuing(asked=asked, turns=turns, told=told)
+    engine.converse(asked, SAMPLING, sink, tokens=turns * (6 + len(TOOL)), turns=turns)
+    return sink
 
 
 def same_answers(one: Continuing, other: Continuing) -> None:

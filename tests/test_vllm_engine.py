@@ -16,7 +16,7 @@ from groupwise.config import read_config
 from groupwise.config.schema import EngineConfig, LoraConfig, ModelConfig
 from groupwise.engine.engine import Engine
 from groupwise.engine.vllm import vllm_client, vllm_engine
-from groupwise.engine.vllm.vllm_client import FINEST
+from groupwise.engine.vllm.vllm_client import MIN_ROUNDING
 from groupwise.engine.vllm.vllm_engine import VllmEngine
 from groupwise.errors import ConfigError, InvariantError
 from groupwise.model.load import load_policy
@@ -142,7 +142,7 @@ def test_a_session_never_meets_the_adapters_of_one_that_was_killed(
     policy.version = 0  # as a new process counts
     engine = engine_for(policy, tmp_path, server)
     with engine.ready():
-        assert engine.probe.rounding == FINEST
+        assert engine.probe.rounding == MIN_ROUNDING
         groups = engine.generate(PROMPTS, SAMPLING)
     assert [name for name in server.loaded if name not in left] == [f"{engine.session}-0"]
     assert_drawn_by(policy, groups)
@@ -173,7 +173,7 @@ def test_a_session_that_ends_takes_its_adapters_along(policy: Policy, tmp_path: 
 def test_closing_waits_for_no_server(
     mood: str, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_engine, "FAREWELL", 1.0)
+    monkeypatch.setattr(vllm_engine, "UNLOAD_SECONDS", 1.0)
     with StandIn() as well, StandIn() as first, StandIn() as second:
         engine = engine_for(policy, tmp_path, first, well, second)
         with engine.ready():
@@ -219,7 +219,7 @@ def test_a_server_that_keeps_the_old_weights_stops_the_run(
         for parameter in policy.trainable().values():
             parameter += 1e-4
     policy.version += 1
-    with pytest.raises(InvariantError, match="has not taken the update"), engine.ready():
+    with pytest.raises(InvariantError, match="did not load the latest weights completely"), engine.ready():
         pass
 
 
@@ -316,20 +316,23 @@ def test_patience_ends_with_a_sentence(server: StandIn, policy: Policy, tmp_path
     engine = engine_for(policy, tmp_path, server, patience=0.2)
     with engine.ready():
         server.mood = "dead"
-        with pytest.raises(InvariantError, match=r"no rollout server has answered for 0\.2 s"):
+        with pytest.raises(InvariantError, match=r"no rollout server has responded for 0\.2 s"):
             engine.generate(PROMPTS, SAMPLING)
 
 
 def test_a_server_that_cannot_serve_training_is_refused_at_the_start(policy: Policy, tmp_path: Path) -> None:
-    with StandIn(version="0.11.2") as old, pytest.raises(ConfigError, match=r"is vLLM 0\.11\.2; 0\.28"):
+    with (
+        StandIn(version="0.11.2") as old,
+        pytest.raises(ConfigError, match=r"runs vLLM 0\.11\.2; upgrade to 0\.28"),
+    ):
         engine_for(policy, tmp_path, old)
     with StandIn(raw=True) as raw, pytest.raises(ConfigError, match="processed_logprobs"):
         engine_for(policy, tmp_path, raw)
     with StandIn() as gone:
         gone.mood = "dead"
-        with pytest.raises(ConfigError, match="there is no vLLM server at"):
+        with pytest.raises(ConfigError, match="no vLLM server responds at"):
             engine_for(policy, tmp_path, gone)
-    with pytest.raises(ConfigError, match=r"engine\.servers are addresses such as"):
+    with pytest.raises(ConfigError, match=r"engine\.servers must be URLs such as"):
         VllmEngine(policy, EngineConfig(kind="vllm", servers=("localhost:8000",)), exchange=tmp_path)
 
 
@@ -344,18 +347,18 @@ def test_what_a_server_says_against_the_first_requests_is_told_in_a_sentence(
         return no if refused in body or path == refused else answered(path, body)
 
     monkeypatch.setattr(server, "post", refuses)
-    said = f"answered {code}: .*out of luck"
-    with pytest.raises(ConfigError, match=f"the server at {server.address} does not complete .*{said}"):
+    said = f"returned {code}: .*out of luck"
+    with pytest.raises(ConfigError, match=f"the server at {server.address} cannot complete .*{said}"):
         engine_for(policy, tmp_path, server)
     refused = "prompt_logprobs"
     adapters = engine_for(policy, tmp_path, server)
-    with pytest.raises(ConfigError, match=f"cannot take the policy's weights: .*{said}") as told:
+    with pytest.raises(ConfigError, match=f"cannot load the policy's weights: .*{said}") as told:
         adapters.ready().__enter__()
     assert server.address in str(told.value)
     refused = "/collective_rpc"
     whole = load_policy(ModelConfig(name="tiny", device="cpu", dtype="float32"), LoraConfig(r=0))
     weights = engine_for(whole, tmp_path, server)
-    with pytest.raises(ConfigError, match=f"cannot take the policy's weights: .*{said}"):
+    with pytest.raises(ConfigError, match=f"cannot load the policy's weights: .*{said}"):
         weights.ready().__enter__()
 
 
@@ -410,7 +413,7 @@ def test_what_goes_wrong_ahead_stops_the_run(server: StandIn, tmp_path: Path) ->
         return asked(body)
 
     server.complete = die_later  # type: ignore[method-assign]
-    with pytest.raises(InvariantError, match="no rollout server has answered"):
+    with pytest.raises(InvariantError, match="no rollout server has responded"):
         train(config)
 
 

@@ -4,16 +4,16 @@ Modules in reading order:
 
     engine           Engine: schedule → run → sample → collect, until every sequence has finished
     scheduler        which sequences run: admission, growth, preemption, release
-    kv_cache         the blocks of the cache and who uses them
-    paged_attention  attention of a decoding step over the blocks, on any device
-    prefill          prompts into the cache, packed
-    sampler          token draws with derived noise, stop strings, log-probabilities of prompts
-    stacked_weights  weights that share an input stacked into one product, adapters merged or side by side
+    kv_cache         the block pool, shared prompt prefixes, and reusable histories of finished sequences
+    paged_attention  the KV cache tensors and decode attention over their blocks, on any device
+    prefill          packed, chunked computation of prompts into the KV cache
+    sampler          token sampling from per-sequence seeds, stop strings, prompt log-probabilities
+    stacked_weights  projections that share an input as one matmul, with LoRA merged or batched
     cpu_runner       the forward pass on a CPU
-    multi_lora       one engine for all members of a population
-    cuda/            the same step as one CUDA graph, with Triton kernels
-    serving/         requests that come one by one, each with its own settings
-    vllm/            generation by vLLM servers
+    multi_lora       one engine for all LoRA adapters of a population
+    cuda/            the decode step as one CUDA graph, with Triton kernels
+    serving/         online serving: requests arrive at any time, each with its own sampling settings
+    vllm/            generation on vLLM servers
 
-Anything with `generate(requests, sampling)` can take the engine's place: see `rollout.collect.Generate`.
+Any object with `generate(requests, sampling)` can replace the engine: see `rollout.collect.Generate`.
 """

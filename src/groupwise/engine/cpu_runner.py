@@ -1,9 +1,9 @@
-"""The forward pass of the common decoder layer on a CPU, in fewer and larger steps than the module's.
+"""The runner for CPUs: prefill and decode, with a fused forward pass for common decoder layers.
 
-A step of decoding is some hundred small operations, and each costs a call and a wait for all threads.
-Layers with RMSNorm, rotary attention and a gated SiLU (Llama, Qwen2, Mistral, SmolLM …) are run as four
-matrix products with little between them. Nothing is assumed that is not checked: `lean_forward` compares
-the result with the module's own, and a model that differs generates with the module itself.
+A decode step has hundreds of small operations, and each costs a call and a thread barrier. Layers with
+RMSNorm, rotary attention and SwiGLU (Llama, Qwen2, Mistral, SmolLM …) run as four matrix products with
+little between them. `fused_cpu_forward` compares the result with the original module; a model that differs
+generates with the original module.
 
 Axes: T tokens, M hidden size, H query heads, K key heads, D head size, I inner size.
 """
@@ -38,7 +38,7 @@ class CPULayer:
 
     def __init__(self, layer: Any, matrix: MakeWeight) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        assert not hasattr(attention, "q_norm"), "normed queries are not lean"
+        assert not hasattr(attention, "q_norm"), "normalized queries are not fused on a CPU"
         assert isinstance(mlp.act_fn, nn.SiLU) or type(mlp.act_fn).__name__ == "SiLUActivation"
         self.before_attention, self.before_mlp = layer.input_layernorm, layer.post_attention_layernorm
         self.qkv = matrix(attention.q_proj, attention.k_proj, attention.v_proj)
@@ -49,10 +49,10 @@ class CPULayer:
 
 
 class FusedCPUForward:
-    """`Policy.hidden` without gradients."""
+    """`Policy.hidden` without gradients, in fewer and larger operations."""
 
     def __init__(self, policy: Policy, members: LoRABank | None = None) -> None:
-        assert policy.unpacks, "no room for unpacked weights"
+        assert policy.unpacks, "dequantized weights do not fit in memory"
         matrix, self._own = weights_for(policy, members)
         decoder: Any = policy.decoder
         self._embedding: Tensor = decoder.embed_tokens.weight
@@ -62,7 +62,7 @@ class FusedCPUForward:
         self._key_heads, self._size = policy.key_heads, policy.head_size
 
     def refresh(self) -> None:
-        """Take over the policy's weights as they are now."""
+        """Copy the policy's current weights."""
         for layer in self._layers:
             for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down):
                 matrix.refresh()
@@ -86,10 +86,10 @@ class FusedCPUForward:
     def _heads(
         self, qkv_TND: Tensor, cos_T1D: Tensor, halves: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotate queries and keys, in one go, and part them from the values."""
-        straight_TND, values_TKD = qkv_TND[:, : -self._key_heads], qkv_TND[:, -self._key_heads :]
-        turned_TND = rotate(straight_TND, cos_T1D, *halves)
-        queries_THD, keys_TKD = turned_TND[:, : -self._key_heads], turned_TND[:, -self._key_heads :]
+        """Rotate queries and keys in one operation, and split queries, keys and values."""
+        qk_TND, values_TKD = qkv_TND[:, : -self._key_heads], qkv_TND[:, -self._key_heads :]
+        rotated_TND = rotate(qk_TND, cos_T1D, *halves)
+        queries_THD, keys_TKD = rotated_TND[:, : -self._key_heads], rotated_TND[:, -self._key_heads :]
         return tuple(x.transpose(0, 1)[None] for x in (queries_THD, keys_TKD, values_TKD))  # type: ignore[return-value]
 
 
@@ -101,38 +101,38 @@ def _normed(x_TM: Tensor, norm: Any) -> Tensor:
 
 @torch.no_grad()
 def fused_cpu_forward(policy: Policy, members: LoRABank | None = None) -> FusedCPUForward | None:
-    """The lean forward pass of this policy, or None where that is not the same function.
+    """Return the fused forward pass of this policy, or None if it does not match the original module.
 
-    With members it is compared without adapters: no row of the comparison is anybody's.
+    With `members`, the comparison runs without adapters.
     """
     weight = policy.head_weight
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
         return None
     try:
-        lean = FusedCPUForward(policy, members)
+        fused = FusedCPUForward(policy, members)
         layout = PackedLayout.build([(10, (CHECKED_TOKENS - 10,))], device=weight.device)
         tokens_T = torch.arange(3, 3 + CHECKED_TOKENS) % weight.shape[0]
         positions_T = torch.arange(CHECKED_TOKENS)
         with policy.without_adapter() if members else nullcontext(policy) as compared:
-            own_TM = compared.hidden(tokens_T, positions_T, layout)
-        difference = lean.hidden(tokens_T, positions_T, layout) - own_TM
-        return lean if difference.norm() <= 1e-4 * own_TM.norm() else None
+            reference_TM = compared.hidden(tokens_T, positions_T, layout)
+        difference = fused.hidden(tokens_T, positions_T, layout) - reference_TM
+        return fused if difference.norm() <= 1e-4 * reference_TM.norm() else None
     except (AttributeError, AssertionError, TypeError, ValueError, RuntimeError):
         return None
 
 
 class Runner:
-    """Runs the policy module itself, or a lean form of it, so what generates is what is trained."""
+    """Runs the policy module itself, or its fused form, on the weights that are trained."""
 
     def __init__(
         self, policy: Policy, *, blocks: int, block_size: int, members: LoRABank | None = None
     ) -> None:
         self.policy = policy
         self.blocks = blocks
-        self.lean = fused_cpu_forward(policy, members)
+        self.fused = fused_cpu_forward(policy, members)
         self.members = 0 if members is None else len(members)
-        """Adapters that rows may have of their own; 0: the policy's."""
-        self._hidden = policy.hidden if self.lean is None else self.lean.hidden
+        """Number of LoRA adapters that rows select from; 0: the policy's own adapter."""
+        self._hidden = policy.hidden if self.fused is None else self.fused.hidden
         self.cache = KVCache(
             layers=policy.layers,
             blocks=blocks,
@@ -144,18 +144,18 @@ class Runner:
         self._prompts = Prefill(policy, self.cache, shared=bool(self.members))
 
     def ready(self) -> AbstractContextManager[None]:
-        """Take over the policy's weights, with its adapters merged, for as long as the block lasts."""
-        if self.lean is None:
+        """Load the policy's current weights, with adapters merged, inside the returned context."""
+        if self.fused is None:
             return self.policy.merged_adapters()
-        self.lean.refresh()
+        self.fused.refresh()
         return nullcontext()
 
     def prefill(self, prefixes: Sequence[Prefix]) -> None:
-        """Compute prompts into their blocks and leave the next token's logits on each."""
+        """Compute prompts into their blocks and store the next-token logits on each."""
         self._prompts.compute(prefixes, self._hidden)
 
     def decode(self, scheduler: Scheduler) -> Tensor:
-        """Feed every running sequence its last token and return the logits_RV of the next."""
+        """Run one decode step over all running sequences and return the next-token logits_RV."""
         slots = scheduler.slots()
         prompt = scheduler.prompt_length[scheduler.request[slots]]
         last = scheduler.length[slots] - 1

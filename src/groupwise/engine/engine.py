@@ -1,4 +1,7 @@
-"""The in-process generator: schedule → run → draw → collect, until every member has finished."""
+"""The in-process engine: schedule → run → sample → collect, until every sequence has finished.
+
+`Engine` sizes the KV cache, picks the CPU or the CUDA-graph runner, and passes completions to a sink.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +35,18 @@ if TYPE_CHECKING:
 
 
 class CompletionSink(Protocol):
-    """Whom completions are for: takes each as it ends, and may have something to go on with."""
+    """Receives each completion as it finishes, and may return follow-up requests."""
 
     def finished(self, request: int, member: int, completion: Completion) -> None: ...
 
     def ready(self, *, wait: bool) -> SequenceOf[Request]:
-        """Return requests to add. With `wait`, none means that there will be no more."""
+        """Return requests to add. With `wait`, an empty result ends generation."""
         ...
 
 
 @dataclass(slots=True)
 class CollectSink:
-    """A partner that keeps what it is given and has nothing to add."""
+    """Stores completions and adds no requests."""
 
     completions: dict[tuple[int, int], Completion] = field(default_factory=dict)
 
@@ -55,19 +58,19 @@ class CollectSink:
 
 
 class Engine:
-    """Continues prompts with the policy, in groups that share their prompt's blocks."""
+    """Generates completions with the policy; the completions of a request share its prompt's KV blocks."""
 
     def __init__(self, policy: Policy, config: EngineConfig, members: LoRABank | None = None) -> None:
         self.policy = policy
         self.members = members
-        """Adapters of which each request names one; None: the policy's own answers everything."""
+        """LoRA adapters that requests select from; None: every request uses the policy's own adapter."""
         self.config = config
         if config.unpack is not None:
             policy.unpacks = config.unpack
         self.preempted = 0
-        """Sequences that the last call started over for lack of blocks: engine.kv_tokens is small."""
+        """Sequences the last call preempted for lack of KV blocks. If high, raise engine.kv_tokens."""
         self.occupancy = 1.0
-        """Of the slots that could be taken in the last call on a GPU, the share that drew a token."""
+        """Fraction of usable slots that sampled a token, over the decode steps of the last call on a GPU."""
         self._runner: Runner | None = None
         self._graph_runner: GraphRunner | None = None
         self._stop_strings = StopStrings(policy)
@@ -76,10 +79,10 @@ class Engine:
     @torch.no_grad()
     def generate(self, requests: SequenceOf[Request], sampling: Sampling) -> list[list[Completion]]:
         """Return each request's completions, in the order of its seeds."""
-        kept = CollectSink()
-        self._serve(requests, sampling, kept)
+        sink = CollectSink()
+        self._serve(requests, sampling, sink)
         return [
-            [kept.completions[r, m] for m in range(len(request.seeds))] for r, request in enumerate(requests)
+            [sink.completions[r, m] for m in range(len(request.seeds))] for r, request in enumerate(requests)
         ]
 
     @torch.no_grad()
@@ -87,60 +90,64 @@ class Engine:
         self,
         requests: SequenceOf[Request],
         sampling: Sampling,
-        partner: CompletionSink,
+        sink: CompletionSink,
         *,
         tokens: int,
         turns: int,
     ) -> None:
-        """Hand every completion to `partner` as it ends, and go on with the requests it has by then.
+        """Pass every completion to `sink` as it finishes, and run the follow-up requests it returns.
 
-        `tokens`: the most that a conversation grows behind its first prompt; `turns`: completions in it.
+        `tokens`: the maximum growth of a conversation after its first prompt.
+        `turns`: the maximum number of completions in a conversation.
         """
         members = sum(len(request.seeds) for request in requests)
         longest = max((len(request.prompt) for request in requests), default=0) + tokens - sampling.max_tokens
         self._serve(
-            requests, sampling, partner, more=FutureRequests(requests=members * (turns - 1), longest=longest)
+            requests, sampling, sink, future=FutureRequests(requests=members * (turns - 1), longest=longest)
         )
 
     @property
     def unrepeatable(self) -> bool:
-        """Whether the same requests may give other bits: on a GPU they depend on what is beside them."""
+        """Whether repeating a call may change the bits: GPU results depend on the batch composition."""
         return self.policy.device.type == "cuda"
 
     def _serve(
         self,
         requests: SequenceOf[Request],
         sampling: Sampling,
-        partner: CompletionSink,
+        sink: CompletionSink,
         *,
-        more: FutureRequests = NONE,
+        future: FutureRequests = NONE,
     ) -> None:
         if not requests:
             return
-        self._check_context(requests, sampling, more)
+        self._check_context(requests, sampling, future)
         slots = min(self.config.max_sequences, sum(len(request.seeds) for request in requests))
-        pool = BlockPool(self._blocks(requests, sampling, slots, more), block_size=self.config.block_size)
-        scheduler = Scheduler(requests, slots=slots, pool=pool, max_tokens=sampling.max_tokens, more=more)
-        with in_mode(self.policy.model, training=False), collecting_only_new():
+        pool = BlockPool(self._blocks(requests, sampling, slots, future), block_size=self.config.block_size)
+        scheduler = Scheduler(requests, slots=slots, pool=pool, max_tokens=sampling.max_tokens, future=future)
+        with in_mode(self.policy.model, training=False), freeze_gc():
             run = self._run_ahead if self.accelerated else self._run
-            run(scheduler, sampling, partner)
+            run(scheduler, sampling, sink)
         scheduler.drop_histories()
         assert pool.free == pool.count, "blocks leaked"
         self.preempted = scheduler.preempted
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """While the block lasts, calls answer with the policy as it is now; all processes come by here."""
+        """Generate with the policy's current weights inside this context. Every process must enter it."""
         with self.policy.whole():
             yield
 
     def make_room(self, needed: int) -> None:
-        """Give memory back where so many bytes are not free on a GPU: captured graphs are worth keeping."""
+        """Release the engine's memory if fewer than `needed` bytes are free on the GPU.
+
+        Otherwise keep it: capturing CUDA graphs again is slow.
+        """
         if self.policy.device.type == "cuda" and free_memory(self.policy.device) < needed:
             self.release()
 
     def release(self) -> None:
-        """Give back the memory of the cache, and of all that was made for it, until the next call."""
+        """Free the KV cache and the runner; the next call allocates them again."""
         if self._graph_runner is not None:
             self._graph_runner.drop_graphs()
         self._runner = self._graph_runner = None
@@ -153,35 +160,33 @@ class Engine:
 
     @property
     def accelerated(self) -> bool:
-        """Whether steps are CUDA graphs."""
+        """Whether decode steps run as CUDA graphs."""
         return self.policy.device.type == "cuda" and find_spec("triton") is not None
 
-    def _run(self, scheduler: Scheduler, sampling: Sampling, partner: CompletionSink) -> None:
-        """Step by step, on any device."""
+    def _run(self, scheduler: Scheduler, sampling: Sampling, sink: CompletionSink) -> None:
+        """Run synchronously, on any device."""
         runner = self._runner_with(scheduler.pool)
         with runner.ready():
             while scheduler.busy:
                 logits_RV = self._next_logits(scheduler, runner)
                 self._draw(scheduler, logits_RV, sampling)
                 for sequence, reason in self._ended(scheduler, sampling):
-                    partner.finished(sequence.request, sequence.member, scheduler.finish(sequence, reason))
-                scheduler.add(partner.ready(wait=not scheduler.busy))
+                    sink.finished(sequence.request, sequence.member, scheduler.finish(sequence, reason))
+                scheduler.add(sink.ready(wait=not scheduler.busy))
 
-    def _run_ahead(self, scheduler: Scheduler, sampling: Sampling, partner: CompletionSink) -> None:
-        """In CUDA graphs, with the host a few steps ahead."""
+    def _run_ahead(self, scheduler: Scheduler, sampling: Sampling, sink: CompletionSink) -> None:
+        """Run CUDA graphs, with the host a few steps ahead of the device."""
         from groupwise.engine.cuda.decode_loop import DecodeLoop
 
         runner = self._graph_runner_for(scheduler)
         with nullcontext() if runner.fused else self.policy.merged_adapters():
             runner.refresh()
-            ahead = DecodeLoop(
-                scheduler, runner, sampling, self.policy.end_tokens, self._stop_strings, partner
-            )
-            ahead.run()
-        self.occupancy = ahead.drawn / max(1, ahead.offered)
+            loop = DecodeLoop(scheduler, runner, sampling, self.policy.end_tokens, self._stop_strings, sink)
+            loop.run()
+        self.occupancy = loop.drawn / max(1, loop.offered)
 
     def _next_logits(self, scheduler: Scheduler, runner: Runner) -> Tensor:
-        """Run those that are under way, let others join, and return the next token's logits of all."""
+        """Decode running sequences, admit and prefill waiting ones, and return all next-token logits."""
         scheduler.make_room()
         rows = [runner.decode(scheduler)] if scheduler.running else []
         joined = scheduler.admit()
@@ -191,7 +196,7 @@ class Engine:
         return torch.cat(rows)
 
     def _draw(self, scheduler: Scheduler, logits_RV: Tensor, sampling: Sampling) -> None:
-        """Add one token to every running sequence."""
+        """Sample one token for every running sequence."""
         slots = scheduler.slots()
         at = scheduler.length[slots]
         noise = uniforms(scheduler.seed[slots], at.astype(np.uint64))
@@ -207,7 +212,7 @@ class Engine:
         scheduler.length[slots] += 1
 
     def _ended(self, scheduler: Scheduler, sampling: Sampling) -> list[tuple[Sequence, Finish]]:
-        """The running sequences whose last token ends them."""
+        """Return the running sequences that their last token finishes, with the finish reasons."""
         slots = scheduler.slots()
         length = scheduler.length[slots]
         end: NDArray[np.bool_] = np.isin(scheduler.tokens[slots, length - 1], self._end_tokens)
@@ -221,88 +226,92 @@ class Engine:
         ]
 
     def _blocks(
-        self, requests: SequenceOf[Request], sampling: Sampling, slots: int, more: FutureRequests
+        self, requests: SequenceOf[Request], sampling: Sampling, slots: int, future: FutureRequests
     ) -> int:
-        """The cache's size: all that could be needed at once, or what the user allows."""
+        """Return the cache size in blocks: the worst case, capped by engine.kv_tokens or free memory."""
         size, allowed = self.config.block_size, self.config.kv_tokens
-        lengths = [len(request.prompt) for request in requests] + [more.longest] * min(slots, more.requests)
+        lengths = [len(request.prompt) for request in requests] + [future.longest] * min(
+            slots, future.requests
+        )
         prompts = sorted((-(-length // size) for length in lengths), reverse=True)
-        answer = -(-sampling.max_tokens // size)
-        most, least = slots * answer + sum(prompts[:slots]), answer + prompts[0]
-        most += min(slots, more.requests) * least  # what finished turns leave for the next
+        completion = -(-sampling.max_tokens // size)
+        most, least = slots * completion + sum(prompts[:slots]), completion + prompts[0]
+        most += min(slots, future.requests) * least  # histories kept for the next turn
         if allowed is None:
             return self._fitting(most, least) if self.accelerated else most
         if allowed // size < least:
             raise ConfigError(
                 f"engine.kv_tokens={allowed} cannot hold the longest prompt and rollout.max_tokens="
-                f"{sampling.max_tokens}; raise it to at least {least * size}"
+                f"{sampling.max_tokens}; set engine.kv_tokens to at least {least * size}"
             )
         return min(most, allowed // size)
 
     def _runner_with(self, pool: BlockPool) -> Runner:
-        """Reuse the memory of the last call when it is large enough."""
-        kept = self._runner
-        if kept is None or kept.blocks < pool.count or kept.members != self._member_count:
-            self._runner = kept = None  # free the old cache before taking the new one
-            kept = Runner(self.policy, blocks=pool.count, block_size=pool.block_size, members=self.members)
-        assert self.members is None or kept.lean is not None, "ask `TogetherEngine.batched` first"
-        self._runner = kept
-        return kept
+        """Return the last call's runner if its cache is large enough, else a new one."""
+        runner = self._runner
+        if runner is None or runner.blocks < pool.count or runner.members != self._member_count:
+            self._runner = runner = None  # free the old cache before allocating the new one
+            runner = Runner(self.policy, blocks=pool.count, block_size=pool.block_size, members=self.members)
+        assert self.members is None or runner.fused is not None, "check `MultiLoRAEngine.batched` first"
+        self._runner = runner
+        return runner
 
     def _graph_runner_for(self, scheduler: Scheduler) -> GraphRunner:
-        """Reuse the memory and the graphs of the last call when they are large enough."""
+        """Return the last call's graph runner if its capacity suffices, else a new one."""
         from groupwise.engine.cuda.graph_runner import Capacity, GraphRunner
 
-        room, size = Capacity.of(scheduler), self.config.block_size
-        kept = self._graph_runner
-        if kept is None or not kept.room.holds(room) or kept.members != self._member_count:
-            self._graph_runner = kept = None  # free the old cache before taking the new one
-            kept = GraphRunner(self.policy, room, block_size=size, members=self.members)
-        assert self.members is None or kept.fused, "ask `TogetherEngine.batched` first"
-        self._graph_runner = kept
-        return kept
+        capacity, size = Capacity.of(scheduler), self.config.block_size
+        runner = self._graph_runner
+        if runner is None or not runner.capacity.holds(capacity) or runner.members != self._member_count:
+            self._graph_runner = runner = None  # free the old cache before allocating the new one
+            runner = GraphRunner(self.policy, capacity, block_size=size, members=self.members)
+        assert self.members is None or runner.fused, "check `MultiLoRAEngine.batched` first"
+        self._graph_runner = runner
+        return runner
 
     def _fitting(self, most: int, least: int) -> int:
-        """As many blocks as are asked for and fit; no new cache for one that is little larger."""
-        held = 0 if self._graph_runner is None else self._graph_runner.room.blocks
+        """Return the block count that fits into GPU memory; reuse a cache that is at most a fifth smaller."""
+        held = 0 if self._graph_runner is None else self._graph_runner.capacity.blocks
         blocks = min(most, max(least, held + self._affordable_blocks()))
         return held if least <= held < blocks <= 1.25 * held else blocks
 
     def _affordable_blocks(self) -> int:
-        """Blocks that fit into what is free of the GPU, a fifth of it left for everything else."""
+        """Return the number of KV blocks that fit into 80% of the free GPU memory."""
         token = 2 * self.policy.layers * self.policy.key_heads * self.policy.head_size
         block = token * self.config.block_size * self.policy.head_weight.element_size()
         return int(0.8 * free_memory(self.policy.device)) // block
 
-    def _check_context(self, requests: SequenceOf[Request], sampling: Sampling, more: FutureRequests) -> None:
+    def _check_context(
+        self, requests: SequenceOf[Request], sampling: Sampling, future: FutureRequests
+    ) -> None:
         longest = max(len(request.prompt) for request in requests)
         limit = self.policy.context_length
         if longest >= limit:
             raise ConfigError(
-                f"a prompt of {longest} tokens leaves no room for an answer in the model's context of "
-                f"{limit}; shorten the prompt or use a model with a longer context"
+                f"a prompt of {longest} tokens leaves no room for a completion in the model's context of "
+                f"{limit} tokens; shorten the prompt or use a model with a longer context"
             )
         if longest + sampling.max_tokens > limit:
             raise ConfigError(
                 f"a prompt of {longest} tokens and rollout.max_tokens={sampling.max_tokens} exceed the "
-                f"model's context of {limit}; lower rollout.max_tokens"
+                f"model's context of {limit} tokens; lower rollout.max_tokens"
             )
-        if more.longest + sampling.max_tokens > limit:
-            added = more.longest + sampling.max_tokens - longest
+        if future.longest + sampling.max_tokens > limit:
+            added = future.longest + sampling.max_tokens - longest
             raise ConfigError(
-                f"a prompt of {longest} tokens and the {added} that turns and tools may add exceed the "
-                f"model's context of {limit}; lower tools.max_tokens"
+                f"a prompt of {longest} tokens and up to {added} tokens of turns and tool results exceed the "
+                f"model's context of {limit} tokens; lower tools.max_tokens"
             )
 
 
 @contextmanager
-def collecting_only_new() -> Iterator[None]:
-    """Python's garbage collector leaves alone what was there before the block.
+def freeze_gc() -> Iterator[None]:
+    """Freeze existing objects so that garbage collection during generation skips them.
 
-    Answers are many objects, which make it go through everything that was ever imported and loaded: that
-    takes tenths of a second, in which a GPU has nothing to do.
+    Generation creates many objects and so triggers full collections. Each one traverses every imported
+    module and takes tenths of a second, while the GPU idles.
     """
-    if gc.get_freeze_count():  # the program has its own way, or a block around this one
+    if gc.get_freeze_count():  # the program or an enclosing call has frozen objects already
         yield
         return
     gc.freeze()

@@ -1,4 +1,4 @@
-"""The KV cache's blocks: which are free, prompts that a whole group reads, and what turns leave behind."""
+"""Block bookkeeping of the KV cache: the free pool, prompts shared by a group, and finished turns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from groupwise.engine.sampler import PromptLogprobs
 
 
 class BlockPool:
-    """A fixed number of blocks; equal runs get equal blocks."""
+    """A fixed number of blocks; allocation is deterministic."""
 
     def __init__(self, count: int, *, block_size: int) -> None:
         self.count = count
@@ -25,7 +25,7 @@ class BlockPool:
         return -(-tokens // self.block_size)
 
     def take(self, count: int) -> list[int]:
-        assert count <= len(self._free), "the scheduler checks for room before it takes blocks"
+        assert count <= len(self._free), "the scheduler must check for free blocks before it takes them"
         return [self._free.pop() for _ in range(count)]
 
     def give_back(self, blocks: list[int]) -> None:
@@ -37,27 +37,27 @@ class BlockPool:
 class Prefix:
     """A prompt in the cache, shared by every running member of its group.
 
-    Members write behind it in blocks of their own, so a shared block is never written again. Blocks
-    and logits come with the first member and go with the last.
+    Members append to blocks of their own, so a shared block is written only once. Blocks and logits
+    are allocated with the first member and freed with the last.
     """
 
     tokens: tuple[int, ...]
     blocks: list[int] = field(default_factory=list)
     users: int = 0
-    """Members running on it now, and finished ones that may be continued."""
+    """Reference count: running members and histories."""
     done: int = 0
     """Tokens whose keys and values are in the blocks."""
     logits_V: Tensor | None = None
-    """Of the token after the prompt; None: not all of it is computed."""
+    """Logits of the token after the prompt; None: prefill is incomplete."""
     history: History | None = None
-    """What its beginning can be taken over from."""
+    """A finished sequence whose cached keys and values begin this prompt."""
     adapter: int = 0
-    """Which of several adapters reads it."""
+    """Index of the LoRA adapter that computes it."""
     scores: PromptLogprobs | None = None
-    """Where its tokens' log-probabilities go, if anyone wants to know them."""
+    """Receives the prompt's log-probabilities, if requested."""
 
     def clear(self) -> list[int]:
-        """Forget what was computed, and return the blocks that held it."""
+        """Discard the computed state and return its blocks."""
         blocks, self.blocks = self.blocks, []
         self.done, self.logits_V, self.history = 0, None, None
         return blocks
@@ -65,13 +65,13 @@ class Prefix:
 
 @dataclass(slots=True, eq=False)
 class History:
-    """A finished sequence whose keys and values are still there, for a prompt that continues it."""
+    """A finished sequence whose keys and values stay cached for a prompt that continues it."""
 
     prefix: Prefix
     blocks: list[int]
     length: int
-    """Tokens behind the prompt whose keys and values were computed: all but the last."""
-    taken: bool = False
-    """Its continuation has a copy."""
-    gone: bool = False
-    """Its blocks are somebody else's."""
+    """Tokens after the prompt whose keys and values were computed: all but the last."""
+    copied: bool = False
+    """Whether its continuation has copied the keys and values."""
+    evicted: bool = False
+    """Whether its blocks have been freed."""

@@ -1,4 +1,4 @@
-"""Answers for all members of a population, in one batch where the model's layers allow it."""
+"""Multi-LoRA generation: completions of all members of a population, in one batch where layers allow it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Answers = list[list[Completion]]
 
 
 class MultiLoRAEngine:
-    """Each request is answered by the member whose number it names."""
+    """Generates each request with the LoRA adapter whose index it names."""
 
     def __init__(self, members: LoRABank, config: EngineConfig) -> None:
         self.members = members
@@ -27,7 +27,7 @@ class MultiLoRAEngine:
 
     @cached_property
     def batched(self) -> bool:
-        """Whether rows of several members can share a step: plain adapters on layers of a known kind."""
+        """Whether rows of several members can share a step: plain LoRA on layers that can be fused."""
         policy = self.members.policy
         if not policy.has_adapter or not policy.plain_adapter:
             return False
@@ -51,24 +51,24 @@ class MultiLoRAEngine:
         return answers
 
     def contained(self, requests: Sequence[Request], sampling: Sampling) -> tuple[Answers, dict[int, str]]:
-        """The same, but a member that breaks loses its own answers only; also returns why, by its number.
+        """Like `generate`, but a broken member loses only its own completions. Also return errors by member.
 
-        One row that is no number stops a whole batch, and 0 times its adapter is no number for the other
-        rows either: then everyone is asked alone.
+        A NaN in one row stops the whole batch, and 0 times a NaN adapter is NaN in other rows too. In that
+        case, run every member alone.
         """
         if self._share(requests):
             try:
                 return self._mixed(requests, sampling), {}
             except InvariantError:
-                self._shared.release()  # what a broken member left in the cache stays broken
+                self._shared.release()  # the cache may hold NaNs of the broken member
         return self._one_by_one(requests, sampling)
 
     def _share(self, requests: Sequence[Request]) -> bool:
-        """One member by itself is faster with its adapter merged."""
+        """Whether to batch members: a single member is faster with its adapter merged."""
         return len({request.adapter for request in requests}) > 1 and self.batched
 
     def alone(self, number: int, requests: Sequence[Request], sampling: Sampling) -> Answers:
-        """One member's answers by themselves, its adapter mergedto the weights."""
+        """Generate with one member, its adapter merged into the weights."""
         self._make_room(self._shared)
         self.members.put_in_place(number)
         return self._alone.generate(requests, sampling)
@@ -78,7 +78,7 @@ class MultiLoRAEngine:
         return self._shared.generate(requests, sampling)
 
     def _make_room(self, other: Engine) -> None:
-        """On a GPU a cache takes what is free, so there is one at a time."""
+        """Release the other engine's cache on a GPU: a cache takes most of the free memory."""
         if self.members.policy.device.type == "cuda":
             other.release()
 
@@ -88,17 +88,17 @@ class MultiLoRAEngine:
         for number in sorted({request.adapter for request in requests}):
             own = [index for index, request in enumerate(requests) if request.adapter == number]
             try:
-                found = self.alone(number, [requests[index] for index in own], sampling)
+                groups = self.alone(number, [requests[index] for index in own], sampling)
             except InvariantError as error:
                 self._alone.release()
                 broken[number] = str(error)
                 continue
-            for index, completions in zip(own, found, strict=True):
+            for index, completions in zip(own, groups, strict=True):
                 answers[index] = completions
         return answers, broken
 
     def release(self) -> None:
-        """Give back the memory of the cache until the next call."""
+        """Free the KV caches; the next call allocates them again."""
         self._shared.release()
         self._alone.release()
         if self.members.policy.device.type == "cuda":

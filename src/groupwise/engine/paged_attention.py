@@ -1,4 +1,4 @@
-"""Attention for generation: keys and values live in blocks, a group's prompt is read once.
+"""The paged KV cache, and decode attention over it that reads a group's shared prompt once.
 
 Axes: R running sequences, P distinct prompts among them, G most sequences on one prompt, L longest
 own part (in whole blocks), S longest prompt (in whole blocks), H query heads, K key heads,
@@ -25,23 +25,23 @@ class KVCache:
         self, *, layers: int, blocks: int, block_size: int, heads: int, size: int, like: Tensor
     ) -> None:
         shape = (layers, blocks, block_size, heads, size)
-        # Zeros, not whatever the memory held: masked places are read too, and nothing hides a NaN.
+        # Zeros, not uninitialized memory: masked slots are read too, and masking does not hide a NaN.
         self.keys = torch.zeros(shape, dtype=like.dtype, device=like.device)
         self.values = torch.zeros(shape, dtype=like.dtype, device=like.device)
         self.block_size = block_size
 
-    def write(self, layer: int, k_NKD: Tensor, v_NKD: Tensor, places_N: Tensor) -> None:
-        """Store at places counted in tokens from the start of the pool."""
-        self.keys[layer].flatten(0, 1).index_copy_(0, places_N, k_NKD)
-        self.values[layer].flatten(0, 1).index_copy_(0, places_N, v_NKD)
+    def write(self, layer: int, k_NKD: Tensor, v_NKD: Tensor, slots_N: Tensor) -> None:
+        """Store keys and values in slots counted in tokens from the start of the pool."""
+        self.keys[layer].flatten(0, 1).index_copy_(0, slots_N, k_NKD)
+        self.values[layer].flatten(0, 1).index_copy_(0, slots_N, v_NKD)
 
-    def rows(self, layer: int, places_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the (k_NKD, v_NKD) at these places."""
+    def rows(self, layer: int, slots_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the (k_NKD, v_NKD) in these slots."""
         keys, values = self.keys[layer].flatten(0, 1), self.values[layer].flatten(0, 1)
-        return keys.index_select(0, places_N), values.index_select(0, places_N)
+        return keys.index_select(0, slots_N), values.index_select(0, slots_N)
 
     def copy(self, from_N: Tensor, to_N: Tensor) -> None:
-        """Copy what is stored at some places to others, in every layer."""
+        """Copy keys and values between slots, in every layer."""
         for stored in (self.keys, self.values):
             flat = stored.flatten(1, 2)
             flat.index_copy_(1, to_N, flat.index_select(1, from_N))
@@ -57,31 +57,31 @@ def _gather(blocks_NBKD: Tensor, table_RB: Tensor) -> Tensor:
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
-    """x[index] along the first axis; index_select copies whole rows, which indexing does not."""
+    """Return x[index] along the first axis; index_select copies whole rows and is faster than indexing."""
     return x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedLayout:
-    """One decoding step: each running sequence adds one token and sees its prompt and itself."""
+    """Attention layout of one decode step: each sequence attends to its prompt and to its own tokens."""
 
     cache: KVCache
-    places_R: Tensor
-    """Where each new token's key and value go."""
+    slot_mapping_R: Tensor
+    """Cache slot of each new token's key and value."""
     own_RB: Tensor
     own_mask_R11L: Tensor
     prompt_PB: Tensor
     prompt_mask_P11S: Tensor
     grid_PG: Tensor
-    """Which row is which member of which prompt; any row where there is none."""
+    """Row of each member of each prompt; an arbitrary row where there is no member."""
     member_R: Tensor
-    """Each row's place in the flattened grid."""
+    """Index of each row in the flattened grid."""
     adapter_T: Tensor
-    """Which of several adapters each row is written by."""
+    """LoRA adapter index of each row."""
 
     @classmethod
     def build(cls, cache: KVCache, scheduler: Scheduler, *, like: Tensor) -> PagedLayout:
-        """Lay out the scheduler's running sequences; each one's last sampled token is the new one."""
+        """Build the layout of the scheduler's running sequences; the last sampled token of each is new."""
         size = cache.block_size
         slots = scheduler.slots()
         rows = np.arange(len(slots))
@@ -89,7 +89,7 @@ class PagedLayout:
         own = scheduler.tables[slots, : int(new.max()) // size + 1]
         slot_mapping = own[rows, new // size] * size + new % size
 
-        # A group's members are neighbours, so its rows begin where the request changes.
+        # The members of a group are adjacent, so its rows begin where the request changes.
         request = scheduler.request[slots]
         first = np.flatnonzero(np.diff(request, prepend=-1))
         members = np.diff(first, append=len(rows))
@@ -106,7 +106,7 @@ class PagedLayout:
 
         return cls(
             cache=cache,
-            places_R=move(slot_mapping),
+            slot_mapping_R=move(slot_mapping),
             own_RB=move(own),
             own_mask_R11L=_mask(move(new + 1), own.shape[1] * size, like=like),
             prompt_PB=move(prompts),
@@ -119,8 +119,8 @@ class PagedLayout:
     def attend(self, q_1HRD: Tensor, k_1KRD: Tensor, v_1KRD: Tensor, *, layer: int, scale: float) -> Tensor:
         """Store the new keys and values and return the attention output_1RHD."""
         _, key_heads, rows, size = k_1KRD.shape
-        self.cache.write(layer, k_1KRD[0].transpose(0, 1), v_1KRD[0].transpose(0, 1), self.places_R)
-        # Query heads that share a key head become queries of it: no key is read twice.
+        self.cache.write(layer, k_1KRD[0].transpose(0, 1), v_1KRD[0].transpose(0, 1), self.slot_mapping_R)
+        # Query heads that share a key head become queries of that head, so each key is read once.
         q_RKFD = q_1HRD[0].transpose(0, 1).reshape(rows, key_heads, -1, size)
         k_RKLD, v_RKLD = self.cache.read(layer, self.own_RB)
         own = attend(q_RKFD, k_RKLD, v_RKLD, causal=False, mask=self.own_mask_R11L, scale=scale)
@@ -128,7 +128,7 @@ class PagedLayout:
         return output_RKFD.flatten(1, 2)[None]
 
     def _attend_prompts(self, q_RKFD: Tensor, layer: int, scale: float) -> tuple[Tensor, Tensor]:
-        """All members of a group as queries of its one prompt; back in row order."""
+        """Attend to each prompt once, with all members of its group as queries; return in row order."""
         prompts, members = self.grid_PG.shape
         _, key_heads, per_head, _ = q_RKFD.shape
         q_PKGFD = _take(q_RKFD, self.grid_PG).transpose(1, 2)
@@ -145,7 +145,7 @@ class PagedLayout:
 
 
 def _mask(lengths_N: Tensor, width: int, *, like: Tensor) -> Tensor:
-    """0 on the first `length` places of each row, -inf behind them: [N, 1, 1, width]."""
+    """Return a mask [N, 1, 1, width]: 0 at the first `length` positions of each row, -inf after them."""
     hidden = torch.arange(width, device=like.device) >= lengths_N[:, None]
     mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
     return mask.masked_fill_(hidden, float("-inf"))[:, None, None]

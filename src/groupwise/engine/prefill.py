@@ -1,8 +1,8 @@
-"""Prompts into the cache: packed, a pass of bounded size at a time, over what the cache has of them already.
+"""Packed, chunked prefill: compute prompts into the KV cache in passes of bounded size.
 
-A prompt longer than a pass is computed in segments, and one that continues a finished sequence takes over
-that one's keys and values and computes only what is new. Either way a segment attends to itself and to what
-the cache holds before it: two attentions, merged.
+A prompt longer than a pass is computed in segments. A prompt that continues a finished sequence copies that
+sequence's keys and values and computes only the new tokens. Either way a segment attends to itself and to
+the cached tokens before it: two attentions, merged by their log-sum-exp.
 
 Axes: T tokens of the pass, S cached tokens before its segments, H query heads, K key heads, D head size.
 """
@@ -48,50 +48,50 @@ class Segment:
 
 
 class Prefill:
-    """Computes prompts, and leaves the next token's logits on each."""
+    """Computes prompts and stores the next-token logits on each `Prefix`."""
 
     def __init__(self, policy: Policy, cache: KVCache, *, shared: bool = False) -> None:
         self.policy = policy
         self.cache = cache
         self.shared = shared
-        """Whether several adapters read prompts, each its own."""
+        """Whether prompts use different LoRA adapters."""
 
     def compute(self, prefixes: Sequence[Prefix], forward: Forward) -> None:
         for _ in self.passes(prefixes, forward):
             pass
 
     def passes(self, prefixes: Sequence[Prefix], forward: Forward) -> Iterator[None]:
-        """A pass each time it is asked for; a prompt that lost its blocks meanwhile is left out.
+        """Run one pass per iteration; skip prompts whose blocks were reclaimed in the meantime.
 
-        `forward` is not kept: it is the runner's, and a runner that refers to itself outlives its release.
+        `forward` is not stored: it belongs to the runner, and a reference cycle would delay freeing it.
         """
         for prefix in prefixes:
             if prefix.history is not None and prefix.blocks:
-                self._take_over(prefix, prefix.history)
+                self._copy_history(prefix, prefix.history)
         waiting = [prefix for prefix in prefixes if prefix.logits_V is None]
         while segments := next_pass(waiting):
             self._pass(segments, forward)
             waiting = [prefix for prefix in waiting if prefix.logits_V is None]
             yield
 
-    def _take_over(self, prefix: Prefix, history: History) -> None:
-        """Copy what a finished sequence left, in a fraction of the time that computing it takes."""
+    def _copy_history(self, prefix: Prefix, history: History) -> None:
+        """Copy a finished sequence's keys and values, which is much faster than computing them."""
         prefix.history = None
-        if history.gone:
+        if history.evicted:
             return
         size = self.cache.block_size
-        left = [
+        cached = [
             slot_mapping(history.prefix.blocks, size)[: len(history.prefix.tokens)],
             slot_mapping(history.blocks, size)[: history.length],
         ]
-        prefix.done = len(left[0]) + len(left[1])
+        prefix.done = len(cached[0]) + len(cached[1])
         self.cache.copy(
-            self._move(np.concatenate(left)), self._move(slot_mapping(prefix.blocks, size)[: prefix.done])
+            self._move(np.concatenate(cached)), self._move(slot_mapping(prefix.blocks, size)[: prefix.done])
         )
-        history.taken = True
+        history.copied = True
 
     def _pass(self, segments: Sequence[Segment], forward: Forward) -> None:
-        # Those with something before them come last: their part of the row also attends to the cache.
+        # Segments with cached tokens before them come last: that part of the row also attends to the cache.
         segments = sorted(segments, key=lambda segment: segment.start > 0)
         tokens = np.concatenate([s.prefix.tokens[s.start : s.end] for s in segments])
         positions = np.concatenate([np.arange(s.start, s.end) for s in segments])
@@ -116,7 +116,7 @@ class Prefill:
 
 
 def next_pass(prefixes: Sequence[Prefix]) -> list[Segment]:
-    """What of these prompts to compute next: whole ones while they fit, and long ones bit by bit."""
+    """Return the segments of the next pass: whole prompts while they fit, long prompts in chunks."""
     segments: list[Segment] = []
     room = PREFILL_TOKENS
     for prefix in prefixes:
@@ -132,23 +132,23 @@ def next_pass(prefixes: Sequence[Prefix]) -> list[Segment]:
 
 
 def slot_mapping(blocks: Sequence[int], size: int) -> NDArray[np.int64]:
-    """Where the tokens of these blocks lie, counted in tokens from the start of the pool."""
+    """Return the cache slot of each token in these blocks, counted in tokens from the start of the pool."""
     return (np.array(blocks, dtype=np.int64)[:, None] * size + np.arange(size)).flatten()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillLayout:
-    """Segments as one packed row, their keys and values stored on the way."""
+    """Attention layout of segments packed into one row; stores their keys and values in the cache."""
 
     cache: KVCache
     slot_mapping: Tensor
     lengths: NDArray[np.int64]
     before: NDArray[np.int64]
-    """Cached tokens before each of the last segments; the first ones begin their prompts."""
-    before_places: Tensor
+    """Cached tokens before each of the last segments; the first segments start their prompts."""
+    before_slots: Tensor
     device: torch.device
     adapter_T: Tensor | None = None
-    """Which of several adapters each token is read by."""
+    """LoRA adapter index of each token."""
     _parts: dict[Kind, Parts] = field(default_factory=dict)
 
     @classmethod
@@ -165,7 +165,7 @@ class PrefillLayout:
             slot_mapping=to_device(np.concatenate(own), device),
             lengths=np.array([s.length for s in segments], dtype=np.int64),
             before=np.array([len(line) for line in before], dtype=np.int64),
-            before_places=to_device(np.concatenate([nothing, *before]), device),
+            before_slots=to_device(np.concatenate([nothing, *before]), device),
             device=device,
             adapter_T=to_device(adapter, device) if shared else None,
         )
@@ -179,17 +179,17 @@ class PrefillLayout:
         self.cache.write(layer, k_TKD, v_TKD, self.slot_mapping)
 
     def read(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, layer: int, scale: float) -> Tensor:
-        """Causal attention within each segment, and to what the cache holds before it."""
+        """Compute causal attention within each segment and full attention to the cached tokens before it."""
         within, across = self._attentions(VarlenAttention if fits(q_THD) else PaddedAttention)
         output_THD, lse_TH = within.attend(q_THD, k_TKD, v_TKD, scale=scale)
         if across is not None:
             behind = slice(int(self.lengths[: -len(self.before)].sum()), None)
-            other = across.attend(q_THD[behind], *self.cache.rows(layer, self.before_places), scale=scale)
+            other = across.attend(q_THD[behind], *self.cache.rows(layer, self.before_slots), scale=scale)
             output_THD[behind], _ = merge((output_THD[behind], lse_TH[behind]), other)
         return output_THD
 
     def _attentions(self, kind: Kind) -> Parts:
-        """Built for the first layer and used by all."""
+        """Return the attentions within and across segments; built once and shared by all layers."""
         if kind not in self._parts:
             within = kind.build(self.lengths, self.lengths, causal=True, device=self.device)
             across = None

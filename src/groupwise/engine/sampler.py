@@ -1,4 +1,6 @@
-"""Drawing tokens, with noise that depends on who the token is for and on nothing else.
+"""Token sampling: inverse-CDF draws, stop strings, and log-probabilities of prompts.
+
+The noise of a draw depends only on the sequence's seed and the token's position, not on the batch.
 
 Axes: N sequences, V vocabulary, A alternatives, C chunks of the vocabulary, W tokens a chunk.
 """
@@ -21,13 +23,13 @@ from groupwise.records import Sampling
 
 CHUNK = 64
 MOST_ALTERNATIVES = 20
-"""Of the likeliest tokens, how many can be asked for."""
+"""The largest number of top log-probabilities that a request may ask for."""
 Alternatives = tuple[tuple[int, float], ...]
-"""Tokens that might have been drawn in a place, with their log-probabilities, the likeliest first."""
+"""The most likely tokens at one position with their log-probabilities, most likely first."""
 
 
 def uniforms(seeds_N: NDArray[np.uint64], positions_N: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Return a number in [0, 1) for each (seed, position): the splitmix64 sequence, entered at any point."""
+    """Return a uniform number in [0, 1) for each (seed, position), from splitmix64 used as a counter RNG."""
     with np.errstate(over="ignore"):
         x = seeds_N + (positions_N + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -38,7 +40,7 @@ def uniforms(seeds_N: NDArray[np.uint64], positions_N: NDArray[np.uint64]) -> ND
 
 
 def draw(logits_NV: Tensor, sampling: Sampling, noise_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (tokens_N, logprobs_N, entropies_N); `noise_N` holds one uniform float64 a row."""
+    """Return (tokens_N, logprobs_N, entropies_N); `noise_N` holds one uniform float64 per row."""
     logprobs_NV = scaled_logits(logits_NV, sampling).log_softmax(-1)
     entropies_N = entropy(logprobs_NV)
     check_finite("the entropy of the policy", float(entropies_N.sum()))
@@ -48,35 +50,35 @@ def draw(logits_NV: Tensor, sampling: Sampling, noise_N: Tensor) -> tuple[Tensor
 
 
 def likeliest(logprobs_NV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (tokens_NA, logprobs_NA), the best first."""
+    """Return (tokens_NA, logprobs_NA) of the most likely tokens, in descending order."""
     logprobs_NA, tokens_NA = logprobs_NV.topk(MOST_ALTERNATIVES, dim=-1)
     return tokens_NA, logprobs_NA
 
 
 def pick(probs_NV: Tensor, noise_N: Tensor) -> Tensor:
-    """Return the tokens_N at which the running sum of the probabilities passes the noise.
+    """Return the tokens_N at which the cumulative probability exceeds the noise.
 
-    First the chunk is found, then the token in it, so the running sums are short and can be in
-    float64: in float32 their rounding would starve the tail of a large vocabulary.
+    The search finds the chunk first, then the token in it. This keeps the cumulative sums short enough
+    for float64; float32 rounding would starve the tail of a large vocabulary.
     """
     rows, vocabulary = probs_NV.shape
     chunks_NCW = torch.nn.functional.pad(probs_NV, (0, -vocabulary % CHUNK)).view(rows, -1, CHUNK)
     chunk_N, rest_N = _locate(chunks_NCW.sum(-1), noise_N)
-    place_N, _ = _locate(chunks_NCW[torch.arange(rows, device=chunk_N.device), chunk_N], rest_N)
-    return chunk_N * CHUNK + place_N
+    offset_N, _ = _locate(chunks_NCW[torch.arange(rows, device=chunk_N.device), chunk_N], rest_N)
+    return chunk_N * CHUNK + offset_N
 
 
 def _locate(weights_NK: Tensor, noise_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which weight each noise falls on, and how far into it, which is noise again.
+    """Return the index of the weight each noise value falls on, and its relative offset in that weight.
 
-    Example: weights [1, 0, 3], noise 0.5 of their sum 4 is 2, which is 1 into the last ->
-        index 2, rest 1/3
+    The offset is again uniform noise. Example: weights [1, 0, 3] and noise 0.5 aim at 2 of 4, which is
+    1 into the last weight -> index 2, rest 1/3.
     """
     mass_NK = weights_NK.double().cumsum(-1)
     total_N1 = mass_NK[:, -1:].contiguous()
     aim_N1 = noise_N[:, None] * total_N1
     index_N1 = torch.searchsorted(mass_NK, aim_N1, right=True)
-    # Rounding in the product can reach the total itself: fall back to the last weight above 0.
+    # Rounding of the product can reach the total itself: fall back to the last weight above 0.
     index_N1 = torch.minimum(index_N1, torch.searchsorted(mass_NK, total_N1))
     weight_N1 = weights_NK.double().gather(1, index_N1)
     rest_N1 = (aim_N1 - (mass_NK.gather(1, index_N1) - weight_N1)) / weight_N1
@@ -84,52 +86,52 @@ def _locate(weights_NK: Tensor, noise_N: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class StopStrings:
-    """Looks at as few last tokens as could hold a stop string, however it is split over them."""
+    """Detects stop strings by decoding only the last tokens that could contain one."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
 
     def hits(self, sequences: Iterable[NDArray[np.int64]], strings: tuple[str, ...]) -> NDArray[np.bool_]:
-        """Whether each sequence's text holds a stop string, given that it did not before the last token."""
-        # A token that writes adds at least one byte; one more token for what the first may complete.
+        """Return whether the last token of each sequence completes a stop string."""
+        # A token with text adds at least one byte. One extra token: the first may complete a character.
         reach = max(len(string.encode()) for string in strings) + 1
-        texts = (self.policy.decode(self._writing(tokens)[-reach:].tolist()) for tokens in sequences)
+        texts = (self.policy.decode(self._with_text(tokens)[-reach:].tolist()) for tokens in sequences)
         return np.array([any(string in text for string in strings) for text in texts])
 
-    def _writing(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        return tokens[self._writes_V[tokens]]
+    def _with_text(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        return tokens[self._has_text_V[tokens]]
 
     @cached_property
-    def _writes_V(self) -> NDArray[np.bool_]:
-        """False for special tokens and for ids that the tokenizer does not have: they add no text."""
+    def _has_text_V(self) -> NDArray[np.bool_]:
+        """False for special tokens and for ids unknown to the tokenizer: they add no text."""
         tokenizer = self.policy.tokenizer
-        writes_V = np.zeros(self.policy.head_weight.shape[0], dtype=np.bool_)
+        has_text_V = np.zeros(self.policy.head_weight.shape[0], dtype=np.bool_)
         known = np.array(list(tokenizer.get_vocab().values()))
-        writes_V[known[known < len(writes_V)]] = True
-        writes_V[[t for t, added in tokenizer.added_tokens_decoder.items() if added.special]] = False
-        return writes_V
+        has_text_V[known[known < len(has_text_V)]] = True
+        has_text_V[[t for t, added in tokenizer.added_tokens_decoder.items() if added.special]] = False
+        return has_text_V
 
 
-TOGETHER = 64
+LOGITS_CHUNK = 64
 """Tokens whose logits are in memory at once."""
 
 
 @dataclass(slots=True, eq=False)
 class PromptLogprobs:
-    """Filled in while a prompt is computed, at temperature 1, as nobody sampled it."""
+    """Log-probabilities of a prompt's tokens at temperature 1, filled in during prefill."""
 
     alternatives: int
-    places: list[Alternatives] = field(default_factory=list)
-    """Of each token of the prompt but the first, which follows nothing: itself, then the likeliest."""
+    positions: list[Alternatives] = field(default_factory=list)
+    """For each prompt token after the first: the token itself, then the most likely tokens."""
 
     def add(self, policy: Policy, hidden_NM: Tensor, tokens: Sequence[int]) -> None:
-        """Score the tokens that follow these places."""
+        """Score each of `tokens` from the hidden state before it."""
         tokens_N1 = torch.tensor(tokens, dtype=torch.int64, device=hidden_NM.device)[:, None]
-        for start in range(0, len(tokens), TOGETHER):
-            here = slice(start, start + TOGETHER)
+        for start in range(0, len(tokens), LOGITS_CHUNK):
+            here = slice(start, start + LOGITS_CHUNK)
             own_N1, logprobs_NV = tokens_N1[here], policy.logits(hidden_NM[here]).float().log_softmax(-1)
             likely_NA, values_NA = (x[:, : self.alternatives] for x in likeliest(logprobs_NV))
             shown_NA = torch.cat([own_N1, likely_NA], dim=1)
             values_NA = torch.cat([logprobs_NV.gather(1, own_N1), values_NA], dim=1)
             for pair in zip(shown_NA.tolist(), values_NA.tolist(), strict=True):
-                self.places.append(tuple(zip(*pair, strict=True)))
+                self.positions.append(tuple(zip(*pair, strict=True)))

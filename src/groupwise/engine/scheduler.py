@@ -1,7 +1,7 @@
 """Which sequences run: admission, growth, preemption and release.
 
-Sequences live in numbered slots; everything the runner needs of them is kept in arrays indexed by
-slot, so a step over hundreds of sequences costs a handful of numpy operations.
+Sequences occupy numbered slots. Arrays indexed by slot hold everything the runner needs, so a step
+over hundreds of sequences costs a handful of numpy operations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from groupwise.records import Completion, Finish, Request
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One member of one request."""
+    """One completion of a request in progress; `member` is its index in the request's group."""
 
     request: int
     member: int
@@ -29,25 +29,26 @@ class Sequence:
     slot: int = -1
     """-1: not running."""
     temperature: float | None = None
-    """Its own, in place of the call's."""
+    """Overrides the call's sampling temperature."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FutureRequests:
-    """What may be added while sequences run: how many requests, and how long a prompt."""
+    """Upper bounds on the requests that may be added during a call."""
 
     requests: int = 0
     longest: int = 0
+    """Tokens in the longest prompt."""
 
 
 NONE = FutureRequests()
 
 
 class Scheduler:
-    """Continuous batching: a finished sequence's slot and blocks go to the next in line at once.
+    """Continuous batching: a finished sequence's slot and blocks go to the next waiting one at once.
 
-    The pool must hold the longest prompt and `max_tokens` behind it: then the oldest sequence always
-    gets on, and everyone is the oldest some day.
+    The pool must hold the longest prompt plus `max_tokens`. Then the oldest sequence can always
+    proceed, so every sequence finishes eventually.
     """
 
     def __init__(
@@ -57,46 +58,46 @@ class Scheduler:
         slots: int,
         pool: BlockPool,
         max_tokens: int,
-        more: FutureRequests = NONE,
+        future: FutureRequests = NONE,
     ) -> None:
         self.pool = pool
         self.running: list[Sequence] = []
-        """Ordered by request and member, always: who joins comes after, who is preempted is the last."""
+        """Always ordered by request and member: admission appends, preemption removes the last."""
         self.in_slot: dict[int, Sequence] = {}
-        """The same by slot."""
+        """Running sequences by slot."""
         self._slots: NDArray[np.int64] | None = None
-        """Those slots in order, until someone starts or leaves."""
+        """Cached result of `slots()`; None after a sequence starts or leaves."""
         self.waiting: deque[Sequence] = deque()
         self._requests = 0
-        """Added so far."""
+        """Requests added so far."""
         self.preempted = 0
-        """How often a sequence had to start over."""
+        """Number of preemptions."""
         self.tenant = np.zeros(slots, dtype=np.int64)
-        """How many sequences have left each slot: tells whose a late result is."""
+        """Sequences that have left each slot: identifies the sequence that a late result belongs to."""
         self._crowded = False
-        self._keeps = more.requests > 0
+        self._keep_histories = future.requests > 0
         self._histories: dict[tuple[int, int], History] = {}
-        """What finished sequences left in their blocks, by request and member, the oldest first."""
+        """KV blocks of finished sequences, by request and member, oldest first."""
         self._prepared: list[Prefix] = []
-        """Prompts that got blocks before any member runs."""
+        """Prompts that hold blocks but have no running member yet."""
         self._free_slots = list(range(slots - 1, -1, -1))
         self.request = np.zeros(slots, dtype=np.int64)
         self.seed = np.zeros(slots, dtype=np.uint64)
         self.adapter = np.zeros(slots, dtype=np.int64)
         self.temperature = np.full(slots, np.nan, dtype=np.float32)
-        """Of its own; nan: the call's."""
+        """Per-sequence temperature; NaN: use the call's."""
         self.length = np.zeros(slots, dtype=np.int64)
         """Tokens sampled so far."""
         self.room = np.zeros(slots, dtype=np.int64)
-        """Tokens that fit in its own blocks."""
+        """Tokens that fit in the sequence's own blocks."""
         self.tables = np.zeros((slots, pool.blocks_for(max_tokens)), dtype=np.int64)
-        """Own blocks of each slot; entries past its length are stale and masked."""
+        """Block table of each slot's own tokens; entries past its length are stale and masked."""
         self.tokens = np.zeros((slots, max_tokens), dtype=np.int64)
         self.logprobs = np.zeros((slots, max_tokens), dtype=np.float32)
         self.entropies = np.zeros((slots, max_tokens), dtype=np.float32)
-        longest = max(more.longest, *(len(request.prompt) for request in requests), 0)
-        self.prompt_length = np.zeros(len(requests) + more.requests, dtype=np.int64)
-        """By request, as are the blocks of its prompt."""
+        longest = max(future.longest, *(len(request.prompt) for request in requests), 0)
+        self.prompt_length = np.zeros(len(requests) + future.requests, dtype=np.int64)
+        """Indexed by request, like `prompt_tables`."""
         self.prompt_tables = np.zeros((len(self.prompt_length), pool.blocks_for(longest)), dtype=np.int64)
         self.add(requests)
 
@@ -105,7 +106,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, requests: SequenceOf[Request]) -> None:
-        """Let more requests wait; they are numbered on."""
+        """Append requests to the waiting queue; numbering continues."""
         for r, request in enumerate(requests, start=self._requests):
             self.prompt_length[r] = len(request.prompt)
             history, temperature = self._history_of(request), request.temperature
@@ -122,32 +123,32 @@ class Scheduler:
         return history
 
     def temperatures(self, slots_N: NDArray[np.int64], usual: float) -> NDArray[np.float32]:
-        """Of the sequences in these slots."""
+        """Return the temperature of the sequence in each slot; `usual` is the call's."""
         own_N = self.temperature[slots_N]
         return np.where(np.isnan(own_N), np.float32(usual), own_N)
 
     def slots(self) -> NDArray[np.int64]:
-        """The slot of every running sequence, in order."""
+        """Return the slot of every running sequence, in order."""
         if self._slots is None:
             self._slots = np.array([sequence.slot for sequence in self.running], dtype=np.int64)
         return self._slots
 
     @property
     def vacant(self) -> int:
-        """Slots that nobody has."""
+        """Number of free slots."""
         return len(self._free_slots)
 
     def admit(self) -> list[Sequence]:
-        """Start waiting sequences while slots and blocks last; each has room for its first block.
+        """Start waiting sequences while slots and blocks last; each gets its prompt and one block.
 
-        After a preemption nobody starts until somebody finishes: the others need the room to grow.
+        After a preemption, admit none until a sequence finishes: running ones need the free blocks.
         """
         self._sweep()
         already = len(self.running)
         while self.waiting and self._free_slots and not (self._crowded and self.running):
             prefix = self.waiting[0].prefix
             if prefix.blocks and prefix.logits_V is None and not prefix.users:
-                return self.running[already:]  # it is being computed
+                return self.running[already:]  # its prefill is in progress
             needed = 1 + (0 if prefix.blocks else self.pool.blocks_for(len(prefix.tokens)))
             while self.pool.free < needed and self._reclaim(but=prefix):
                 pass
@@ -158,9 +159,9 @@ class Scheduler:
         return self.running[already:]
 
     def prepare(self, tokens: int) -> list[Prefix]:
-        """Give blocks to prompts next in line, `tokens` of them or one prompt, to be computed together.
+        """Allocate blocks to the next prompts, up to `tokens` in total or one prompt, for one prefill.
 
-        A quarter of the pool is left to those who run.
+        Leave a quarter of the pool to running sequences.
         """
         self._sweep()
         prepared: list[Prefix] = []
@@ -176,10 +177,10 @@ class Scheduler:
         return prepared
 
     def make_room(self) -> None:
-        """Give every running sequence a place for its last token, preempting the newest when blocks run out.
+        """Ensure that every running sequence has room for its last token; preempt the newest if necessary.
 
-        A preempted sequence starts over later; its noise depends on position alone, so it draws the
-        same tokens again.
+        A preempted sequence restarts later. Its noise depends only on seed and position, so it samples
+        the same tokens again.
         """
         slots = self.slots()
         full = np.flatnonzero(self.length[slots] > self.room[slots])
@@ -191,7 +192,7 @@ class Scheduler:
                 self._grow(sequence)
 
     def finish(self, sequence: Sequence, reason: Finish) -> Completion:
-        """Release a sequence and return what it wrote."""
+        """Release a sequence and return its completion."""
         slot, length = sequence.slot, int(self.length[sequence.slot])
         completion = Completion(
             tokens=tuple(self.tokens[slot, :length].tolist()),
@@ -200,7 +201,7 @@ class Scheduler:
             finish=reason,
         )
         self._vacate(sequence)
-        if self._keeps:
+        if self._keep_histories:
             key, blocks = (sequence.request, sequence.member), sequence.blocks
             self._histories[key] = History(sequence.prefix, blocks, length - 1)
             sequence.blocks = []
@@ -210,7 +211,7 @@ class Scheduler:
         return completion
 
     def drop_histories(self) -> None:
-        """Nothing will be continued any more: give back what finished sequences left."""
+        """Free the blocks of finished sequences; no request will continue them."""
         for key in list(self._histories):
             self._drop(key)
 
@@ -246,9 +247,9 @@ class Scheduler:
         self._crowded = True
 
     def _reclaim(self, *, but: Prefix | None = None) -> bool:
-        """Take back blocks that can be computed again; False if there are none.
+        """Free blocks that can be recomputed; return False if there are none.
 
-        First what the oldest sequence left, then a prepared prompt, the last in line.
+        Prefer the oldest history, then the prepared prompt that is last in the queue.
         """
         for key, history in self._histories.items():
             if but is None or history is not but.history:
@@ -262,15 +263,15 @@ class Scheduler:
         return False
 
     def _sweep(self) -> None:
-        """Give back what has been taken over."""
-        for key in [key for key, history in self._histories.items() if history.taken]:
+        """Free histories that a continuation has copied."""
+        for key in [key for key, history in self._histories.items() if history.copied]:
             self._drop(key)
 
     def _drop(self, key: tuple[int, int]) -> None:
         history = self._histories.pop(key)
         self.pool.give_back(history.blocks)
-        history.gone = True
-        self._part_from(history.prefix)
+        history.evicted = True
+        self._release_prefix(history.prefix)
 
     def _vacate(self, sequence: Sequence) -> None:
         self.tenant[sequence.slot] += 1
@@ -283,9 +284,9 @@ class Scheduler:
     def _give_back(self, sequence: Sequence) -> None:
         self.pool.give_back(sequence.blocks)
         sequence.blocks = []
-        self._part_from(sequence.prefix)
+        self._release_prefix(sequence.prefix)
 
-    def _part_from(self, prefix: Prefix) -> None:
+    def _release_prefix(self, prefix: Prefix) -> None:
         prefix.users -= 1
         if not prefix.users:
             self.pool.give_back(prefix.clear())

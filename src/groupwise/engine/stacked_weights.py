@@ -1,8 +1,7 @@
-"""The matrices that generate: those which share an input stacked into one, adapters merged.
+"""Weights for generation: projections that share an input as one matmul, with LoRA merged or batched.
 
-Stacking needs a copy, and so do folding and unpacking what is quantized; the copies stay where they are
-(a CUDA graph keeps addresses) and are brought up to date before each call. The policy's own weights are never
-touched.
+Stacking, merging an adapter and dequantizing each need a copy. The copies keep their addresses (CUDA graphs
+depend on them) and are refreshed before each call. The values of the policy's weights never change.
 """
 
 from __future__ import annotations
@@ -21,13 +20,15 @@ from groupwise.model.policy import Policy
 
 
 class StackedWeight:
-    """One or more linear layers of one input, as one product."""
+    """One or more linear layers that share an input, as one matmul with adapters merged."""
 
     def __init__(self, *parts: Any, like: Tensor) -> None:
         self._parts = parts
         base = [base_of(part) for part in parts]
         quantized = [is_quantized(part) for part in base]
-        assert all(type(part) is nn.Linear for part in base) or all(quantized), "plain linear layers only"
+        assert all(type(part) is nn.Linear for part in base) or all(quantized), (
+            "only plain linear layers can be stacked"
+        )
         self._copied = len(parts) > 1 or any(is_adapted(part) for part in parts) or any(quantized)
         self.weight: Tensor = base[0].weight
         self.bias: Tensor | None = base[0].bias
@@ -39,7 +40,7 @@ class StackedWeight:
         self.refresh()
 
     def refresh(self) -> None:
-        """Copy the policy's weights as they are now."""
+        """Copy the policy's current weights."""
         if not self._copied:
             return
         start = 0
@@ -56,7 +57,7 @@ class StackedWeight:
 
 
 class MultiLoRAWeight:
-    """One or more linear layers of one input, under adapters."""
+    """One or more linear layers that share an input; each row applies its own LoRA adapter."""
 
     def __init__(self, *parts: Any, like: Tensor, members: LoRABank) -> None:
         base = [base_of(part) for part in parts]
@@ -64,7 +65,7 @@ class MultiLoRAWeight:
         self._base = StackedWeight(*base, like=like)
         self._unpacked = any(is_quantized(part) for part in base)
         if plain and len(base) > 1:
-            look_into(self._base, base)
+            share_storage(self._base, base)
         self._members = members
         adapted = [(part, rows) for part, rows in zip(parts, rows_of(base), strict=True) if is_adapted(part)]
         self._layers = [layer for layer, _ in adapted]
@@ -80,13 +81,13 @@ class MultiLoRAWeight:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the members' weights as they are now; the base's are read where they are, unless quantized."""
+        """Copy the members' current adapters; base weights are shared unless quantized."""
         if self._unpacked:
             self._base.refresh()
         for down_SI, up_SO, layer in zip(self._down_PSI, self._up_SO, self._layers, strict=True):
             (name,) = layer.active_adapters
             rank = rank_of(layer)
-            # A dropped member leaves nothing behind: 0 times what is no number is no number.
+            # Clear dropped members: 0 times NaN is NaN.
             down_SI.zero_()
             up_SO.zero_()
             for number, a_RI in self._members.copies(layer.lora_A[name].weight):
@@ -105,14 +106,14 @@ class MultiLoRAWeight:
         return y_TO
 
 
-def look_into(whole: StackedWeight, parts: list[Any]) -> None:
-    """Let layers read their weights where they are stacked: the same numbers, held once."""
+def share_storage(stacked: StackedWeight, parts: list[Any]) -> None:
+    """Make the layers' weights views of the stacked weight, so memory holds them once."""
     for part, rows in zip(parts, rows_of(parts), strict=True):
-        part.weight.data = whole.weight[rows]
+        part.weight.data = stacked.weight[rows]
 
 
 def rows_of(parts: list[Any]) -> list[slice]:
-    """Where each layer's outputs lie in those of all."""
+    """Return the row range of each layer in the stacked weight."""
     rows, start = [], 0
     for part in parts:
         rows.append(slice(start, start + part.out_features))
@@ -126,14 +127,14 @@ def rank_of(layer: Any) -> int:
 
 
 def one_rank(policy: Policy) -> int:
-    """The rank of every adapter; several are not mixed."""
+    """Return the LoRA rank, which must be the same in every layer."""
     ranks = {rank_of(layer) for layer in policy.model.modules() if is_adapted(layer)}
-    assert len(ranks) == 1, "adapters of one rank only"
+    assert len(ranks) == 1, "all layers must have the same LoRA rank"
     return ranks.pop()
 
 
 class Product(Protocol):
-    """Linear layers of one input as one product; `own` says whose adapter each row takes."""
+    """Linear layers that share an input, as one matmul; `own` selects the adapter of each row."""
 
     def __call__(self, x_TI: Tensor, own: Tensor | None = None, /) -> Tensor: ...
 
@@ -141,18 +142,18 @@ class Product(Protocol):
 
 
 class MakeWeight(Protocol):
-    """Makes one product of linear layers that share an input."""
+    """Builds a `Product` from linear layers that share an input."""
 
     def __call__(self, *parts: Any) -> Product: ...
 
 
 OwnColumns = Callable[[Any], Tensor | None]
-"""From a layout to what says whose adapter each row takes; None: no adapters. Here that is own_TS, with 1 in
-the columns of a row's own adapter and 0 elsewhere."""
+"""Maps a layout to the adapter selection of its rows; None: no adapters. In this module the selection is
+own_TS, with 1 in the columns of a row's own adapter and 0 elsewhere."""
 
 
 def weights_for(policy: Policy, members: LoRABank | None) -> tuple[MakeWeight, OwnColumns]:
-    """How to make the matrices of a policy, its adapter merged, or of all members beside each other."""
+    """Return the weight factory of a policy (adapter merged, or all members batched) and the row selector."""
     like = policy.head_weight
     if members is None:
         return partial(StackedWeight, like=like), lambda layout: None

@@ -1,13 +1,13 @@
-"""Generation on a GPU: a decoding step is one CUDA graph.
+"""Generation on a GPU: each decode step is one CUDA graph.
 
 Modules in reading order:
 
-    decode_loop        the host issues steps ahead and reads their results a few steps late
-    graph_runner       captures and replays the graph for each number of rows
-    fused_layers       a decoder layer as four matrix products and four small kernels
-    decode_attention   the state of a step on the device, and attention over the paged cache
-    attention_kernels  Triton kernels of that attention
+    decode_loop        issues steps ahead of the device and reads their results a few steps late
+    graph_runner       captures and replays one CUDA graph per batch size and sampling settings
+    fused_layers       a decoder layer as four matrix products and four small kernels, with batched LoRA
+    decode_attention   the device state of a decode step, and attention over the paged cache
+    attention_kernels  Triton kernels for that attention
     layer_kernels      Triton kernels between the matrix products
-    sampling_kernels   Triton kernels that open and close a step
-    kernel_launch      launching a kernel before the previous one has ended
+    sampling_kernels   Triton kernels that gather a step's inputs and sample its tokens
+    kernel_launch      kernel launches, with programmatic dependent launch where the GPU supports it
 """

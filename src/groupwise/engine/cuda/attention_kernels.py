@@ -1,12 +1,12 @@
-"""Triton kernels of a decoding step's attention over the paged cache.
+"""Triton kernels for decode attention over the paged cache.
 
-Every sequence attends to its group's prompt and to its own tokens. The prompt comes first: a tile of
-members, times the query heads of one key head, are the rows of one matrix product, so each prompt
-block is read once for all of them. Each tile leaves its share (output and base-2 log-sum-exp) in
-float32; attention over a sequence's own tokens runs beside it and ends with adding that share. Long
-segments may be split over programs, and then `join_shares` adds up everything.
+Every sequence attends to its group's prompt and to its own tokens. Prompts come first: a tile of members,
+times the query heads of one key head, form the rows of one matrix product, so each prompt block is read once
+for all of them. Each tile stores its share (partial output and base-2 log-sum-exp) in float32. Attention over
+a sequence's own tokens runs concurrently and adds that share at the end. Long segments may be split over
+programs; then `join_shares` merges all shares.
 
-Names: a *slot* is a sequence's place in the state, a *row* its place in this step's batch.
+Names: a *slot* is a sequence's index in the state, a *row* its index in this step's batch.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -25,7 +25,7 @@ def _attend_segment(
     KEYS, VALUES, table, begin, end, head, scale,
     KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Go on with an online softmax over the tokens [begin, end) of a block table."""
+    """Continue an online softmax over the tokens [begin, end) of a block table."""
     dims, offsets = tl.arange(0, DIM), tl.arange(0, BLOCK)
     for start in range(begin, end, BLOCK):
         at = start + offsets
@@ -53,10 +53,10 @@ def attend_prompts(
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, MEMBERS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Programs go through the tiles (members of one prompt), each for one key head and split of the prompt.
+    """Programs iterate over the tiles (members of one prompt), each for one key head and prompt split.
 
-    A tile is the slot whose prompt it is (-1: no more tiles), the prompt's length, and the members' rows.
-    How many tiles are in use is not known when the grid is captured.
+    A tile holds the slot of its prompt (-1: no more tiles), the prompt's length, and the members' rows. The
+    number of tiles in use is unknown when the grid is captured.
     """
     wait_for_previous()
     let_next_start()
@@ -101,16 +101,16 @@ def attend_own(
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, PADDED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """One program a (row, key head, split of the row's own tokens).
+    """One program per (row, key head, split of the row's own tokens).
 
-    WHOLE: there is one split, which adds the prompt's shares and writes the output itself. Those are all that
-    it needs of the kernel before it, beside which it runs. LENGTH is by row; no split is shorter than LEAST.
+    WHOLE: there is one split, which adds the prompt's shares and writes the output. It overlaps with the
+    prompt kernel and needs only those shares. LENGTH is by row; each split covers at least LEAST tokens.
     """
     let_next_start()
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(ROWS + row)
     length = tl.load(LENGTH + row)
-    # A short row has no use for every split.
+    # Short rows leave some splits empty.
     chunk = tl.cdiv(tl.maximum(tl.cdiv(length, own_splits), LEAST), BLOCK) * BLOCK
     begin = split * chunk
     end = tl.minimum(begin + chunk, length)
@@ -125,7 +125,7 @@ def attend_own(
         wait_for_previous()
         tl.store(OWN_LSE + share, tl.full([PADDED], float("-inf"), tl.float32), mask=used)
         return
-    # Not through the nearest cache: nothing has been waited for since the queries were turned.
+    # Bypass L1: no wait has happened since the previous kernels rotated the queries.
     at = Q + row * q_row + query_head[:, None] * q_head + dims[None, :]
     q = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
     best = tl.full([PADDED], float("-inf"), tl.float32)
@@ -154,16 +154,16 @@ def attend_own(
 def _add_shares(
     best, total, acc, SHARE, LSE, first, splits, used, mask, SIZE: tl.constexpr, DIM: tl.constexpr
 ):  # fmt: skip
-    """Go on with an online softmax over attention that others have computed."""
+    """Continue an online softmax over partial outputs of other programs."""
     dims = tl.arange(0, DIM)
     for split in range(0, splits):
         share = first * splits + split
         lse = tl.load(LSE + share, mask=used, other=0.0)
-        # Nothing was written where a split is empty.
+        # Empty splits have no stored output.
         there = mask & (lse > float("-inf"))[:, None]
         part = tl.load(SHARE + share[:, None] * SIZE + dims[None, :], mask=there, other=0.0)
         new_best = tl.maximum(best, lse)
-        # A split may be empty, and the first too: -inf minus -inf is no number.
+        # All splits so far may be empty: -inf minus -inf is NaN.
         safe = tl.where(new_best == float("-inf"), 0.0, new_best)
         shrink, weight = tl.exp2(best - safe), tl.exp2(lse - safe)
         total = total * shrink + weight
@@ -177,7 +177,7 @@ def join_shares(
     SHARE, LSE, OWN_SHARE, OWN_LSE, OUT, splits, own_splits,
     HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: the prompt's shares and its own become the output."""
+    """One program per row: merge the prompt's shares and the row's own into the output."""
     wait_for_previous()
     row = tl.program_id(0)
     heads, dims = tl.arange(0, PADDED), tl.arange(0, DIM)
@@ -200,7 +200,7 @@ def store_keys(
     K, V, KEYS, VALUES, PLACES, k_row, k_head, v_row, v_head,
     KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: its new key and value go to their place in the cache."""
+    """One program per row: store its new key and value in the cache."""
     row = tl.program_id(0)
     place = tl.load(PLACES + row)
     heads, dims = tl.arange(0, PADDED), tl.arange(0, DIM)

@@ -1,6 +1,7 @@
-"""What a decoding step reads and writes, in device memory that never moves: a CUDA graph keeps addresses.
+"""The device state of a decode step, and attention over the paged cache.
 
-The host decides who runs and where their blocks are; the device moves each sequence on by itself.
+The state lives in static device memory because CUDA graphs hold addresses. The host decides which sequences
+run and which blocks they use; the device advances each sequence.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from groupwise.engine.sampler import MOST_ALTERNATIVES, likeliest
 
 
 class StepState:
-    """Slots of sequences, and one more that idle rows stand for: ended, with a block that nobody reads."""
+    """Per-slot state, with one extra slot for idle rows: marked as ended, and with a dummy block."""
 
     def __init__(
         self,
@@ -57,13 +58,13 @@ class StepState:
         self.seed = torch.zeros(every, dtype=torch.int64, device=device)
         self.adapter = torch.zeros(every, dtype=torch.int64, device=device)
         self.scale = torch.ones(every, device=device)
-        """What logits are multiplied by: 1 over the temperature."""
+        """Factor on the logits: 1 / temperature."""
         self.length = torch.ones(every, dtype=torch.int32, device=device)
-        """Tokens sampled so far; the last one's key is not stored yet."""
+        """Tokens sampled so far; the key of the last one is not stored yet."""
         self.status_and_likely = torch.zeros(
             4 + 2 * MOST_ALTERNATIVES, every, dtype=torch.int32, device=device
         )
-        """What the host wants to know after each step, in one copy; the likeliest tokens if someone asks."""
+        """Results of a step for the host, in one tensor: status rows, then the most likely tokens."""
         self.status, likely = self.status_and_likely.tensor_split([4])
         self.done, self.token, logprob, entropy = self.status
         self.logprob, self.entropy = logprob.view(torch.float32), entropy.view(torch.float32)
@@ -72,7 +73,7 @@ class StepState:
         self.done.fill_(1)
 
         self.tokens = torch.zeros(slots, dtype=torch.int64, device=device)
-        """By row, for the step under way: what is fed, where it stands, where its key and value go."""
+        """Inputs of the current step by row: tokens, positions, cache slots and lengths."""
         self.positions = torch.zeros(slots, dtype=torch.int64, device=device)
         self.slot_mapping = torch.zeros(slots, dtype=torch.int64, device=device)
         self.row_length = torch.zeros(slots, dtype=torch.int32, device=device)
@@ -81,35 +82,35 @@ class StepState:
         self.idle()
 
     def idle(self) -> None:
-        """Let no row stand for any sequence."""
+        """Map every row to the idle slot."""
         self.host_rows[:] = self.slots
         self.host_tiles[:] = -1
         self.push()
 
     def set_rows(self, slots_R: NDArray[np.int64], request_R: NDArray[np.int64]) -> None:
-        """Say which slots the rows stand for; members of a request are neighbours."""
+        """Map rows to slots and build the prompt tiles; the members of a request must be adjacent."""
         count = len(slots_R)
         self.host_rows[:count], self.host_rows[count:] = slots_R, self.slots
         rows = np.arange(count)
         first_R = np.ones(count, dtype=np.bool_)
         first_R[1:] = request_R[1:] != request_R[:-1]
         member = rows - np.flatnonzero(first_R)[np.cumsum(first_R) - 1]
-        # A group larger than a tile takes several.
-        place = member % self.members
-        tile, slot = np.cumsum(place == 0) - 1, slots_R[place == 0]
+        # A group larger than a tile takes several tiles.
+        lane = member % self.members
+        tile, slot = np.cumsum(lane == 0) - 1, slots_R[lane == 0]
         self.host_tiles[:] = -1
         self.host_tiles[: len(slot), 0] = slot
         self.host_tiles[: len(slot), 1] = self.host_prompt_length[slot]
-        self.host_tiles[tile, 2 + place] = rows
+        self.host_tiles[tile, 2 + lane] = rows
 
     def push(self) -> None:
-        """Send the host's side to the device, in the order of the stream."""
+        """Copy the host arrays to the device, in stream order."""
         staged = torch.from_numpy(self._host)
         staged = staged.pin_memory() if self._device.is_cuda else staged.clone()
         self._device.copy_(staged, non_blocking=True)
 
     def keep_likeliest(self, logits_RV: Tensor, slots_R: Tensor, *, scaled: bool) -> None:
-        """Leave the likeliest tokens of each row for the host; `scaled`: the temperature is in the logits."""
+        """Store the most likely tokens of each row; `scaled`: logits are already divided by temperature."""
         if not scaled:
             logits_RV = logits_RV * self.scale[slots_R, None]
         tokens_RA, logprobs_RA = likeliest(logits_RV.log_softmax(-1))
@@ -118,28 +119,28 @@ class StepState:
 
 
 def _aligned(count: int) -> int:
-    """Round up, so that what follows starts where wide loads may."""
+    """Round up to a multiple of 64, so that the next array is aligned for wide loads."""
     return -(-count // 64) * 64
 
 
 BLOCK = 32
-"""Own keys that a program looks at in one go: few, so that many programs share a processor."""
+"""Own keys per loop iteration of a program: few, so that many programs fit on one SM."""
 PROMPT_BLOCK = 64
-"""The same of a prompt, where there is more to do with each key."""
+"""Prompt keys per loop iteration; larger, because each key serves more queries."""
 LEAST = 128
-"""Own keys that are worth a program."""
+"""Minimum number of own keys per program."""
 TILE = 64
-"""Queries (members × query heads of a key head) that share one read of a prompt."""
+"""Queries (members × query heads per key head) that share one read of a prompt."""
 TILE_PROGRAMS = 128
-"""Programs that go through the tiles, about one a processor."""
+"""Programs that iterate over the tiles, about one per SM."""
 BUSY = 512
-"""Programs that keep a GPU busy."""
+"""Programs that saturate a GPU."""
 
 
 def own_splits(lengths_R: NDArray[np.int64], *, key_heads: int) -> int:
-    """In how many parts to read each row's own tokens: 1, 4 or 16.
+    """Return the number of splits for each row's own tokens: 1, 4 or 16.
 
-    One when rows keep the GPU busy and none takes much longer than the others.
+    Use one when the rows saturate the GPU and no row is much longer than the others.
     """
     longest, busy = int(lengths_R.max()), len(lengths_R) * key_heads >= BUSY
     if longest <= LEAST or (busy and longest <= 1.5 * lengths_R.mean() + LEAST):
@@ -148,25 +149,25 @@ def own_splits(lengths_R: NDArray[np.int64], *, key_heads: int) -> int:
 
 
 def members_of_a_tile(heads: int, key_heads: int, largest_group: int) -> int:
-    """How many members of a group share a read of their prompt."""
+    """Return how many members of a group share one read of their prompt."""
     return min(largest_group, max(1, TILE // (heads // key_heads)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeLayout:
-    """One decoding step of the first `rows` rows of the state."""
+    """Attention layout of one decode step over the first `rows` rows of the state."""
 
     cache: KVCache
     state: StepState
     rows: int
     heads: int
     splits: int
-    """Parts that a prompt is read in."""
+    """Number of splits of a prompt."""
     own_splits: int
     shares: Tensor
-    """[rows, H, splits + own splits, D] and the log-sum-exps behind them, flat, float32."""
+    """Partial outputs [rows, H, splits + own splits, D], then their log-sum-exps; flat, float32."""
     side: torch.cuda.Stream | None
-    """Where prompts are read beside own tokens that are read in parts, if kernels cannot start early."""
+    """Second stream that overlaps prompt attention with own-token attention where PDL is unavailable."""
 
     @classmethod
     def build(
@@ -181,7 +182,7 @@ class DecodeLayout:
     ) -> DecodeLayout:
         key_heads, size = cache.keys.shape[-2:]
         longest = state.prompt_width * cache.block_size
-        # Groups make for far fewer tiles than rows.
+        # With groups there are far fewer tiles than rows, hence the factor of 8.
         splits = max(1, min(BUSY * 8 // (rows * key_heads), longest // (4 * PROMPT_BLOCK), 16))
         shares = torch.zeros(rows * heads * (splits + own_splits) * (size + 1), device=cache.keys.device)
         return cls(
@@ -211,7 +212,7 @@ class DecodeLayout:
 
     def store(self, k_RKD: Tensor, v_RKD: Tensor, *, layer: int) -> None:
         _, key_heads, size = k_RKD.shape
-        assert k_RKD.stride(2) == v_RKD.stride(2) == 1, "heads lie in one piece"
+        assert k_RKD.stride(2) == v_RKD.stride(2) == 1, "the head dimension must be contiguous"
         launch(
             kernels.store_keys,
             (self.rows,),
@@ -225,16 +226,16 @@ class DecodeLayout:
         )  # fmt: skip
 
     def read(self, q_RHD: Tensor, _k: Tensor, _v: Tensor, *, layer: int, scale: float) -> Tensor:
-        """Return the attention output_RHD over what is stored."""
-        assert q_RHD.stride(2) == 1, "heads lie in one piece"
+        """Return the attention output_RHD over the cached keys and values."""
+        assert q_RHD.stride(2) == 1, "the head dimension must be contiguous"
         output_RHD = torch.empty(q_RHD.shape, dtype=q_RHD.dtype, device=q_RHD.device)
         scale *= log2(np.e)
         if self.own_splits == 1:
             self._read_prompts(q_RHD, layer, scale)
             self._read_own(q_RHD, output_RHD, layer, scale)
             return output_RHD
-        # Nobody waits for anybody until the shares are added up.
-        with self._beside():
+        # Both kernels are independent until their partial outputs are merged.
+        with self._on_side_stream():
             self._read_prompts(q_RHD, layer, scale)
         self._read_own(q_RHD, output_RHD, layer, scale)
         self._wait()
@@ -302,8 +303,8 @@ class DecodeLayout:
         }
 
     @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """Launch on a second stream, next to what follows."""
+    def _on_side_stream(self) -> Iterator[None]:
+        """Launch on the second stream, concurrently with what follows."""
         if self.side is None:
             yield
             return

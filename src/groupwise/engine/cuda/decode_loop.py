@@ -1,8 +1,8 @@
-"""The generating loop on a GPU: the host issues steps ahead and looks at their results late.
+"""The decode loop on a GPU: the host issues steps ahead and reads their results late.
 
-The device draws each token and notices the end of each sequence by itself. The host learns of it a few
-steps later; until then the ended sequence's row idles, and its blocks are still its own. Work reaches the
-device in the order it was issued, so whatever the host does then comes after those idle steps.
+The device samples each token and detects the end of each sequence. The host sees it a few steps later; until
+then the row of an ended sequence idles and keeps its blocks. The device runs work in the order of issue, so
+whatever the host issues next runs after those idle steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from groupwise.engine.engine import CompletionSink
 
 AHEAD = 4
-"""Draws issued before the results of one are looked at. With stop strings, which need text: none."""
+"""Steps issued before the host reads the result of one. With stop strings, which need the text: none."""
 
 
 DONE = object()
@@ -36,11 +36,11 @@ DONE = object()
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """One draw for each of these slots, whose results are on their way."""
+    """One sampled token for each of these slots, whose results are still being copied to the host."""
 
     slots: NDArray[np.int64]
     at: NDArray[np.int64]
-    """Which token of its sequence each draw is."""
+    """Position of each token in its completion."""
     tenant: NDArray[np.int64]
     status: Tensor
     arrived: torch.cuda.Event | None
@@ -48,40 +48,41 @@ class InFlightStep:
 
 @dataclass(slots=True)
 class DecodeLoop:
-    """One call of the engine."""
+    """The decode loop of one engine call."""
 
     scheduler: Scheduler
     runner: GraphRunner
     sampling: Sampling
     end_tokens: frozenset[int]
     stop_strings: StopStrings
-    partner: CompletionSink
+    sink: CompletionSink
     drawn: int = 0
-    """Tokens of decoding steps; and how many there would be with every slot full while sequences last."""
+    """Tokens sampled in decode steps."""
     offered: int = 0
+    """Tokens that full slots would have sampled, while enough sequences were left."""
     _issued: deque[InFlightStep] = field(default_factory=deque)
-    _computing: Iterator[None] = field(default_factory=lambda: iter(()))
-    """Prompts next in line: a pass of them between two steps."""
+    _prefilling: Iterator[None] = field(default_factory=lambda: iter(()))
+    """Prefill of the next prompts: one pass between two decode steps."""
 
     def run(self) -> None:
         scheduler = self.scheduler
         ahead = 0 if self.sampling.stop else AHEAD
         while scheduler.busy:
-            # Before anyone is preempted, let those who have ended make room.
+            # Before preempting, release sequences that have ended.
             if self._growing() > scheduler.pool.free:
-                self._look(keep=0)
+                self._drain(keep=0)
             scheduler.make_room()
             moved = self._step() + self._join()
-            self._look(keep=ahead if moved else 0)
-            scheduler.add(self.partner.ready(wait=not scheduler.busy))
-        self._look(keep=0)
+            self._drain(keep=ahead if moved else 0)
+            scheduler.add(self.sink.ready(wait=not scheduler.busy))
+        self._drain(keep=0)
 
     def _growing(self) -> int:
         slots = self.scheduler.slots()
         return int((self.scheduler.length[slots] > self.scheduler.room[slots]).sum())
 
     def _step(self) -> int:
-        """Issue a token more for everyone who may have one to come; return how many."""
+        """Issue one more token for every sequence below its limit; return how many."""
         slots = self.scheduler.slots()
         slots = slots[self.scheduler.length[slots] < self.sampling.max_tokens]
         if len(slots):
@@ -92,11 +93,11 @@ class DecodeLoop:
         return len(slots)
 
     def _join(self) -> int:
-        """Let waiting sequences start, and issue their first token."""
+        """Admit waiting sequences and issue their first token; return how many."""
         scheduler = self.scheduler
-        if next(self._computing, DONE) is DONE and self._next_in_line_waits():
-            self._computing = self.runner.prefill_passes(scheduler.prepare(PREFILL_TOKENS))
-            next(self._computing, DONE)
+        if next(self._prefilling, DONE) is DONE and self._next_needs_prefill():
+            self._prefilling = self.runner.prefill_passes(scheduler.prepare(PREFILL_TOKENS))
+            next(self._prefilling, DONE)
         joined = scheduler.admit()
         if not joined:
             return 0
@@ -106,7 +107,7 @@ class DecodeLoop:
         self._issue(slots)
         return len(joined)
 
-    def _next_in_line_waits(self) -> bool:
+    def _next_needs_prefill(self) -> bool:
         waiting = self.scheduler.waiting
         return bool(waiting and self.scheduler.vacant and not waiting[0].prefix.blocks)
 
@@ -118,15 +119,15 @@ class DecodeLoop:
         )
         scheduler.length[slots] += 1
 
-    def _look(self, *, keep: int) -> None:
-        """Take in results until those of `keep` draws are left."""
+    def _drain(self, *, keep: int) -> None:
+        """Process results until `keep` steps are in flight."""
         while len(self._issued) > keep:
             issued = self._issued.popleft()
             if issued.arrived is not None:
                 issued.arrived.synchronize()
-            self._take_in(issued)
+            self._process(issued)
 
-    def _take_in(self, issued: InFlightStep) -> None:
+    def _process(self, issued: InFlightStep) -> None:
         scheduler = self.scheduler
         still = scheduler.tenant[issued.slots] == issued.tenant
         slots, at = issued.slots[still], issued.at[still]
@@ -150,4 +151,4 @@ class DecodeLoop:
             self._finish(scheduler.in_slot[slot], "end" if end else "stop" if stop[row] else "length")
 
     def _finish(self, sequence: Sequence, reason: Finish) -> None:
-        self.partner.finished(sequence.request, sequence.member, self.scheduler.finish(sequence, reason))
+        self.sink.finished(sequence.request, sequence.member, self.scheduler.finish(sequence, reason))

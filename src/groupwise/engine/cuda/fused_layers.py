@@ -1,8 +1,8 @@
-"""Matrices of several members on a GPU: one product for the base and everyone's way down, one kernel up.
+"""The fused forward pass on a GPU: four matrix products and four kernels per layer, with batched LoRA.
 
-The first factors of all adapters are further rows of the base's own matrix, so that going down costs no
-product of its own. A kernel then adds each row's way up, and looks at its own adapter only: rows of one
-member are neighbours, so that a block of rows reads little more than what it needs.
+For several adapters, their A matrices are appended as rows to the base weight, so x·A needs no matmul of its
+own. A kernel then adds (x·A)·B with each row's own adapter. Rows of one adapter are adjacent, so a block of
+rows reads few adapters. `fused_forward` falls back to the model's own layers where results differ.
 
 Axes: T rows, I inputs, O outputs, R rank, S = members × rank.
 """
@@ -38,7 +38,7 @@ from groupwise.model.policy import Policy
 from groupwise.tracking.run_log import LOGGER
 
 ROWS, COLUMNS = 64, 128
-"""What a program works on: rows and outputs."""
+"""Tile of one program: rows and outputs."""
 
 
 @triton.jit
@@ -46,10 +46,10 @@ def add_own(
     Y, UP, ADAPTER, PARTS, rows, y_stride, low_at, up_stride,
     SIZE: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program a (block of rows, block of outputs, part): add what each row's own adapter gives.
+    """One program per (block of rows, block of outputs, part): add the output of each row's own adapter.
 
-    PARTS: of each part, where its outputs begin and how many there are. What adapters made of the input
-    stands behind the outputs, SIZE columns a part. Rows of nobody have the adapter -1.
+    PARTS holds the start and the width of each part's outputs. The products x·A are stored after the outputs,
+    SIZE columns per part. Rows without an adapter have the index -1.
     """
     part = tl.program_id(2)
     start, width = tl.load(PARTS + 2 * part), tl.load(PARTS + 2 * part + 1)
@@ -74,7 +74,7 @@ def add_own(
 
 
 class MultiLoRAGraphWeight:
-    """One or more linear layers of one input, under the adapters of all members."""
+    """One or more linear layers that share an input, with the LoRA adapters of all members."""
 
     def __init__(self, *parts: Any, like: Tensor, members: LoRABank) -> None:
         base = [base_of(part) for part in parts]
@@ -92,7 +92,7 @@ class MultiLoRAGraphWeight:
             if self._bias is not None:
                 self._bias[own].copy_(part.bias)
             if type(part) is nn.Linear and not part.weight.requires_grad:
-                part.weight.data = self._weight[own]  # the same numbers, held once
+                part.weight.data = self._weight[own]  # share the storage
         self._up_SO = torch.zeros(self._size, self._outputs, **kind)
         spans = [[own.start, own.stop - own.start] for _, own in self._adapted]
         self._spans = torch.tensor(spans, dtype=torch.int32, device=like.device)
@@ -101,7 +101,7 @@ class MultiLoRAGraphWeight:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the members' adapters as they are now; what dropped members had is gone."""
+        """Copy the members' current adapters and zero those of dropped members."""
         self._weight[self._outputs :].zero_()
         self._up_SO.zero_()
         rank = self._rank
@@ -133,7 +133,7 @@ class MultiLoRAGraphWeight:
 
 
 def graph_weights_for(policy: Policy, members: LoRABank | None) -> tuple[MakeWeight, OwnColumns]:
-    """How to make a policy's matrices, and whose adapter each row of a layout takes."""
+    """Return the weight factory of a policy and the function that gives each row's adapter index."""
     like = policy.head_weight
     if members is None:
         return partial(StackedWeight, like=like), lambda layout: None
@@ -142,10 +142,10 @@ def graph_weights_for(policy: Policy, members: LoRABank | None) -> tuple[MakeWei
 
 
 CHECKED_TOKENS = 24
-STEADY = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embeddings whose frequencies do not depend on how long a text is."""
+FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rotary embedding types whose frequencies do not depend on the sequence length."""
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 1e-2}
-"""Far above rounding, which a deep random model blows up, and far below another function."""
+"""Relative tolerances: well above rounding errors in a deep random model, well below a real difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +163,8 @@ class FusedLayer:
 
     def __init__(self, layer: Any, matrix: MakeWeight) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        assert _opens_by_silu(mlp.act_fn), "gates of another function than SiLU are not fused"
-        assert _turns_halves(attention), "rotary embeddings of pairs are not fused"
+        assert _is_silu(mlp.act_fn), "only SiLU activations can be fused"
+        assert _rotates_halves(attention), "interleaved rotary embeddings cannot be fused"
         self.before_attention = Norm.of(layer.input_layernorm)
         self.qkv = matrix(attention.q_proj, attention.k_proj, attention.v_proj)
         normed = hasattr(attention, "q_norm")
@@ -182,24 +182,26 @@ class FusedLayer:
 
 
 class FusedForward:
-    """`Policy.hidden` in fewer, larger steps."""
+    """`Policy.hidden` without gradients, in fewer and larger kernels."""
 
     def __init__(self, policy: Policy, members: LoRABank | None = None) -> None:
-        assert policy.unpacks, "no room for unpacked weights"
+        assert policy.unpacks, "dequantized weights do not fit in memory"
         matrix, self._own = graph_weights_for(policy, members)
         decoder: Any = policy.decoder
         self._embedding: Tensor = decoder.embed_tokens.weight
         rotary = decoder.rotary_emb
-        assert rotary.rope_type in STEADY, f"rotary embeddings of the kind {rotary.rope_type} are not fused"
+        assert rotary.rope_type in FIXED_ROPE_TYPES, (
+            f"rotary embeddings of type {rotary.rope_type} cannot be fused"
+        )
         self._frequencies_C = rotary.inv_freq.to(self._embedding.device, torch.float32)
         self._turn_scale = float(rotary.attention_scaling)
-        assert 2 * len(self._frequencies_C) == policy.head_size, "embeddings of part of a head are not fused"
+        assert 2 * len(self._frequencies_C) == policy.head_size, "partial rotary embeddings cannot be fused"
         self._layers = [FusedLayer(layer, matrix) for layer in decoder.layers]
         self._norm = Norm.of(decoder.norm)
         self._key_heads, self._size = policy.key_heads, policy.head_size
 
     def refresh(self) -> None:
-        """Take over the policy's weights as they are now."""
+        """Copy the policy's current weights."""
         for layer in self._layers:
             layer.refresh()
 
@@ -252,7 +254,7 @@ class FusedForward:
 
 
 def _add_norm(x_TM: Tensor, delta_TM: Tensor | None, norm: Norm) -> Tensor:
-    """Add `delta` to the residual stream in place and return it normalised."""
+    """Add `delta` to the residual stream in place and return the stream normalized."""
     out_TM = torch.empty_like(x_TM)
     size = x_TM.shape[1]
     launch(
@@ -284,48 +286,48 @@ def _silu_and_multiply(gate_up_TN: Tensor) -> Tensor:
     return out_TN
 
 
-def _opens_by_silu(function: Any) -> bool:
+def _is_silu(function: Any) -> bool:
     x = torch.linspace(-8.0, 8.0, 65)
     return torch.allclose(function(x), nn.functional.silu(x), atol=1e-6)
 
 
-def _turns_halves(attention: Any) -> bool:
-    """Whether a module's family turns each half of a head by the other, and not neighbours by each other."""
+def _rotates_halves(attention: Any) -> bool:
+    """Whether the model's rotary embedding pairs the halves of a head, not adjacent elements."""
     own = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     if own is None:
         return True
     heads = torch.linspace(-1.0, 1.0, 2 * 8).view(1, 1, 2, 8)
     angles = torch.linspace(0.0, 3.0, 2 * 4).view(1, 2, 4).repeat(1, 1, 2)
-    turned, _ = own(heads, heads, angles.cos(), angles.sin())
+    rotated, _ = own(heads, heads, angles.cos(), angles.sin())
     by_halves = rotate(heads[0, 0][:, None], angles[0][:, None].cos(), *sine_halves(angles[0][:, None].sin()))
-    return torch.allclose(turned[0, 0], by_halves[:, 0], atol=1e-6)
+    return torch.allclose(rotated[0, 0], by_halves[:, 0], atol=1e-6)
 
 
 @torch.no_grad()
 def fused_forward(policy: Policy, members: LoRABank | None = None) -> FusedForward | None:
-    """The fused forward pass of this policy, or None where that is not the same function.
+    """Return the fused forward pass of this policy, or None if it does not match the model's own layers.
 
-    With members it is compared without adapters: no row of the comparison is anybody's.
+    With `members`, the comparison runs without adapters.
     """
     try:
         fused = FusedForward(policy, members)
         difference = _difference(policy, fused, members)
     except (AttributeError, AssertionError, TypeError, ValueError, RuntimeError) as error:
-        LOGGER.info("generating with the model's own layers, which are not of the fused kind: %s", error)
+        LOGGER.info("generating with the model's own layers, which cannot be fused: %s", error)
         return None
     if not difference <= (LIMITS[policy.head_weight.dtype] if policy.is_sharded else LIMITS[torch.float32]):
-        LOGGER.info("generating with the model's own layers: fused ones differ by %.1e", difference)
+        LOGGER.info("generating with the model's own layers: fused layers differ by %.1e", difference)
         return None
-    how = f", {len(members)} adapters beside them" if members else ", adapters merged"
-    LOGGER.info("generating with fused layers%s", how if policy.has_adapter else "")
+    detail = f", {len(members)} adapters batched" if members else ", adapters merged"
+    LOGGER.info("generating with fused layers%s", detail if policy.has_adapter else "")
     return fused
 
 
 def _difference(policy: Policy, fused: FusedForward, members: LoRABank | None) -> float:
-    """How far the hidden states of a short prompt differ from the module's, relative to their size.
+    """Return the relative difference between fused and original hidden states on a short prompt.
 
-    In half precision the comparison is made on a float32 excerpt, where rounding does not hide or feign a
-    difference; a policy that is divided among processes cannot be copied and is compared as it is.
+    In half precision, compare a float32 excerpt of the model, so that rounding neither hides nor causes a
+    difference. A sharded policy cannot be copied and is compared in its own dtype.
     """
     if policy.head_weight.dtype != torch.float32 and not policy.is_sharded:
         policy = Policy(float32_excerpt(policy.model, tokens=CHECKED_TOKENS), policy.tokenizer)
@@ -344,6 +346,6 @@ def _difference(policy: Policy, fused: FusedForward, members: LoRABank | None) -
     tokens_T = torch.arange(CHECKED_TOKENS, device=weight.device) % weight.shape[0]
     positions_T = torch.arange(CHECKED_TOKENS, device=weight.device)
     with policy.without_adapter() if members else nullcontext():
-        own_TM = policy.hidden(tokens_T, positions_T, layout).float()
-    other_TM = fused.hidden(tokens_T, positions_T, layout).float()
-    return float((own_TM - other_TM).norm() / own_TM.norm())
+        reference_TM = policy.hidden(tokens_T, positions_T, layout).float()
+    fused_TM = fused.hidden(tokens_T, positions_T, layout).float()
+    return float((reference_TM - fused_TM).norm() / reference_TM.norm())

@@ -1,4 +1,7 @@
-"""Kernels recorded once and launched together from then on."""
+"""The runner for GPUs: decode steps captured as CUDA graphs over static device state, and prefill.
+
+`GraphRunner` captures one graph per batch size, attention split and sampling settings, and replays it.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +31,15 @@ from groupwise.records import Sampling
 
 
 def can_be_captured(policy: Policy) -> bool:
-    """Whether a pass asks the device nothing: `dynamic` rotary embeddings look how long the text is."""
+    """Whether a pass runs without a device sync: `dynamic` rotary embeddings read the length on the host."""
     rotary = getattr(policy.decoder, "rotary_emb", None)
     return bool(getattr(rotary, "rope_type", None) != "dynamic")
 
 
 def captured(step: Callable[[], None], *, stream: torch.cuda.Stream, pool: Any) -> Callable[[], None]:
-    """Record a step; what is returned runs it again.
+    """Capture a step as a CUDA graph and return its replay function.
 
-    It must have run before: compiling kernels and taking workspaces must not happen while it is recorded.
+    The step must have run once before: capture must not compile kernels or allocate workspaces.
     """
     graph = torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
@@ -49,12 +52,12 @@ def captured(step: Callable[[], None], *, stream: torch.cuda.Stream, pool: Any) 
 
 
 MOST_GRAPHS = 512
-"""Then all are dropped: clients of a server may come up with new settings for ever."""
+"""When reached, all graphs are dropped: clients of a server may send ever new sampling settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """What a runner has memory for."""
+    """The sizes for which a runner has allocated memory."""
 
     slots: int
     blocks: int
@@ -64,7 +67,7 @@ class Capacity:
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> Capacity:
-        """Powers of two where the next call may ask for a little more than this one."""
+        """Return the capacity a scheduler needs, some sizes rounded up so that similar calls can reuse it."""
         groups = Counter(sequence.request for sequence in scheduler.waiting)
         return cls(
             slots=len(scheduler.length),
@@ -85,36 +88,36 @@ class Capacity:
 
 
 class GraphRunner:
-    """Runs prompts and decoding steps over static state; what a step needs is on the device already."""
+    """Runs prefill and decode steps over static device state, so a step needs no input from the host."""
 
     def __init__(
-        self, policy: Policy, room: Capacity, *, block_size: int, members: LoRABank | None = None
+        self, policy: Policy, capacity: Capacity, *, block_size: int, members: LoRABank | None = None
     ) -> None:
-        self.policy, self.room, self.block_size = policy, room, block_size
+        self.policy, self.capacity, self.block_size = policy, capacity, block_size
         self.device = policy.device
         self._fused = fused_forward(policy, members)
         self.members = 0 if members is None else len(members)
-        """Adapters that rows may have of their own; 0: the policy's."""
+        """Number of LoRA adapters that rows select from; 0: the policy's own adapter."""
         self.cache = KVCache(
             layers=policy.layers,
-            blocks=room.blocks + 1,
+            blocks=capacity.blocks + 1,
             block_size=block_size,
             heads=policy.key_heads,
             size=policy.head_size,
             like=policy.head_weight,
         )
         self.state = StepState(
-            slots=room.slots,
-            members=members_of_a_tile(policy.heads, policy.key_heads, room.largest_group),
-            prompt_blocks=room.prompt_blocks,
-            own_blocks=room.own_blocks,
-            idle_block=room.blocks,
+            slots=capacity.slots,
+            members=members_of_a_tile(policy.heads, policy.key_heads, capacity.largest_group),
+            prompt_blocks=capacity.prompt_blocks,
+            own_blocks=capacity.own_blocks,
+            idle_block=capacity.blocks,
             device=self.device,
         )
         self._prompts = Prefill(policy, self.cache, shared=bool(self.members))
         self._ends = _end_tokens(policy)
-        # One of each for all graphs: torch has 32 streams and hands them out again and again, and products
-        # on one stream share their scratch memory, also with whatever else runs on it.
+        # One stream of each kind for all graphs. Torch hands out its 32 streams round-robin, and matmuls on
+        # one stream share a workspace with whatever else runs on that stream.
         self._capturing = new_stream(self.device) if can_be_captured(policy) else None
         self._side = None if EARLY.value else new_stream(self.device)
         self._graphs: dict[tuple[int, int, Sampling, bool], Callable[[], None]] = {}
@@ -124,14 +127,14 @@ class GraphRunner:
 
     @property
     def fused(self) -> bool:
-        """Whether the forward pass is the fused one; it reads copies of the weights, adapters merged."""
+        """Whether the fused forward pass is used; it reads copies of the weights with adapters merged."""
         return self._fused is not None
 
     def refresh(self) -> None:
-        """Take over the policy's weights as they are now; graphs of weights that have moved are dropped."""
+        """Copy the policy's current weights; drop all graphs if weights have moved in memory."""
         if self._fused is not None:
             self._fused.refresh()
-        # With members, adapters change place in the policy all the time; they are read from copies.
+        # With members, adapters are swapped in the policy all the time; graphs read them from copies.
         read = (p for p in self.policy.model.parameters() if not (self.members and p.requires_grad))
         addresses = tuple(p.data_ptr() for p in read)
         if addresses != self._addresses:
@@ -139,17 +142,17 @@ class GraphRunner:
             self._addresses = addresses
 
     def drop_graphs(self) -> None:
-        """Forget what was captured; it refers to this runner and would keep it alive."""
+        """Drop captured graphs; they refer to this runner and would keep it alive."""
         self._graphs.clear()
         self._layouts.clear()
-        self._pool = None  # it went with its last graph
+        self._pool = None  # freed with its last graph
 
     def prefill(self, prefixes: Sequence[Prefix]) -> None:
-        """Compute prompts into their blocks and leave the next token's logits on each."""
+        """Compute prompts into their blocks and store the next-token logits on each."""
         self._prompts.compute(prefixes, self.hidden)
 
     def prefill_passes(self, prefixes: Sequence[Prefix]) -> Iterator[None]:
-        """The same, a pass each time it is asked for one."""
+        """Like `prefill`, but run one pass per iteration."""
         return self._prompts.passes(prefixes, self.hidden)
 
     def join(
@@ -161,18 +164,18 @@ class GraphRunner:
         *,
         likely: bool = False,
     ) -> None:
-        """Begin sequences in these slots, each with the first token after its prompt.
+        """Start sequences in these slots and sample the first token of each.
 
-        `likely`: leave the likeliest tokens beside it.
+        `likely`: also store the most likely tokens.
         """
         state = self.state
         request_J = scheduler.request[slots_J]
         state.host_prompt_length[slots_J] = scheduler.prompt_length[request_J]
         width = scheduler.prompt_tables.shape[1]
         state.host_prompt_table[slots_J, :width] = scheduler.prompt_tables[request_J]
-        heat_J = scheduler.temperatures(slots_J, 1.0 if sampling.greedy else sampling.temperature)
+        temperature_J = scheduler.temperatures(slots_J, 1.0 if sampling.greedy else sampling.temperature)
         seed_J, adapter_J = scheduler.seed[slots_J].view(np.int64), scheduler.adapter[slots_J]
-        new_4J = np.stack([slots_J, seed_J, adapter_J, np.reciprocal(heat_J).view(np.int32)])
+        new_4J = np.stack([slots_J, seed_J, adapter_J, np.reciprocal(temperature_J).view(np.int32)])
         rows_J = torch.empty(len(slots_J), dtype=torch.int32, device=self.device)
         launch(
             kernels.begin_sequences,
@@ -188,7 +191,7 @@ class GraphRunner:
     def step(
         self, scheduler: Scheduler, slots_R: NDArray[np.int64], sampling: Sampling, *, likely: bool = False
     ) -> None:
-        """Add one token to the sequences in these slots, unless they have ended."""
+        """Sample one token for each sequence in these slots that has not ended."""
         state = self.state
         parts = own_splits(scheduler.length[slots_R], key_heads=self.policy.key_heads)
         graph = self._graph(bucket(len(slots_R), most=state.slots), parts, sampling, likely)
@@ -199,7 +202,7 @@ class GraphRunner:
         graph()
 
     def status(self, *, likely: bool = False) -> tuple[Tensor, torch.cuda.Event | None]:
-        """What the last draw left, on its way to the host, and when it will be there."""
+        """Start copying the last step's results to the host; return the buffer and its completion event."""
         status = self.state.status_and_likely if likely else self.state.status
         if self.device.type != "cuda":
             return status.clone(), None
@@ -223,7 +226,7 @@ class GraphRunner:
                 own_splits=parts,
                 side=self._side,
             )
-            self._layouts.append(layout)  # a graph keeps addresses, not tensors
+            self._layouts.append(layout)  # a graph holds addresses, not references to tensors
             self._graphs[key] = self._captured(lambda: self._step(layout, sampling, likely=likely))
         return self._graphs[key]
 
@@ -254,7 +257,7 @@ class GraphRunner:
         return forward(tokens_T, positions_T, layout)
 
     def _sample(self, logits_RV: Tensor, rows_R: Tensor, sampling: Sampling, *, likely: bool) -> None:
-        """Draw the next token of each row and move its sequence on."""
+        """Sample the next token of each row and advance its sequence."""
         state = self.state
         scaled = sampling.greedy or sampling.truncates
         if sampling.truncates and not sampling.greedy:
@@ -294,18 +297,18 @@ class GraphRunner:
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream beside the current one, on a GPU."""
+    """Return a new stream on a GPU, None on a CPU."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
 def _end_tokens(policy: Policy) -> Tensor:
-    """The tokens that end an answer, filled up with one that does not exist."""
+    """Return the end-of-sequence tokens, padded with an id that no token has."""
     ends = sorted(policy.end_tokens)
     filled = [*ends, *[-1] * (padded(len(ends), least=2) - len(ends))]
     return torch.tensor(filled, dtype=torch.int32, device=policy.device)
 
 
 def bucket(rows: int, *, most: int) -> int:
-    """The number of rows a graph is captured for: few enough graphs, few enough idle rows."""
+    """Return the batch size to capture a graph for: a trade-off between graphs and idle rows."""
     step = 1 if rows <= 2 else 4 if rows <= 16 else 16 if rows <= 64 else 64
     return min(most, -(-rows // step) * step)

@@ -1,9 +1,9 @@
-"""How kernels are launched, and how one starts before the one before it has ended.
+"""Kernel launches with programmatic dependent launch (PDL), and sizes padded to powers of two.
 
-Between two kernels a GPU idles for a microsecond or two, and a decoding step has some 300 of them. From
-compute capability 9.0 on, a kernel launched `early` starts when every program of the kernel before it has
-called `let_next_start` or has ended, and reads what that one writes only after `wait_for_previous`. Every
-kernel that is launched early waits, so that all earlier ones have ended too when it has.
+A GPU idles for 1-2 µs between two kernels, and a decode step has about 300. From compute capability 9.0 on, a
+kernel launched `early` starts once every program of the previous kernel has called `let_next_start` or ended.
+It must call `wait_for_previous` before it reads what that kernel writes. Every early kernel waits, so when it
+ends, all earlier kernels have ended too.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -44,5 +44,5 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, early: bool = False, 
 
 
 def padded(size: int, *, least: int = 16) -> int:
-    """The power of two, and no less than a matrix unit takes, that holds `size`."""
+    """Return the next power of two from `size` on, at least `least`: `tl.dot` needs 16."""
     return max(least, int(triton.next_power_of_2(size)))

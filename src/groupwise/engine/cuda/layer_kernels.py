@@ -1,8 +1,8 @@
 """Triton kernels between the matrix products of a decoder layer.
 
-Each rounds to the model's precision just where the passes of the update do (`model.pointwise` and torch's
-RMSNorm: once, at the end), so that sampler and trainer differ by no more than the order of sums: roundings at
-other places would differ by as much as all of bfloat16 does.
+Each kernel rounds to the model's dtype exactly where the training forward pass does (`model.ops` and torch's
+RMSNorm: once, at the end). Sampler and trainer then differ only in the order of sums. Rounding elsewhere
+would add differences as large as bfloat16 rounding itself.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -20,7 +20,7 @@ def add_norm(
     X, DELTA, WEIGHT, OUT, eps, delta_stride,
     ADD: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """One program a token: the residual stream takes in a layer's output, and is normalised (RMSNorm)."""
+    """One program per token: add a layer's output to the residual stream and apply RMSNorm."""
     wait_for_previous()
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, PADDED)
@@ -31,7 +31,7 @@ def add_norm(
         x += tl.load(DELTA + token * delta_stride + at, mask=mask, other=0.0).to(tl.float32)
         x = x.to(kind).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
-    if ADD:  # after the sum, for which all warps have read what stands here
+    if ADD:  # after the reduction, because by then all warps have read X
         tl.store(X + token * SIZE + at, x.to(kind), mask=mask)
     weight = tl.load(WEIGHT + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(OUT + token * SIZE + at, (x * scale * weight).to(kind), mask=mask)
@@ -43,9 +43,9 @@ def rotate_and_store(
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr,
     PADDED: tl.constexpr, PADDED_KEYS: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """One program a token: turn its queries and keys by position, in place, and store keys and values.
+    """One program per token: apply RoPE to its queries and keys in place, and store keys and values.
 
-    COS and SIN are of half a head: the other half turns by the same angles.
+    COS and SIN cover half a head: both halves rotate by the same angles.
     """
     let_next_start()
     wait_for_previous()
@@ -77,7 +77,7 @@ def rotate_and_store(
     turn = token * (SIZE // 2) + low
     cos = (tl.load(COS + turn, mask=inside, other=0.0) * turn_scale).to(kind).to(tl.float32)[None, :]
     sin = (tl.load(SIN + turn, mask=inside, other=0.0) * turn_scale).to(kind).to(tl.float32)[None, :]
-    if NORMED:  # the update turns these as transformers does, which rounds every product
+    if NORMED:  # the training pass rotates these with transformers' code, which rounds every product
         turned_1 = (first * cos).to(kind).to(tl.float32) - (second * sin).to(kind).to(tl.float32)
         turned_2 = (second * cos).to(kind).to(tl.float32) + (first * sin).to(kind).to(tl.float32)
     else:
@@ -98,7 +98,7 @@ def rotate_and_store(
 
 @triton.jit
 def silu_and_multiply(GATE_UP, OUT, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """One program a (token, segment): SiLU of the first half times the second."""
+    """One program per (token, segment): SiLU of the first half times the second half."""
     wait_for_previous()
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,11 +1,11 @@
-"""Triton kernels that open and close a decoding step: what to feed, and which token comes next.
+"""Triton kernels that gather the inputs of a decode step and sample its tokens.
 
-One pass over the logits: each program sums up a chunk of the vocabulary. A second kernel, one program
-a row, finds the chunk on which the row's noise falls, looks into that chunk alone, and moves the
-sequence on by one token, so that the next step needs nothing from the host.
+Sampling reads the logits once: each program sums one chunk of the vocabulary. A second kernel, one program
+per row, finds the chunk that the row's noise falls on, samples within it, and advances the sequence by one
+token. The next step then needs nothing from the host.
 
-The noise is the splitmix64 number of (seed, position) that `engine.sampler` draws with, and running
-sums are in float64 as there: the tokens are the same but for rounding of the logits.
+The noise is the splitmix64 number of (seed, position) that `engine.sampler` uses, and cumulative sums are in
+float64 as there: both sample the same tokens up to rounding of the logits.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -19,12 +19,12 @@ from groupwise.engine.cuda.kernel_launch import let_next_start, wait_for_previou
 
 CHUNK = 4096
 LOWEST = tl.constexpr(-1e30)
-"""A logit below all others."""
+"""Finite stand-in for a logit of -inf."""
 
 
 @triton.jit(do_not_specialize=["count"])
 def begin_sequences(NEW, ROWS, SEED, ADAPTER, SCALE, LENGTH, DONE, count):
-    """One program a sequence that begins. NEW: slots, seeds, adapters, and the bits of what scales logits."""
+    """One program per new sequence. NEW: slots, seeds, adapters, and the bits of the inverse temperatures."""
     number = tl.program_id(0)
     slot = tl.load(NEW + number)
     tl.store(ROWS + number, slot.to(tl.int32))
@@ -40,7 +40,7 @@ def open_step(
     ROWS, LENGTH, TOKEN, PROMPT_LENGTH, TABLE, TOKENS, POSITIONS, PLACES, ROW_LENGTH, table_width,
     PAGE: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: its last token, where that stands, and where its key and value go."""
+    """One program per row: gather its last token, that token's position, and its KV cache slot."""
     row = tl.program_id(0)
     slot = tl.load(ROWS + row)
     last = tl.load(LENGTH + slot) - 1
@@ -56,9 +56,9 @@ def sum_chunks(
     LOGITS, BEST, BEST_AT, TOTAL, WEIGHTED, ROWS, SCALE, vocabulary, chunks,
     CHUNK: tl.constexpr, GREEDY: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """One program a (row, chunk): its largest scaled logit (GREEDY: and where), Σ exp and Σ exp · logit.
+    """One program per (row, chunk): the largest scaled logit (GREEDY: and its index), Σ exp, Σ exp · logit.
 
-    SCALED: the logits are as they should be, not to be divided by the temperature.
+    SCALED: the logits are already divided by the temperature.
     """
     let_next_start()
     wait_for_previous()
@@ -68,7 +68,7 @@ def sum_chunks(
     x = x.to(tl.float32)
     if not SCALED:
         x = x * tl.load(SCALE + tl.load(ROWS + row))
-    # A token that is never drawn weighs nothing, and times a number that still is nothing.
+    # A finite floor keeps weight * (x - best) at 0 for masked tokens; 0 * -inf would be NaN.
     x = tl.maximum(x, LOWEST, propagate_nan=tl.PropagateNan.ALL)
     to = row * chunks + chunk
     if GREEDY:
@@ -77,7 +77,7 @@ def sum_chunks(
     else:
         best = tl.max(x, 0)
     weight = tl.exp(x - best)
-    # Where nothing can be drawn in any chunk, no number must come out: that is how NaN logits are noticed.
+    # A row without any valid token must yield NaN, so that the host detects it.
     tl.store(BEST + to, tl.where(best == LOWEST, float("-inf"), best))
     tl.store(TOTAL + to, tl.sum(weight, 0))
     tl.store(WEIGHTED + to, tl.sum(weight * (x - best), 0))
@@ -85,18 +85,18 @@ def sum_chunks(
 
 @triton.jit
 def uniform(seed, position):
-    """`engine.sampler.uniforms`."""
+    """The uniform number of (seed, position): same as `engine.sampler.uniforms`."""
     x = seed.to(tl.uint64, bitcast=True) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     x = x ^ (x >> 31)
-    # 53 bits are exact in a float64, signed or not.
+    # 53 bits are exact in float64, so the signed conversion is safe.
     return (x >> 11).to(tl.int64).to(tl.float64) * 1.1102230246251565e-16
 
 
 @triton.jit
 def locate(weights, index, aim, COUNT: tl.constexpr):
-    """Which weight `aim`, a share of their sum, falls on, and how far into it: `engine.sampler._locate`."""
+    """Find the weight that `aim`, a fraction of their sum, falls on: same as `engine.sampler._locate`."""
     mass = tl.cumsum(weights, 0)
     total = tl.sum(tl.where(index == COUNT - 1, mass, 0.0), 0)
     goal = aim * total
@@ -116,7 +116,7 @@ def close_step(
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PADDED_ENDS: tl.constexpr, GREEDY: tl.constexpr,
     SCALED: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: draw its next token and move its sequence on, unless that has ended."""
+    """One program per row: sample its next token and advance its sequence, unless it has ended."""
     wait_for_previous()
     row = tl.program_id(0)
     slot = tl.load(ROWS + row)
@@ -131,7 +131,7 @@ def close_step(
     scale = tl.exp(bests - best).to(tl.float64)
     totals = tl.load(TOTAL + row * chunks + index, mask=there, other=0.0).to(tl.float64) * scale
     weighted = tl.load(WEIGHTED + row * chunks + index, mask=there, other=0.0).to(tl.float64) * scale
-    # Where a chunk holds nothing that can be drawn, its own maximum is no number to add.
+    # A chunk without valid tokens has a maximum of -inf, which must not enter the sum.
     lift = tl.where(totals > 0, bests - best, 0.0).to(tl.float64)
     total = tl.sum(totals, 0)
     log_total = tl.log(total.to(tl.float32))
@@ -156,7 +156,7 @@ def close_step(
 
     is_end = tl.sum((tl.load(ENDS + tl.arange(0, PADDED_ENDS)) == token).to(tl.int32), 0)
     ended = (length + 1 >= max_tokens) | (is_end > 0)
-    # Warps that are late may read what is stored here; one thread stores all of it, and has read before.
+    # Late warps may read what is stored here. That is safe: one thread does all stores, after its own loads.
     if done == 0:
         tl.store(TOKEN + slot, token)
         tl.store(LOGPROB + slot, logit - best - log_total)

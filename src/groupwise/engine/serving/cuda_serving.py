@@ -1,9 +1,10 @@
-"""Short prompts of a server as CUDA graphs: kernel by kernel, launching a pass takes longer than the pass.
+"""GPU steps of the serving engine, and short prompts prefilled as CUDA graphs.
 
-Whole prompts are laid into a row of one of a few sizes, and what is left of it is filled up with a segment
-that nobody reads. All other passes (long prompts, what continues a conversation, scores) run as ever.
+For short prompts, launching the kernels of a pass takes longer than running them. Whole prompts are packed
+into a row of one of a few sizes, and a dummy segment pads the row. All other passes (long prompts,
+continuations, prompt log-probabilities) run without a graph.
 
-Axes: T places of a row, P prompts it may hold, M hidden size, V vocabulary.
+Axes: T tokens of a row, P prompts it may hold, M hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ PROMPTS = 16
 
 
 class StaticRow:
-    """A pass of one size, in device memory that never moves."""
+    """A prefill pass of one size, in static device memory."""
 
     def __init__(self, policy: Policy, cache: KVCache, size: int, *, idle_block: int) -> None:
         self.size = size
@@ -51,7 +52,7 @@ class StaticRow:
         self._run: Callable[[], None] | None = None
 
     def compute(self, segments: SequenceOf[Segment], forward: Forward, pool: Any) -> Tensor:
-        """Return the logits after each of these prompts."""
+        """Return the next-token logits of each prompt."""
         lengths = self._fill(segments)
         if self._run is not None:
             self._run()
@@ -62,10 +63,10 @@ class StaticRow:
                 self._run = captured(lambda: self._pass(lengths, forward), stream=stream, pool=pool)
                 self._run()
         assert self._logits_PV is not None
-        return self._logits_PV[: len(segments)].clone()  # the next pass writes over them
+        return self._logits_PV[: len(segments)].clone()  # the next pass overwrites them
 
     def _fill(self, segments: SequenceOf[Segment]) -> NDArray[np.int64]:
-        """Lay prompts into the row; returns the lengths of all its segments, the filling last."""
+        """Pack prompts into the row; return the lengths of all its segments, the padding last."""
         host = np.zeros(3 * self.size + PROMPTS, dtype=np.int64)
         tokens, positions, at, ends = np.split(host, [self.size, 2 * self.size, 3 * self.size])
         at[:] = self._idle
@@ -88,7 +89,7 @@ class StaticRow:
         tokens_T, positions_T, slot_mapping_T, ends_P = torch.split(
             self._whole, [self.size, self.size, self.size, PROMPTS]
         )
-        # A graph reads where segments begin from the device, each time anew.
+        # A graph reads the segment starts from device memory at every replay.
         varlen = VarlenAttention(
             starts_q=self._starts,
             starts_k=self._starts,
@@ -103,7 +104,7 @@ class StaticRow:
             slot_mapping=slot_mapping_T,
             lengths=lengths,
             before=nothing,
-            before_places=slot_mapping_T[:0],
+            before_slots=slot_mapping_T[:0],
             device=self._whole.device,
             _parts=parts,
         )
@@ -112,14 +113,14 @@ class StaticRow:
 
 
 class PrefillGraphs(Prefill):
-    """Computes prompts; a few short ones at once."""
+    """Prefill that runs small batches of short prompts as CUDA graphs."""
 
     def __init__(self, policy: Policy, cache: KVCache, *, idle_block: int) -> None:
         super().__init__(policy, cache)
         self._idle_block = idle_block
         query_THD = policy.head_weight.new_empty(0, policy.heads, policy.head_size)
         self._possible = (fits(query_THD) or not query_THD.is_cuda) and can_be_captured(policy)
-        """Where prompts are padded instead, the host must know their lengths."""
+        """Needs varlen attention: padded attention needs the lengths on the host."""
         self._rows: dict[int, StaticRow] = {}
         self._pool: Any = None
 
@@ -140,25 +141,25 @@ class PrefillGraphs(Prefill):
 
 
 LARGEST_GROUP = 8
-"""Answers to one prompt that share a read of it."""
-TOGETHER, PATIENCE = 8, 0.004
-"""One answer for every so many that run may begin at once; after so many seconds whoever waits."""
+"""Completions of one prompt that share a read of it."""
+JOIN_RATIO, PATIENCE = 8, 0.004
+"""Start waiting completions once there is one per `JOIN_RATIO` running ones, or after `PATIENCE` seconds."""
 AHEAD = 2
-"""Draws issued before the results of one are looked at: someone waits for each place that is free."""
+"""Steps issued before the host reads the result of one; few, because requests wait for free slots."""
 
 
 class SideStream:
-    """A stream for work that runs beside what the main one is given later, and behind all it has by now."""
+    """A stream whose work runs after everything issued so far on the main stream, but beside later work."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = new_stream(device)
 
     def run(self, work: Callable[[], None]) -> torch.cuda.Event | None:
-        """Give it work; returns what tells when that is done, None: it is done."""
+        """Issue work and return the event of its completion; None: it has completed."""
         if self._stream is None:
             work()
             return None
-        # Behind the main stream: steps that were issued may still write to blocks that have a new owner.
+        # Wait for the main stream: issued steps may still write to blocks that have been reassigned.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             work()
@@ -169,7 +170,7 @@ class SideStream:
 
 @dataclass(frozen=True, slots=True)
 class PendingPrefill:
-    """Sequences that have slots, and whose prompts are being computed."""
+    """Sequences with slots whose prompts are being computed."""
 
     sequences: list[Sequence]
     computed: torch.cuda.Event | None
@@ -179,13 +180,13 @@ class PendingPrefill:
         return self.computed is None or bool(self.computed.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """Let whatever the main stream is given from now on come after the prompts."""
+        """Make later work on the main stream wait for the prompts."""
         if self.computed is not None:
             self.computed.wait()
 
 
 class CUDASteps:
-    """The device moves each sequence on by itself; the host learns of it late."""
+    """Decode steps as CUDA graphs; the device advances sequences and the host reads results late."""
 
     def __init__(self, policy: Policy, scheduler: ServingScheduler, end_tokens: frozenset[int]) -> None:
         self.scheduler, self._ending = scheduler, FinishCheck(policy, scheduler, end_tokens)
@@ -199,44 +200,44 @@ class CUDASteps:
         self.runner = GraphRunner(policy, room, block_size=scheduler.pool.block_size)
         self.known = np.zeros(len(scheduler.length), dtype=np.int64)
         self._prompts = PrefillGraphs(policy, self.runner.cache, idle_block=room.blocks)
-        self._beside = SideStream(policy.device)
+        self._side_stream = SideStream(policy.device)
         self._joining: PendingPrefill | None = None
         self._issued: deque[InFlightStep] = deque()
         self._waits_since: float | None = None
-        """When the first of those who wait could have joined."""
+        """When the first waiting sequence could have joined."""
 
     def advance(self) -> list[tuple[Sequence, Completion]]:
         scheduler = self.scheduler
-        self._leave_out_cancelled()
+        self._remove_cancelled()
         scheduler.make_room()
         moved = self._step() + self._join()
-        # Stop strings need text: then nobody runs ahead of it.
+        # Stop strings need the text on the host, so do not run ahead.
         stops = bool(scheduler.stops[self._begun()].any())
         ended: list[tuple[Sequence, Completion]] = []
         while len(self._issued) > (AHEAD if moved and not stops else 0):
-            ended += self._take_in(self._issued.popleft())
+            ended += self._process(self._issued.popleft())
         return ended
 
     def _step(self) -> int:
-        """Issue a token more for everyone who may have one to come; return how many."""
+        """Issue one more token for every sequence below its limit; return how many."""
         scheduler = self.scheduler
         slots = self._begun()
         going = slots[scheduler.length[slots] < scheduler.limit[slots]]
         for sampling, indices in scheduler.by_settings(going):
             slots = going[indices]
-            self.runner.step(scheduler, slots, sampling, likely=self._asking(slots))
+            self.runner.step(scheduler, slots, sampling, likely=self._wants_alternatives(slots))
         self._issue(going)
         return len(going)
 
     def _begun(self) -> NDArray[np.int64]:
-        """The slots of all who run, but for those whose prompts are being computed."""
+        """Return the slots of running sequences whose prompts have been computed."""
         if self._joining is None:
             return self.scheduler.slots()
         waiting = {sequence.slot for sequence in self._joining.sequences}
         return np.array([slot for slot in self.scheduler.slots().tolist() if slot not in waiting], np.int64)
 
     def _join(self) -> int:
-        """Let waiting sequences start: have their prompts computed, then issue their first token."""
+        """Start waiting sequences: prefill their prompts, then issue their first token."""
         if self._joining is None and self._time_to_join():
             self._joining = self._compute_prompts()
         if self._joining is None:
@@ -249,60 +250,60 @@ class CUDASteps:
         slots = np.array([sequence.slot for sequence in joined], dtype=np.int64)
         for sampling, indices in scheduler.by_settings(slots):
             prefixes = [joined[index].prefix for index in indices]
-            likely = self._asking(slots[indices])
+            likely = self._wants_alternatives(slots[indices])
             self.runner.join(scheduler, slots[indices], prefixes, sampling, likely=likely)
         self._issue(slots)
         return len(joined)
 
     def _compute_prompts(self) -> PendingPrefill | None:
-        """Give slots to those who wait, and their prompts to the stream beside."""
+        """Admit waiting sequences and issue their prefill on the side stream."""
         joined = self.scheduler.admit()
         if not joined:
             return None
-        self.known[[sequence.slot for sequence in joined]] = 0  # nobody reads what was there before
+        self.known[[sequence.slot for sequence in joined]] = 0  # discard the previous sequence's count
         prefixes = list(dict.fromkeys(s.prefix for s in joined if s.prefix.logits_V is None))
         return PendingPrefill(
-            joined, self._beside.run(lambda: self._prompts.compute(prefixes, self.runner.hidden))
+            joined, self._side_stream.run(lambda: self._prompts.compute(prefixes, self.runner.hidden))
         )
 
-    def _leave_out_cancelled(self) -> None:
-        """Forget who was cancelled while joining, once their prompts no longer write to blocks they had."""
+    def _remove_cancelled(self) -> None:
+        """Remove sequences cancelled during prefill, after it has stopped writing to their former blocks."""
         if self._joining is None:
             return
         running = set(self.scheduler.running)
-        left = [sequence for sequence in self._joining.sequences if sequence in running]
-        if len(left) < len(self._joining.sequences):
+        active = [sequence for sequence in self._joining.sequences if sequence in running]
+        if len(active) < len(self._joining.sequences):
             self._joining.wait()
-            self._joining = PendingPrefill(left, self._joining.computed) if left else None
+            self._joining = PendingPrefill(active, self._joining.computed) if active else None
 
     def _time_to_join(self) -> bool:
-        """Prompts are computed several at a time: a pass over one takes longer than a step of everyone."""
+        """Whether to start a prefill now. Prompts are batched: a prefill takes longer than a decode step."""
         queued, running = self.scheduler.queued, len(self.scheduler.running)
         if not queued:
             self._waits_since = None
             return True
         now = time.monotonic()
         self._waits_since = self._waits_since or now
-        if queued * TOGETHER < running and now < self._waits_since + PATIENCE:
+        if queued * JOIN_RATIO < running and now < self._waits_since + PATIENCE:
             return False
         self._waits_since = None
         return True
 
-    def _asking(self, slots: NDArray[np.int64]) -> bool:
-        """Whether someone in these slots wants to know the likeliest tokens."""
+    def _wants_alternatives(self, slots: NDArray[np.int64]) -> bool:
+        """Whether any sequence in these slots requests top log-probabilities."""
         return bool(self.scheduler.alternatives[slots].any())
 
     def _issue(self, slots: NDArray[np.int64]) -> None:
         if not len(slots):
             return
         scheduler = self.scheduler
-        status, arrived = self.runner.status(likely=self._asking(slots))
+        status, arrived = self.runner.status(likely=self._wants_alternatives(slots))
         self._issued.append(
             InFlightStep(slots, scheduler.length[slots], scheduler.tenant[slots], status, arrived)
         )
         scheduler.length[slots] += 1
 
-    def _take_in(self, issued: InFlightStep) -> list[tuple[Sequence, Completion]]:
+    def _process(self, issued: InFlightStep) -> list[tuple[Sequence, Completion]]:
         if issued.arrived is not None:
             issued.arrived.synchronize()
         scheduler = self.scheduler
@@ -314,10 +315,12 @@ class CUDASteps:
         scheduler.tokens[slots, at] = tokens
         scheduler.logprobs[slots, at] = logprobs
         scheduler.entropies[slots, at] = entropies
-        asking = scheduler.alternatives[slots] > 0
-        if asking.any():
+        requesting = scheduler.alternatives[slots] > 0
+        if requesting.any():
             likely, likely_logprobs = issued.status[4:].chunk(2)
             shown = (likely, likely_logprobs.view(torch.float32))
-            scheduler.note(slots[asking], at[asking], *(x.numpy()[:, slots[asking]].T for x in shown))
+            scheduler.note(
+                slots[requesting], at[requesting], *(x.numpy()[:, slots[requesting]].T for x in shown)
+            )
         self.known[slots] = at + 1
         return self._ending.finish(slots, at + 1)

@@ -1,8 +1,7 @@
-"""Generation without end: requests join while others are under way, tokens are handed out as they come.
+"""The serving engine: one thread that runs jobs as they arrive and streams their tokens.
 
-The engine's parts, run by one thread. What one request gets depends on nothing that runs beside it
-but rounding: its noise is its own, and a request starts only when the cache has room for all it may write, so
-nobody is ever made to start over.
+Other requests affect a completion only through rounding, because every request has its own seed. A request
+starts only when the cache can hold all the tokens it may generate, so no request is ever preempted.
 """
 
 from __future__ import annotations
@@ -26,31 +25,31 @@ from groupwise.model.policy import Policy
 from groupwise.records import Completion, Finish
 
 PAUSE = 0.04
-"""Seconds between two news of one answer at least, but of its end: many small ones take the steps' time."""
+"""Minimum seconds between two chunks of one completion, except the last: many small chunks slow decoding."""
 
 
 class Busy(Exception):
-    """As many requests wait as may wait."""
+    """The waiting queue is full."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamChunk:
-    """What one member of a job wrote since it was last heard of."""
+    """The tokens that one completion of a job has gained since its previous chunk."""
 
     job: Job
     member: int
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     alternatives: tuple[Alternatives, ...]
-    """Of each token; empty where none were asked for."""
+    """Top log-probabilities of each token; empty if not requested."""
     prompt: tuple[Alternatives, ...]
-    """In the first news, where it was asked for: `Scores.places`."""
+    """`PromptLogprobs.positions`, in the first chunk if requested."""
     finish: Finish | None
-    """None: there is more to come."""
+    """None: more chunks follow."""
 
 
 class ServingEngine:
-    """Runs jobs as they are submitted; `deliver` is called from its thread with what is new."""
+    """Runs submitted jobs and calls `deliver` with new chunks from the engine thread."""
 
     def __init__(
         self,
@@ -68,9 +67,9 @@ class ServingEngine:
         self.context = min(context, policy.context_length)
         self.slots = slots
         self.most_waiting = waiting
-        """Answers that may wait for others to end."""
+        """Maximum number of waiting completions."""
         self._open: dict[Job, int] = {}
-        """Jobs under way or waiting, with how many of their answers have not ended."""
+        """Running and waiting jobs, with their number of unfinished completions."""
         self._deliver, self._failed = deliver, failed
         tokens = kv_tokens or slots * self.context
         pool = BlockPool(
@@ -80,29 +79,29 @@ class ServingEngine:
         self._incoming: deque[Job] = deque()
         self._cancelled: set[Job] = set()
         self._sent: dict[Member, tuple[int, float]] = {}
-        """How many tokens of each were told, and when. Everyone has a time of their own: no bursts."""
+        """Tokens already sent of each completion, and the time of its last chunk."""
         self._changed = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self.run, name="groupwise-engine", daemon=True)
 
     @property
     def load(self) -> tuple[int, int]:
-        """Answers that are being written, and answers that wait."""
+        """Number of running and of waiting completions."""
         running = len(self.scheduler.running)
         return running, sum(self._open.copy().values()) - running
 
     @property
     def jobs(self) -> frozenset[Job]:
-        """Everything under way or waiting."""
+        """All running and waiting jobs."""
         with self._changed:
             return frozenset(self._open)
 
     def start(self) -> None:
-        """Run in a thread of its own."""
+        """Start the engine thread."""
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Let a job join; raises `Busy` when too many wait, ValueError when it can never run."""
+        """Queue a job. Raise `Busy` if the queue is full, ValueError if the job can never run."""
         self.scheduler.check(job)
         with self._changed:
             if sum(self._open.values()) + len(job.seeds) > self.slots + self.most_waiting:
@@ -112,13 +111,13 @@ class ServingEngine:
             self._changed.notify()
 
     def cancel(self, job: Job) -> None:
-        """Stop a job that nobody listens to any more."""
+        """Stop a job whose client has disconnected."""
         with self._changed:
             self._cancelled.add(job)
             self._changed.notify()
 
     def close(self) -> None:
-        """Stop, whatever is under way."""
+        """Stop the engine, including running jobs."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -126,21 +125,21 @@ class ServingEngine:
             self._thread.join(30)
 
     def run(self) -> None:
-        """Run until it is closed, in this thread.
+        """Run in the calling thread until closed.
 
-        On a CPU the main one is best: OpenMP keeps threads for each thread that computes, and where they
-        are more than cores they go to sleep whenever they wait for each other: half the speed on two cores.
+        On a CPU, call this from the main thread. OpenMP keeps a thread pool per computing thread; with more
+        threads than cores, every barrier puts threads to sleep, which halves the speed on two cores.
         """
         try:
             if self.policy.device.type == "cuda":
-                torch.cuda.set_device(self.policy.device)  # of this thread
+                torch.cuda.set_device(self.policy.device)  # the current device is per thread
             with torch.inference_mode(), in_mode(self.policy.model, training=False), ExitStack() as stack:
                 steps = self._steps(stack)
-                while self._take_in():
-                    self._deliver(self._news(steps))
+                while self._process_queue():
+                    self._deliver(self._advance(steps))
         except Exception as error:
             with self._changed:
-                self._open.clear()  # nobody need wait for them
+                self._open.clear()  # these jobs will never finish
             self._failed(error)
             raise
 
@@ -158,8 +157,8 @@ class ServingEngine:
         stack.enter_context(plain.runner.ready())
         return plain
 
-    def _take_in(self) -> bool:
-        """Wait until there is something to do; take in what came meanwhile. False: it is time to stop."""
+    def _process_queue(self) -> bool:
+        """Wait for work, then apply new jobs and cancellations. Return False when the engine closes."""
         with self._changed:
             while not (self._closing or self._incoming or self._cancelled or self.scheduler.busy):
                 self._changed.wait()
@@ -174,35 +173,35 @@ class ServingEngine:
                 self._sent.pop(member, None)
         return not self._closing
 
-    def _news(self, steps: DecodeSteps) -> list[StreamChunk]:
-        """Run one step, and say what everyone wrote."""
+    def _advance(self, steps: DecodeSteps) -> list[StreamChunk]:
+        """Run one step and return the chunks that are due."""
         if not self.scheduler.busy:
             return []
         ended = steps.advance()
-        news = [self._last_words(member, completion) for member, completion in ended]
+        chunks = [self._final_chunk(member, completion) for member, completion in ended]
         now = time.monotonic()
         for member in self.scheduler.running:
-            sent, told = self._sent.get(member, (0, 0.0))
-            if now >= told + PAUSE and (known := int(steps.known[member.slot])) > sent:
+            sent, sent_at = self._sent.get(member, (0, 0.0))
+            if now >= sent_at + PAUSE and (known := int(steps.known[member.slot])) > sent:
                 self._sent[member] = known, now
                 tokens = self.scheduler.tokens[member.slot, sent:known].tolist()
                 logprobs = self.scheduler.logprobs[member.slot, sent:known].tolist()
                 job = self.scheduler.job_of(member)
-                beside = self._beside(member, sent)
-                news.append(StreamChunk(job, member.member, tuple(tokens), tuple(logprobs), *beside, None))
-        return news
+                extras = self._extras(member, sent)
+                chunks.append(StreamChunk(job, member.member, tuple(tokens), tuple(logprobs), *extras, None))
+        return chunks
 
-    def _last_words(self, member: Member, completion: Completion) -> StreamChunk:
+    def _final_chunk(self, member: Member, completion: Completion) -> StreamChunk:
         sent, _ = self._sent.pop(member, (0, 0.0))
-        beside, job = self._beside(member, sent), self.scheduler.forget(member)
+        extras, job = self._extras(member, sent), self.scheduler.forget(member)
         with self._changed:
             self._open[job] -= 1
             if not self._open[job]:
                 del self._open[job]
         tokens, logprobs = completion.tokens[sent:], completion.logprobs[sent:]
-        return StreamChunk(job, member.member, tokens, logprobs, *beside, completion.finish)
+        return StreamChunk(job, member.member, tokens, logprobs, *extras, completion.finish)
 
-    def _beside(self, member: Member, sent: int) -> tuple[tuple[Alternatives, ...], tuple[Alternatives, ...]]:
-        """What is told with tokens after the first `sent`: their alternatives, and the prompt's scores."""
+    def _extras(self, member: Member, sent: int) -> tuple[tuple[Alternatives, ...], tuple[Alternatives, ...]]:
+        """Return the alternatives of unsent tokens and, for the first chunk, of the prompt."""
         scores = None if sent else member.prefix.scores
-        return tuple(self.scheduler.untold.pop(member, ())), () if scores is None else tuple(scores.places)
+        return tuple(self.scheduler.unsent.pop(member, ())), () if scores is None else tuple(scores.positions)

@@ -1,4 +1,7 @@
-"""The scheduler of a server: requests come and go, and each has its own settings."""
+"""The serving scheduler and CPU decode steps: requests come and go, each with its own settings.
+
+`ServingScheduler` reserves all blocks a job may need before it starts. `FinishCheck` ends completions.
+"""
 
 from __future__ import annotations
 
@@ -27,37 +30,37 @@ MOST_SETTINGS = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """A prompt with as many members as it has seeds, each answered with these settings."""
+    """A prompt and its sampling settings; each seed produces one completion."""
 
     prompt: tuple[int, ...]
     seeds: tuple[int, ...]
     sampling: Sampling
     alternatives: int = 0
-    """How many of the likeliest tokens are told beside each one that is drawn."""
+    """How many top log-probabilities to return with each sampled token."""
     scores_prompt: bool = False
-    """Whether the prompt's own tokens are told with their log-probabilities, too."""
+    """Whether to return the log-probabilities of the prompt's tokens, too."""
 
 
 class ServingScheduler(Scheduler):
-    """Requests have numbers that are used again. A job starts when blocks are set aside for all of it."""
+    """Reuses request numbers, and starts a job once blocks for all its tokens can be reserved."""
 
     def __init__(self, *, slots: int, pool: BlockPool, context: int) -> None:
         super().__init__([Request(prompt=(0,), seeds=(0,))], slots=slots, pool=pool, max_tokens=context)
         self.waiting.clear()
         self.context = context
-        # Every running sequence may be of a request of its own; jobs that wait have no number yet.
+        # Each running sequence may belong to a different request; waiting jobs have no number yet.
         self.prompt_length = np.zeros(slots, dtype=np.int64)
         self.prompt_tables = np.zeros((slots, pool.blocks_for(context)), dtype=np.int64)
         self.limit = np.zeros(slots, dtype=np.int64)
-        """Tokens that each slot's sequence may write."""
+        """Maximum completion length of each slot's sequence."""
         self.stops = np.zeros(slots, dtype=np.bool_)
-        """Whether a stop string may end it before."""
+        """Whether the sequence has stop strings."""
         self.alternatives = np.zeros(slots, dtype=np.int64)
-        """How many are to be told."""
-        self.untold: defaultdict[Sequence, list[Alternatives]] = defaultdict(list)
-        """Those of each token that nobody was told of yet, of who asked for them."""
+        """Number of top log-probabilities to return."""
+        self.unsent: defaultdict[Sequence, list[Alternatives]] = defaultdict(list)
+        """Alternatives of tokens that have not been sent yet, for sequences that requested them."""
         self.drawn: list[Sampling] = [Sampling()] * slots
-        """What a draw for it depends on besides its temperature; equal settings have one number."""
+        """Sampling settings without the temperature; `settings` holds one number per distinct value."""
         self.settings = np.zeros(slots, dtype=np.int64)
         self._known: dict[Sampling, int] = {}
         self._next_number = count()
@@ -65,7 +68,7 @@ class ServingScheduler(Scheduler):
         self._queue: list[Job] = []
         self._numbers = list(range(slots - 1, -1, -1))
         self._unfinished: dict[int, int] = {}
-        """Members of each request that have not ended."""
+        """Unfinished completions of each request."""
         self._owners: dict[Sequence, Job] = {}
         self._reserved = 0
 
@@ -74,20 +77,23 @@ class ServingScheduler(Scheduler):
         return bool(self._queue or self.waiting or self.running)
 
     def check(self, job: Job) -> None:
-        """Refuse a job that could never run."""
+        """Raise ValueError for a job that could never run."""
         if not job.prompt:
-            raise ValueError("the prompt has no tokens")
+            raise ValueError("the prompt is empty")
         total = len(job.prompt) + job.sampling.max_tokens
         if total > self.context:
             raise ValueError(
-                f"{len(job.prompt)} tokens of prompt and {job.sampling.max_tokens} to come exceed the "
-                f"context of {self.context} tokens"
+                f"{len(job.prompt)} prompt tokens and max_tokens={job.sampling.max_tokens} exceed the "
+                f"context of {self.context} tokens; shorten the prompt or lower max_tokens"
             )
         if len(job.seeds) > len(self.length) or self.need(job) > self.pool.count:
-            raise ValueError(f"n={len(job.seeds)} answers of that length do not fit at once")
+            raise ValueError(
+                f"n={len(job.seeds)} completions of up to {job.sampling.max_tokens} tokens "
+                "exceed the server's capacity; lower n or max_tokens"
+            )
 
     def need(self, job: Job) -> int:
-        """Blocks that a job may come to use."""
+        """Return the maximum number of blocks a job may use."""
         own = self.pool.blocks_for(job.sampling.max_tokens)
         return self.pool.blocks_for(len(job.prompt)) + len(job.seeds) * own
 
@@ -95,7 +101,7 @@ class ServingScheduler(Scheduler):
         self._queue.append(job)
 
     def admit(self) -> list[Sequence]:
-        """Start jobs, the longest waiting first, while slots and blocks last."""
+        """Start jobs in order of arrival, while slots and blocks last."""
         while self._queue:
             job = self._queue[0]
             free = self.vacant - len(self.waiting)
@@ -107,14 +113,14 @@ class ServingScheduler(Scheduler):
             job, slot = self.job_of(sequence), sequence.slot
             sampling, self.alternatives[slot] = job.sampling, job.alternatives
             self.limit[slot], self.stops[slot] = sampling.max_tokens, bool(sampling.stop)
-            # Logits are divided by each one's own temperature: it tells nobody apart.
+            # Logits are divided by each row's own temperature, so it does not split the batch.
             temperature = 0.0 if sampling.greedy else 1.0
             self.drawn[slot] = replace(sampling, stop=(), max_tokens=self.context, temperature=temperature)
             self.settings[slot] = self._number_of(self.drawn[slot])
         return joined
 
     def _number_of(self, drawn: Sampling) -> int:
-        """The same number for the same settings; forgotten when clients have come up with too many."""
+        """Return one number per distinct settings; the table is cleared when it grows too large."""
         if drawn not in self._known:
             if len(self._known) >= MOST_SETTINGS:
                 self._known.clear()
@@ -148,7 +154,7 @@ class ServingScheduler(Scheduler):
             self._numbers.append(number)
 
     def drop(self, job: Job) -> list[Sequence]:
-        """Forget a job; returns those of its members that were running."""
+        """Remove a job and return its sequences that were running."""
         self._queue = [waiting for waiting in self._queue if waiting is not job]
         number = next((n for n, known in self._jobs.items() if known is job), None)
         if number is None:
@@ -163,31 +169,31 @@ class ServingScheduler(Scheduler):
         return running
 
     def job_of(self, sequence: Sequence) -> Job:
-        """Whose member a sequence is, also when it has ended; until it is forgotten."""
+        """Return a sequence's job, also after the sequence has ended, until `forget`."""
         return self._owners[sequence]
 
     def forget(self, sequence: Sequence) -> Job:
-        self.untold.pop(sequence, None)
+        self.unsent.pop(sequence, None)
         return self._owners.pop(sequence)
 
     def note(
         self, slots_N: Slots, at_N: Slots, tokens_NA: NDArray[np.int64], logprobs_NA: NDArray[np.float32]
     ) -> None:
-        """Keep what might have been drawn in these places of sequences that asked for it."""
-        # The drawn token has one log-probability, wherever it is told; another rounding is not another one.
+        """Store the alternatives at these positions, for sequences that requested them."""
+        # Report one log-probability for the sampled token: top-k may round it differently.
         drawn_N1, own_N1 = self.tokens[slots_N, at_N, None], self.logprobs[slots_N, at_N, None]
         logprobs_NA = np.where(tokens_NA == drawn_N1, own_N1, logprobs_NA)
         for slot, tokens, logprobs in zip(slots_N, tokens_NA.tolist(), logprobs_NA.tolist(), strict=True):
             pairs = [pair for pair in zip(tokens, logprobs, strict=True) if pair[1] > -np.inf]
-            self.untold[self.in_slot[slot]].append(tuple(pairs[: self.alternatives[slot]]))
+            self.unsent[self.in_slot[slot]].append(tuple(pairs[: self.alternatives[slot]]))
 
     @property
     def queued(self) -> int:
-        """Answers of jobs that have not begun."""
+        """Number of completions of jobs that have not started."""
         return sum(len(job.seeds) for job in self._queue)
 
     def by_settings(self, slots_N: Slots) -> Iterator[tuple[Sampling, Slots]]:
-        """Yield settings that a draw depends on, and the indices of those of these slots that share them."""
+        """Group slots by sampling settings: yield each settings value and the indices that share it."""
         numbers_N = self.settings[slots_N]
         for number in np.unique(numbers_N):
             indices = np.flatnonzero(numbers_N == number)
@@ -196,15 +202,15 @@ class ServingScheduler(Scheduler):
 
 class DecodeSteps(Protocol):
     known: NDArray[np.int64]
-    """By slot, how many tokens of its sequence can be read in the scheduler's arrays."""
+    """By slot, how many tokens are available in the scheduler's arrays."""
 
     def advance(self) -> list[tuple[Sequence, Completion]]:
-        """Move everyone on, let others join, and return who has ended."""
+        """Run one step, admit waiting sequences, and return those that have ended."""
         ...
 
 
 class CPUSteps:
-    """On any device, step by step."""
+    """Synchronous decode steps, on any device."""
 
     def __init__(self, policy: Policy, scheduler: ServingScheduler, end_tokens: frozenset[int]) -> None:
         self.scheduler, self._ending = scheduler, FinishCheck(policy, scheduler, end_tokens)
@@ -222,8 +228,8 @@ class CPUSteps:
             return []
         logits_RV = torch.cat(rows).float()
         running = scheduler.slots()
-        heat_R = torch.from_numpy(scheduler.temperatures(running, 1.0))
-        logits_RV = logits_RV / heat_R.to(logits_RV.device)[:, None]
+        temperature_R = torch.from_numpy(scheduler.temperatures(running, 1.0))
+        logits_RV = logits_RV / temperature_R.to(logits_RV.device)[:, None]
         for sampling, indices in scheduler.by_settings(running):
             slots = running[indices]
             at = scheduler.length[slots]
@@ -233,16 +239,16 @@ class CPUSteps:
             scheduler.tokens[slots, at] = tokens
             scheduler.logprobs[slots, at] = logprobs
             scheduler.entropies[slots, at] = entropies
-            asking = scheduler.alternatives[slots] > 0
-            if asking.any():
-                likely = likeliest(scaled_logits(logits_RV[indices[asking]], sampling).log_softmax(-1))
-                scheduler.note(slots[asking], at[asking], *(x.cpu().numpy() for x in likely))
+            requesting = scheduler.alternatives[slots] > 0
+            if requesting.any():
+                likely = likeliest(scaled_logits(logits_RV[indices[requesting]], sampling).log_softmax(-1))
+                scheduler.note(slots[requesting], at[requesting], *(x.cpu().numpy() for x in likely))
         scheduler.length[running] += 1
         return self._ending.finish(running, scheduler.length[running])
 
 
 class FinishCheck:
-    """Tells which sequences are over, and lets them go."""
+    """Detects finished sequences and releases them."""
 
     def __init__(self, policy: Policy, scheduler: ServingScheduler, end_tokens: frozenset[int]) -> None:
         self.scheduler, self.end_tokens = scheduler, end_tokens
@@ -250,21 +256,21 @@ class FinishCheck:
         self._stop_strings = StopStrings(policy)
 
     def finish(self, slots_N: Slots, lengths_N: Slots) -> list[tuple[Sequence, Completion]]:
-        """End those of these slots' sequences that are over, now that each has so many tokens."""
+        """Finish the sequences in these slots that have ended, given their lengths."""
         scheduler = self.scheduler
-        over_N = np.isin(scheduler.tokens[slots_N, lengths_N - 1], self._ends)
-        over_N |= (lengths_N >= scheduler.limit[slots_N]) | scheduler.stops[slots_N]
+        ended_N = np.isin(scheduler.tokens[slots_N, lengths_N - 1], self._ends)
+        ended_N |= (lengths_N >= scheduler.limit[slots_N]) | scheduler.stops[slots_N]
         ended: list[tuple[Sequence, Completion]] = []
-        if over_N.any():  # only for them is it worth looking closer
-            for slot, length in zip(slots_N[over_N].tolist(), lengths_N[over_N].tolist(), strict=True):
+        if ended_N.any():  # candidates; `_reason` checks stop strings
+            for slot, length in zip(slots_N[ended_N].tolist(), lengths_N[ended_N].tolist(), strict=True):
                 sequence = scheduler.in_slot[slot]
-                if why := self._reason(sequence, length):
+                if reason := self._reason(sequence, length):
                     scheduler.length[slot] = length
-                    ended.append((sequence, scheduler.finish(sequence, why)))
+                    ended.append((sequence, scheduler.finish(sequence, reason)))
         return ended
 
     def _reason(self, sequence: Sequence, length: int) -> Finish | None:
-        """Why a sequence of this many tokens is over; None where it is not."""
+        """Return why a sequence of this length has ended; None if it has not."""
         scheduler, slot = self.scheduler, sequence.slot
         written = scheduler.tokens[slot, :length]
         if int(written[-1]) in self.end_tokens:

@@ -1,4 +1,8 @@
-"""HTTP to servers that may die, hang or fail: bounded retries with back-off, and others take over."""
+"""HTTP client for vLLM servers, and the check of their weights.
+
+Requests to a server that dies, hangs or fails are retried with back-off, on other servers if there are any.
+`WeightCheck` compares a server's log-probabilities on a fixed text with the policy's.
+"""
 
 from __future__ import annotations
 
@@ -25,49 +29,50 @@ from groupwise.model.policy import Policy
 from groupwise.records import Sampling
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
-"""Seconds a server that failed is left alone; doubled each time."""
+"""Seconds to back off from a failed server: the first and the maximum; doubled after each failure."""
 
 
 class ServerUnavailable(Exception):
-    """A server did not answer, or says that it cannot now: it may later."""
+    """A server did not respond, or failed temporarily; the request can be retried."""
 
 
 class ServerRefused(Exception):
-    """A server understood and said no."""
+    """A server rejected a request with a client error (4xx)."""
 
-    def __init__(self, code: int, sentence: str) -> None:
-        super().__init__(sentence)
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
         self.code = code
 
 
 @dataclass(slots=True)
 class VllmServer:
-    """One server, and how it has been doing."""
+    """One server and its health."""
 
     address: str
     version: object = None
-    """Which weights it is known to have; None: unknown, as after it was gone."""
+    """Version of the weights on the server; None: unknown, for example after a failure."""
     busy: int = 0
     failures: int = 0
-    """In a row."""
+    """Consecutive failures."""
     rest_until: float = 0.0
     answered: float = 0.0
-    """When it last answered anything well."""
+    """Time of the last successful response."""
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held by whoever brings it new weights."""
+    """Held while the server receives new weights."""
 
-    def ask(self, path: str, body: object = None, *, seconds: float) -> Any:
-        """Send JSON (or ask without a body) and return the JSON that comes back, or the text."""
+    def request(self, path: str, body: object = None, *, seconds: float) -> Any:
+        """POST `body` as JSON (GET if None) and return the parsed JSON response, or its text."""
         data = None if body is None else json.dumps(body).encode()
         request = Request(self.address + path, data=data, headers={"Content-Type": "application/json"})
         try:
-            with urlopen(request, timeout=seconds) as answer:
-                text = answer.read()
+            with urlopen(request, timeout=seconds) as response:
+                text = response.read()
         except HTTPError as error:
-            words = error.read().decode(errors="replace")[:300]
+            detail = error.read().decode(errors="replace")[:300]
             if error.code >= 500 or error.code == 429:
-                raise ServerUnavailable(f"{path} answered {error.code}: {words}") from error
-            raise ServerRefused(error.code, f"{self.address}{path} answered {error.code}: {words}") from error
+                raise ServerUnavailable(f"{path} returned {error.code}: {detail}") from error
+            message = f"{self.address}{path} returned {error.code}: {detail}"
+            raise ServerRefused(error.code, message) from error
         except (OSError, HTTPException) as error:
             raise ServerUnavailable(f"{path}: {error or type(error).__name__}") from error
         self.answered = time.monotonic()
@@ -77,8 +82,8 @@ class VllmServer:
             return text.decode(errors="replace")
 
     def failed(self) -> None:
-        """Rest a while; what else was under way there fails with it and counts once."""
-        self.version = None  # it may come back as another process, without what it was given
+        """Back off from this server; concurrent failures count once."""
+        self.version = None  # it may restart without the weights
         now = time.monotonic()
         if now >= self.rest_until:
             self.failures += 1
@@ -86,54 +91,54 @@ class VllmServer:
 
 
 class VllmServers:
-    """All of them: work goes to whoever is up and least busy."""
+    """A pool of servers; work goes to the least busy server that is up."""
 
     def __init__(
         self, addresses: Sequence[str], *, patience: float, say: Callable[[str], None], first: int = 0
     ) -> None:
         for address in addresses:
             if urlsplit(address).scheme not in ("http", "https"):
-                raise ConfigError(f"engine.servers are addresses such as http://host:8000; got {address!r}")
+                raise ConfigError(f"engine.servers must be URLs such as http://host:8000; got {address!r}")
         order = [*addresses[first % len(addresses) :], *addresses[: first % len(addresses)]]
         self.all = [VllmServer(address.rstrip("/")) for address in order]
         self.patience = patience
         self.say = say
         self.retries = 0
-        """Requests that had to be sent again."""
+        """Requests that were retried."""
         self._lock = threading.Lock()
 
     def do(self, work: Callable[[VllmServer], Any]) -> Any:
-        """Let some server do the work, another one or the same one later if it fails."""
-        asked = time.monotonic()
+        """Run `work` on a server; on failure, retry on another server or later on the same one."""
+        started = time.monotonic()
         while True:
-            server = self._take()
+            server = self._acquire()
             try:
-                found = work(server)
+                result = work(server)
             except ServerUnavailable as error:
                 self.failed(server, error)
-                # Silence counts from the last answer to anything, of any server.
-                answered = max(asked, *(each.answered for each in self.all))
+                # The timeout counts from the last successful response of any server.
+                answered = max(started, *(each.answered for each in self.all))
                 if time.monotonic() > answered + self.patience:
-                    raise gone(self.patience, server, error) from error
+                    raise all_unavailable(self.patience, server, error) from error
             else:
                 if server.failures:
-                    self.say(f"rollout server {server.address} is back")
+                    self.say(f"rollout server {server.address} responds again")
                     server.failures = 0
-                return found
+                return result
             finally:
                 with self._lock:
                     server.busy -= 1
 
     def failed(self, server: VllmServer, error: ServerUnavailable) -> None:
-        """Leave a server alone for a while, and say so the first time."""
+        """Back off from a server, and report its first failure."""
         with self._lock:
             self.retries += 1
-            well = server.failures == 0
+            first_failure = server.failures == 0
             server.failed()
-        if well:
-            self.say(f"rollout server {server.address} does not answer ({error}); trying again")
+        if first_failure:
+            self.say(f"rollout server {server.address} does not respond ({error}); retrying")
 
-    def _take(self) -> VllmServer:
+    def _acquire(self) -> VllmServer:
         while True:
             with self._lock:
                 now = time.monotonic()
@@ -146,24 +151,24 @@ class VllmServers:
             time.sleep(max(0.01, min(soonest - time.monotonic(), self.patience)))
 
 
-def gone(seconds: float, server: VllmServer, error: Exception) -> GroupwiseError:
+def all_unavailable(seconds: float, server: VllmServer, error: Exception) -> GroupwiseError:
     return InvariantError(
-        f"no rollout server has answered for {seconds:g} s (engine.patience); the last try, "
-        f"{server.address}: {error}; start one (groupwise serve-rollouts) and go on with --resume"
+        f"no rollout server has responded for {seconds:g} s (engine.patience); the last attempt was "
+        f"{server.address}: {error}; start a server (groupwise serve-rollouts) and resume with --resume"
     )
 
 
 LENGTH = 64
 LIMIT = 0.2
-"""Nats a token past which a server has another model from the start, whatever the rounding in bfloat16."""
-FINEST = 1e-5
-"""Rounding in float32; less is luck."""
-CLEARLY = 4.0
-"""Past this many times the rounding, a difference is one of weights."""
+"""Nats per token above which a server must have a different model: bfloat16 rounding stays below."""
+MIN_ROUNDING = 1e-5
+"""Lower bound on the rounding difference: that of float32."""
+ROUNDING_FACTOR = 4.0
+"""A difference above this multiple of the rounding means different weights."""
 
 
 class WeightCheck:
-    """A text of random tokens, whose log-probabilities move with every update more than a likely text's."""
+    """Compares log-probabilities of random tokens, which change more with every update than those of text."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -171,11 +176,11 @@ class WeightCheck:
         self.tokens = tuple(int(t) for t in np.random.default_rng(0).integers(0, ordinary, LENGTH))
         self.now: list[float] | None = None
         self.rounding: float | None = None
-        """By how much server and trainer differ with the same weights: what the first check finds."""
+        """Difference between server and trainer with equal weights, measured by the first check."""
 
     @torch.no_grad()
     def take(self) -> None:
-        """Compute the policy's log-probabilities of now."""
+        """Compute the log-probabilities of the current policy."""
         tokens_T = torch.tensor(self.tokens, device=self.policy.device)
         layout = PackedLayout.build([(1, (LENGTH - 2,))], device=tokens_T.device)
         positions_T = torch.arange(LENGTH - 1, device=tokens_T.device)
@@ -192,21 +197,21 @@ class WeightCheck:
         self.now = logprobs_N.float().cpu().tolist()
 
     def check(self, served: Sequence[float], address: str) -> None:
-        """Stop the run when a server's log-probabilities are not the policy's."""
-        assert self.now is not None, "the policy's own come first"
+        """Raise InvariantError if a server's log-probabilities differ from the policy's."""
+        assert self.now is not None, "call `take` first"
         gap = distance(served, self.now)
         if not gap <= LIMIT:
             raise InvariantError(
                 f"the rollout server {address} has other weights than the trainer: its log-probabilities "
-                f"differ by {gap:.3f} nats a token on a fixed text; is it the same model and dtype?"
+                f"differ by {gap:.3f} nats per token on a fixed text; serve the trainer's model and dtype"
             )
         if self.rounding is None:
-            self.rounding = max(gap, FINEST)
-        if gap > CLEARLY * self.rounding:
+            self.rounding = max(gap, MIN_ROUNDING)
+        if gap > ROUNDING_FACTOR * self.rounding:
             raise InvariantError(
-                f"the rollout server {address} has not taken the update, or only a part of it: its "
-                f"log-probabilities differ from the trainer's by {gap:.2g} nats a token on a fixed text, "
-                f"where rounding alone makes {self.rounding:.2g}"
+                f"the rollout server {address} did not load the latest weights completely: its "
+                f"log-probabilities differ from the trainer's by {gap:.2g} nats per token on a fixed text; "
+                f"rounding explains {self.rounding:.2g}; restart the server and resume with --resume"
             )
 
 

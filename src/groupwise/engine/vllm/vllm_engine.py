@@ -1,12 +1,12 @@
-"""Generation by vLLM servers: token ids in, token ids and log-probabilities out, weights after every update.
+"""The vLLM engine: token ids in, token ids and log-probabilities out, weights synced after every update.
 
-A server is told everything and believed nothing. New weights get a name that no session has used, so one
-that missed them cannot answer; and after each update it is asked for log-probabilities of a fixed probe,
-which must be those of the policy now, not those of before.
+Servers are verified after every weight sync. Each sync uses a name that no session has used, so a server
+without the new weights cannot respond. The server then returns log-probabilities of a fixed probe, which
+must match the current policy.
 
-Adapters are loaded by name (`/v1/load_lora_adapter`); whole weights through `reload_weights` of vLLM's
-workers. Both read files in a folder that trainer and servers share, and others may share it too: each
-session writes into a sub-folder of its own and deletes nothing else.
+Adapters are loaded by name (`/v1/load_lora_adapter`), full weights through the `reload_weights` method of
+vLLM's workers. Both read files in a folder that trainer and servers share. Other runs may use that folder
+too, so each session writes to its own sub-folder and deletes nothing else.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from groupwise.records import Completion, Finish, Request, Sampling
 from groupwise.tracking.run_log import LOGGER
 
 OLDEST = (0, 28)
-"""The first version whose interface this module was made for."""
+"""Oldest supported vLLM version."""
 BASE = "policy"
-"""What servers call the model without adapters: `groupwise serve-rollouts` says so."""
-FAREWELL = 5.0
-"""Seconds that a server has to drop the adapters of a session that ends."""
+"""Served name of the model without adapters, as set by `groupwise serve-rollouts`."""
+UNLOAD_SECONDS = 5.0
+"""Timeout for unloading a session's adapters at its end."""
 
 
 class VllmEngine:
-    """Continues prompts on servers that hold a copy of the policy."""
+    """Generates completions on servers that hold a copy of the policy."""
 
     unrepeatable = True
 
@@ -62,9 +62,9 @@ class VllmEngine:
         self.processes = processes or Processes()
         self.exchange = exchange.resolve()
         self.session = secrets.token_hex(8)
-        """Sets files and adapters apart from those of others, and of this run before it was stopped.
+        """Makes file and adapter names unique across runs and restarts.
 
-        The leader's, once servers have weights.
+        All processes use the leader's session after the first weight sync.
         """
         self.servers = VllmServers(
             config.servers, patience=config.patience, say=say, first=self.processes.rank
@@ -78,34 +78,34 @@ class VllmEngine:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """While the block lasts, calls answer with the policy as it was when it began."""
+        """Sync the current weights to the servers; inside this context, calls generate with them."""
         if self._sent != self.policy.version:
             gathered = self.policy.gathered()
             with self.policy.whole():
                 self.probe.take()
             self.processes.lead(lambda: self._publish(gathered))
             self._sent = self.policy.version
-            self._believe_the_leader()
+            self._adopt_leader_state()
         yield
 
-    def _believe_the_leader(self) -> None:
-        """Servers that one process has brought the weights to have them for all."""
-        brought = {server.address: server.version for server in self.servers.all}
-        known = (brought, self.probe.rounding, self.session)
-        brought, self.probe.rounding, self.session = self.processes.gather(known)[0]
+    def _adopt_leader_state(self) -> None:
+        """Copy the leader's view of the servers to all processes."""
+        versions = {server.address: server.version for server in self.servers.all}
+        state = (versions, self.probe.rounding, self.session)
+        versions, self.probe.rounding, self.session = self.processes.gather(state)[0]
         for server in self.servers.all:
-            server.version = brought[server.address]
+            server.version = versions[server.address]
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
-        """Return each request's completions; a group goes to a server as one request."""
-        assert self._sent is not None, "the servers have no weights yet: generate inside `ready`"
+        """Return each request's completions; a group is sent to a server as one request."""
+        assert self._sent is not None, "the servers have no weights yet; call generate inside `ready`"
         return list(self._pool.map(lambda request: self._group(request, sampling), requests))
 
     def release(self) -> None:
-        """Nothing of this process's memory is held."""
+        """Do nothing: this engine holds no memory in this process."""
 
     def make_room(self, needed: int) -> None:
-        """Nothing of this process's memory is held."""
+        """Do nothing: this engine holds no memory in this process."""
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -113,11 +113,11 @@ class VllmEngine:
             shutil.rmtree(self.exchange / self.session, ignore_errors=True)
             if self.policy.has_adapter and self._sent is not None:
                 with ThreadPoolExecutor(len(self.servers.all)) as pool:
-                    pool.map(self._take_leave, self.servers.all)
+                    pool.map(self._unload_session, self.servers.all)
 
-    def _take_leave(self, server: VllmServer) -> None:
-        with suppress(Exception):  # whatever a server that may be gone answers, the run is over
-            unload(server, session=self.session, seconds=FAREWELL)
+    def _unload_session(self, server: VllmServer) -> None:
+        with suppress(Exception):  # the run is over and the server may be down: errors do not matter
+            unload(server, session=self.session, seconds=UNLOAD_SECONDS)
 
     def _folder(self, version: int | None) -> Path:
         return self.exchange / self.session / f"version-{version}"
@@ -127,51 +127,51 @@ class VllmEngine:
         return f"{self.session}-{self._sent}" if self.policy.has_adapter else BASE
 
     def _publish(self, gathered: dict[str, Tensor] | None) -> None:
-        """Write the weights, bring them to every server that is up, and make sure that they arrived."""
+        """Write the weights, load them on every server that is up, and verify them."""
         version, before = self.policy.version, self._sent
         self.policy.save(self._folder(version), gathered=gathered)
         self._sent = version
         if before is not None:
-            self.servers.do(self._bring)  # at least one must have them
+            self.servers.do(self._sync)  # at least one server must succeed
         for server in self.servers.all:
             try:
-                self._bring(server)
+                self._sync(server)
             except ServerUnavailable as error:
                 if before is None:
                     raise ConfigError(
-                        f"{server.address} cannot take the policy's weights: {error}"
+                        f"{server.address} cannot load the policy's weights: {error}"
                     ) from error
                 self.servers.failed(server, error)
         if before is not None and before != version:
             shutil.rmtree(self._folder(before), ignore_errors=True)
 
-    def _bring(self, server: VllmServer) -> None:
-        """Give a server the weights of now, and check them, unless it is known to have them."""
+    def _sync(self, server: VllmServer) -> None:
+        """Load the current weights on a server and verify them, unless it already has them."""
         with server.lock:
             if server.version == self._sent:
                 return
             try:
-                self._give(server)
+                self._load_weights(server)
             except ServerRefused as error:
-                raise ConfigError(f"a rollout server cannot take the policy's weights: {error}") from error
+                raise ConfigError(f"a rollout server cannot load the policy's weights: {error}") from error
             server.version = self._sent
 
-    def _give(self, server: VllmServer) -> None:
+    def _load_weights(self, server: VllmServer) -> None:
         folder = str(self._folder(self._sent))
         seconds = self.config.request_seconds
         if self.policy.has_adapter:
             load_adapter(server, self._name, folder, seconds=seconds)
-            with knowing_names():
+            with retry_unknown_names():
                 unload(server, session=self.session, seconds=seconds, keep=self._name)
         else:
             body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-            server.ask("/collective_rpc", body, seconds=seconds)
-            server.ask("/reset_prefix_cache", {}, seconds=seconds)
-        with knowing_names():
+            server.request("/collective_rpc", body, seconds=seconds)
+            server.request("/reset_prefix_cache", {}, seconds=seconds)
+        with retry_unknown_names():
             self.probe.check(self._probe_logprobs(server), server.address)
 
     def _probe_logprobs(self, server: VllmServer) -> list[float]:
-        answer = server.ask(
+        response = server.request(
             "/v1/completions",
             {
                 "model": self._name,
@@ -182,17 +182,17 @@ class VllmEngine:
             },
             seconds=self.config.request_seconds,
         )
-        given = answer["choices"][0]["prompt_logprobs"][1:]
-        pairs = zip(self.probe.tokens[1:], given, strict=True)
+        entries = response["choices"][0]["prompt_logprobs"][1:]
+        pairs = zip(self.probe.tokens[1:], entries, strict=True)
         return [float(entry[str(token)]["logprob"]) for token, entry in pairs]
 
     def _group(self, request: Request, sampling: Sampling) -> list[Completion]:
-        found: list[Completion] = self.servers.do(lambda server: self._ask(server, request, sampling))
-        return found
+        group: list[Completion] = self.servers.do(lambda server: self._complete(server, request, sampling))
+        return group
 
-    def _ask(self, server: VllmServer, request: Request, sampling: Sampling) -> list[Completion]:
-        """Ask one server for a group's answers; one that has lost the weights is given them again."""
-        self._bring(server)
+    def _complete(self, server: VllmServer, request: Request, sampling: Sampling) -> list[Completion]:
+        """Request a group's completions from one server; sync the weights first if it lost them."""
+        self._sync(server)
         body = {
             "model": self._name,
             "prompt": list(request.prompt),
@@ -210,13 +210,15 @@ class VllmEngine:
             "skip_special_tokens": False,
         }
         try:
-            with knowing_names():
-                answer = server.ask("/v1/completions", body, seconds=self.config.request_seconds)
+            with retry_unknown_names():
+                response = server.request("/v1/completions", body, seconds=self.config.request_seconds)
         except ServerRefused as error:
-            raise ConfigError(f"a rollout server refuses a request: {error}") from error
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+            raise ConfigError(f"a rollout server rejected a request: {error}") from error
+        choices = sorted(response["choices"], key=lambda choice: choice["index"])
         if len(choices) != len(request.seeds):
-            raise ServerUnavailable(f"it gave {len(choices)} answers instead of {len(request.seeds)}")
+            raise ServerUnavailable(
+                f"the server returned {len(choices)} completions instead of {len(request.seeds)}"
+            )
         return [self._completion(choice) for choice in choices]
 
     def _completion(self, choice: dict[str, Any]) -> Completion:
@@ -226,17 +228,17 @@ class VllmEngine:
         if choice["finish_reason"] == "length":
             finish = "length"
         elif choice["finish_reason"] != "stop":
-            raise ServerUnavailable(f"an answer ended by {choice['finish_reason']!r}")
+            raise ServerUnavailable(f"a completion has the finish reason {choice['finish_reason']!r}")
         elif tokens and tokens[-1] in self.policy.end_tokens:
             finish = "end"
-        # Servers do not tell entropies; a token's surprise has that mean.
-        surprise = tuple(-x for x in logprobs)
-        return Completion(tokens=tokens, logprobs=logprobs, entropies=surprise, finish=finish)
+        # vLLM does not return entropies; the negative log-probability has the entropy as its mean.
+        surprisal = tuple(-x for x in logprobs)
+        return Completion(tokens=tokens, logprobs=logprobs, entropies=surprisal, finish=finish)
 
 
 @contextmanager
-def knowing_names() -> Iterator[None]:
-    """A server that no longer knows a name was restarted between two requests: it may be given it again."""
+def retry_unknown_names() -> Iterator[None]:
+    """Make a 404 retryable: the server was restarted and needs the adapter again."""
     try:
         yield
     except ServerRefused as error:
@@ -246,55 +248,55 @@ def knowing_names() -> Iterator[None]:
 
 
 def check_logprobs(server: VllmServer, *, seconds: float) -> None:
-    """Refuse a server whose log-probabilities are not of the distribution it draws from."""
+    """Raise ConfigError if a server's log-probabilities are not those of its sampling distribution."""
     only = {"model": BASE, "prompt": [0], "max_tokens": 1, "allowed_token_ids": [1], "logprobs": 0}
     try:
-        answer = server.ask("/v1/completions", only, seconds=seconds)
-        logprob = answer["choices"][0]["logprobs"]["token_logprobs"][0]
+        response = server.request("/v1/completions", only, seconds=seconds)
+        logprob = response["choices"][0]["logprobs"]["token_logprobs"][0]
     except (ServerUnavailable, ServerRefused, LookupError, TypeError) as error:
-        raise ConfigError(f"the server at {server.address} does not complete a prompt: {error}") from error
-    if logprob != 0.0:  # the only token allowed is certain
+        raise ConfigError(f"the server at {server.address} cannot complete a prompt: {error}") from error
+    if logprob != 0.0:  # the only allowed token has probability 1
         raise ConfigError(
-            f"the server at {server.address} tells log-probabilities without temperature and cuts: start it "
-            "with --logprobs-mode processed_logprobs, as groupwise serve-rollouts does"
+            f"the server at {server.address} returns log-probabilities before temperature and truncation; "
+            "start it with --logprobs-mode processed_logprobs, as groupwise serve-rollouts does"
         )
 
 
 def load_adapter(server: VllmServer, name: str, folder: str, *, seconds: float) -> None:
-    """Load an adapter; where the name is known, an earlier try succeeded whose answer did not arrive."""
+    """Load an adapter. A name already loaded means that an earlier attempt succeeded without a response."""
     try:
-        server.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder}, seconds=seconds)
+        server.request("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder}, seconds=seconds)
     except ServerRefused as error:
         if "already been loaded" not in str(error):
             raise ConfigError(
-                f"a rollout server cannot load the adapter in {folder}: {error}; it must see that folder "
-                "(engine.exchange), and its --max-lora-rank must reach lora.r"
+                f"a rollout server cannot load the adapter in {folder}: {error}; give the server access to "
+                "that folder (engine.exchange) and set its --max-lora-rank to at least lora.r"
             ) from error
 
 
 def unload(server: VllmServer, *, session: str, seconds: float, keep: str | None = None) -> None:
-    """Drop a session's adapters but the one to keep."""
-    for model in server.ask("/v1/models", seconds=seconds)["data"]:
+    """Unload a session's adapters, except `keep`."""
+    for model in server.request("/v1/models", seconds=seconds)["data"]:
         if model["id"].startswith(f"{session}-") and model["id"] != keep:
-            server.ask("/v1/unload_lora_adapter", {"lora_name": model["id"]}, seconds=seconds)
+            server.request("/v1/unload_lora_adapter", {"lora_name": model["id"]}, seconds=seconds)
 
 
 def check_server(server: VllmServer, *, adapters: bool, seconds: float) -> None:
-    """Refuse a server that is too old, or was started without what training needs."""
+    """Raise ConfigError if a server is too old or was started without the options that training needs."""
     try:
-        version = str(server.ask("/version", seconds=seconds)["version"])
-        paths = server.ask("/openapi.json", seconds=seconds)["paths"]
-        models = {model["id"] for model in server.ask("/v1/models", seconds=seconds)["data"]}
+        version = str(server.request("/version", seconds=seconds)["version"])
+        paths = server.request("/openapi.json", seconds=seconds)["paths"]
+        models = {model["id"] for model in server.request("/v1/models", seconds=seconds)["data"]}
     except (ServerUnavailable, ServerRefused, KeyError, TypeError) as error:
         raise ConfigError(
-            f"there is no vLLM server at {server.address} ({error}); groupwise serve-rollouts starts one"
+            f"no vLLM server responds at {server.address} ({error}); start one with groupwise serve-rollouts"
         ) from error
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if numbers < OLDEST:
-        raise ConfigError(f"the server at {server.address} is vLLM {version}; 0.28 or newer is needed")
+        raise ConfigError(f"the server at {server.address} runs vLLM {version}; upgrade to 0.28 or newer")
     needed = "/v1/load_lora_adapter" if adapters else "/collective_rpc"
     if needed not in paths or BASE not in models:
         raise ConfigError(
-            f"the server at {server.address} was not started for training: start it with what "
-            "groupwise serve-rollouts prints"
+            f"the server at {server.address} lacks options that training needs; start it with the command "
+            "that groupwise serve-rollouts prints"
         )
