@@ -193,7 +193,7 @@ def test_a_damaged_checkpoint_names_the_file_and_the_one_to_use_instead(
     with pytest.raises(CheckpointError) as error:
         verify(damaged)
     assert complaint in str(error.value)
-    assert "step-000010 is intact: move step-000020 away" in str(error.value)
+    assert "step-000010 is intact; move step-000020 away" in str(error.value)
     assert "\n" not in str(error.value)
 
 

@@ -130,7 +130,7 @@ def test_what_accelerate_was_told_decides_unless_the_run_says_otherwise(monkeypa
     ("said", "refused"),
     [
         ({"ZERO_STAGE": "0"}, "zero_stage must be 1, 2 or 3; got 0"),
-        ({"CONFIG_FILE": "zero.json"}, "deepspeed_config_file is not read"),
+        ({"CONFIG_FILE": "zero.json"}, "deepspeed_config_file is not supported"),
         ({"OFFLOAD_PARAM_DEVICE": "cpu"}, "offload_param_device must be none"),
         ({"OFFLOAD_OPTIMIZER_DEVICE": "nvme"}, "offload_optimizer_device must be none or cpu; got nvme"),
     ],

@@ -12,7 +12,7 @@ import torch
 
 from groupwise.config.schema import AlgoConfig, OptimConfig
 from groupwise.errors import ConfigError
-from groupwise.learner.learner import Learner, split_groups, suited_tokens
+from groupwise.learner.learner import Learner, default_micro_batch_tokens, split_groups
 from groupwise.learner.micro_batch import MicroBatchInputs, pass_tokens
 from groupwise.learner.optimizer import learning_rate
 from groupwise.model.ops.checkpointing import recompute_layers
@@ -183,11 +183,11 @@ def test_a_pass_is_as_large_as_the_activations_of_the_model_allow() -> None:
     # Two layers, each ten vectors of 32 and four of 48, four bytes a number.
     policy = policy_of(small_model())
     assert policy.activation_bytes == 2 * (10 * 32 + 4 * 48) * 4
-    assert suited_tokens(policy) == 4096
+    assert default_micro_batch_tokens(policy) == 4096
     policy._causal.config.intermediate_size = 1 << 18  # 4 × 2¹⁸ × 4 bytes in each of two layers, about 8 MB
-    assert suited_tokens(policy) == 1024
+    assert default_micro_batch_tokens(policy) == 1024
     policy._causal.config.intermediate_size = 1 << 16
-    assert suited_tokens(policy) == (4 << 30) // (2 * (10 * 32 + 4 * (1 << 16)) * 4)
+    assert default_micro_batch_tokens(policy) == (4 << 30) // (2 * (10 * 32 + 4 * (1 << 16)) * 4)
 
 
 def test_with_gradient_checkpointing_only_one_layer_keeps_everything() -> None:

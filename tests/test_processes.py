@@ -174,7 +174,7 @@ def long_prompt_gradient() -> tuple[float, float]:
 
 
 def test_heads_that_cannot_be_shared_out_are_refused() -> None:
-    with pytest.raises(ConfigError, match="2 key heads do not divide by 3 processes"):
+    with pytest.raises(ConfigError, match="2 key heads must be divisible by 3 processes"):
         UlyssesContext(rank=0, count=3).check(policy_of(small_model()))
 
 

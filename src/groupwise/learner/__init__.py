@@ -1,10 +1,10 @@
-"""The update: samples in, new weights and a report out. It knows no tasks.
+"""The update: samples in, new weights and metrics out. It does not depend on tasks.
 
 Modules in reading order:
 
-    learner      log-probabilities, loss, backward, optimizer step
+    learner      log-probabilities, loss, backward pass, optimizer step
     micro_batch  samples packed into rows without padding, under a token budget
-    optimizer    AdamW variants, offload to the CPU, learning-rate schedules
-    sft_learner  the same for supervised steps
-    checkpoint   folders that are complete or absent, with checksums
+    optimizer    AdamW variants, CPU offload, gradient clipping, learning-rate schedules
+    sft_learner  the same for supervised fine-tuning
+    checkpoint   atomic checkpoint folders with checksums, and optimizer state as tensors
 """

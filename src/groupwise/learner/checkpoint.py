@@ -1,13 +1,13 @@
-"""Checkpoints on disk: complete or absent, and checked before they are trusted.
+"""Atomic checkpoints with checksums, and optimizer state as named tensors.
 
     checkpoints/step-000010/
-      …               whatever the caller writes: safetensors and JSON
-      state.json      step, cursor, and whatever else is small
+      …               files of the caller: safetensors and JSON
+      state.json      step, data cursor, and other small state
       checksums.json  size and SHA-256 of every other file; written last
 
-A checkpoint is made under a hidden name and renamed when every byte is on the disk. One that replaces
-an older one of the same step moves that aside first, to `.step-000010.replaced`, where it still counts
-until the new one has its name.
+A checkpoint is written under a hidden name and renamed once every byte is on disk. Before it replaces an
+older checkpoint of the same step, the old one is renamed to `.step-000010.replaced`. The old one stays valid
+until the new one has its final name.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ CHECKSUMS = "checksums.json"
 def write_checkpoint(
     folder: Path, *, step: int, write: Callable[[Path], None], state: Mapping[str, Any]
 ) -> Path:
-    """Make the checkpoint of one step; `write` fills the folder it is given.
+    """Write the checkpoint of one step; `write` fills the folder it receives.
 
-    Whatever happens meanwhile, the checkpoints that were complete before stay complete.
+    Earlier complete checkpoints stay complete even if this call fails or the process is killed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
@@ -55,7 +55,7 @@ def write_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)
         reason = error.strerror or error
         raise CheckpointError(
-            f"cannot write {step_name(step)} in {folder}: {reason}; earlier ones are untouched"
+            f"cannot write {step_name(step)} in {folder}: {reason}; earlier checkpoints are unchanged"
         ) from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -64,7 +64,7 @@ def write_checkpoint(
 
 
 def seal(checkpoint: Path) -> None:
-    """Force every file onto the disk and record its size and checksum."""
+    """Flush every file to disk and record its size and checksum."""
     checksums = {}
     for path in sorted(checkpoint.rglob("*")):
         sync(path)
@@ -77,7 +77,7 @@ def seal(checkpoint: Path) -> None:
 
 
 def install(temporary: Path, final: Path) -> Path:
-    """Give a finished checkpoint its name, with a complete one on disk at every moment."""
+    """Rename a finished checkpoint; a complete one is on disk at every moment."""
     replaced = final.with_name(f".{final.name}.replaced")
     if final.exists():
         final.rename(replaced)
@@ -88,17 +88,17 @@ def install(temporary: Path, final: Path) -> Path:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint; an incomplete one is passed over with a warning."""
+    """Return the newest complete checkpoint; skip incomplete ones with a warning."""
     for path in newest_first(folder).values():
         fault = incompleteness(path)
         if fault is None:
             return path
-        logger.warning("passing over checkpoint %s: %s", path, fault)
+        logger.warning("skipping incomplete checkpoint %s: %s", path, fault)
     return None
 
 
 def verify(checkpoint: Path) -> dict[str, Any]:
-    """Check every byte of a checkpoint and return its state."""
+    """Verify the checksums of a checkpoint and return its state."""
     fault = damage(checkpoint)
     if fault is not None:
         raise CheckpointError(f"checkpoint {checkpoint} is damaged: {fault}; {advice(checkpoint)}")
@@ -111,24 +111,24 @@ def prune(folder: Path, *, keep_last: int, best: int | None) -> None:
     remove_leftovers(folder)
     for step, path in list(newest_first(folder).items())[keep_last:]:
         if step != best:
-            # Renamed first: a crash half way through deleting leaves a leftover, not a broken checkpoint.
-            doomed = hidden(folder, step, f"tmp-{os.getpid()}")
-            path.rename(doomed)
-            shutil.rmtree(doomed)
+            # Rename first: a crash during deletion then leaves a temporary folder, not a broken checkpoint.
+            deleted = hidden(folder, step, f"tmp-{os.getpid()}")
+            path.rename(deleted)
+            shutil.rmtree(deleted)
 
 
 def newest_first(folder: Path) -> dict[int, Path]:
-    """Every checkpoint by step, complete or not; a replaced one counts while the new one has no name yet."""
-    found: dict[int, Path] = {}
+    """Return all checkpoints by step, complete or not; include a replaced one while it has no successor."""
+    paths: dict[int, Path] = {}
     for path in (*folder.glob(".step-*.replaced"), *folder.glob("step-*")):
         step = step_of(path.name.removeprefix("."))
         if step is not None and path.name in (step_name(step), f".{step_name(step)}.replaced"):
-            found[step] = path
-    return dict(sorted(found.items(), reverse=True))
+            paths[step] = path
+    return dict(sorted(paths.items(), reverse=True))
 
 
 def incompleteness(checkpoint: Path) -> str | None:
-    """What a quick look (names and sizes) finds missing, or None."""
+    """Return what is missing by a quick check of names and sizes, or None."""
     try:
         checksums = json.loads((checkpoint / CHECKSUMS).read_text(encoding="utf-8"))
         expected = {name: entry["bytes"] for name, entry in checksums.items()}
@@ -148,7 +148,7 @@ def incompleteness(checkpoint: Path) -> str | None:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What a full look (every byte) finds wrong, or None."""
+    """Return what is wrong by a full check of all checksums, or None."""
     fault = incompleteness(checkpoint)
     if fault is not None:
         return fault
@@ -160,16 +160,16 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def advice(damaged: Path) -> str:
-    """What to do about a damaged checkpoint."""
+    """Return what to do about a damaged checkpoint."""
     older = (path for path in newest_first(damaged.parent).values() if path.name < damaged.name)
     intact = next((path.name for path in older if damage(path) is None), None)
     if intact is None:
-        return "no older checkpoint is intact: start the run again under another name"
-    return f"{intact} is intact: move {damaged.name} away and resume again"
+        return "no older checkpoint is intact; start a new run under another name"
+    return f"{intact} is intact; move {damaged.name} away and resume again"
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what a killed process left behind, but never the only copy of a checkpoint."""
+    """Delete temporary folders of killed processes, but never the only copy of a checkpoint."""
     for path in folder.glob(".step-*.tmp-*"):
         shutil.rmtree(path)
     for path in folder.glob(".step-*.replaced"):
@@ -214,11 +214,14 @@ def load_optimizer(
     tensors: Mapping[str, Tensor],
     settings: Mapping[str, Any],
 ) -> None:
-    """Put back, bit for bit, what `optimizer_tensors` took out."""
+    """Restore, bit for bit, the state that `optimizer_tensors` returned."""
     names = parameter_names(optimizer, parameters)
     saved_names = [name for group in settings["groups"] for name in group["params"]]
     if saved_names != names:
-        raise CheckpointError("the checkpoint's optimizer belongs to other parameters than this model trains")
+        raise CheckpointError(
+            "the checkpoint's optimizer state is for other parameters than this model trains; resume with "
+            "the run's own model and lora settings"
+        )
     index_of = {name: index for index, name in enumerate(names)}
     state: dict[int, dict[str, Any]] = {}
     for full_name, tensor in tensors.items():
@@ -231,12 +234,12 @@ def load_optimizer(
 
 
 def flattened(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield a parameter's state as tensors; one in eight bits keeps some in a dict, and counts in an int."""
+    """Yield a parameter's state as tensors; 8-bit AdamW nests some in a dict and counts steps in an int."""
     import torch
 
     for key, value in state.items():
         if isinstance(value, dict):
-            # Cloned: parameters share the table of their code, which a file cannot.
+            # Clone: parameters share the quantization table, and safetensors rejects shared tensors.
             yield from ((f"{key}/{inner}", tensor.clone()) for inner, tensor in flattened(value))
         elif isinstance(value, torch.Tensor):
             yield key, value.detach().contiguous()
@@ -250,11 +253,11 @@ def put_back(state: dict[str, Any], key: str, tensor: Tensor) -> None:
     if slash:
         put_back(state.setdefault(outer, {}), inner, tensor)
     else:
-        whole_number = tensor.dim() == 0 and not tensor.is_floating_point()
-        state[key] = int(tensor) if whole_number else tensor
+        is_integer = tensor.dim() == 0 and not tensor.is_floating_point()
+        state[key] = int(tensor) if is_integer else tensor
 
 
 def parameter_names(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> list[str]:
-    """The name of each of the optimizer's parameters, in its own order."""
+    """Return the names of the optimizer's parameters, in the optimizer's order."""
     name_of = {id(parameter): name for name, parameter in parameters.items()}
     return [name_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]

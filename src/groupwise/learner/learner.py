@@ -1,4 +1,8 @@
-"""Loss and update: samples in, new weights and a report out."""
+"""The GRPO update: samples in, new weights and metrics out.
+
+`Learner.update` splits samples into mini-batches and micro-batches, computes the loss and its gradient, and
+steps the optimizer.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +37,11 @@ from groupwise.records import Group, Sample, Sampling
 from groupwise.tracking.run_log import LOGGER
 
 GPU_LOGITS_BYTES = 2 << 30
-"""More than a chunk of logits and its gradient take on a GPU."""
+"""Upper bound on the memory of a chunk of logits and its gradient on a GPU."""
 
 
 class Learner:
-    """The optimizer and everything between a sample and a gradient."""
+    """Computes gradients from samples and steps the optimizer."""
 
     def __init__(
         self,
@@ -52,17 +56,17 @@ class Learner:
     ) -> None:
         self.policy = policy
         self.context = context
-        """Set when every row is spread over all processes, rather than each computing rows of its own."""
+        """Set for sequence parallelism: all processes share every row. None: each computes its own rows."""
         self.processes = processes or Processes()
         self.algo = algo
         self.optim = optim
         self.sampling = sampling
-        self.micro_batch_tokens = optim.micro_batch_tokens or suited_tokens(policy)
+        self.micro_batch_tokens = optim.micro_batch_tokens or default_micro_batch_tokens(policy)
         self.total_updates = max_steps * optim.updates
         self.updates = 0
-        """Optimizer steps made so far: what the schedule counts."""
+        """Optimizer steps so far; the learning-rate schedule depends on it."""
         self.seen: dict[tuple[int, int], list[float]] = {}
-        """By group and member, the log-probabilities that the last pass gave to the trained tokens."""
+        """Log-probabilities of the trained tokens in the last pass, by group and member."""
         self.optimizer = make_optimizer(policy, optim)
         self.settings = LossSettings(
             kind=algo.loss,
@@ -128,7 +132,7 @@ class Learner:
         """Compute the loss of a mini-batch and its gradient, one micro-batch after the other."""
         own = StepOutput(0.0, {})
         with self.processes.together():
-            own = self._noted(minibatch, self._accumulate(minibatch))
+            own = self._collect(minibatch, self._accumulate(minibatch))
         everyone = self.processes.gather(own.on_cpu())
         if self.context is not None:
             everyone = everyone[:1]  # all processes have computed the same loss, together
@@ -155,12 +159,12 @@ class Learner:
         }
 
     def seen_by_all(self) -> dict[tuple[int, int], list[float]]:
-        """Return what `seen` holds in any process."""
-        return {which: own for seen in self.processes.gather(self.seen) for which, own in seen.items()}
+        """Return the union of `seen` over all processes."""
+        return {key: logprobs for seen in self.processes.gather(self.seen) for key, logprobs in seen.items()}
 
     @property
     def most_bytes(self) -> int:
-        """What an update may take beside the weights, generously: activations, logits, gradients, moments."""
+        """Upper bound on an update's memory besides weights: activations, logits, gradients, moments."""
         weights = 16 * self.policy.trained_numbers
         return self.micro_batch_tokens * self.policy.activation_bytes + GPU_LOGITS_BYTES + weights
 
@@ -177,7 +181,7 @@ class Learner:
     def _prepare(
         self, samples: Sequence[Sample], *, sequences: int, tokens: int
     ) -> list[list[MicroBatchInputs]]:
-        """Split into mini-batches of whole groups, pack them, and run the passes that precede any update."""
+        """Split samples into packed mini-batches and compute their old and reference log-probabilities."""
         divided = split_groups(samples, self.optim.minibatches or 1)
         weights = token_weights(
             self.algo.loss,
@@ -188,7 +192,7 @@ class Learner:
         )
         prepared: list[list[MicroBatchInputs]] = []
         for minibatch, sample_weights in zip(divided, weights, strict=True):
-            # Before the first update the old policy is the policy now, unless noise makes it another.
+            # Before the first update the old policy equals the current one, unless dropout makes it differ.
             old_pass = bool(prepared) or self.optim.epochs > 1 or self.policy.noisy
             parts: list[MicroBatchInputs] = []
             for part in self._parts(minibatch, sample_weights):
@@ -218,7 +222,7 @@ class Learner:
                 [minibatch[i] for i in indices], [weights[i] for i in indices], device=self.policy.device
             )
         if self.policy.is_sharded:
-            # A divided layer computes only where all processes do: whoever is done goes on for nothing.
+            # Sharded layers need all processes: those without work run idle passes.
             for _ in range(max(map(len, passes)) - len(passes[self.processes.rank])):
                 yield replace(
                     MicroBatchInputs.build(minibatch[:1], [0.0], device=self.policy.device), idle=True
@@ -232,7 +236,7 @@ class Learner:
 
     @torch.no_grad()
     def _fixed_logprobs(self, policy: Policy, batch: MicroBatch) -> Tensor:
-        """Without dropout, as the sampler saw the policy."""
+        """Compute log-probabilities without dropout, as during sampling."""
         policy.model.eval()
         try:
             return self._logprobs(policy, batch)[0]
@@ -244,10 +248,10 @@ class Learner:
             return self._fixed_logprobs(reference, batch)
 
     def _accumulate(self, parts: list[MicroBatchInputs]) -> list[PassOutput]:
-        """Add up a mini-batch's gradient; where memory runs out, from the start with smaller passes.
+        """Accumulate a mini-batch's gradient; if memory runs out, start over with smaller micro-batches.
 
-        What a pass leaves behind when it fails is unknown, so all of it is thrown away; the smaller passes
-        make the same gradient. `parts` keeps them, for the epochs to come.
+        A failed pass may leave a partial gradient, so all of it is discarded. Smaller micro-batches give the
+        same gradient. `parts` is updated in place, so later epochs use the smaller micro-batches, too.
         """
         while True:
             try:
@@ -255,22 +259,22 @@ class Learner:
             except torch.OutOfMemoryError as error:
                 if self.policy.is_sharded or self.context is not None:
                     raise ConfigError(
-                        "the update does not fit into memory: set a smaller optim.micro_batch_tokens "
-                        f"(now {self.micro_batch_tokens}) or model.gradient_checkpointing=true"
+                        "the update ran out of memory; lower optim.micro_batch_tokens "
+                        f"(now {self.micro_batch_tokens}) or set model.gradient_checkpointing=true"
                     ) from error
                 if all(len(part.members) == 1 for part in parts):
                     raise ConfigError(
-                        "a single answer is too long for the memory: "
-                        "set model.gradient_checkpointing=true or a smaller rollout.max_tokens"
+                        "a single completion does not fit in memory; "
+                        "set model.gradient_checkpointing=true or lower rollout.max_tokens"
                     ) from error
-            # Only here, with the exception gone, are its tensors free.
+            # Outside of the except block: the exception's traceback holds the tensors of the failed pass.
             self.optimizer.zero_grad(set_to_none=True)
             parts[:] = [half for part in parts for half in part.halves()]
             self.micro_batch_tokens = max(1, self.micro_batch_tokens // 2)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             LOGGER.warning(
-                "out of memory in the update: micro-batches now hold %d tokens; the gradient is the same",
+                "out of memory in the update; retrying with micro-batches of %d tokens (same gradient)",
                 self.micro_batch_tokens,
             )
 
@@ -297,19 +301,19 @@ class Learner:
             logprobs_N=logprobs_N.detach(),
         )
 
-    def _noted(self, parts: Sequence[MicroBatchInputs], found: Sequence[PassOutput]) -> StepOutput:
-        """Read what the passes of a mini-batch found: only here does the host wait for a GPU."""
-        counted = [(part, one) for part, one in zip(parts, found, strict=True) if not part.idle]
-        for part, one in counted:
-            each = torch.split(one.logprobs_N.float().cpu(), [sample.length for sample in part.members])
+    def _collect(self, parts: Sequence[MicroBatchInputs], outputs: Sequence[PassOutput]) -> StepOutput:
+        """Read the outputs of a mini-batch's passes: the only point where the host waits for the GPU."""
+        counted = [(part, output) for part, output in zip(parts, outputs, strict=True) if not part.idle]
+        for part, output in counted:
+            each = torch.split(output.logprobs_N.float().cpu(), [sample.length for sample in part.members])
             for sample, own_N in zip(part.members, each, strict=True):
                 self.seen[sample.group, sample.member] = own_N.tolist()
         return StepOutput(
-            sum(float(one.loss) for _, one in counted), merge(one.metrics for _, one in counted)
+            sum(float(output.loss) for _, output in counted), merge(output.metrics for _, output in counted)
         )
 
     def _step(self) -> float:
-        """Make one optimizer step and count it; returns the gradient's norm before clipping."""
+        """Run one optimizer step and return the gradient norm before clipping."""
         sum_gradients(self.processes, self.policy)
         rate = self.rate(self.updates)
         norm = clipped_step(self.policy, self.optimizer, rate=rate, max_grad_norm=self.optim.max_grad_norm)
@@ -317,7 +321,8 @@ class Learner:
         return norm
 
 
-def suited_tokens(policy: Policy) -> int:
+def default_micro_batch_tokens(policy: Policy) -> int:
+    """Return the default of optim.micro_batch_tokens for the policy's device."""
     on_gpu = policy.device.type == "cuda"
     return pass_tokens(
         gpu_memory=total_memory(policy.device) if on_gpu else None,
@@ -327,7 +332,7 @@ def suited_tokens(policy: Policy) -> int:
 
 
 def split_groups(samples: Sequence[Sample], count: int) -> list[list[Sample]]:
-    """Deal whole groups out to at most `count` mini-batches of like size, keeping their order."""
+    """Distribute whole groups over at most `count` mini-batches of similar size, in order."""
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.group, []).append(sample)

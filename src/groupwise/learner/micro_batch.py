@@ -1,6 +1,6 @@
-"""Samples to packed micro-batches: no padding, each group's prompt once, bounded by a token budget.
+"""Packed micro-batches and their log-probabilities: no padding, each group's prompt once, a token budget.
 
-Axes: T tokens of the packed row, S samples, A tokens behind the prompts, N trained tokens.
+Axes: T tokens of the packed row, S samples, A tokens after the prompts, N trained tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from groupwise.records import Sample, Sampling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """What one forward and backward pass works on.
+    """The packed tensors of one forward and backward pass.
 
     Example: one group with prompt (5, 6) and replies (7, 2) and (8, 2), every reply token trained ->
         tokens_T=[5, 6, 7, 8], positions_T=[0, 1, 2, 2]
@@ -35,22 +35,22 @@ class MicroBatch:
     """
 
     tokens_T: Tensor
-    """A sample's last token predicts nothing and is left out."""
+    """Without each sample's last token, which predicts nothing."""
     positions_T: Tensor
     layout: PackedLayout
     predictor_N: Tensor
-    """Where in the row each trained token is predicted: at the token before it."""
+    """Row index at which each trained token is predicted: that of the token before it."""
     targets_N: Tensor
     sampled_N: Tensor
     advantages_N: Tensor
     sequence_N: Tensor
-    """Which sample of the micro-batch a trained token belongs to."""
+    """Index of the sample that each trained token belongs to."""
 
 
 def micro_batches(samples: Sequence[Sample], *, budget: int) -> list[list[int]]:
     """Split samples into micro-batches of at most `budget` tokens, as lists of their indices.
 
-    Members of a group stay neighbours, and a shared prompt counts once in each micro-batch that
+    Members of a group stay adjacent, and a shared prompt counts once in each micro-batch that
     holds it. A sample larger than the budget gets a micro-batch of its own.
     """
     batches: list[list[int]] = []
@@ -69,15 +69,15 @@ def micro_batches(samples: Sequence[Sample], *, budget: int) -> list[list[int]]:
 
 
 def pack(samples: Sequence[Sample], *, device: torch.device) -> MicroBatch:
-    """Lay samples out as one row; members of a group must be neighbours."""
+    """Pack samples into one row; members of a group must be adjacent."""
     groups = [list(members) for _, members in groupby(samples, key=lambda sample: sample.group)]
     prompts = [group[0].tokens[: group[0].prefix] for group in groups]
     for prompt, group in zip(prompts, groups, strict=True):
         shared = all(sample.tokens[: sample.prefix] == prompt for sample in group)
-        assert shared, "samples of one group share their prompt"
+        assert shared, "samples of one group must share their prompt"
     own = [sample.tokens[sample.prefix : -1] for sample in samples]
     positions = [range(len(p)) for p in prompts] + [range(s.prefix, len(s.tokens) - 1) for s in samples]
-    sequence_A, predictor_A = _answers(groups)
+    sequence_A, predictor_A = _completion_indices(groups)
 
     def answers(name: str, dtype: type[np.generic]) -> NDArray[Any]:
         values = chain.from_iterable(getattr(sample, name)[sample.prefix :] for sample in samples)
@@ -102,33 +102,32 @@ def pack(samples: Sequence[Sample], *, device: torch.device) -> MicroBatch:
     )
 
 
-def _answers(groups: Sequence[Sequence[Sample]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For every token behind a prompt: its sample, and where in the row it is predicted."""
+def _completion_indices(groups: Sequence[Sequence[Sample]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return, for every token after a prompt, its sample and the row index that predicts it."""
     sizes_S = np.array([len(sample.tokens) - sample.prefix for group in groups for sample in group])
     sequence_A = np.repeat(np.arange(len(sizes_S)), sizes_S)
     prompt_ends = np.cumsum([group[0].prefix for group in groups]) - 1
-    # Members follow the last prompt without their last tokens: one token less for each member before.
+    # Members follow the last prompt without their last tokens: one token fewer per preceding member.
     predictor_A = prompt_ends[-1] + np.arange(len(sequence_A)) - sequence_A
-    # But a first token is predicted at the end of its prompt.
+    # The first token of a member is predicted at the end of its prompt.
     predictor_A[np.cumsum(sizes_S) - sizes_S] = np.repeat(prompt_ends, [len(group) for group in groups])
     return sequence_A, predictor_A
 
 
 CPU_ACTIVATIONS = 4 << 30
-"""Bytes for the activations of one pass on a CPU, where larger passes are hardly faster."""
+"""Activation memory of one pass on a CPU in bytes; larger passes are hardly faster."""
 LEAST = 1024
 
 
 def pass_tokens(*, gpu_memory: int | None, token_bytes: int, recomputes: bool) -> int:
-    """Tokens whose activations fit into a share of memory that is the same whenever a run is resumed.
+    """Return the number of tokens per pass, derived from total memory so that a resumed run gets the same.
 
-    `gpu_memory` is all of the GPU's, None on a CPU; `token_bytes` is what one token leaves behind.
+    `gpu_memory` is the GPU's total memory, None on a CPU; `token_bytes` the activation memory of a token.
     """
     if gpu_memory is None:
         share, most = CPU_ACTIVATIONS, 4096
     else:
-        # The host needs as long for a small pass as for a large one; but whoever computes activations again
-        # wants their memory.
+        # Large passes amortize host overhead; gradient checkpointing is chosen to save memory.
         share, most = gpu_memory // 4, 8192 if recomputes else 49152
     return min(max(share // token_bytes, LEAST), most)
 
@@ -141,7 +140,7 @@ def row_logprobs(
     entropy_gradient: bool,
     context: UlyssesContext | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (logprobs_N, entropy_N). With a context every process returns all of them."""
+    """Return (logprobs_N, entropy_N). With a Ulysses context, every process returns all of them."""
     if context is not None:
         return spread_logprobs(policy, batch, sampling, entropy_gradient=entropy_gradient, context=context)
     return policy.computing(lambda: own_logprobs(policy, batch, sampling, entropy_gradient=entropy_gradient))
@@ -150,7 +149,7 @@ def row_logprobs(
 def own_logprobs(
     policy: Policy, batch: MicroBatch, sampling: Sampling, *, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """The same of a row that one process computes."""
+    """`row_logprobs` of a row that one process computes."""
     hidden_TM = policy.hidden(batch.tokens_T, batch.positions_T, batch.layout)
     return token_logprobs(
         hidden_TM.index_select(0, batch.predictor_N),
@@ -165,31 +164,31 @@ def own_logprobs(
 def spread_logprobs(
     policy: Policy, batch: MicroBatch, sampling: Sampling, *, entropy_gradient: bool, context: UlyssesContext
 ) -> tuple[Tensor, Tensor]:
-    """The same of a row of which each process computes a segment."""
+    """`row_logprobs` of a row of which each process computes a segment."""
     tokens = len(batch.tokens_T)
     own = context.own(tokens)
     layout = UlyssesLayout(row=batch.layout, tokens=tokens, context=context)
     hidden_TM = policy.hidden(batch.tokens_T[own], batch.positions_T[own], layout)
     inside_N = (batch.predictor_N >= own.start) & (batch.predictor_N < own.stop)
-    places_n = inside_N.nonzero()[:, 0]
+    index_n = inside_N.nonzero()[:, 0]
     logprobs_n, entropy_n = token_logprobs(
-        hidden_TM.index_select(0, batch.predictor_N[places_n] - own.start),
+        hidden_TM.index_select(0, batch.predictor_N[index_n] - own.start),
         policy.head_weight,
         policy.head_bias,
-        batch.targets_N[places_n],
+        batch.targets_N[index_n],
         sampling,
         entropy_gradient=entropy_gradient,
     )
-    # Also where no trained token is in the segment, the backward pass must go through every layer.
-    nothing = 0.0 * hidden_TM.sum()
+    # The backward pass must run through every layer even if the segment has no trained token.
+    zero = 0.0 * hidden_TM.sum()
     count = len(batch.targets_N)
-    whole_N = context.everyones(logprobs_n, places_n, count) + nothing
-    return whole_N, context.everyones(entropy_n, places_n, count)
+    whole_N = context.gather(logprobs_n, index_n, count) + zero
+    return whole_N, context.gather(entropy_n, index_n, count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassOutput:
-    """What one pass found, left on its device: a GPU is given the next pass before this one has ended."""
+    """Results of one pass, left on the device so that the host can issue the next pass without waiting."""
 
     loss: Tensor
     metrics: dict[str, Tensor]
@@ -198,28 +197,28 @@ class PassOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a mini-batch's passes found: the loss, and sums over tokens."""
+    """Results of a mini-batch: the loss, and metrics as sums over tokens."""
 
     loss: float
     metrics: dict[str, Tensor]
 
     def on_cpu(self) -> StepOutput:
-        """The same, ready to travel to other processes."""
+        """Return a copy with metrics on the CPU, for other processes."""
         return replace(self, metrics={name: value.cpu() for name, value in self.metrics.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchInputs:
-    """A micro-batch with what the loss needs besides."""
+    """A micro-batch with its loss weights and its old and reference log-probabilities."""
 
     members: Sequence[Sample]
     weights: Sequence[float]
-    """Of each member's tokens."""
+    """Loss weight of each member's tokens."""
     batch: MicroBatch
     old_N: Tensor | None = None
     reference_N: Tensor | None = None
     idle: bool = False
-    """Computed only because others compute meanwhile: it weighs nothing and is not counted."""
+    """Runs only to keep sharded processes in step; has weight 0 and does not count in metrics."""
 
     @classmethod
     def build(
@@ -235,7 +234,7 @@ class MicroBatchInputs:
         return weights_S[self.batch.sequence_N]
 
     def halves(self) -> list[MicroBatchInputs]:
-        """The same work as two parts; one member cannot be divided."""
+        """Return the same work as two parts; a single member cannot be divided."""
         middle = len(self.members) // 2
         trained = sum(sample.length for sample in self.members[:middle])
         device = self.batch.targets_N.device

@@ -1,7 +1,8 @@
-"""AdamW whose moments live in main memory: gradients and weights visit them, a piece at a time.
+"""Optimizers: AdamW, 8-bit AdamW, AdamW with CPU offload; also gradient clipping and learning-rate schedules.
 
-A piece travels while the one before it is stepped, and both land in memory that is taken once: what is
-pinned travels several times as fast as what is not, and new memory costs more than the step itself.
+`CPUAdamW` keeps its moments in main memory and steps one slice of a parameter at a time. The next slice is
+transferred during the step of the current one. Both use pinned staging buffers that are allocated once:
+pinned transfers are several times faster, and allocating would take longer than the step.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from groupwise.invariants import check_finite
 from groupwise.model.policy import Policy
 
 PIECE = 1 << 22
-"""Numbers that travel at a time."""
+"""Elements per slice."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSlice:
-    """A segment of a parameter, and what belongs to it."""
+    """A slice of a parameter with its gradient and optimizer state."""
 
     weight: Tensor
     gradient: Tensor
     moments: tuple[Tensor, Tensor]
     steps: float
-    """Made before this one."""
+    """Optimizer steps before this one."""
     group: dict[str, Any]
 
 
 class StagingBuffer:
-    """Where a piece lands in main memory, whatever its precision."""
+    """Pinned main memory that receives a slice of any dtype."""
 
     def __init__(self, device: torch.device) -> None:
         pinned = device.type == "cuda"
@@ -48,14 +49,14 @@ class StagingBuffer:
         self._arrived = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
 
     def fetch(self, piece: ParameterSlice) -> None:
-        """Send for a piece; it comes after whatever left from here before."""
+        """Start copying a slice to this buffer, after earlier copies in the stream."""
         _like(self._weight, piece.weight).copy_(piece.weight, non_blocking=True)
         _like(self._gradient, piece.gradient).copy_(piece.gradient, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()
 
-    def landed(self, piece: ParameterSlice) -> tuple[Tensor, Tensor]:
-        """Wait for a piece that was sent for: its weight and its gradient."""
+    def wait(self, piece: ParameterSlice) -> tuple[Tensor, Tensor]:
+        """Wait for a fetched slice and return its weight and gradient."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return _like(self._weight, piece.weight), _like(self._gradient, piece.gradient)
@@ -66,29 +67,29 @@ def _like(memory: Tensor, other: Tensor) -> Tensor:
 
 
 class CPUAdamW(torch.optim.Optimizer):
-    """The moments, and the steps themselves, are in float32."""
+    """AdamW with moments and arithmetic in float32 in main memory."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], **settings: Any) -> None:
         super().__init__(parameters, settings)
-        self._berths = [StagingBuffer(parameters[0].device) for _ in range(2)]
+        self._buffers = [StagingBuffer(parameters[0].device) for _ in range(2)]
         self._weight, self._gradient = torch.empty(2, PIECE)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        scattered: list[tuple[Tensor, Tensor]] = []
-        pieces = list(self._pieces(scattered))
+        non_contiguous: list[tuple[Tensor, Tensor]] = []
+        pieces = list(self._pieces(non_contiguous))
         for number, piece in enumerate(pieces):
-            here, other = self._berths[number % 2], self._berths[1 - number % 2]
+            current, other = self._buffers[number % 2], self._buffers[1 - number % 2]
             if number == 0:
-                here.fetch(piece)
+                current.fetch(piece)
             if number + 1 < len(pieces):
                 other.fetch(pieces[number + 1])
-            self._step(piece, *here.landed(piece))
-        for parameter, flat in scattered:
+            self._step(piece, *current.wait(piece))
+        for parameter, flat in non_contiguous:
             parameter.copy_(flat.view(parameter.shape))
 
-    def _pieces(self, scattered: list[tuple[Tensor, Tensor]]) -> Iterator[ParameterSlice]:
-        """Cut up every parameter that has a gradient; those not in one piece are copied, and noted."""
+    def _pieces(self, non_contiguous: list[tuple[Tensor, Tensor]]) -> Iterator[ParameterSlice]:
+        """Yield slices of every parameter with a gradient; copy and list non-contiguous parameters."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -99,7 +100,7 @@ class CPUAdamW(torch.optim.Optimizer):
                     state["exp_avg"], state["exp_avg_sq"] = (torch.zeros(parameter.shape) for _ in range(2))
                 weight = parameter.detach().flatten()
                 if not parameter.is_contiguous():
-                    scattered.append((parameter, weight))
+                    non_contiguous.append((parameter, weight))
                 flat = (
                     weight,
                     parameter.grad.flatten(),
@@ -112,7 +113,7 @@ class CPUAdamW(torch.optim.Optimizer):
                     yield ParameterSlice(one, gradient, (first, second), steps, group)
 
     def _step(self, piece: ParameterSlice, weight: Tensor, gradient: Tensor) -> None:
-        """Step a piece where it has landed, and send it back."""
+        """Step a slice in its staging buffer and copy it back to the parameter."""
         group, count = piece.group, len(weight)
         beta1, beta2 = group["betas"]
         exact = self._weight[:count].copy_(weight)
@@ -135,7 +136,7 @@ class CPUAdamW(torch.optim.Optimizer):
         piece.weight.copy_(weight.copy_(exact), non_blocking=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put a saved state back as it is; torch would round it and move it to where the parameters are."""
+        """Restore a saved state in float32 on the CPU; torch would cast it and move it to the parameters."""
         super().load_state_dict({**state_dict, "state": {}})
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, state in state_dict["state"].items():
@@ -145,8 +146,8 @@ class CPUAdamW(torch.optim.Optimizer):
 
 
 def make_optimizer(policy: Policy, optim: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW over what the policy trains: fused, with its state in eight bits, or in main memory."""
-    assert optim.learning_rate is not None, "the config is resolved before a run starts"
+    """Return AdamW over the trained parameters: fused, 8-bit, CPU-offloaded, or sharded by DeepSpeed."""
+    assert optim.learning_rate is not None, "the config must be resolved first"
     parameters = list(policy.owned().values())
     settings: dict[str, Any] = {
         "lr": optim.learning_rate,
@@ -155,12 +156,12 @@ def make_optimizer(policy: Policy, optim: OptimConfig) -> torch.optim.Optimizer:
         "weight_decay": optim.weight_decay,
     }
     if policy.zero is not None:
-        return make_divided(policy, optim, settings)
+        return make_zero_optimizer(policy, optim, settings)
     if optim.offload:
         return CPUAdamW(parameters, **settings)
     if optim.kind == "adamw8bit":
         if find_spec("bitsandbytes") is None:
-            raise ConfigError("optim.kind=adamw8bit takes a package: pip install bitsandbytes")
+            raise ConfigError("optim.kind=adamw8bit requires bitsandbytes: pip install bitsandbytes")
         from bitsandbytes.optim import AdamW8bit
 
         optimizer: torch.optim.Optimizer = AdamW8bit(parameters, **settings)
@@ -168,11 +169,13 @@ def make_optimizer(policy: Policy, optim: OptimConfig) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, fused=True, **settings)
 
 
-def make_divided(policy: Policy, optim: OptimConfig, settings: dict[str, Any]) -> torch.optim.Optimizer:
-    """AdamW as DeepSpeed divides it among processes, in main memory or not."""
+def make_zero_optimizer(
+    policy: Policy, optim: OptimConfig, settings: dict[str, Any]
+) -> torch.optim.Optimizer:
+    """Return AdamW with its state sharded by DeepSpeed, optionally in main memory."""
     assert policy.zero is not None
     if optim.kind != "adamw":
-        raise ConfigError(f"run.parallel=zero… goes with optim.kind=adamw; got {optim.kind}")
+        raise ConfigError(f"run.parallel=zero1, zero2 and zero3 require optim.kind=adamw; got {optim.kind}")
     optimizer = torch.optim.AdamW(list(policy.trainable().values()), fused=True, **settings)
     policy.zero.start(optimizer, max_grad_norm=optim.max_grad_norm, offload=optim.offload)
     return optimizer
@@ -181,11 +184,11 @@ def make_divided(policy: Policy, optim: OptimConfig, settings: dict[str, Any]) -
 def clipped_step(
     policy: Policy, optimizer: torch.optim.Optimizer, *, rate: float, max_grad_norm: float
 ) -> float:
-    """Clip, step, forget the gradient; returns its norm before clipping. A limit of 0 clips nothing."""
+    """Clip the gradient, step, and return its norm before clipping. A limit of 0 disables clipping."""
     for group in optimizer.param_groups:
         group["lr"] = rate
     if policy.zero is not None:
-        norm = policy.zero.step()  # clips as it was told when it was made
+        norm = policy.zero.step()  # clips with the limit passed to `start`
         check_finite("the gradient norm", norm)
     else:
         norm = clip(policy, max_grad_norm or float("inf"))
@@ -197,7 +200,7 @@ def clipped_step(
 
 
 def clip(policy: Policy, limit: float) -> float:
-    """Scale the gradient down to `limit` where it is larger; returns its norm before."""
+    """Clip the gradient to the norm `limit` and return its norm before clipping."""
     if policy.shards is None:
         return float(torch.nn.utils.clip_grad_norm_(list(policy.trainable().values()), limit))
     policy.shards.take_gradients()
@@ -209,9 +212,9 @@ def clip(policy: Policy, limit: float) -> float:
 
 
 def learning_rate(update: int, *, peak: float, kind: str, warmup: int, total: int) -> float:
-    """Return the rate of optimizer step `update` (from 0) of `total`.
+    """Return the learning rate of optimizer step `update` (from 0) of `total`.
 
-    The first warm-up step already learns; linear and cosine reach 0 just after the last step.
+    The first warm-up step has a rate above 0; linear and cosine reach 0 just after the last step.
     """
     if update < warmup:
         return peak * (update + 1) / warmup

@@ -1,4 +1,4 @@
-"""Warm start: supervised steps on worked answers, through the same packing and log-probabilities as GRPO."""
+"""Supervised fine-tuning with the same packing and log-probabilities as GRPO."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from groupwise.config.schema import OptimConfig
 from groupwise.invariants import check_finite
-from groupwise.learner.learner import suited_tokens
+from groupwise.learner.learner import default_micro_batch_tokens
 from groupwise.learner.micro_batch import micro_batches, pack, row_logprobs
 from groupwise.learner.optimizer import clipped_step, learning_rate, make_optimizer
 from groupwise.model.policy import Policy
@@ -19,27 +19,30 @@ from groupwise.records import Sample, Sampling
 
 
 def worked_sample(prompt: Sequence[int], answer: Sequence[int], *, group: int) -> Sample:
-    """One prompt and the answer to imitate; the loss is on the answer alone, its end token included."""
+    """Return a sample whose loss covers the answer only, including its end token."""
     trained = (False,) * len(prompt) + (True,) * len(answer)
     return masked_sample((*prompt, *answer), trained, group=group)
 
 
 def masked_sample(tokens: Sequence[int], trained: Sequence[bool], *, group: int) -> Sample:
-    """A sequence to imitate where `trained` says; the samples of a group share what precedes that."""
-    nothing = (0.0,) * len(tokens)
+    """Return a sample whose loss covers the tokens marked in `trained`.
+
+    The samples of a group must share all tokens before their first trained token.
+    """
+    zeros = (0.0,) * len(tokens)
     return Sample(
         tokens=tuple(tokens),
         trained=tuple(trained),
-        logprobs=nothing,
-        entropies=nothing,
-        advantages=nothing,
+        logprobs=zeros,
+        entropies=zeros,
+        advantages=zeros,
         prefix=trained.index(True),
         group=group,
     )
 
 
 class SFTLearner:
-    """The optimizer of a warm start: samples in, new weights and a report out."""
+    """Steps the optimizer on supervised samples and returns metrics."""
 
     def __init__(
         self, policy: Policy, *, optim: OptimConfig, max_steps: int, processes: Processes | None = None
@@ -47,14 +50,14 @@ class SFTLearner:
         self.policy = policy
         self.processes = processes or Processes()
         self.optim = optim
-        self.micro_batch_tokens = optim.micro_batch_tokens or suited_tokens(policy)
+        self.micro_batch_tokens = optim.micro_batch_tokens or default_micro_batch_tokens(policy)
         self.total_updates = max_steps
         self.updates = 0
-        """Optimizer steps made so far: what the schedule counts."""
+        """Optimizer steps so far; the learning-rate schedule depends on it."""
         self.optimizer = make_optimizer(policy, optim)
 
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Make one optimizer step on the mean negative log-probability a token."""
+        """Run one optimizer step on the mean negative log-likelihood per token."""
         self.policy.model.train()
         loss = self._mean_loss(samples, backward=True)
         sum_gradients(self.processes, self.policy)
@@ -75,12 +78,12 @@ class SFTLearner:
 
     @torch.no_grad()
     def loss(self, samples: Sequence[Sample]) -> float:
-        """Return the mean negative log-probability a token, without dropout and without learning."""
+        """Return the mean negative log-likelihood per token, without dropout and without an update."""
         self.policy.model.eval()
         return self._mean_loss(samples, backward=False)
 
     def _mean_loss(self, samples: Sequence[Sample], *, backward: bool) -> float:
-        """The loss of all samples, of which each process computes a share."""
+        """Return the loss over all samples; each process computes a share."""
         own = 0.0
         with self.processes.together():
             shares = [
@@ -94,7 +97,7 @@ class SFTLearner:
                 backward=backward,
             )
             if self.policy.is_sharded:
-                # A divided layer computes only where all processes do: whoever is done goes on for nothing.
+                # Sharded layers need all processes: those without work run idle passes.
                 passes = [len(micro_batches(share, budget=self.micro_batch_tokens)) for share in shares]
                 for _ in range(max(passes) - passes[self.processes.rank]):
                     pass_loss(self.policy, samples[:1], tokens=float("inf"), backward=backward)
@@ -110,7 +113,7 @@ def supervised_step(
     max_grad_norm: float,
     micro_batch_tokens: int,
 ) -> float:
-    """Make one optimizer step on the mean negative log-probability a token, which is returned."""
+    """Run one optimizer step on the mean negative log-likelihood per token and return that loss."""
     policy.model.train()
     tokens = sum(sample.length for sample in samples)
     loss = mean_loss(policy, samples, tokens=tokens, micro_batch_tokens=micro_batch_tokens, backward=True)
@@ -121,18 +124,18 @@ def supervised_step(
 def mean_loss(
     policy: Policy, samples: Sequence[Sample], *, tokens: int, micro_batch_tokens: int, backward: bool
 ) -> float:
-    """Return the negative log-probability of what is trained, over `tokens`; `backward` adds its gradient."""
+    """Return the summed negative log-likelihood divided by `tokens`; `backward` accumulates its gradient."""
     losses = [
         pass_loss(policy, [samples[i] for i in indices], tokens=tokens, backward=backward)
         for indices in micro_batches(samples, budget=micro_batch_tokens)
     ]
-    total = sum(map(float, losses))  # read when all are under way: a GPU need not wait for the next pass
+    total = sum(map(float, losses))  # after all passes are issued, so the GPU stays busy
     check_finite("the loss", total)
     return total
 
 
 def pass_loss(policy: Policy, samples: Sequence[Sample], *, tokens: float, backward: bool) -> Tensor:
-    """The same of what one pass takes, left where it was computed."""
+    """Return the loss of one pass as a tensor on its device."""
     batch = pack(samples, device=policy.device)
     logprobs_N, _ = row_logprobs(policy, batch, Sampling(), entropy_gradient=False)
     loss = -logprobs_N.sum() / tokens

@@ -1,7 +1,7 @@
-"""Several processes, one run.
+"""Distributed runs: several processes train one policy.
 
 Modules in reading order:
 
-    processes     who takes part, as torchrun or accelerate started them
-    work_sharing  who computes what of an update; dividing a policy; one gradient from all processes
+    processes     the process group, as torchrun or accelerate launched it, and its collectives
+    work_sharing  load balancing of an update, sharding of a policy, and the gradient all-reduce
 """

@@ -1,8 +1,8 @@
-"""The processes of one run, as `torchrun` or `accelerate launch` started them; alone, there is one.
+"""The processes of a run, as started by `torchrun` or `accelerate launch`, and their collectives.
 
-Every process runs the same loop on the same state. Work that is dealt out comes back to all of them
-(`gather`), so whatever is decided from it is decided alike everywhere. What goes wrong in one goes wrong
-in all, with one sentence: the leader says it.
+Every process runs the same loop on the same state. Results of distributed work are gathered by all, so all
+processes make the same decisions. An error in one process stops all of them, and the leader reports it.
+The end of the module reads the parallel layout from the config or from accelerate's environment.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 BUCKET = 1 << 25
-"""Numbers summed over processes in one message."""
+"""Elements per all-reduce."""
 PATIENCE = timedelta(hours=2)
-"""How long one process waits for the others: rollouts and evaluations of one may take that much longer."""
+"""Timeout of collectives: rollouts and evaluations of one process may take much longer than of others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processes:
-    """Who takes part, and which of them this one is."""
+    """The process group of a run, and this process's rank in it."""
 
     rank: int = 0
     count: int = 1
     local_rank: int = 0
-    """Among those on this machine: which GPU is ours."""
+    """Rank on this machine: the index of this process's GPU."""
     group: Any = None
-    """The line they talk on; None: the one that all share."""
+    """The torch process group; None: the default group."""
 
     def aside(self) -> Processes:
-        """The same processes on a line of their own, for a thread beside the one that trains."""
+        """Return the same processes with a group of their own, for a thread beside the training thread."""
         if self.count == 1:
             return self
         import torch.distributed as dist
@@ -52,16 +52,16 @@ class Processes:
 
     @property
     def leader(self) -> bool:
-        """The one that writes files, talks to trackers and speaks."""
+        """Whether this process writes files, logs to trackers and prints."""
         return self.rank == 0
 
     @property
     def share(self) -> slice:
-        """Of a list that all have, what this process works on."""
+        """The part of a common list that this process works on."""
         return slice(self.rank, None, self.count)
 
     def gather(self, value: T) -> list[T]:
-        """Return everyone's value, in the order of ranks."""
+        """Return the values of all processes, in rank order."""
         if self.count == 1:
             return [value]
         import torch.distributed as dist
@@ -72,7 +72,7 @@ class Processes:
         return values
 
     def joined(self, own: Sequence[T]) -> list[T]:
-        """Return the whole list of which each process made its `share`."""
+        """Return the whole list from each process's `share` of it."""
         parts = self.gather(list(own))
         longest = max(len(part) for part in parts)
         return [part[i] for i in range(longest) for part in parts if i < len(part)]
@@ -82,10 +82,10 @@ class Processes:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """End the block in all processes or in none: one that fails takes the others with it.
+        """Fail in all processes if the block fails in one.
 
-        Every process must come by here. What is raised is the failure of the lowest rank; those that
-        are not the leader leave the telling to it.
+        Every process must enter this context. The error of the lowest rank is raised on the leader; other
+        ranks raise RemoteRankError, so only the leader reports it.
         """
         own: Exception | None = None
         try:
@@ -96,8 +96,8 @@ class Processes:
             own = error
         if self.count == 1:
             return
-        told = [None if own is None else (portable(own), self.rank)]
-        failures = [failure for part in self.gather(told) for failure in part if failure is not None]
+        outcome = [None if own is None else (portable(own), self.rank)]
+        failures = [failure for part in self.gather(outcome) for failure in part if failure is not None]
         if failures:
             first, rank = failures[0]
             if self.leader:
@@ -105,15 +105,15 @@ class Processes:
             raise RemoteRankError(str(first), code=exit_code(first)) from own
 
     def lead(self, work: Callable[[], T]) -> T | None:
-        """Let the leader do something alone; the others go on when it is done, or fail with it."""
-        done = None
+        """Run `work` on the leader only; other processes wait for it, or fail with it."""
+        result = None
         with self.together():
             if self.leader:
-                done = work()
-        return done
+                result = work()
+        return result
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over all processes; few large messages for many small tensors."""
+        """Replace each tensor by its sum over all processes, in a few large all-reduces."""
         if self.count == 1:
             return
         for bucket in buckets(tensors):
@@ -121,7 +121,7 @@ class Processes:
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Split into lists of one type and device each, of bounded size."""
+    """Split tensors into lists of bounded size, each of one dtype and device."""
     held: dict[object, list[Tensor]] = {}
     for tensor in tensors:
         kind = (tensor.dtype, tensor.device)
@@ -146,7 +146,7 @@ def sum_bucket(tensors: Sequence[Tensor], *, group: Any) -> None:
 
 @contextmanager
 def joined_processes() -> Iterator[Processes]:
-    """Join the others that the launcher's environment speaks of, and leave them at the end."""
+    """Join the process group given by the launcher's environment variables, and leave it at the end."""
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
         yield Processes()
@@ -154,52 +154,53 @@ def joined_processes() -> Iterator[Processes]:
     import torch
     import torch.distributed as dist
 
-    # Else transformers, seeing accelerate's FSDP, would give all but the first process empty weights.
+    # Otherwise transformers would see accelerate's FSDP and load empty weights on all ranks but the first.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
     cuda = torch.cuda.is_available()
     if cuda:
         if local_rank >= torch.cuda.device_count():
             raise ConfigError(
-                f"process {local_rank} of this machine has no GPU of its own: there are "
-                f"{torch.cuda.device_count()}; start as many processes as GPUs"
+                f"process {local_rank} has no GPU of its own: this machine has "
+                f"{torch.cuda.device_count()}; start at most one process per GPU"
             )
         torch.cuda.set_device(local_rank)
-    mine = not dist.is_initialized()
-    if mine:
+    owns_group = not dist.is_initialized()
+    if owns_group:
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=PATIENCE)
     try:
         yield Processes(rank=rank, count=count, local_rank=local_rank)
     except (ConfigError, InvariantError) as error:
-        error.add_note(f"in process {rank}")  # nobody else tells it
+        error.add_note(f"in process {rank}")  # errors outside of `together` do not name the rank
         raise
     finally:
-        if mine:
+        if owns_group:
             dist.destroy_process_group()
 
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """Say so when another process has gone: its own words tell why."""
+    """Turn a failed collective into an InvariantError that points to the other process's message."""
     try:
         yield
     except RuntimeError as error:
         raise InvariantError(
-            f"another process of this run is gone, see its own message ({str(error).splitlines()[0]})"
+            f"another process of this run has stopped ({str(error).splitlines()[0]}); see that process's "
+            "own error message"
         ) from error
 
 
 def portable(error: Exception) -> Exception:
-    """The error itself where it can travel, else one of the same kind with its words."""
+    """Return the error if it can be pickled, else a RuntimeError with its message."""
     try:
         copied: Exception = pickle.loads(pickle.dumps(error))
         return copied
-    except Exception:  # a user's error may fail to pickle in any way; its words must get through all the same
+    except Exception:  # a user's error may fail to pickle in any way; its message must still get through
         return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def with_rank(error: Exception, rank: int) -> Exception:
-    """The same error, saying where it happened."""
+    """Return the error with the rank prepended to its message."""
     kind = type(error) if isinstance(error, GroupwiseError) else RuntimeError
     return kind(f"in process {rank}: {error}")
 
@@ -209,7 +210,7 @@ def exit_code(error: Exception) -> int:
 
 
 DIVIDING = ("fsdp", "zero1", "zero2", "zero3")
-"""Layouts that divide the policy, or what its optimizer keeps."""
+"""Parallel layouts that shard the policy or its optimizer state."""
 
 
 def layout_of(run: RunConfig) -> str:
@@ -222,20 +223,20 @@ def layout_of(run: RunConfig) -> str:
 
 
 def as_launched(config: Config) -> Config:
-    """Take over where accelerate's DeepSpeed settings put the optimizer; the rest is ours to say."""
+    """Apply accelerate's DeepSpeed optimizer offload to the config; reject unsupported settings."""
     if config.run.parallel is not None or not layout_of(config.run).startswith("zero"):
         return config
     if accelerate_env("DEEPSPEED_CONFIG_FILE") != "none":
         raise ConfigError(
-            "deepspeed_config_file is not read: most of what it says is said by settings of this program; "
-            "give accelerate a zero_stage instead"
+            "deepspeed_config_file is not supported; set zero_stage in accelerate's config and the rest in "
+            "groupwise's settings"
         )
     if accelerate_env("DEEPSPEED_OFFLOAD_PARAM_DEVICE") != "none":
-        raise ConfigError("offload_param_device must be none: only the optimizer can be kept in main memory")
-    place = accelerate_env("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE")
-    if place not in ("none", "cpu"):
-        raise ConfigError(f"offload_optimizer_device must be none or cpu; got {place}")
-    return config if place == "none" else replace(config, optim=replace(config.optim, offload=True))
+        raise ConfigError("offload_param_device must be none: only the optimizer state can be offloaded")
+    device = accelerate_env("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE")
+    if device not in ("none", "cpu"):
+        raise ConfigError(f"offload_optimizer_device must be none or cpu; got {device}")
+    return config if device == "none" else replace(config, optim=replace(config.optim, offload=True))
 
 
 def zero_stage() -> int:

@@ -1,4 +1,4 @@
-"""Who computes what of an update: shares of like size, whole groups where that is fair."""
+"""Distribution of an update over processes: balanced shares of samples, sharding, and gradient sums."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from groupwise.records import Sample
 
 
 def shares_of_samples(samples: Sequence[Sample], count: int) -> list[list[int]]:
-    """Return for each of `count` processes the indices of its samples, in their order.
+    """Return the indices of the samples of each of `count` processes, in order.
 
-    The largest group goes first, each to whoever has least. A group larger than a fair share is divided, and
-    its prompt computed by each who has a part of it.
+    Groups are assigned greedily, largest first, each to the process with the fewest tokens. A group larger
+    than a fair share is divided, and every process with a part of it computes its prompt.
 
     Example: groups of 6, 3 and 3 tokens for two processes -> the first group; the other two
     """
@@ -40,7 +40,7 @@ def shares_of_samples(samples: Sequence[Sample], count: int) -> list[list[int]]:
 
 
 def divided(samples: Sequence[Sample], members: list[int], *, at_most: float) -> Iterator[list[int]]:
-    """Halve a group until no piece is larger than asked, or has one member."""
+    """Halve a group until every piece costs at most `at_most` or has one member."""
     if len(members) == 1 or cost(samples, members) <= at_most:
         yield members
         return
@@ -50,15 +50,15 @@ def divided(samples: Sequence[Sample], members: list[int], *, at_most: float) ->
 
 
 def cost(samples: Sequence[Sample], members: Sequence[int]) -> int:
-    """Tokens of the packed row: the prompt once, and each answer."""
+    """Return the tokens of the packed row: the prompt once, and each completion."""
     prompt = samples[members[0]].prefix
     return prompt + sum(len(samples[i].tokens) - samples[i].prefix for i in members)
 
 
 def sum_gradients(processes: Processes, policy: Policy) -> None:
-    """Give every process the sum of all gradients; one that no process has stays absent.
+    """All-reduce the gradients; a gradient that no process has stays None.
 
-    A divided policy has added up those of its layers by itself; DeepSpeed does so for all of them.
+    FSDP already sums the gradients of sharded layers, DeepSpeed those of all parameters.
     """
     if processes.count == 1 or policy.zero is not None:
         return
@@ -75,10 +75,10 @@ def sum_gradients(processes: Processes, policy: Policy) -> None:
 
 
 def divide(policy: Policy, layout: str) -> None:
-    """Divide a policy among the processes of this run: by fsdp, zero1, zero2 or zero3."""
+    """Shard a policy over the processes of this run, by fsdp, zero1, zero2 or zero3."""
     if policy.unpacked_bytes:
-        raise ConfigError("quantized weights cannot be divided among processes: use run.parallel=ddp")
-    policy.noisy = draws_noise(policy)  # which can only be tried while the policy is whole
+        raise ConfigError("quantized weights cannot be sharded; set run.parallel=ddp")
+    policy.noisy = draws_noise(policy)  # can only be tested before sharding
     if layout == "fsdp":
         policy.shards = FSDPShards(policy.model, policy.decoder, device=policy.device)
     else:

@@ -1,9 +1,8 @@
-"""One row over several processes: each computes a segment of its tokens, and all of them for some heads.
+"""Sequence parallelism (DeepSpeed-Ulysses, arXiv 2309.14509): one row is split over several processes.
 
-Everything in a decoder but attention looks at one token at a time, so a process needs only its own segment.
-For attention the processes trade: each gives away its tokens' queries, keys and values, and gets those of
-all tokens for its share of the heads (DeepSpeed-Ulysses, arXiv 2309.14509). The layout that says what attends
-to what is that of the whole row, packed and with shared prompts as ever.
+Outside of attention, a decoder processes each token independently, so a process needs only its own segment.
+For attention the processes exchange queries, keys and values: each gets all tokens for its share of the
+heads. The attention layout is that of the whole packed row, with shared prompts.
 
 Axes: T tokens of the row, H query heads, K key heads, D head size, N trained tokens.
 """
@@ -24,21 +23,21 @@ from groupwise.model.policy import Policy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UlyssesContext:
-    """Who holds which segment of a row."""
+    """Which process holds which segment of a row."""
 
     rank: int
     count: int
 
     def check(self, policy: Policy) -> None:
-        """Refuse a model whose heads cannot be shared out."""
+        """Raise ConfigError if the model's heads cannot be divided evenly among processes."""
         if policy.key_heads % self.count or policy.heads % self.count:
             raise ConfigError(
-                f"run.parallel=context shares out heads: {policy.key_heads} key heads do not divide by "
-                f"{self.count} processes"
+                f"run.parallel=context divides attention heads among processes: {policy.heads} query heads "
+                f"and {policy.key_heads} key heads must be divisible by {self.count} processes"
             )
 
     def segments(self, tokens: int) -> list[int]:
-        """Length of each process's segment of a row, as even as can be."""
+        """Return the length of each process's segment of a row, as even as possible."""
         return [tokens // self.count + (rank < tokens % self.count) for rank in range(self.count)]
 
     def own(self, tokens: int) -> slice:
@@ -46,15 +45,15 @@ class UlyssesContext:
         start = sum(lengths[: self.rank])
         return slice(start, start + lengths[self.rank])
 
-    def everyones(self, own_n: Tensor, places_n: Tensor, count: int) -> Tensor:
-        """Return a value for each of N tokens, of which this process has some; it learns from its own."""
-        whole_N: Tensor = _AllGather.apply(own_n, places_n, count)  # type: ignore[no-untyped-call]
+    def gather(self, own_n: Tensor, index_n: Tensor, count: int) -> Tensor:
+        """Return the values of all N tokens from all processes; gradients flow to this process's values."""
+        whole_N: Tensor = _AllGather.apply(own_n, index_n, count)  # type: ignore[no-untyped-call]
         return whole_N
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UlyssesLayout:
-    """Attention of a segment, through the layout of the whole row."""
+    """Attention layout of a segment, on top of the layout of the whole row."""
 
     row: Layout
     tokens: int
@@ -63,23 +62,23 @@ class UlyssesLayout:
     def attend(self, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, *, layer: int, scale: float) -> Tensor:
         """Return the attention output_1THD of this process's segment."""
         lengths = self.context.segments(self.tokens)
-        mine = [traded(x, 2, lengths, 1, self._heads(x)) for x in (q_1HTD, k_1KTD, v_1KTD)]
+        mine = [exchange_heads(x, 2, lengths, 1, self._heads(x)) for x in (q_1HTD, k_1KTD, v_1KTD)]
         output_1THD = self.row.attend(*mine, layer=layer, scale=scale)
         heads = [output_1THD.shape[2]] * self.context.count
-        return traded(output_1THD, 2, heads, 1, lengths)
+        return exchange_heads(output_1THD, 2, heads, 1, lengths)
 
     def _heads(self, x_1HTD: Tensor) -> list[int]:
         return [x_1HTD.shape[1] // self.context.count] * self.context.count
 
 
-def traded(x: Tensor, gathered: int, pieces: list[int], divided: int, shares: list[int]) -> Tensor:
-    """Gather everyone's pieces along one axis, and keep this process's share along another."""
+def exchange_heads(x: Tensor, gathered: int, pieces: list[int], divided: int, shares: list[int]) -> Tensor:
+    """Gather all processes' pieces along one axis and keep this process's share along another."""
     result: Tensor = _HeadExchange.apply(x, gathered, pieces, divided, shares)  # type: ignore[no-untyped-call]
     return result
 
 
 class _HeadExchange(torch.autograd.Function):
-    """A gradient goes back the way its value came: gathered where it was divided, divided where gathered."""
+    """Differentiable `exchange`; the backward pass swaps the gathered and the divided axis."""
 
     @staticmethod
     def forward(
@@ -107,16 +106,16 @@ def exchange(x: Tensor, gathered: int, pieces: list[int], divided: int, shares: 
 
 
 class _AllGather(torch.autograd.Function):
-    """Values of all processes side by side. Each computes the whole loss and takes its own gradient."""
+    """Gather values of all processes. Each computes the whole loss and keeps its own gradient."""
 
     @staticmethod
-    def forward(ctx: Any, own_n: Tensor, places_n: Tensor, count: int) -> Tensor:
-        ctx.save_for_backward(places_n)
-        whole_N = own_n.new_zeros(count).index_copy(0, places_n, own_n)
+    def forward(ctx: Any, own_n: Tensor, index_n: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(index_n)
+        whole_N = own_n.new_zeros(count).index_copy(0, index_n, own_n)
         dist.all_reduce(whole_N)
         return whole_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (places_n,) = ctx.saved_tensors
-        return grads[0].index_select(0, places_n), None, None
+        (index_n,) = ctx.saved_tensors
+        return grads[0].index_select(0, index_n), None, None
