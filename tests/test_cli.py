@@ -97,7 +97,7 @@ def test_a_question_is_answered_before_torch_is_imported(light, words, shown):
         (["train", "mine.py"], "no such task file: mine.py"),
         (
             ["train", "--model", "./mine"],
-            "model.name: ./mine is not a folder; give tiny, tiny-search, smollm2, a folder "
+            "model.name: ./mine is not a folder; use tiny, tiny-search, smollm2, a folder "
             "or a Hugging Face name",
         ),
         (

@@ -232,7 +232,9 @@ def test_a_device_that_is_not_here_is_named_and_doctor_says_what_it_assumes(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main(["train", "--max-steps", "1", "model.device=cuda:1"]) == 2
-    assert capsys.readouterr().err == "error: model.device=cuda:1: torch sees no GPU here\n"
+    assert capsys.readouterr().err == (
+        "error: model.device=cuda:1 does not exist: torch finds no GPU; choose another device\n"
+    )
     assert list(tmp_path.rglob("config.yaml")) == []
     assert cli.main(["doctor", "--model", "tiny", "model.device=cuda"]) == 0
     assert "there is no GPU here: one of that size is assumed" in capsys.readouterr().out

@@ -14,7 +14,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
-from groupwise.model.ops.checkpointing import results_unread
+from groupwise.model.ops.checkpointing import outputs_unused
 from groupwise.model.ops.lora_linear import adapt_in_place
 from groupwise.model.ops.swiglu import use_fused_swiglu
 
@@ -125,7 +125,7 @@ def test_where_nothing_is_kept_the_inner_width_is_there_for_some_tokens_at_a_tim
     y = module(x)
     module.zero_grad()
     x = x.clone().requires_grad_()
-    with results_unread():
+    with outputs_unused():
         nothing = module(x)
     assert nothing.isnan().all()
     nothing.backward(y.detach().cos())
@@ -156,7 +156,7 @@ def test_no_more_of_the_inner_width_is_made_at_a_time_than_about_a_tile(
     module.requires_grad_(False)
     with Rows() as forward, torch.no_grad():
         module(x)
-    with Rows() as backward, results_unread():
+    with Rows() as backward, outputs_unused():
         module(x).sum().backward()
     with Rows() as kept:
         module(x).sum().backward()

@@ -176,9 +176,9 @@ def test_rslora_scales_by_the_root_of_the_rank():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"modules_to_save": ("head",)}, "has no module called head"),
-        ({"modules_to_save": ("embed_tokens",)}, "are one matrix"),
-        ({"targets": ("lm_head",)}, "leave the embeddings and the output layer alone"),
+        ({"modules_to_save": ("head",)}, "has no module named head"),
+        ({"modules_to_save": ("embed_tokens",)}, "ties its embeddings and output layer"),
+        ({"targets": ("lm_head",)}, "may not include the embeddings or the output layer"),
         ({"targets": ("nothing",)}, "lora.targets"),
     ],
 )
@@ -278,7 +278,7 @@ def test_weights_of_one_quantization_are_not_asked_for_in_another(asked, refused
     pytest.importorskip("bitsandbytes")
     assert cli.main(["quantize", "--model", "tiny", "--output-path", str(tmp_path / "nf4")]) == 0
     model = ModelConfig(name=str(tmp_path / "nf4"), device="cpu", quantization=asked)
-    sentence = r"are nf4 already: leave model\.quantization=int8 out"
+    sentence = r"are already quantized to nf4; remove model\.quantization=int8"
     with pytest.raises(ConfigError, match=sentence) if refused else nullcontext():
         load_policy(model, LoraConfig(r=4))
 

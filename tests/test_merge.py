@@ -169,11 +169,11 @@ def test_a_quantized_model_is_not_quantized_again_and_its_settings_name_any_fold
     [
         ("adapter_model.safetensors", None, "adapter_model.safetensors is missing"),
         ("adapter_model.safetensors", b"\x10\0\0\0\0\0\0\0{", "is damaged or does not fit the model"),
-        ("adapter_config.json", b"{}", "gives no rank r"),
-        ("adapter_config.json", b"[]", "gives no rank r"),
-        ("adapter_config.json", b'{"r": 2, "lora_bias": true}', "has biases of its own"),
+        ("adapter_config.json", b"{}", "has no rank r"),
+        ("adapter_config.json", b"[]", "has no rank r"),
+        ("adapter_config.json", b'{"r": 2, "lora_bias": true}', "has its own biases"),
         ("adapter_config.json", b"{", "is not valid JSON"),
-        ("adapter_config.json", b'{"r": 4}', "does not name its model"),
+        ("adapter_config.json", b'{"r": 4}', "does not name its base model"),
     ],
 )
 def test_damaged_adapters_are_refused_in_a_sentence(name, content, message, plain, tmp_path, capsys):
@@ -225,12 +225,12 @@ def test_adapters_of_a_run_are_merged_into_the_quantized_weights_that_they_were_
 
 
 def test_a_folder_that_is_no_model_says_what_to_do(tmp_path, plain):
-    with pytest.raises(ConfigError, match=r"holds adapters, not a model: .* groupwise merge"):
+    with pytest.raises(ConfigError, match=r"holds an adapter, not a model; .* groupwise merge"):
         model_folder(str(plain))
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     (run / "config.yaml").write_text("")
-    with pytest.raises(ConfigError, match="is a run: name one of its models"):
+    with pytest.raises(ConfigError, match="is a run, not a model; use one of the models"):
         model_folder(str(run))
 
 

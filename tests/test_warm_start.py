@@ -489,7 +489,7 @@ def test_tools_may_be_written_as_json():
 @pytest.mark.parametrize("content", [None, [{"type": "text", "text": "a"}]], ids=["null", "parts"])
 def test_a_chat_that_the_template_cannot_write_is_refused_in_a_sentence(small_policy, content):
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
-    with pytest.raises(ConfigError, match="chat template cannot write these messages"):
+    with pytest.raises(ConfigError, match="chat template cannot render these messages"):
         encode(small_policy, of_row(Example({"messages": messages})))
 
 
@@ -511,7 +511,7 @@ def test_a_chat_that_cannot_be_written_is_found_before_a_step_comes_to_it(tmp_pa
     words = ("sft", "--data", str(path), "--max-steps", "1", "sft.batch=1", "task.held_out=0", *SMALL)
     ended = run_command(*words, f"run.output_dir={tmp_path}", "run.name=r")
     assert ended.code == 2
-    assert "chat template cannot write these messages" in ended.err
+    assert "chat template cannot render these messages" in ended.err
     assert "'7'" in ended.err
     assert not (tmp_path / "r").exists()
 

@@ -269,7 +269,7 @@ def imitation_loss(layout: str) -> list[float]:
 
 def test_deepspeed_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed_zero, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"zero2 takes a package: pip install 'groupwise\[deepspeed\]'"):
+    with pytest.raises(ConfigError, match=r"zero2 requires DeepSpeed: pip install 'groupwise\[deepspeed\]'"):
         divide(policy_of(small_model()), "zero2")
 
 
@@ -277,5 +277,5 @@ def test_deepspeed_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
 def test_eight_bits_are_not_divided() -> None:
     policy = policy_of(small_model())
     divide(policy, "zero2")
-    with pytest.raises(ConfigError, match=r"goes with optim\.kind=adamw"):
+    with pytest.raises(ConfigError, match=r"require optim\.kind=adamw"):
         learner_of(policy, Processes(), "optim.kind=adamw8bit")

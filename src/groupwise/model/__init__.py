@@ -2,12 +2,12 @@
 
 Modules in reading order:
 
-    load          from a name to a policy, with or without adapters
-    policy        Policy: what engine and learner need of a model
-    resolve       which folder a name means; writing a model's folder safely
-    tokenizer     text ⇄ tokens, chat templates, tools in a template
-    device        devices, free memory, pinned transfers
-    attention/    our attention behind transformers' AttentionInterface
+    load          loads a policy by model name, with or without LoRA
+    policy        Policy: the model interface of engine and learner
+    resolve       finds or downloads a model's folder, validates it, and writes new ones atomically
+    tokenizer     encoding and decoding, chat templates, tool calls in a template
+    device        device selection, free memory, pinned transfers
+    attention/    packed attention behind transformers' AttentionInterface
     ops/          fused operations, log-probabilities, gradient checkpointing
     adapters/     LoRA, merging, quantization
     distributed/  FSDP2 and DeepSpeed ZeRO

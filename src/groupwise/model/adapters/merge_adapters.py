@@ -1,4 +1,4 @@
-"""Adapters added into their model for good: a plain Hugging Face folder, verified before it counts.
+"""Merge an adapter into its model: write a plain Hugging Face folder and verify its logits.
 
 Axes: T tokens, V vocabulary.
 """
@@ -22,11 +22,11 @@ from groupwise.model.load import causal_model, keep_quiet, load_tokenizer
 from groupwise.model.resolve import adapter_base, check_output, model_folder, new_folder
 
 LIMIT = 1e-4
-"""Largest difference of a logit where it is computed in float64: rounding the sums to float32 makes less."""
+"""Largest allowed logit difference in float64; rounding the merged weights to float32 causes less."""
 RELATIVE_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""Elsewhere, of the largest logit: there the order of additions alone makes a difference."""
-MOST_PRECISE = 1_000_000_000
-"""Parameters of the largest model that is compared in float64."""
+"""Limits in lower precision, relative to the largest logit: there the order of sums matters."""
+MAX_FLOAT64_PARAMETERS = 1_000_000_000
+"""Largest model, in parameters, that is compared in float64."""
 
 PROMPTS = (
     "What is the capital of France?",
@@ -38,22 +38,22 @@ PROMPTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merged:
-    """What a merge did."""
+    """Result of a merge."""
 
     folder: Path
     layers: int
-    """Linear layers that adapters were added into."""
+    """Number of merged linear layers."""
     difference: float
-    """Largest |logit − logit| between the model with adapters and the merged one as it was written."""
+    """Largest |logit − logit| between the model with adapters and the merged model on disk."""
     effect: float
-    """Largest |logit − logit| between the model with and without adapters: what was there to merge."""
+    """Largest |logit − logit| between the model with and without adapters."""
     tokens: int
-    """Tokens that both were compared on."""
+    """Tokens in the comparison."""
     precision: str
-    """In which the logits were computed."""
+    """Dtype in which the logits were compared."""
     rounded: tuple[float, float] | None
-    """Where that was float64: the same difference computed in float32, and how far float32 takes the logits
-    of the model with adapters from their own, to compare it with."""
+    """If that was float64: the same difference in float32, and for scale the difference between float32 and
+    float64 logits of the model with adapters."""
     files: tuple[str, ...]
 
 
@@ -68,10 +68,10 @@ def merge(
     shard_size: str = "4GB",
     overwrite: bool = False,
 ) -> Merged:
-    """Write base + adapter to `output`, load that again, and compare it with what was merged.
+    """Write base + adapter to `output`, load the result, and compare its logits with the original.
 
-    A base that was trained on quantized is quantized again first: the adapter was fitted to those weights.
-    The new folder gets its name only when the comparison holds.
+    If the adapter was trained on a quantized base, quantize the base first: the adapter fits those weights.
+    The new folder is renamed to `output` only if the comparison succeeds.
     """
     keep_quiet()
     check_output(output, overwrite=overwrite)
@@ -89,7 +89,7 @@ def merge(
     quantized = is_quantized_model(adapted)
     layers, merged = fold(adapted, chosen)
     with new_folder(output) as unfinished:
-        # What was loaded quantized cannot be turned back into the form it was quantized from.
+        # A model that was loaded quantized cannot be converted back to its original format.
         merged.save_pretrained(unfinished, max_shard_size=shard_size, save_original_format=not quantized)
         tokenizer.save_pretrained(unfinished)
         written = causal_model(unfinished, chosen, where)
@@ -111,19 +111,19 @@ def merge(
 def _check(difference: float, *, limit: float) -> None:
     if not difference <= limit:
         raise InvariantError(
-            f"the merged model differs from model and adapter by {difference:.1e} in a logit, more than "
-            f"rounding explains ({limit:.1e}): nothing was written"
+            f"a logit of the merged model differs by {difference:.1e} from the model with its adapter, more "
+            f"than rounding explains ({limit:.1e}); nothing was written"
         )
 
 
 def fold(adapted: Any, dtype: torch.dtype) -> tuple[int, Any]:
-    """Put the sum of weight and adapter in the place of each adapted layer; of a quantized one, in full."""
+    """Replace each adapted layer by a plain linear layer with the merged, dequantized weight."""
     layers = {name: module for name, module in adapted.named_modules() if is_adapted(module)}
     if not all(
         type(base_of(module)) is torch.nn.Linear or is_quantized(base_of(module))
         for module in layers.values()
     ):
-        return len(layers), adapted.merge_and_unload()  # PEFT knows best what it does to experts and Conv1D
+        return len(layers), adapted.merge_and_unload()  # PEFT handles experts and Conv1D
     weights = {name: effective_weight(module).to(dtype) for name, module in layers.items()}
     model = adapted.get_base_model()
     for name, module in layers.items():
@@ -146,7 +146,7 @@ def fold(adapted: Any, dtype: torch.dtype) -> tuple[int, Any]:
 
 
 def _plain_linears(model: Any, dtype: torch.dtype) -> None:
-    """Unpack what is still quantized: layers that had no adapter."""
+    """Dequantize the remaining quantized layers: those without an adapter."""
     for name, module in list(model.named_modules()):
         if isinstance(module, torch.nn.Linear) and is_quantized(module):
             linear = torch.nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
@@ -161,7 +161,7 @@ def _put(root: Any, name: str, module: torch.nn.Module) -> None:
 
 
 def _prompt_tokens(tokenizer: Any, vocabulary: int, *, device: torch.device) -> list[Tensor]:
-    """Real prompts, as the model sees them in use."""
+    """Return the tokens of realistic prompts, rendered by the chat template."""
     texts = list(PROMPTS)
     if tokenizer.chat_template is not None:
         texts = [
@@ -175,12 +175,12 @@ def _prompt_tokens(tokenizer: Any, vocabulary: int, *, device: torch.device) -> 
 
 
 def _expected(model: Any, texts_T: Sequence[Tensor], dtype: torch.dtype) -> tuple[torch.dtype, list[Tensor]]:
-    """The precision to compare in, and the logits in it.
+    """Return the dtype to compare in, and the logits in it.
 
-    In float32 the order of additions alone moves a logit by 1e-4: it is float64 where that fits, and where
-    the model can compute in it, which experts cannot.
+    In float32 the order of sums alone changes a logit by 1e-4. Use float64 if the model is small enough and
+    supports it; experts do not.
     """
-    small = sum(p.numel() for p in model.parameters()) <= MOST_PRECISE
+    small = sum(p.numel() for p in model.parameters()) <= MAX_FLOAT64_PARAMETERS
     if dtype == torch.float32 and small and not is_quantized_model(model):
         with suppress(RuntimeError):
             return torch.float64, _logits(model, texts_T, torch.float64)
@@ -195,7 +195,7 @@ def _limit(logits_TV: Sequence[Tensor], dtype: torch.dtype, compared: torch.dtyp
 
 @torch.no_grad()
 def _logits(model: Any, texts_T: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The logits_TV of each text, computed in `dtype`; the model is left as it was."""
+    """Return the logits_TV of each text computed in `dtype`; restore the model afterwards."""
     before = model.dtype
     if dtype != before:
         model.to(dtype)
@@ -203,7 +203,7 @@ def _logits(model: Any, texts_T: Sequence[Tensor], dtype: torch.dtype) -> list[T
         return [model(tokens_T[None]).logits[0].double() for tokens_T in texts_T]
     finally:
         if dtype != before:
-            model.to(before)  # back to the same bits: float64 holds every float32
+            model.to(before)  # lossless: float64 represents every float32
 
 
 def _largest(ones_TV: Sequence[Tensor], others_TV: Sequence[Tensor]) -> float:

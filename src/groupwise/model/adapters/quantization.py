@@ -1,8 +1,8 @@
-"""Linear layers whose frozen weights are quantized (bitsandbytes): unpacked for each product.
+"""Quantized linear layers (bitsandbytes), dequantized for each matmul; and writing quantized models.
 
-The same numbers on every device and in every mode, which bitsandbytes' own passes are not: its CPU kernels
-round otherwise than its training passes, and its int8 products also quantize what comes in. Between passes
-only the packed weight is held.
+This gives the same results on every device and in every mode. bitsandbytes' own kernels do not: its CPU
+kernels round differently from its training passes, and its int8 matmuls also quantize the input. Between
+passes only the quantized weight is in memory.
 
 Axes: N tokens, I inputs, O outputs.
 """
@@ -33,7 +33,7 @@ def is_quantized_model(model: nn.Module) -> bool:
 
 
 def plain_weight(linear: Any) -> Tensor:
-    """The weight_OI of a linear layer as numbers."""
+    """Return the weight_OI of a linear layer, dequantized if necessary."""
     if not is_quantized(linear):
         weight: Tensor = linear.weight
         return weight
@@ -44,7 +44,7 @@ def plain_weight(linear: Any) -> Tensor:
 
 
 def unpack_in_passes(model: nn.Module) -> None:
-    """Give every quantized layer passes that unpack its weight for the moment of a product."""
+    """Replace the forward pass of every quantized layer by one that dequantizes its weight per matmul."""
     for module in model.modules():
         if isinstance(module, nn.Linear) and is_quantized(module):
             module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
@@ -56,7 +56,7 @@ def _forward(linear: Any, x: Tensor) -> Tensor:
 
 
 class _UnpackedLinear(torch.autograd.Function):
-    """x Wᵀ + bias; W and bias are frozen."""
+    """x Wᵀ + bias with frozen W and bias; dequantizes W again in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, linear: Any, bias_O: Tensor | None) -> Tensor:
@@ -71,11 +71,11 @@ class _UnpackedLinear(torch.autograd.Function):
 
 
 TRAIN_SETTINGS = "train.yaml"
-"""A file beside quantized weights with the settings of adapters for them."""
+"""File beside quantized weights with the settings for training adapters on them."""
 
 
 def settings_for(kind: str, dtype: torch.dtype | None) -> Any:
-    """What transformers needs to know to quantize a model while it loads; products are in `dtype`."""
+    """Return the transformers config that quantizes a model while loading; matmuls are in `dtype`."""
     from transformers import BitsAndBytesConfig
 
     if kind == "int8":
@@ -90,11 +90,11 @@ def settings_for(kind: str, dtype: torch.dtype | None) -> Any:
 
 def check_installed() -> None:
     if find_spec("bitsandbytes") is None:
-        raise ConfigError("quantized weights take a package: pip install bitsandbytes")
+        raise ConfigError("quantized weights require bitsandbytes: pip install bitsandbytes")
 
 
 def quantization_of(folder: Path) -> str | None:
-    """How the weights in a model's folder are quantized, as its files say; None: not at all."""
+    """Return how the weights in a model folder are quantized; None if they are not."""
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("quantization_config")
         return quantization_told(settings, model=str(folder))
@@ -103,7 +103,7 @@ def quantization_of(folder: Path) -> str | None:
 
 
 def quantization_told(settings: Mapping[str, Any] | None, *, model: str) -> str | None:
-    """How weights with these settings are quantized."""
+    """Return the quantization described by a `quantization_config`; None if there is none."""
     if not settings:
         return None
     if settings.get("load_in_4bit"):
@@ -111,24 +111,24 @@ def quantization_told(settings: Mapping[str, Any] | None, *, model: str) -> str 
     if settings.get("load_in_8bit"):
         return "int8"
     raise ConfigError(
-        f"{model} is quantized by {settings.get('quant_method', 'an unknown method')}: only weights that "
-        "bitsandbytes quantized can be trained on; take the model they were made of"
+        f"{model} is quantized with {settings.get('quant_method', 'an unknown method')}; only bitsandbytes "
+        "weights can be trained on; use the original model"
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantized:
-    """What quantizing did."""
+    """Result of quantizing a model."""
 
     folder: Path
     layers: int
     bytes_before: int
+    """Size of the weight files."""
     bytes_after: int
-    """Of the weight files."""
 
 
 def save_quantized(model: Any, tokenizer: Any, output: Path, *, source: Path, extra: str) -> Quantized:
-    """Write a model that was loaded quantized, its tokenizer, and the settings `extra` to train it with."""
+    """Write a quantized model, its tokenizer, and the training settings `extra`."""
     layers = sum(type(module).__name__ in ("Linear4bit", "Linear8bitLt") for module in model.modules())
     with new_folder(output) as unfinished:
         model.save_pretrained(unfinished)

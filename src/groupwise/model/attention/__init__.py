@@ -2,9 +2,9 @@
 
 Modules in reading order:
 
-    hf_interface       the hook into transformers: a `layout` argument says what attention means
-    packed             attention of a training row, each group's prompt computed once
-    segment_attention  attention over segments of a row, in parts that merge exactly by their log-sum-exp
-    ulysses            one row over several processes (sequence parallelism)
-    compatibility      does a model with our attention compute the same function? Compared in float32
+    hf_interface       the hook into transformers: attention is defined by a `layout` argument
+    packed             attention over a packed training row, with each group's prompt computed once
+    segment_attention  attention over segments of a row; partial results merge exactly by log-sum-exp
+    ulysses            sequence parallelism: one row over several processes
+    compatibility      checks in float32 that a model computes the same function with this attention
 """

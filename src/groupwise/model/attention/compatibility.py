@@ -1,8 +1,8 @@
-"""Whether a model computes what we take it to compute: found out by looking, not by a list of names.
+"""Check that a model computes the same function with packed attention, instead of listing supported models.
 
-A group of two members is computed in one packed row and compared with the model's own passes over each. What
-that shows is what such a list would have to spell out: short sliding windows, capped scores, scaled logits,
-attention that does not go through the interface, layers that remember by other means than attention.
+A group of two members is computed as one packed row and compared with the model's own passes over each. This
+detects short sliding windows, capped scores, scaled logits, attention outside of the interface, and layers
+with other state than attention.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from groupwise.model.resolve import first_line
 
 PROMPT, ANSWER = 10, 7
 LIMIT = 1e-3
-"""Of the difference in float32, relative to the largest logit."""
+"""Largest allowed difference in float32, relative to the largest logit."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordingLayout:
-    """A layout that notes which layers come by, and what the cache would have to hold of them."""
+    """A layout that records which layers call it, and checks the shapes of their keys and values."""
 
     layout: PackedLayout
     policy: Policy
@@ -42,10 +42,10 @@ class RecordingLayout:
 
 @torch.no_grad()
 def check_attention(model: Any, *, name: str) -> None:
-    """Switch the model to our attention, and refuse it if that makes it another function.
+    """Switch the model to packed attention, and raise ConfigError if its outputs change.
 
-    The comparison is made in float32, on an excerpt where the model is in half precision: there, rounding
-    alone can change the logits of a sound model by half of their size.
+    The comparison is in float32, on an excerpt if the model is in half precision. In half precision,
+    rounding alone can change the logits of a correct model by half of their size.
     """
     hf_interface.register()
     exact = model
@@ -57,7 +57,7 @@ def check_attention(model: Any, *, name: str) -> None:
     )
     tokens_T = torch.arange(PROMPT + 2 * ANSWER, device=device) % vocabulary
     try:
-        own_TV = _apart(exact, tokens_T)
+        reference_TV = _unpacked_logits(exact, tokens_T)
         model.set_attn_implementation(hf_interface.NAME)
         exact.set_attn_implementation(hf_interface.NAME)
         policy = Policy(exact, tokenizer=_NoTokenizer())
@@ -66,24 +66,27 @@ def check_attention(model: Any, *, name: str) -> None:
         positions_T[PROMPT + ANSWER :] -= ANSWER
         hidden_TM = policy.hidden(tokens_T, positions_T, layout)
     except (ValueError, TypeError, AttributeError, AssertionError, RuntimeError) as error:
-        raise ConfigError(f"the model {name!r} does not accept our attention: {first_line(error)}") from error
+        raise ConfigError(
+            f"the model {name!r} does not support groupwise's attention: {first_line(error)}; choose another "
+            "model"
+        ) from error
     if layout.seen != list(range(policy.layers)):
         raise ConfigError(
-            f"the model {name!r} is not supported: attention that can be replaced is called "
-            f"{len(layout.seen)} times in its {policy.layers} layers, and not once in each"
+            f"the model {name!r} is not supported: its {policy.layers} layers call replaceable attention "
+            f"{len(layout.seen)} times, not once each; choose another model"
         )
     if getattr(model.config.get_text_config(), "final_logit_softcapping", None):
-        raise ConfigError(f"the model {name!r} caps its logits, which is not supported")
-    difference = (policy.logits(hidden_TM).float() - own_TV).abs().max() / own_TV.abs().max()
+        raise ConfigError(f"the model {name!r} caps its logits, which is not supported; choose another model")
+    difference = (policy.logits(hidden_TM).float() - reference_TV).abs().max() / reference_TV.abs().max()
     if not difference < LIMIT:
         raise ConfigError(
             f"the model {name!r} computes attention or logits in a way that is not supported "
-            f"(its logits differ by {difference:.1e} of their size)"
+            f"(relative logit difference {difference:.1e}); choose another model"
         )
 
 
-def _apart(model: Any, tokens_T: Tensor) -> Tensor:
-    """The logits of the packed row as the model computes them: a pass for each member behind its prompt."""
+def _unpacked_logits(model: Any, tokens_T: Tensor) -> Tensor:
+    """Return the logits of the packed row from one pass of the model per member, each with its prompt."""
     first_T, second_T = tokens_T[: PROMPT + ANSWER], tokens_T[PROMPT + ANSWER :]
     first_TV = model(first_T[None]).logits[0]
     second_TV = model(torch.cat([tokens_T[:PROMPT], second_T])[None]).logits[0, PROMPT:]

@@ -1,8 +1,8 @@
-"""The hook into transformers: attention is whatever the `layout` passed to the model says it is.
+"""The hook into transformers: the `layout` passed to the model defines its attention.
 
-A layout (`PackedLayout` for training, `PagedLayout` for generation) travels as a keyword argument of
-the forward call down to every attention layer, so the Hugging Face module stays unmodified and
-there is no global state.
+A layout (`PackedLayout` for training, `PagedLayout` for generation) is a keyword argument of the
+forward call and reaches every attention layer. The Hugging Face module stays unmodified, and there
+is no global state.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers import AttentionInterface
 NAME = "groupwise"
 
 UNSUPPORTED = ("softcap", "s_aux")
-"""Attention variants that the layouts do not compute; a model that uses one is refused when it is loaded."""
+"""Attention options that layouts do not support; loading a model that uses one fails."""
 
 
 class Layout(Protocol):
@@ -41,9 +41,9 @@ def _attention(
 
 
 def register() -> None:
-    """Make `groupwise` a name that `set_attn_implementation` knows.
+    """Register `groupwise` as an attention implementation of transformers.
 
-    Attention without a mask function of its own gets no mask, which is right: the layouts do their own
-    masking, and looking for one would make a GPU wait.
+    Without a registered mask function, transformers builds no mask. Layouts do their own masking, and
+    building a mask would synchronize with the GPU.
     """
     AttentionInterface.register(NAME, _attention)

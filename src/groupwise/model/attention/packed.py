@@ -1,11 +1,11 @@
-"""Attention for training: one row without padding, each group's prompt computed once.
+"""Attention for training: one row without padding, with each group's prompt computed once.
 
-A packed row holds the prompt of every group, then what follows it in each of its members:
+A packed row holds the prompts of all groups, then the completions of all their members:
 
     [prompt 0][prompt 1]…[member 0.0][member 0.1]…[member 1.0]…
 
-A prompt's token sees the prompt so far. A member's token sees its group's prompt and the member so far:
-two attentions, merged. Either one is over segments that follow one another in the row.
+A prompt token attends to its prompt so far. A member token attends to its group's prompt and to its member so
+far: two attentions, merged by log-sum-exp. Both work on consecutive segments of the row.
 
 Axes: T tokens of the row, H query heads, K key heads, D head size.
 """
@@ -36,20 +36,20 @@ Parts = tuple[Attention, Attention | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLayout:
-    """Which tokens of the row attend to which."""
+    """Which tokens of the row attend to which others."""
 
     prompts: Integers
     """Length of each group's prompt."""
     members: Integers
-    """Length of each member, those left out that have no token of their own."""
+    """Length of each member, without empty members."""
     followers: Integers
-    """Length of all members of each group together."""
+    """Total length of each group's members."""
     device: torch.device
     _parts: dict[Kind, Parts] = field(default_factory=dict)
 
     @classmethod
     def build(cls, groups: Sequence[tuple[int, Sequence[int]]], *, device: torch.device) -> PackedLayout:
-        """Lay out groups given as (prompt length, member lengths), in the order of the row."""
+        """Build the layout of groups given as (prompt length, member lengths), in row order."""
         return cls(
             prompts=np.array([prompt for prompt, _ in groups], dtype=np.int64),
             members=np.array(
@@ -61,13 +61,13 @@ class PackedLayout:
 
     @property
     def prompt_tokens(self) -> int:
-        """The row's first tokens, all prompts; the others are members'."""
+        """Number of prompt tokens, which come first in the row."""
         return int(self.prompts.sum())
 
     def parts(self, kind: Kind) -> Parts:
-        """Attention of every prompt and member within itself, and of all members of a group to their prompt.
+        """Return the attention within each prompt and member, and that of members to their prompt.
 
-        Built for the first layer and used by all. Example: [(2, [1, 2])] is the row p0 p1 a0 b0 b1 ->
+        Built once and shared by all layers. Example: [(2, [1, 2])] is the row p0 p1 a0 b0 b1 ->
             within 0–1, 2, 3–4; across from 2–4 to 0–1
         """
         if kind not in self._parts:
@@ -80,14 +80,14 @@ class PackedLayout:
         return self._parts[kind]
 
     def attend(self, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, *, layer: int, scale: float) -> Tensor:
-        """Return the attention output_1THD; `layer` is not needed, nothing is cached."""
+        """Return the attention output_1THD; `layer` is unused because nothing is cached."""
         q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (q_1HTD, k_1KTD, v_1KTD))
         output_THD: Tensor = _PackedAttention.apply(q_THD, k_TKD, v_TKD, self, scale)  # type: ignore[no-untyped-call]
         return output_THD[None]
 
 
 class _PackedAttention(torch.autograd.Function):
-    """Attend within every segment, then from the members to their prompts, and merge the two."""
+    """Attend within every segment and from members to their prompts, and merge both."""
 
     @staticmethod
     def forward(

@@ -1,9 +1,10 @@
-"""Attention over segments of a row, laid side by side with little padding: for any device.
+"""Attention over consecutive segments of a row, as partial results that merge by log-sum-exp.
 
-Segments of like length go together, so that padding stays small however lengths vary.
+`VarlenAttention` uses the flash-attention kernel on a GPU. `PaddedAttention` works on any device: it pads
+blocks of segments of similar length, so padding stays small. The functions at the end compute one block.
 
-Axes: T query tokens, S key tokens, N places on a grid, B segments of a block, L longest of them, H query
-heads, K key heads, D head size.
+Axes: T query tokens, S key tokens, N cells of a padded grid, B segments of a block, L longest of them, H
+query heads, K key heads, D head size, Q queries of a block.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentGrid:
-    """Segments of a row side by side, in blocks [B, L] of segments of like length."""
+    """Padded blocks [B, L] of segments of similar length."""
 
     shapes: tuple[tuple[int, int], ...]
     token_N: Tensor
-    """The token at each place, block after block; some other token at an empty one."""
+    """Token index of each cell, block after block; token 0 in padding cells."""
     empty_N: Tensor
-    place_T: Tensor
-    """Where each token of the segments sits, in the order of the row."""
+    cell_T: Tensor
+    """Cell of each token, in row order."""
 
     @classmethod
     def build(cls, lengths: Integers, blocks: Sequence[Integers], *, device: torch.device) -> SegmentGrid:
-        """Lay out segments that follow one another; `blocks` says which go together."""
+        """Build the grid of consecutive segments; `blocks` lists the segments of each block."""
         starts = np.cumsum(lengths) - lengths
         shapes, tokens, filled = [], [], []
         for block in blocks:
@@ -44,27 +45,27 @@ class SegmentGrid:
             filled.append(filled_BL.ravel())
             shapes.append(filled_BL.shape)
         token_N, filled_N = np.concatenate(tokens), np.concatenate(filled)
-        place_T = np.flatnonzero(filled_N)
-        place_T = place_T[np.argsort(token_N[place_T])]
+        cell_T = np.flatnonzero(filled_N)
+        cell_T = cell_T[np.argsort(token_N[cell_T])]
         return cls(
             shapes=tuple(shapes),
             token_N=to_device(token_N, device),
             empty_N=to_device(~filled_N, device),
-            place_T=to_device(place_T, device),
+            cell_T=to_device(cell_T, device),
         )
 
     def lay(self, x_THD: Tensor) -> list[Tensor]:
-        """From the row to the blocks: a tensor [B, H, L, …] for each."""
+        """Scatter a row into blocks: a tensor [B, H, L, …] for each."""
         return self._blocks(x_THD.index_select(0, self.token_N))
 
     def lay_normaliser(self, lse_TH: Tensor) -> list[Tensor]:
-        """The same for a log-sum-exp; +inf at empty places keeps them out of every gradient."""
+        """Scatter a log-sum-exp into blocks; +inf in padding cells makes their gradients 0."""
         return self._blocks(
             lse_TH.index_select(0, self.token_N).masked_fill_(self.empty_N[:, None], torch.inf)
         )
 
     def masks(self, dtype: torch.dtype) -> list[Tensor]:
-        """What to add to the scores of these places as keys: 0, and -inf at empty ones; [B, 1, 1, L]."""
+        """Return additive key masks [B, 1, 1, L]: 0 for tokens, -inf for padding."""
         mask_N1 = torch.zeros(len(self.empty_N), 1, dtype=dtype, device=self.empty_N.device)
         return [
             block[:, :, None]
@@ -72,8 +73,8 @@ class SegmentGrid:
         ]
 
     def back(self, blocks: Sequence[Tensor]) -> Tensor:
-        """From the blocks to the row: [T, H, …]."""
-        return torch.cat([x.transpose(1, 2).flatten(0, 1) for x in blocks]).index_select(0, self.place_T)
+        """Gather blocks back into a row [T, H, …]."""
+        return torch.cat([x.transpose(1, 2).flatten(0, 1) for x in blocks]).index_select(0, self.cell_T)
 
     def _blocks(self, x_NH: Tensor) -> list[Tensor]:
         parts = torch.split(x_NH, [segments * longest for segments, longest in self.shapes])
@@ -84,18 +85,18 @@ class SegmentGrid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedAttention:
-    """Each segment of queries attends to the segment of keys of its number."""
+    """Attention of each query segment to the key segment with the same index, in padded blocks."""
 
     queries: SegmentGrid
     keys: SegmentGrid
     causal: bool
-    """Queries and keys are the same segments, and none looks ahead."""
+    """Causal attention; queries and keys are the same segments."""
 
     @classmethod
     def build(
         cls, queries: Integers, keys: Integers, *, causal: bool, device: torch.device
     ) -> PaddedAttention:
-        """For segments of these lengths that follow one another."""
+        """Build the attention of consecutive segments with these lengths."""
         blocks = alike(np.stack([queries, keys], axis=1))
         grid = SegmentGrid.build(queries, blocks, device=device)
         return cls(
@@ -128,7 +129,7 @@ class PaddedAttention:
         *,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq_THD, dk_SKD, dv_SKD), given the output and lse over these keys and any others."""
+        """Return (dq_THD, dk_SKD, dv_SKD), given the merged output and lse over these and other keys."""
         grad, q, output = map(self.queries.lay, (grad_THD, q_THD, output_THD))
         k, v, lse = self.keys.lay(k_SKD), self.keys.lay(v_SKD), self.queries.lay_normaliser(lse_TH)
         blocks = zip(grad, q, k, v, output, lse, strict=True)
@@ -140,14 +141,14 @@ class PaddedAttention:
         return self.queries.back(dq), self.keys.back(dk), self.keys.back(dv)
 
     def _masks(self, dtype: torch.dtype) -> Sequence[Tensor | None]:
-        """None is needed where nothing looks ahead: empty places are at the end."""
+        """Return the padding masks; causal attention needs none because padding is at the end."""
         return [None] * len(self.keys.shapes) if self.causal else self.keys.masks(dtype)
 
 
 def alike(sizes_SX: Integers) -> list[Integers]:
-    """Group segments, each given by one or more sizes, so that in a group no size is much over another.
+    """Group segments, each given by one or more sizes, into groups of similar sizes.
 
-    Sizes in one group differ by a factor of at most √2, those up to 16 not minded.
+    Sizes above 16 differ by a factor of at most √2 within a group.
     """
     classes_SX = np.ceil(2 * np.log2(np.maximum(sizes_SX, 16)))
     _, number_S = np.unique(classes_SX, axis=0, return_inverse=True)
@@ -158,17 +159,17 @@ LARGEST_HEAD = 256
 
 
 def fits(q_THD: Tensor) -> bool:
-    """Whether the kernel takes queries of this kind."""
+    """Whether the flash-attention kernel supports these queries."""
     half, size = q_THD.dtype in (torch.float16, torch.bfloat16), q_THD.shape[-1]
     return q_THD.device.type == "cuda" and half and size <= LARGEST_HEAD and size % 8 == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VarlenAttention:
-    """Each segment of queries attends to the segment of keys of its number."""
+    """Attention of each query segment to the key segment with the same index, by the varlen flash kernel."""
 
     starts_q: Tensor
-    """Where each segment of queries begins, and the end of the last."""
+    """Cumulative lengths of the query segments, starting with 0."""
     starts_k: Tensor
     longest_q: int
     longest_k: int
@@ -178,7 +179,7 @@ class VarlenAttention:
     def build(
         cls, queries: Integers, keys: Integers, *, causal: bool, device: torch.device
     ) -> VarlenAttention:
-        """For segments of these lengths that follow one another."""
+        """Build the attention of consecutive segments with these lengths."""
 
         def starts(lengths: Integers) -> Tensor:
             bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -211,7 +212,7 @@ class VarlenAttention:
         *,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq_THD, dk_SKD, dv_SKD), given the output and lse over these keys and any others."""
+        """Return (dq_THD, dk_SKD, dv_SKD), given the merged output and lse over these and other keys."""
         no_dropout = torch.empty(2, dtype=torch.uint64, device=q_THD.device)
         dq_THD, dk_SKD, dv_SKD = torch.ops.aten._flash_attention_backward(
             grad_THD,
@@ -241,7 +242,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 def attend(
     q_BHQD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, causal: bool, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return (output_BHQD, lse_BHQ); `mask` is added to the scores, `causal` needs Q == S."""
+    """Return (output_BHQD, lse_BHQ); `mask` is added to the scores, `causal` requires Q == S."""
     if q_BHQD.device.type != "cpu":
         return plain_attend(q_BHQD, k_BKSD, v_BKSD, causal=causal, mask=mask, scale=scale)
     output_BHQD, lse_BHQ = _flash(q_BHQD, k_BKSD, v_BKSD, 0.0, causal, attn_mask=mask, scale=scale)
@@ -262,9 +263,9 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v.
 
-    `output` and `lse` may be those of the merged attention over more keys than these: the weights
+    `output` and `lse` may be those of merged attention over more keys than these. The weights
     exp(score - lse) are then this part's share of the whole, and the gradients of the parts add up.
-    A query whose lse is +inf has weight 0 everywhere: it takes no part.
+    A query whose lse is +inf has weight 0 everywhere.
     """
     tensors = (grad_BHQD, q_BHQD, k_BKSD, v_BKSD, output_BHQD, lse_BHQ)
     if q_BHQD.device.type != "cpu":
@@ -274,7 +275,7 @@ def attend_backward(
 
 
 def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Join attention over two disjoint sets of keys into attention over their union."""
+    """Merge attention over two disjoint sets of keys into attention over their union."""
     (output_a, lse_a), (output_b, lse_b) = one, other
     share_b = torch.sigmoid(lse_b - lse_a).to(output_b.dtype)
     return torch.lerp(output_a, output_b, share_b[..., None]), torch.logaddexp(lse_a, lse_b)
@@ -283,7 +284,7 @@ def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Ten
 def plain_attend(
     q_BHQD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, causal: bool, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """`attend` for any device."""
+    """`attend` on any device."""
     scores_BHQS = _scores(q_BHQD, k_BKSD, causal=causal, mask=mask, scale=scale)
     lse_BHQ = torch.logsumexp(scores_BHQS, -1)
     weights_BHQS = (scores_BHQS - lse_BHQ[..., None]).exp().to(v_BKSD.dtype)
@@ -302,12 +303,12 @@ def plain_attend_backward(
     mask: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`attend_backward` for any device."""
+    """`attend_backward` on any device."""
     scores_BHQS = _scores(q_BHQD, k_BKSD, causal=causal, mask=mask, scale=scale)
     weights_BHQS = (scores_BHQS - lse_BHQ[..., None]).exp()
     delta_BHQ = (grad_BHQD * output_BHQD).sum(-1, dtype=torch.float32)
-    toward_BHQS = (grad_BHQD @ _per_query_head(v_BKSD, q_BHQD).transpose(-1, -2)).float()
-    dscores_BHQS = (weights_BHQS * (toward_BHQS - delta_BHQ[..., None]) * scale).to(q_BHQD.dtype)
+    dweights_BHQS = (grad_BHQD @ _per_query_head(v_BKSD, q_BHQD).transpose(-1, -2)).float()
+    dscores_BHQS = (weights_BHQS * (dweights_BHQS - delta_BHQ[..., None]) * scale).to(q_BHQD.dtype)
     dq_BHQD = dscores_BHQS @ _per_query_head(k_BKSD, q_BHQD)
     dk_BHSD = dscores_BHQS.transpose(-1, -2) @ q_BHQD
     dv_BHSD = weights_BHQS.to(grad_BHQD.dtype).transpose(-1, -2) @ grad_BHQD

@@ -1,10 +1,10 @@
-"""A policy trained through DeepSpeed (ZeRO): each process keeps a part of what training takes.
+"""Sharding with DeepSpeed ZeRO.
 
-Stage 1 divides the optimizer's state, 2 the gradient too, 3 all weights too. DeepSpeed wants to see
-every pass: the learner's passes run inside of a module that holds the model. It averages gradients over
-processes and over the passes of an update, while our losses are sums, divided once by the count of the whole
-batch; so losses are multiplied by the number of processes, each pass counts whole, and the step says when an
-update is over. What goes into files is whole and has the names it would have without DeepSpeed.
+Stage 1 shards the optimizer state, stage 2 also the gradients, stage 3 also the weights. DeepSpeed must see
+every pass, so the learner's passes run inside a module that wraps the model. DeepSpeed averages gradients
+over processes and passes, but our losses are sums that are already divided by the size of the whole batch.
+Losses are therefore multiplied by the number of processes, and gradient accumulation does not rescale them.
+Files hold full tensors under their usual names.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ T = TypeVar("T")
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
-"""What files call, beside a weight's moments, the float32 copy of a weight in half precision."""
+"""Key in files of the float32 master copy of a half-precision weight, beside its moments."""
 KEPT_WHOLE = 100_000
-"""Weights of so few numbers are gathered once a step, not for each pass: norms and biases."""
+"""Parameters with at most so many elements (norms, biases) are gathered once per step, not per pass."""
 
 
 class ZeroForward(nn.Module):
-    """The model as DeepSpeed is given it: any computation with its parts is a forward pass."""
+    """Module passed to DeepSpeed: its forward pass runs any computation with the model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -45,23 +45,25 @@ class ZeroForward(nn.Module):
 
 
 class ZeroEngine:
-    """DeepSpeed's engine around one model; until `start` the model is as it was."""
+    """DeepSpeed's engine around one model; the model is unchanged until `start`."""
 
     engine: Any = None
     optimizer: AdamW
     names: tuple[str, ...]
-    """Of the trained parameters."""
+    """Names of the trained parameters."""
     half: bool
-    """Whether they are in half precision, of which the optimizer then keeps copies in float32."""
+    """Whether they are in half precision; the optimizer then keeps float32 master copies."""
 
     def __init__(self, model: nn.Module, head: nn.Module, *, stage: int) -> None:
         if find_spec("deepspeed") is None:
-            raise ConfigError(f"run.parallel=zero{stage} takes a package: pip install 'groupwise[deepspeed]'")
+            raise ConfigError(
+                f"run.parallel=zero{stage} requires DeepSpeed: pip install 'groupwise[deepspeed]'"
+            )
         leave_to_torch(model)
         self.model, self.head, self.stage = model, head, stage
 
     def start(self, optimizer: AdamW, *, max_grad_norm: float, offload: bool) -> None:
-        """Divide what this stage divides; the optimizer then steps on this process's part."""
+        """Initialize DeepSpeed; the optimizer then steps on this process's shard."""
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.names = tuple(trained)
         self.half = any(p.dtype != torch.float32 for p in trained.values())
@@ -85,31 +87,31 @@ class ZeroEngine:
                 "gradient_clipping": max_grad_norm,
                 "bf16": {"enabled": self.half},
                 "zero_optimization": divided,
-                "zero_force_ds_cpu_optimizer": False,  # torch's steps there too, and needs no compiler
+                "zero_force_ds_cpu_optimizer": False,  # torch's AdamW also works and needs no compiler
             },
         )
         if self.stage == 3:
-            # The product with the output layer is fused with the loss, outside of the layer's own module.
+            # The output matmul is fused with the loss and runs outside of the layer's own module.
             for parameter in self.head.parameters():
                 deepspeed.zero.register_external_parameter(passes, parameter)
 
     def computing(self, compute: Callable[[], T]) -> T:
-        """Do a forward pass; all processes do it together."""
-        found: T = self.engine(compute)
-        return found
+        """Run a forward pass. Every process must call this."""
+        result: T = self.engine(compute)
+        return result
 
     def backward(self, loss: Tensor) -> None:
         self.engine.backward(loss * dist.get_world_size())
 
     def step(self) -> float:
-        """Clip the sum of everyone's gradients and step; returns its norm before clipping."""
+        """Clip the summed gradient, step, and return the gradient norm before clipping."""
         self.engine.step()
         norm = float(self.engine.get_global_grad_norm())
-        return norm if norm >= 0 else float("nan")  # DeepSpeed says -1 of a gradient that is not finite
+        return norm if norm >= 0 else float("nan")  # DeepSpeed returns -1 for a non-finite gradient
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Every process holds all weights while the block lasts; all must come by here together."""
+        """Gather all weights on every process inside this context. Every process must enter it."""
         if self.engine is None or self.stage < 3:
             yield
             return
@@ -119,7 +121,7 @@ class ZeroEngine:
             yield
 
     def gathered_state(self, model: nn.Module) -> dict[str, Tensor] | None:
-        """Give the first process, whole and on the CPU, what the model's files hold. None: all have it."""
+        """Return the full state dict on the CPU of rank 0. None: weights are not sharded."""
         if self.engine is None or self.stage < 3:
             return None
         from deepspeed.runtime.zero import GatheredParameters
@@ -133,27 +135,29 @@ class ZeroEngine:
         return {name: copies[id(tensor)] for name, tensor in state.items() if id(tensor) in copies}
 
     def optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Give the first process what `optimizer_tensors` returns of an optimizer that is not divided."""
+        """Return on rank 0 what `optimizer_tensors` returns for an unsharded optimizer."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         group = {**self.optimizer.param_groups[0], "params": list(self.names)}
         tensors: dict[str, Tensor] = {}
-        for state in list(self.optimizer.state.values())[:1]:  # none before the first step; all count alike
+        # The state is empty before the first step; all parameters have the same step count.
+        for state in list(self.optimizer.state.values())[:1]:
             for name in self.names:
                 parameter = self.model.get_parameter(name)
-                found = {"step": state["step"]}
-                found |= {key: safe_get_full_optimizer_state(parameter, key) for key in MOMENTS}
+                full = {"step": state["step"]}
+                full |= {key: safe_get_full_optimizer_state(parameter, key) for key in MOMENTS}
                 if self.half:
-                    found[MASTER] = safe_get_full_fp32_param(parameter)
+                    full[MASTER] = safe_get_full_fp32_param(parameter)
                 if dist.get_rank() == 0:
-                    tensors |= {f"{name}.{key}": value.to("cpu", copy=True) for key, value in found.items()}
+                    tensors |= {f"{name}.{key}": value.to("cpu", copy=True) for key, value in full.items()}
         return tensors, {"groups": [group]}
 
     def load_optimizer_state(self, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> None:
-        """Put back what `optimizer_state` gave, or what an optimizer that is not divided left."""
+        """Restore the state from `optimizer_state`, or that of an unsharded optimizer."""
         if tuple(name for group in settings["groups"] for name in group["params"]) != self.names:
             raise CheckpointError(
-                "the checkpoint's optimizer belongs to other parameters than this model trains"
+                "the checkpoint's optimizer state is for other parameters than this model trains; resume "
+                "with the run's own model and lora settings"
             )
         if not tensors:
             return
@@ -168,10 +172,10 @@ class ZeroEngine:
         for name in self.names:
             for key in (*MOMENTS, MASTER) if self.half else MOMENTS:
                 if f"{name}.{key}" in tensors:
-                    self._put_back(self.model.get_parameter(name), key, tensors[f"{name}.{key}"])
+                    self._restore(self.model.get_parameter(name), key, tensors[f"{name}.{key}"])
 
-    def _put_back(self, parameter: Any, key: str, whole: Tensor) -> None:
-        """Keep this process's part of one of the optimizer's tensors."""
+    def _restore(self, parameter: Any, key: str, whole: Tensor) -> None:
+        """Store this process's shard of one of the optimizer's tensors."""
         from deepspeed import utils
 
         if self.stage < 3:
@@ -190,18 +194,18 @@ class ZeroEngine:
 
 
 def quiet_deepspeed(device: torch.device) -> Any:
-    """Import DeepSpeed for the device that the policy is on, and let it talk over the processes there are."""
+    """Import DeepSpeed for the policy's device and attach it to the existing process group."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
-    # It calls torch by names that torch is about to change, and torch says so at every pass.
+    # DeepSpeed uses deprecated torch functions, and torch warns at every pass.
     warnings.filterwarnings("ignore", message=r".*torch\.distributed.*is deprecated", category=FutureWarning)
     import deepspeed
 
     if device.type == "cpu":
-        deepspeed.ops.__compatible_ops__ = {}  # else it compiles a way of its own for processes to talk
+        deepspeed.ops.__compatible_ops__ = {}  # otherwise it compiles its own communication backend
     deepspeed.init_distributed(verbose=False)
     return deepspeed
 
 
 def without_masters(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """An optimizer's tensors as one without DeepSpeed has them: it steps on the weights themselves."""
+    """Return optimizer tensors without master copies, for an optimizer that steps on the weights directly."""
     return {key: tensor for key, tensor in tensors.items() if not key.endswith(f".{MASTER}")}

@@ -1,9 +1,8 @@
-"""A policy divided among processes (FSDP2): each holds a part of every decoder layer.
+"""Sharding with FSDP2: each process holds a shard of every decoder layer.
 
-Torch's `fully_shard` gathers a layer just before it computes, frees it afterwards, and adds up its gradient
-over all processes, each keeping its own part. The optimizer sees plain tensors: the parts themselves.
-Embeddings, the last norm and the output layer stay whole everywhere: the output layer's product is fused with
-the loss and happens outside of any module.
+Torch's `fully_shard` gathers a layer just before its forward pass, frees it afterwards, and reduce-scatters
+its gradient. The optimizer steps on the local shards, which are plain tensors. Embeddings, the last norm and
+the output layer are replicated: the output matmul is fused with the loss and runs outside of any module.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from groupwise.model.ops.checkpointing import leave_to_torch
 
 
 class FSDPShards:
-    """The divided layers of one model."""
+    """The sharded layers of one model."""
 
     def __init__(self, model: nn.Module, decoder: Any, *, device: torch.device) -> None:
         leave_to_torch(model)
@@ -35,18 +34,18 @@ class FSDPShards:
         fully_shard(decoder, mesh=self.mesh, ignored_params=whole)
         self.modules = [module for module in decoder.modules() if isinstance(module, FSDPModule)]
         for module in self.modules:
-            # Losses are sums over the whole batch: so are gradients.
+            # Losses are sums over the whole batch, so gradients are summed, not averaged.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         self.divided: dict[str, DTensor] = {
             name: p for name, p in model.named_parameters() if p.requires_grad and isinstance(p, DTensor)
         }
         self.parts = {name: nn.Parameter(p.to_local().detach()) for name, p in self.divided.items()}
-        """By name, this process's part: what its optimizer steps on, in the memory of the parameter."""
+        """This process's shards by name; the optimizer steps on them, in the parameters' memory."""
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Every process holds all of every layer while the block lasts; all must come by here together."""
+        """Gather all layers on every process inside this context. Every process must enter it."""
         for module in self.modules:
             module.unshard()
             module.set_reshard_after_forward(False, recurse=False)
@@ -58,14 +57,14 @@ class FSDPShards:
                 module.reshard()
 
     def take_gradients(self) -> None:
-        """Give each part its part of the gradient."""
+        """Move the gradient shards to the local shards."""
         for name, parameter in self.divided.items():
             gradient = parameter.grad
             self.parts[name].grad = gradient.to_local() if isinstance(gradient, DTensor) else None
             parameter.grad = None
 
     def gathered(self, name: str, part: Tensor) -> Tensor:
-        """Return a tensor that is divided like this parameter whole, on the CPU."""
+        """Return the full tensor on the CPU, given this process's shard; sharded like this parameter."""
         like = self.divided[name]
         spread = DTensor.from_local(
             part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
@@ -73,20 +72,20 @@ class FSDPShards:
         return spread.full_tensor().cpu()
 
     def gathered_state(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return everything that the model's files hold, whole, on the CPU."""
+        """Return the full state dict on the CPU."""
         return {
             name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
             for name, tensor in model.state_dict().items()
         }
 
     def own_part(self, name: str, whole: Tensor) -> Tensor:
-        """Undo `gathered`."""
+        """Return this process's shard of a full tensor: the inverse of `gathered`."""
         like = self.divided[name]
         spread = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
         return spread.to_local().clone()
 
     def norm(self, whole: list[Tensor]) -> Tensor:
-        """Return the norm of the gradient: its parts everywhere, and what every process has whole."""
+        """Return the global gradient norm over all shards and the replicated gradients `whole`."""
         gradients = [part.grad for part in self.parts.values() if part.grad is not None]
         device = (gradients or whole)[0].device
         square = torch.zeros((), device=device)
@@ -99,5 +98,5 @@ class FSDPShards:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part of a divided tensor; any other as it is."""
+    """Return this process's shard of a DTensor; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,17 +1,16 @@
-"""Operations of a decoder, in fewer passes over memory than autograd makes.
+"""Fused decoder operations: fewer passes over memory than autograd's.
 
 Modules in reading order:
 
-    equivalence     does a fast operation compute what the original module computes? Checked in float32
+    equivalence     checks in float32 that a fused operation matches the original module
     rmsnorm         RMSNorm
-    rotary          rotary attention
-    swiglu          the gated SiLU block
+    rotary          attention with rotary embeddings
+    swiglu          the SwiGLU block
     lora_linear     linear layers with and without LoRA
     checkpointing   gradient checkpointing
     logits          logits in float32; temperature, top-k, top-p and min-p
     logprobs        log-probabilities and entropies without [tokens × vocabulary] in memory
     triton_kernels  the Triton kernels of these operations
 
-To add an operation, write it beside a check by `equivalence.computes_the_same`, and call it in
-`model.load.use_fused_ops`.
+To add an operation, check it with `equivalence.computes_the_same` and call it in `model.load.use_fused_ops`.
 """

@@ -1,4 +1,8 @@
-"""A model in training or evaluation mode for as long as a block lasts."""
+"""Checks that a fused operation matches the original module, and tools for such checks.
+
+`in_mode` switches training mode temporarily. `float32_excerpt` makes a small float32 copy of a model.
+`draws_noise` detects dropout and the like.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Afterwards every module is in the mode it was in."""
+    """Set training or evaluation mode inside this context, and restore every module's mode afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.train(training)
     try:
@@ -30,52 +34,52 @@ def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 
 SCALES = (1.0, 16.0)
-"""Of inputs: what is clamped shows in large ones."""
+"""Scales of the test input: large inputs reveal clamping."""
 LIMIT = 1e-3
-"""Of the difference, relative to the result."""
+"""Largest allowed difference, relative to the result."""
 
 Pass = Callable[[Any, Tensor], Tensor]
 
 
 @torch.no_grad()
-def computes_the_same(module: nn.Module, x: Tensor, own: Pass, short: Pass) -> bool:
-    """Whether two passes of a module agree on an input in float32, scaled, in evaluation and in training."""
+def computes_the_same(module: nn.Module, x: Tensor, original: Pass, fused: Pass) -> bool:
+    """Whether two forward passes of a module agree in float32, in evaluation and in training mode."""
     exact = _in_float32(module)
     with torch.random.fork_rng([x.device] if x.is_cuda else []):
         for training in (False, True):
             with in_mode(exact, training=training):
-                if not all(_agree(exact, scale * x, own, short) for scale in SCALES):
+                if not all(_agree(exact, scale * x, original, fused) for scale in SCALES):
                     return False
     return True
 
 
-def _agree(module: nn.Module, x: Tensor, own: Pass, short: Pass) -> bool:
+def _agree(module: nn.Module, x: Tensor, original: Pass, fused: Pass) -> bool:
     try:
-        ours, theirs = short(module, x), own(module, x)
-        # A result of zeros, as new layers may have, tells nothing.
-        return bool(theirs.norm() > 0 and (ours - theirs).norm() <= LIMIT * theirs.norm())
+        result, expected = fused(module, x), original(module, x)
+        # A result of zeros, as of freshly initialized layers, proves nothing.
+        return bool(expected.norm() > 0 and (result - expected).norm() <= LIMIT * expected.norm())
     except (TypeError, RuntimeError, AttributeError, ValueError, LookupError):
-        return False  # it asks for more than what it is given, or has parts of another kind
+        return False  # the module needs other arguments or has other submodules
 
 
 def _in_float32(module: nn.Module) -> nn.Module:
-    """A copy, unless it is so already; quantized weights are unpacked to the precision of their input."""
+    """Return the module, or a float32 copy; quantized layers compute in the dtype of their input."""
     if is_quantized_model(module) or all(p.dtype == torch.float32 for p in module.parameters()):
         return module
     return copy.deepcopy(module).float()
 
 
 MOST_LAYERS = 8
-"""Enough for every pattern of layers in use: dense before experts, five windows to one full attention."""
+"""Enough for every layer pattern in use: dense before experts, five sliding windows per full attention."""
 Kind = tuple[tuple[str, tuple[tuple[str, object], ...]], ...]
 
 
 @torch.no_grad()
 def float32_excerpt(model: Any, *, tokens: int) -> Any:
-    """Copy the first layers of a model in float32, with a vocabulary of `tokens` of its tokens.
+    """Return a float32 copy of a model's first layers, with a vocabulary of `tokens` of its tokens.
 
-    The tokens are spread over the whole vocabulary: the first ones are untrained in many models.
-    The copy is the same class with the same config, and it shares no memory with the model.
+    The tokens are spread over the whole vocabulary, because the first ones are untrained in many models.
+    The copy has the same class and config, and shares no memory with the model.
     """
     memo: dict[int, Any] = {}
     layers = _decoder_layers(model)
@@ -92,20 +96,20 @@ def float32_excerpt(model: Any, *, tokens: int) -> Any:
     excerpt = copy.deepcopy(model, memo)
     if layers is not None:
         excerpt.config.get_text_config().num_hidden_layers = len(memo[id(layers)])
-    excerpt.get_input_embeddings().padding_idx = None  # it may lie outside of the excerpt
-    nn.Module.float(excerpt)  # transformers refuses this for quantized models, whose weights stay as they are
+    excerpt.get_input_embeddings().padding_idx = None  # it may be outside of the excerpt's vocabulary
+    nn.Module.float(excerpt)  # transformers' own `float` rejects quantized models
     return excerpt
 
 
 def _decoder_layers(model: Any) -> nn.ModuleList | None:
-    """Return the list of a model's decoder layers, whatever its family calls it."""
+    """Return a model's list of decoder layers, whatever its attribute is called."""
     count = model.config.get_text_config().num_hidden_layers
     lists = (child for child in model.get_decoder().children() if isinstance(child, nn.ModuleList))
     return next((child for child in lists if len(child) == count), None)
 
 
 def _first_of_each_kind(layers: nn.ModuleList) -> int:
-    """How many of the first layers hold one layer of each kind."""
+    """Return how many of the first layers include one of each kind."""
     kinds: dict[Kind, int] = {}
     for number, layer in enumerate(layers, start=1):
         kinds.setdefault(_kind(layer), number)
@@ -113,7 +117,7 @@ def _first_of_each_kind(layers: nn.ModuleList) -> int:
 
 
 def _kind(layer: nn.Module) -> Kind:
-    """What tells layers apart: their modules and the plain attributes of these, without the layer index."""
+    """Return a layer's kind: its modules and their plain attributes, without the layer index."""
     return tuple(
         (
             type(module).__name__,
@@ -132,15 +136,15 @@ TOKENS = 8
 
 @torch.no_grad()
 def compute_short_row(policy: Policy) -> None:
-    """A forward pass in training mode, through every layer."""
-    places_T = torch.arange(TOKENS, device=policy.device)
+    """Run a short forward pass through every layer in training mode."""
+    positions_T = torch.arange(TOKENS, device=policy.device)
     layout = PackedLayout.build([(TOKENS, ())], device=policy.device)
     with in_mode(policy.model, training=True):
-        policy.hidden(places_T % len(policy.head_weight), places_T, layout)
+        policy.hidden(positions_T % len(policy.head_weight), positions_T, layout)
 
 
 def draws_noise(policy: Policy) -> bool:
-    """Compute a short row, and see whether a generator of random numbers has moved."""
+    """Whether a forward pass in training mode advances a random number generator."""
     device = policy.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         before = _states(device)

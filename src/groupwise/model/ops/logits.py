@@ -1,8 +1,8 @@
-"""The output layer's logits, in float32 whatever the weights are in.
+"""Logits in float32 for weights of any dtype, and the sampling distribution derived from them.
 
-A bfloat16 between 16 and 32, where the logits of likely tokens are, is 1/8 from the next: rounded to that,
-the log-probabilities that two kernels give one token differ by some 0.05 nats. A GPU adds products up in
-float32 anyway and only has to write them down as they are.
+Between 16 and 32, where the logits of likely tokens are, bfloat16 values are 1/8 apart. With logits rounded
+to bfloat16, the log-probabilities of two kernels differ by about 0.05 nats. A GPU accumulates in float32
+anyway and only has to store the sums unrounded.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ def float_logits(hidden_NM: Tensor, weight_VM: Tensor, bias_V: Tensor | None) ->
 
 
 def chunks(tokens_N: Tensor, weight_VM: Tensor, logits: int) -> list[slice]:
-    """Parts of the tokens with at most so many logits each."""
+    """Split tokens into slices with at most `logits` logits each."""
     size = max(1, logits // weight_VM.shape[0])
     return [slice(start, start + size) for start in range(0, len(tokens_N), size)]
 
 
 def scaled_logits(logits_NV: Tensor, sampling: Sampling, *, keep_N: Tensor | None = None) -> Tensor:
-    """Return float32 logits whose softmax is the sampling distribution; tokens never drawn have -inf.
+    """Return float32 logits whose softmax is the sampling distribution; excluded tokens have -inf.
 
-    Order: temperature, then top-k, top-p and min-p, each on what the one before left; equals of the
-    k-th token all stay. A greedy choice is measured by the distribution at temperature 1, untruncated.
-    `keep_N` names a token of each row that stays possible: when training, the token that was drawn,
-    which rounding or an update since may have put just outside.
+    Order: temperature, then top-k, top-p and min-p, each on the remaining tokens; ties with the k-th
+    token all stay. Greedy sampling uses the distribution at temperature 1, without truncation.
+    `keep_N` is a token of each row that is never excluded. In training it is the sampled token, which
+    rounding or an update may have moved just outside of the distribution.
     """
     logits_NV = logits_NV.float()
     if sampling.greedy:
@@ -50,13 +50,13 @@ def scaled_logits(logits_NV: Tensor, sampling: Sampling, *, keep_N: Tensor | Non
         threshold_N1 = logits_NV.topk(sampling.top_k, dim=-1).values[:, -1:]
         allowed_NV &= logits_NV >= threshold_N1
     if sampling.top_p < 1.0:
-        kept = logits_NV.masked_fill(~allowed_NV, float("-inf"))
-        sorted_NV, order_NV = kept.softmax(-1).sort(dim=-1, descending=True, stable=True)
-        # A token stays while the mass before it is short of top_p, so the likeliest always does.
+        remaining_NV = logits_NV.masked_fill(~allowed_NV, float("-inf"))
+        sorted_NV, order_NV = remaining_NV.softmax(-1).sort(dim=-1, descending=True, stable=True)
+        # A token stays while the mass before it is below top_p, so the most likely token always stays.
         short_NV = sorted_NV.cumsum(-1) - sorted_NV < sampling.top_p
         allowed_NV &= torch.zeros_like(short_NV).scatter(1, order_NV, short_NV)
     if sampling.min_p > 0.0:
-        # The ratio to the likeliest is a difference of logits, whatever else was left out.
+        # A probability ratio is a logit difference, whichever tokens are excluded.
         allowed_NV &= logits_NV >= logits_NV.amax(-1, keepdim=True) + math.log(sampling.min_p)
     if keep_N is not None:
         allowed_NV.scatter_(1, keep_N[:, None], True)
@@ -64,5 +64,5 @@ def scaled_logits(logits_NV: Tensor, sampling: Sampling, *, keep_N: Tensor | Non
 
 
 def entropy(logprobs_NV: Tensor) -> Tensor:
-    """Return the entropy_N in nats, counting impossible tokens as 0."""
+    """Return the entropy_N in nats; excluded tokens count as 0."""
     return -(logprobs_NV.exp() * logprobs_NV.nan_to_num(neginf=0.0)).sum(-1)

@@ -1,9 +1,9 @@
-"""Log-probabilities of chosen tokens without ever holding [tokens x vocabulary] logits.
+"""Log-probabilities and entropies of given tokens without [tokens x vocabulary] logits in memory.
 
-The output layer runs on a few hundred tokens at a time. A frozen output layer (adapters) leaves only
-one gradient, that of the hidden states, and it is ready as soon as the probabilities are: the forward
-pass keeps it. Otherwise the backward pass computes each chunk's probabilities again, which costs one
-more product with the output layer and saves its whole activation.
+The output layer runs on a few hundred tokens at a time. With a frozen output layer (LoRA), only the
+hidden states need a gradient, and the forward pass computes and keeps it. Otherwise the backward pass
+recomputes the probabilities of each chunk. That costs one more matmul with the output layer and saves
+the memory of its activations.
 
 Axes: N trained tokens, C tokens of a chunk, M hidden size, V vocabulary.
 """
@@ -20,7 +20,7 @@ from groupwise.model.ops.logits import chunks, float_logits, scaled_logits
 from groupwise.records import Sampling
 
 CHUNK_LOGITS = 1 << 23
-"""Logits held at once: 32 MB in float32."""
+"""Logits in memory at once: 32 MB in float32."""
 
 
 def token_logprobs(
@@ -34,7 +34,7 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return (logprobs_N, entropy_N) of `tokens_N` under the sampling distribution.
 
-    The log-probabilities carry gradient; the entropy does so when `entropy_gradient` asks for it.
+    The log-probabilities carry a gradient; the entropy carries one only with `entropy_gradient`.
     """
     if has_kernels(hidden_NM) and not sampling.truncates and not entropy_gradient:
         from groupwise.model.ops.triton_kernels import FusedTokenLogprobs
@@ -135,7 +135,7 @@ def _dlogits(
     entropy_C: Tensor,
     sampling: Sampling,
 ) -> Tensor:
-    """Return the gradient of the logits before temperature; `logprobs_CV` is used up.
+    """Return the gradient of the logits before temperature; overwrites `logprobs_CV`.
 
     d logprob / d logit_j = [j is the token] - p_j;  d entropy / d logit_j = -p_j (log p_j + entropy)
     """
@@ -158,12 +158,12 @@ def _logits(
 
 
 def _finite(logits_CV: Tensor, sampling: Sampling) -> Tensor:
-    """Tokens that cannot be drawn have probability 0 and logit -inf; with logit 0 their product is 0."""
+    """Replace logits of -inf by 0, so that their product with a probability of 0 is 0, not NaN."""
     return logits_CV.nan_to_num_(neginf=0.0) if sampling.truncates else logits_CV
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a matrix product; in float32 without holding it."""
+    """Add a matrix product to `total`, in place if the dtypes are equal."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     else:

@@ -1,10 +1,10 @@
-"""Linear layers, with LoRA or without, in fewer passes over memory; on PEFT's own modules and weights.
+"""Fused linear layers with and without LoRA, on PEFT's own modules and weights.
 
-PEFT computes `base(x) + B(A(x)) * scaling`: three results the size of the output, and as many gradients.
-Here the large product is added to the low-rank one while it is computed, forward and backward, and layers
-with one input add to one gradient of it. PEFT keeps adapters in float32 beside a model in half precision and
-multiplies in float32 there; here the products are in the model's precision, and the adapters, their gradients
-and the optimizer in float32.
+PEFT computes `base(x) + B(A(x)) * scaling`: three tensors of the output size, and as many gradients. Here the
+base matmul accumulates into the low-rank result, forward and backward, and layers that share an input
+accumulate into one input gradient. Beside a half-precision model, PEFT keeps adapters in float32 and also
+multiplies in float32. Here matmuls are in the model's dtype, while adapters, their gradients and the
+optimizer stay in float32.
 
 Axes: N tokens, I inputs, O outputs, R rank.
 """
@@ -27,7 +27,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def adapt_in_place(model: nn.Module) -> None:
-    """Give every plain LoRA layer the shorter passes; others (dropout, variants) keep PEFT's."""
+    """Replace the forward pass of every plain LoRA layer; layers with dropout or variants keep PEFT's."""
     for module in model.modules():
         if not is_adapted(module) or getattr(module, "lora_variant", True):
             continue
@@ -43,26 +43,26 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
     if layer.disable_adapters or layer.merged:
         output: Tensor = layer.base_layer(x)
         return output
-    (y,) = _together(x, [_adapted(layer)])
+    (y,) = _apply(x, [_adapted(layer)])
     return y
 
 
 def project(x: Tensor, layers: Sequence[Any]) -> Sequence[Tensor]:
-    """What each of some layers makes of one input."""
+    """Apply several layers to one input."""
     lines = [lora_linear_of(layer) for layer in layers]
     known = [line for line in lines if line is not None]
-    return _together(x, known) if len(known) == len(lines) else [layer(x) for layer in layers]
+    return _apply(x, known) if len(known) == len(lines) else [layer(x) for layer in layers]
 
 
-def _together(x: Tensor, lines: Sequence[LoRALinear]) -> list[Tensor]:
-    found = _SharedInputLinears.apply(x.flatten(0, -2), lines, *trained_tensors(lines))  # type: ignore[no-untyped-call]
-    return [y_NO.view(*x.shape[:-1], y_NO.shape[-1]) for y_NO in found]
+def _apply(x: Tensor, lines: Sequence[LoRALinear]) -> list[Tensor]:
+    outputs = _SharedInputLinears.apply(x.flatten(0, -2), lines, *trained_tensors(lines))  # type: ignore[no-untyped-call]
+    return [y_NO.view(*x.shape[:-1], y_NO.shape[-1]) for y_NO in outputs]
 
 
 def lora_linear_of(layer: Any) -> LoRALinear | None:
-    """What a layer computes, or None for one that has to be called."""
+    """Return a layer as a `LoRALinear`, or None for one that must be called as a module."""
     if any(getattr(layer, hooks) for hooks in HOOKS):
-        return None  # someone wants to see its passes: DeepSpeed does
+        return None  # hooks must see its passes, such as DeepSpeed's
     forward = vars(layer).get("forward")
     if getattr(forward, "__func__", None) is _forward:
         return LoRALinear(layer.base_layer) if layer.disable_adapters or layer.merged else _adapted(layer)
@@ -79,16 +79,16 @@ def _adapted(layer: Any) -> LoRALinear:
 
 @dataclass(frozen=True, slots=True)
 class LoRALinear:
-    """x Wᵀ + bias, or with a frozen W, which may be quantized, + scale · (x Aᵀ) Bᵀ."""
+    """x Wᵀ + bias; or, with a frozen and possibly quantized W, x Wᵀ + bias + scale · (x Aᵀ) Bᵀ."""
 
     base: Any
-    """The layer that has W and the bias: what is quantized is unpacked for each product."""
+    """The layer with W and the bias; a quantized W is dequantized for each matmul."""
     a_RI: Tensor | None = None
     b_OR: Tensor | None = None
     scale: float = 1.0
 
     def rounded(self, dtype: torch.dtype) -> LoRALinear:
-        """With the adapter in the precision of a pass."""
+        """Return the layer with its adapter cast to `dtype`."""
         if self.a_RI is None or self.b_OR is None:
             return self
         return LoRALinear(self.base, self.a_RI.to(dtype), self.b_OR.to(dtype), self.scale)
@@ -97,7 +97,7 @@ class LoRALinear:
         return plain_weight(self.base).to(like.dtype)
 
     def product(self, x_NI: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (y_NO, low_NR), where `low` is what lies between A and B, scaled."""
+        """Return (y_NO, low_NR), where `low` is the scaled product x Aᵀ."""
         bias_O = None if self.base.bias is None else self.base.bias.to(x_NI.dtype)
         low_NR = self.low(x_NI)
         if low_NR is None:
@@ -112,7 +112,7 @@ class LoRALinear:
         return None if self.b_OR is None else _scaled_product(dy_NO, self.b_OR, self.scale)
 
     def input_gradient(self, dx_NI: Tensor, dy_NO: Tensor, dlow_NR: Tensor | None, *, add: bool) -> None:
-        """Write the input's gradient to dx, or add it to what is there."""
+        """Write the input's gradient to dx, or add it with `add`."""
         if dlow_NR is not None:
             dx_NI.addmm_(dlow_NR, self.a_RI, beta=int(add))  # type: ignore[arg-type]
         dx_NI.addmm_(dy_NO, self._weight(dy_NO), beta=int(add or dlow_NR is not None))
@@ -126,7 +126,7 @@ class LoRALinear:
         *,
         wanted: Sequence[bool],
     ) -> list[Tensor | None]:
-        """Those of weight, bias, A and B, as far as they are wanted; an adapter's in float32."""
+        """Return the wanted gradients of weight, bias, A and B; those of the adapter in float32."""
         return [
             dy_NO.T @ x_NI if wanted[0] else None,
             dy_NO.sum(0) if wanted[1] else None,
@@ -144,7 +144,7 @@ class LoRALinear:
         add: bool,
         wanted: Sequence[bool],
     ) -> list[Tensor | None]:
-        """Write the input's gradient to dx, or add it, and return the others."""
+        """Write the input's gradient to dx, or add it, and return the parameter gradients."""
         dlow_NR = self.low_gradient(dy_NO)
         if dx_NI is not None:
             self.input_gradient(dx_NI, dy_NO, dlow_NR, add=add)
@@ -152,38 +152,38 @@ class LoRALinear:
 
 
 def wanted_of(lines: Sequence[LoRALinear], needs_gradient: Sequence[bool]) -> list[Sequence[bool]]:
-    """Which of its tensors each line wants gradients of; those of `trained_tensors` were given last."""
+    """Split autograd's `needs_input_grad` by layer; `trained_tensors` are the last arguments."""
     flags = needs_gradient[len(needs_gradient) - 4 * len(lines) :]
     return [flags[4 * i : 4 * i + 4] for i in range(len(lines))]
 
 
 def trained_tensors(lines: Iterable[LoRALinear]) -> list[Tensor | None]:
-    """Weight, bias, A and B of each line, where autograd is to ask for their gradients."""
+    """Return weight, bias, A and B of each layer, with None for those that need no gradient."""
     tensors = [t for line in lines for t in (line.base.weight, line.base.bias, line.a_RI, line.b_OR)]
     return [t if t is not None and t.requires_grad else None for t in tensors]
 
 
 def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
-    """scale · left @ right, in one launch: what is multiplied by nothing is not read."""
+    """Return scale · left @ right in one launch; with beta=0 the first argument is not read."""
     return torch.addmm(left.new_empty(1), left, right, beta=0, alpha=scale)
 
 
 def _whole_product(left: Tensor, right: Tensor) -> Tensor:
-    """A matrix product in float32 at the least, as a GPU sums it anyway."""
+    """Return a matrix product in float32 or better; a GPU accumulates in float32 anyway."""
     if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(left, right, out_dtype=torch.float32)
     return left @ right
 
 
 class _SharedInputLinears(torch.autograd.Function):
-    """Some lines with one input."""
+    """Several linear layers with one input, and one accumulated input gradient."""
 
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, lines: Sequence[LoRALinear], *_: Tensor | None) -> tuple[Tensor, ...]:
         ctx.lines = [line.rounded(x_NI.dtype) for line in lines]
-        found = [line.product(x_NI) for line in ctx.lines]
-        ctx.save_for_backward(x_NI, *(low_NR for _, low_NR in found))
-        return tuple(y_NO for y_NO, _ in found)
+        products = [line.product(x_NI) for line in ctx.lines]
+        ctx.save_for_backward(x_NI, *(low_NR for _, low_NR in products))
+        return tuple(y_NO for y_NO, _ in products)
 
     @staticmethod
     @once_differentiable

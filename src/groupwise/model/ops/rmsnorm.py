@@ -1,7 +1,7 @@
-"""RMSNorm in fewer passes over memory than autograd makes of it.
+"""Fused RMSNorm: fewer passes over memory than autograd's.
 
-A small model spends a tenth of its update in norms, all of it waiting for memory. A GPU has torch's kernel
-for it; on a CPU that is slower than what is written here.
+A small model spends a tenth of its update in norms, which are memory-bound. On a GPU this uses torch's
+kernel; on a CPU that kernel is slower than the implementation here.
 
 Axes: N tokens, M hidden size.
 """
@@ -19,30 +19,30 @@ from groupwise.model.ops.equivalence import computes_the_same
 
 
 def use_fused_rmsnorm(model: nn.Module) -> None:
-    """Give every module that computes a plain RMSNorm the shorter passes; others stay as they are."""
+    """Replace the forward pass of every plain RMSNorm; leave other modules unchanged."""
     for module in model.modules():
         weight: Any = getattr(module, "weight", None)
         plain = isinstance(getattr(module, "variance_epsilon", None), float) and weight.dim() == 1
         if not plain:
             continue
-        short = _on_a_gpu if weight.device.type == "cuda" else _on_a_cpu
-        if (weight.device.type == "cuda" or weight.dtype == torch.float32) and _is_plain(module, short):
-            module.forward = MethodType(short, module)
+        fused = _forward_gpu if weight.device.type == "cuda" else _forward_cpu
+        if (weight.device.type == "cuda" or weight.dtype == torch.float32) and _is_plain(module, fused):
+            module.forward = MethodType(fused, module)
 
 
-def _on_a_cpu(module: Any, x: Tensor) -> Tensor:
+def _forward_cpu(module: Any, x: Tensor) -> Tensor:
     y: Tensor = _RMSNorm.apply(x, module.weight, module.variance_epsilon)  # type: ignore[no-untyped-call]
     return y
 
 
-def _on_a_gpu(module: Any, x: Tensor) -> Tensor:
+def _forward_gpu(module: Any, x: Tensor) -> Tensor:
     return nn.functional.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
 
 
-def _is_plain(module: Any, short: Callable[[Any, Tensor], Tensor]) -> bool:
+def _is_plain(module: Any, fused: Callable[[Any, Tensor], Tensor]) -> bool:
     width, device = len(module.weight), module.weight.device
     x_NM = torch.linspace(-2.0, 3.0, 2 * width, device=device).view(2, -1)
-    return computes_the_same(module, x_NM, lambda one, x: one(x), short)
+    return computes_the_same(module, x_NM, lambda one, x: one(x), fused)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -1,7 +1,7 @@
-"""Rotary attention in fewer passes over memory than autograd makes of it.
+"""Fused attention with rotary embeddings: fewer passes over memory than autograd's.
 
-transformers turns queries and keys with five operations each, and autograd needs six more to go back;
-two do, either way.
+transformers rotates queries and keys with five operations each, and autograd needs six more in the backward
+pass. Here, two suffice in either direction.
 
 Axes: T tokens, N heads, D head size, M hidden size.
 """
@@ -24,8 +24,8 @@ PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling", "layer_i
 
 
 def use_fused_rotary(model: nn.Module) -> None:
-    """Give every module that computes plain rotary attention the shorter passes; others stay as they are."""
-    # Weights that are quantized are of another type than what they stand for.
+    """Replace the forward pass of every plain rotary attention; leave other modules unchanged."""
+    # Take a floating-point parameter: quantized weights have an integer dtype.
     like = next((p for p in model.parameters() if p.is_floating_point()), None)
     if like is None or (like.device.type != "cuda" and like.dtype != torch.float32):
         return
@@ -35,38 +35,38 @@ def use_fused_rotary(model: nn.Module) -> None:
 
 
 def rotate(x_TND: Tensor, cos_T1D: Tensor, first_T1D: Tensor, second_T1D: Tensor) -> Tensor:
-    """Scale every head by `cos`, and add each half of it, scaled, to the other half.
+    """Multiply every head by `cos`, and add each half of it, scaled, to the other half.
 
-    `first` scales what the first half gets, `second` what the second half gets, each half a head wide.
+    `first` scales what is added to the first half, `second` what is added to the second half.
     """
     half = x_TND.shape[-1] // 2
-    turned_TND = x_TND * cos_T1D
-    turned_TND[..., :half].addcmul_(x_TND[..., half:], first_T1D)
-    turned_TND[..., half:].addcmul_(x_TND[..., :half], second_T1D)
-    return turned_TND
+    rotated_TND = x_TND * cos_T1D
+    rotated_TND[..., :half].addcmul_(x_TND[..., half:], first_T1D)
+    rotated_TND[..., half:].addcmul_(x_TND[..., :half], second_T1D)
+    return rotated_TND
 
 
 def sine_halves(sin_T1D: Tensor) -> tuple[Tensor, Tensor]:
-    """What `turn` needs to rotate: the sines that scale the second half, negative, and the first."""
+    """Return the factors of `rotate`: the negative sines for the first half, and those for the second."""
     first_T1D, second_T1D = sin_T1D.chunk(2, -1)
     return -first_T1D, second_T1D
 
 
 class _Rotate(torch.autograd.Function):
-    """A rotation by the angles that `cos` and `sin` name, and its transpose as gradient."""
+    """Rotation by the angles of `cos` and `sin`; the gradient is its transpose."""
 
     @staticmethod
     def forward(ctx: Any, x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
         ctx.save_for_backward(cos_T1D, sin_T1D)
-        return _turned(x_TND, cos_T1D, sin_T1D, back=False)
+        return _rotate(x_TND, cos_T1D, sin_T1D, back=False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos_T1D, sin_T1D = ctx.saved_tensors
-        return _turned(grads[0], cos_T1D, sin_T1D, back=True), None, None
+        return _rotate(grads[0], cos_T1D, sin_T1D, back=True), None, None
 
 
-def _turned(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, *, back: bool) -> Tensor:
+def _rotate(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, *, back: bool) -> Tensor:
     if has_kernels(x_TND):
         from groupwise.model.ops import triton_kernels
 
@@ -84,7 +84,7 @@ def _forward(
     layout: Layout | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    # Not our call (transformers' `generate`, for one), or angles of a part of each head.
+    # Use the original for calls without a layout (such as transformers' `generate`) and for partial rotary.
     if layout is None or position_embeddings[0].shape[-1] != module.head_dim:
         options |= {} if layout is None else {"layout": layout}
         own: tuple[Tensor, Tensor | None] = type(module).forward(
@@ -97,8 +97,8 @@ def _forward(
         for x_TO in project(x_TM, (module.q_proj, module.k_proj, module.v_proj))
     )
     cos_T1D, sin_T1D = (x_1TD[0, :, None] for x_1TD in position_embeddings)
-    turned = [_Rotate.apply(x_TND, cos_T1D, sin_T1D) for x_TND in (q_TND, k_TND)]  # type: ignore[no-untyped-call]
-    q_1HTD, k_1KTD, v_1KTD = (x_TND.transpose(0, 1)[None] for x_TND in (*turned, v_TND))
+    rotated = [_Rotate.apply(x_TND, cos_T1D, sin_T1D) for x_TND in (q_TND, k_TND)]  # type: ignore[no-untyped-call]
+    q_1HTD, k_1KTD, v_1KTD = (x_TND.transpose(0, 1)[None] for x_TND in (*rotated, v_TND))
     mixed_1THD = layout.attend(q_1HTD, k_1KTD, v_1KTD, layer=module.layer_idx, scale=module.scaling)
     return module.o_proj(mixed_1THD.flatten(2)), None
 
@@ -110,10 +110,10 @@ def _is_plain(module: Any, device: torch.device) -> bool:
     x_1TM = torch.linspace(-2.0, 3.0, tokens * width, device=device).sin().view(1, tokens, width)
     angles = torch.linspace(0.0, 5.0, tokens * module.head_dim // 2, device=device)
     angles_1TD = angles.view(1, tokens, -1).repeat(1, 1, 2)
-    told: Any = {"position_embeddings": (angles_1TD.cos(), angles_1TD.sin()), "layout": layout}
+    arguments: Any = {"position_embeddings": (angles_1TD.cos(), angles_1TD.sin()), "layout": layout}
     return computes_the_same(
         module,
         x_1TM,
-        lambda one, x: one(x, attention_mask=None, **told)[0],
-        lambda one, x: _forward(one, x, **told)[0],
+        lambda one, x: one(x, attention_mask=None, **arguments)[0],
+        lambda one, x: _forward(one, x, **arguments)[0],
     )

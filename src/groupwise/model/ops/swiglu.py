@@ -1,12 +1,12 @@
-"""The gated SiLU of a decoder layer and the products around it, keeping less for the backward pass.
+"""Fused SwiGLU block that keeps less for the backward pass.
 
-Autograd keeps the gate, its SiLU, the other factor and what they make, each of the layer's inner width, the
-widest there is. Here gate and factor are kept: the rest is as quickly computed again as read back, and on a
-GPU by the same kernel that computes the gradients, which takes no memory of its own.
+Autograd keeps four tensors of the intermediate size: gate, silu(gate), up, and silu(gate) · up. Here only
+gate and up are kept. Recomputing the rest is as fast as reading it, and on a GPU the kernel that computes the
+gradients does so in place.
 
-Where a layer keeps nothing, for it will be computed again, that width is there for some tokens at a time.
+Under gradient checkpointing, the intermediate activations exist for one tile of tokens at a time.
 
-Axes: N tokens, M model width, I inner width, R rank.
+Axes: N tokens, M hidden size, I intermediate size, R rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
 from groupwise.model.device import has_kernels, tile_count
-from groupwise.model.ops.checkpointing import is_unread, stand_in
+from groupwise.model.ops.checkpointing import output_is_unused, placeholder
 from groupwise.model.ops.equivalence import computes_the_same
 from groupwise.model.ops.lora_linear import LoRALinear, lora_linear_of, project, trained_tensors, wanted_of
 
@@ -29,7 +29,7 @@ PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
 
 def use_fused_swiglu(model: nn.Module) -> None:
-    """Give every module that computes a plain gated SiLU the shorter memory; others stay as they are."""
+    """Replace the forward pass of every plain SwiGLU block; leave other modules unchanged."""
     for module in model.modules():
         if all(hasattr(module, part) for part in PARTS) and _is_plain(module):
             module.forward = MethodType(_forward, module)
@@ -62,21 +62,21 @@ def _gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of gate and up, and silu(gate) · up again; all three arguments are used up."""
+    """Return the gradients of gate and up, and silu(gate) · up; overwrites all three arguments."""
     if has_kernels(gate):
         from groupwise.model.ops.triton_kernels import gated_silu_backward_
 
         gated_silu_backward_(grad, gate, up)
         return gate, up, grad
-    open_gate = silu(gate)
-    gated = open_gate * up
-    dup = open_gate.mul_(grad)
+    activated = silu(gate)
+    gated = activated * up
+    dup = activated.mul_(grad)
     return torch.ops.aten.silu_backward(grad.mul_(up), gate), dup, gated
 
 
 def _spend(ctx: Any) -> None:
-    """A graph that is kept after its backward pass must not be used again: its gates may be gradients now."""
-    assert not ctx.spent, "gradients were written where the gates had been"
+    """Forbid a second backward pass: the first one overwrites the saved activations."""
+    assert not ctx.spent, "the backward pass can run only once: it overwrites the saved activations"
     ctx.spent = True
 
 
@@ -109,38 +109,38 @@ class _GatedBlock(torch.autograd.Function):
             tiles = [_block(ctx.lines, x_NM[rows])[0] for rows in _tiles(len(x_NM))]
             return tiles[0] if len(tiles) == 1 else torch.cat(tiles)
         ctx.spent = False
-        if is_unread():
+        if output_is_unused():
             ctx.save_for_backward(x_NM)
-            return stand_in(x_NM, lines[-1].base.out_features)
-        y_NM, kept = _block(ctx.lines, x_NM)
-        ctx.save_for_backward(x_NM, *kept)
+            return placeholder(x_NM, lines[-1].base.out_features)
+        y_NM, saved = _block(ctx.lines, x_NM)
+        ctx.save_for_backward(x_NM, *saved)
         return y_NM
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         _spend(ctx)
-        dy_NM, (x_NM, *kept) = grads[0], ctx.saved_tensors
+        dy_NM, (x_NM, *saved) = grads[0], ctx.saved_tensors
         dx_NM = x_NM.new_empty(x_NM.shape)
         wanted = wanted_of(ctx.lines, ctx.needs_input_grad)
         sums: list[Tensor | None] = []
-        for rows in [slice(None)] if kept else _tiles(len(x_NM)):
-            found = _block_gradients(
-                ctx.lines, dy_NM[rows], x_NM[rows], kept, dx_NM=dx_NM[rows], wanted=wanted
+        for rows in [slice(None)] if saved else _tiles(len(x_NM)):
+            gradients = _block_gradients(
+                ctx.lines, dy_NM[rows], x_NM[rows], saved, dx_NM=dx_NM[rows], wanted=wanted
             )
-            sums = _added(sums, found) if sums else found
+            sums = _added(sums, gradients) if sums else gradients
         return dx_NM, None, None, *sums
 
 
 def _tiles(tokens: int) -> Iterator[slice]:
-    """As many rows at a time, or nearly. Example: 8201 -> 0–4099, 4100–8200"""
+    """Yield tiles of nearly equal size. Example: 8201 -> 0–4099, 4100–8200"""
     count = tile_count(tokens)
     for i in range(count):
         yield slice(tokens * i // count, tokens * (i + 1) // count)
 
 
 def _block(lines: Sequence[LoRALinear], x_NM: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-    """Return the block's y_NM, and what its gradients ask for."""
+    """Return the block's y_NM and the tensors that its backward pass needs."""
     gate, up, down = lines
     factors = [*gate.product(x_NM), *up.product(x_NM)]
     y_NM, low_NR = down.product(_gated(factors[0], factors[2]))  # type: ignore[arg-type]
@@ -151,14 +151,14 @@ def _block_gradients(
     lines: Sequence[LoRALinear],
     dy_NM: Tensor,
     x_NM: Tensor,
-    kept: Sequence[Any],
+    saved: Sequence[Any],
     *,
     dx_NM: Tensor,
     wanted: Sequence[Sequence[bool]],
 ) -> list[Tensor | None]:
-    """Write the gradient of x to dx, and return those of the lines."""
+    """Write the gradient of x to dx and return those of the three linear layers."""
     gate, up, down = lines
-    gate_NI, gate_low_NR, up_NI, up_low_NR, *low = kept or (*gate.product(x_NM), *up.product(x_NM))
+    gate_NI, gate_low_NR, up_NI, up_low_NR, *low = saved or (*gate.product(x_NM), *up.product(x_NM))
     dlow_NR = down.low_gradient(dy_NM)
     dgated_NI = torch.empty_like(gate_NI)
     down.input_gradient(dgated_NI, dy_NM, dlow_NR, add=False)
@@ -171,8 +171,8 @@ def _block_gradients(
     ]
 
 
-def _added(sums: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _added(sums: Sequence[Tensor | None], terms: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [
         None if one is None or other is None else one.add_(other)
-        for one, other in zip(sums, found, strict=True)
+        for one, other in zip(sums, terms, strict=True)
     ]

@@ -1,6 +1,6 @@
-"""Triton kernels for what stands between an update's matrix products on a GPU: one launch and one pass each.
+"""Triton kernels of the training pass: SwiGLU, rotary embeddings, attention merging, token log-probabilities.
 
-Sums are in float32 and rounded once.
+Each takes one launch and one pass over memory. Sums are in float32 and rounded once.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -43,14 +43,14 @@ def _gated_silu_backward(GRAD, GATE, UP, size, BLOCK: tl.constexpr):
 
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up, of tensors that lie in one piece."""
+    """Return silu(gate) · up; the tensors must be contiguous."""
     out = torch.empty_like(gate)
     _gated_silu[(triton.cdiv(out.numel(), BLOCK),)](gate, up, out, out.numel(), BLOCK=BLOCK)
     return out
 
 
 def gated_silu_backward_(grad: Tensor, gate: Tensor, up: Tensor) -> None:
-    """Let gate and up become their gradients, and grad silu(gate) · up."""
+    """Overwrite gate and up with their gradients, and grad with silu(gate) · up."""
     _gated_silu_backward[(triton.cdiv(gate.numel(), BLOCK),)](grad, gate, up, gate.numel(), BLOCK=BLOCK)
 
 
@@ -59,7 +59,7 @@ def _turn(
     X, COS, SIN, OUT, HEADS: tl.constexpr, HALF: tl.constexpr,
     PADDED_HEADS: tl.constexpr, PADDED_HALF: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """One token: every head turned by the token's angles, or back."""
+    """One program per token: rotate every head by the token's angles, or back."""
     token = tl.program_id(0).to(tl.int64)
     heads, place = tl.arange(0, PADDED_HEADS), tl.arange(0, PADDED_HALF)
     inside = place < HALF
@@ -68,7 +68,7 @@ def _turn(
     cos_second = tl.load(COS + angle + HALF, mask=inside).to(tl.float32)
     sin_first = tl.load(SIN + angle, mask=inside).to(tl.float32)
     sin_second = tl.load(SIN + angle + HALF, mask=inside).to(tl.float32)
-    # Turning back is the transpose: the sines change places and signs.
+    # The inverse rotation is the transpose: the sines swap and change sign.
     to_first = sin_second if BACK else -sin_first
     to_second = -sin_first if BACK else sin_second
     at = token * HEADS * 2 * HALF + heads[:, None] * 2 * HALF + place[None, :]
@@ -82,10 +82,10 @@ def _turn(
 
 
 def turn(x_TND: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, back: bool) -> Tensor:
-    """Rotate every head by its token's angles."""
+    """Rotate every head by its token's angles; `back`: by the transpose."""
     x_TND, cos_TD, sin_TD = x_TND.contiguous(), cos_TD.contiguous(), sin_TD.contiguous()
     tokens, heads, size = x_TND.shape
-    assert cos_TD.shape[-1] == sin_TD.shape[-1] == size, "whole heads are turned"
+    assert cos_TD.shape[-1] == sin_TD.shape[-1] == size, "partial rotary embeddings are not supported"
     out_TND = torch.empty_like(x_TND)
     _turn[(tokens,)](
         x_TND, cos_TD, sin_TD, out_TND,
@@ -103,10 +103,10 @@ def _merge(
     OUT, LSE, OTHER, OTHER_LSE, MERGED_LSE, lse_token, lse_head, other_token, other_head,
     HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED_HEADS: tl.constexpr, PADDED_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One token: attention over other keys joined into what it has.
+    """One program per token: merge attention over other keys into its output.
 
-    Every warp reads the normalisers for itself: they must not be written where they are read, or a warp
-    that is late takes what another has merged for what was there before.
+    Every warp reads the log-sum-exps itself. They must not be overwritten in place: a late warp would read
+    merged values.
     """
     token = tl.program_id(0).to(tl.int64)
     heads, place = tl.arange(0, PADDED_HEADS), tl.arange(0, PADDED_SIZE)
@@ -126,10 +126,10 @@ def _merge(
 
 
 def merge_into(output_THD: Tensor, lse_TH: Tensor, other_THD: Tensor, other_lse_TH: Tensor) -> Tensor:
-    """`attend.merge`, with the output in place of the first; returns the merged lse_TH."""
+    """`segment_attention.merge` in place of the first output; return the merged lse_TH."""
     tokens, heads, size = output_THD.shape
-    assert output_THD.is_contiguous(), "rows lie in one piece"
-    assert other_THD.is_contiguous(), "rows lie in one piece"
+    assert output_THD.is_contiguous(), "outputs must be contiguous"
+    assert other_THD.is_contiguous(), "outputs must be contiguous"
     merged_lse_TH = torch.empty(tokens, heads, device=lse_TH.device)
     _merge[(tokens,)](
         output_THD, lse_TH, other_THD, other_lse_TH, merged_lse_TH,
@@ -144,7 +144,7 @@ def merge_into(output_THD: Tensor, lse_TH: Tensor, other_THD: Tensor, other_lse_
 
 
 CHUNK_LOGITS = 1 << 26
-"""Logits held at once: a quarter of a gigabyte, and half as much for their gradient in bfloat16."""
+"""Logits in memory at once: 256 MB in float32, and half as much for their gradient in bfloat16."""
 
 
 @triton.jit
@@ -152,13 +152,13 @@ def _token_rows(
     LOGITS, TOKENS, SLOPE, GRADIENT, LOGPROB, ENTROPY, vocabulary, inverse_temperature,
     WRITE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row of logits: its token's log-probability and the entropy; with WRITE, also
+    """One program per row of logits: its token's log-probability and the entropy; with WRITE, also
     slope · (1 at the token - probability), the gradient of slope · log-probability."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(TOKENS + row)
     logits = LOGITS + row * vocabulary
     offsets = tl.arange(0, BLOCK)
-    # Each lane keeps its own running softmax; they are joined once, at the end.
+    # Each lane keeps its own online softmax; they are merged once, at the end.
     best = tl.full([BLOCK], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
@@ -172,7 +172,7 @@ def _token_rows(
         safe = tl.where(new_best == -float("inf"), 0.0, new_best)
         shrink, share = tl.exp(best - safe), tl.exp(x - safe)
         total = total * shrink + share
-        # A token that the model rules out adds nothing, though its logit is -inf.
+        # A token with a logit of -inf adds nothing; 0 * -inf would be NaN.
         weighted = weighted * shrink + tl.where(x == -float("inf"), 0.0, share * x)
         best = new_best
     largest = tl.max(best, 0)
@@ -200,7 +200,7 @@ def _rows(
     slope_C: Tensor | None = None,
     gradient_CV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (logprob_C, entropy_C); given slopes, `gradient_CV` becomes the gradient of the logits."""
+    """Return (logprob_C, entropy_C); with slopes, write the gradient of the logits to `gradient_CV`."""
     logprob_C = torch.empty(len(tokens_C), device=logits_CV.device)
     entropy_C = torch.empty_like(logprob_C)
     _token_rows[(len(tokens_C),)](
@@ -213,7 +213,7 @@ def _rows(
 
 
 class FusedTokenLogprobs(torch.autograd.Function):
-    """(logprobs_N, entropy_N); the entropy carries no gradient."""
+    """Fused `token_logprobs`: (logprobs_N, entropy_N); the entropy carries no gradient."""
 
     @staticmethod
     def forward(
@@ -239,9 +239,9 @@ class FusedTokenLogprobs(torch.autograd.Function):
                 logits_CV, tokens_N[part], temperature, slope_C=slope_N[part], gradient_CV=dlogits_CV
             )
             torch.mm(dlogits_CV, weight_VM, out=dhidden_NM[part])
-            del logits_CV, dlogits_CV  # or they would stay beside the next chunk
-        kept = (dhidden_NM,) if ctx.frozen_head else (hidden_NM, weight_VM, bias_V, tokens_N)
-        ctx.save_for_backward(*kept)
+            del logits_CV, dlogits_CV  # free them before the next chunk is allocated
+        saved = (dhidden_NM,) if ctx.frozen_head else (hidden_NM, weight_VM, bias_V, tokens_N)
+        ctx.save_for_backward(*saved)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
