@@ -54,7 +54,7 @@ from groupwise.engine.engine import Engine
 from groupwise.model.attention.compatibility import check_attention
 from groupwise.model.attention.packed import PackedLayout
 from groupwise.model.load import keep_quiet, use_fused_ops
-from groupwise.model.ops.lora_linear import adapt_in_place
+from groupwise.model.ops.lora_linear import use_fused_lora
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sampling
 from groupwise.seeds import derive_seed
@@ -94,7 +94,7 @@ def random_policy(shape: str, *, device: torch.device, lora: int = 0, short: boo
         for name, parameter in model.named_parameters():
             if "lora_B" in name:  # as after some training: at the start, adapters do nothing
                 torch.nn.init.normal_(parameter, std=1e-3)
-        adapt_in_place(model)
+        use_fused_lora(model)
     policy = Policy(model, NoTokenizer())
     policy.end_tokens = frozenset({-1})
     return policy

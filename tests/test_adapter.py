@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from groupwise.model.ops.lora_linear import adapt_in_place, project
+from groupwise.model.ops.lora_linear import project, use_fused_lora
 
 RANK, SCALE = 3, 4 / 3
 
@@ -49,7 +49,7 @@ def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 def test_output_and_every_gradient_are_those_of_peft(bias: bool, shape: tuple[int, ...]) -> None:
     model, x = adapted(bias=bias), torch.randn(shape)
     theirs, their_gradients = model(x), gradients(model, x)
-    adapt_in_place(model)
+    use_fused_lora(model)
     ours, our_gradients = model(x), gradients(model, x)
     torch.testing.assert_close(ours, theirs)
     assert our_gradients.keys() == their_gradients.keys()
@@ -60,7 +60,7 @@ def test_output_and_every_gradient_are_those_of_peft(bias: bool, shape: tuple[in
 
 def test_the_low_rank_product_is_scaled_and_added() -> None:
     model = adapted()
-    adapt_in_place(model)
+    use_fused_lora(model)
     layer, x = model.base_model.model.up, torch.randn(1, 5)
     delta = SCALE * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
     by_hand = x @ (layer.base_layer.weight + delta).T + layer.base_layer.bias
@@ -69,7 +69,7 @@ def test_the_low_rank_product_is_scaled_and_added() -> None:
 
 def test_with_adapters_off_the_base_answers() -> None:
     model, x = adapted(), torch.randn(2, 5)
-    adapt_in_place(model)
+    use_fused_lora(model)
     with model.disable_adapter():
         off = model(x)
     torch.manual_seed(0)
@@ -79,7 +79,7 @@ def test_with_adapters_off_the_base_answers() -> None:
 
 def test_a_layer_with_dropout_keeps_the_pass_that_knows_it() -> None:
     model, x = adapted(dropout=0.5).train(), torch.randn(64, 5)
-    adapt_in_place(model)
+    use_fused_lora(model)
     assert not torch.equal(model(x), model(x))
 
 
@@ -88,7 +88,7 @@ def test_adapters_keep_their_own_precision_and_the_products_are_in_the_models() 
     for name, parameter in model.named_parameters():
         if "lora_" not in name:
             parameter.data = parameter.data.double()
-    adapt_in_place(model)
+    use_fused_lora(model)
     assert model(x.double()).dtype == torch.float64
     ours, theirs = gradients(model, x.double()), gradients(exact, x)
     for name in theirs:
@@ -103,7 +103,7 @@ def test_a_layer_stored_the_other_way_round_keeps_the_pass_that_knows_it() -> No
     model = peft.get_peft_model(block, peft.LoraConfig(r=2, target_modules=["0"], fan_in_fan_out=True))  # type: ignore[arg-type]
     x = torch.randn(3, 5)
     theirs = model(x)
-    adapt_in_place(model)
+    use_fused_lora(model)
     torch.testing.assert_close(model(x), theirs)
 
 
@@ -136,7 +136,7 @@ def test_layers_with_one_input_give_what_each_gives(adapters: list[str], shape: 
     assert calls == layers * 2, "whoever watches a layer sees its passes"
     for hook in hooks:
         hook.remove()
-    adapt_in_place(model)
+    use_fused_lora(model)
     together, gradients_together = model(x), gradients(model, x)
     torch.testing.assert_close(together, apart)
     assert gradients_together.keys() == gradients_apart.keys()

@@ -204,7 +204,7 @@ def test_a_quantized_model_trains_and_generates_the_same_distribution(kind, tmp_
     pytest.importorskip("bitsandbytes")
     policy = adapted(quantization=kind)
     (notice,) = policy.notices()
-    assert "unpacks them into a copy" in notice
+    assert "uses a dequantized copy" in notice
     engine = Engine(policy, EngineConfig())
     ((completion,),) = engine.generate([Request(prompt=PROMPT, seeds=(3,))], Sampling(max_tokens=24))
     expected = logprobs(policy, PROMPT, completion.tokens)

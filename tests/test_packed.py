@@ -13,12 +13,12 @@ from torch import Tensor
 from groupwise.learner.micro_batch import micro_batches, pack
 from groupwise.model.attention.packed import PackedLayout
 from groupwise.model.attention.segment_attention import (
-    alike,
     attend,
     attend_backward,
     merge,
     plain_attend,
     plain_attend_backward,
+    similar_sizes,
 )
 from groupwise.records import Sample
 
@@ -148,7 +148,7 @@ def test_attention_over_two_sets_of_keys_merges_into_attention_over_their_union(
 
 def test_segments_in_one_block_are_of_like_length() -> None:
     lengths = torch.randint(1, 3000, (200, 1), generator=torch.Generator().manual_seed(0)).numpy()
-    blocks = alike(lengths)
+    blocks = similar_sizes(lengths)
     assert sorted(chain.from_iterable(block.tolist() for block in blocks)) == list(range(200))
     for block in blocks:
         assert max(lengths[block].max(), 16) <= 1.42 * max(lengths[block].min(), 16)

@@ -33,13 +33,15 @@ def test_a_turn_is_that_of_torch_and_turning_back_is_its_transpose(heads: int, s
     x_TND = torch.randn(7, heads, size, requires_grad=True)
     cos_TD, sin_TD = torch.randn(2, 7, size)
     expected = rotate(x_TND.detach(), cos_TD[:, None], *sine_halves(sin_TD[:, None]))
-    torch.testing.assert_close(triton_kernels.turn(x_TND.detach(), cos_TD, sin_TD, back=False), expected)
+    torch.testing.assert_close(
+        triton_kernels.rotate_heads(x_TND.detach(), cos_TD, sin_TD, back=False), expected
+    )
 
     half = size // 2
     swapped = torch.cat([-x_TND[..., half:], x_TND[..., :half]], -1)
     grad = torch.randn_like(expected)
     (x_TND * cos_TD[:, None] + swapped * sin_TD[:, None]).backward(grad)
-    torch.testing.assert_close(triton_kernels.turn(grad, cos_TD, sin_TD, back=True), x_TND.grad)
+    torch.testing.assert_close(triton_kernels.rotate_heads(grad, cos_TD, sin_TD, back=True), x_TND.grad)
 
 
 def test_merging_into_an_output_is_merging() -> None:

@@ -370,7 +370,7 @@ def test_only_pickled_weights_are_converted(
 ) -> None:
     words = ["convert", str(folder), "--output-path", str(tmp_path / "safe")]
     assert cli.main(words) != 0
-    assert "has weights in safetensors: name it as it is" in capsys.readouterr().err
+    assert "already has safetensors weights; use it without converting" in capsys.readouterr().err
     (folder / "model.safetensors").unlink()
     assert cli.main(words) != 0
     assert "has no pickled weights" in capsys.readouterr().err

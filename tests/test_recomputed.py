@@ -19,8 +19,8 @@ from groupwise.model.adapters.lora import with_adapter
 from groupwise.model.attention.compatibility import check_attention
 from groupwise.model.attention.packed import PackedLayout
 from groupwise.model.load import keep_quiet, use_fused_ops
-from groupwise.model.ops.checkpointing import compute_again, reads_results, recompute_layers
-from groupwise.model.ops.lora_linear import adapt_in_place
+from groupwise.model.ops.checkpointing import needs_outputs, recompute_in_backward, recompute_layers
+from groupwise.model.ops.lora_linear import use_fused_lora
 from groupwise.model.policy import Policy
 from small_models import SIZES, small_model, tiny_tokenizer
 
@@ -54,7 +54,7 @@ def policy_for(config: Any, *, lora: int = 0) -> Policy:
     use_fused_ops(model)
     if lora:
         model = with_adapter(model, LoraConfig(r=lora, alpha=8), None)
-        adapt_in_place(model)
+        use_fused_lora(model)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 nn.init.normal_(parameter, std=0.2)
@@ -115,11 +115,11 @@ def test_a_product_is_not_computed_again_where_nobody_reads_it(family: str) -> N
     known = FAMILIES | {"granite": transformers.GraniteConfig(**SHAPE)}
     policy = policy_for(known[family])
     policy.model.gradient_checkpointing_enable({"use_reentrant": False})
-    is_read = reads_results(policy)
+    is_read = needs_outputs(policy)
     work: list[int] = []
     for whole in (True, False):
         for layer in policy.decoder.layers:  # type: ignore[union-attr]
-            layer._gradient_checkpointing_func = partial(compute_again, whole=whole or is_read)
+            layer._gradient_checkpointing_func = partial(recompute_in_backward, whole=whole or is_read)
         with FlopCounterMode(display=False) as counter:
             gradients(policy)
         work.append(counter.get_total_flops())
@@ -164,7 +164,7 @@ def test_a_result_computed_again_is_gone_before_the_gradients_are() -> None:
         return y
 
     x = torch.tensor([1.0, 2.0], requires_grad=True)
-    compute_again(layer, x).sum().backward()
+    recompute_in_backward(layer, x).sum().backward()
     assert gone == [True]
     assert x.grad is not None
     assert x.grad.tolist() == [3.0, 5.0]
@@ -210,12 +210,12 @@ def test_whatever_else_a_layer_is_given_gets_its_gradient(way: str) -> None:
         return hidden.sin() * more.exp()
 
     if way == "by position":
-        result = compute_again(layer, x, other)
+        result = recompute_in_backward(layer, x, other)
     elif way == "all by name":
-        result = compute_again(partial(layer, hidden=x, more=other))
+        result = recompute_in_backward(partial(layer, hidden=x, more=other))
     else:
         more = {"by name": other, "in a tuple": (other,), "in a dict": {0: other}}[way]
-        result = compute_again(partial(layer, more=more), x)
+        result = recompute_in_backward(partial(layer, more=more), x)
     result.sum().backward()
     torch.testing.assert_close(x.grad, (x.cos() * other.exp()).detach())
     torch.testing.assert_close(other.grad, (x.sin() * other.exp()).detach())
@@ -227,7 +227,7 @@ def test_results_in_a_tuple_keep_their_places() -> None:
     def layer(hidden: Tensor, extra: None) -> tuple[Tensor, None, Tensor]:
         return hidden**2, extra, hidden * 3
 
-    square, nothing, triple = compute_again(layer, x, None)
+    square, nothing, triple = recompute_in_backward(layer, x, None)
     assert nothing is None
     (square * triple).sum().backward()  # 3x³
     torch.testing.assert_close(x.grad, torch.tensor([2.25, 36.0]))
@@ -245,15 +245,15 @@ def test_a_layer_may_leave_another_one_tensors_in_a_dict() -> None:
     def reads(hidden: Tensor, shared: dict[str, Tensor]) -> Tensor:
         return hidden * shared["square"]
 
-    compute_again(
-        partial(reads, shared=shared), compute_again(partial(writes, shared=shared), x)
+    recompute_in_backward(
+        partial(reads, shared=shared), recompute_in_backward(partial(writes, shared=shared), x)
     ).sum().backward()
     torch.testing.assert_close(x.grad, torch.tensor([2.25, 36.0]))  # of 3x³
 
 
 def test_results_that_would_get_no_gradient_are_refused() -> None:
-    with pytest.raises(AssertionError, match="would get no gradient"):
-        compute_again(lambda hidden: [hidden * 2], torch.ones(2, requires_grad=True))
+    with pytest.raises(AssertionError, match="layer outputs must be tensors"):
+        recompute_in_backward(lambda hidden: [hidden * 2], torch.ones(2, requires_grad=True))
 
 
 def test_looking_for_noise_leaves_no_trace() -> None:

@@ -17,7 +17,7 @@ from groupwise.learner.learner import Learner
 from groupwise.learner.sft_learner import SFTLearner, worked_sample
 from groupwise.model.adapters.lora import with_adapter
 from groupwise.model.distributed import deepspeed_zero
-from groupwise.model.ops.lora_linear import adapt_in_place
+from groupwise.model.ops.lora_linear import use_fused_lora
 from groupwise.model.policy import Policy
 from groupwise.parallel.processes import Processes, joined_processes
 from groupwise.parallel.work_sharing import divide
@@ -258,7 +258,7 @@ def imitation_loss(layout: str) -> list[float]:
         torch.manual_seed(0)
         model = with_adapter(small_model(), LoraConfig(r=3), None)
         policy = policy_of(model)
-        adapt_in_place(model)
+        use_fused_lora(model)
         if processes.count > 1:
             divide(policy, layout)
         imitator = SFTLearner(policy, optim=config.optim, max_steps=1, processes=processes)

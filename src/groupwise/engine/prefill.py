@@ -20,7 +20,12 @@ from torch import Tensor
 from groupwise.engine.kv_cache import History, Prefix
 from groupwise.engine.paged_attention import KVCache
 from groupwise.model.attention.packed import Kind, Parts
-from groupwise.model.attention.segment_attention import PaddedAttention, VarlenAttention, fits, merge
+from groupwise.model.attention.segment_attention import (
+    PaddedAttention,
+    VarlenAttention,
+    merge,
+    supports_flash,
+)
 from groupwise.model.device import to_device
 from groupwise.model.policy import Policy
 
@@ -180,7 +185,7 @@ class PrefillLayout:
 
     def read(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, layer: int, scale: float) -> Tensor:
         """Compute causal attention within each segment and full attention to the cached tokens before it."""
-        within, across = self._attentions(VarlenAttention if fits(q_THD) else PaddedAttention)
+        within, across = self._attentions(VarlenAttention if supports_flash(q_THD) else PaddedAttention)
         output_THD, lse_TH = within.attend(q_THD, k_TKD, v_TKD, scale=scale)
         if across is not None:
             behind = slice(int(self.lengths[: -len(self.before)].sum()), None)

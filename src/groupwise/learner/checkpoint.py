@@ -226,7 +226,7 @@ def load_optimizer(
     state: dict[int, dict[str, Any]] = {}
     for full_name, tensor in tensors.items():
         name, _, key = full_name.rpartition(".")
-        put_back(state.setdefault(index_of[name], {}), key, tensor)
+        unflatten(state.setdefault(index_of[name], {}), key, tensor)
     groups = [
         {**group, "params": [index_of[name] for name in group["params"]]} for group in settings["groups"]
     ]
@@ -247,11 +247,11 @@ def flattened(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
             yield key, torch.tensor(value)
 
 
-def put_back(state: dict[str, Any], key: str, tensor: Tensor) -> None:
+def unflatten(state: dict[str, Any], key: str, tensor: Tensor) -> None:
     """Undo `flattened` for one entry."""
     outer, slash, inner = key.partition("/")
     if slash:
-        put_back(state.setdefault(outer, {}), inner, tensor)
+        unflatten(state.setdefault(outer, {}), inner, tensor)
     else:
         is_integer = tensor.dim() == 0 and not tensor.is_floating_point()
         state[key] = int(tensor) if is_integer else tensor

@@ -18,15 +18,15 @@ from groupwise.errors import ConfigError
 from groupwise.model.adapters.lora import with_adapter
 from groupwise.model.adapters.quantization import (
     check_installed,
+    dequantize_in_forward,
     quantization_of,
     settings_for,
-    unpack_in_passes,
 )
 from groupwise.model.attention import hf_interface
 from groupwise.model.attention.compatibility import check_attention
 from groupwise.model.device import device_of, return_freed_memory
 from groupwise.model.ops.checkpointing import recompute_layers
-from groupwise.model.ops.lora_linear import adapt_in_place
+from groupwise.model.ops.lora_linear import use_fused_lora
 from groupwise.model.ops.rmsnorm import use_fused_rmsnorm
 from groupwise.model.ops.rotary import use_fused_rotary
 from groupwise.model.ops.swiglu import use_fused_swiglu
@@ -56,7 +56,7 @@ def load_policy(
         if model.name not in (*BUILT_IN, SMOLLM2) and not Path(model.name).expanduser().is_dir():
             policy_model.name_or_path = model.name  # adapter files then name the base as the user did
         policy_model = with_adapter(policy_model, lora, trained)
-        adapt_in_place(policy_model)
+        use_fused_lora(policy_model)
     frozen = None
     if reference and not lora.r:
         frozen = causal_model(source, dtype, device).requires_grad_(False).eval()
@@ -153,7 +153,7 @@ def causal_model(
             f"the weights in {folder} lack {len(lacking)} of the model's tensors, such as {lacking[0]}; "
             "download or save the model again"
         )
-    unpack_in_passes(model)
+    dequantize_in_forward(model)
     _make_savable(model)
     if not options:
         model.to(device)

@@ -30,7 +30,7 @@ from groupwise.engine.scheduler import Sequence
 from groupwise.engine.serving.serving_scheduler import FinishCheck, ServingScheduler
 from groupwise.invariants import check_finite
 from groupwise.model.attention.packed import Kind, Parts
-from groupwise.model.attention.segment_attention import VarlenAttention, fits
+from groupwise.model.attention.segment_attention import VarlenAttention, supports_flash
 from groupwise.model.policy import Policy
 from groupwise.records import Completion
 
@@ -119,7 +119,7 @@ class PrefillGraphs(Prefill):
         super().__init__(policy, cache)
         self._idle_block = idle_block
         query_THD = policy.head_weight.new_empty(0, policy.heads, policy.head_size)
-        self._possible = (fits(query_THD) or not query_THD.is_cuda) and can_be_captured(policy)
+        self._possible = (supports_flash(query_THD) or not query_THD.is_cuda) and can_be_captured(policy)
         """Needs varlen attention: padded attention needs the lengths on the host."""
         self._rows: dict[int, StaticRow] = {}
         self._pool: Any = None
@@ -189,7 +189,7 @@ class CUDASteps:
     """Decode steps as CUDA graphs; the device advances sequences and the host reads results late."""
 
     def __init__(self, policy: Policy, scheduler: ServingScheduler, end_tokens: frozenset[int]) -> None:
-        self.scheduler, self._ending = scheduler, FinishCheck(policy, scheduler, end_tokens)
+        self.scheduler, self._finish_check = scheduler, FinishCheck(policy, scheduler, end_tokens)
         room = Capacity(
             slots=len(scheduler.length),
             blocks=scheduler.pool.count,
@@ -201,7 +201,7 @@ class CUDASteps:
         self.known = np.zeros(len(scheduler.length), dtype=np.int64)
         self._prompts = PrefillGraphs(policy, self.runner.cache, idle_block=room.blocks)
         self._side_stream = SideStream(policy.device)
-        self._joining: PendingPrefill | None = None
+        self._prefilling: PendingPrefill | None = None
         self._issued: deque[InFlightStep] = deque()
         self._waits_since: float | None = None
         """When the first waiting sequence could have joined."""
@@ -212,7 +212,7 @@ class CUDASteps:
         scheduler.make_room()
         moved = self._step() + self._join()
         # Stop strings need the text on the host, so do not run ahead.
-        stops = bool(scheduler.stops[self._begun()].any())
+        stops = bool(scheduler.stops[self._decoding_slots()].any())
         ended: list[tuple[Sequence, Completion]] = []
         while len(self._issued) > (AHEAD if moved and not stops else 0):
             ended += self._process(self._issued.popleft())
@@ -221,31 +221,31 @@ class CUDASteps:
     def _step(self) -> int:
         """Issue one more token for every sequence below its limit; return how many."""
         scheduler = self.scheduler
-        slots = self._begun()
-        going = slots[scheduler.length[slots] < scheduler.limit[slots]]
-        for sampling, indices in scheduler.by_settings(going):
-            slots = going[indices]
+        slots = self._decoding_slots()
+        active = slots[scheduler.length[slots] < scheduler.limit[slots]]
+        for sampling, indices in scheduler.by_settings(active):
+            slots = active[indices]
             self.runner.step(scheduler, slots, sampling, likely=self._wants_alternatives(slots))
-        self._issue(going)
-        return len(going)
+        self._issue(active)
+        return len(active)
 
-    def _begun(self) -> NDArray[np.int64]:
+    def _decoding_slots(self) -> NDArray[np.int64]:
         """Return the slots of running sequences whose prompts have been computed."""
-        if self._joining is None:
+        if self._prefilling is None:
             return self.scheduler.slots()
-        waiting = {sequence.slot for sequence in self._joining.sequences}
+        waiting = {sequence.slot for sequence in self._prefilling.sequences}
         return np.array([slot for slot in self.scheduler.slots().tolist() if slot not in waiting], np.int64)
 
     def _join(self) -> int:
         """Start waiting sequences: prefill their prompts, then issue their first token."""
-        if self._joining is None and self._time_to_join():
-            self._joining = self._compute_prompts()
-        if self._joining is None:
+        if self._prefilling is None and self._time_to_join():
+            self._prefilling = self._compute_prompts()
+        if self._prefilling is None:
             return 0
-        if len(self._begun()) and not self._joining.ready:
+        if len(self._decoding_slots()) and not self._prefilling.ready:
             return 0
-        self._joining.wait()
-        joined, self._joining = self._joining.sequences, None
+        self._prefilling.wait()
+        joined, self._prefilling = self._prefilling.sequences, None
         scheduler = self.scheduler
         slots = np.array([sequence.slot for sequence in joined], dtype=np.int64)
         for sampling, indices in scheduler.by_settings(slots):
@@ -268,13 +268,13 @@ class CUDASteps:
 
     def _remove_cancelled(self) -> None:
         """Remove sequences cancelled during prefill, after it has stopped writing to their former blocks."""
-        if self._joining is None:
+        if self._prefilling is None:
             return
         running = set(self.scheduler.running)
-        active = [sequence for sequence in self._joining.sequences if sequence in running]
-        if len(active) < len(self._joining.sequences):
-            self._joining.wait()
-            self._joining = PendingPrefill(active, self._joining.computed) if active else None
+        active = [sequence for sequence in self._prefilling.sequences if sequence in running]
+        if len(active) < len(self._prefilling.sequences):
+            self._prefilling.wait()
+            self._prefilling = PendingPrefill(active, self._prefilling.computed) if active else None
 
     def _time_to_join(self) -> bool:
         """Whether to start a prefill now. Prompts are batched: a prefill takes longer than a decode step."""
@@ -323,4 +323,4 @@ class CUDASteps:
                 slots[requesting], at[requesting], *(x.numpy()[:, slots[requesting]].T for x in shown)
             )
         self.known[slots] = at + 1
-        return self._ending.finish(slots, at + 1)
+        return self._finish_check.finish(slots, at + 1)

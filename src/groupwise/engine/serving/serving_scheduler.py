@@ -213,7 +213,7 @@ class CPUSteps:
     """Synchronous decode steps, on any device."""
 
     def __init__(self, policy: Policy, scheduler: ServingScheduler, end_tokens: frozenset[int]) -> None:
-        self.scheduler, self._ending = scheduler, FinishCheck(policy, scheduler, end_tokens)
+        self.scheduler, self._finish_check = scheduler, FinishCheck(policy, scheduler, end_tokens)
         self.runner = Runner(policy, blocks=scheduler.pool.count, block_size=scheduler.pool.block_size)
         self.known = scheduler.length
 
@@ -244,7 +244,7 @@ class CPUSteps:
                 likely = likeliest(scaled_logits(logits_RV[indices[requesting]], sampling).log_softmax(-1))
                 scheduler.note(slots[requesting], at[requesting], *(x.cpu().numpy() for x in likely))
         scheduler.length[running] += 1
-        return self._ending.finish(running, scheduler.length[running])
+        return self._finish_check.finish(running, scheduler.length[running])
 
 
 class FinishCheck:

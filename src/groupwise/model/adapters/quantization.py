@@ -43,7 +43,7 @@ def plain_weight(linear: Any) -> Tensor:
     return whole
 
 
-def unpack_in_passes(model: nn.Module) -> None:
+def dequantize_in_forward(model: nn.Module) -> None:
     """Replace the forward pass of every quantized layer by one that dequantizes its weight per matmul."""
     for module in model.modules():
         if isinstance(module, nn.Linear) and is_quantized(module):
@@ -51,11 +51,11 @@ def unpack_in_passes(model: nn.Module) -> None:
 
 
 def _forward(linear: Any, x: Tensor) -> Tensor:
-    y_NO: Tensor = _UnpackedLinear.apply(x.flatten(0, -2), linear, linear.bias)  # type: ignore[no-untyped-call]
+    y_NO: Tensor = _DequantizedLinear.apply(x.flatten(0, -2), linear, linear.bias)  # type: ignore[no-untyped-call]
     return y_NO.view(*x.shape[:-1], y_NO.shape[-1])
 
 
-class _UnpackedLinear(torch.autograd.Function):
+class _DequantizedLinear(torch.autograd.Function):
     """x Wᵀ + bias with frozen W and bias; dequantizes W again in the backward pass."""
 
     @staticmethod
@@ -97,12 +97,12 @@ def quantization_of(folder: Path) -> str | None:
     """Return how the weights in a model folder are quantized; None if they are not."""
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("quantization_config")
-        return quantization_told(settings, model=str(folder))
+        return quantization_kind(settings, model=str(folder))
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"{folder / 'config.json'} is damaged: {first_line(error)}") from error
 
 
-def quantization_told(settings: Mapping[str, Any] | None, *, model: str) -> str | None:
+def quantization_kind(settings: Mapping[str, Any] | None, *, model: str) -> str | None:
     """Return the quantization described by a `quantization_config`; None if there is none."""
     if not settings:
         return None

@@ -24,8 +24,8 @@ from groupwise.model.attention.segment_attention import (
     Integers,
     PaddedAttention,
     VarlenAttention,
-    fits,
     merge,
+    supports_flash,
 )
 from groupwise.model.device import has_kernels
 
@@ -93,7 +93,7 @@ class _PackedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PackedLayout, scale: float
     ) -> Tensor:
-        within, across = layout.parts(VarlenAttention if fits(q_THD) else PaddedAttention)
+        within, across = layout.parts(VarlenAttention if supports_flash(q_THD) else PaddedAttention)
         prompts, members = slice(layout.prompt_tokens), slice(layout.prompt_tokens, None)
         output_THD, lse_TH = within.attend(q_THD, k_TKD, v_TKD, scale=scale)
         if across is not None:

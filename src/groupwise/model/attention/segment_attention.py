@@ -54,11 +54,11 @@ class SegmentGrid:
             cell_T=to_device(cell_T, device),
         )
 
-    def lay(self, x_THD: Tensor) -> list[Tensor]:
+    def scatter(self, x_THD: Tensor) -> list[Tensor]:
         """Scatter a row into blocks: a tensor [B, H, L, …] for each."""
         return self._blocks(x_THD.index_select(0, self.token_N))
 
-    def lay_normaliser(self, lse_TH: Tensor) -> list[Tensor]:
+    def scatter_lse(self, lse_TH: Tensor) -> list[Tensor]:
         """Scatter a log-sum-exp into blocks; +inf in padding cells makes their gradients 0."""
         return self._blocks(
             lse_TH.index_select(0, self.token_N).masked_fill_(self.empty_N[:, None], torch.inf)
@@ -72,7 +72,7 @@ class SegmentGrid:
             for block in self._blocks(mask_N1.masked_fill_(self.empty_N[:, None], -torch.inf))
         ]
 
-    def back(self, blocks: Sequence[Tensor]) -> Tensor:
+    def gather(self, blocks: Sequence[Tensor]) -> Tensor:
         """Gather blocks back into a row [T, H, …]."""
         return torch.cat([x.transpose(1, 2).flatten(0, 1) for x in blocks]).index_select(0, self.cell_T)
 
@@ -97,7 +97,7 @@ class PaddedAttention:
         cls, queries: Integers, keys: Integers, *, causal: bool, device: torch.device
     ) -> PaddedAttention:
         """Build the attention of consecutive segments with these lengths."""
-        blocks = alike(np.stack([queries, keys], axis=1))
+        blocks = similar_sizes(np.stack([queries, keys], axis=1))
         grid = SegmentGrid.build(queries, blocks, device=device)
         return cls(
             queries=grid,
@@ -108,15 +108,15 @@ class PaddedAttention:
     def attend(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
         """Return (output_THD, lse_TH)."""
         operands = zip(
-            self.queries.lay(q_THD),
-            self.keys.lay(k_SKD),
-            self.keys.lay(v_SKD),
+            self.queries.scatter(q_THD),
+            self.keys.scatter(k_SKD),
+            self.keys.scatter(v_SKD),
             self._masks(q_THD.dtype),
             strict=True,
         )
         parts = [attend(q, k, v, causal=self.causal, mask=m, scale=scale) for q, k, v, m in operands]
         outputs, lses = zip(*parts, strict=True)
-        return self.queries.back(outputs), self.queries.back(lses)
+        return self.queries.gather(outputs), self.queries.gather(lses)
 
     def backward(
         self,
@@ -130,22 +130,22 @@ class PaddedAttention:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq_THD, dk_SKD, dv_SKD), given the merged output and lse over these and other keys."""
-        grad, q, output = map(self.queries.lay, (grad_THD, q_THD, output_THD))
-        k, v, lse = self.keys.lay(k_SKD), self.keys.lay(v_SKD), self.queries.lay_normaliser(lse_TH)
+        grad, q, output = map(self.queries.scatter, (grad_THD, q_THD, output_THD))
+        k, v, lse = self.keys.scatter(k_SKD), self.keys.scatter(v_SKD), self.queries.scatter_lse(lse_TH)
         blocks = zip(grad, q, k, v, output, lse, strict=True)
         parts = [
             attend_backward(*block, causal=self.causal, mask=mask, scale=scale)
             for block, mask in zip(blocks, self._masks(q_THD.dtype), strict=True)
         ]
         dq, dk, dv = zip(*parts, strict=True)
-        return self.queries.back(dq), self.keys.back(dk), self.keys.back(dv)
+        return self.queries.gather(dq), self.keys.gather(dk), self.keys.gather(dv)
 
     def _masks(self, dtype: torch.dtype) -> Sequence[Tensor | None]:
         """Return the padding masks; causal attention needs none because padding is at the end."""
         return [None] * len(self.keys.shapes) if self.causal else self.keys.masks(dtype)
 
 
-def alike(sizes_SX: Integers) -> list[Integers]:
+def similar_sizes(sizes_SX: Integers) -> list[Integers]:
     """Group segments, each given by one or more sizes, into groups of similar sizes.
 
     Sizes above 16 differ by a factor of at most √2 within a group.
@@ -158,7 +158,7 @@ def alike(sizes_SX: Integers) -> list[Integers]:
 LARGEST_HEAD = 256
 
 
-def fits(q_THD: Tensor) -> bool:
+def supports_flash(q_THD: Tensor) -> bool:
     """Whether the flash-attention kernel supports these queries."""
     half, size = q_THD.dtype in (torch.float16, torch.bfloat16), q_THD.shape[-1]
     return q_THD.device.type == "cuda" and half and size <= LARGEST_HEAD and size % 8 == 0

@@ -96,10 +96,11 @@ def exchange(x: Tensor, gathered: int, pieces: list[int], divided: int, shares: 
     longest = max(pieces)
     padding = [0, 0] * (x.dim() - 1 - gathered) + [0, longest - x.shape[gathered]]
     own = torch.nn.functional.pad(x, padding).contiguous()
-    everyone = [torch.empty_like(own) for _ in pieces]
-    dist.all_gather(everyone, own)
+    gathered_parts = [torch.empty_like(own) for _ in pieces]
+    dist.all_gather(gathered_parts, own)
     whole = torch.cat(
-        [part.narrow(gathered, 0, length) for part, length in zip(everyone, pieces, strict=True)], gathered
+        [part.narrow(gathered, 0, length) for part, length in zip(gathered_parts, pieces, strict=True)],
+        gathered,
     )
     rank = dist.get_rank()
     return whole.narrow(divided, sum(shares[:rank]), shares[rank]).contiguous()

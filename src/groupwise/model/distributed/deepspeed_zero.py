@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from groupwise.errors import CheckpointError, ConfigError
-from groupwise.model.ops.checkpointing import leave_to_torch
+from groupwise.model.ops.checkpointing import use_torch_checkpointing
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class ZeroEngine:
             raise ConfigError(
                 f"run.parallel=zero{stage} requires DeepSpeed: pip install 'groupwise[deepspeed]'"
             )
-        leave_to_torch(model)
+        use_torch_checkpointing(model)
         self.model, self.head, self.stage = model, head, stage
 
     def start(self, optimizer: AdamW, *, max_grad_norm: float, offload: bool) -> None:

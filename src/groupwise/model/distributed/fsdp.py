@@ -18,14 +18,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from groupwise.model.ops.checkpointing import leave_to_torch
+from groupwise.model.ops.checkpointing import use_torch_checkpointing
 
 
 class FSDPShards:
     """The sharded layers of one model."""
 
     def __init__(self, model: nn.Module, decoder: Any, *, device: torch.device) -> None:
-        leave_to_torch(model)
+        use_torch_checkpointing(model)
         self.mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for layer in decoder.layers:
             fully_shard(layer, mesh=self.mesh)

@@ -34,7 +34,7 @@ def recompute_layers(policy: Policy) -> None:
     noisy = policy.noisy
     policy.model.gradient_checkpointing_enable(TORCH)
     if not noisy:
-        _call(policy, partial(compute_again, whole=reads_results(policy)))
+        _call(policy, partial(recompute_in_backward, whole=needs_outputs(policy)))
 
 
 def _call(policy: Policy, function: Callable[..., Any]) -> None:
@@ -44,13 +44,13 @@ def _call(policy: Policy, function: Callable[..., Any]) -> None:
             module._gradient_checkpointing_func = function
 
 
-def leave_to_torch(model: Any) -> None:
+def use_torch_checkpointing(model: Any) -> None:
     """Switch gradient checkpointing, if enabled, to torch's implementation."""
     if model.is_gradient_checkpointing:
         model.gradient_checkpointing_enable(TORCH)
 
 
-def compute_again(layer: Callable[..., Any], *inputs: Any, whole: bool = True) -> Any:
+def recompute_in_backward(layer: Callable[..., Any], *inputs: Any, whole: bool = True) -> Any:
     """Run a layer (hidden states first) and recompute it in the backward pass.
 
     `whole`: recompute the layer's last matmul, too.
@@ -66,15 +66,15 @@ def compute_again(layer: Callable[..., Any], *inputs: Any, whole: bool = True) -
 def _has_one_gradient(layer: Callable[..., Any], inputs: Sequence[Any]) -> bool:
     """Whether only the first input may receive a gradient."""
     named = layer.keywords.values() if isinstance(layer, partial) else ()
-    return bool(inputs) and not any(map(may_want_gradient, (*inputs[1:], *named)))
+    return bool(inputs) and not any(map(may_need_gradient, (*inputs[1:], *named)))
 
 
-def may_want_gradient(value: Any) -> bool:
+def may_need_gradient(value: Any) -> bool:
     """Whether an argument may receive a gradient; layers may pass tensors in mutable containers."""
     if isinstance(value, Tensor):
         return value.requires_grad
     if isinstance(value, tuple):
-        return any(map(may_want_gradient, value))
+        return any(map(may_need_gradient, value))
     return isinstance(value, list | Mapping)
 
 
@@ -108,7 +108,7 @@ def _results(output: Any) -> tuple[Any, ...]:
     return output if isinstance(output, tuple) else (output,)
 
 
-def reads_results(policy: Policy) -> bool:
+def needs_outputs(policy: Policy) -> bool:
     """Whether some layer's gradients depend on the results of its last matmul; tested on a short row.
 
     A layer that computes them in any case proves nothing and counts as dependent.

@@ -26,7 +26,7 @@ from groupwise.model.adapters.quantization import is_quantized, plain_weight
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def adapt_in_place(model: nn.Module) -> None:
+def use_fused_lora(model: nn.Module) -> None:
     """Replace the forward pass of every plain LoRA layer; layers with dropout or variants keep PEFT's."""
     for module in model.modules():
         if not is_adapted(module) or getattr(module, "lora_variant", True):
@@ -49,13 +49,13 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
 
 def project(x: Tensor, layers: Sequence[Any]) -> Sequence[Tensor]:
     """Apply several layers to one input."""
-    lines = [lora_linear_of(layer) for layer in layers]
-    known = [line for line in lines if line is not None]
-    return _apply(x, known) if len(known) == len(lines) else [layer(x) for layer in layers]
+    linears = [lora_linear_of(layer) for layer in layers]
+    known = [linear for linear in linears if linear is not None]
+    return _apply(x, known) if len(known) == len(linears) else [layer(x) for layer in layers]
 
 
-def _apply(x: Tensor, lines: Sequence[LoRALinear]) -> list[Tensor]:
-    outputs = _SharedInputLinears.apply(x.flatten(0, -2), lines, *trained_tensors(lines))  # type: ignore[no-untyped-call]
+def _apply(x: Tensor, linears: Sequence[LoRALinear]) -> list[Tensor]:
+    outputs = _SharedInputLinears.apply(x.flatten(0, -2), linears, *trained_tensors(linears))  # type: ignore[no-untyped-call]
     return [y_NO.view(*x.shape[:-1], y_NO.shape[-1]) for y_NO in outputs]
 
 
@@ -151,15 +151,17 @@ class LoRALinear:
         return self.gradients(dy_NO, dlow_NR, x_NI, low_NR, wanted=wanted)
 
 
-def wanted_of(lines: Sequence[LoRALinear], needs_gradient: Sequence[bool]) -> list[Sequence[bool]]:
+def needed_gradients(linears: Sequence[LoRALinear], needs_gradient: Sequence[bool]) -> list[Sequence[bool]]:
     """Split autograd's `needs_input_grad` by layer; `trained_tensors` are the last arguments."""
-    flags = needs_gradient[len(needs_gradient) - 4 * len(lines) :]
-    return [flags[4 * i : 4 * i + 4] for i in range(len(lines))]
+    flags = needs_gradient[len(needs_gradient) - 4 * len(linears) :]
+    return [flags[4 * i : 4 * i + 4] for i in range(len(linears))]
 
 
-def trained_tensors(lines: Iterable[LoRALinear]) -> list[Tensor | None]:
+def trained_tensors(linears: Iterable[LoRALinear]) -> list[Tensor | None]:
     """Return weight, bias, A and B of each layer, with None for those that need no gradient."""
-    tensors = [t for line in lines for t in (line.base.weight, line.base.bias, line.a_RI, line.b_OR)]
+    tensors = [
+        t for linear in linears for t in (linear.base.weight, linear.base.bias, linear.a_RI, linear.b_OR)
+    ]
     return [t if t is not None and t.requires_grad else None for t in tensors]
 
 
@@ -179,9 +181,11 @@ class _SharedInputLinears(torch.autograd.Function):
     """Several linear layers with one input, and one accumulated input gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, lines: Sequence[LoRALinear], *_: Tensor | None) -> tuple[Tensor, ...]:
-        ctx.lines = [line.rounded(x_NI.dtype) for line in lines]
-        products = [line.product(x_NI) for line in ctx.lines]
+    def forward(
+        ctx: Any, x_NI: Tensor, linears: Sequence[LoRALinear], *_: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        ctx.linears = [linear.rounded(x_NI.dtype) for linear in linears]
+        products = [linear.product(x_NI) for linear in ctx.linears]
         ctx.save_for_backward(x_NI, *(low_NR for _, low_NR in products))
         return tuple(y_NO for y_NO, _ in products)
 
@@ -191,7 +195,7 @@ class _SharedInputLinears(torch.autograd.Function):
         x_NI, *lows = ctx.saved_tensors
         dx_NI = x_NI.new_empty(x_NI.shape) if ctx.needs_input_grad[0] else None
         gradients: list[Tensor | None] = []
-        wanted = wanted_of(ctx.lines, ctx.needs_input_grad)
-        for i, (line, dy_NO, low_NR) in enumerate(zip(ctx.lines, grads, lows, strict=True)):
-            gradients += line.backward(dy_NO, x_NI, low_NR, dx_NI=dx_NI, add=i > 0, wanted=wanted[i])
+        wanted = needed_gradients(ctx.linears, ctx.needs_input_grad)
+        for i, (linear, dy_NO, low_NR) in enumerate(zip(ctx.linears, grads, lows, strict=True)):
+            gradients += linear.backward(dy_NO, x_NI, low_NR, dx_NI=dx_NI, add=i > 0, wanted=wanted[i])
         return dx_NI, None, *gradients

@@ -70,7 +70,7 @@ def _rotate(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, *, back: bool) -> T
     if has_kernels(x_TND):
         from groupwise.model.ops import triton_kernels
 
-        return triton_kernels.turn(x_TND, cos_T1D[:, 0], sin_T1D[:, 0], back=back)
+        return triton_kernels.rotate_heads(x_TND, cos_T1D[:, 0], sin_T1D[:, 0], back=back)
     first, second = sine_halves(sin_T1D)
     return rotate(x_TND, cos_T1D, second, first) if back else rotate(x_TND, cos_T1D, first, second)
 

@@ -23,7 +23,13 @@ from torch.nn.functional import silu
 from groupwise.model.device import has_kernels, tile_count
 from groupwise.model.ops.checkpointing import output_is_unused, placeholder
 from groupwise.model.ops.equivalence import computes_the_same
-from groupwise.model.ops.lora_linear import LoRALinear, lora_linear_of, project, trained_tensors, wanted_of
+from groupwise.model.ops.lora_linear import (
+    LoRALinear,
+    lora_linear_of,
+    needed_gradients,
+    project,
+    trained_tensors,
+)
 
 PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
@@ -43,12 +49,12 @@ def _is_plain(module: Any) -> bool:
 
 def _forward(module: Any, x: Tensor) -> Tensor:
     layers = module.gate_proj, module.up_proj, module.down_proj
-    lines = [line for line in map(lora_linear_of, layers) if line is not None]
-    if len(lines) < len(layers):
+    linears = [linear for linear in map(lora_linear_of, layers) if linear is not None]
+    if len(linears) < len(layers):
         y: Tensor = module.down_proj(_GatedSiLU.apply(*project(x, layers[:2])))  # type: ignore[no-untyped-call]
         return y
     y_NM: Tensor = _GatedBlock.apply(  # type: ignore[no-untyped-call]
-        x.flatten(0, -2), lines, torch.is_grad_enabled(), *trained_tensors(lines)
+        x.flatten(0, -2), linears, torch.is_grad_enabled(), *trained_tensors(linears)
     )
     return y_NM.view(*x.shape[:-1], y_NM.shape[-1])
 
@@ -74,10 +80,10 @@ def _gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, 
     return torch.ops.aten.silu_backward(grad.mul_(up), gate), dup, gated
 
 
-def _spend(ctx: Any) -> None:
+def _mark_consumed(ctx: Any) -> None:
     """Forbid a second backward pass: the first one overwrites the saved activations."""
-    assert not ctx.spent, "the backward pass can run only once: it overwrites the saved activations"
-    ctx.spent = True
+    assert not ctx.consumed, "the backward pass can run only once: it overwrites the saved activations"
+    ctx.consumed = True
 
 
 class _GatedSiLU(torch.autograd.Function):
@@ -85,14 +91,14 @@ class _GatedSiLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.spent = False
+        ctx.consumed = False
         ctx.save_for_backward(gate, up)
         return _gated(gate, up)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        _spend(ctx)
+        _mark_consumed(ctx)
         dgate, dup, _ = _gradients(grads[0].clone(memory_format=torch.contiguous_format), *ctx.saved_tensors)
         return dgate, dup
 
@@ -102,31 +108,31 @@ class _GatedBlock(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_NM: Tensor, lines: Sequence[LoRALinear], differentiable: bool, *_: Tensor | None
+        ctx: Any, x_NM: Tensor, linears: Sequence[LoRALinear], differentiable: bool, *_: Tensor | None
     ) -> Tensor:
-        ctx.lines = [line.rounded(x_NM.dtype) for line in lines]
+        ctx.linears = [linear.rounded(x_NM.dtype) for linear in linears]
         if not differentiable:
-            tiles = [_block(ctx.lines, x_NM[rows])[0] for rows in _tiles(len(x_NM))]
+            tiles = [_block(ctx.linears, x_NM[rows])[0] for rows in _tiles(len(x_NM))]
             return tiles[0] if len(tiles) == 1 else torch.cat(tiles)
-        ctx.spent = False
+        ctx.consumed = False
         if output_is_unused():
             ctx.save_for_backward(x_NM)
-            return placeholder(x_NM, lines[-1].base.out_features)
-        y_NM, saved = _block(ctx.lines, x_NM)
+            return placeholder(x_NM, linears[-1].base.out_features)
+        y_NM, saved = _block(ctx.linears, x_NM)
         ctx.save_for_backward(x_NM, *saved)
         return y_NM
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        _spend(ctx)
+        _mark_consumed(ctx)
         dy_NM, (x_NM, *saved) = grads[0], ctx.saved_tensors
         dx_NM = x_NM.new_empty(x_NM.shape)
-        wanted = wanted_of(ctx.lines, ctx.needs_input_grad)
+        wanted = needed_gradients(ctx.linears, ctx.needs_input_grad)
         sums: list[Tensor | None] = []
         for rows in [slice(None)] if saved else _tiles(len(x_NM)):
             gradients = _block_gradients(
-                ctx.lines, dy_NM[rows], x_NM[rows], saved, dx_NM=dx_NM[rows], wanted=wanted
+                ctx.linears, dy_NM[rows], x_NM[rows], saved, dx_NM=dx_NM[rows], wanted=wanted
             )
             sums = _added(sums, gradients) if sums else gradients
         return dx_NM, None, None, *sums
@@ -139,16 +145,16 @@ def _tiles(tokens: int) -> Iterator[slice]:
         yield slice(tokens * i // count, tokens * (i + 1) // count)
 
 
-def _block(lines: Sequence[LoRALinear], x_NM: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+def _block(linears: Sequence[LoRALinear], x_NM: Tensor) -> tuple[Tensor, list[Tensor | None]]:
     """Return the block's y_NM and the tensors that its backward pass needs."""
-    gate, up, down = lines
+    gate, up, down = linears
     factors = [*gate.product(x_NM), *up.product(x_NM)]
     y_NM, low_NR = down.product(_gated(factors[0], factors[2]))  # type: ignore[arg-type]
     return y_NM, [*factors, low_NR]
 
 
 def _block_gradients(
-    lines: Sequence[LoRALinear],
+    linears: Sequence[LoRALinear],
     dy_NM: Tensor,
     x_NM: Tensor,
     saved: Sequence[Any],
@@ -157,7 +163,7 @@ def _block_gradients(
     wanted: Sequence[Sequence[bool]],
 ) -> list[Tensor | None]:
     """Write the gradient of x to dx and return those of the three linear layers."""
-    gate, up, down = lines
+    gate, up, down = linears
     gate_NI, gate_low_NR, up_NI, up_low_NR, *low = saved or (*gate.product(x_NM), *up.product(x_NM))
     dlow_NR = down.low_gradient(dy_NM)
     dgated_NI = torch.empty_like(gate_NI)

@@ -81,7 +81,7 @@ def _turn(
     tl.store(OUT + at + HALF, turned_second.to(OUT.dtype.element_ty), mask=live)
 
 
-def turn(x_TND: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, back: bool) -> Tensor:
+def rotate_heads(x_TND: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, back: bool) -> Tensor:
     """Rotate every head by its token's angles; `back`: by the transpose."""
     x_TND, cos_TD, sin_TD = x_TND.contiguous(), cos_TD.contiguous(), sin_TD.contiguous()
     tokens, heads, size = x_TND.shape

@@ -10,7 +10,7 @@ import torch
 
 from groupwise.config.schema import LoraConfig, ModelConfig
 from groupwise.errors import ConfigError
-from groupwise.model.adapters.quantization import quantization_told
+from groupwise.model.adapters.quantization import quantization_kind
 from groupwise.model.resolve import first_line, local_folder, model_folder, unloadable
 
 
@@ -112,7 +112,7 @@ def shape_of(model: ModelConfig) -> ModelShape:
     name = str(folder or (model_folder(model.name) if "/" not in model.name else model.name))
     try:
         config: Any = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        stored = quantization_told(getattr(config, "quantization_config", None), model=model.name)
+        stored = quantization_kind(getattr(config, "quantization_config", None), model=model.name)
         config.quantization_config = None
         with torch.device("meta"):
             laid_out: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
