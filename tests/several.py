@@ -17,7 +17,7 @@ import pytest
 from small_runs import PROCESSES
 
 needs_deepspeed = pytest.mark.skipif(
-    find_spec("deepspeed") is None, reason="takes a package: pip install 'groupwise[deepspeed]'"
+    find_spec("deepspeed") is None, reason="requires DeepSpeed: pip install 'groupwise[deepspeed]'"
 )
 
 
