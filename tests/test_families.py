@@ -86,9 +86,15 @@ def test_answers_have_the_log_probabilities_of_plain_transformers(config: Any, t
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (transformers.Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]), "1 times in its 2 layers"),
-        (transformers.GPTJConfig(**GPT2, rotary_dim=4, **ENDS), "0 times in its 2 layers"),
-        (transformers.DiffLlamaConfig(**SHAPE), "4 times in its 2 layers"),
+        (
+            transformers.Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
+            "its 2 layers call replaceable attention 1 times",
+        ),
+        (
+            transformers.GPTJConfig(**GPT2, rotary_dim=4, **ENDS),
+            "its 2 layers call replaceable attention 0 times",
+        ),
+        (transformers.DiffLlamaConfig(**SHAPE), "its 2 layers call replaceable attention 4 times"),
         (transformers.GPTNeoXConfig(**SHAPE), "keys or values have an unusual shape"),
         (transformers.MambaConfig(**{**SHAPE, "state_size": 4}), "not supported"),
     ],
