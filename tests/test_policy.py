@@ -228,7 +228,7 @@ SHAPE = {
 def test_a_model_that_computes_something_else_is_refused(config: Any) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    with pytest.raises(ConfigError, match=r"the model 'odd' .*(not supported|does not accept)"):
+    with pytest.raises(ConfigError, match=r"the model 'odd' .*(not supported|does not support)"):
         check_attention(model, name="odd")
 
 
