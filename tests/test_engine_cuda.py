@@ -22,7 +22,7 @@ from groupwise.engine import prefill
 from groupwise.engine.cuda import decode_attention, decode_loop
 from groupwise.engine.cuda import graph_runner as cuda_runner
 from groupwise.engine.cuda.decode_attention import StepState
-from groupwise.engine.cuda.fused_layers import _turns_halves, fused_forward
+from groupwise.engine.cuda.fused_layers import _rotates_halves, fused_forward
 from groupwise.engine.cuda.graph_runner import can_be_captured
 from groupwise.engine.engine import Engine
 from groupwise.errors import InvariantError
@@ -103,7 +103,7 @@ def test_families_that_turn_pairs_of_a_head_are_told_from_those_that_turn_halves
     for family, halves in families.items():
         module = import_module(f"transformers.models.{family}.modeling_{family}")
         kind = next(value for name, value in vars(module).items() if name.endswith("Attention"))
-        assert _turns_halves(kind.__new__(kind)) == halves, family
+        assert _rotates_halves(kind.__new__(kind)) == halves, family
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def test_others_go_on_while_prompts_are_computed_and_who_is_cancelled_meanwhile_
 
     with torch.no_grad():
         steps: Any = graph_steps(small_policy, scheduler)
-        steps._beside.run = run
+        steps._side_stream.run = run
         scheduler.enter(first)
         steps.advance()
         assert events[0].waited, "nobody runs who could go on"
@@ -266,7 +266,7 @@ def test_who_asks_is_told_the_likeliest_tokens_and_nobody_draws_otherwise(small_
 @pytest.mark.parametrize("make", [plain_steps, graph_steps])
 def test_a_prompt_is_scored_as_a_plain_forward_pass_would(small_policy, make: Any, monkeypatch):
     monkeypatch.setattr(prefill, "PREFILL_TOKENS", 6)  # it takes two passes
-    monkeypatch.setattr(sampler, "TOGETHER", 4)
+    monkeypatch.setattr(sampler, "LOGITS_CHUNK", 4)
     asking = Job(
         prompt=tuple(range(50, 61)),
         seeds=(1,),
@@ -378,7 +378,7 @@ def test_a_failure_is_told(small_policy, monkeypatch):
     def broken(steps: DecodeSteps) -> list[StreamChunk]:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(engine, "_news", broken)
+    monkeypatch.setattr(engine, "_advance", broken)
     monkeypatch.setattr("threading.excepthook", lambda _: None)
     engine.start()
     engine.submit(Job(prompt=PROMPT, seeds=(1,), sampling=Sampling(max_tokens=3)))

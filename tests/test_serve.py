@@ -726,7 +726,7 @@ def test_a_generator_that_fails_says_so_and_the_server_goes_on_saying_so(tiny, m
         def broken(steps: Any) -> list[Any]:
             raise RuntimeError("out of luck")
 
-        monkeypatch.setattr(engine, "_news", broken)
+        monkeypatch.setattr(engine, "_advance", broken)
         for _ in range(2):
             status, said = ask(port, "/v1/completions", {"prompt": "1", "max_tokens": 2})
             assert status == 500
