@@ -9,9 +9,9 @@ import pytest
 
 from groupwise.records import Call, Example, Rollout, Turn
 from groupwise.rewards.text_rewards import (
+    answer_of,
     cites_well,
-    in_order,
-    last_word,
+    lcs_length,
     mrr,
     recall,
     rouge_l,
@@ -82,9 +82,9 @@ def test_citations_must_have_been_read():
 
 
 def test_the_answer_is_what_follows_the_thinking_and_never_a_call():
-    assert last_word(TWO) == "A fox [d2]."
-    assert last_word(rollout(Turn(text='<think>x</think><tool_call>{"name"'))) == ""
-    assert last_word(rollout(asking(search("d1")))) == ""
+    assert answer_of(TWO) == "A fox [d2]."
+    assert answer_of(rollout(Turn(text='<think>x</think><tool_call>{"name"'))) == ""
+    assert answer_of(rollout(asking(search("d1")))) == ""
 
 
 def test_overlap_in_words_and_in_order():
@@ -105,7 +105,7 @@ def test_words_in_order_are_counted_as_the_table_does():
             for j, other in enumerate(wanted):
                 same = table[i][j] + 1 if word == other else 0
                 table[i + 1][j + 1] = max(same, table[i][j + 1], table[i + 1][j])
-        assert in_order(said, wanted) == table[-1][-1]
+        assert lcs_length(said, wanted) == table[-1][-1]
 
 
 def test_similarity_begins_at_the_baseline():

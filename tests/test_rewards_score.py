@@ -78,7 +78,7 @@ def test_a_reward_that_does_not_apply_is_absent_and_adds_nothing():
 
 def test_a_rollout_to_which_no_reward_applies_has_failed():
     (a,) = score(group("a"), {"maybe": lambda r, e: None})
-    assert a.error == "no reward applies: each returned None"
+    assert a.error == "no reward applies: every reward function returned None"
 
 
 def test_a_raising_reward_fails_its_rollout_and_no_other():
@@ -102,7 +102,7 @@ def test_a_raising_reward_fails_its_rollout_and_no_other():
         ("1", "returned str, not a number"),
         ([1.0], "returned list, not a number"),
         (1j, "returned complex, not a number"),
-        (10**400, "returned a int that is not one number"),
+        (10**400, "returned a int that cannot be converted to a float"),
     ],
 )
 def test_a_value_that_is_no_finite_number_is_an_error_and_not_a_zero(value, message):

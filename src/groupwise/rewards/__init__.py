@@ -1,16 +1,16 @@
-"""Rewards: verifiers for untrusted model output, and running them over groups.
+"""Reward functions: verifiers for untrusted model output, and the code that runs them over groups.
 
 Modules in reading order:
 
-    runner        score the rollouts of a group: user functions, TRL-style functions, failures
-    worker        user functions in a worker process that can be killed
-    time_limit    a time limit for code that runs in this process
-    extraction    find the answer in a completion: tags, boxes, numbers
-    text_rewards  length, overlap with a reference, retrieval rewards
-    llm_judge     grades from a language model behind an OpenAI-compatible server
-    verify/       compare an answer with the truth: arithmetic, LaTeX, math-verify
+    runner        score the rollouts of a group: both styles of reward function, failures, isolation
+    worker        run user functions in a worker process that can be killed
+    time_limit    time limits for code that runs in this process
+    extraction    extract the answer from a completion: tags, boxes, numbers
+    text_rewards  length, overlap with a reference answer, search and citation rewards
+    llm_judge     LLM-as-a-judge, through an OpenAI-compatible server
+    verify/       compare an answer with the ground truth: arithmetic, LaTeX, math-verify
 
-A reward is any function `(rollout, example) -> float`; a task names its rewards.
+A reward is any function `(rollout, example) -> float`. To add one, name it in a task's `rewards`.
 """
 
 from groupwise.rewards.extraction import final_answer, is_well_formed, last_box, stated_number

@@ -1,8 +1,8 @@
-"""Reading `<think>…</think><answer>…</answer>` out of a completion.
+"""Extract the answer from a completion: tagged blocks, `\\boxed{…}`, or the one number a short text states.
 
-The prompt already ends in `<think>`, so a completion begins inside the thinking. Everything before
-`</think>` is thinking, where the model may write what it likes, an `<answer>` included. The answer
-is the one `<answer>` block after it.
+With `<think>…</think><answer>…</answer>`, the prompt already ends in `<think>`, so a completion begins
+inside the thinking. Everything before `</think>` is thinking and may contain anything, even an `<answer>`.
+The answer is the only `<answer>` block after it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ ANSWER, END_ANSWER = "<answer>", "</answer>"
 
 
 def final_answer(completion: str) -> str | None:
-    """Return what stands in the one answer block after the thinking, or None.
+    """Return the content of the only answer block after the thinking, or None.
 
-    Text around the block is allowed here; `is_well_formed` is what refuses it.
+    Text around the block is allowed here; `is_well_formed` rejects it.
     """
     return only_block(completion, after=END_THINK, opening=ANSWER, closing=END_ANSWER)
 
 
 def is_well_formed(completion: str) -> bool:
-    """Tell whether a completion is: thinking, `</think>`, space, one answer block, space.
+    """Return whether a completion is thinking, `</think>`, whitespace, one answer block, whitespace.
 
-    Thinking and answer must not be blank, and neither may hold a think tag.
+    Thinking and answer must not be blank and must not contain a think tag.
     """
     thinking, ended, rest = completion.partition(END_THINK)
     if not ended or END_THINK in rest:
@@ -45,11 +45,10 @@ def is_well_formed(completion: str) -> bool:
 
 
 def only_block(completion: str, *, after: str, opening: str, closing: str) -> str | None:
-    """Return what stands in the one block after the tag that ends the thinking, or None.
+    """Return the content of the only block after the tag that ends the thinking, or None.
 
-    Two blocks, or a second end of the thinking that would let the writer pick which part counts, are none
-    at all: nothing is gained by writing more. A completion that never ends its thinking may still have
-    exactly one block in all. Text around the block is allowed here.
+    Two blocks, or a second tag that ends the thinking, give None: hedging must not pay. A completion that
+    never ends its thinking may still have exactly one block in total. Text around the block is allowed.
     """
     _, ended, rest = completion.partition(after)
     if after in rest:
@@ -67,22 +66,22 @@ START, END = "<start_working_out>", "<end_working_out>"
 SOLUTION, END_SOLUTION = "<SOLUTION>", "</SOLUTION>"
 TAGS = (START, END, SOLUTION, END_SOLUTION)
 DIFFERENT = 4
-"""Characters that any work has: `11+11=22` has these."""
+"""Minimum number of distinct characters in the working out: `11+11=22` has four."""
 ENOUGH = 1000
-"""Characters of the working out that are looked at."""
+"""Number of leading characters of the working out that are checked."""
 ANY_TAG = re.compile("|".join(TAGS))
 
 
 def solution_of(completion: str) -> str | None:
-    """Return what stands in the one solution block after the working out, or None."""
+    """Return the content of the only solution block after the working out, or None."""
     return only_block(completion, after=END, opening=SOLUTION, closing=END_SOLUTION)
 
 
 def is_exact(completion: str, *, least_working: int) -> bool:
-    """Tell whether a completion is the working out, the solution, and nothing else.
+    """Return whether a completion is the working out, the solution, and nothing else.
 
-    Each tag stands once, and the working out has at least `least_working` characters besides spaces: half of
-    them or more letters or digits, and not the same few again and again.
+    Each tag must occur once. The working out must have at least `least_working` non-space characters, half
+    of which letters or digits, and must not repeat the same few characters.
     """
     text = completion.strip()
     if not (text.startswith(START) and text.endswith(END_SOLUTION)):
@@ -96,21 +95,21 @@ def is_exact(completion: str, *, least_working: int) -> bool:
 
 
 def has_work(working: str, *, least: int) -> bool:
-    """Tell whether something stands there that may be work: `........` is none."""
+    """Return whether a text may be a working out: `........` is not."""
     start = "".join(working[:ENOUGH].split())
-    said = sum(map(str.isalnum, start))
-    return len(start) >= least and 2 * said >= least and len(set(start)) >= DIFFERENT
+    alphanumeric = sum(map(str.isalnum, start))
+    return len(start) >= least and 2 * alphanumeric >= least and len(set(start)) >= DIFFERENT
 
 
 def has_tags(completion: str) -> bool:
-    """Tell whether any of the four tags stands in the completion."""
+    """Return whether the completion contains any of the four tags."""
     return ANY_TAG.search(completion) is not None
 
 
 def tags_once(completion: str) -> int:
-    """Return how many of the four tags stand in the completion exactly once."""
-    found = ANY_TAG.findall(completion)
-    return [found.count(tag) for tag in TAGS].count(1)
+    """Return how many of the four tags occur exactly once in the completion."""
+    tags = ANY_TAG.findall(completion)
+    return [tags.count(tag) for tag in TAGS].count(1)
 
 
 BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
@@ -119,10 +118,10 @@ BARE = re.compile(r"[^\s{}$\\,;]+")
 
 
 def last_box(text: str) -> str | None:
-    r"""Return what stands in the last balanced `\boxed{…}` or `\fbox{…}`; None for nothing at all.
+    r"""Return the content of the last balanced `\boxed{…}` or `\fbox{…}`, or None if there is none.
 
-    `\boxed 42` counts too. A box that is never closed hides no earlier one, and a box inside another
-    is part of that one. The time is linear in the text.
+    `\boxed 42` counts too. An unclosed box does not hide an earlier one, and a nested box is part of the
+    outer one. Runs in linear time.
     """
     first = BOX.search(text)
     if first is None:
@@ -133,7 +132,7 @@ def last_box(text: str) -> str | None:
     for box in BOX.finditer(text, first.start()):
         start = box.end()
         if start < end:
-            continue  # inside the box before
+            continue  # nested in the previous box
         if text[start : start + 1] == "{":
             if start in closes:
                 end = closes[start]
@@ -144,7 +143,7 @@ def last_box(text: str) -> str | None:
     if content is None:
         return None
     content = content.strip()
-    # The whole of it may be a box again.
+    # The whole content may be a box again.
     inner = BOX.match(content)
     if inner and content[inner.end() : inner.end() + 1] == "{" and content.endswith("}"):
         return last_box(content) if content.count("\\boxed") + content.count("\\fbox") < 9 else None
@@ -152,7 +151,7 @@ def last_box(text: str) -> str | None:
 
 
 def closing_braces(text: str, start: int) -> dict[int, int]:
-    """Return where each opening brace from there on that is closed is closed; escaped braces do not count."""
+    """Map each matched opening brace from `start` on to its closing brace, ignoring escaped braces."""
     open_at: list[int] = []
     closes: dict[int, int] = {}
     for brace in BRACE.finditer(text, start):
@@ -178,44 +177,44 @@ EMPHASIS = re.compile(r"(?<![\w*)])(\*{1,3}|_{1,3}|`)(?=[^\s*_`])([^*_`]+)(?<=\S
 LETTER = "[^\\W\\d_²³¹⁰-⁹₀-₉¼-¾⅐-⅞]"
 WORD = re.compile(rf"{LETTER}+(?:'{LETTER}+)?")
 BESIDE_WORDS = re.compile(rf"(?:w|\s|[.,:;'\"()\[\]{{}}#°\\]|{CURRENCY}|(?<=w)[-/](?=w)|(?<=w)[²³!])*")
-"""What may stand between words, each written as a w: nothing that changes a number (`<`, `~`, `^`, `+` …)."""
+"""Text allowed beside a number, words replaced by `w`: nothing that changes it (`<`, `~`, `^`, `+` …)."""
 DIRECTLY_AFTER = re.compile(r"\s*(?:\\?%)?(?!\s*[!%²³*^/]|\.\.)")
-"""The end of a number: no factorial, power or fraction goes on from here."""
+"""The end of a number: not followed by a factorial, power or fraction."""
 RATE = re.compile(r"\s*/\s*(?=[^\W\d_])")
 HYPHEN = re.compile(r"-(?=[^\W\d_])")
-ASKED = re.compile(r"\bhow (?:many|much)((?: [^\W\d_]+){1,2})", re.IGNORECASE)
+HOW_MANY = re.compile(r"\bhow (?:many|much)((?: [^\W\d_]+){1,2})", re.IGNORECASE)
 LATEX_WORDS = frozenset(("boxed", "text", "mathrm", "textbf", "mathbf", "percent"))
 
 
 @lru_cache(maxsize=4096)  # several rewards read the same answer
 def stated_number(text: str, question: str = "") -> Fraction | None:
-    """Return the number that a short text states; None when it states none, or several.
+    """Return the number that a short text states; None if it states none, or several.
 
-    Thousands commas, currency, units, harmless words and the question's words are read over. Any other word,
-    and any that changes a number, makes it none. Two numbers are no answer, unless they are the sides of
-    a true equation or of a fraction in lowest terms.
+    Thousands commas, currency, units, harmless words and words of the question are ignored. Any other word,
+    or one that changes a number, gives None. So do two numbers, unless they are the sides of a true equation
+    or form a fraction in lowest terms.
     """
     if len(text) > MAX_CHARACTERS:
         return None
     text = EMPHASIS.sub(r"\2", EMPHASIS.sub(r"\2", text.translate(TYPOGRAPHIC).strip()))
     if "=" in text:
         return equation_value(text.split("="), question)
-    found = list(NUMBER.finditer(text))
-    if len(found) == 2 and text[found[0].end() : found[1].start()].strip() == "/":
-        return fraction(text, found[0], found[1], question)
-    if len(found) != 1:
+    numbers = list(NUMBER.finditer(text))
+    if len(numbers) == 2 and text[numbers[0].end() : numbers[1].start()].strip() == "/":
+        return fraction(text, numbers[0], numbers[1], question)
+    if len(numbers) != 1:
         return None
-    return only_number(text, found[0], question)
+    return only_number(text, numbers[0], question)
 
 
 def only_number(text: str, number: re.Match[str], question: str) -> Fraction | None:
     """Return the value of the only number in a text."""
     value = signed(text[: number.start()], number[0], question)
-    return value if value is not None and says_nothing_more(text[number.end() :], question) else None
+    return value if value is not None and is_harmless_after(text[number.end() :], question) else None
 
 
 def signed(before: str, digits: str, question: str) -> Fraction | None:
-    """Return a number with the sign before it; None where more than that and harmless words stand there."""
+    """Return a number with its sign; None if anything but harmless words precedes it."""
     digits = digits.replace(",", "")
     if len(digits) > MAX_DIGITS:
         return None
@@ -224,7 +223,7 @@ def signed(before: str, digits: str, question: str) -> Fraction | None:
     if sign := SIGN.search(before):
         group = 1 if sign[1] else 3
         rest = before[: sign.start(group)]
-        # "x - 5" takes 5 away from x: after a word, only a sign that stands by its number is one.
+        # "x - 5" is a subtraction: after a word, only a minus directly before the number is a sign.
         after_word = bool(rest[-1:].isspace() and not sign[group + 1] and words)
         if not (SIGN_MAY_FOLLOW.search(rest) or after_word) or rest.rstrip().endswith(("+", "-")):
             return None
@@ -238,8 +237,8 @@ def signed(before: str, digits: str, question: str) -> Fraction | None:
     return value
 
 
-def says_nothing_more(after: str, question: str) -> bool:
-    """Tell whether what follows a number leaves it as it is."""
+def is_harmless_after(after: str, question: str) -> bool:
+    """Return whether the text that follows a number leaves its value unchanged."""
     if rate := RATE.match(after):
         return is_harmless(after[rate.end() :], question)
     end = DIRECTLY_AFTER.match(after)
@@ -250,13 +249,13 @@ def says_nothing_more(after: str, question: str) -> bool:
 
 
 def is_harmless(beside: str, question: str) -> bool:
-    """Tell whether words and marks beside a number do not change it."""
+    """Return whether the words and punctuation beside a number leave its value unchanged."""
     if not beside or beside.isspace():
         return True
-    allowed, asked = words_of_question(question)
+    allowed, counted = words_of_question(question)
     for word in WORD.findall(beside):
         word = word.casefold()
-        if word in CHANGING and word not in asked:
+        if word in CHANGING and word not in counted:
             return False
         if word not in HARMLESS and word not in LATEX_WORDS and word.removesuffix("'s") not in allowed:
             return False
@@ -265,20 +264,20 @@ def is_harmless(beside: str, question: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def words_of_question(question: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the words of a question, and what it asks how many of: `How many dozen eggs …`."""
+    """Return the words of a question, and the words it asks to count: `How many dozen eggs …`."""
     words = {word.casefold() for word in WORD.findall(question) if len(word) > 1}
     words |= {word.removesuffix("'s") for word in words}
-    asked = {word.casefold() for found in ASKED.findall(question) for word in found.split()}
-    return frozenset(words), frozenset(asked - SIGN_WORDS)
+    counted = {word.casefold() for phrase in HOW_MANY.findall(question) for word in phrase.split()}
+    return frozenset(words), frozenset(counted - SIGN_WORDS)
 
 
 def fraction(text: str, above: re.Match[str], below: re.Match[str], question: str) -> Fraction | None:
-    """Return a/b in lowest terms: `144/2` is arithmetic that was not finished."""
+    """Return a/b if it is in lowest terms: `144/2` is unfinished arithmetic."""
     numerator = signed(text[: above.start()], above[0], question)
     if (
         numerator is None
         or len(below[0]) > MAX_DIGITS
-        or not says_nothing_more(text[below.end() :], question)
+        or not is_harmless_after(text[below.end() :], question)
     ):
         return None
     denominator = Fraction(below[0].replace(",", ""))
@@ -289,7 +288,7 @@ def fraction(text: str, above: re.Match[str], below: re.Match[str], question: st
 
 
 def equation_value(sides: list[str], question: str) -> Fraction | None:
-    """Return what every side of a chain is worth, if they agree and one of them is a plain number.
+    """Return the common value of the sides of an equation, if one of them is a plain number.
 
     A side without digits is a name: `x = 72`, `Total cost = 48 + 24 = 72`.
     """
@@ -308,6 +307,6 @@ def equation_value(sides: list[str], question: str) -> Fraction | None:
 
 
 def is_name(side: str) -> bool:
-    """Tell whether this only names something: letters, and no word that computes."""
+    """Return whether a side only names something: letters, and no word that changes a number."""
     words = side.casefold().replace("'", "").split()
     return all(word.isalpha() and word not in CHANGING for word in words)

@@ -1,17 +1,18 @@
-"""Calling one reward for the members of a group.
+"""Run reward functions over the rollouts of a group and combine their values into one reward.
 
-A reward is a function in one of two styles, told apart by its parameter names:
+A reward is a function in one of two styles, detected by its parameter names:
 
     (rollout, example) -> float | bool | None          called once for each rollout
     (prompts, completions, **columns) -> list          TRL style, called once for each group
 
-TRL style may name any of `prompts`, `completions`, `completion_ids`, `trainer_state`, `log_metric`,
-`log_extra` and the example's columns, each a list with one entry per rollout, or take them all as
-`**kwargs`. For a chat prompt a completion is `[{"role": "assistant", "content": …}]`, a prefill included;
-with tools, calls and results are further messages. For a text prompt it is text. Either style may be `async`.
+A TRL-style function may name any of `prompts`, `completions`, `completion_ids`, `trainer_state`,
+`log_metric`, `log_extra` and the example's columns, or take them all as `**kwargs`. Columns are lists with
+one entry per rollout. For a chat prompt a completion is `[{"role": "assistant", "content": …}]`, including
+any prefill; with tools, calls and results are further messages. For a text prompt it is a string. Either
+style may be `async`.
 
-None means that the reward does not apply. An exception, a timeout or a value that is not a finite
-number marks the rollout as failed (in TRL style: the group's rollouts); it never becomes a 0.
+None means that the reward does not apply. An exception, a timeout or a non-finite value marks the rollout
+as failed (in TRL style: every rollout of the group). A failure never becomes a reward of 0.
 """
 
 from __future__ import annotations
@@ -38,71 +39,71 @@ RewardFunction = Callable[..., Any]
 Outcome = float | None | RolloutError
 Result = TypeVar("Result")
 
-LARGEST = 1e30
-"""Of a reward: sums, squares and float32 must be able to hold what is made of it."""
-MOST_CHARACTERS = 1000
-"""Of a failure, that are kept."""
-MOST_FRAMES = 20
+MAX_REWARD = 1e30
+"""Largest magnitude of a reward, so that sums and squares of rewards fit into float32."""
+MAX_ERROR_CHARACTERS = 1000
+"""Longest error message that is recorded."""
+MAX_FRAMES = 20
 PACKAGE = str(Path(__file__).parents[1])
 TEXT_COMPLETIONS = (
     "completions are strings because the task's prompt is a string; return a list of messages from "
     "`prompt` to get lists of messages"
 )
 BATCH_NAMES = frozenset({"prompts", "completions", "completion_ids"})
-# Columns TRL keeps to itself: the plural names above carry them.
+# TRL does not pass these columns on: the plural names above carry them.
 RESERVED_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 
 
 class BadValueError(Exception):
-    """A reward returned something that is not a reward."""
+    """A reward function returned a value that is not a valid reward."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """Where the run is, under the names that transformers' `TrainerState` has."""
+    """Progress of the run, with the field names of transformers' `TrainerState`."""
 
     global_step: int = 0
-    """Steps that are done."""
+    """Completed steps."""
     max_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardContext:
-    """What rewards learn of the run, and what they leave beside their values."""
+    """State that rewards read from the run, and the metrics and failures they record."""
 
     seconds: float = 0.0
-    """Time limit of one call."""
+    """Time limit of one call, in seconds."""
     trainer_state: TrainerState = TrainerState()
     metrics: dict[str, list[float]] = field(default_factory=dict)
-    """What TRL-style rewards logged by `log_metric`."""
+    """Values that TRL-style rewards logged with `log_metric`."""
     failures: dict[str, str] = field(default_factory=dict)
     """The first failure of each reward, with its traceback."""
     when_late: Callable[[], None] = lambda: None
-    """Called after each call that took longer than its limit, or ended its worker."""
+    """Callback for each call that exceeded its time limit or terminated its worker."""
 
     def log_metric(self, name: str, value: SupportsFloat) -> None:
-        """Log a number beside the rewards, as TRL's `log_metric` does."""
+        """Log a number, as TRL's `log_metric` does. Ignore NaN and inf."""
         if math.isfinite(number := float(value)):
             self.metrics.setdefault(readable(str(name)), []).append(number)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Accept a column for TRL's table of completions, which runs here do not have."""
+        """Accept and ignore a column for TRL's completions table, which does not exist here."""
 
     def failed(self, name: str, error: RolloutError) -> None:
         trace = "".join(getattr(error, "__notes__", ()))
         self.failures.setdefault(name, f"{error}\n{trace}" if trace else str(error))
 
 
-def takes_batches(function: RewardFunction) -> bool:
-    """Tell whether a reward is written in TRL style."""
+def is_trl_style(function: RewardFunction) -> bool:
+    """Return whether a reward function is written in TRL style."""
     try:
-        return _takes_batches(function)
-    except TypeError:  # an object that has no hash, which cannot be remembered
-        return _takes_batches.__wrapped__(function)
+        return _is_trl_style(function)
+    except TypeError:  # an unhashable object cannot be cached
+        return _is_trl_style.__wrapped__(function)
 
 
 @lru_cache(maxsize=64)
-def _takes_batches(function: RewardFunction) -> bool:
+def _is_trl_style(function: RewardFunction) -> bool:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -111,7 +112,7 @@ def _takes_batches(function: RewardFunction) -> bool:
     return by_keyword_only or any(p.name in BATCH_NAMES for p in parameters)
 
 
-def outcomes_of(
+def call_reward(
     function: RewardFunction,
     rollouts: Sequence[Rollout],
     example: Example,
@@ -119,39 +120,39 @@ def outcomes_of(
     limit: AnyLimit,
     context: RewardContext,
 ) -> Iterator[list[Outcome]]:
-    """Call a reward and yield the outcomes of each call: one rollout's, or in TRL style everyone's."""
-    if not takes_batches(function):
+    """Call a reward and yield the outcomes of each call: of one rollout, or in TRL style of all rollouts."""
+    if not is_trl_style(function):
         for rollout in rollouts:
             work = partial(score_one, function, rollout, example)
-            yield [attempted(limit, work, context)]
+            yield [run_limited(limit, work, context)]
         return
 
-    def together() -> list[float | None]:
+    def call_batch() -> list[float | None]:
         values = completed(function(**batch_arguments(function, rollouts, example, context)))
         try:
-            values = list(islice(values, len(rollouts) + 1))  # it may be a generator without an end
+            values = list(islice(values, len(rollouts) + 1))  # it may be an infinite generator
         except TypeError:
             raise BadValueError(f"returned {type(values).__name__}, not a list of numbers") from None
         if len(values) != len(rollouts):
-            more = "more" if len(values) > len(rollouts) else str(len(values))
-            raise BadValueError(f"returned {more} values for {len(rollouts)} completions")
-        return [finite(value) for value in values]
+            returned = "too many" if len(values) > len(rollouts) else str(len(values))
+            raise BadValueError(f"returned {returned} values for {len(rollouts)} completions")
+        return [as_reward(value) for value in values]
 
-    outcome = attempted(limit, together, context)
+    outcome = run_limited(limit, call_batch, context)
     if isinstance(outcome, RolloutError):
         if isinstance(rollouts[0].prompt, str) and "string indices" in str(outcome):
-            outcome = with_notes_of(outcome, RolloutError(f"{outcome}; {TEXT_COMPLETIONS}"))
+            outcome = copy_notes(outcome, RolloutError(f"{outcome}; {TEXT_COMPLETIONS}"))
         yield [outcome] * len(rollouts)
     else:
         yield list(outcome)
 
 
 def score_one(function: RewardFunction, rollout: Rollout, example: Example) -> float | None:
-    return finite(completed(function(rollout, example)))
+    return as_reward(completed(function(rollout, example)))
 
 
-def attempted(limit: AnyLimit, work: Callable[[], Result], context: RewardContext) -> Result | RolloutError:
-    """Do the work within the limit; whatever goes wrong becomes a `RolloutError`, Ctrl-C alone excepted."""
+def run_limited(limit: AnyLimit, work: Callable[[], Result], context: RewardContext) -> Result | RolloutError:
+    """Run `work` within the limit. Return its result, or its failure as a `RolloutError`; raise Ctrl-C."""
     try:
         with limit:
             return work()
@@ -162,14 +163,14 @@ def attempted(limit: AnyLimit, work: Callable[[], Result], context: RewardContex
         return RolloutError(str(error))
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # sys.exit() and a cancelled task are the reward's failure, too
+    except BaseException as error:  # sys.exit() and cancelled tasks count as failures of the reward, too
         return as_rollout_error(error)
 
 
 def batch_arguments(
     function: RewardFunction, rollouts: Sequence[Rollout], example: Example, context: RewardContext
 ) -> dict[str, Any]:
-    """Return the keyword arguments that TRL would give this function, less those it does not take."""
+    """Return the keyword arguments that TRL would pass, restricted to those the function accepts."""
     prompts, completions = zip(*(as_trl(rollout) for rollout in rollouts), strict=True)
     available = {
         **{
@@ -191,9 +192,9 @@ def batch_arguments(
 
 
 def as_trl(rollout: Rollout) -> tuple[Any, Any]:
-    """Return (prompt, completion), a prefill moved from the first to the second as TRL does.
+    """Return (prompt, completion) as TRL represents them, with a prefill moved to the completion.
 
-    With tools, the completion is the whole conversation behind the prompt, calls and results included.
+    With tools, the completion is the whole conversation after the prompt, including calls and results.
     """
     if isinstance(rollout.prompt, str):
         return rollout.prompt, rollout.transcript
@@ -213,8 +214,8 @@ def as_trl(rollout: Rollout) -> tuple[Any, Any]:
 
 
 def completed(result: Any) -> Any:
-    """Return a result, awaited where the function is async; a notebook has an event loop running already."""
-    if isinstance(result, float) or not inspect.isawaitable(result):  # in this order: asking is slow
+    """Return a result, awaiting it if needed, also where an event loop is already running (in a notebook)."""
+    if isinstance(result, float) or not inspect.isawaitable(result):  # isawaitable is slow: check float first
         return result
     try:
         asyncio.get_running_loop()
@@ -224,7 +225,7 @@ def completed(result: Any) -> Any:
 
 
 def in_thread(work: Callable[[], Any]) -> Any:
-    """Do the work in a thread and wait; one that is out of time is left behind."""
+    """Run `work` in a thread and wait for it. A time limit abandons the daemon thread."""
     results: list[Any] = []
     errors: list[BaseException] = []
 
@@ -246,30 +247,34 @@ async def awaited(result: Awaitable[Any]) -> Any:
     return await result
 
 
-def finite(value: Any) -> float | None:
-    """Return a reward as a float, None as None, and refuse everything else."""
+def as_reward(value: Any) -> float | None:
+    """Return a reward as a float, or None for None. Raise BadValueError for any other value."""
     if value is None:
         return None
-    if not isinstance(value, float) and not isinstance(value, SupportsFloat):  # asking the protocol is slow
+    if not isinstance(value, float) and not isinstance(value, SupportsFloat):  # the protocol check is slow
         raise BadValueError(f"returned {type(value).__name__}, not a number")
     try:
         number = float(value)
     except Exception as error:
-        raise BadValueError(f"returned a {type(value).__name__} that is not one number: {error}") from error
-    if not -LARGEST <= number <= LARGEST:  # nor is NaN
+        raise BadValueError(
+            f"returned a {type(value).__name__} that cannot be converted to a float: {error}"
+        ) from error
+    if not -MAX_REWARD <= number <= MAX_REWARD:  # also true for NaN
         if math.isfinite(number):
-            raise BadValueError(f"returned {number}; a reward must lie between -{LARGEST:g} and {LARGEST:g}")
-        raise BadValueError(f"returned {number}")
+            raise BadValueError(
+                f"returned {number}; a reward must lie between -{MAX_REWARD:g} and {MAX_REWARD:g}"
+            )
+        raise BadValueError(f"returned {number}; a reward must be finite")
     return number
 
 
 def as_rollout_error(error: BaseException) -> RolloutError:
-    """Say what a user's code raised, and where; the traceback is in the notes."""
+    """Describe an exception of user code with its file and line; attach the traceback as a note."""
     try:
-        said = readable(str(error))
+        message = readable(str(error))
     except Exception:
-        said = ""  # an exception whose own text raises
-    name = "" if isinstance(error, RolloutError) and said else type(error).__name__
+        message = ""  # str() of the exception raises
+    name = "" if isinstance(error, RolloutError) and message else type(error).__name__
     frames = list(traceback.walk_tb(error.__traceback__))
     own = [n for n, (frame, _) in enumerate(frames) if not frame.f_code.co_filename.startswith(PACKAGE)]
     where = ""
@@ -279,46 +284,46 @@ def as_rollout_error(error: BaseException) -> RolloutError:
         where = f" ({Path(frame.f_code.co_filename).name}, line {line})"
         for _ in range(own[0]):
             trace = trace.tb_next if trace is not None else None
-    failure = RolloutError(f"{name}{': ' if name and said else ''}{said}{where}")
+    failure = RolloutError(f"{name}{': ' if name and message else ''}{message}{where}")
     try:
-        lines = traceback.format_exception(type(error), error, trace, limit=-MOST_FRAMES)
+        lines = traceback.format_exception(type(error), error, trace, limit=-MAX_FRAMES)
     except Exception:
         lines = []
-    failure.add_note(readable("".join(lines), most=4 * MOST_CHARACTERS))
+    failure.add_note(readable("".join(lines), most=4 * MAX_ERROR_CHARACTERS))
     return failure
 
 
-def with_notes_of(one: BaseException, other: RolloutError) -> RolloutError:
+def copy_notes(one: BaseException, other: RolloutError) -> RolloutError:
     for note in getattr(one, "__notes__", ()):
         other.add_note(note)
     return other
 
 
-def readable(text: str, *, most: int = MOST_CHARACTERS) -> str:
-    """Return text that every file and terminal can hold: "?" for half an emoji, its end cut off."""
+def readable(text: str, *, most: int = MAX_ERROR_CHARACTERS) -> str:
+    """Return text that is safe to print: truncated, with "?" for lone surrogates."""
     text = text if len(text) <= most else f"{text[:most]} …"
     return text.encode(errors="replace").decode()
 
 
 @dataclass(slots=True)
 class IsolatedReward:
-    """Stands in a task for the function; a direct call runs it here."""
+    """Replace a reward function in a task by one that runs in a worker. A direct call runs it here."""
 
     name: str
     function: RewardFunction
     worker: Worker | None
-    """None: its arguments turned out not to travel, and it runs in this process."""
+    """None if its arguments cannot be pickled: the function then runs in this process."""
 
     def __call__(self, *arguments: Any, **columns: Any) -> Any:
         return self.function(*arguments, **columns)
 
     def scored(self, rollouts: Sequence[Rollout], example: Example, context: RewardContext) -> list[Outcome]:
-        """Score rollouts in the worker. A call that hangs, or that ends the worker, fails.
+        """Score rollouts in the worker. A call fails if it hangs or terminates the worker.
 
-        In TRL style the one call is for all rollouts. Otherwise the next ones go on in a new worker.
+        In TRL style one call scores all rollouts. Otherwise a new worker scores the remaining rollouts.
         """
         assert self.worker is not None
-        together = takes_batches(self.function)
+        is_batch = is_trl_style(self.function)
         outcomes: list[Outcome] = []
         while len(outcomes) < len(rollouts):
             rest = rollouts[len(outcomes) :]
@@ -332,12 +337,12 @@ class IsolatedReward:
                         context.metrics.setdefault(name, []).extend(values)
             except WorkerLost as lost:
                 context.when_late()
-                outcomes += [RolloutError(str(lost))] * (len(rest) if together else 1)
+                outcomes += [RolloutError(str(lost))] * (len(rest) if is_batch else 1)
         return outcomes
 
 
 def reward_job(function: RewardFunction) -> Job:
-    """Return what the worker does with the rollouts of a request."""
+    """Return the job that scores the rollouts of a request inside the worker."""
 
     def job(request: Any, seconds: float) -> Iterator[dict[str, Any]]:
         rollouts, example, trainer_state = request
@@ -346,7 +351,7 @@ def reward_job(function: RewardFunction) -> Job:
             context = RewardContext(
                 seconds=seconds, trainer_state=trainer_state, when_late=lambda: late.append(True)
             )
-            for outcomes in outcomes_of(function, rollouts, example, limit=limit, context=context):
+            for outcomes in call_reward(function, rollouts, example, limit=limit, context=context):
                 replies = [as_reply(one) for one in outcomes]
                 yield {"outcomes": replies, "metrics": dict(context.metrics), "late": bool(late)}
                 context.metrics.clear()
@@ -373,10 +378,10 @@ def as_outcome(reply: Any) -> Outcome:
 def score_group(
     group: Group, *, rewards: Mapping[str, RewardFunction], weights: Mapping[str, float], seconds: float
 ) -> Group:
-    """Return the group with each rollout's rewards and weighted sum, or the error that prevented them.
+    """Return the group with each rollout's rewards and their weighted sum, or its error.
 
-    A reward without a weight weighs 1; a weight of 0 makes it a mere metric. Rollouts that failed
-    before are left alone. `seconds` limits one call (see `time_limit` for where it cannot).
+    The default weight is 1; a reward of weight 0 is only a metric. Rollouts that already failed are not
+    scored. `seconds` limits each call (see `time_limit` for the exceptions).
     """
     with TimeLimits(seconds) as limit:
         return score_within(limit, group, rewards=rewards, weights=weights)
@@ -390,7 +395,7 @@ def score_within(
     weights: Mapping[str, float],
     context: RewardContext | None = None,
 ) -> Group:
-    """Do the same under a limit that many groups share; `context` is what rewards learn of the run."""
+    """Score a group as `score_group` does, under a time limit shared by many groups."""
     context = replace(context or RewardContext(), seconds=limit.seconds)
     members = {index: rollout for index, rollout in enumerate(group.rollouts) if rollout.error is None}
     parts: dict[int, dict[str, float]] = {index: {} for index in members}
@@ -398,7 +403,9 @@ def score_within(
     for name, function in rewards.items():
         if not members:
             break
-        outcomes = scored_by(function, list(members.values()), group.example, limit=limit, context=context)
+        outcomes = score_rollouts(
+            function, list(members.values()), group.example, limit=limit, context=context
+        )
         for index, outcome in zip(list(members), outcomes, strict=True):
             if isinstance(outcome, RolloutError):
                 errors[index] = f"reward {name}: {outcome}"
@@ -413,9 +420,9 @@ def score_within(
         if index in errors:
             return rollout.judged(error=errors[index])
         if not parts[index]:
-            return rollout.judged(error="no reward applies: each returned None")
+            return rollout.judged(error="no reward applies: every reward function returned None")
         total = weighted_sum(parts[index], weights)
-        if not -LARGEST <= total <= LARGEST:
+        if not -MAX_REWARD <= total <= MAX_REWARD:
             return rollout.judged(error=f"the weighted sum of the rewards is {total}; lower task.weights")
         return rollout.judged(rewards=parts[index], reward=total)
 
@@ -423,11 +430,11 @@ def score_within(
 
 
 def weighted_sum(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Add rewards up; one without a weight counts once."""
+    """Return the weighted sum of rewards; the default weight is 1."""
     return sum([weights.get(name, 1.0) * value for name, value in rewards.items()])
 
 
-def scored_by(
+def score_rollouts(
     function: RewardFunction,
     rollouts: Sequence[Rollout],
     example: Example,
@@ -445,5 +452,5 @@ def scored_by(
                 function.worker = None
         function = function.function
     guard = limit if is_ours(function) else Watched(limit, f"the reward {described(function)}")
-    calls = outcomes_of(function, rollouts, example, limit=guard, context=context)
+    calls = call_reward(function, rollouts, example, limit=guard, context=context)
     return [outcome for outcomes in calls for outcome in outcomes]

@@ -1,4 +1,4 @@
-"""How much an answer shares with a right one: in words, in order, in meaning."""
+"""Rewards on the text of an answer: length, overlap with reference answers, search results and citations."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from groupwise.rewards.extraction import END_THINK
 
 Reward = Callable[[Rollout, Example], float]
 Golds = Callable[[Example], Sequence[str]]
-"""The right answers of an example, of which any will do."""
+"""Returns the reference answers of an example; matching any one of them suffices."""
 Embed = Callable[[Sequence[str]], Any]
-"""Texts to vectors of length 1."""
+"""Maps texts to unit vectors."""
 
 WORD = re.compile(r"\w+")
 LONGEST = 2000
-"""Words of an answer that are compared."""
+"""Number of words of a text that are compared."""
 COMMON = 0.1
-"""Share of the texts from which a word is common, and tells nothing."""
+"""A word that occurs in this share of the texts is common and has weight 0."""
 FEW = 20
-"""Texts that a common word must be in: of a handful of texts, none is."""
+"""Minimum number of texts in which a common word occurs: in a few texts, no word is common."""
 HIGHEST_BASELINE = 0.95
 CACHED = 1024
-"""Examples whose right answers stay embedded."""
+"""Number of examples whose reference answers are cached."""
 
 
 def words(text: str) -> list[str]:
@@ -38,38 +38,38 @@ def words(text: str) -> list[str]:
 
 
 def token_f1(answer: str, gold: str) -> float:
-    """Return the harmonic mean of precision and recall of words, repeats counted.
+    """Return the F1 score of the bag of words, counting repeats.
 
     Example: "the red fox", "a red red fox" -> 2 shared, 2/3 and 2/4 -> 4/7
     """
-    said, wanted = Counter(words(answer)), Counter(words(gold))
-    return harmonic((said & wanted).total(), said.total(), wanted.total())
+    predicted, expected = Counter(words(answer)), Counter(words(gold))
+    return f1_score((predicted & expected).total(), predicted.total(), expected.total())
 
 
 def rarity_of(texts: Sequence[str]) -> Callable[[str], float]:
-    """Return how much each word tells: nothing where a tenth of the texts have it, more the rarer it is."""
-    having = Counter(word for text in texts for word in set(words(text)))
+    """Return a word's weight by its rarity in the texts: 0 for common words, larger for rarer ones."""
+    frequency = Counter(word for text in texts for word in set(words(text)))
     common = max(COMMON * len(texts), FEW)
-    return lambda word: max(0.0, math.log(common / (having[word] or 1)))
+    return lambda word: max(0.0, math.log(common / (frequency[word] or 1)))
 
 
 def rare_word_f1(rarity: Callable[[str], float]) -> Callable[[str, str], float]:
-    """Make a measure: token F1 in which a word counts by its rarity, and by the logarithm of its repeats.
+    """Make a measure: token F1 with words weighted by rarity and by the logarithm of their count.
 
-    Common words alone share nothing with an answer, whatever the answer is.
+    A text of common words only scores 0 against any answer.
     """
 
-    def weighed(text: str) -> dict[str, float]:
+    def weighted(text: str) -> dict[str, float]:
         return {word: rarity(word) * (1 + math.log(count)) for word, count in Counter(words(text)).items()}
 
-    wanted_of = lru_cache(CACHED)(weighed)  # a group's members are compared with the same texts
+    weighted_gold = lru_cache(CACHED)(weighted)  # all rollouts of a group are compared with the same texts
 
     def measure(answer: str, gold: str) -> float:
         if words(answer) == words(gold):
             return 1.0
-        said, wanted = weighed(answer), wanted_of(gold)
-        shared = sum(min(weight, wanted[word]) for word, weight in said.items() if word in wanted)
-        return 2 * shared / (sum(said.values()) + sum(wanted.values())) if shared else 0.0
+        predicted, expected = weighted(answer), weighted_gold(gold)
+        shared = sum(min(weight, expected[word]) for word, weight in predicted.items() if word in expected)
+        return 2 * shared / (sum(predicted.values()) + sum(expected.values())) if shared else 0.0
 
     return measure
 
@@ -79,63 +79,63 @@ def rouge_l(answer: str, gold: str) -> float:
 
     Example: "a b c", "a x c" -> 2 in order, 2/3 and 2/3 -> 2/3
     """
-    said, wanted = words(answer), words(gold)
-    return harmonic(in_order(said, wanted), len(said), len(wanted))
+    predicted, expected = words(answer), words(gold)
+    return f1_score(lcs_length(predicted, expected), len(predicted), len(expected))
 
 
-def in_order(said: Sequence[str], wanted: Sequence[str]) -> int:
+def lcs_length(predicted: Sequence[str], expected: Sequence[str]) -> int:
     """Return the length of the longest common subsequence.
 
-    A row of the usual table differs from its left neighbour by 0 or 1, so it is kept as the bits of one whole
-    number (Hyyrö 2004): 0 where the row steps up.
+    Adjacent cells in a row of the dynamic-programming table differ by 0 or 1, so a row is stored as the
+    bits of one integer (Hyyrö 2004): 0 where the row increases.
     """
-    places: dict[str, int] = {}
-    for place, word in enumerate(wanted):
-        places[word] = places.get(word, 0) | 1 << place
-    every = (1 << len(wanted)) - 1
-    row = every
-    for word in said:
-        found = row & places.get(word, 0)
-        row = ((row + found) | (row - found)) & every
-    return len(wanted) - row.bit_count()
+    positions: dict[str, int] = {}
+    for position, word in enumerate(expected):
+        positions[word] = positions.get(word, 0) | 1 << position
+    mask = (1 << len(expected)) - 1
+    row = mask
+    for word in predicted:
+        matches = row & positions.get(word, 0)
+        row = ((row + matches) | (row - matches)) & mask
+    return len(expected) - row.bit_count()
 
 
-def harmonic(shared: int, said: int, wanted: int) -> float:
-    return 2 * shared / (said + wanted) if shared else 0.0
+def f1_score(shared: int, predicted: int, expected: int) -> float:
+    return 2 * shared / (predicted + expected) if shared else 0.0
 
 
 def shares_words(*, golds: Golds, measure: Callable[[str, str], float] = token_f1) -> Reward:
-    """Make a reward: the best overlap of the answer with a right one; a rollout without an answer gets 0."""
+    """Make a reward: the best overlap of the answer with a reference answer; 0 without an answer."""
 
     def overlap(rollout: Rollout, example: Example) -> float:
-        answer = last_word(rollout)
+        answer = answer_of(rollout)
         return max((measure(answer, gold) for gold in golds(example)), default=0.0) if answer else 0.0
 
     return overlap
 
 
 def similar(*, golds: Golds, embed: Embed, baseline: float) -> Reward:
-    """Make a reward: the cosine of the answer and the closest right one, from 0 at `baseline` to 1.
+    """Make a reward: the cosine similarity to the closest reference answer, rescaled to 0 at `baseline`.
 
-    Unrelated texts of one field are far from orthogonal, with some embeddings nearly parallel: without the
-    baseline (see `unrelated`) everything would be rewarded about the same.
+    Unrelated texts of one domain are far from orthogonal; with some embeddings they are nearly parallel.
+    Without the baseline (see `unrelated`) all answers would get about the same reward.
     """
     floor = min(baseline, HIGHEST_BASELINE)
-    vectors_of = lru_cache(CACHED)(embed)  # a group's members are compared with the same texts
+    vectors_of = lru_cache(CACHED)(embed)  # all rollouts of a group are compared with the same texts
 
     def closeness(rollout: Rollout, example: Example) -> float:
-        answer = last_word(rollout)
+        answer = answer_of(rollout)
         if not answer:
             return 0.0
-        (said,) = embed([answer])
-        cosine = max(float(said @ gold) for gold in vectors_of(tuple(golds(example))))
+        (vector,) = embed([answer])
+        cosine = max(float(vector @ gold) for gold in vectors_of(tuple(golds(example))))
         return max(0.0, (cosine - floor) / (1 - floor))
 
     return closeness
 
 
 def unrelated(texts: Sequence[str], embed: Embed) -> float:
-    """Return the mean cosine of neighbouring texts, which are taken to have nothing to do with each other."""
+    """Return the mean cosine similarity of adjacent texts, which are assumed to be unrelated."""
     if len(texts) < 2:
         return 0.0
     vectors = embed(texts)
@@ -143,7 +143,7 @@ def unrelated(texts: Sequence[str], embed: Embed) -> float:
 
 
 def length(*, at_most: int) -> Callable[[Rollout, Example], float]:
-    """Make a reward that is 1 when `rollout.text` has at most this many characters, else 0."""
+    """Make a reward: 1 if `rollout.text` has at most `at_most` characters, else 0."""
     if at_most < 1:
         raise ConfigError(f"length(at_most=…) must be at least 1 character; got {at_most!r}")
 
@@ -156,63 +156,63 @@ def length(*, at_most: int) -> Callable[[Rollout, Example], float]:
 CALL = "<tool_call>"
 
 
-def spoken(text: str) -> str:
-    """Return what a turn says after its thinking."""
+def without_thinking(text: str) -> str:
+    """Return the text of a turn after its thinking."""
     return text.rpartition(END_THINK)[2].strip()
 
 
-def last_word(rollout: Rollout) -> str:
-    """Return the answer: what the last turn says, or nothing if it is one more call."""
-    answer = spoken(rollout.text)
+def answer_of(rollout: Rollout) -> str:
+    """Return the answer: the last turn without its thinking, or "" if the turn calls a tool."""
+    answer = without_thinking(rollout.text)
     return "" if CALL in answer or (rollout.turns and rollout.turns[-1].calls) else answer
 
 
 def searches(rollout: Rollout) -> list[tuple[str, ...]]:
-    """Return what each call found, best first; calls that failed found nothing."""
+    """Return the names of the results of each successful call, best first."""
     return [call.found for call in rollout.calls if call.error is None]
 
 
-def reciprocal_rank(found: Sequence[Sequence[str]], gold: Collection[str]) -> float:
-    """Return 1 / rank of the first gold name, in the search where it stands highest; 0 without one.
+def reciprocal_rank(results: Sequence[Sequence[str]], gold: Collection[str]) -> float:
+    """Return 1 / rank of the first gold name, in the search that ranks it highest; 0 if none has it.
 
-    Example: found (a, b) and (b, c), gold {b} -> 1.0, since the second search has it first.
+    Example: results (a, b) and (b, c), gold {b} -> 1.0, since the second search ranks it first.
     """
-    ranks = [names.index(name) + 1 for names in found for name in gold if name in names]
+    ranks = [names.index(name) + 1 for names in results for name in gold if name in names]
     return 1 / min(ranks) if ranks else 0.0
 
 
 def mrr(*, needed: Callable[[Example], Sequence[Collection[str]]]) -> Reward:
-    """Make a reward: the mean, over what a question needs, of how high its searches found it.
+    """Make a reward: the mean reciprocal rank of the documents that a question needs.
 
-    `needed` gives for each hop the documents of which any will do.
+    `needed` returns for each hop the acceptable documents; any one of them suffices.
     """
 
-    def found_high(rollout: Rollout, example: Example) -> float:
-        hops, found = needed(example), searches(rollout)
-        return sum(reciprocal_rank(found, gold) for gold in hops) / len(hops)
+    def mean_reciprocal_rank(rollout: Rollout, example: Example) -> float:
+        hops, results = needed(example), searches(rollout)
+        return sum(reciprocal_rank(results, gold) for gold in hops) / len(hops)
 
-    return found_high
+    return mean_reciprocal_rank
 
 
 def recall(*, needed: Callable[[Example], Sequence[Collection[str]]], at: int) -> Reward:
-    """Make a reward: the share of what a question needs that is among the first `at` of some search."""
+    """Make a reward: the share of hops with a needed document among the first `at` results of any search."""
 
-    def found_at_all(rollout: Rollout, example: Example) -> float:
-        hops, found = needed(example), [names[:at] for names in searches(rollout)]
-        return sum(any(name in names for names in found for name in gold) for gold in hops) / len(hops)
+    def recall_at(rollout: Rollout, example: Example) -> float:
+        hops, results = needed(example), [names[:at] for names in searches(rollout)]
+        return sum(any(name in names for names in results for name in gold) for gold in hops) / len(hops)
 
-    return found_at_all
+    return recall_at
 
 
 def thinks_every_turn(rollout: Rollout, example: Example) -> float:
-    """The share of turns that think before they speak; 0 for a rollout that never called a tool."""
+    """Return the share of turns that contain thinking; 0 for a rollout without tool calls."""
     if not rollout.calls:
         return 0.0
     return sum(END_THINK in turn.text for turn in rollout.turns) / len(rollout.turns)
 
 
 def searches_once(rollout: Rollout, example: Example) -> float:
-    """1 for one call that worked and no other, falling by half with each one more; 0 for none."""
+    """Return 1 for exactly one call, halved for each further call; 0 if no call succeeded."""
     calls = rollout.calls
     if not any(call.error is None for call in calls):
         return 0.0
@@ -220,7 +220,7 @@ def searches_once(rollout: Rollout, example: Example) -> float:
 
 
 def cites_well(rollout: Rollout, example: Example) -> float | None:
-    """The share of the answer's [names] that some search returned; None for an answer that cites nothing."""
+    """Return the share of the answer's [citations] that a search returned; None if there are none."""
     seen = {name for names in searches(rollout) for name in names}
-    cited = [part.partition("]")[0].strip() for part in last_word(rollout).split("[")[1:] if "]" in part]
+    cited = [part.partition("]")[0].strip() for part in answer_of(rollout).split("[")[1:] if "]" in part]
     return sum(name in seen for name in cited) / len(cited) if cited else None

@@ -1,4 +1,4 @@
-"""A time limit for code that may hang."""
+"""Time limits for user code in this process: an alarm signal, and a watchdog for code that ignores it."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from types import FrameType, TracebackType
 from groupwise.tracking.run_log import LOGGER
 
 REPEAT_SECONDS = 1.0
-"""A block that swallows its limit is interrupted again after this long."""
+"""Interval at which a block that ignores its limit is interrupted again."""
 GRACE_SECONDS = 30.0
-"""How far past its limit a block may go before it stops the run."""
+"""How long past its limit a block may run before the process is stopped."""
 STOPPED = 3
-"""The exit code of a process that such a block stops."""
+"""Exit code of a process that the watchdog stops."""
 
 
 class TimeLimitReached(BaseException):
-    """The block ran out of time. Not an `Exception`, so that the code it interrupts does not swallow it."""
+    """The block exceeded its time limit. A BaseException, so that `except Exception` does not catch it."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `TimeLimitReached` in a block of Python code that runs longer than this."""
+    """Raise `TimeLimitReached` in a block of Python code that runs longer than `seconds`."""
     with TimeLimits(seconds) as limit, limit:
         yield
 
 
 class TimeLimits:
-    """The same limit for many blocks, one after the other: the signal handler is set once for all of them.
+    """One limit for many consecutive blocks: installs the signal handler once for all of them.
 
         with TimeLimits(seconds) as limit:
             for item in items:
                 with limit:
                     …
 
-    An alarm signal ends a block, so there is no limit outside the main thread or on a platform without
-    alarms, nor can a single call into C be interrupted before it returns. A block can swallow the limit: see
-    `Watched`, and `worker` for processes that can be killed. Limits nest: the earlier
-    deadline wins, and an alarm that was set before goes off when it should.
+    An alarm signal interrupts a block. The limit therefore has no effect outside the main thread or on
+    platforms without alarms, and cannot interrupt a single call into C. A block can catch and ignore the
+    interrupt: see `Watched`, and `worker` for processes that can be killed. Limits nest: the earliest
+    deadline wins, and an alarm that was set before still fires on time.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -56,7 +56,7 @@ class TimeLimits:
             self.limit.outer = time.monotonic() + outer if outer else None
             self.previous = signal.signal(signal.SIGALRM, self.limit.expire)
             around = getattr(self.previous, "__self__", None)
-            if isinstance(around, TimeLimit):  # its alarm may be that of an earlier block
+            if isinstance(around, TimeLimit):  # its pending alarm may belong to an earlier block
                 self.limit.outer = around.due if around.armed else None
         return self.limit
 
@@ -72,11 +72,11 @@ class TimeLimits:
 
 
 class TimeLimit:
-    """One block at a time.
+    """Limits one block at a time; use it as a context manager.
 
-    Setting an alarm takes longer than most blocks, so one is set for many: when it goes off before the block
-    under way is due, it is set again for then. It never goes off late, as no block is due before those
-    that it follows.
+    Setting an alarm takes longer than most blocks, so many blocks share one. If the alarm fires before the
+    deadline of the current block, it is set again for that deadline. It never fires late, because deadlines
+    only increase.
     """
 
     def __init__(self, seconds: float, *, possible: bool) -> None:
@@ -84,9 +84,9 @@ class TimeLimit:
         self.possible = possible
         self.armed = False
         self.due = 0.0
-        """When the block under way has had its time."""
+        """Deadline of the current block."""
         self.outer: float | None = None
-        """When an alarm goes off that was set before."""
+        """When an alarm that was set before fires."""
         self._alarm_set = False
         self._expired = False
 
@@ -97,7 +97,7 @@ class TimeLimit:
         left = self.due - time.monotonic()
         if left <= 0:
             self._expired = True
-            self._set_alarm(REPEAT_SECONDS)  # the block may swallow this one
+            self._set_alarm(REPEAT_SECONDS)  # the block may catch this exception
             raise TimeLimitReached
         self._set_alarm(left)
 
@@ -106,7 +106,7 @@ class TimeLimit:
         signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
 
     def _is_lost(self) -> bool:
-        """Whether a block has set an alarm of its own, as some libraries do, and with it taken ours away."""
+        """Whether a block replaced our alarm by its own, as some libraries do."""
         return self._alarm_set and not signal.getitimer(signal.ITIMER_REAL)[0]
 
     def __enter__(self) -> None:
@@ -123,17 +123,17 @@ class TimeLimit:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The alarm may go off before this line is done: it leaves the block either way.
+        # The alarm may fire before this assignment: the block is left either way.
         self.armed = False
-        if self._expired:  # the next block must not wait for the repetition
+        if self._expired:  # cancel the repeated alarm, so that it does not hit the next block
             signal.setitimer(signal.ITIMER_REAL, 0)
             self._alarm_set = self._expired = False
 
 
 class Watched:
-    """A limit that cannot be swallowed: a block that goes on for `GRACE_SECONDS` past it stops the process.
+    """A limit that a block cannot ignore: running `GRACE_SECONDS` past it stops the process.
 
-    For code of the user's that has to run in this process, where nothing else can end it.
+    For user code that must run in this process, where nothing else can interrupt it.
     """
 
     def __init__(self, limit: TimeLimit, what: str) -> None:
@@ -156,13 +156,13 @@ AnyLimit = TimeLimit | Watched
 
 
 class Watchdog:
-    """A thread that looks twice a second whether the block of the main thread is far past its limit."""
+    """A thread that checks twice a second whether the main thread's block is far past its limit."""
 
     def __init__(self) -> None:
         self.process = 0
-        """In which the thread was started: a fork has none."""
+        """Id of the process that started the thread: a forked process has none."""
         self.block: tuple[str, float, float] | None = None
-        """What runs, its limit, and when the process is stopped."""
+        """Description of the current block, its limit, and when to stop the process."""
 
     def begin(self, what: str, seconds: float) -> None:
         self.block = (what, seconds, time.monotonic() + seconds + GRACE_SECONDS)
@@ -182,14 +182,14 @@ class Watchdog:
 
 
 def stop_process(what: str, seconds: float) -> None:
-    """End this process with a sentence: no exception would get past the block."""
-    sentence = (
-        f"{what} did not end at its time limit of {seconds:g} s, nor {GRACE_SECONDS:g} s later: it swallows "
-        "the limit, so the run stops. Mend the function; the last checkpoint can be resumed"
+    """Log an error and exit: the block would catch any exception."""
+    message = (
+        f"{what} ran more than {GRACE_SECONDS:g} s past its time limit of {seconds:g} s and cannot be "
+        "interrupted, so the run stops. Fix the function and resume from the last checkpoint"
     )
-    LOGGER.error(sentence)
+    LOGGER.error(message)
     with suppress(OSError, ValueError):
-        os.write(2, f"error: {sentence}\n".encode(errors="replace"))
+        os.write(2, f"error: {message}\n".encode(errors="replace"))
     os._exit(STOPPED)
 
 

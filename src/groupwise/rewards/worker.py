@@ -1,14 +1,15 @@
-"""Running a user's functions in a worker process, which can be killed.
+"""Run user functions, such as rewards and tools, in a worker process that can be killed.
 
-A limit inside the process can be swallowed: `except: continue`, `signal.alarm(0)`. So functions that are
-not ours run in a worker. At the start of a run, before CUDA starts, the trainer forks a *fork server*, which
-inherits every job, closures and lambdas included. It calls none of them: it forks the worker that
-does, and forks another when that one hangs, dies or is thrown away.
+User code can defeat a time limit inside its own process: `except: continue`, `signal.alarm(0)`. Functions
+from outside this package therefore run in a worker. At the start of a run, before CUDA is initialized, the
+trainer forks a *fork server*, which inherits every job, including closures and lambdas. The fork server
+calls none of them. It forks the worker that does, and forks a new one when a worker hangs, dies or is
+discarded.
 
     trainer ── control socket ── fork server ── fork ──> worker
        └──────── requests (pickle), replies (JSON) ────────┘
 
-State that a function keeps between calls lives in the worker, and is lost with it.
+State that a function keeps between calls lives in the worker and is lost with it.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from types import TracebackType
 from typing import Any, Self
 
 GRACE_SECONDS = 1.0
-"""Past its time limit, a call that swallows the limit gets this long before the worker is killed."""
+"""How long after its time limit a call may still run before the worker is killed."""
 START_SECONDS = 60.0
-"""For a worker to say that it is ready."""
+"""How long a worker may take to start."""
 MEMORY_SHARE = 0.5
-"""Of the machine's memory, what a worker may allocate beyond what it inherits."""
+"""Share of the machine's memory that a worker may allocate beyond what it inherits."""
 SIZE = struct.Struct("!Q")
 END = "end"
 Function = Callable[..., Any]
 Job = Callable[[Any, float], Iterable[Any]]
-"""Makes calls, each within so many seconds, and yields the result of each as JSON can write it."""
+"""Takes arguments and a time limit for each call, and yields the result of each call as JSON data."""
 
 
 class WorkerLost(Exception):
@@ -52,9 +53,9 @@ class UnmovableError(Exception):
 
 
 class Worker:
-    """The worker of one task, seen from the trainer. One call at a time; other threads wait.
+    """Trainer-side handle to the worker of one task. Makes one call at a time; other threads wait.
 
-    Used as a context: entering forks the fork server, leaving ends it and the worker.
+    A context manager: entering forks the fork server, leaving terminates it and the worker.
     """
 
     def __init__(self, jobs: Mapping[str, Job]) -> None:
@@ -66,11 +67,11 @@ class Worker:
 
     def __enter__(self) -> Self:
         ours, theirs = socket.socketpair()
-        for stream in (sys.stdout, sys.stderr):  # else both processes write what waits in the buffer
+        for stream in (sys.stdout, sys.stderr):  # otherwise both processes write the buffered output
             with suppress(OSError, ValueError, AttributeError):
                 stream.flush()
         with warnings.catch_warnings():
-            # Python warns of threads that hold locks. Here a lock can hang a call, which is then killed.
+            # Python warns that another thread may hold a lock. A call that hangs on one is killed.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._server = os.fork()
         if self._server == 0:
@@ -88,60 +89,60 @@ class Worker:
     ) -> None:
         self.discard()
         if self._control is not None:
-            self._control.close()  # the fork server reads the end, kills its worker and leaves
+            self._control.close()  # the fork server reads EOF, kills its worker and exits
             self._control = None
             with suppress(ChildProcessError):
                 os.waitpid(self._server, 0)
 
     def discard(self) -> None:
-        """Throw the worker away, with all its state; the next call starts another."""
+        """Discard the worker and all its state. The next call starts a new one."""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
 
     def replies(self, job: str, arguments: Any, *, seconds: float) -> Iterator[Any]:
-        """Yield the result of each call that a job makes; raises `WorkerLost` when one ends the worker.
+        """Yield the result of each call that a job makes. Raise `WorkerLost` if a call terminates the worker.
 
-        Each may take `seconds`.
+        `seconds` limits each call.
         """
         with self._lock:
-            self._ask((job, arguments, seconds))
+            self._send_request((job, arguments, seconds))
             ended = False
             try:
                 while (reply := self._reply(seconds)) != END:
                     yield reply
                 ended = True
             finally:
-                if not ended:  # the next job must not get this one's replies
+                if not ended:  # the next job must not receive replies of this one
                     self.discard()
 
-    def _ask(self, request: Any) -> None:
+    def _send_request(self, request: Any) -> None:
         try:
             data = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
-        except Exception as error:  # pickle raises whatever an object's own methods raise
-            raise UnmovableError(f"its arguments cannot be sent to a worker ({error})") from error
+        except Exception as error:  # pickle propagates any exception of an object's methods
+            raise UnmovableError(f"its arguments cannot be pickled ({error})") from error
         if self._channel is not None:
             try:
                 send(self._channel, data)
                 return
-            except OSError:  # it ended after the last call, which is no fault of this one
+            except OSError:  # the worker died after the previous call: retry with a new one
                 self.discard()
         channel = self._start()
         try:
             send(channel, data)
         except OSError:
             self.discard()
-            raise WorkerLost("the worker process ended before the call") from None
+            raise WorkerLost("the worker process exited before the call") from None
 
     def _start(self) -> socket.socket:
-        assert self._control is not None, "a worker is used inside its context"
+        assert self._control is not None, "use the worker inside its context"
         channel, theirs = socket.socketpair()
         self._channel = channel
         try:
             socket.send_fds(self._control, [b"+"], [theirs.fileno()])
         except OSError:
             self.discard()
-            raise WorkerLost("the process that starts workers has died; start the run again") from None
+            raise WorkerLost("the fork server has died; restart the run") from None
         finally:
             theirs.close()
         if self._reply(START_SECONDS) != "ready":
@@ -155,11 +156,11 @@ class Worker:
             return json.loads(receive(self._channel))
         except TimeoutError:
             self.discard()
-            raise WorkerLost(f"took longer than {seconds:g} s, and its worker process was killed") from None
+            raise WorkerLost(f"took longer than {seconds:g} s; its worker process was killed") from None
         except (OSError, EOFError, ValueError):
             self.discard()
             raise WorkerLost(
-                "ended its worker process (a crash, os._exit or too much memory); a new one is started"
+                "terminated its worker process (a crash, os._exit or out of memory); a new one is started"
             ) from None
 
 
@@ -183,8 +184,8 @@ def receive_exactly(channel: socket.socket, size: int) -> bytes:
 
 
 def fork_workers(control: socket.socket, jobs: Mapping[str, Job]) -> None:
-    """Be the fork server: for each socket that arrives, kill the worker there is and fork another."""
-    os.setsid()  # Ctrl-C in the terminal is the trainer's to handle
+    """Run the fork server: for each socket received, kill the current worker and fork a new one."""
+    os.setsid()  # the trainer handles Ctrl-C
     for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -192,7 +193,7 @@ def fork_workers(control: socket.socket, jobs: Mapping[str, Job]) -> None:
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         kill(worker)
-        if not message:  # the trainer has ended
+        if not message:  # the trainer has exited
             return
         worker = os.fork()
         if worker == 0:
@@ -205,23 +206,23 @@ def fork_workers(control: socket.socket, jobs: Mapping[str, Job]) -> None:
 
 
 def kill(worker: int) -> None:
-    """Kill a worker and every process that it started."""
+    """Kill a worker and all its child processes."""
     if worker:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(worker, signal.SIGKILL)
         with suppress(ProcessLookupError):
-            os.kill(worker, signal.SIGKILL)  # it may not lead its own group yet
+            os.kill(worker, signal.SIGKILL)  # it may not have called setsid yet
         with suppress(ChildProcessError):
             os.waitpid(worker, 0)
 
 
 def serve(channel: socket.socket, jobs: Mapping[str, Job]) -> None:
-    """Be the worker: make calls until the trainer closes the socket."""
-    os.setsid()  # its processes are killed with it
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the terminal's input is not for rewards
+    """Run the worker: serve requests until the trainer closes the socket."""
+    os.setsid()  # so that killing the process group also kills its children
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # rewards must not read from the terminal
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     limit_resources()
-    if "torch" in sys.modules:  # the trainer's threads do not exist here, and OpenMP would wait for them
+    if "torch" in sys.modules:  # threads do not survive a fork, and OpenMP would wait for them
         sys.modules["torch"].set_num_threads(1)
     send(channel, b'"ready"')
     while True:
@@ -232,19 +233,19 @@ def serve(channel: socket.socket, jobs: Mapping[str, Job]) -> None:
         for reply in jobs[name](arguments, seconds):
             send(channel, json.dumps(reply).encode())
         send(channel, json.dumps(END).encode())
-        for stream in (sys.stdout, sys.stderr):  # what was printed is lost if the next call is killed
+        for stream in (sys.stdout, sys.stderr):  # buffered output is lost if the next call is killed
             with suppress(OSError, ValueError, AttributeError):
                 stream.flush()
 
 
 def limit_resources() -> None:
-    """Let the worker, and not the trainer, run out of memory; write no core file."""
+    """Limit the worker's memory, so that it and not the trainer runs out; disable core dumps."""
     import resource
 
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(ValueError, OSError, IndexError):
-        # Pages that it can write: CUDA reserves far more addresses than memory, and those do not count.
+        # Limit writable pages, not address space: CUDA reserves far more addresses than memory.
         page = os.sysconf("SC_PAGE_SIZE")
         inherited = int(Path("/proc/self/statm").read_text().split()[5]) * page
         most = inherited + int(MEMORY_SHARE * os.sysconf("SC_PHYS_PAGES") * page)
@@ -254,24 +255,24 @@ def limit_resources() -> None:
 
 
 def cannot_fork() -> str | None:
-    """Say why this process must not fork, if it must not."""
+    """Return why this process must not fork, or None if it may."""
     if sys.platform != "linux":
-        return "worker processes need Linux"
+        return "worker processes require Linux"
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        return "CUDA is in use already, and a process that uses CUDA must not fork"
+        return "CUDA is already initialized, and a process that uses CUDA must not fork"
     return None
 
 
 def is_ours(function: Function) -> bool:
-    """Whether a function is part of this package: bounded, and not worth a trip to another process."""
-    inner = getattr(function, "func", function)  # of functools.partial
+    """Whether a function belongs to this package. Such functions are bounded and run in-process."""
+    inner = getattr(function, "func", function)  # unwrap functools.partial
     home = getattr(inner, "__module__", None) or type(inner).__module__
     return home.partition(".")[0] == "groupwise"
 
 
 def described(function: Function) -> str:
-    """Return the name of a function and where it stands."""
+    """Return the name of a function with its file and line."""
     inner = getattr(function, "func", function)
     code = getattr(inspect.unwrap(inner), "__code__", None)
     name = getattr(inner, "__name__", type(inner).__name__)
@@ -279,14 +280,14 @@ def described(function: Function) -> str:
 
 
 def in_process(function: Function) -> Function:
-    """Mark a reward or a tool that must run in the trainer's process, such as one that uses its GPU.
+    """Mark a reward or a tool that must run in the trainer's process, for example to use its GPU.
 
-    Use it as a decorator, or where the task names the function: `rewards={"judge": gw.in_process(judge)}`.
-    A call there that swallows its time limit stops the run, as nothing else can end it.
+    Use it as a decorator, or where the task lists the function: `rewards={"judge": gw.in_process(judge)}`.
+    If such a call ignores its time limit, the run stops: nothing else can interrupt it.
     """
     try:
         function.in_process = True  # type: ignore[attr-defined]
-    except AttributeError:  # a bound method, a builtin
+    except AttributeError:  # a bound method or a builtin
         return in_process(partial(function))
     return function
 

@@ -1,11 +1,11 @@
-"""Comparing an answer with the truth.
+"""Compare an answer with the ground truth.
 
 Modules in reading order:
 
     arithmetic          exact arithmetic on untrusted text
-    math_answer         the verdict on a boxed answer
-    vocabulary          words that may stand beside a value without changing it
-    math_verify_pool    comparisons by math-verify, in a process that can be killed
+    math_answer         judge a boxed answer, and whether it is fully worked out
+    vocabulary          words that may accompany a value without changing it
+    math_verify_pool    compare by math-verify, in a process that can be killed
     math_verify_worker  that process
-    latex/              our own bounded reader of mathematical answers
+    latex/              a parser for mathematical answers with bounded time and memory
 """

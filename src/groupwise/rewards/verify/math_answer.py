@@ -1,4 +1,8 @@
-"""Telling an answer from the question: `54 \\cdot 46` is worth what it asks for, and answers nothing."""
+"""Judge the boxed answer of a completion against the ground truth, and score it.
+
+`is_restated` and `is_simplest` detect answers that are not worked out: to "Compute $54 \\cdot 46$" the
+answer `54 \\cdot 46` has the right value and answers nothing.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +34,9 @@ LITERALS = frozenset(
 
 
 def is_restated(predicted: str, *, question: str, truth: str) -> bool:
-    """Tell whether an answer only repeats an expression of the question that was to be worked out.
+    """Return whether an answer only repeats an unevaluated expression of the question.
 
-    The truth itself may well stand in the question, and so may numbers, fractions and pairs.
+    The truth itself may occur in the question, and so may numbers, fractions and pairs.
     """
     if same_text(predicted, truth):
         return False
@@ -45,7 +49,7 @@ def compact(text: str) -> str:
 
 
 def is_unfinished(predicted: str) -> bool:
-    """Tell whether there is something left to work out: any operation but a sign or a fraction of numbers."""
+    """Return whether the answer has any operation besides a sign or a fraction of numbers."""
     try:
         items: list[ParsedItem] = parse_answer(predicted)
     except Unfamiliar:
@@ -65,11 +69,11 @@ def is_literal(node: Node) -> bool:
 
 
 def is_simplest(predicted: str) -> bool:
-    r"""Tell whether nothing is left to work out in an answer.
+    r"""Return whether an answer is fully worked out.
 
-    True for numbers, fractions in lowest terms, mixed numbers, roots with the smallest number under them,
-    expanded polynomials with like terms collected, and pairs, sets and lists of these. The last side of an
-    equation counts: `x = \frac{6}{2} = 3`.
+    True for numbers, fractions in lowest terms, mixed numbers, simplified roots, expanded polynomials with
+    like terms collected, and tuples, sets and lists of these. The last side of an equation counts:
+    `x = \frac{6}{2} = 3`.
     """
     try:
         items = parse_answer(predicted)
@@ -96,7 +100,7 @@ def is_number(node: Node) -> bool:
 
 
 def is_fraction(node: Node) -> bool:
-    """Tell whether this is a fraction of whole numbers in lowest terms."""
+    """Return whether this is a fraction of integers in lowest terms."""
     if node[0] != "/":
         return False
     above = int_of(node[1][1] if node[1][0] == "negative" else node[1])
@@ -105,7 +109,7 @@ def is_fraction(node: Node) -> bool:
 
 
 def is_surd(node: Node) -> bool:
-    r"""Tell whether this is `a\sqrt{b}` with no square left in b."""
+    r"""Return whether this is `a\sqrt{b}` with b square-free."""
     if node[0] == "negative":
         return is_surd(node[1]) and node[1][0] != "negative"
     if node[0] == "*":
@@ -123,21 +127,21 @@ def is_root(node: Node) -> bool:
 
 
 def is_polynomial(node: Node) -> bool:
-    """Tell whether this is a sum of powers of names, each power once, as in `x^2 + 5x + 6`."""
+    """Return whether this is a sum of powers of variables, each power once, as in `x^2 + 5x + 6`."""
     powers = [power_in(term) for term in terms(node)]
     return None not in powers and any(powers) and len(set(powers)) == len(powers)
 
 
 def terms(node: Node) -> list[Node]:
-    found: list[Node] = []
+    collected: list[Node] = []
     while node[0] in ("+", "-"):
-        found.append(node[2])
+        collected.append(node[2])
         node = node[1]
-    return [*found, node]
+    return [*collected, node]
 
 
 def power_in(term: Node) -> tuple[object, ...] | None:
-    """Return which power a term has, () for a number; None for what is no term, or not worked out."""
+    """Return the variable and exponent of a term, () for a number; None for anything else."""
     if term[0] == "negative":
         return power_in(term[1]) if term[1][0] != "negative" else None
     if term[0] == "*":
@@ -165,9 +169,9 @@ READ_BY_MATH_VERIFY = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MathScores:
-    """What a right answer, a wrong one and none at all are worth.
+    """Rewards for a right answer, a wrong answer and no answer.
 
-    By default silence is worth no more than a wrong answer, so that it never pays.
+    By default no answer scores the same as a wrong one, so that not answering never pays.
     """
 
     right: float = 1.0
@@ -180,19 +184,19 @@ class MathScores:
 
 
 LENIENT = MathScores(no_answer=-0.5)
-"""No answer costs less than a wrong one, which teaches caution, and silence on hard questions."""
+"""No answer costs less than a wrong one. This teaches caution, but also not answering hard questions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What was found in a completion."""
+    """The result of comparing a completion with the ground truth."""
 
     predicted: str | None
-    """As written in the box; None: no answer."""
+    """Content of the box. None: no answer."""
     ground_truth: str
     correct: bool
     error: str | None = None
-    """Why the two could not be compared."""
+    """Why the comparison failed."""
 
     @property
     def has_answer(self) -> bool:
@@ -200,13 +204,13 @@ class Verdict:
 
 
 def truth_of(answer: str) -> str:
-    """Return the true answer, which may itself be given in a box."""
+    """Return the ground truth, unboxed if it is given in a box."""
     return last_box(answer) or answer
 
 
 @lru_cache(maxsize=4096)
 def verify_boxed(completion: str, answer: str) -> Verdict:
-    """Judge a completion; never raises, whatever is written in it."""
+    """Judge a completion. Never raises, whatever the completion contains."""
     truth = truth_of(answer)
     predicted = last_box(completion)
     if predicted is None:
@@ -219,7 +223,7 @@ def verify_boxed(completion: str, answer: str) -> Verdict:
 
 
 def equivalent(predicted: str, truth: str) -> bool:
-    """Tell whether two answers are the same: by our own reading, else by `math-verify`."""
+    """Return whether two answers are equal: by our own parser if it reads both, else by `math-verify`."""
     if len(predicted) > MAX_CHARACTERS:
         return predicted == truth
     try:
@@ -237,9 +241,9 @@ def without_harmless_text(predicted: str) -> str:
 
 
 def sides_of(predicted: str) -> list[str]:
-    r"""Return the sides of an equation, of which `math-verify` would look at the last alone.
+    r"""Return the sides of an equation, of which `math-verify` would compare only the last.
 
-    An `=` in braces is part of an expression: `\sum_{k=1}^3 k`. A name on the left says nothing.
+    An `=` in braces is part of an expression: `\sum_{k=1}^3 k`. A variable alone on the left is dropped.
     """
     depth, sides = 0, [""]
     for character in predicted.replace(r"\{", "(").replace(r"\}", ")"):
@@ -252,9 +256,9 @@ def sides_of(predicted: str) -> list[str]:
 
 
 def may_be_read(predicted: str, truth: str) -> bool:
-    r"""Tell whether `math-verify` is known to read every command: what it does not know, it leaves out.
+    r"""Return whether `math-verify` can read every command: it silently drops those it does not know.
 
-    What stands in the truth will do; other relations, logic and words will not.
+    Commands, relations and words that occur in the truth are allowed; others are not.
     """
     commands = READ_BY_MATH_VERIFY.union(COMMAND.findall(truth))
     return commands.issuperset(COMMAND.findall(predicted)) and set(UNREAD.findall(truth)).issuperset(
@@ -265,7 +269,7 @@ def may_be_read(predicted: str, truth: str) -> bool:
 def score_boxed(
     completion: str, answer: str, scores: MathScores | None = None
 ) -> tuple[float, dict[str, Any]]:
-    """Return the reward, and predicted, ground_truth, correct and has_answer beside it."""
+    """Return the reward and a dict of predicted, ground_truth, correct and has_answer."""
     verdict = verify_boxed(completion, answer)
     if verdict.error is not None:
         raise RolloutError(verdict.error)
@@ -289,5 +293,5 @@ def score_boxed_batch(
 ) -> list[tuple[float, dict[str, Any]]]:
     """Score each completion against its own answer."""
     if len(completions) != len(answers):
-        raise ConfigError(f"{len(completions)} completions but {len(answers)} answers")
+        raise ConfigError(f"got {len(completions)} completions but {len(answers)} answers")
     return [score_boxed(c, a, scores) for c, a in zip(completions, answers, strict=True)]

@@ -1,4 +1,4 @@
-"""Comparing answers with `math-verify`, in a process of its own that may be killed at any time."""
+"""Compare answers by `math-verify` in a separate process that can be killed at any time."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from groupwise.errors import ConfigError, RolloutError
 from groupwise.rewards.verify.math_verify_worker import PATIENCE
 
 SECONDS = 0.5
-"""Of computing, for one comparison."""
+"""CPU time limit of one comparison."""
 START_SECONDS = 60.0
 REPLY_SECONDS = PATIENCE * SECONDS + 2.0
-"""After which the whole worker is taken to be gone."""
+"""How long to wait for a reply before the worker is considered dead."""
 
 
 class MathVerifyPool:
-    """A worker process, started on demand, and started again whenever it is lost."""
+    """A worker process that is started on demand and restarted when it dies."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[str] | None = None
@@ -32,17 +32,17 @@ class MathVerifyPool:
         self.lock = threading.Lock()
 
     def equal(self, predicted: str, truth: str) -> bool:
-        """Ask the worker; raises RolloutError when the pair cannot be compared within the limits."""
+        """Compare two answers in the worker. Raise RolloutError if that fails or exceeds the limits."""
         with self.lock:
-            answer = self.ask(predicted, truth) or self.ask(predicted, truth)
-        if answer is None:
-            raise RolloutError("the comparing process died twice over one answer")
-        if "error" in answer:
-            raise RolloutError(str(answer["error"]))
-        return bool(answer["equal"])
+            response = self.request(predicted, truth) or self.request(predicted, truth)
+        if response is None:
+            raise RolloutError("the math-verify process died twice on one answer")
+        if "error" in response:
+            raise RolloutError(str(response["error"]))
+        return bool(response["equal"])
 
-    def ask(self, predicted: str, truth: str) -> dict[str, object] | None:
-        """Return the reply; None when the worker was lost, and has been thrown away."""
+    def request(self, predicted: str, truth: str) -> dict[str, object] | None:
+        """Return the response, or None if the worker died and was discarded."""
         self.start()
         process = self.process
         assert process is not None
@@ -51,16 +51,16 @@ class MathVerifyPool:
         try:
             process.stdin.write(json.dumps({"predicted": predicted, "truth": truth}) + "\n")
             process.stdin.flush()
-            answer = self.reply(REPLY_SECONDS)
+            response = self.reply(REPLY_SECONDS)
         except (BrokenPipeError, ValueError):
-            answer = None
+            response = None
         except BaseException:
-            # Interrupted between question and answer: the next question must not get this one's reply.
+            # Interrupted between request and response: the next request must not receive this response.
             self.stop()
             raise
-        if answer is None:
+        if response is None:
             self.stop()
-        return answer
+        return response
 
     def reply(self, seconds: float) -> dict[str, object] | None:
         assert self.process is not None
@@ -70,7 +70,7 @@ class MathVerifyPool:
         return dict(json.loads(line)) if line else None
 
     def start(self) -> None:
-        """Start the worker if there is none, without waiting for it."""
+        """Start the worker if none is running, without waiting until it is ready."""
         if self.process is not None and self.process.poll() is None:
             return
         self.stop()
@@ -103,7 +103,7 @@ atexit.register(comparer.stop)
 
 
 def require() -> None:
-    """Refuse to go on without `math-verify`, and start the worker while other things load."""
+    """Raise ConfigError if `math-verify` is not installed; start the worker in the background."""
     if find_spec("math_verify") is None:
-        raise ConfigError("the math verifier needs math-verify: pip install 'groupwise[math]'")
+        raise ConfigError("the math verifier requires math-verify: pip install 'groupwise[math]'")
     comparer.start()

@@ -1,9 +1,9 @@
 """The process that runs `math-verify`: `python -m groupwise.rewards.verify.math_verify_worker`.
 
-It reads a pair of answers a line (JSON) and replies with a verdict a line. The process itself only
-keeps watch: it imports sympy once and forks a child that does the work within limits of time and
-memory. A child that breaks a limit, or dies of anything else, costs one reply and a few
-milliseconds: the next fork has everything imported.
+It reads one pair of answers per line as JSON and writes one verdict per line. The process itself only
+supervises: it imports sympy once and forks a child that compares within time and memory limits. When a
+child exceeds a limit or crashes, that comparison fails and a new child is forked within milliseconds,
+with everything already imported.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ from typing import IO
 MEMORY_BYTES = 2 << 30
 WARM_UP = r"\lfloor\frac{x^2+\sqrt{2}}{3}\rfloor+\sum_{k=1}^{3}k\cdot\sin(x)"
 PATIENCE = 4
-"""Times the limit that may pass by the clock: it is one of computing, as a busy machine must not change a
-verdict."""
+"""Wall-clock limit as a multiple of the CPU time limit: a busy machine must not change a verdict."""
 
 
 def main() -> None:
     seconds = float(sys.argv[1])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
-    compare(WARM_UP, WARM_UP)  # imports and fills the parser's tables before the fork: every child has them
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
+    compare(WARM_UP, WARM_UP)  # import and fill the parser's tables before the fork: children inherit them
     reply({"ready": True}, sys.stdout)
     child = WorkerFork(seconds)
     for line in sys.stdin:
-        answer = child.ask(line)
-        if answer is None:
+        response = child.request(line)
+        if response is None:
             child = WorkerFork(seconds)
-            answer = json.dumps({"error": f"the comparison took more than {seconds:g} s or too much memory"})
-        sys.stdout.write(f"{answer.strip()}\n")
+            response = json.dumps(
+                {"error": f"the comparison took more than {seconds:g} s or too much memory"}
+            )
+        sys.stdout.write(f"{response.strip()}\n")
         sys.stdout.flush()
     child.kill()
 
 
 class WorkerFork:
-    """A fork that answers over pipes until it is killed."""
+    """A forked child that serves comparisons over pipes until it is killed."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -57,8 +58,8 @@ class WorkerFork:
         self.requests = os.fdopen(request_write, "w")
         self.replies = os.fdopen(reply_read)
 
-    def ask(self, line: str) -> str | None:
-        """Return the child's reply; None, and no child, when it broke a limit."""
+    def request(self, line: str) -> str | None:
+        """Return the child's response, or None if it exceeded a limit and was killed."""
         try:
             self.requests.write(line)
             self.requests.flush()
@@ -66,10 +67,10 @@ class WorkerFork:
             self.kill()
             return None
         ready, _, _ = select.select([self.replies], [], [], PATIENCE * self.seconds)
-        answer = self.replies.readline() if ready else ""
-        if not answer:
+        response = self.replies.readline() if ready else ""
+        if not response:
             self.kill()
-        return answer or None
+        return response or None
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
@@ -81,12 +82,12 @@ class WorkerFork:
 
 
 def serve(requests: IO[str], replies: IO[str], seconds: float) -> None:
-    """Answer requests; the kernel ends this process when one takes too long or too much memory."""
+    """Serve requests. The kernel kills this process when one takes too long or too much memory."""
     import resource
 
-    with suppress(ValueError, OSError):  # not every system knows this limit
+    with suppress(ValueError, OSError):  # not every system supports this limit
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # no handler: even a call into C is ended
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # no handler: the signal also interrupts calls into C
     for line in requests:
         pair = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -101,8 +102,8 @@ def serve(requests: IO[str], replies: IO[str], seconds: float) -> None:
 def compare(predicted: str, truth: str) -> bool:
     from math_verify import LatexExtractionConfig, parse, verify
 
-    # LaTeX alone: where that fails, its other extractors take the last number they see.
-    # Its own time limits are signals that do not reach into C; this process has better ones.
+    # Only the LaTeX extractor: the fallbacks take the last number they see.
+    # The library's own time limits do not interrupt calls into C; this process sets stricter ones.
     ours, theirs = (
         parse(
             f"${text}$",

@@ -1,6 +1,6 @@
-"""Words that may stand beside a value without changing it. All other words make an answer wrong.
+"""Words that may accompany a value without changing it. Any other word makes an answer wrong.
 
-A list, and not "any word": `5 million`, `half of 5`, `not 5` and `5 or more` all have a 5 in them.
+An allowlist is needed: `5 million`, `half of 5`, `not 5` and `5 or more` all contain a 5.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ FILLERS = frozenset(
     respectively correct there's it's
     """.split()  # noqa: SIM905
 )
-"""Words of a sentence round a value: `the answer is`, `we get`, `in total`."""
+"""Words of a sentence around a value: `the answer is`, `we get`, `in total`."""
 
 NOUNS = frozenset(
     """
@@ -109,14 +109,14 @@ NOUNS = frozenset(
     words worker workers yogurt yogurts
     """.split()  # noqa: SIM905
 )
-"""Things that are counted."""
+"""Nouns for things that word problems count."""
 
 HARMLESS = FILLERS | NOUNS | frozenset(UNITS)
 
 SIGN_WORDS = frozenset(("minus", "negative"))
-"""Before a value, the same as `-`."""
+"""Words that mean `-` before a value."""
 POWERS_OF_TEN = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-"""After a number, a factor."""
+"""Words that multiply the number before them, with their power of ten."""
 
 CHANGING = (
     SIGN_WORDS
@@ -138,4 +138,4 @@ CHANGING = (
         """.split()  # noqa: SIM905
     )
 )
-"""Words that change a number, also where the question has them: `half of 72`, `72 or more`."""
+"""Words that change a number even if the question contains them: `half of 72`, `72 or more`."""

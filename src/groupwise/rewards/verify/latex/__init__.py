@@ -1,10 +1,10 @@
-"""Reading and comparing mathematical answers, bounded in time and size.
+"""Parse and compare mathematical answers with bounded time and memory.
 
 Modules in reading order:
 
     latex_lexer   text → tokens
     expressions   tokens → expressions
-    latex_parser  whole answers: lists, intervals, sets, matrices, words
-    values        what an expression is worth
-    equal         do two answers say the same?
+    latex_parser  tokens → whole answers: lists, intervals, sets, matrices, words
+    values        evaluate an expression
+    equal         compare two answers
 """

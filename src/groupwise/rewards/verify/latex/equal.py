@@ -1,8 +1,8 @@
-"""Telling whether two answers say the same, over our own bounded reading of them.
+"""Compare two parsed answers.
 
-Strict where it matters: the order in pairs, the kind of brackets, signs, exact values, known units.
-Lenient where it does not: spacing, styling, currency, units that one side leaves out, the order in
-sets and lists, the way an expression, an equation or an interval is written.
+Strict about the order in tuples, the kind of brackets, signs, exact values and known units. Lenient about
+spacing, styling, currency, omitted units, the order in sets and lists, and equivalent notation of an
+expression, an equation or an interval.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from groupwise.rewards.verify.latex.values import (
 )
 
 INTEGER = re.compile(r"[-+]?\d{1,50}", re.ASCII)
-MOST_OF_ONE = 10
-"""The largest plain number that a percentage may stand for: 150 % is 1.5, but nobody writes 5000 % for 50."""
+MAX_SHARE = 10
+"""Largest plain number that a percentage may equal: 150 % is 1.5, but 5000 % is not accepted for 50."""
 
 
 def same_answer(predicted: str, truth: str) -> bool:
-    """Tell whether two answers are the same; raises Unfamiliar when one of them cannot be read here."""
+    """Return whether two answers are equal. Raise Unfamiliar if one of them cannot be parsed."""
     if INTEGER.fullmatch(predicted) and INTEGER.fullmatch(truth):
         return int(predicted) == int(truth)
     if same_text(predicted, truth):
@@ -50,7 +50,7 @@ def same_answer(predicted: str, truth: str) -> bool:
         return same_phrase(predicted, truth)
     try:
         return same_reading(predicted, truth)
-    except RecursionError:  # for sums of hundreds of terms, no one's answer
+    except RecursionError:  # a sum of hundreds of terms is not an answer
         return False
 
 
@@ -58,7 +58,7 @@ def same_reading(predicted: str, truth: str) -> bool:
     try:
         theirs = read(truth)
     except Malformed:
-        theirs = []  # a truth that is no formula (`\\text{A5}_{11}`) is matched as words alone
+        theirs = []  # a truth that is not a formula (`\\text{A5}_{11}`) is compared as words
     if all(item.node is None for item in theirs):
         return same_words(predicted, truth)
     try:
@@ -73,18 +73,18 @@ def read(text: str) -> list[ParsedItem]:
 
 
 def same_items(ours: list[ParsedItem], theirs: list[ParsedItem]) -> bool:
-    """Compare two lists of items in any order; a set is the list of what is in it."""
-    ours, theirs = opened(ours), opened(theirs)
+    """Compare two lists of items in any order; a set is the list of its members."""
+    ours, theirs = expand_set(ours), expand_set(theirs)
     if len(theirs) == 1 and len(ours) > 1 and (pair := named_pair(ours, theirs[0])) is not None:
-        ours = [pair]  # `x = 1, y = 2` says what (1, 2) does
+        ours = [pair]  # `x = 1, y = 2` equals (1, 2)
     if len(theirs) == 1 and len(ours) > 1 and all(item.node and item.node[0] == "chain" for item in ours):
-        theirs = parted(theirs[0])  # `x < 2 or x > 3` says what a union does
+        theirs = union_parts(theirs[0])  # `x < 2 or x > 3` equals a union
     if len(ours) != len(theirs):
         return False
-    return matched(ours, theirs, same_item)
+    return match_one_to_one(ours, theirs, same_item)
 
 
-def opened(items: list[ParsedItem]) -> list[ParsedItem]:
+def expand_set(items: list[ParsedItem]) -> list[ParsedItem]:
     if len(items) == 1 and items[0].node is not None:
         node = members(items[0].node)
         if node is not None:
@@ -93,7 +93,7 @@ def opened(items: list[ParsedItem]) -> list[ParsedItem]:
 
 
 def named_pair(ours: list[ParsedItem], theirs: ParsedItem) -> ParsedItem | None:
-    """Return the tuple that `x = 1, y = 2` names, its parts in the order of their names."""
+    """Return the tuple that `x = 1, y = 2` describes, ordered by name."""
     if theirs.node is None or theirs.node[:3] != ("tuple", "(", ")"):
         return None
     values: dict[str, Node] = {}
@@ -108,7 +108,7 @@ def named_pair(ours: list[ParsedItem], theirs: ParsedItem) -> ParsedItem | None:
     return ParsedItem(("tuple", "(", ")", *(values[name] for name in sorted(values))), words)
 
 
-def parted(item: ParsedItem) -> list[ParsedItem]:
+def union_parts(item: ParsedItem) -> list[ParsedItem]:
     """Return the parts of a union."""
     node = item.node
     return [ParsedItem(part) for part in node[1:]] if node is not None and node[0] == "union" else [item]
@@ -121,37 +121,39 @@ def members(node: Node) -> tuple[Node, ...] | None:
     return node[1:] if node[0] == "set" and len(node) > 1 else None
 
 
-def matched(ours: list[Any] | tuple[Any, ...], theirs: list[Any] | tuple[Any, ...], same: Any) -> bool:
-    """Tell whether each of ours equals one of theirs, one to one."""
+def match_one_to_one(
+    ours: list[Any] | tuple[Any, ...], theirs: list[Any] | tuple[Any, ...], same: Any
+) -> bool:
+    """Return whether there is a one-to-one match between two sequences."""
     left = list(theirs)
     for one in ours:
-        found = next((index for index, other in enumerate(left) if same(one, other)), None)
-        if found is None:
+        match = next((index for index, other in enumerate(left) if same(one, other)), None)
+        if match is None:
             return False
-        left.pop(found)
+        left.pop(match)
     return not left
 
 
 def same_item(ours: ParsedItem, theirs: ParsedItem) -> bool:
     if ours.node is None or theirs.node is None:
-        mine, its = spoken(ours), spoken(theirs)
-        return mine is not None and mine == its
+        our_words, their_words = as_words(ours), as_words(theirs)
+        return our_words is not None and our_words == their_words
     if says_more(ours.words, theirs.words):
         return False
     return same_units(ours, theirs) and same_node(ours.node, theirs.node)
 
 
-def spoken(item: ParsedItem) -> str | None:
-    """Return what an item says in words: `Monday`, or a name such as `A`."""
+def as_words(item: ParsedItem) -> str | None:
+    """Return an item as words: `Monday`, or a name such as `A`."""
     if item.node is None:
         return " ".join(words_of(" ".join(item.words)))
     return str(item.node[1]).casefold() if item.node[0] == "name" else None
 
 
 def same_units(ours: ParsedItem, theirs: ParsedItem) -> bool:
-    """Units must agree where both sides name units we know; whoever leaves them out is forgiven."""
-    mine, its = units_of(ours), units_of(theirs)
-    return not mine or not its or mine == its
+    """Return whether units agree. Either side may omit them."""
+    our_units, their_units = units_of(ours), units_of(theirs)
+    return not our_units or not their_units or our_units == their_units
 
 
 def units_of(item: ParsedItem) -> frozenset[str]:
@@ -160,7 +162,7 @@ def units_of(item: ParsedItem) -> frozenset[str]:
 
 
 def same_node(one: Node, other: Node) -> bool:
-    """Tell whether two nodes mean the same."""
+    """Return whether two expression trees are equivalent."""
     one, other = plain(one), plain(other)
     kinds = {one[0], other[0]}
     if one[0] != other[0] and kinds & {"chain"}:
@@ -177,7 +179,7 @@ def same_node(one: Node, other: Node) -> bool:
 
 
 def plain(node: Node) -> Node:
-    """Take off what is only a way of writing: degrees, a named side, a chain of equal values."""
+    """Strip degree signs and the `x ∈` of `x ∈ {…}`."""
     while True:
         if node[0] == "degrees":
             node = node[1]
@@ -202,7 +204,7 @@ def same_sequence(ours: tuple[Node, ...], theirs: tuple[Node, ...]) -> bool:
 
 
 def same_members(one: Node, other: Node) -> bool:
-    return len(one) == len(other) and matched(one[1:], other[1:], same_node)
+    return len(one) == len(other) and match_one_to_one(one[1:], other[1:], same_node)
 
 
 def same_matrix(one: Node, other: Node) -> bool:
@@ -212,15 +214,15 @@ def same_matrix(one: Node, other: Node) -> bool:
 
 
 def same_chain(one: Node, other: Node) -> bool:
-    """Compare relations as written, turned round, or, for one equation, moved to one side and scaled."""
-    (_, ours, how), (_, theirs, its_how) = one, other
-    if how == its_how and same_sequence(ours, theirs):
+    """Compare relations as written, reversed, or, for a single equation, up to rearrangement and scale."""
+    (_, ours, relations), (_, theirs, their_relations) = one, other
+    if relations == their_relations and same_sequence(ours, theirs):
         return True
-    if all(relation in FLIPPED for relation in how):
-        turned = tuple(FLIPPED[relation] for relation in reversed(how))
-        if turned == its_how and same_sequence(tuple(reversed(ours)), theirs):
+    if all(relation in FLIPPED for relation in relations):
+        flipped = tuple(FLIPPED[relation] for relation in reversed(relations))
+        if flipped == their_relations and same_sequence(tuple(reversed(ours)), theirs):
             return True
-    return how == its_how == ("=",) and same_equation(ours, theirs)
+    return relations == their_relations == ("=",) and same_equation(ours, theirs)
 
 
 STRUCTURES_SAME = {
@@ -235,18 +237,18 @@ STRUCTURES = frozenset(STRUCTURES_SAME)
 
 
 def same_equation(ours: tuple[Node, ...], theirs: tuple[Node, ...]) -> bool:
-    """Tell whether the differences of the sides are proportional, with at least two names involved.
+    """Return whether the differences of the sides are proportional, with at least two variables involved.
 
-    With one name, `2x = 6` and `x = 3` are the same equation but only one of them is solved.
+    With one variable, `2x = 6` and `x = 3` are equivalent, but only the second is solved.
     """
     if len(names(ours)) < 2 or names(ours) != names(theirs):
         return False
     ratios: dict[int, Value] = {}
     for point in range(POINTS):
         try:
-            mine = subtract(value_at(ours[0], point), value_at(ours[1], point))
-            its = subtract(value_at(theirs[0], point), value_at(theirs[1], point))
-            ratios[point] = divide(mine, its)
+            our_value = subtract(value_at(ours[0], point), value_at(ours[1], point))
+            their_value = subtract(value_at(theirs[0], point), value_at(theirs[1], point))
+            ratios[point] = divide(our_value, their_value)
         except Undefined:
             continue
     first, *others = ratios.values() or [Fraction(0)]
@@ -281,7 +283,7 @@ def same_chain_and_other(chain: Node, other: Node) -> bool:
 
 
 def same_rounded(parts: tuple[Node, ...], relations: tuple[str, ...], other: Node) -> bool:
-    """Tell whether every part is worth the other value; one behind or before a `≈` may be its rounding."""
+    """Return whether every part equals the other value; parts next to a `≈` may be roundings of it."""
     exact = [same_node(part, other) for part in parts]
     rounded = [
         "≈" in relations[max(0, index - 1) : index + 1] and is_rounding(part, other)
@@ -291,7 +293,7 @@ def same_rounded(parts: tuple[Node, ...], relations: tuple[str, ...], other: Nod
 
 
 def is_rounding(node: Node, other: Node) -> bool:
-    """Tell whether a decimal is another value rounded to the decimal's own places."""
+    """Return whether a decimal is another value rounded to the decimal's number of places."""
     if node[0] == "negative":
         return is_rounding(node[1], ("negative", other))
     if node[0] != "number" or names(other):
@@ -305,7 +307,7 @@ def is_rounding(node: Node, other: Node) -> bool:
 
 
 def is_named(node: Node) -> bool:
-    """Tell whether this only names something: `x`, `AB`, `f(x)`, `(x, y)`."""
+    """Return whether this only names something: `x`, `AB`, `f(x)`, `(x, y)`."""
     if node[0] == "tuple":
         return all(part[0] == "name" for part in node[3:])
     return bool(node[0] == "name" or (node[0] == "*" and node[1][0] == "name" and node[2][0] == "name"))
@@ -329,9 +331,9 @@ def as_interval(parts: tuple[Node, ...], relations: tuple[str, ...]) -> Node | N
 
 
 def same_percent(one: Node, other: Node) -> bool:
-    """50 % is 50 % and 0.5, and 50 where the question asked for a percentage.
+    """Compare percentages: 50 % equals 50 % and 0.5, and 50 if the question asked for a percentage.
 
-    A plain truth is read as one of the two by its size: 0.5 is no percentage, and 50 no share of one.
+    The magnitude of a plain truth decides which: 0.5 is not a percentage, and 50 is not a fraction of one.
     """
     if one[0] == other[0]:
         return same_value(one[1], other[1])
@@ -340,7 +342,7 @@ def same_percent(one: Node, other: Node) -> bool:
     if number is one:
         return as_share or as_percentage
     size = size_of(number)
-    return (as_share and size <= MOST_OF_ONE) or (as_percentage and size >= 1)
+    return (as_share and size <= MAX_SHARE) or (as_percentage and size >= 1)
 
 
 def size_of(node: Node) -> float:
@@ -351,29 +353,29 @@ def size_of(node: Node) -> float:
 
 
 def same_based(one: Node, other: Node) -> bool:
-    """Digits in a base; the base may be left out by one side, and 10 goes without saying."""
+    """Compare numbers in a base. The answer may omit the base of the truth; the default is 10."""
     if one[0] == other[0]:
         return one[1:] == other[1:]
     based, number = (one, other) if one[0] == "based" else (other, one)
     if based[2] != 10 and based is one:
-        return False  # the truth names no base, so it is a decimal number
+        return False  # the truth has no base, so it is a decimal number
     return bool(number[0] == "number" and number[1] == int(based[1]))
 
 
 def same_value(one: Node, other: Node) -> bool:
-    """Tell whether two expressions agree wherever they were tried, with values for every name."""
+    """Return whether two expressions agree at random assignments to their variables."""
     if one == other:
         return True
     tried = 0
     varies = bool(names(one) | names(other))
     for point in range(POINTS if varies else 1):
         try:
-            mine, its = value_at(one, point), value_at(other, point)
+            our_value, their_value = value_at(one, point), value_at(other, point)
         except Undefined:
             continue
-        if not close(mine, its):
+        if not close(our_value, their_value):
             return False
-        if not (isinstance(mine, Fraction) and isinstance(its, Fraction)) and not are_equal(
+        if not (isinstance(our_value, Fraction) and isinstance(their_value, Fraction)) and not are_equal(
             one, other, point
         ):
             return False
@@ -382,6 +384,6 @@ def same_value(one: Node, other: Node) -> bool:
 
 
 def are_equal(one: Node, other: Node, point: int) -> bool:
-    from groupwise.rewards.verify.latex.values import precisely_equal  # few answers need mpmath
+    from groupwise.rewards.verify.latex.values import precisely_equal
 
     return precisely_equal(one, other, point)

@@ -1,4 +1,4 @@
-"""A place in a list of tokens, and what was met on the way there."""
+"""Parse tokens into expression trees by recursive descent."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from groupwise.rewards.verify.vocabulary import UNITS
 
 
 class TokenCursor:
-    """Looks at the next token and takes it when it is the right one."""
+    """A position in a list of tokens: peek at the next token and consume it if it matches."""
 
     def __init__(self, tokens: list[LatexToken]) -> None:
         self.tokens = tokens
         self.position = 0
         self.depth = 0
-        self.said: list[str] = []
-        """Words and units met on the way."""
+        self.seen_words: list[str] = []
+        """Words and units consumed so far."""
         self.either_sign = False
-        """Whether a ± was met."""
+        """Whether a ± was consumed."""
 
     @property
     def next(self) -> LatexToken | None:
@@ -38,14 +38,14 @@ class TokenCursor:
 
     def need(self, text: str) -> None:
         if not self.take(text):
-            raise Malformed(f"{text!r} is missing")
+            raise Malformed(f"missing {text!r}")
 
 
 MAX_DEPTH = 60
-"""Sums and atoms inside one another: brackets count twice."""
+"""Nesting limit of sums and atoms; brackets count twice."""
 
 Node = tuple[Any, ...]
-"""A value as a tree: ("number", Fraction), ("name", "x"), ("+", a, b), ("root", degree, a) …"""
+"""An expression tree: ("number", Fraction), ("name", "x"), ("+", a, b), ("root", degree, a) …"""
 
 GREEK = frozenset(
     """
@@ -70,36 +70,36 @@ CLOSES = {"(": ")", "[": "]", r"\{": r"\}", "{": "}", r"\langle": r"\rangle", r"
 
 
 class Expressions(TokenCursor, ABC):
-    """Recursive descent over tokens, as deep as MAX_DEPTH. What stands in brackets is for `parse` to say."""
+    """Recursive descent parser, limited to MAX_DEPTH. Subclasses parse the content of brackets."""
 
     @abstractmethod
     def chain(self) -> Node:
-        """Read expressions with relations between them."""
+        """Parse expressions with relations between them."""
 
     @abstractmethod
     def group(self, opening: str) -> Node:
-        """Read what stands in brackets, after the opening one, and the closing one."""
+        """Parse the content of brackets and the closing one, after the opening one."""
 
     @abstractmethod
     def matrix(self) -> Node:
-        r"""Read what follows a `\begin`."""
+        r"""Parse what follows a `\begin`."""
 
     def words(self) -> None:
-        """Take down the words and units that stand here: `square cm^2`."""
+        """Consume and record the words and units at this position: `square cm^2`."""
         while self.next is not None and self.next.kind == "words":
-            self.said.append(self.next.text)
+            self.seen_words.append(self.next.text)
             self.position += 1
             if self.take("^"):
                 power = int_of(self.argument())
-                self.said.append({2: "square", 3: "cubic"}.get(power or 0, "power"))
+                self.seen_words.append({2: "square", 3: "cubic"}.get(power or 0, "power"))
             self.per_unit()
 
     def per_unit(self) -> None:
-        """Take the `/h` of `km/h`."""
+        """Consume the `/h` of `km/h`."""
         ahead = self.tokens[self.position : self.position + 2]
         if len(ahead) == 2 and ahead[0].text in ("/", r"\cdot") and ahead[1].kind == "letter":
             if ahead[1].text in UNITS:
-                self.said.append(ahead[1].text)
+                self.seen_words.append(ahead[1].text)
                 self.position += 2
         elif len(ahead) == 2 and ahead[0].text == "/" and ahead[1].kind == "words":
             self.position += 1
@@ -137,21 +137,21 @@ class Expressions(TokenCursor, ABC):
                 return node
 
     def product(self, left: Node) -> Node:
-        """Join two factors side by side; a whole number and a proper fraction are a mixed number."""
+        """Multiply two adjacent factors; an integer and a proper fraction are a mixed number."""
         before, first = self.tokens[self.position - 1], self.tokens[self.position]
         if first.kind == "number":
             if before.kind == "number" and (mixed := self.spelled_mixed(left)) is not None:
                 return mixed
-            raise Malformed("a number right after something else")
+            raise Malformed("a number directly after another factor")
         if first.text == "{" and [token.kind for token in self.tokens[self.position + 1 :][:1]] == ["number"]:
-            raise Malformed("braces do not show: `{5}{6}` reads as 56")
+            raise Malformed("braces are invisible: `{5}{6}` renders as 56")
         right = self.power()
         if before.kind == "number" and left[0] == "number" and first.text == r"\frac" and is_proper(right):
             return ("mixed", left, right)
         return ("*", left, right)
 
     def spelled_mixed(self, whole: Node) -> Node | None:
-        """Read `2 1/3`."""
+        """Parse `2 1/3`."""
         ahead = self.tokens[self.position : self.position + 3]
         if whole[0] != "number" or [token.text for token in ahead[1:2]] != ["/"] or len(ahead) < 3:
             return None
@@ -205,7 +205,7 @@ class Expressions(TokenCursor, ABC):
                 return node
 
     def takes_degree(self) -> bool:
-        """Take `{\\circ}`."""
+        """Consume `{\\circ}`."""
         texts = [token.text for token in self.tokens[self.position : self.position + 3]]
         if texts != ["{", r"\circ", "}"]:
             return False
@@ -224,10 +224,10 @@ class Expressions(TokenCursor, ABC):
         return ("number", Fraction(token.text))
 
     def argument(self) -> Node:
-        """What a command takes: a group in braces, or one character."""
+        """Parse the argument of a command: a group in braces, or one character."""
         token = self.next
         if token is None:
-            raise Malformed("an argument is missing")
+            raise Malformed("missing argument")
         if self.take("{"):
             return self.until("}")
         if token.kind == "number" and len(token.text) > 1:
@@ -255,7 +255,7 @@ class Expressions(TokenCursor, ABC):
     def one_atom(self) -> Node:
         token = self.next
         if token is None:
-            raise Malformed("it breaks off")
+            raise Malformed("unexpected end")
         if token.kind == "number":
             node = self.number()
             return self.based(token.text) if self.take("_") else node
@@ -270,7 +270,7 @@ class Expressions(TokenCursor, ABC):
             return ("absolute", node)
         if token.kind == "command":
             if token.text in RELATIONS:
-                raise Malformed("a relation with nothing before it")
+                raise Malformed("a relation without a left side")
             return self.command(token.text)
         raise Malformed(f"unexpected {token.text!r}")
 
@@ -278,7 +278,7 @@ class Expressions(TokenCursor, ABC):
         base = self.exponent()
         value = int_of(base)
         if value is None or not digits.isdigit():
-            raise Malformed("a base must be a whole number")
+            raise Malformed("a base must be an integer")
         return ("based", digits, value)
 
     def named(self, name: str) -> Node:
@@ -310,7 +310,7 @@ class Expressions(TokenCursor, ABC):
             case r"\lvert" | r"\vert":
                 node = self.sum()
                 if not self.take(r"\rvert", r"\vert"):
-                    raise Malformed("| is missing")
+                    raise Malformed("missing |")
                 return ("absolute", node)
         name = command[1:]
         if name in FUNCTIONS:
@@ -322,7 +322,7 @@ class Expressions(TokenCursor, ABC):
         raise Unfamiliar(command)
 
     def function(self, name: str) -> Node:
-        r"""`\sin^2 5x`, `\log_2(8)`: the argument ends before the next sum, relation or function."""
+        r"""Parse `\sin^2 5x` or `\log_2(8)`. The argument ends before the next sum, relation or function."""
         base = self.exponent() if name == "log" and self.take("_") else None
         power = self.exponent() if self.take("^") else None
         if self.sees("(", "{", "["):
@@ -340,12 +340,12 @@ class Expressions(TokenCursor, ABC):
         return ("^", node, power) if power is not None else node
 
     def function_follows(self) -> bool:
-        r"""Tell whether a function stands behind the next token: `\ln 2/\ln 3` is a quotient of two."""
+        r"""Return whether a function follows the next token: `\ln 2/\ln 3` is a quotient of two."""
         ahead = self.tokens[self.position + 1 : self.position + 2]
         return bool(ahead) and ahead[0].text[1:] in FUNCTIONS
 
     def power_of(self, argument: Node) -> Node:
-        r"""Only a degree sign belongs to the argument: `\sin(30)^\circ`."""
+        r"""Attach a degree sign to the argument, and no other power: `\sin(30)^\circ`."""
         if [token.text for token in self.tokens[self.position : self.position + 2]] == ["^", r"\circ"]:
             self.position += 2
             return ("degrees", argument)
@@ -353,7 +353,7 @@ class Expressions(TokenCursor, ABC):
 
 
 def is_proper(node: Node) -> bool:
-    """Tell whether this is a fraction of whole numbers below 1, as in a mixed number."""
+    """Return whether this is a fraction of integers between 0 and 1, as in a mixed number."""
     if node[0] != "/":
         return False
     above, below = int_of(node[1]), int_of(node[2])

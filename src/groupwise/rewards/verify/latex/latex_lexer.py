@@ -1,4 +1,7 @@
-"""From the text of an answer to tokens: spacing and styling gone, words and units set apart."""
+"""Turn the text of an answer into tokens without spacing and styling, and compare answers as text.
+
+The second half handles words: phrases, units, and words beside a value that may change it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ Kind = Literal["number", "letter", "command", "words", "symbol", "separator"]
 
 
 class LatexToken(NamedTuple):
-    """A piece of an answer; `glued`: no space stood before it."""
+    """One token of an answer; `glued` means that no space precedes it."""
 
     kind: Kind
     text: str
@@ -25,11 +28,11 @@ class LatexToken(NamedTuple):
 
 
 class Malformed(Exception):
-    """Not an answer in any notation: it is wrong whatever the truth is."""
+    """Not a valid answer in any notation: it is wrong whatever the truth is."""
 
 
 class Unfamiliar(Exception):
-    """Notation that is not read here, though it may mean something."""
+    """Notation that this parser does not support, though it may be valid."""
 
 
 TYPOGRAPHIC = str.maketrans(
@@ -49,7 +52,7 @@ GROUPED = re.compile(
 )
 SPACE = re.compile(r"(\\\\)|\\[,;:> ]|~")
 """Spacing commands, but not the second half of the `\\\\` that ends a matrix row."""
-HALF_OF_DAY = re.compile(r"\b([ap])\.\s?m\b\.?")
+AM_PM = re.compile(r"\b([ap])\.\s?m\b\.?")
 STYLED_WORDS = re.compile(r"\\(?:mathrm|operatorname|rm)\s*\{([a-zA-Z. ]{2,})\}")
 THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
 ROOT_SIGN = re.compile(r"√\s*(\d+)")
@@ -73,7 +76,7 @@ TOKEN = re.compile(
     re.DOTALL | re.ASCII,
 )
 UNIT_WORDS = (frozenset(UNITS) - frozenset("hslgm") - {"in"}) | {"men", "percent"}
-"""Runs of letters that are words though they are short; a single letter is a name outside `\\text{}`."""
+"""Short runs of letters that are words. Outside `\\text{}` a single letter is a variable."""
 FUNCTION_NAMES = frozenset("sin cos tan cot sec csc log ln exp sqrt arcsin arccos arctan".split())  # noqa: SIM905
 LETTERS = re.compile(r" *[a-zA-Z](?: *, *[a-zA-Z])+ *")
 AND_OR_FIRST = re.compile(r"[\s,;]*\b(and|or)\b[\s,;]*", re.IGNORECASE)
@@ -87,11 +90,11 @@ EQUALS_WORDS = frozenset(("is", "equals"))
 def clean(text: str) -> str:
     """Return the text without styling, spacing, currency and thousands separators."""
     if len(text) > MAX_CHARACTERS:
-        raise Malformed("longer than any answer")
+        raise Malformed("too long")
     text = ungroup(ROOT_SIGN.sub(r"\\sqrt{\1}", text).translate(TYPOGRAPHIC))
     text = SPACE.sub(lambda space: space[1] or " ", text)
     text = without_math_mode(trimmed(text))
-    text = STYLED_WORDS.sub(r"\\text{\1}", HALF_OF_DAY.sub(r"\1m", text))
+    text = STYLED_WORDS.sub(r"\\text{\1}", AM_PM.sub(r"\1m", text))
     text = SPACING.sub(" ", PHANTOM.sub(" ", text))  # a space: `5\quad6` is not 56
     text = REPEATING.sub(repeating, FRACTION.sub(r"\\frac", STYLE.sub("", text)))
     text = text.replace(r"\$", " ").replace("$", " ").replace(r"\%", "%").replace(r"\#", " ")
@@ -109,7 +112,7 @@ def repeating(decimal: re.Match[str]) -> str:
 
 
 def without_math_mode(text: str) -> str:
-    r"""Take off one pair of `$…$` or `\(…\)` around the whole."""
+    r"""Remove one pair of `$…$` or `\(…\)` around the whole text."""
     for opening, closing in MATH_MODES:
         inside = text.removeprefix(opening).removesuffix(closing)
         if len(text) - len(inside) == len(opening) + len(closing) and closing not in inside.replace(
@@ -120,16 +123,16 @@ def without_math_mode(text: str) -> str:
 
 
 def trimmed(text: str) -> str:
-    """Drop space around the text and punctuation at its end."""
+    """Strip surrounding whitespace and trailing punctuation."""
     if text.endswith("..."):
-        raise Malformed("it goes on")
+        raise Malformed("ends in an ellipsis")
     return text.strip().rstrip(".,; \n")
 
 
 def ungroup(text: str) -> str:
-    r"""Join the digits of `10,\!000`, `10{,}000` and `10\,000`, and drop what negative space is left.
+    r"""Join the digits of `10,\!000`, `10{,}000` and `10\,000`, and drop remaining negative spaces.
 
-    With its spacing this is a number anywhere; `(1,000)` without it may be a pair.
+    With such spacing this is always a number; `(1,000)` without it may be a pair.
     """
     text = GROUPED.sub(lambda number: re.sub(r"\D", "", number[0]), text)
     return text.replace(r"\!", "").replace("{,}", ",")
@@ -156,11 +159,11 @@ def tokenize(text: str) -> list[LatexToken]:
             tokens.append(LatexToken("separator", AND_OR_COMMANDS[value]))
         else:
             tokens.append(LatexToken(kind, value, glued))  # type: ignore[arg-type]
-    return list(worked_words(tokens))
+    return list(interpret_words(tokens))
 
 
-def worked_words(tokens: list[LatexToken]) -> Iterator[LatexToken]:
-    """Turn words that compute into what they mean: `minus 5`, `5 million`, `5 percent`, `x is 5`."""
+def interpret_words(tokens: list[LatexToken]) -> Iterator[LatexToken]:
+    """Replace words with a mathematical meaning: `minus 5`, `5 million`, `5 percent`, `x is 5`."""
     before: LatexToken | None = None
     for token in tokens:
         if token.kind != "words":
@@ -169,19 +172,16 @@ def worked_words(tokens: list[LatexToken]) -> Iterator[LatexToken]:
             continue
         parts = token.text.split()
         while (
-            parts
-            and before is not None
-            and before.kind == "number"
-            and merged_adapters(parts[0]) in POWERS_OF_TEN
+            parts and before is not None and before.kind == "number" and normalized(parts[0]) in POWERS_OF_TEN
         ):
             yield LatexToken("command", r"\times")
-            before = LatexToken("number", str(10 ** POWERS_OF_TEN[merged_adapters(parts.pop(0))]))
+            before = LatexToken("number", str(10 ** POWERS_OF_TEN[normalized(parts.pop(0))]))
             yield before
-        if parts and before is not None and merged_adapters(parts[0]) == "percent":
+        if parts and before is not None and normalized(parts[0]) == "percent":
             before = LatexToken("symbol", "%")
             yield before
             parts.pop(0)
-        last = merged_adapters(parts[-1]) if parts else ""
+        last = normalized(parts[-1]) if parts else ""
         computes = len(parts) > 0 and (
             last in SIGN_WORDS or (last in EQUALS_WORDS and token is not tokens[-1])
         )
@@ -193,21 +193,21 @@ def worked_words(tokens: list[LatexToken]) -> Iterator[LatexToken]:
             yield before
 
 
-def merged_adapters(word: str) -> str:
+def normalized(word: str) -> str:
     return word.strip(".,;:").casefold()
 
 
 def text_tokens(value: str) -> list[LatexToken]:
-    r"""Return what stands in a `\text{}`: separators for `and` and `or`, numbers, words.
+    r"""Return the tokens of a `\text{}`: separators for `and` and `or`, numbers, words.
 
-    Numbers among unknown words are words, too: `October 30` is no 30.
+    Numbers among unknown words are words, too: `October 30` is not 30.
     """
     if value.strip() in (",", ";"):
         return [LatexToken("separator", ",")]
-    if found := AND_OR_FIRST.match(value):
-        return [LatexToken("separator", found[1].lower()), *text_tokens(value[found.end() :])]
-    if found := AND_OR_LAST.search(value):
-        return [*text_tokens(value[: found.start()]), LatexToken("separator", found[1].lower())]
+    if match := AND_OR_FIRST.match(value):
+        return [LatexToken("separator", match[1].lower()), *text_tokens(value[match.end() :])]
+    if match := AND_OR_LAST.search(value):
+        return [*text_tokens(value[: match.start()]), LatexToken("separator", match[1].lower())]
     if LETTERS.fullmatch(value):
         return [
             LatexToken("separator", ",") if part == "," else LatexToken("words", part)
@@ -256,7 +256,7 @@ def numbers_among_words(value: str) -> Iterator[LatexToken]:
 
 
 def letters(run: str) -> list[LatexToken]:
-    """Return a run of letters as a word, a function or a product of one-letter names: `cm`, `sin`, `xy`."""
+    """Return a run of letters as a word, a function or a product of variables: `cm`, `sin`, `xy`."""
     if run.lower() in ("and", "or"):
         return [LatexToken("separator", run.lower())]
     if run in FUNCTION_NAMES:
@@ -281,26 +281,26 @@ LENGTHS = frozenset(("cm", "mm", "m", "km", "in", "ft", "yd", "mi", "unit"))
 
 
 def same_text(one: str, other: str) -> bool:
-    """Tell whether two answers are spelled alike, spacing and case aside; `1 2` is not `12`."""
+    """Return whether two answers are spelled the same, ignoring spacing and case; `1 2` is not `12`."""
     spelled = spelling(one)
     return bool(spelled) and spelled == spelling(other)
 
 
-@lru_cache(maxsize=4096)  # the answers of a group are much alike, and the true one is the same
+@lru_cache(maxsize=4096)  # the answers of a group often repeat, and share one ground truth
 def spelling(text: str) -> str:
     with suppress(Malformed):
         text = clean(text)
     if whole := WHOLE_TEXT.fullmatch(text):
-        text = whole[1].strip(" .")  # `yes` and `\\text{yes}` are spelled alike
+        text = whole[1].strip(" .")  # `yes` and `\\text{yes}` are spelled the same
     text = re.sub(r"(?<=[0-9.])\s+(?=[0-9.])", "␣", text)
     parts = COMMAND.split(re.sub(r"\s+", "", text))
     return "".join(part if part.startswith("\\") else part.casefold() for part in parts)
 
 
 def is_phrase(text: str) -> bool:
-    """Tell whether letters are a word or a label, in which their order counts, and not a product of names.
+    """Return whether letters are a word or a label, whose order matters, and not a product of variables.
 
-    A product is written in small letters and in alphabetical order: `xy`, `abc`, but not `DNE` or `odd`.
+    A product is in lower case and alphabetical order: `xy`, `abc`, but not `DNE` or `odd`.
     """
     text = text.strip()
     if not PHRASE.fullmatch(text):
@@ -311,14 +311,14 @@ def is_phrase(text: str) -> bool:
 
 
 def same_phrase(predicted: str, truth: str) -> bool:
-    """Compare with a word or a phrase, harmless words round it aside: `The answer is DNE`."""
+    """Compare with a word or a phrase, ignoring harmless words around it: `The answer is DNE`."""
     theirs = words_of(truth)
-    said = words_of(NAMED_SIDE.sub("", predicted, count=1))
-    return said == theirs or [word for word in said if word in theirs or word not in HARMLESS] == theirs
+    ours = words_of(NAMED_SIDE.sub("", predicted, count=1))
+    return ours == theirs or [word for word in ours if word in theirs or word not in HARMLESS] == theirs
 
 
 def same_words(one: str, other: str) -> bool:
-    """Compare as words: `\\text{(A)}`, `(A)` and `A` are one; lists of letters in any order."""
+    """Compare as words: `\\text{(A)}`, `(A)` and `A` are equal, and so are lists of letters in any order."""
     ours, theirs = words_of(one), words_of(other)
     if all(len(word) == 1 for word in (*ours, *theirs)):
         ours, theirs = sorted(ours), sorted(theirs)
@@ -334,22 +334,22 @@ def words_of(text: str) -> list[str]:
     return re.findall(r"[^\W_]+(?:'\w+)?|[-+*/^_=<>|]", text)
 
 
-def units_in(said: Iterable[str]) -> frozenset[str]:
-    """Return the units that words name, one name for each kind."""
-    return frozenset(UNITS[word] for phrase in said for word in words_of(phrase) if word in UNITS)
+def units_in(phrases: Iterable[str]) -> frozenset[str]:
+    """Return the canonical names of the units in some phrases."""
+    return frozenset(UNITS[word] for phrase in phrases for word in words_of(phrase) if word in UNITS)
 
 
-def says_more(said: Iterable[str], truth: Iterable[str]) -> bool:
-    """Tell whether words beside a value may change it: all but harmless ones and the truth's own."""
-    said = list(said)
-    ours = [word for phrase in said for word in words_of(WITHIN_WORD.sub(" ", phrase))]
+def says_more(phrases: Iterable[str], truth: Iterable[str]) -> bool:
+    """Return whether words beside a value may change it. Harmless words and words of the truth do not."""
+    phrases = list(phrases)
+    ours = [word for phrase in phrases for word in words_of(WITHIN_WORD.sub(" ", phrase))]
     if not ours:
         return False
     truth = list(truth)
-    if any(AND_OR.search(phrase) for phrase in said) and said != truth:
+    if any(AND_OR.search(phrase) for phrase in phrases) and phrases != truth:
         return True
     known = {word for phrase in truth for word in words_of(phrase)}
     raised = any(UNITS.get(word) in ("square", "cubic") for word in ours)
     if raised and not known and not any(UNITS.get(word) in LENGTHS for word in ours):
-        return True  # `5 square` is 25 to some
+        return True  # `5 square` may mean 25
     return any(word not in HARMLESS and word not in known and word != "/" for word in ours)

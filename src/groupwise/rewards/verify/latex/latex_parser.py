@@ -1,4 +1,4 @@
-"""From tokens to what an answer says: values, pairs and intervals, sets, relations, matrices, words."""
+"""Parse tokens into whole answers: values, tuples, intervals, sets, relations, matrices and words."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ MATRICES = frozenset("matrix pmatrix bmatrix Bmatrix vmatrix Vmatrix smallmatrix
 
 @dataclass(frozen=True, slots=True)
 class ParsedItem:
-    """One thing an answer says: what it is, and the words that stood beside it."""
+    """One item of an answer: its expression and the words beside it."""
 
     node: Node | None
-    """None: words only."""
+    """None for words without an expression."""
     words: tuple[str, ...] = ()
 
 
 def parse_answer(text: str) -> list[ParsedItem]:
-    """Read an answer as a list of items, most often one.
+    """Parse an answer into a list of items, most often one.
 
-    Raises Malformed for what is no answer at all and Unfamiliar for notation that is not read here.
+    Raises Malformed for invalid answers and Unfamiliar for unsupported notation.
     """
     parser = AnswerParser(tokenize(clean(text)))
     items, joined = [parser.item()], set()
@@ -48,7 +48,7 @@ def is_inequality(node: Node | None) -> bool:
 
 
 def both(items: list[ParsedItem]) -> ParsedItem:
-    """Join inequalities that hold at once: `x > 2 and x < 3` is `2 < x < 3`."""
+    """Join inequalities that hold simultaneously: `x > 2 and x < 3` is `2 < x < 3`."""
     words = tuple(word for item in items for word in item.words)
     bounds = dict(bound for item in items if (bound := bound_of(item.node)) is not None)
     if len(items) == 2 and len(bounds) == 2 and bounds["low"][0] == bounds["high"][0]:
@@ -59,7 +59,7 @@ def both(items: list[ParsedItem]) -> ParsedItem:
 
 
 def bound_of(node: Node | None) -> tuple[str, tuple[Node, Node, str]] | None:
-    """Return which end of a range `x < 5` sets: ("high", (x, 5, "<"))."""
+    """Return which bound an inequality sets: `x < 5` gives ("high", (x, 5, "<"))."""
     if node is None or len(node[1]) != 2:
         return None
     (left, right), (relation,) = node[1:]
@@ -73,7 +73,7 @@ def bound_of(node: Node | None) -> tuple[str, tuple[Node, Node, str]] | None:
 
 
 def signs(node: Any) -> str:
-    """Return both signs for a node that holds `±`, else one."""
+    """Return both signs for a node that contains `±`, else one."""
     if isinstance(node, tuple):
         return "+-" if "±" in node or any(len(signs(part)) == 2 for part in node) else "+"
     return "+"
@@ -86,28 +86,28 @@ def signed(node: Any, sign: str) -> Any:
 
 
 class AnswerParser(Expressions):
-    """Reads whole answers: lists of relations between expressions."""
+    """Parses whole answers: lists of relations between expressions."""
 
     def item(self) -> ParsedItem:
-        """Words, a chain of relations, words; `≈ 8.24 mph`."""
-        self.said = []
+        """Parse words, a chain of relations, and words: `≈ 8.24 mph`."""
+        self.seen_words = []
         self.words()
         self.take(r"\approx", "=")
         if self.next is None or self.sees(",", ";", "and", "or", ")", "]", r"\}"):
-            if self.said:
-                return ParsedItem(None, tuple(self.said))
-            raise Malformed("nothing is said")
+            if self.seen_words:
+                return ParsedItem(None, tuple(self.seen_words))
+            raise Malformed("empty item")
         node = self.chain()
         self.words()
-        return ParsedItem(node, tuple(self.said))
+        return ParsedItem(node, tuple(self.seen_words))
 
     def separator(self) -> str | None:
-        """Take what stands between two items: a comma, `and`, `or`, or a comma and one of them."""
+        """Consume the separator of two items: a comma, `and`, `or`, or a comma and one of them."""
         separator = self.take(",", ";", "and", "or")
         return self.take(",", "and", "or") or separator if separator in (",", ";") else separator
 
     def chain(self) -> Node:
-        """`a`, `a = b`, `a < x ≤ b`: ("chain", (a, x, b), ("<", "≤"))."""
+        """Parse `a`, `a = b` or `a < x ≤ b`: ("chain", (a, x, b), ("<", "≤"))."""
         parts, relations = [self.union()], []
         self.words()
         while self.next is not None and self.next.kind != "words" and self.next.text in RELATIONS:
@@ -123,7 +123,7 @@ class AnswerParser(Expressions):
         return ("union", *parts) if len(parts) > 1 else parts[0]
 
     def group(self, opening: str) -> Node:
-        """Parentheses around one value, or brackets around several: a pair, an interval, a set."""
+        """Parse parentheses around one value, or brackets around several: a tuple, an interval, a set."""
         is_set = opening in (r"\{", r"\lbrace")
         if is_set and self.take(r"\}", r"\rbrace"):
             return ("set",)
@@ -164,7 +164,7 @@ class AnswerParser(Expressions):
                 break
         self.need(r"\end")
         if self.environment() != name:
-            raise Malformed("another environment ends")
+            raise Malformed(r"\begin and \end do not match")
         return ("matrix", *rows)
 
     def environment(self) -> str:

@@ -1,4 +1,7 @@
-"""What an expression is worth: exactly where it is rational, else to floating precision; always bounded."""
+"""Evaluate expressions with bounded size: exactly if rational, else in floating point.
+
+Values that are close in floating point are compared again with mpmath at high precision.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,18 @@ MAX_BITS = 4096
 MAX_FACTORIAL = 100
 TOLERANCE = 1e-9
 POINTS = 4
-"""Random assignments to the names at which two expressions must agree."""
+"""Number of random assignments to the variables at which two expressions must agree."""
 
 
 class Undefined(Exception):
-    """No value: division by zero, infinity, or a number too large to be anyone's answer."""
+    """The expression has no value: division by zero, infinity, or too large a number."""
 
 
 def value_at(node: Node, point: int, *, angle: bool = False) -> Value:
-    """Return the value of a tree with every name replaced by a number that depends on name and point.
+    """Return the value of a tree, with each variable replaced by a number that depends on name and point.
 
-    `angle`: inside a trigonometric function a degree sign converts, elsewhere it is a unit.
+    `angle`: whether a degree sign converts to radians, as inside a trigonometric function; elsewhere it is a
+    unit.
     """
     kind = node[0]
     if kind == "number":
@@ -51,7 +55,7 @@ def value_at(node: Node, point: int, *, angle: bool = False) -> Value:
 
 
 def assigned(name: str, point: int) -> Fraction:
-    """Return a number for a name, the same wherever it stands: positive, then negative, then either."""
+    """Return a number for a variable: positive at point 0, negative at 1, then of either sign."""
     noise = zlib.crc32(f"{name} {point}".encode())
     number = Fraction(noise % 9973 + 1, 2003)
     return -number if point == 1 or (point > 1 and noise & 1) else number
@@ -131,9 +135,9 @@ def whole_power(base: Fraction, exponent: int) -> Fraction:
 
 
 def root(degree: Value, value: Value) -> Value:
-    """Return the real root where there is one, exactly where it is rational."""
+    """Return a root, real if possible and exact if rational."""
     if not isinstance(degree, Fraction) or degree.denominator != 1 or not 1 <= degree <= 64:
-        raise Undefined("an odd kind of root")
+        raise Undefined("unsupported degree of a root")
     n = int(degree)
     if isinstance(value, Fraction):
         if value < 0 and n % 2:
@@ -147,7 +151,7 @@ def root(degree: Value, value: Value) -> Value:
 
 
 def whole_root(value: int, n: int) -> int | None:
-    """Return the exact n-th root of a whole number, or None."""
+    """Return the exact n-th root of an integer, or None."""
     if n == 2:
         guess = math.isqrt(value)
     elif value.bit_length() > 1000:
@@ -159,14 +163,14 @@ def whole_root(value: int, n: int) -> int | None:
 
 def factorial(value: Value) -> Value:
     if not isinstance(value, Fraction) or value.denominator != 1 or not 0 <= value <= MAX_FACTORIAL:
-        raise Undefined("a factorial of that")
+        raise Undefined("factorial out of range")
     return Fraction(math.factorial(int(value)))
 
 
 def choose(n: Value, k: Value) -> Value:
     for value in (n, k):
         if not isinstance(value, Fraction) or value.denominator != 1 or not 0 <= value <= 1000:
-            raise Undefined("a binomial of that")
+            raise Undefined("binomial coefficient out of range")
     return Fraction(math.comb(int(n), int(k)))  # type: ignore[arg-type]
 
 
@@ -215,7 +219,7 @@ def function_value(node: Node, point: int) -> Value:
 
 
 def close(left: Value, right: Value) -> bool:
-    """Tell whether two values are equal: exactly where both are exact."""
+    """Return whether two values are equal, or close if one of them is inexact."""
     if isinstance(left, Fraction) and isinstance(right, Fraction):
         return left == right
     one, other = inexact(left), inexact(right)
@@ -223,14 +227,14 @@ def close(left: Value, right: Value) -> bool:
 
 
 ONE_AT_A_TIME = Lock()
-"""mpmath's precision is the same for all threads."""
+"""mpmath's precision is global to all threads."""
 DIGITS, MORE_DIGITS = 40, 120
 ROUNDING = 10.0**-40
-"""Of the 80 digits that are gained, rounding must have shrunk by these."""
+"""From DIGITS to MORE_DIGITS, the rounding error of equal values must shrink by this factor."""
 
 
 def precisely_equal(one: Node, other: Node, point: int) -> bool:
-    """Tell whether two values that are close are equal."""
+    """Return whether two close values are equal, by comparing their difference at two precisions."""
     try:
         rough, _ = difference(one, other, point, DIGITS)
         fine, size = difference(one, other, point, MORE_DIGITS)
@@ -240,7 +244,7 @@ def precisely_equal(one: Node, other: Node, point: int) -> bool:
 
 
 def precisely_proportional(ours: Node, theirs: Node, points: Sequence[int]) -> bool:
-    """Tell whether one value is the same multiple of another at every point."""
+    """Return whether one value is the same multiple of another at every point."""
     try:
         with ONE_AT_A_TIME, mpmath.workdps(MORE_DIGITS):
             first, *others = [evaluated(ours, point) / evaluated(theirs, point) for point in points]
@@ -250,14 +254,14 @@ def precisely_proportional(ours: Node, theirs: Node, points: Sequence[int]) -> b
 
 
 def difference(one: Node, other: Node, point: int, digits: int) -> tuple[Any, Any]:
-    """Return by how much two values differ, and the size of one."""
+    """Return the absolute difference of two values, and the magnitude of the first."""
     with ONE_AT_A_TIME, mpmath.workdps(digits):
         ours, theirs = evaluated(one, point), evaluated(other, point)
         return abs(ours - theirs), abs(ours)
 
 
 def evaluated(node: Node, point: int, *, angle: bool = False) -> Any:
-    """Return the value of a tree as `values.value_at` does, in mpmath's numbers."""
+    """Return the value of a tree as `value_at` does, as an mpmath number."""
     kind = node[0]
     if kind == "number":
         return rational(node[1])
@@ -280,7 +284,7 @@ def rational(value: Fraction) -> Any:
 
 
 def precise_root(degree: Any, value: Any) -> Any:
-    """Return the real root where there is one."""
+    """Return a root, real if possible."""
     n = int(degree)
     if n % 2 and mpmath.im(value) == 0 and mpmath.re(value) < 0:
         return -mpmath.root(-value, n)
@@ -288,7 +292,7 @@ def precise_root(degree: Any, value: Any) -> Any:
 
 
 def precise_power(base: Any, exponent: Any) -> Any:
-    """Return a power; one with a whole exponent or an odd root of a negative number stays real."""
+    """Return a power. Integer exponents and odd roots of negative numbers stay real."""
     if mpmath.im(exponent) == 0 and mpmath.re(exponent) != 0:
         below = 1 / mpmath.re(exponent)
         n = int(mpmath.nint(below))
