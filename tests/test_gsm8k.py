@@ -156,9 +156,9 @@ def test_the_length_of_generated_problems_is_an_option():
     (example,) = gsm8k(steps=1).split(TaskConfig(held_out=1), seed=0).held_out
     assert len(example["solution"].splitlines()) == 2
     for bad in (0, [3, 2], "2", [1, 2, 3]):
-        with pytest.raises(ConfigError, match="gsm8k: steps must be whole numbers from 1 to 12"):
+        with pytest.raises(ConfigError, match="gsm8k: steps must be integers from 1 to 12"):
             gsm8k(steps=bad)
-    with pytest.raises(ConfigError, match="gsm8k: largest must be a whole number"):
+    with pytest.raises(ConfigError, match="gsm8k: largest must be an integer"):
         gsm8k(largest="many")
 
 
@@ -192,11 +192,11 @@ def test_columns_are_mapped_by_the_configuration(tmp_path):
             "line 2: no column 'answer' or 'ground_truth' or 'solution'; it has question",
         ),
         ({"question": "q", "answer": "many"}, {}, "line 2, column 'answer': expected one number"),
-        ({"question": "", "answer": "1"}, {}, "line 2, column 'question': it is empty"),
+        ({"question": "", "answer": "1"}, {}, "line 2, column 'question': expected non-empty text"),
         ({"question": None, "answer": "1"}, {}, "line 2, column 'question': expected text, got NoneType"),
         ({"question": "q", "answer": "1"}, {"answer": "gold"}, "line 1: no column 'gold'"),
-        ({"question": "q", "answer": "1"}, {"anser": "gold"}, "gsm8k has no column 'anser', only question"),
-        ({"question": "q", "answer": "1"}, {"answer": 3}, "task.columns.answer must name a column"),
+        ({"question": "q", "answer": "1"}, {"anser": "gold"}, "gsm8k has no column 'anser'; it has question"),
+        ({"question": "q", "answer": "1"}, {"answer": 3}, "task.columns.answer must be the name of a column"),
     ],
 )
 def test_a_bad_row_names_its_file_line_and_column(tmp_path, row, columns, message):
@@ -208,7 +208,7 @@ def test_a_bad_row_names_its_file_line_and_column(tmp_path, row, columns, messag
 
 
 def test_columns_without_data_and_test_data_beside_data(tmp_path):
-    with pytest.raises(ConfigError, match=r"task\.data, which is not given"):
+    with pytest.raises(ConfigError, match=r"task\.columns requires task\.data"):
         load_task(TaskConfig(name="gsm8k", columns={"answer": "gold"}))
     for name, rows in (("train", ROWS), ("test", ROWS[:1])):
         (tmp_path / f"{name}.json").write_text(json.dumps(rows))

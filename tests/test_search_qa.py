@@ -103,11 +103,11 @@ def test_a_warm_start_on_worked_answers_does_not_unlearn_to_search(tmp_path):
         ("people=many", "task.options.people must be a whole number (int); got 'many'"),
         ("people=50.5", "task.options.people must be a whole number (int); got 50.5"),
         ("world=x", "task.options.world must be a whole number (int); got 'x'"),
-        ("hops=4", "search_qa: hops must be some of 1, 2 and 3; got 4"),
-        ("hops=[1, 4]", "search_qa: hops must be some of 1, 2 and 3; got [1, 4]"),
-        ("hops=[]", "search_qa: hops must be some of 1, 2 and 3; got []"),
-        ("hops=a", "search_qa: hops must be some of 1, 2 and 3; got 'a'"),
-        ("hops=true", "search_qa: hops must be some of 1, 2 and 3; got True"),
+        ("hops=4", "search_qa: hops must be one or more of 1, 2 and 3; got 4"),
+        ("hops=[1, 4]", "search_qa: hops must be one or more of 1, 2 and 3; got [1, 4]"),
+        ("hops=[]", "search_qa: hops must be one or more of 1, 2 and 3; got []"),
+        ("hops=a", "search_qa: hops must be one or more of 1, 2 and 3; got 'a'"),
+        ("hops=true", "search_qa: hops must be one or more of 1, 2 and 3; got True"),
     ],
 )
 def test_an_option_that_makes_no_sense_is_refused_with_one_sentence(option, sentence):

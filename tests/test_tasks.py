@@ -38,7 +38,7 @@ def fingerprints(examples):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rewards": {}}, "task t: rewards must be a dict with at least one name and function"),
+        ({"rewards": {}}, "task t: rewards must be a non-empty dict of names and functions"),
         ({"rewards": {"correct": 1}}, "reward 'correct' must be a function"),
         ({"weights": {"corect": 1}}, "weight for unknown reward 'corect'; did you mean 'correct'?"),
         ({"weights": {"correct": "1"}}, "the weight of 'correct' must be a number"),
@@ -46,7 +46,7 @@ def fingerprints(examples):
         ({"accuracy": "zzz"}, "accuracy names unknown reward 'zzz'; it must be one of correct"),
         ({"tools": [print]}, "tool print: every parameter must be passable by name"),
         ({"prompt": "hi"}, "prompt must be a function"),
-        ({"name": ""}, "a task needs a name"),
+        ({"name": ""}, "a task requires a name"),
         ({"examples": []}, "task t: examples: there are no examples"),
         ({"examples": [{"a": 1}, 3]}, "task t: examples, row 2: expected a dict of columns, got int"),
         ({"examples": {"train": []}}, "expected a list of dicts, got dict"),
@@ -147,7 +147,7 @@ def test_held_out_rows_of_the_tasks_own_are_kept_and_dropped_from_training():
         range(4, 50)
     )  # the fourth is not trained on either
     assert split.dropped == 4
-    with pytest.raises(ConfigError, match="no training example is left"):
+    with pytest.raises(ConfigError, match="no training examples left"):
         make(held_out=ROWS).split(TaskConfig(), seed=0)
 
 
@@ -190,7 +190,7 @@ def test_a_stream_is_read_by_index_and_max_examples_makes_it_finite():
     assert endless.take(10, 2) == ([Example({"q": 10, "seed": 5}), Example({"q": 11, "seed": 5})], 12)
     finite = make(examples=Counting()).split(TaskConfig(max_examples=4), seed=5)
     assert sorted(example["q"] for example in finite.take(4, 4)[0]) == [0, 1, 2, 3]
-    with pytest.raises(ConfigError, match="a stream brings its own"):
+    with pytest.raises(ConfigError, match="a stream has its own"):
         make(examples=Counting(), held_out=ROWS).split(TaskConfig(), seed=5)
 
 
@@ -224,7 +224,11 @@ def test_examples_may_come_from_lists_generators_and_functions():
         ("bad.jsonl", b'{"a": 1}\n[1]\n', "bad.jsonl, line 2: expected a dict of columns, got list"),
         ("bad.jsonl", b"\n", "bad.jsonl: there are no examples"),
         ("bad.jsonl", b'{"a": "\xff"}\n', "cannot read"),
-        ("bad.jsonl", b'{"a": "1"}\n{"a": ["\\ud83d"]}\n', "bad.jsonl, line 2: its text is not Unicode"),
+        (
+            "bad.jsonl",
+            b'{"a": "1"}\n{"a": ["\\ud83d"]}\n',
+            "bad.jsonl, line 2: the text is not valid Unicode",
+        ),
         ("bad.jsonl.gz", b"not gzip", "cannot read"),
         ("bad.json", b"[1", "bad.json: not JSON"),
         ("deep.json", b"[" * 100_000, "deep.json: the JSON is nested too deeply"),
@@ -232,7 +236,7 @@ def test_examples_may_come_from_lists_generators_and_functions():
         ("bad.json", b'{"a": 1}', "bad.json: expected a list of dicts, got dict"),
         ("bad.json", b'[{"a": 1}, 2]', "bad.json, row 2"),
         ("bad.parquet", b"not parquet", "cannot read"),
-        ("bad.csv", b"a,b\n1,2\n", "give a .json, .jsonl, .jsonl.gz or .parquet file"),
+        ("bad.csv", b"a,b\n1,2\n", "use a .json, .jsonl, .jsonl.gz or .parquet file"),
     ],
 )
 def test_a_bad_file_is_named_with_the_line_or_row(tmp_path, name, content, message):
@@ -298,7 +302,7 @@ def test_a_task_that_is_only_trained_and_never_named_is_found_too(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x = 1\n", "defines no `task`"),
+        ("x = 1\n", "does not define `task`"),
         ("task = 3\n", "`task` must be a groupwise.Task; got int"),
         ("\n\nx = undefined\n", "broken.py, line 3: NameError"),
         ("x = (\n", "broken.py, line 1: SyntaxError: '\\(' was never closed$"),
@@ -319,7 +323,7 @@ def test_a_missing_task_file_and_options_for_a_file_are_refused(tmp_path):
         load_task(TaskConfig(name=str(tmp_path / "none.py")))
     (tmp_path / "mine.py").write_text(TASK_FILE)
     (tmp_path / "groupwise_task_neighbour.py").write_text("")
-    with pytest.raises(ConfigError, match="options belong to built-in tasks"):
+    with pytest.raises(ConfigError, match="options requires a built-in task"):
         load_task(TaskConfig(name=str(tmp_path / "mine.py"), options={"x": 1}))
 
 

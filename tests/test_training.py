@@ -239,7 +239,7 @@ def test_a_training_row_that_asks_what_a_held_out_one_asks_is_dropped():
     assert isinstance(split.train, tuple)
     assert sorted(row["q"] for row in split.train) == ["b", "c"]
     assert (split.size, split.dropped) == (2, 2)
-    with pytest.raises(ConfigError, match="each one asks what a held-out example asks"):
+    with pytest.raises(ConfigError, match="every one asks the same as a held-out example"):
         replace(task, prompt=lambda example: "the same").split(TaskConfig(), 0)
 
 

@@ -129,17 +129,17 @@ def test_a_worked_answer_with_calls_is_laid_out_as_a_rollout_that_begins_every_t
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        ([{"role": "user", "content": "a"}], "roles assistant and tool"),
-        ([{"role": "tool", "content": "a"}], "roles assistant and tool"),
-        ([{"role": "assistant", "content": "", "tool_calls": [CALL]}], "1 tool calls and 0 results"),
+        ([{"role": "user", "content": "a"}], "must begin with an assistant message"),
+        ([{"role": "tool", "content": "a"}], "must begin with an assistant message"),
+        ([{"role": "assistant", "content": "", "tool_calls": [CALL]}], "1 tool calls but 0 results"),
         (
             [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}],
-            "0 tool calls and 1 results",
+            "0 tool calls but 1 results",
         ),
-        ([{"role": "assistant", "content": "a"}] * 2, "every turn but the last calls a tool"),
+        ([{"role": "assistant", "content": "a"}] * 2, "every turn except the last must call a tool"),
         (
             [{"role": "assistant", "content": CALLED}, {"role": "tool", "content": "b"}],
-            "every turn but the last calls a tool",
+            "every turn except the last must call a tool",
         ),
     ],
 )
@@ -178,9 +178,7 @@ def test_a_template_that_knows_tools_is_given_the_arguments_of_a_call_as_an_obje
 
 def test_a_task_with_tools_and_without_worked_answers_is_refused(run_with_tools):
     words = [f"{run_with_tools.parent}/task.py"]
-    with pytest.raises(
-        ConfigError, match=r"task t has tools and no worked answers: .* give the task worked="
-    ):
+    with pytest.raises(ConfigError, match=r"task t has tools but no worked answers.* set worked="):
         plan_warm_start(sft_config(words, config=None, resume=None, given={"max_steps": 1}, flags={}))
 
 
@@ -452,12 +450,15 @@ def test_a_reward_that_nobody_earned_is_refused(finished):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"question": "a"}, "prompt and completion, or messages; this has"),
-        ({"prompt": "a", "completion": 3}, "completion must be text"),
-        ({"prompt": "", "completion": "b"}, "prompt must be text"),
-        ({"messages": [{"role": "user", "content": "a"}]}, "end with the assistant's"),
+        ({"question": "a"}, "prompt and completion, or messages; got"),
+        ({"prompt": "a", "completion": 3}, "completion must be a string"),
+        ({"prompt": "", "completion": "b"}, "prompt must be a string"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "end with an assistant message"),
         ({"messages": "a"}, "a list of messages"),
-        ({"prompt": "a", "completion": [{"role": "user", "content": "b"}]}, "no message of the assistant's"),
+        (
+            {"prompt": "a", "completion": [{"role": "user", "content": "b"}]},
+            "completion has no assistant message",
+        ),
         (
             {
                 "messages": [

@@ -1,17 +1,17 @@
-"""What can be learned: a task is examples, a prompt and rewards.
+"""Tasks: examples, a prompt and rewards.
 
 Modules in reading order:
 
-    task              Task
-    examples          rows → examples; training and held-out splits
-    registry          find a task by name or in a user's file
-    isolate           user code in a worker; a trial of the rewards before a model loads
-    code_fingerprint  has a task's own code changed since a run began?
-    sft_data          demonstrations for supervised steps
-    self_test         check rewards against completions with known scores
-    builtin/          the tasks that come with the package
+    task              Task, and the keys that identify equal prompts
+    examples          load rows as examples; split them into training and held-out examples
+    registry          load a task by name or from a user's file
+    isolate           run user code in a worker; try the rewards before a model loads
+    code_fingerprint  detect changes to a task's code since a run began
+    sft_data          demonstrations for supervised fine-tuning
+    self_test         test rewards against completions with known scores
+    builtin/          the built-in tasks
 
-To add a built-in task, write a module in `builtin/` with a function that returns a `Task`, and enter it in
+To add a built-in task, write a function that returns a `Task` in a module of `builtin/`, and add it to
 `registry.TASKS`.
 """
 

@@ -1,4 +1,4 @@
-"""Telling whether a task's own code has changed: its rewards, and whatever else decides what is measured."""
+"""Fingerprint a task's code, to detect changes to its rewards, prompt and tools between runs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from groupwise.tasks.task import Task
 
 OURS = "groupwise"
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
-"""Values around a function that are written the same way everywhere."""
+"""Types of closure values whose repr is stable across processes."""
 
 
 def code_of(task: Task) -> dict[str, str]:
-    """Return a fingerprint of each function of the user's, by its part in the task, and of the weights.
+    """Return fingerprints of the user's functions, by their role in the task, and of the weights.
 
-    Functions of this package are left out: they change with its version, which is not the user's doing.
+    Functions of this package are excluded: they change with its version, not by the user.
     """
     parts: dict[str, Any] = {f"reward {name}": function for name, function in task.rewards.items()}
     parts |= {"prompt": task.prompt, "state": task.state}
@@ -37,33 +37,33 @@ def code_of(task: Task) -> dict[str, str]:
     return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
 
 
-def changed_code(kept: Mapping[str, str] | None, code: Mapping[str, str]) -> list[str]:
-    """Return the parts of a task that are not as they were; none where that was not kept."""
-    if kept is None:
+def changed_code(saved: Mapping[str, str] | None, code: Mapping[str, str]) -> list[str]:
+    """Return the parts of a task that differ from the saved fingerprints; none if nothing was saved."""
+    if saved is None:
         return []
-    return [name for name in dict.fromkeys((*kept, *code)) if kept.get(name) != code.get(name)]
+    return [name for name in dict.fromkeys((*saved, *code)) if saved.get(name) != code.get(name)]
 
 
 def source_of(function: Any) -> str:
-    """Return the source of a function and of all that it uses of its own package; "" of one of ours."""
-    found: dict[int, str] = {}
-    collect(function, found)
-    return "\n".join(found.values())
+    """Return the source of a function and of the user code it calls; "" for a function of this package."""
+    sources: dict[int, str] = {}
+    collect(function, sources)
+    return "\n".join(sources.values())
 
 
-def collect(value: Any, found: dict[int, str]) -> None:
-    """Add the source of a function or a class, then of what it calls."""
+def collect(value: Any, sources: dict[int, str]) -> None:
+    """Add the source of a function or a class, then of the code it uses."""
     value = plain_function(value)
-    if id(value) in found or not isinstance(value, FunctionType | type) or is_foreign(value):
+    if id(value) in sources or not isinstance(value, FunctionType | type) or is_foreign(value):
         return
     constants = [text for function in functions_in(value) for text in constants_of(function)]
-    found[id(value)] = "\n".join([text_of(value), *constants])
+    sources[id(value)] = "\n".join([text_of(value), *constants])
     for used in uses(value):
-        collect(used, found)
+        collect(used, sources)
 
 
 def plain_function(value: Any) -> Any:
-    """Return what is behind a partial, a method, a decorator's wrapper or an object that is called."""
+    """Unwrap a partial or a method; return the class of a callable object."""
     if isinstance(value, functools.partial):
         return plain_function(value.func)
     if isinstance(value, IsolatedReward):
@@ -78,7 +78,7 @@ def plain_function(value: Any) -> Any:
 
 
 def is_foreign(value: FunctionType | type) -> bool:
-    """Whether it is of this package, of Python's or of an installed one: no code that the user edits."""
+    """Whether code belongs to this package, the standard library or an installed package."""
     if (value.__module__ or "").partition(".")[0] == OURS:
         return True
     try:
@@ -89,7 +89,7 @@ def is_foreign(value: FunctionType | type) -> bool:
 
 
 def uses(value: FunctionType | type) -> Iterator[Any]:
-    """Yield the functions and classes that a function names, in its module or around it."""
+    """Yield the functions and classes that a function refers to, in its module or its closure."""
     for function in functions_in(value):
         around = [cell.cell_contents for cell in function.__closure__ or () if not is_empty(cell)]
         named = (function.__globals__.get(name) for name in names_in(function.__code__))
@@ -107,20 +107,20 @@ def functions_in(value: FunctionType | type) -> Iterator[FunctionType]:
 
 def is_empty(cell: Any) -> bool:
     try:
-        cell.cell_contents  # noqa: B018  (reading it is the question)
+        cell.cell_contents  # noqa: B018  (raises if the cell is empty)
     except ValueError:
         return True
     return False
 
 
 def names_in(code: CodeType) -> list[str]:
-    """Every name that code reads, that of functions within it included, in a fixed order."""
+    """Return every name that code reads, including nested functions, in a fixed order."""
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return sorted({*code.co_names, *(name for one in inner for name in names_in(one))})
 
 
 def constants_of(function: FunctionType) -> Iterator[str]:
-    """Yield the assignments that a function reads in its module, and the plain values around it."""
+    """Yield the module-level assignments that a function reads, and the plain values of its closure."""
     assigned = assignments(function.__code__.co_filename)
     yield from (assigned[name] for name in names_in(function.__code__) if name in assigned)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -129,26 +129,26 @@ def constants_of(function: FunctionType) -> Iterator[str]:
 
 
 def assignments(path: str) -> dict[str, str]:
-    """Every assignment at the top of a module by the name that it sets, as it is written."""
+    """Return the source of each module-level assignment, by the name that it sets."""
     linecache.checkcache(path)
     try:
         statements = ast.parse("".join(linecache.getlines(path))).body
-    except SyntaxError:  # not a file of Python: what was typed into a notebook, say
+    except SyntaxError:  # not a Python file: a notebook cell, for example
         return {}
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for statement in statements:
         if isinstance(statement, ast.Assign | ast.AnnAssign):
             targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
             for name in (target.id for target in targets if isinstance(target, ast.Name)):
-                found[name] = ast.unparse(statement)
-    return found
+                result[name] = ast.unparse(statement)
+    return result
 
 
 def text_of(value: FunctionType | type) -> str:
-    """The source without comments and layout; as it stands where it is part of a line, as a lambda is."""
+    """Return the source without comments and formatting; unchanged if it does not parse, as for a lambda."""
     try:
         text = textwrap.dedent(inspect.getsource(value))
-    except (OSError, TypeError):  # typed into an interpreter
+    except (OSError, TypeError):  # defined in an interactive interpreter
         return repr(value.__code__.co_code) if isinstance(value, FunctionType) else value.__qualname__
     try:
         return ast.unparse(ast.parse(text))

@@ -1,4 +1,8 @@
-"""The columns a task needs: what each may be called in a data file, and how its values are read."""
+"""Load rows as examples and split them into training and held-out examples.
+
+`Column` describes how a column is named in data files and how its values are read. `Split` is a cursor
+over the training examples, from finite rows or an endless `ExampleStream`.
+"""
 
 from __future__ import annotations
 
@@ -19,55 +23,55 @@ from groupwise.records import Example, is_unicode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One column: a bad value is refused with the file, the line and the column it stands in."""
+    """One column of a task. Errors on bad values name the file, the line and the column."""
 
     read: Callable[[Any], Any]
-    """From what the file holds to what the task uses; raises ValueError with the reason."""
+    """Converts a value of the file to one that the task uses; raises ValueError with the reason."""
     names: tuple[str, ...] = ()
-    """What data files call it, the likeliest first; none: its own name alone."""
+    """Names of the column in data files, in order of preference. Empty: its own name only."""
     judges: bool = True
-    """Whether rewards read it: a question only asks."""
+    """Whether rewards read the column. Only the prompt reads a question, for example."""
 
 
 Columns = Mapping[str, Column]
 
 
 def text(value: Any) -> str:
-    """Read text that is not blank; a number will do."""
+    """Read non-blank text; numbers are converted."""
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise ValueError(f"expected text, got {type(value).__name__}")
     if not str(value).strip():
-        raise ValueError("it is empty")
+        raise ValueError("expected non-empty text")
     return str(value)
 
 
 def renamed(columns: Columns, names: Mapping[str, str], *, task: str) -> Columns:
-    """Return the columns under the names that the user's data gives them, `ours: theirs`."""
-    wanted = dict(columns)
+    """Return the columns with the names that they have in the user's data, `ours: theirs`."""
+    result = dict(columns)
     for ours, theirs in names.items():
         if not isinstance(theirs, str):
-            raise ConfigError(f"task.columns.{ours} must name a column of the data; got {theirs!r}")
+            raise ConfigError(f"task.columns.{ours} must be the name of a column in the data; got {theirs!r}")
         if columns and ours not in columns:
-            raise ConfigError(f"task.columns: {task} has no column {ours!r}, only {', '.join(columns)}")
-        known = wanted.get(ours, Column(read=lambda value: value))
-        wanted[ours] = replace(known, names=(theirs,))
-    return wanted
+            raise ConfigError(f"task.columns: {task} has no column {ours!r}; it has {', '.join(columns)}")
+        known = result.get(ours, Column(read=lambda value: value))
+        result[ours] = replace(known, names=(theirs,))
+    return result
 
 
 def read_columns(row: Mapping[str, Any], columns: Columns, *, where: str) -> dict[str, Any]:
-    """Return the row with every column read, under the task's own name for it."""
+    """Return the row with every column read and renamed to the task's name for it."""
     values = dict(row)
     for name, column in columns.items():
-        tried = column.names or (name,)
-        found = next((candidate for candidate in tried if candidate in row), None)
-        if found is None:
+        candidates = column.names or (name,)
+        source = next((candidate for candidate in candidates if candidate in row), None)
+        if source is None:
             raise ConfigError(
-                f"{where}: no column {' or '.join(map(repr, tried))}; it has {', '.join(map(str, row))}"
+                f"{where}: no column {' or '.join(map(repr, candidates))}; it has {', '.join(map(str, row))}"
             )
         try:
-            values[name] = column.read(row[found])
+            values[name] = column.read(row[source])
         except ValueError as error:
-            raise ConfigError(f"{where}, column {found!r}: {error}; got {str(row[found])[:60]!r}") from None
+            raise ConfigError(f"{where}, column {source!r}: {error}; got {str(row[source])[:60]!r}") from None
     return values
 
 
@@ -83,7 +87,7 @@ def load_examples(
     A source is the path of a JSON list (.json), of JSON lines (.jsonl), either gzipped (.gz), or of
     a Parquet file; the name of a Hugging Face dataset, `owner/name`, `owner/name:subset` or
     `owner/name:subset@split`; a list or generator of dicts; or a function that returns one.
-    `columns` are checked and brought under the names they have here.
+    `columns` are checked and renamed to the task's names.
     """
     name, rows = locate(source, split=split)
     examples = [as_example(row, where=where, columns=columns or {}) for where, row in rows]
@@ -93,7 +97,7 @@ def load_examples(
 
 
 def locate(source: str | Path | Rows | Callable[[], Rows], *, split: str) -> tuple[str, Located]:
-    """Return what to call a source and its rows, read as they are asked for."""
+    """Return the name of a source and its rows, which are read lazily."""
     if not isinstance(source, str | Path):
         rows = source() if callable(source) else source
         name = getattr(source, "__name__", "examples")
@@ -103,14 +107,14 @@ def locate(source: str | Path | Rows | Callable[[], Rows], *, split: str) -> tup
     if kind in READERS:
         return str(path), read_file(path, READERS[kind])
     if path.exists():
-        raise ConfigError(f"cannot read {path}: give a .json, .jsonl, .jsonl.gz or .parquet file")
+        raise ConfigError(f"cannot read {path}: use a .json, .jsonl, .jsonl.gz or .parquet file")
     if isinstance(source, str) and HUB_NAME.fullmatch(source):
         return source, read_hub(source, split=split)
     raise no_such_file(path)
 
 
 def as_examples(rows: Rows, *, source: str) -> list[Example]:
-    """Turn rows into Examples; the error for a bad one names `source` and the row, counted from 1."""
+    """Convert rows to Examples. The error for a bad row names `source` and the row number, from 1."""
     examples = [as_example(row, where=where) for where, row in numbered(rows, source=source)]
     if not examples:
         raise ConfigError(f"{source}: there are no examples")
@@ -125,7 +129,7 @@ def as_example(row: object, *, where: str, columns: Columns | None = None) -> Ex
     if not all(isinstance(column, str) for column in row):
         raise ConfigError(f"{where}: column names must be strings, got {list(row)}")
     if not is_unicode(row):
-        raise ConfigError(f"{where}: its text is not Unicode")
+        raise ConfigError(f"{where}: the text is not valid Unicode")
     return Example(read_columns(row, columns or {}, where=where))
 
 
@@ -135,7 +139,7 @@ def read_hub(source: str, *, split: str) -> Located:
         import datasets
     except ImportError:
         raise ConfigError(
-            f"no file named {source!r}; to read it as a Hugging Face dataset: pip install datasets"
+            f"no file {source!r}; to load it as a Hugging Face dataset: pip install datasets"
         ) from None
     name, _, chosen_split = source.partition("@")
     name, _, subset = name.partition(":")
@@ -144,52 +148,52 @@ def read_hub(source: str, *, split: str) -> Located:
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
-            f"no file named {source!r}, nor can the Hugging Face dataset be loaded: {reason}"
+            f"no file {source!r}, and loading it as a Hugging Face dataset failed: {reason}"
         ) from error
     return numbered(rows, source=source)
 
 
 MAX_HELD_OUT_SHARE = 0.2
-"""Of finite data without held-out examples of its own, the most that evaluation may take."""
+"""Largest share of finite data that is held out if a task has no held-out examples of its own."""
 
 
 @runtime_checkable
 class ExampleStream(Protocol):
-    """Examples without end, made when asked for. No training example equals a held-out one."""
+    """An endless source of examples, generated on demand. No training example equals a held-out one."""
 
     def train(self, index: int, *, seed: int) -> Example:
-        """Return the training example at any index, always the same for the same seed."""
+        """Return the training example at an index; deterministic for a seed."""
         ...
 
     def held_out(self, count: int) -> Sequence[Example]:
-        """Return up to `count` different held-out examples, the same ones for every run."""
+        """Return up to `count` distinct held-out examples, the same for every run."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """What a run trains on and what it is judged by."""
+    """The training and held-out examples of a run."""
 
     train: Sequence[Example] | ExampleStream
     held_out: tuple[Example, ...]
     seed: int
     size: int | None
-    """Training examples in an epoch; None: endless."""
+    """Training examples per epoch. None: endless."""
     dropped: int = 0
-    """Rows left out because they repeat another row or equal a held-out example."""
+    """Number of rows dropped because they repeat another row or equal a held-out example."""
     fingerprint: str = ""
-    """The same for the same rows on either side; "" of a stream, which settings alone decide."""
+    """Hash of the rows on both sides; "" for a stream, which only depends on settings."""
 
     def take(self, cursor: int, count: int) -> tuple[list[Example], int]:
         """Return the `count` training examples at the cursor, and the cursor after them.
 
-        The cursor counts examples from the start of the run, so that this one number is all a
-        checkpoint needs. Each epoch has an order of its own that depends on seed and epoch alone.
+        The cursor counts examples from the start of the run, so a checkpoint only stores this number. The
+        order of each epoch depends on seed and epoch only.
         """
         return [self.at(position) for position in range(cursor, cursor + count)], cursor + count
 
     def at(self, position: int) -> Example:
-        """Return the training example at one position of the run."""
+        """Return the training example at a position of the run."""
         index = position
         if self.size is not None:
             epoch, offset = divmod(position, self.size)
@@ -203,14 +207,14 @@ class Split:
 
 @lru_cache(maxsize=4)
 def epoch_order(size: int, seed: int, epoch: int) -> tuple[int, ...]:
-    """Return the order in which an epoch visits its examples."""
+    """Return the order of the examples in an epoch."""
     order = list(range(size))
     random.Random(f"epoch {seed} {epoch}").shuffle(order)
     return tuple(order)
 
 
 def split_stream(stream: ExampleStream, *, config: TaskConfig, seed: int) -> Split:
-    """Split a stream, which is disjoint by its own promise."""
+    """Split a stream, which itself keeps both sides disjoint."""
     held_out = tuple(stream.held_out(config.held_out)) if config.held_out else ()
     return Split(train=stream, held_out=held_out, seed=seed, size=config.max_examples)
 
@@ -224,51 +228,51 @@ def split_rows(
     config: TaskConfig,
     seed: int,
 ) -> Split:
-    """Split finite data so that no example is on both sides, nor one that asks the same.
+    """Split finite data so that no example, and no equivalent one, is on both sides.
 
-    Held-out examples of the task's own are used as they are, and training rows that equal one are
-    dropped. Otherwise the rows with the smallest fingerprints are held out: a choice that does not
-    depend on their order and hardly changes when rows are added. Rows that ask what a held-out one asks,
-    in the same words (`asks`) or by the same `key`, are dropped, whatever else tells them apart.
+    The task's own held-out examples are used as they are, and training rows that equal one are dropped.
+    Otherwise the rows with the smallest fingerprints are held out. This choice does not depend on the order
+    of rows and hardly changes when rows are added. Training rows with the same prompt (`asks`) or the same
+    `key` as a held-out row are dropped.
     """
     unique = by_fingerprint(rows)
     if held_out is None:
         count = min(config.held_out, int(len(unique) * MAX_HELD_OUT_SHARE))
-        kept_back = {fingerprint: unique.pop(fingerprint) for fingerprint in sorted(unique)[:count]}
-        dropped = len(rows) - len(unique) - len(kept_back)
+        evaluation = {fingerprint: unique.pop(fingerprint) for fingerprint in sorted(unique)[:count]}
+        dropped = len(rows) - len(unique) - len(evaluation)
     else:
-        kept_back = by_fingerprint(held_out)
-        unique = {fingerprint: row for fingerprint, row in unique.items() if fingerprint not in kept_back}
+        evaluation = by_fingerprint(held_out)
+        unique = {fingerprint: row for fingerprint, row in unique.items() if fingerprint not in evaluation}
         dropped = len(rows) - len(unique)
     if not unique:
-        raise ConfigError("no training example is left: each one equals a held-out example")
+        raise ConfigError("no training examples left: every one equals a held-out example")
     train = tuple(unique.values())[: config.max_examples]
-    judged_by = tuple(kept_back.values())[: config.held_out]
-    asked = set(map(asks, judged_by))
-    different = tuple(row for row in train if asks(row) not in asked)
-    keys = set(map(key, judged_by)) if key else set()
-    apart = tuple(row for row in different if key(row) not in keys) if key else different
-    if not apart:
-        raise ConfigError("no training example is left: each one asks what a held-out example asks")
-    dropped += len(train) - len(apart)
+    evaluated = tuple(evaluation.values())[: config.held_out]
+    prompts = set(map(asks, evaluated))
+    distinct = tuple(row for row in train if asks(row) not in prompts)
+    keys = set(map(key, evaluated)) if key else set()
+    disjoint = tuple(row for row in distinct if key(row) not in keys) if key else distinct
+    if not disjoint:
+        raise ConfigError("no training examples left: every one asks the same as a held-out example")
+    dropped += len(train) - len(disjoint)
     sides: tuple[list[str], ...] = (
         list(unique)[: config.max_examples],
-        list(kept_back)[: config.held_out],
+        list(evaluation)[: config.held_out],
     )
-    if len(apart) < len(different):  # else as it is in checkpoints from before there were keys
-        sides = (*sides, [row.fingerprint for row in apart])
+    if len(disjoint) < len(distinct):  # otherwise keep the fingerprint of older checkpoints
+        sides = (*sides, [row.fingerprint for row in disjoint])
     return Split(
-        train=apart,
-        held_out=judged_by,
+        train=disjoint,
+        held_out=evaluated,
         seed=seed,
-        size=len(apart),
+        size=len(disjoint),
         dropped=dropped,
         fingerprint=hashlib.sha256(repr(sides).encode()).hexdigest()[:16],
     )
 
 
 def by_fingerprint(rows: Iterable[Example]) -> dict[str, Example]:
-    """Return the different rows in order, the first of each kind."""
+    """Return the distinct rows in order, keyed by fingerprint."""
     unique: dict[str, Example] = {}
     for row in rows:
         unique.setdefault(row.fingerprint, row)

@@ -1,4 +1,4 @@
-"""Trying a task's rewards on one example before a model loads: a mistake in them shows at once."""
+"""Run a task's rewards and tools in a worker process, and try the rewards before a model loads."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from groupwise.tracking.run_log import LOGGER
 def failures_on_trial(
     task: Task, example: Example, *, seconds: float, context: RewardContext
 ) -> dict[str, str]:
-    """Return what each reward in a worker process says when it fails on this example, with its traceback.
+    """Score one example with each isolated reward and return the failures with their tracebacks.
 
-    The answer is the gold one, or empty where there is none. The worker is thrown away afterwards, so that
-    nothing that a reward counts or caches includes the trial; rewards in this process are not tried.
+    The completion is the gold answer, or empty if there is none. The worker is discarded afterwards, so that
+    no state of a reward includes the trial. Rewards in this process are not tried.
     """
     try:
         rollout = trial_rollout(task, example)
     except Exception:
-        return {}  # prompts are checked elsewhere; a state or a gold answer that fails is no reward's fault
+        return {}  # prompts are checked elsewhere, and a failing state or gold answer is not a reward's fault
     for name, function in task.rewards.items():
         if isinstance(function, IsolatedReward) and function.worker is not None:
             group = Group(example=example, rollouts=(rollout,))
@@ -62,10 +62,11 @@ def trial_rollout(task: Task, example: Example) -> Rollout:
 
 @contextmanager
 def isolated(task: Task) -> Iterator[Task]:
-    """Yield the task with its rewards and tools in a worker process, as far as they can be.
+    """Yield the task with its rewards and tools in a worker process, where possible.
 
-    Enter before CUDA starts: the worker is forked. Functions of this package stay, and so do those marked
-    `in_process` and tools that take a `state`; where nothing can be forked, all of them stay.
+    Enter before CUDA is initialized, because the worker is forked. Functions of this package, functions
+    marked `in_process` and tools that take a `state` stay in this process. If the process must not fork, all
+    functions stay.
     """
     rewards = {name: function for name, function in task.rewards.items() if is_movable(function)}
     tools = [

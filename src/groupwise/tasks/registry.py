@@ -1,4 +1,4 @@
-"""Finding the task that a configuration names: built in, or in a user's Python file."""
+"""Load the task that a configuration names: a built-in task, or one from a user's Python file."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ TASKS: dict[str, Callable[..., Task]] = {
     "medquad": medquad,
     "search_qa": search_qa,
 }
-"""Every built-in task; its keyword arguments are its options."""
+"""The built-in tasks. The keyword arguments of each function are the task's options."""
 
 NEEDS_FIRST: dict[str, str] = {"medquad": "groupwise index build"}
-"""Tasks that work on what the user made before, and the command that makes it."""
+"""Tasks that require a preparation step, with the command to run."""
 
 loading_task_file: ContextVar[bool] = ContextVar("loading_task_file", default=False)
 
 
 class TaskFileLoaded(BaseException):
-    """Carries a task out of a file that trains it at its end. Not an error, so nothing swallows it."""
+    """Carries the task out of a file that calls `gw.train`. A BaseException: the file must not catch it."""
 
     def __init__(self, task: Task | None, settings: Mapping[str, Any]) -> None:
         super().__init__(task)
@@ -51,47 +51,47 @@ class TaskFileLoaded(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class TaskFile:
-    """What a user's Python file says."""
+    """The contents of a user's task file."""
 
     task: Task
     settings: Mapping[str, Any]
-    """The keywords of the `gw.train(task, …)` at its end, if it has one."""
+    """Keyword arguments of the file's `gw.train(task, …)` call, if it has one."""
 
 
 def leave_task_file(task: Task | None, settings: Mapping[str, Any] | None = None) -> None:
-    """End the file being loaded for its task, if one is; `train` calls this before all else.
+    """Stop executing the task file that is being loaded, if any; `train` calls this first.
 
-    A task file may say `gw.train(task, …)` without a main guard. Read by `load_task`, that line
-    hands over the task, and its settings, instead of starting a second run inside the first. None: it
-    trains one by name.
+    A task file may call `gw.train(task, …)` without a main guard. While `load_task` reads the file, that
+    call returns the task and its settings instead of starting a second run inside the first. `task` is None
+    if the file trains a task by name.
     """
     if loading_task_file.get():
         raise TaskFileLoaded(task, settings or {})
 
 
 def load_task(config: TaskConfig) -> Task:
-    """Return the task that the configuration names, with the options and data that it gives."""
+    """Return the task that the configuration names, with its options and data."""
     if config.name in TASKS:
         task = built_in(config.name, config.options)
     elif config.name.endswith(".py"):
         return task_of(read_task_file(Path(config.name).expanduser()), config)
     else:
         hint = closest(config.name, TASKS)
-        raise ConfigError(f"unknown task {config.name!r}{hint} (or give the path of a .py file)")
+        raise ConfigError(f"unknown task {config.name!r}{hint} (or use the path of a .py file)")
     return with_data(task, config)
 
 
 def task_of(file: TaskFile, config: TaskConfig) -> Task:
-    """Return the task of a file on the data that the configuration gives."""
+    """Return the task of a file, with the data of the configuration."""
     if config.options:
-        raise ConfigError(f"task.options belong to built-in tasks; {config.name} defines its own")
+        raise ConfigError(f"task.options requires a built-in task; {config.name} is a task file")
     return with_data(file.task, config)
 
 
 def with_data(task: Task, config: TaskConfig) -> Task:
-    """Return the task on the data that the configuration names."""
+    """Return the task with the data of the configuration."""
     if config.data is None and config.test_data is None and config.columns:
-        raise ConfigError("task.columns names the columns of task.data, which is not given")
+        raise ConfigError("task.columns requires task.data or task.test_data")
     if config.data is not None:
         task = replace(task, examples=load_rows(config.data, task=task, config=config), held_out=None)
     if config.test_data is not None:
@@ -101,12 +101,12 @@ def with_data(task: Task, config: TaskConfig) -> Task:
 
 
 def without_data(config: TaskConfig) -> TaskConfig:
-    """Return the configuration on the task's own examples."""
+    """Return the configuration without data, so that the task uses its own examples."""
     return replace(config, data=None, test_data=None, columns={})
 
 
 def load_rows(source: str, *, task: Task, config: TaskConfig, split: str = "train") -> list[Example]:
-    """Read examples of a task, their columns checked and renamed as the configuration says."""
+    """Read examples for a task, with columns checked and renamed by the configuration."""
     columns = renamed(task.columns, config.columns, task=task.name)
     return load_examples(source, split=split, columns=columns)
 
@@ -121,7 +121,7 @@ def built_in(name: str, options: Mapping[str, Any]) -> Task:
 
 
 def read_task_file(path: Path) -> TaskFile:
-    """Run a Python file and return the Task it names `task`, or the first that it trains."""
+    """Run a Python file and return its variable `task`, or else the first task that it trains."""
     if not path.is_file():
         raise ConfigError(f"no such task file: {path}")
     spec = importlib.util.spec_from_file_location(f"groupwise_task_{path.stem}", path)
@@ -129,7 +129,7 @@ def read_task_file(path: Path) -> TaskFile:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    # As for a script: its neighbours can be imported, now and when a reward runs.
+    # As for a script: the file can import its neighbours, now and when a reward runs.
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -143,13 +143,13 @@ def read_task_file(path: Path) -> TaskFile:
     except GroupwiseError:
         raise
     except Exception as error:
-        said = error.msg if isinstance(error, SyntaxError) else error
-        raise ConfigError(f"{where(error, path)}: {type(error).__name__}: {said}") from error
+        message = error.msg if isinstance(error, SyntaxError) else error
+        raise ConfigError(f"{where(error, path)}: {type(error).__name__}: {message}") from error
     finally:
         loading_task_file.reset(token)
     task = named_task(module, path) or trained
     if task is None:
-        raise ConfigError(f"{path} defines no `task`; write: task = groupwise.Task(…)")
+        raise ConfigError(f"{path} does not define `task`; add: task = groupwise.Task(…)")
     return TaskFile(task, settings if task is trained else {})
 
 
@@ -161,7 +161,7 @@ def named_task(module: ModuleType, path: Path) -> Task | None:
 
 
 def where(error: Exception, path: Path) -> str:
-    """Return the file and line of the user's code that an error came from."""
+    """Return the file and line of the user's code that raised an error."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,4 +1,4 @@
-"""What each built-in task's rewards must say to completions written by hand."""
+"""Test a task's rewards: on hand-written completions, on gold answers, or on pairs from a file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from groupwise.tasks.task import Prompt, Task
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A completion, the columns it answers to, and the reward it must get."""
+    """A completion, the columns of its example, and the expected reward."""
 
     completion: str
     columns: Mapping[str, Any]
@@ -42,7 +42,7 @@ def boxed(answer: str, truth: str, expected: float) -> Case:
     return Case(rf"The answer is \boxed{{{answer}}}", {"answer": truth}, expected)
 
 
-def found(answer: str, expected: float) -> Case:
+def searched(answer: str, expected: float) -> Case:
     text = f"<think> flute</think>\n<answer> {answer}</answer>"
     return Case(text, {"answer": "flute", "documents": ["Mara Velk"]}, expected)
 
@@ -51,9 +51,9 @@ CASES: Mapping[str, tuple[Case, ...]] = {
     "countdown": (
         puzzle("(1 + 2) * 8", 2.0),
         puzzle("8 × (2 + 1) = 24", 2.0),
-        puzzle("3 * 8", 1.0),  # not the numbers
-        puzzle("1 + 2 + 8", 1.0),  # not the target
-        puzzle("1 * 2 ** 8", 1.0),  # not an operation
+        puzzle("3 * 8", 1.0),  # wrong numbers
+        puzzle("1 + 2 + 8", 1.0),  # wrong target
+        puzzle("1 * 2 ** 8", 1.0),  # powers are not allowed
         puzzle("9**9**9", 1.0),
         puzzle("(1 + 2) * 8", 1.0, thinking=""),
         Case("24", {"numbers": [1, 2, 8], "target": 24}, 0.0),
@@ -83,32 +83,32 @@ CASES: Mapping[str, tuple[Case, ...]] = {
         Case("I do not know.", {"answer": "42"}, -1.0),
     ),
     "search_qa": (
-        found("flute", 1.0),  # right, but never searched: nothing for MRR and format
-        found("Flute", 1.0),
-        found("harp", 0.0),
-        found("flute</answer><answer> harp", 0.0),
+        searched("flute", 1.0),  # right, but without a search: MRR and format are 0
+        searched("Flute", 1.0),
+        searched("harp", 0.0),
+        searched("flute</answer><answer> harp", 0.0),
     ),
 }
 
 
 GOLD = "gold"
-"""Stands for the reward that is expected of a gold answer: whatever counts as right."""
+"""Expected result of a gold answer: any reward that counts as right."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """A completion and what the rewards made of it."""
+    """A completion and the result of scoring it."""
 
     completion: str
     truth: str
     predicted: str | None
     reward: float | None
-    """None: it could not be scored."""
+    """None if scoring failed."""
     parts: dict[str, float]
     correct: bool
     seconds: float
     expected: float | str | None = None
-    """A reward, GOLD, or nothing in particular."""
+    """The expected reward, GOLD, or None for no expectation."""
     error: str | None = None
 
     @property
@@ -140,7 +140,7 @@ def check(
     turns: tuple[Turn, ...] = (),
     state: Any = None,
 ) -> Check:
-    """Score one completion as training would; `turns` and `state` are those of a task with tools."""
+    """Score one completion as in training; `turns` and `state` are for tasks with tools."""
     rollout = Rollout(
         prompt=prompt_for(task, example),
         text=completion,
@@ -171,7 +171,7 @@ def check(
 
 
 def prompt_for(task: Task, example: Example) -> Prompt:
-    """Return the prompt; pairs may come without what it asks."""
+    """Return the prompt, or "" if the example lacks the columns for it, as pairs may."""
     try:
         return task.ask(example)
     except ConfigError:
@@ -179,13 +179,13 @@ def prompt_for(task: Task, example: Example) -> Prompt:
 
 
 def truth_of(task: Task, example: Example) -> str:
-    """Return the columns that rewards read, as text."""
+    """Return the columns that rewards read, as a string."""
     judging = [name for name, column in task.columns.items() if column.judges] or ["answer"]
     return ", ".join(str(example[name]) for name in judging if name in example)
 
 
 def check_cases(task: Task, *, seconds: float, cases: Iterable[Case] | None = None) -> list[Check]:
-    """Check the cases written by hand for a built-in task; there are none for any other."""
+    """Check the hand-written cases of a built-in task; other tasks have none."""
     cases = CASES.get(task.name, ()) if cases is None else cases
     return [
         check(task, case.completion, Example(case.columns), seconds=seconds, expected=case.expected)
@@ -194,7 +194,7 @@ def check_cases(task: Task, *, seconds: float, cases: Iterable[Case] | None = No
 
 
 def check_golds(task: Task, *, count: int, config: TaskConfig) -> list[Check]:
-    """Check that the rewards accept the gold answers of a task's first examples."""
+    """Check that the rewards accept the gold answers of the first examples."""
     return [
         check(task, gold_of(task, example), example, seconds=config.reward_seconds, expected=GOLD)
         for example in some_examples(task, count=count, config=config)
@@ -214,14 +214,14 @@ def gold_of(task: Task, example: Example) -> str:
         return task.gold(example)
     if "answer" not in example:
         raise ConfigError(
-            f"task {task.name}: give it gold=…, a function from an example to a right completion, "
-            "or its examples a column `answer`"
+            f"task {task.name} has no gold answers: set gold=…, a function from an example to a right "
+            "completion, or add a column `answer` to its examples"
         )
     return str(example["answer"])
 
 
 def check_pairs(task: Task, source: str, *, config: TaskConfig) -> Iterator[Check]:
-    """Score {completion, answer} rows; columns that only the prompt needs may be missing."""
+    """Score rows of {completion, answer}. Columns that only the prompt reads may be missing."""
     judging = {name: column for name, column in task.columns.items() if column.judges}
     columns = {"completion": Column(read=any_text), **renamed(judging, config.columns, task=task.name)}
     for row in load_examples(source, columns=columns):
@@ -235,7 +235,7 @@ def any_text(value: Any) -> str:
 
 
 def table(checks: Sequence[Check]) -> Iterator[str]:
-    """Write checks for people, one line each."""
+    """Format checks as a table, one line each."""
     yield f"    {'generated':<46}{'truth':<18}{'predicted':<20}{'reward':>7}{'expected':>10}"
     for one in checks:
         reward = "failed" if one.reward is None else f"{one.reward:g}"
@@ -251,7 +251,7 @@ def table(checks: Sequence[Check]) -> Iterator[str]:
 
 
 def shorten(text: str, width: int) -> str:
-    """Return the text on one line, its middle left out where it is too long: the answer is at the end."""
+    """Return the text on one line, with its middle elided if too long: the answer is at the end."""
     text = " ".join(text.split())
     if len(text) <= width:
         return text
@@ -260,7 +260,7 @@ def shorten(text: str, width: int) -> str:
 
 
 class ReportLine(NamedTuple):
-    """A line to print; `ok`: nothing failed in it."""
+    """A line to print; `ok` is False if it reports a failure."""
 
     text: str
     ok: bool = True
@@ -269,26 +269,26 @@ class ReportLine(NamedTuple):
 def self_test(
     config: TaskConfig | None, *, pairs: str | None, examples: int, as_json: bool
 ) -> Iterator[ReportLine]:
-    """Test the rewards of one task, or of every built-in one."""
+    """Test the rewards of one task, or of all built-in tasks."""
     if config is not None and pairs is not None:
         task = load_task(config)
         yield from report(list(check_pairs(task, pairs, config=config)), title=task.name, as_json=as_json)
     elif config is not None:
-        yield from tested(config, examples=examples, as_json=as_json)
+        yield from check_task(config, examples=examples, as_json=as_json)
     else:
         for name in TASKS:
             if name in NEEDS_FIRST:
-                yield ReportLine(f"{name}: not tested; it needs {NEEDS_FIRST[name]} first")
+                yield ReportLine(f"{name}: skipped; run {NEEDS_FIRST[name]} first")
                 continue
             try:
-                yield from tested(TaskConfig(name=name), examples=examples, as_json=as_json)
-            except ConfigError as error:  # an extra that is not installed
-                yield ReportLine(f"{name}: not tested: {error}", ok=False)
+                yield from check_task(TaskConfig(name=name), examples=examples, as_json=as_json)
+            except ConfigError as error:  # a missing optional dependency
+                yield ReportLine(f"{name}: skipped: {error}", ok=False)
 
 
-def tested(config: TaskConfig, *, examples: int, as_json: bool) -> Iterator[ReportLine]:
+def check_task(config: TaskConfig, *, examples: int, as_json: bool) -> Iterator[ReportLine]:
     task = load_task(config)
-    # The cases are written for the scores that a task has unless told otherwise.
+    # The cases assume the default scores of a task.
     cases = [] if config.options else check_cases(task, seconds=config.reward_seconds)
     golds = check_golds(task, count=examples, config=config)
     if as_json:
@@ -296,12 +296,12 @@ def tested(config: TaskConfig, *, examples: int, as_json: bool) -> Iterator[Repo
         return
     if cases:
         yield from report(cases, title=task.name, as_json=False)
-    refused = [gold for gold in golds if not gold.passed]
+    rejected = [gold for gold in golds if not gold.passed]
     yield ReportLine(
-        f"{task.name}: {len(golds) - len(refused)} of {len(golds)} gold answers accepted", not refused
+        f"{task.name}: {len(golds) - len(rejected)} of {len(golds)} gold answers accepted", not rejected
     )
-    if refused:
-        yield from (ReportLine(line) for line in table(refused))
+    if rejected:
+        yield from (ReportLine(line) for line in table(rejected))
     yield ReportLine("")
 
 

@@ -1,4 +1,7 @@
-"""One demonstration: what a row of a file, or a recorded answer, shows."""
+"""Demonstrations for supervised fine-tuning: from a file, from a run's best rollouts, or from a task.
+
+`plan_warm_start` decides what to imitate and for how long. `Demonstrations` is a cursor over the rows.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,14 @@ from groupwise.rollout.tools import tool_of
 from groupwise.tasks.examples import MAX_HELD_OUT_SHARE, Split, by_fingerprint, load_examples, split_rows
 from groupwise.tasks.registry import load_task
 from groupwise.tasks.self_test import gold_of
-from groupwise.tasks.task import Prompt, Task, is_prompt, same_prompt
+from groupwise.tasks.task import Prompt, Task, is_prompt, prompt_key
 from groupwise.tracking.run_files import read_rollouts
 from groupwise.tracking.run_folder import RunFolder
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """An answer as it was sampled: training on these ids leaves nothing to a tokenizer's second thoughts."""
+    """The token ids of a sampled answer, so that training does not depend on tokenizing the text again."""
 
     tokens: tuple[int, ...]
     trained: tuple[bool, ...]
@@ -41,61 +44,61 @@ class SampledTokens:
 
     @property
     def read_more(self) -> bool:
-        """Whether the policy was given more to read after the prompt: what its tools answered."""
+        """Whether the answer contains tokens that the policy did not sample: tool results."""
         return not all(self.trained[self.prompt_length :])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """A prompt and what to answer."""
+    """A prompt and the answer to imitate."""
 
     prompt: Prompt
     completion: str | tuple[Message, ...]
-    """Text that continues the prompt; or the messages that follow it, each of the assistant's imitated."""
+    """Text that continues the prompt, or the messages that follow it; assistant messages are imitated."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """Descriptions of the tools that the chat template shows."""
+    """Schemas of the tools that the chat template shows."""
     sampled: SampledTokens | None = None
     turns: tuple[Turn, ...] = ()
-    """The turns of an answer that calls tools, laid out as a rollout is; the completion is the last one's."""
+    """The turns of an answer that calls tools, as in a rollout; `completion` is the last turn."""
 
 
 def check_rows(rows: Sequence[Example], *, source: str) -> None:
-    """Refuse a row that is no demonstration, with its number."""
+    """Raise ConfigError, with the row number, for a row that is not a valid demonstration."""
     for number, row in enumerate(rows, start=1):
-        fault = fault_in(row)
-        if fault is not None:
-            raise ConfigError(f"{source}, row {number}: {fault}")
+        problem = fault_in(row)
+        if problem is not None:
+            raise ConfigError(f"{source}, row {number}: {problem}")
 
 
 def fault_in(row: Example) -> str | None:
     tools = tools_in(row)
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
-        return "tools must be a list of descriptions, or one as JSON"
+        return "tools must be a list of tool schemas, or such a list as JSON"
     if "messages" in row:
         if not is_chat(row["messages"]) or isinstance(row["messages"], str):
             return "messages must be a list of messages with role and content"
-        if fault := fault_in_calls(row["messages"]):
-            return fault
+        if problem := tool_call_error(row["messages"]):
+            return problem
         roles = [message["role"] for message in row["messages"]]
         if roles[-1] != "assistant" or roles[0] == "assistant":
-            return "messages must begin with the user's (or the system's) and end with the assistant's"
+            return "messages must begin with a user or system message and end with an assistant message"
         return None
     if not {"prompt", "completion"} <= row.keys():
-        return f"a demonstration has the columns prompt and completion, or messages; this has {sorted(row)}"
+        return f"a demonstration requires the columns prompt and completion, or messages; got {sorted(row)}"
     if not is_prompt(row["prompt"]):
-        return "prompt must be text, or messages with role and content"
+        return "prompt must be a string or a list of messages with role and content"
     answers = row["completion"]
     if not is_chat(answers):
-        return "completion must be text, or messages with role and content"
-    if not isinstance(answers, str) and (fault := fault_in_calls(answers)):
-        return fault
+        return "completion must be a string or a list of messages with role and content"
+    if not isinstance(answers, str) and (problem := tool_call_error(answers)):
+        return problem
     if not isinstance(answers, str) and all(message["role"] != "assistant" for message in answers):
-        return "completion has no message of the assistant's: there is nothing to imitate"
+        return "completion has no assistant message: there is nothing to imitate"
     return None
 
 
 def is_chat(messages: object) -> bool:
-    """Tell whether this is text, or messages; one with tool calls may come without content."""
+    """Return whether this is a string or a list of messages; tool calls may come without content."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         return is_prompt(messages)
     return is_prompt(
@@ -107,20 +110,20 @@ def calls_in(message: Mapping[str, Any]) -> Any:
     return message.get("tool_calls") or ()
 
 
-def fault_in_calls(messages: Sequence[Message]) -> str | None:
-    """Say what is wrong with the tool calls of a chat, if anything is."""
+def tool_call_error(messages: Sequence[Message]) -> str | None:
+    """Return what is wrong with the tool calls of a chat, or None."""
     for message in messages:
         calls = calls_in(message)
         if not isinstance(calls, Sequence) or any(read_tool_call(call) is None for call in calls):
             return (
-                'tool_calls must be a list of {"function": {"name": …, "arguments": …}} with the arguments '
+                'tool_calls must be a list of {"function": {"name": …, "arguments": …}} whose arguments are '
                 f"a JSON object; got {str(calls)[:80]}"
             )
     return None
 
 
 def read_tool_call(call: Any) -> tuple[str, Mapping[str, Any]] | None:
-    """Return the name and arguments of a call as OpenAI's interface has them, None where it is no call."""
+    """Return the name and arguments of a tool call in OpenAI's format, or None if it is invalid."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         return None
@@ -132,7 +135,7 @@ def read_tool_call(call: Any) -> tuple[str, Mapping[str, Any]] | None:
 
 
 def written(message: Message) -> str:
-    """Return a message of the assistant's as text, its tool calls in the form that rollouts read."""
+    """Return an assistant message as text, with its tool calls in the format of rollouts."""
     text = message.get("content") or ""
     calls = [read_tool_call(call) for call in calls_in(message)]
     parts = [write_call(*call) for call in calls if call is not None]
@@ -141,7 +144,7 @@ def written(message: Message) -> str:
 
 
 def turns_of(messages: Sequence[Message]) -> tuple[Turn, ...]:
-    """Read an answer that calls tools as the turns of a rollout, or raise ConfigError.
+    """Convert an answer that calls tools to the turns of a rollout; raise ConfigError if it is invalid.
 
     Example: [assistant with a call, tool, assistant] -> two turns, the first with its call and the result.
     """
@@ -154,24 +157,27 @@ def turns_of(messages: Sequence[Message]) -> tuple[Turn, ...]:
         elif message["role"] == "tool" and turns:
             results[-1].append(str(message["content"]))
         else:
-            raise ConfigError("an answer has messages of the roles assistant and tool, the assistant's first")
-    for number, (turn, given) in enumerate(zip(turns, results, strict=True)):
-        calls = read_calls(turn.text)
-        if any(call.error for call in calls) or len(calls) != len(given):
             raise ConfigError(
-                f"a turn has {len(calls)} tool calls and {len(given)} results: {turn.text[:80]!r}"
+                "an answer must begin with an assistant message, followed by assistant and tool messages"
+            )
+    for number, (turn, outputs) in enumerate(zip(turns, results, strict=True)):
+        calls = read_calls(turn.text)
+        if any(call.error for call in calls) or len(calls) != len(outputs):
+            raise ConfigError(
+                f"a turn has {len(calls)} tool calls but {len(outputs)} results: {turn.text[:80]!r}"
             )
         if bool(calls) == (number == len(turns) - 1):
             raise ConfigError(
-                f"every turn but the last calls a tool, and the last does not: {turn.text[:80]!r}"
+                f"every turn except the last must call a tool, and the last must not: {turn.text[:80]!r}"
             )
-        made = (Call(name=c.name, arguments=c.arguments, result=r) for c, r in zip(calls, given, strict=True))
-        turns[number] = Turn(text=turn.text, calls=tuple(made))
+        pairs = zip(calls, outputs, strict=True)
+        turn_calls = (Call(name=c.name, arguments=c.arguments, result=r) for c, r in pairs)
+        turns[number] = Turn(text=turn.text, calls=tuple(turn_calls))
     return tuple(turns)
 
 
 def tools_in(row: Example) -> Any:
-    """Return what a row says of tools; many datasets hold it as JSON."""
+    """Return the tool schemas of a row; many datasets store them as JSON."""
     tools = row.get("tools") or ()
     if isinstance(tools, str):
         with suppress(ValueError, RecursionError):
@@ -180,7 +186,7 @@ def tools_in(row: Example) -> Any:
 
 
 def of_row(row: Example) -> Demonstration:
-    """Read a checked row; of a chat, the prompt is what precedes the assistant's first message."""
+    """Convert a checked row. The prompt of a chat ends before the first assistant message."""
     tools = tools_in(row)
     if "messages" in row:
         messages = [without_nulls(message) for message in row["messages"]]
@@ -195,21 +201,21 @@ def of_row(row: Example) -> Demonstration:
 
 
 def without_nulls(message: Mapping[str, Any]) -> Message:
-    """Parquet gives every message every key; templates ask whether a key is there.
+    """Drop null keys: Parquet gives every message every key, but templates test whether a key exists.
 
-    OpenAI's interface has the arguments of a call as JSON text; templates read them as an object.
+    Also parse the arguments of tool calls: OpenAI's format has them as JSON text, templates expect an object.
     """
-    kept = {key: value for key, value in message.items() if value is not None or key == "content"}
+    result = {key: value for key, value in message.items() if value is not None or key == "content"}
     if not calls_in(message):
-        return kept
+        return result
     calls = [read_tool_call(call) for call in calls_in(message)]
     functions = [{"name": call[0], "arguments": call[1]} for call in calls if call is not None]
     as_objects = [{"type": "function", "function": function} for function in functions]
-    return {"content": None, **kept, "tool_calls": as_objects}
+    return {"content": None, **result, "tool_calls": as_objects}
 
 
 def of_rollout(row: Example, *, tools: Sequence[Mapping[str, Any]] = ()) -> Demonstration:
-    """Read an answer that was recorded. `tools`: what its prompt told of them."""
+    """Convert a recorded rollout. `tools` are the tool schemas of its prompt."""
     return Demonstration(
         prompt=row["prompt"], completion=row["text"], tools=tools, sampled=SampledTokens.of(row)
     )
@@ -220,13 +226,13 @@ Make = Callable[[Example, random.Random], Demonstration | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstrations:
-    """A cursor through demonstrations, and those kept back to measure the loss on."""
+    """A cursor over demonstrations, and those held out to measure the loss."""
 
     split: Split
     make: Make
     seed: int
     dropped: int = 0
-    """Rows left out because they ask what a held-out example asks."""
+    """Number of rows dropped because they ask the same as a held-out example."""
 
     def take(self, cursor: int, count: int) -> tuple[list[Demonstration], int]:
         """Return the next `count` demonstrations and the cursor after them."""
@@ -237,8 +243,8 @@ class Demonstrations:
         return taken, cursor
 
     def between(self, start: int, end: int) -> list[Demonstration]:
-        """Return the demonstrations at some positions; an example without an answer makes none."""
-        # The noise belongs to the position, so a checkpoint needs no random state.
+        """Return the demonstrations at a range of positions, skipping examples without an answer."""
+        # The position seeds the generator, so a checkpoint does not need its state.
         made = (
             self.make(self.split.at(position), random.Random(f"demonstration {self.seed} {position}"))
             for position in range(start, end)
@@ -253,34 +259,36 @@ class Demonstrations:
         return [demonstration for demonstration in made if demonstration is not None]
 
     def steps_for(self, epochs: int, *, batch: int) -> int:
-        """Steps in which every demonstration is seen `epochs` times."""
+        """Return the number of steps for `epochs` passes over the demonstrations."""
         if self.split.size is None:
-            raise ConfigError("sft.passes: the task makes examples without end; give run.max_steps")
+            raise ConfigError(
+                "sft.passes requires finite data, but the task's examples are endless; set run.max_steps"
+            )
         return max(1, -(-epochs * self.split.size // batch))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SFTPlan:
-    """A warm start, settled before a model loads."""
+    """The plan of a warm start, made before a model loads."""
 
     config: Config
     task: Task | None
-    """Whose answers to imitate, unless rows say; and what accuracy to measure."""
+    """The task that provides answers if there is no data, and that measures accuracy."""
     demonstrations: Demonstrations
 
     @property
     def title(self) -> str:
-        """What to call it: after its data, else after its task."""
+        """The name of its data, or else of its task."""
         if self.config.sft.data is not None:
             return Path(self.config.sft.data).name.partition(".")[0]
-        assert self.task is not None, "without data, a task says what to imitate"
+        assert self.task is not None, "without data, a task is required"
         return self.task.name
 
 
 def plan_warm_start(config: Config, *, task: Task | None = None, resumed: bool = False) -> SFTPlan:
-    """Settle what to imitate and for how long; a resumed run keeps its batches as they are."""
+    """Decide what to imitate and for how long. A resumed run keeps its batch size."""
     if config.sft.from_run is not None and config.task.name == NO_TASK:
-        # The run's own task says which of its prompts are held out, and measures what imitation is worth.
+        # The run's own task decides which prompts are held out, and measures accuracy.
         own = read_config(RunFolder.open(config.sft.from_run).config).task
         same = {key: getattr(own, key) for key in ("name", "data", "columns", "test_data", "options")}
         config = replace(config, task=replace(config.task, **same))
@@ -288,11 +296,11 @@ def plan_warm_start(config: Config, *, task: Task | None = None, resumed: bool =
     if task is None and config.task.name != NO_TASK:
         task = load_task(config.task)
     if task is None and config.sft.data is None:
-        raise ConfigError("say what to imitate: --data FILE, --from-run RUN, or --task NAME")
+        raise ConfigError("nothing to imitate: use --data FILE, --from-run RUN, or --task NAME")
     demonstrations = demonstrations_for(config, task)
     if (passes := config.sft.passes) is not None:
         size = demonstrations.split.size
-        if size is not None and not resumed:  # no batch holds a row twice: a pass stays one
+        if size is not None and not resumed:  # a batch must not contain a row twice
             config = replace(config, sft=replace(config.sft, batch=min(config.sft.batch, size)))
         steps = demonstrations.steps_for(passes, batch=config.sft.batch)
         config = replace(config, run=replace(config.run, max_steps=steps))
@@ -300,8 +308,8 @@ def plan_warm_start(config: Config, *, task: Task | None = None, resumed: bool =
 
 
 def demonstrations_for(config: Config, task: Task | None) -> Demonstrations:
-    """Return what the configuration says to imitate."""
-    held_out = set() if task is None else {same_prompt(task.ask(e)) for e in held_out_of(config, task)}
+    """Return the demonstrations that the configuration selects."""
+    held_out = set() if task is None else {prompt_key(task.ask(e)) for e in held_out_of(config, task)}
     if config.sft.from_run is not None:
         tools = () if task is None else schemas_of(task)
         rows = best_answers(config, weights={} if task is None else task.weights)
@@ -310,7 +318,7 @@ def demonstrations_for(config: Config, task: Task | None) -> Demonstrations:
         rows = load_examples(config.sft.data)
         check_rows(rows, source=config.sft.data)
         return of_rows(rows, config=config, held_out=held_out, make=of_row)
-    assert task is not None, "without data, a task says what to imitate"
+    assert task is not None, "without data, a task is required"
     return of_task(task, config=config)
 
 
@@ -319,11 +327,11 @@ def held_out_of(config: Config, task: Task) -> tuple[Example, ...]:
 
 
 def of_task(task: Task, *, config: Config) -> Demonstrations:
-    """Worked answers to the task's training examples, or its golds where it has no others."""
+    """Return worked answers to the task's training examples, or else its gold answers."""
     if task.tools and task.worked is None:
         raise ConfigError(
-            f"task {task.name} has tools and no worked answers: its gold answers call no tool, and imitating "
-            "them would teach the policy not to; give the task worked=…, or imitate rows by --data"
+            f"task {task.name} has tools but no worked answers. Its gold answers call no tools, so imitating "
+            "them would teach the policy not to; set worked=… in the task, or use --data"
         )
     tools = schemas_of(task)
 
@@ -333,9 +341,9 @@ def of_task(task: Task, *, config: Config) -> Demonstrations:
             return None
         if isinstance(answer, str):
             return Demonstration(prompt=task.ask(example), completion=answer, tools=tools)
-        if not is_chat(answer) or fault_in_calls(answer):
+        if not is_chat(answer) or tool_call_error(answer):
             raise ConfigError(
-                f"task {task.name}: worked must return text, or messages with role and content; "
+                f"task {task.name}: worked must return a string or a list of messages with role and content; "
                 f"got {str(answer)[:80]!r}"
             )
         try:
@@ -353,34 +361,34 @@ def of_task(task: Task, *, config: Config) -> Demonstrations:
 
 
 def schemas_of(task: Task) -> tuple[Mapping[str, Any], ...]:
-    """What prompts tell of a task's tools."""
+    """Return the schemas of a task's tools."""
     return tuple(tool_of(function).schema for function in task.tools)
 
 
 def of_rows(
     rows: Sequence[Example], *, config: Config, held_out: set[str], make: Callable[[Example], Demonstration]
 ) -> Demonstrations:
-    """Demonstrations that the rows hold, without those that ask what evaluation will ask."""
-    prompts = {id(row): same_prompt(make(row).prompt) for row in rows}  # each is asked for several times
+    """Return the demonstrations of the rows, without those that ask the same as a held-out example."""
+    prompts = {id(row): prompt_key(make(row).prompt) for row in rows}  # each is used several times
 
     def asks(row: Example) -> str:
         return prompts[id(row)]
 
-    kept = [row for row in rows if asks(row) not in held_out]
-    if not kept:
-        raise ConfigError("no demonstration is left: each asks what a held-out example asks")
-    back = [] if config.sft.from_run else kept_back(kept, asks=asks, most=config.task.held_out)
-    split = split_rows(kept, held_out=back, asks=asks, config=config.task, seed=config.run.seed)
+    unseen = [row for row in rows if asks(row) not in held_out]
+    if not unseen:
+        raise ConfigError("no demonstrations left: every one asks the same as a held-out example")
+    loss_rows = [] if config.sft.from_run else rows_for_loss(unseen, asks=asks, most=config.task.held_out)
+    split = split_rows(unseen, held_out=loss_rows, asks=asks, config=config.task, seed=config.run.seed)
     return Demonstrations(
         split=split,
         make=lambda example, _: make(example),
         seed=config.run.seed,
-        dropped=len(rows) - len(kept) + split.dropped - len(back),
+        dropped=len(rows) - len(unseen) + split.dropped - len(loss_rows),
     )
 
 
-def kept_back(rows: Sequence[Example], *, asks: Callable[[Example], str], most: int) -> list[Example]:
-    """The rows to measure the loss on, by the smallest fingerprints: all answers to a prompt or none."""
+def rows_for_loss(rows: Sequence[Example], *, asks: Callable[[Example], str], most: int) -> list[Example]:
+    """Return the rows to measure the loss on, by smallest fingerprint: all answers to a prompt or none."""
     unique = by_fingerprint(rows)
     answers: dict[str, list[Example]] = {}
     for _, row in sorted(unique.items()):
@@ -393,36 +401,38 @@ def kept_back(rows: Sequence[Example], *, asks: Callable[[Example], str], most: 
 
 
 def best_answers(config: Config, *, weights: Mapping[str, float]) -> list[Example]:
-    """Rejection sampling: of each prompt's recorded answers the best few, if they are good enough.
+    """Rejection sampling: return the best recorded answers to each prompt, if they are good enough.
 
-    Good enough is a reward of `sft.min_reward`, by default the highest that any answer of the run got. An
-    answer that failed or was cut off never is. Of equal ones the later is taken: the policy was better then.
+    The threshold is `sft.min_reward`, by default the highest reward of the run. Failed and truncated answers
+    are excluded. Among equal rewards the latest answer wins, because the policy was better then.
     """
     assert config.sft.from_run is not None
     run = RunFolder.open(config.sft.from_run)
     paths = sorted(run.rollouts.glob("step-*.parquet"))
     rows = [row for path in paths for row in read_rollouts(path)]
-    if read_config(run.config).algo.combine != "sum":  # the others compare answers to one prompt alone
+    if read_config(run.config).algo.combine != "sum":  # other rewards are relative to their group
         rows = [row | {"reward": weighted_sum(row["rewards"], weights)} for row in rows]
     ended = [row for row in rows if row["error"] is None and row["finish"] != "length"]
     if not ended:
-        raise ConfigError(f"{run.path} has no recorded answer that came to its end: nothing to imitate")
+        raise ConfigError(f"{run.path} has no complete recorded answer: there is nothing to imitate")
     best = max(row["reward"] for row in ended)
     least = best if config.sft.min_reward is None else config.sft.min_reward
     good = sorted((row for row in ended if row["reward"] >= least), key=lambda r: (-r["reward"], -r["step"]))
     if not good:
-        raise ConfigError(f"no answer in {run.path} has a reward of {least:g}; the best has {best:g}")
+        raise ConfigError(
+            f"no answer in {run.path} has a reward of at least {least:g}; the best has {best:g}"
+        )
     chosen: list[Example] = []
     count: Counter[str] = Counter()
     seen: set[tuple[Any, ...]] = set()
     for row in good:
         prompt = str(row["prompt"])
-        # Of an answer that used tools the text is the last turn: what came before it may be another way.
+        # The text of an answer with tools is its last turn: answers may differ in the turns before.
         turns = tuple(row["tokens"]) if SampledTokens.of(row).read_more else ()
-        said = (prompt, row["text"], turns)
-        if count[prompt] < config.sft.per_prompt and said not in seen:
+        answer = (prompt, row["text"], turns)
+        if count[prompt] < config.sft.per_prompt and answer not in seen:
             count[prompt] += 1
-            seen.add(said)
+            seen.add(answer)
             chosen.append(Example({key: row[key] for key in ROLLOUT_COLUMNS}))
     return chosen
 

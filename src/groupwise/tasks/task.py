@@ -1,4 +1,4 @@
-"""A task: examples, a prompt and rewards. The only place where the three meet."""
+"""Task: combines examples, a prompt and rewards. Also the keys by which equal prompts are recognized."""
 
 from __future__ import annotations
 
@@ -23,61 +23,62 @@ Prompt = str | Sequence[Message]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What to learn, in one place."""
+    """Everything that defines a training task."""
 
     name: str
     examples: Sequence[Mapping[str, Any]] | ExampleStream
-    """Rows (see `load_examples`), or a stream that makes them."""
+    """Rows (see `load_examples`), or a stream that generates them."""
     prompt: Callable[[Example], Prompt]
-    """A string, or chat messages; a last message of the assistant's is a prefill to continue."""
+    """Returns a string or chat messages. A final assistant message is a prefill to continue."""
     rewards: Mapping[str, RewardFunction]
-    """Functions of either style that `rewards.score` describes, by name."""
+    """Reward functions by name, in either style that `rewards.runner` describes."""
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Of each reward in the sum; 1 where not given, 0 for a mere metric."""
+    """Weight of each reward in the sum. Default: 1. A reward of weight 0 is only a metric."""
     key: Callable[[Example], str] | None = None
-    """The same for examples that ask the same: they stay on one side of the split. None: `same_prompt`."""
+    """Equal for equivalent examples, which stay on one side of the split. None: `prompt_key`."""
     held_out: Sequence[Mapping[str, Any]] | None = None
-    """Examples for evaluation. None: some are kept back from `examples`."""
+    """Examples for evaluation. None: a part of `examples` is held out."""
     accuracy: str | None = None
-    """The reward that says whether an answer is right (1 or more). None: the first."""
+    """Name of the reward that measures accuracy: an answer is right at 1 or more. None: the first reward."""
     format: str | None = None
-    """The reward that says whether an answer has the form that was asked for (more than 0)."""
+    """Name of the reward that is positive if an answer has the requested format."""
     columns: Columns = field(default_factory=dict)
-    """What rows must hold, checked and renamed when they are read from `task.data`."""
+    """Columns that rows must have; checked and renamed when rows are read from `task.data`."""
     predicted: Callable[[str], str | None] | None = None
-    """The answer that a completion states, to show and to vote on."""
+    """Extracts the answer from a completion, for display and majority votes."""
     alike: Callable[[str, str], bool] = operator.eq
-    """Whether two stated answers are one and the same, when they are counted as votes."""
+    """Whether two extracted answers count as equal in a majority vote."""
     ends_thinking: str | None = None
-    """What completions have between thinking and answering, such as `</think>`."""
+    """Text between thinking and answer in a completion, such as `</think>`."""
     gold: Callable[[Example], str] | None = None
-    """A completion that is right, by which rewards are tested. None: the column `answer` as it stands."""
+    """Returns a right completion, used to test the rewards. None: the column `answer`."""
     difficulty: Callable[[Example], str | None] | None = None
-    """What makes examples alike to a curriculum, which learns how often each kind succeeds."""
+    """Returns the difficulty class of an example; a curriculum tracks the success rate of each class."""
     worked: Callable[[Example, random.Random], str | Sequence[Message] | None] | None = None
-    """An answer to imitate in a warm start, or None where an example has none. None: the gold.
+    """Returns an answer to imitate in a warm start, or None if an example has none. Default: `gold`.
 
-    Text is one turn. An answer that calls tools is a list of messages: the assistant's with `tool_calls`,
-    one of role `tool` for each result, and the assistant's last word. Each continues what the prompt begins.
+    A string is one turn. An answer that calls tools is a list of messages: assistant messages with
+    `tool_calls`, a message of role `tool` for each result, and a final assistant message. Each continues the
+    prefill of the prompt.
     """
     perfect: float | None = None
-    """The reward of an answer with nothing left to improve; each one is kept to read."""
+    """Reward of a perfect answer; perfect answers are logged."""
     tools: Sequence[Callable[..., Any]] = ()
-    """Typed functions that the policy may call."""
+    """Functions with type annotations that the policy may call."""
     state: Callable[[Example], Any] | None = None
-    """Makes for each rollout what its tools work on, in a parameter `state`; rewards see `rollout.state`."""
+    """Creates the state of a rollout. Tools receive it as `state`; rewards read `rollout.state`."""
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise ConfigError("a task needs a name")
+            raise ConfigError("a task requires a name")
         if not callable(self.prompt):
             raise ConfigError(
-                f"task {self.name}: prompt must be a function of an example; got {self.prompt!r}"
+                f"task {self.name}: prompt must be a function that takes an example; got {self.prompt!r}"
             )
         for function in self.tools:
-            tool = tool_of(function)  # refuses what the policy could not call
+            tool = tool_of(function)  # raises if the policy could not call it
             if tool.takes_state and self.state is None:
-                raise ConfigError(f"task {self.name}: the tool {tool.name} takes a state; give `state` too")
+                raise ConfigError(f"task {self.name}: the tool {tool.name} takes a state; set `state` too")
         self.check_rewards()
         if not isinstance(self.examples, ExampleStream):
             rows = as_examples(self.examples, source=f"task {self.name}: examples")
@@ -87,9 +88,9 @@ class Task:
             object.__setattr__(self, "held_out", tuple(rows))
 
     def check_rewards(self) -> None:
-        """Refuse rewards that cannot be called and weights or accuracy that name none of them."""
+        """Check that rewards are callable and that weights, accuracy and format name existing rewards."""
         if not isinstance(self.rewards, Mapping) or not self.rewards:
-            raise ConfigError(f"task {self.name}: rewards must be a dict with at least one name and function")
+            raise ConfigError(f"task {self.name}: rewards must be a non-empty dict of names and functions")
         for name, function in self.rewards.items():
             if not callable(function):
                 raise ConfigError(f"task {self.name}: reward {name!r} must be a function; got {function!r}")
@@ -100,7 +101,7 @@ class Task:
                 )
             if not isinstance(weight, int | float) or not math.isfinite(weight):
                 raise ConfigError(
-                    f"task {self.name}: the weight of {name!r} must be a number; got {weight!r}"
+                    f"task {self.name}: the weight of {name!r} must be a finite number; got {weight!r}"
                 )
         for role, named in (("accuracy", self.accuracy), ("format", self.format)):
             if named is not None and named not in self.rewards:
@@ -109,7 +110,7 @@ class Task:
                 )
 
     def ask(self, example: Example) -> Prompt:
-        """Return the prompt for an example, checked."""
+        """Return the prompt for an example, after checking it."""
         try:
             prompt = self.prompt(example)
         except ConfigError:
@@ -124,28 +125,28 @@ class Task:
         )
 
     def is_right(self, rollout: Rollout) -> bool:
-        """Tell whether a scored rollout counts as right in accuracy."""
-        judge = self.accuracy or next(iter(self.rewards))
-        return rollout.error is None and rollout.rewards.get(judge, 0.0) >= 1.0
+        """Return whether a scored rollout counts as right for accuracy."""
+        name = self.accuracy or next(iter(self.rewards))
+        return rollout.error is None and rollout.rewards.get(name, 0.0) >= 1.0
 
     def is_formatted(self, rollout: Rollout) -> bool:
-        """Tell whether a scored rollout has the form that was asked for."""
+        """Return whether a scored rollout has the requested format."""
         return self.format is not None and rollout.rewards.get(self.format, 0.0) > 0.0
 
     def is_perfect(self, rollout: Rollout) -> bool:
-        """Tell whether a scored rollout has nothing left to improve, however a run combines its rewards."""
+        """Return whether a scored rollout is perfect, regardless of how a run combines its rewards."""
         if self.perfect is None or rollout.error is not None:
             return False
         return weighted_sum(rollout.rewards, self.weights) >= self.perfect
 
     def asks(self, example: Example) -> str:
-        """Return what the policy sees of an example: two that look the same to it are the same."""
-        return what_is_asked(self.ask(example))
+        """Return an example's prompt as a string: equal strings mean equal prompts."""
+        return prompt_text(self.ask(example))
 
     def key_of(self, example: Example) -> str:
-        """Return what examples that ask the same have in common, by which training rows are kept apart."""
+        """Return the key that equivalent examples share; the split keeps equal keys on one side."""
         if self.key is None:
-            return same_prompt(self.ask(example))
+            return prompt_key(self.ask(example))
         try:
             return self.key(example)
         except ConfigError:
@@ -160,50 +161,50 @@ class Task:
         )
 
     def split(self, config: TaskConfig, seed: int) -> Split:
-        """Divide the examples into training and held-out ones, the latter the same for every seed.
+        """Split the examples into training and held-out ones. The held-out ones do not depend on the seed.
 
-        Every prompt is made once here, so that a row that has none is found before a model loads. A stream
-        makes its rows later and promises to keep the sides apart; each step checks that.
+        Builds every prompt once, so that a bad row fails before a model loads. A stream generates its rows
+        later and must keep the sides disjoint; each step checks this.
         """
         if isinstance(self.examples, ExampleStream):
             if self.held_out is None:
                 return split_stream(self.examples, config=config, seed=seed)
-            raise ConfigError(f"task {self.name}: held_out goes with rows; a stream brings its own")
+            raise ConfigError(f"task {self.name}: held_out requires rows as examples; a stream has its own")
         rows = as_examples(self.examples, source=self.name)
         held_out = None if self.held_out is None else as_examples(self.held_out, source=self.name)
         return split_rows(rows, held_out=held_out, asks=self.asks, key=self.key_of, config=config, seed=seed)
 
 
-def what_is_asked(prompt: Prompt) -> str:
-    """The same for the same prompt, in whatever order the keys of its messages come."""
+def prompt_text(prompt: Prompt) -> str:
+    """Return a prompt as a string that does not depend on the key order of its messages."""
     if isinstance(prompt, str):
         return prompt
     return json.dumps([dict(message) for message in prompt], sort_keys=True, default=str)
 
 
-def same_text(text: str) -> str:
-    """The same for texts that differ only in upper and lower case and in white space."""
+def normalize_text(text: str) -> str:
+    """Normalize case and whitespace of a text."""
     return " ".join(text.split()).casefold()
 
 
-def same_prompt(prompt: Prompt) -> str:
-    """The same for prompts that differ only in upper and lower case and in white space."""
+def prompt_key(prompt: Prompt) -> str:
+    """Return a key that is equal for prompts that differ only in case and whitespace."""
     if isinstance(prompt, str):
-        return same_text(prompt)
+        return normalize_text(prompt)
     plain = [
-        {name: same_text(value) if isinstance(value, str) else value for name, value in message.items()}
+        {name: normalize_text(value) if isinstance(value, str) else value for name, value in message.items()}
         for message in prompt
     ]
-    return what_is_asked(plain)
+    return prompt_text(plain)
 
 
-def same_question(example: Example) -> str:
-    """The key of tasks that ask a question in words, whatever stands around it in their prompts."""
-    return same_text(str(example["question"]))
+def question_key(example: Example) -> str:
+    """Return the key of an example by its column `question`, regardless of the rest of the prompt."""
+    return normalize_text(str(example["question"]))
 
 
 def is_prompt(prompt: object) -> bool:
-    """Tell whether this is text, or messages with role and content, and not empty."""
+    """Return whether this is a non-empty string or list of messages with role and content."""
     if isinstance(prompt, str):
         return bool(prompt)
     return (
@@ -214,7 +215,7 @@ def is_prompt(prompt: object) -> bool:
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message about an unknown name: the best guess, else every choice."""
+    """Return the end of an error message about an unknown name: the closest match, else all choices."""
     choices = sorted(known)
     guess = difflib.get_close_matches(name, choices, n=1)
     return f"; did you mean {guess[0]!r}?" if guess else f"; it must be one of {', '.join(choices)}"

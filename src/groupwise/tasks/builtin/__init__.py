@@ -1,6 +1,11 @@
 """The built-in tasks.
 
-Modules: `countdown` (with `countdown_puzzles`, which generates and solves them), `gsm8k` (word problems, also
-generated), `boxed_math` (answers in \\boxed{}), `search_qa` (questions over an invented world) and `medquad`
-(medical questions over an index).
+Modules in reading order:
+
+    countdown_puzzles  generate and solve countdown puzzles
+    countdown          write an equation that reaches a target
+    gsm8k              word problems: GSM8K, or generated ones
+    boxed_math         problems with answers in \\boxed{}: MATH, or generated ones
+    search_qa          multi-hop questions over a generated world, with a search tool
+    medquad            medical questions over an index, with a search tool
 """

@@ -1,4 +1,7 @@
-r"""Short problems without end whose answers are written in LaTeX: fractions, roots, pairs, polynomials."""
+r"""Math problems with answers in `\boxed{}`: from a dataset with MATH's columns, or generated without end.
+
+Generated problems ask for fractions, roots, pairs and polynomials in simplest form.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from groupwise.rewards.verify.math_answer import (
 )
 from groupwise.tasks.builtin.gsm8k import between, pick
 from groupwise.tasks.examples import Column, text
-from groupwise.tasks.task import Task, same_question
+from groupwise.tasks.task import Task, question_key
 
 HELD_OUT_ONE_IN = 8
 
@@ -99,7 +102,7 @@ SUBJECTS = frozenset(kind.__name__ for kind in KINDS)
 
 @dataclass(frozen=True, slots=True)
 class MathProblems:
-    """A `Stream` of problems; which side one is on is decided by its text."""
+    """An `ExampleStream` of problems. A hash of the question decides whether it is held out."""
 
     def train(self, index: int, *, seed: int) -> Example:
         rng = random.Random(f"latex problem {seed} {index}")
@@ -109,13 +112,13 @@ class MathProblems:
 
     def held_out(self, count: int) -> Sequence[Example]:
         rng = random.Random("held-out latex problems")
-        found: dict[str, Example] = {}
+        problems: dict[str, Example] = {}
         for _ in range(ceil(count * 20 * HELD_OUT_ONE_IN)):
-            if len(found) == count:
+            if len(problems) == count:
                 break
             if is_held_out(example := draw(rng)):
-                found[example["question"]] = example
-        return list(found.values())
+                problems[example["question"]] = example
+        return list(problems.values())
 
 
 def draw(rng: random.Random) -> Example:
@@ -125,7 +128,7 @@ def draw(rng: random.Random) -> Example:
 
 
 def is_generated(example: Example) -> bool:
-    """Tell a problem of this module, which asks for a value in simplest form, from a published one."""
+    """Return whether a problem was generated here and therefore asks for the simplest form."""
     return example.get("subject") in SUBJECTS
 
 
@@ -139,7 +142,7 @@ SYSTEM = (
 )
 REQUEST = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 LONGEST_ANSWER = 500
-"""Characters beyond which a gold answer is a solution that forgot its box."""
+"""Longest gold answer, in characters. Longer ones are solutions without a box."""
 SCORINGS = {"strict": MathScores(), "lenient": LENIENT}
 
 
@@ -150,10 +153,10 @@ def math(
     wrong: float | None = None,
     no_answer: float | None = None,
 ) -> Task:
-    r"""Problems answered in `\boxed{}`: `--data FILE` or a dataset with MATH's columns, or generated ones.
+    r"""Solve problems with answers in `\boxed{}`: from `--data` with MATH's columns, or generated ones.
 
-    `scoring`: `strict` pays +1 for right, -1 for wrong and -1 for no answer; `lenient` only -0.5 for no
-    answer. `right`, `wrong` and `no_answer` set each one.
+    `scoring`: `strict` gives +1 for right, -1 for wrong and -1 for no answer; `lenient` gives -0.5 for no
+    answer. `right`, `wrong` and `no_answer` override each score.
     """
     one_of("task.options.scoring", scoring, tuple(SCORINGS))
     math_verify_pool.require()
@@ -173,7 +176,7 @@ def math(
         prompt=math_prompt,
         rewards={"answer": answer, "correct": correct, "boxed": boxed},
         weights={"correct": 0.0, "boxed": 0.0},
-        key=same_question,
+        key=question_key,
         accuracy="correct",
         format="boxed",
         columns={
@@ -189,10 +192,10 @@ def math(
 
 
 def gold_answer(value: Any) -> str:
-    """Read the true answer: alone, in a box or at the end of a solution, or after GSM8K's `####`."""
+    """Read the gold answer: plain, in a box, at the end of a solution, or after GSM8K's `####`."""
     whole = text(value)
     answer = truth_of(whole)
-    if answer == whole:  # no box
+    if answer == whole:  # without a box
         answer = whole.rpartition("####")[2].strip() or whole
     if len(answer) > LONGEST_ANSWER:
         raise ValueError(r"expected an answer, or a solution that ends in \boxed{answer}")
@@ -200,7 +203,7 @@ def gold_answer(value: Any) -> str:
 
 
 def difficulty(example: Example) -> str | None:
-    """The level and the subject, as far as the row has them."""
+    """Return the level and the subject, as far as the row has them."""
     named = [str(example[column]) for column in ("level", "subject") if example.get(column) is not None]
     return " ".join(named) or None
 
@@ -213,9 +216,9 @@ def math_prompt(example: Example) -> list[Message]:
 
 
 def judge(rollout: Rollout, example: Example) -> Verdict:
-    """Judge the answer; one that only repeats the question's expression is wrong.
+    """Judge the answer. One that only repeats an expression of the question is wrong.
 
-    Generated problems ask for a worked-out value: there, the right value in another form is wrong too.
+    Generated problems ask for the simplest form: the right value in another form is wrong there, too.
     """
     verdict = verify_boxed(rollout.text, str(example["answer"]))
     if verdict.error is not None:
@@ -235,7 +238,7 @@ def correct(rollout: Rollout, example: Example) -> float:
 
 
 def alike(one: str, other: str) -> bool:
-    """Tell whether two answers are the same, as far as our own parser reads them."""
+    """Return whether two answers are equal by our own parser, or as text if it cannot read them."""
     try:
         return same_answer(one, other)
     except Unfamiliar:
@@ -243,5 +246,5 @@ def alike(one: str, other: str) -> bool:
 
 
 def boxed(rollout: Rollout, example: Example) -> float:
-    """1 for any answer in a box."""
+    """Return 1 for any answer in a box, else 0."""
     return float(verify_boxed(rollout.text, str(example["answer"])).has_answer)

@@ -30,10 +30,10 @@ USER = (
 PREFILL = "Let me solve this step by step.\n<think>"
 
 LEVELS = {1: 3, 2: 4, 3: 5, 4: 6}
-"""How many numbers a puzzle of each level has."""
+"""Number of numbers in a puzzle, by level."""
 HELD_OUT_ONE_IN = 8
 MAX_DRAWS = 20_000
-"""Draws without a puzzle after which the settings are taken to allow none."""
+"""Number of failed draws after which the settings count as unsatisfiable."""
 
 
 def countdown(
@@ -45,15 +45,15 @@ def countdown(
     patience: Sequence[float] = (1, 1, 1, 1),
     insight: float = 0.3,
 ) -> Task:
-    """Reach a target from given numbers by + − × ÷: endless, all solvable.
+    """Reach a target from given numbers by + − × ÷. The puzzles are endless and all solvable.
 
-    `level`: 1 to 4, with 3 to 6 numbers; or `numbers`: how many, or the least and the most, (3, 4) when
-    neither is given. They lie from 1 to `largest`; `targets`: least and most. The worked answers of a warm
-    start try some ways, how many is weighed by `patience`, and each works with a chance of `insight`.
+    `level`: 1 to 4, for 3 to 6 numbers; or `numbers`: how many, or a range, by default (3, 4). Numbers lie
+    between 1 and `largest`; `targets`: smallest and largest target. The worked answers of a warm start make
+    several attempts: `patience` weights how many, and each succeeds with probability `insight`.
     """
     if level is not None:
         if numbers is not None:
-            raise ConfigError("countdown: level and numbers say the same; give one of them")
+            raise ConfigError("countdown: level and numbers exclude each other; set one of them")
         numbers = LEVELS[pair("level", [level, level], low=1, high=len(LEVELS))[0]]
     numbers = (3, 4) if numbers is None else numbers
     puzzles = PuzzleStream(
@@ -68,7 +68,7 @@ def countdown(
     def worked(example: Example, rng: random.Random) -> str | None:
         return worked_answer(rng, *numbers_and_target(example), patience=weights, insight=insight)
 
-    puzzles.train(0, seed=0)  # settings that allow no puzzle are refused here, not in the middle of a run
+    puzzles.train(0, seed=0)  # fail here on unsatisfiable settings, not in the middle of a run
     return Task(
         name="countdown",
         examples=puzzles,
@@ -91,61 +91,61 @@ def countdown(
 
 
 def weighed(patience: object) -> list[float]:
-    """Return the weights of trying one way, two ways, …, or refuse them."""
+    """Return the weights of one attempt, two attempts, …; raise ConfigError if they are invalid."""
     if isinstance(patience, Sequence) and all(isinstance(w, int | float) and w >= 0 for w in patience):
         weights = [float(weight) for weight in patience]
         if sum(weights) > 0:
             return weights
     raise ConfigError(
-        f"countdown: patience must weigh how many ways are tried, as in [2, 1]; got {patience!r}"
+        f"countdown: patience must be a list of non-negative weights, as in [2, 1]; got {patience!r}"
     )
 
 
 def whole_number(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError("expected a whole number")
+        raise ValueError("expected an integer")
     return value
 
 
 def whole_numbers(value: Any) -> list[int]:
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-        raise ValueError("expected a list of whole numbers")
+        raise ValueError("expected a list of integers")
     return [whole_number(number) for number in value]
 
 
 def difficulty(example: Example) -> str:
-    """How many numbers there are, and which operations a known solution needs."""
+    """Return how many numbers there are, and which operations a known solution uses."""
     numbers, _ = numbers_and_target(example)
-    needed = "".join(sorted(set(str(example.get("solution", ""))) & set("+-*/")))
-    return f"{len(numbers)} numbers {needed}".rstrip()
+    operations = "".join(sorted(set(str(example.get("solution", ""))) & set("+-*/")))
+    return f"{len(numbers)} numbers {operations}".rstrip()
 
 
 def gold_completion(example: Example) -> str:
-    """Solve the puzzle and answer in the format that the prompt asks for."""
+    """Solve the puzzle and answer in the format that the prompt requests."""
     numbers, target = numbers_and_target(example)
     known = example.get("solution")
-    solution = known or next((found.expression for found in solutions(numbers, target)), None)
+    solution = known or next((solved.expression for solved in solutions(numbers, target)), None)
     if solution is None:
         raise ConfigError(f"countdown: {numbers} cannot make {target}")
     return f"I try {solution}.</think>\n<answer>{solution}</answer>"
 
 
 def pair(option: str, values: object, *, low: int, high: int) -> tuple[int, int]:
-    """Return two whole numbers in order, or refuse the option."""
+    """Return two integers in order; raise ConfigError if the option is invalid."""
     match values:
         case [int(least), int(most)] if low <= least <= most <= high:
             return least, most
     raise ConfigError(
-        f"countdown: {option} must be whole numbers from {low} to {high}, the smaller first; got {values!r}"
+        f"countdown: {option} must be integers from {low} to {high}, the smaller first; got {values!r}"
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PuzzleStream:
-    """A `Stream` of puzzles.
+    """An `ExampleStream` of puzzles.
 
-    Which side a puzzle is on is decided by the puzzle itself, whatever the order of its numbers and
-    whoever asks, so training and evaluation cannot share one.
+    A hash of the puzzle, independent of the order of its numbers, decides whether it is held out. Training
+    and evaluation therefore never share one.
     """
 
     counts: tuple[int, int]
@@ -160,33 +160,33 @@ class PuzzleStream:
             if puzzle is not None and not is_held_out(puzzle):
                 return as_example(puzzle)
         raise ConfigError(
-            f"countdown: hardly any puzzle has numbers={self.counts}, largest={self.largest}, "
+            f"countdown: no puzzle found with numbers={self.counts}, largest={self.largest}, "
             f"targets={self.targets}; widen one of them"
         )
 
     def held_out(self, count: int) -> list[Example]:
-        """Return up to `count` different puzzles: fewer when the settings do not allow that many."""
+        """Return up to `count` distinct puzzles; fewer if the settings do not allow that many."""
         rng = random.Random("held out")
-        found: dict[str, Example] = {}
+        puzzles: dict[str, Example] = {}
         for _ in range(count):
             numbers = self.draw_count(rng)
             for _ in range(MAX_DRAWS):
                 puzzle = draw_puzzle(rng, count=numbers, largest=self.largest, targets=self.targets)
-                if puzzle is not None and is_held_out(puzzle) and key(puzzle) not in found:
-                    found[key(puzzle)] = as_example(puzzle)
+                if puzzle is not None and is_held_out(puzzle) and key(puzzle) not in puzzles:
+                    puzzles[key(puzzle)] = as_example(puzzle)
                     break
             else:
                 break
-        return list(found.values())
+        return list(puzzles.values())
 
     def draw_count(self, rng: random.Random) -> int:
-        """Draw how many numbers a puzzle has, before and apart from whether the numbers will do."""
+        """Draw how many numbers a puzzle has, independently of whether the numbers can be used."""
         least, most = self.counts
         return least + int(rng.random() * (most - least + 1))
 
 
 def key(puzzle: Puzzle) -> str:
-    """The same for puzzles that differ only in the order of their numbers."""
+    """Return a key that is equal for puzzles that differ only in the order of their numbers."""
     return key_of(puzzle.numbers, puzzle.target)
 
 
@@ -207,19 +207,19 @@ def as_example(puzzle: Puzzle) -> Example:
 
 
 def numbers_and_target(example: Example) -> tuple[list[int], int]:
-    """Read a puzzle from a row of our own or of a data file, where the numbers may be `nums`."""
+    """Read a puzzle from an example; data files may name the numbers `nums`."""
     try:
         numbers = example["numbers"] if "numbers" in example else example["nums"]
         return [int(number) for number in numbers], int(example["target"])
     except (KeyError, TypeError, ValueError):
         raise ConfigError(
-            "a countdown example needs whole numbers in `numbers` (or `nums`) and in `target`; "
+            "a countdown example requires integers in `numbers` (or `nums`) and in `target`; "
             f"got {str(dict(example))[:120]}"
         ) from None
 
 
 def countdown_prompt(example: Example) -> list[Message]:
-    """Ask for the equation; the reply is already begun, inside its thinking."""
+    """Return the prompt, with a prefill that opens the thinking."""
     numbers, target = numbers_and_target(example)
     user = USER.format(numbers=", ".join(map(str, numbers)), target=target)
     return [
@@ -230,19 +230,19 @@ def countdown_prompt(example: Example) -> list[Message]:
 
 
 def format_reward(rollout: Rollout, example: Example) -> float:
-    """1 for thinking, then one answer block and nothing else (see `rewards.tags`)."""
+    """Return 1 for thinking followed by one answer block and nothing else, else 0."""
     return float(is_well_formed(rollout.text))
 
 
 def equation_reward(rollout: Rollout, example: Example) -> float:
-    """1 for an answer that uses exactly the given numbers and equals the target exactly."""
+    """Return 1 for an answer that uses exactly the given numbers and equals the target, else 0."""
     numbers, target = numbers_and_target(example)
     answer = final_answer(rollout.text)
     return float(answer is not None and solves(answer, numbers=numbers, target=target))
 
 
 def solves(answer: str, *, numbers: Sequence[int], target: int) -> bool:
-    """Tell whether an answer such as "(1 + 2) * 8", or "(1 + 2) * 8 = 24", is right."""
+    """Return whether an answer such as "(1 + 2) * 8", or "(1 + 2) * 8 = 24", is right."""
     expression, equals, claimed = answer.partition("=")
     if equals and claimed.strip() != str(target):
         return False

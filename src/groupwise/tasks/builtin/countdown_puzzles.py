@@ -1,4 +1,4 @@
-"""Number puzzles: reach a target with + - * / using each number once. Making and solving them."""
+"""Generate and solve countdown puzzles: reach a target with + - * / using each number once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 Number = int | Fraction
-"""Whole values are always an int."""
+"""Integral values are always an int."""
 
 Tree = int | tuple[str, "Tree", "Tree"]
 """A number, or (operator, left, right)."""
@@ -27,30 +27,30 @@ class SolutionStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """An expression that reaches the target and the steps that work it out, in order."""
+    """An expression that reaches the target, and the steps that evaluate it, in order."""
 
     expression: str
     steps: tuple[SolutionStep, ...]
 
     @property
     def whole(self) -> bool:
-        """Whether every intermediate result is a positive whole number."""
+        """Whether every intermediate result is a positive integer."""
         return all(isinstance(step.result, int) and step.result > 0 for step in self.steps)
 
 
 class Term(NamedTuple):
-    """A value and how it came about."""
+    """A value and the expression tree that produced it."""
 
     value: Number
     tree: Tree
 
 
 def solutions(numbers: Sequence[int], target: int) -> Iterator[Solution]:
-    """Yield every solution for two or more numbers, over exact fractions, that differs as written.
+    """Yield every textually distinct solution for two or more numbers, in exact fractions.
 
     Example: solutions([2, 3, 4], 20) yields "(2 + 3) * 4", whose steps are 2 + 3 = 5 and 5 * 4 = 20.
 
-    Every pair of values is joined in every way, then the rest: about 4,000 ways for four numbers.
+    Combines every pair of values in every way, recursively: about 4,000 ways for four numbers.
     """
     seen: set[str] = set()
     for tree, steps in search([Term(number, number) for number in numbers], target, ()):
@@ -91,7 +91,7 @@ def all_steps(one: Term, other: Term) -> Iterator[tuple[str, Term, Term, Number]
 
 
 def last_steps(one: Term, other: Term, target: int) -> Iterator[tuple[str, Term, Term]]:
-    """Yield the operations on two values that give the target: `all_steps` without a single division."""
+    """Yield the operations on two values that give the target: faster than `all_steps`, without division."""
     a, b = one.value, other.value
     if a + b == target:
         yield "+", one, other
@@ -108,7 +108,7 @@ def last_steps(one: Term, other: Term, target: int) -> Iterator[tuple[str, Term,
 
 
 def divided(dividend: Number, divisor: Number) -> Number:
-    # Whole quotients are the common case and an int is many times cheaper than a Fraction.
+    # Integral quotients are the common case, and an int is many times cheaper than a Fraction.
     if isinstance(dividend, int) and isinstance(divisor, int) and dividend % divisor == 0:
         return dividend // divisor
     return simplest(Fraction(dividend) / divisor)
@@ -119,12 +119,12 @@ def simplest(value: Number) -> Number:
 
 
 def render(tree: Tree) -> str:
-    """Write an expression with the parentheses it needs and no others."""
+    """Write an expression with the fewest parentheses."""
     return rendered(tree)[0]
 
 
 def rendered(tree: Tree) -> tuple[str, int]:
-    """Return the text and how tightly it binds: 1 for + and -, 2 for * and /, 3 for a number."""
+    """Return the text and its precedence: 1 for + and -, 2 for * and /, 3 for a number."""
     if isinstance(tree, int):
         return str(tree), 3
     operator, left_tree, right_tree = tree
@@ -138,7 +138,7 @@ def rendered(tree: Tree) -> tuple[str, int]:
 
 
 class Puzzle(NamedTuple):
-    """Numbers, what to make of them, and one way to do it."""
+    """Numbers, the target, and one solution."""
 
     numbers: tuple[int, ...]
     target: int
@@ -146,9 +146,9 @@ class Puzzle(NamedTuple):
 
 
 def draw_puzzle(rng: random.Random, *, count: int, largest: int, targets: tuple[int, int]) -> Puzzle | None:
-    """Draw numbers and combine them at random; None when that does not end in the range of targets.
+    """Draw numbers and combine them at random; return None if the result is outside the range of targets.
 
-    Every intermediate result is a positive whole number, which most people find the fair kind.
+    Every intermediate result is a positive integer.
     """
     numbers = tuple(1 + int(rng.random() * largest) for _ in range(count))
     pool: list[tuple[int, Tree]] = [(number, number) for number in numbers]
@@ -171,14 +171,14 @@ def draw_puzzle(rng: random.Random, *, count: int, largest: int, targets: tuple[
 
 
 HIGHEST = 200
-"""Results beyond this hardly ever lead to a target of at most 100, and are the hardest to work out."""
+"""Largest intermediate result. Larger ones rarely lead to a target of at most 100."""
 
 MOST_DRAWS = 3000
-"""Random attempts after which a puzzle is taken to have no solution within `HIGHEST`."""
+"""Number of random attempts after which a puzzle counts as unsolvable within `HIGHEST`."""
 
 
 class Attempt(NamedTuple):
-    """One way to combine the numbers: how it is worked out, as an expression, and what it gives."""
+    """One way to combine the numbers: its steps, its expression and its value."""
 
     thought: str
     expression: str
@@ -186,7 +186,7 @@ class Attempt(NamedTuple):
 
 
 def attempt(rng: random.Random, numbers: Sequence[int]) -> Attempt:
-    """Combine the numbers at random, keeping every result a whole number from 1 to `HIGHEST`."""
+    """Combine the numbers at random, with every result an integer from 1 to `HIGHEST` if possible."""
     pool = [(number, str(number)) for number in numbers]
     lines = []
     while len(pool) > 1:
@@ -208,21 +208,21 @@ def attempt(rng: random.Random, numbers: Sequence[int]) -> Attempt:
 def worked_answer(
     rng: random.Random, numbers: Sequence[int], target: int, *, patience: Sequence[float], insight: float
 ) -> str | None:
-    """Thinking that tries a few ways, then the last one as the answer: often right, often given up too early.
+    """Return a completion that tries several attempts and answers with the last one, right or wrong.
 
-    `patience` weighs how many ways are tried at most, all different; each works with a chance of `insight`,
-    and the one that works ends it. None for a puzzle that has no solution within `HIGHEST`.
+    `patience` weights the maximum number of attempts, all distinct. Each attempt succeeds with probability
+    `insight`, and a success ends the search. None for a puzzle without a solution within `HIGHEST`.
     """
     most = rng.choices(range(1, len(patience) + 1), patience)[0]
     tried: dict[str, Attempt] = {}
-    works = False
-    while not works and len(tried) < most:
-        works = rng.random() < insight
+    succeeds = False
+    while not succeeds and len(tried) < most:
+        succeeds = rng.random() < insight
         drawn = (attempt(rng, numbers) for _ in range(MOST_DRAWS))
-        found = next((a for a in drawn if (a.value == target) == works and a.thought not in tried), None)
-        if found is None:
+        chosen = next((a for a in drawn if (a.value == target) == succeeds and a.thought not in tried), None)
+        if chosen is None:
             return None
-        tried[found.thought] = found
+        tried[chosen.thought] = chosen
     ways = sorted(tried.values(), key=lambda way: (way.value == target, way.thought))
     thoughts = "\n".join(way.thought for way in ways)
     return f"{thoughts}</think>\n<answer>{ways[-1].expression}</answer>"

@@ -1,4 +1,7 @@
-"""Word problems without end: short stories whose answer is worked out in whole, positive steps."""
+"""GSM8K word problems, from the dataset or generated without end, with graded or strict rewards.
+
+Every intermediate result of a generated problem is a positive integer.
+"""
 
 from __future__ import annotations
 
@@ -27,29 +30,29 @@ from groupwise.rewards.extraction import (
 )
 from groupwise.rewards.runner import RewardFunction
 from groupwise.tasks.examples import Column, text
-from groupwise.tasks.task import Task, same_question
+from groupwise.tasks.task import Task, question_key
 
 NAMES = ("Ana", "Ben", "Chen", "Dara", "Elif", "Femi", "Gita", "Hugo", "Ines", "Jonas", "Kofi", "Lena")
 THINGS = ("apples", "books", "cards", "coins", "eggs", "marbles", "pencils", "shells", "stamps", "tickets")
 HELD_OUT_ONE_IN = 8
 MAX_DRAWS = 20_000
-"""Draws without a new held-out problem after which there are taken to be no more."""
+"""Number of draws without a new held-out problem after which there are assumed to be no more."""
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class ProblemBuilder:
-    """A problem as it grows: what was told, what was worked out, how many there are now."""
+    """A problem under construction: its sentences, its solution steps and the current total."""
 
     name: str
     things: str
-    told: list[str]
-    worked: list[str]
+    sentences: list[str]
+    solution: list[str]
     total: int
 
     def work(self, operator: str, other: int, result: int) -> None:
-        self.worked.append(f"{self.total} {operator} {other} = {result}")
+        self.solution.append(f"{self.total} {operator} {other} = {result}")
         self.total = result
 
 
@@ -59,58 +62,58 @@ def start(rng: random.Random, largest: int) -> ProblemBuilder:
     return ProblemBuilder(name, things, [f"{name} has {count} {things}."], [], count)
 
 
-def gain(story: ProblemBuilder, rng: random.Random, largest: int) -> None:
+def gain(problem: ProblemBuilder, rng: random.Random, largest: int) -> None:
     more = between(rng, 2, largest)
-    story.told.append(f"{story.name} gets {more} more from a friend.")
-    story.work("+", more, story.total + more)
+    problem.sentences.append(f"{problem.name} gets {more} more from a friend.")
+    problem.work("+", more, problem.total + more)
 
 
-def loss(story: ProblemBuilder, rng: random.Random, largest: int) -> None:
-    fewer = between(rng, 1, min(largest, story.total - 1))
-    story.told.append(f"Then {story.name} gives {fewer} away.")
-    story.work("-", fewer, story.total - fewer)
+def loss(problem: ProblemBuilder, rng: random.Random, largest: int) -> None:
+    fewer = between(rng, 1, min(largest, problem.total - 1))
+    problem.sentences.append(f"Then {problem.name} gives {fewer} away.")
+    problem.work("-", fewer, problem.total - fewer)
 
 
-def growth(story: ProblemBuilder, rng: random.Random, largest: int) -> None:
+def growth(problem: ProblemBuilder, rng: random.Random, largest: int) -> None:
     times = between(rng, 2, 4)
-    story.told.append(f"A week later there are {times} times as many.")
-    story.work("*", times, story.total * times)
+    problem.sentences.append(f"A week later there are {times} times as many.")
+    problem.work("*", times, problem.total * times)
 
 
-def sharing(story: ProblemBuilder, rng: random.Random, largest: int) -> None:
-    parts = pick(rng, [d for d in range(2, story.total) if story.total % d == 0])
-    story.told.append(f"{story.name} puts them into {parts} equal boxes and keeps one of the boxes.")
-    story.work("/", parts, story.total // parts)
+def sharing(problem: ProblemBuilder, rng: random.Random, largest: int) -> None:
+    parts = pick(rng, [d for d in range(2, problem.total) if problem.total % d == 0])
+    problem.sentences.append(f"{problem.name} puts them into {parts} equal boxes and keeps one of the boxes.")
+    problem.work("/", parts, problem.total // parts)
 
 
 Event = Callable[[ProblemBuilder, random.Random, int], None]
 
 
-def possible(story: ProblemBuilder) -> list[Event]:
-    """Return what may happen next: every result stays a whole number above 0."""
+def possible(problem: ProblemBuilder) -> list[Event]:
+    """Return the possible next events: every result stays a positive integer."""
     events: list[Event] = [gain]
-    if story.total > 2:
+    if problem.total > 2:
         events.append(loss)
-    if story.total <= 200:
+    if problem.total <= 200:
         events.append(growth)
-    if any(story.total % d == 0 for d in range(2, story.total)):
+    if any(problem.total % d == 0 for d in range(2, problem.total)):
         events.append(sharing)
     return events
 
 
 def draw_problem(rng: random.Random, *, steps: int, largest: int) -> Example:
-    """Draw a story of so many steps; the solution is written as GSM8K writes it, with `####`."""
-    story = start(rng, largest)
+    """Draw a problem with this many steps; the solution ends in `####` and the answer, as in GSM8K."""
+    problem = start(rng, largest)
     for _ in range(steps):
-        pick(rng, possible(story))(story, rng, largest)
-    question = f"{' '.join(story.told)} How many {story.things} does {story.name} have now?"
-    solution = "\n".join([*story.worked, f"#### {story.total}"])
-    return Example({"question": question, "answer": str(story.total), "solution": solution})
+        pick(rng, possible(problem))(problem, rng, largest)
+    question = f"{' '.join(problem.sentences)} How many {problem.things} does {problem.name} have now?"
+    solution = "\n".join([*problem.solution, f"#### {problem.total}"])
+    return Example({"question": question, "answer": str(problem.total), "solution": solution})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WordProblems:
-    """A `Stream` of problems; which side one is on is decided by its text."""
+    """An `ExampleStream` of problems. A hash of the question decides whether it is held out."""
 
     steps: tuple[int, int]
     largest: int
@@ -123,20 +126,20 @@ class WordProblems:
 
     def held_out(self, count: int) -> Sequence[Example]:
         rng = random.Random("held-out word problems")
-        found: dict[str, Example] = {}
-        in_vain = 0
-        while len(found) < count:
+        problems: dict[str, Example] = {}
+        failed_draws = 0
+        while len(problems) < count:
             example = self.draw(rng)
-            in_vain += 1
-            if is_held_out(example) and example["question"] not in found:
-                found[example["question"]] = example
-                in_vain = 0
-            if in_vain > MAX_DRAWS:
+            failed_draws += 1
+            if is_held_out(example) and example["question"] not in problems:
+                problems[example["question"]] = example
+                failed_draws = 0
+            if failed_draws > MAX_DRAWS:
                 raise ConfigError(
-                    f"gsm8k: steps={self.steps} and largest={self.largest} make about {len(found)} held-out "
-                    f"problems, not {count}; lower task.held_out, or raise steps or largest"
+                    f"gsm8k: steps={self.steps} and largest={self.largest} allow only about {len(problems)} "
+                    f"held-out problems, not {count}; lower task.held_out, or raise steps or largest"
                 )
-        return list(found.values())
+        return list(problems.values())
 
     def draw(self, rng: random.Random) -> Example:
         return draw_problem(rng, steps=between(rng, *self.steps), largest=self.largest)
@@ -146,7 +149,7 @@ def is_held_out(example: Example) -> bool:
     return hashlib.sha256(example["question"].encode()).digest()[0] % HELD_OUT_ONE_IN == 0
 
 
-# Only `random()` is promised to stay the same from one Python version to the next.
+# Python guarantees only `random()` to be reproducible across versions.
 
 
 def between(rng: random.Random, least: int, most: int) -> int:
@@ -165,25 +168,25 @@ SYSTEM = (
     "3. Be precise and show all calculation steps clearly."
 )
 LEAST_WORKING = 8
-"""Characters, besides spaces, below which nothing was worked out: `12+3=15.` has eight."""
+"""Minimum number of non-space characters in the working out: `12+3=15.` has eight."""
 TENTH, FIFTH = Fraction(1, 10), Fraction(1, 5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gsm8kScores:
-    """What each of the four rewards pays."""
+    """Scores of the four rewards."""
 
     format: float
-    """The exact format."""
+    """For the exact format."""
     tag: float
-    """Each tag that stands exactly once, and minus this for each that does not."""
+    """For each tag that occurs exactly once; minus this for each other tag."""
     right: float
     within_10: float
-    """An answer less than 10 % off; 0 leaves only right and wrong."""
+    """For an answer within 10 % of the right one."""
     within_20: float
     wrong: float
     number: float
-    """The right number in the solution block, whatever stands around the block."""
+    """For the right number in the solution block, regardless of the text around the block."""
 
     def __post_init__(self) -> None:
         for score in fields(self):
@@ -203,10 +206,10 @@ def gsm8k(
     steps: int | Sequence[int] = (2, 4),
     largest: int = 40,
 ) -> Task:
-    """Word problems: `--data openai/gsm8k:main`, a file, or generated ones without end.
+    """Solve word problems: `--data openai/gsm8k:main`, a file, or generated ones without end.
 
-    `scoring`: `graded` sums four rewards, each with a score of its own; `strict` pays 1 for a right answer in
-    the exact format, else 0. `steps` and `largest` shape the generated problems.
+    `scoring`: `graded` sums four rewards with configurable scores; `strict` gives 1 for a right answer in
+    the exact format, else 0. `steps` and `largest` control the generated problems.
     """
     one_of("task.options.scoring", scoring, ("graded", "strict"))
     scores = Gsm8kScores(
@@ -225,9 +228,9 @@ def gsm8k(
         examples=WordProblems(steps=step_range(steps), largest=whole("largest", largest, low=4)),
         prompt=gsm8k_prompt,
         rewards=strict_rewards() if strict else graded_rewards(scores),
-        # Accuracy is read from `correct` alone; the graded scores are what is learned from.
+        # `correct` only measures accuracy; the policy learns from the graded scores.
         weights={"format": 0.0} if strict else {"correct": 0.0},
-        key=same_question,
+        key=question_key,
         accuracy="correct",
         format="format",
         columns={
@@ -247,13 +250,13 @@ def step_range(steps: int | Sequence[int]) -> tuple[int, int]:
     match [steps, steps] if isinstance(steps, int) else steps:
         case [int(least), int(most)] if 1 <= least <= most <= 12:
             return least, most
-    raise ConfigError(f"gsm8k: steps must be whole numbers from 1 to 12, the smaller first; got {steps!r}")
+    raise ConfigError(f"gsm8k: steps must be integers from 1 to 12, the smaller first; got {steps!r}")
 
 
 def whole(option: str, value: object, *, low: int) -> int:
     if isinstance(value, int) and value >= low:
         return value
-    raise ConfigError(f"gsm8k: {option} must be a whole number of at least {low}; got {value!r}")
+    raise ConfigError(f"gsm8k: {option} must be an integer of at least {low}; got {value!r}")
 
 
 def gold_answer(value: Any) -> str:
@@ -265,11 +268,11 @@ def gold_answer(value: Any) -> str:
 
 
 def gold_of(example: Example) -> Fraction:
-    """Return the number that is right for an example."""
+    """Return the gold answer of an example as a number."""
     try:
         return gold_number(text(example["answer"]))
     except (KeyError, ValueError) as error:
-        raise ConfigError(f"a gsm8k example needs a number in `answer`: {error.args[0]}") from None
+        raise ConfigError(f"a gsm8k example requires a number in `answer`: {error.args[0]}") from None
 
 
 @lru_cache(maxsize=4096)
@@ -284,35 +287,35 @@ def gsm8k_prompt(example: Example) -> list[Message]:
 
 
 def difficulty(example: Example) -> str | None:
-    """How many lines a known solution has, less the one with the answer."""
+    """Return the number of lines of a known solution, without the one with the answer."""
     solution = str(example.get("solution") or example["answer"])
     return f"{solution.strip().count(chr(10))} steps" if "####" in solution else None
 
 
 def gold_completion(example: Example) -> str:
-    """Write the answer as the system prompt asks for it."""
+    """Write the answer in the format that the system prompt requests."""
     working = str(example.get("solution") or f"The answer is {example['answer']}.")
     return f"{START}\n{working}\n{END}\n\n{SOLUTION}\n{example['answer']}\n{END_SOLUTION}"
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedAnswer:
-    """What there is to see in a completion, whatever the question."""
+    """The parts of a completion that the rewards need, independent of the gold answer."""
 
     exact: bool
-    """Whether it is in the exact format."""
+    """Whether the completion has the exact format."""
     tags_once: int
     number: Fraction | None
-    """The one number that its one solution block states."""
+    """The number that the only solution block states."""
 
 
 PLAIN = ParsedAnswer(exact=False, tags_once=0, number=None)
-"""What there is to see without any tag: most of what an untrained policy writes."""
+"""The result for a completion without tags, which is what an untrained policy mostly writes."""
 
 
 @lru_cache(maxsize=4096)
 def read(completion: str, question: str = "") -> ParsedAnswer:
-    """Read a completion, once for all rewards; the question's own words may stand beside the number."""
+    """Parse a completion, once for all rewards. Words of the question may accompany the number."""
     if not has_tags(completion):
         return PLAIN
     exact = is_exact(completion, least_working=LEAST_WORKING)
@@ -328,7 +331,7 @@ def question_of(example: Example) -> str:
 
 
 def graded_rewards(scores: Gsm8kScores) -> dict[str, RewardFunction]:
-    """Make the four rewards and the verdict beside them."""
+    """Make the four graded rewards, and `correct` for accuracy."""
 
     def format(rollout: Rollout, example: Example) -> float:
         return scores.format if read(rollout.text, question_of(example)).exact else 0.0
@@ -338,8 +341,8 @@ def graded_rewards(scores: Gsm8kScores) -> dict[str, RewardFunction]:
         return scores.tag * (once - (len(TAGS) - once))
 
     def answer(rollout: Rollout, example: Example) -> float:
-        found = read(rollout.text, question_of(example))
-        return answer_score(found.number, gold_of(example), scores) if found.exact else 0.0
+        parsed = read(rollout.text, question_of(example))
+        return answer_score(parsed.number, gold_of(example), scores) if parsed.exact else 0.0
 
     def number(rollout: Rollout, example: Example) -> float:
         return scores.number if is_right(rollout, example) else 0.0
@@ -351,7 +354,7 @@ def graded_rewards(scores: Gsm8kScores) -> dict[str, RewardFunction]:
 
 
 def strict_rewards() -> dict[str, RewardFunction]:
-    """Make the one reward of 0 or 1, and the format as a mere metric."""
+    """Make the reward of 0 or 1, and the format as a metric."""
 
     def correct(rollout: Rollout, example: Example) -> float:
         return float(read(rollout.text, question_of(example)).exact and is_right(rollout, example))
@@ -367,19 +370,19 @@ def named(*functions: Callable[[Rollout, Example], float]) -> dict[str, RewardFu
 
 
 def is_right(rollout: Rollout, example: Example) -> bool:
-    """Tell whether the one solution block states the one right number."""
+    """Return whether the only solution block states the right number."""
     stated, gold = read(rollout.text, question_of(example)).number, gold_of(example)
     return stated is not None and stated == gold
 
 
 def same_number(one: str, other: str) -> bool:
-    """Tell whether two solutions state the same number, or the same text without one."""
+    """Return whether two solutions state the same number, or else are the same text."""
     number = stated_number(one)
     return one == other if number is None else number == stated_number(other)
 
 
 def answer_score(stated: Fraction | None, gold: Fraction, scores: Gsm8kScores) -> float:
-    """Grade a formatted answer by how far off it is, sign included; 0 has no near misses."""
+    """Grade an answer by its relative error. A gold answer of 0 has no near misses."""
     if stated is None:
         return scores.wrong
     if stated == gold:

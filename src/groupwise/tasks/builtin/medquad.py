@@ -1,4 +1,4 @@
-"""Medical questions over an index of pages: think, search once, answer from what was found."""
+"""Medical questions over an index of pages: think, search once, answer from the search results."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ You are an assistant that only answers questions about the medical document stor
 Every response begins with your reasoning between <think> and </think>, then the answer or the tool call."""
 PREFILL = "<think>\n"
 CLOSE_ENOUGH = 0.3
-"""F1 with the gold answer, words weighed by rarity, from which an answer counts as right."""
+"""Rarity-weighted F1 with a gold answer from which an answer counts as right."""
 LONGEST_ANSWER = 450
-"""Characters of a right answer that a worked answer gives."""
+"""Number of characters of a gold answer that a worked answer repeats."""
 COPIED = 50
-"""Characters at its beginning that must stand in what the search returned."""
+"""Number of leading characters of a gold answer that the search results must contain."""
 KINDS = {"index": str, "results": int, "shown": int, "think": bool, "judge": str | None, "judge_model": str}
-"""What the value of each option must be."""
+"""Type of each option."""
 
 
 def medquad(
@@ -58,11 +58,11 @@ def medquad(
     judge: str | None = None,
     judge_model: str = "gpt-4o-mini",
 ) -> Task:
-    """Answer medical questions by searching an index that `groupwise index build` made of MedQuAD.
+    """Answer medical questions by searching an index that `groupwise index build` built from MedQuAD.
 
-    `index`: its folder; `results`: chunks that a search returns; `shown`: characters of each that are shown;
-    `think`: begin each turn in the thinking; `judge`: base URL of an OpenAI-compatible server that grades
-    answers, with `judge_model`.
+    `index`: folder of the index; `results`: chunks per search; `shown`: characters of each chunk in the
+    prompt; `think`: open the thinking in each turn; `judge`: base URL of an OpenAI-compatible server that
+    grades answers, with the model `judge_model`.
     """
     check_options(
         index=index, results=results, shown=shown, think=think, judge=judge, judge_model=judge_model
@@ -111,7 +111,7 @@ def medquad(
 
 
 def check_options(**options: object) -> None:
-    """Refuse an option of the wrong kind before the index is read."""
+    """Raise ConfigError for an option of the wrong type, before the index is read."""
     for name, value in options.items():
         read = convert(value, to=KINDS[name], setting=f"task.options.{name}")
         if KINDS[name] is int:
@@ -119,12 +119,12 @@ def check_options(**options: object) -> None:
 
 
 def far_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Neighbours come from one page; rows far apart have nothing to do with each other."""
+    """Return every n-th row: adjacent rows come from one page, distant rows are unrelated."""
     return rows[:: max(1, len(rows) // 256)]
 
 
 def as_found(hits: Sequence[Hit], *, shown: int) -> ToolResult:
-    """What a search tells: each chunk's beginning behind the name of its page."""
+    """Format search results: the name of each page and the beginning of the chunk."""
     parts = [f"[{hit.chunk.document}] {hit.chunk.text[:shown]}" for hit in hits]
     return ToolResult("\n\n".join(parts) or "Nothing found.", tuple(hit.chunk.document for hit in hits))
 
@@ -148,16 +148,16 @@ def medical_prompt(example: Example, *, think: bool) -> list[Message]:
 def worked_search(
     example: Example, search: Callable[[str], ToolResult], *, think: bool
 ) -> list[Message] | None:
-    """Search for the question, then give the beginning of a right answer that stands in what was found.
+    """Return a search for the question, then the beginning of a gold answer that the results contain.
 
-    None where no right answer stands there: the policy is to answer from what it reads.
+    None if the results contain no gold answer: the policy should answer from what it reads.
     """
     query = example["question"].rstrip("? ")
     read = search(query).text
     answer = next((a for a in map(beginning, example["answers"]) if a[:COPIED] in read), None)
     if answer is None:
         return None
-    begun = "" if think else PREFILL  # the prompt begins every turn, or the turn begins itself
+    begun = "" if think else PREFILL  # the prompt opens the thinking of every turn, or the turn itself does
     call = {"function": {"name": "search", "arguments": {"query": query}}}
     return [
         {"role": "assistant", "content": f"{begun}I look for {query}.\n</think>\n", "tool_calls": [call]},
@@ -174,7 +174,7 @@ def beginning(answer: str) -> str:
 
 
 def gold_documents(example: Example) -> list[tuple[str, ...]]:
-    """Any page that carries the question will do."""
+    """Return the pages that carry the question; any one of them suffices."""
     return [tuple(example["documents"])]
 
 
@@ -184,9 +184,9 @@ def gold_answers(example: Example) -> Sequence[str]:
 
 
 def close_enough(answers: Sequence[str]) -> Callable[[Any, Example], float]:
-    """Make a reward: 1 for an answer that shares enough telling words with a gold one. Accuracy counts it.
+    """Make the accuracy reward: 1 for an answer that shares enough rare words with a gold answer, else 0.
 
-    `answers` say which words are common: a string of those is close to no gold.
+    Common words of `answers` count for nothing.
     """
     overlap = shares_words(golds=gold_answers, measure=rare_word_f1(rarity_of(answers)))
 

@@ -1,8 +1,8 @@
-"""An invented world to ask about: people, towns and companies, a short document on each.
+"""Multi-hop questions over a generated world of people, towns and companies, with a search tool.
 
-A question follows relations from one entity to the next, and each hop needs the document of the entity
-it starts from. The world is in two parts that know nothing of each other, one to train on and one held
-out: nothing learned by heart on the one helps on the other. All documents are in one pile.
+Each entity has a short document. A question follows relations from one entity to the next, and each hop
+needs the document of the entity it starts from. The world has two parts without links between them, one
+for training and one held out: memorizing one does not help on the other. One index covers all documents.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ RELATIONS = {
     "product": "makes",
     "owner": "owner",
 }
-"""Each relation with the word that documents have for it."""
+"""Each relation with the word for it in documents."""
 
 QUESTIONS = {
     ("instrument",): "What does{s} play?",
@@ -77,23 +77,23 @@ QUESTIONS = {
     ("owner", "town"): "Where does the owner of{s} live?",
     ("town", "mayor", "instrument"): "What does the mayor of the home of{s} play?",
 }
-"""What is asked, by the relations that lead to the answer; the entity comes with a space before it."""
+"""Question templates by the relations that lead to the answer. A space precedes the entity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Facts, documents and an index of them."""
+    """Facts, a document for each entity, and an index over the documents."""
 
     facts: dict[str, dict[str, str]]
-    """By entity and relation."""
+    """Values by entity and relation."""
     documents: dict[str, str]
-    """By entity, which is also the document's name."""
+    """Texts by entity, which is also the document's name."""
     index: BM25Index
     held_out: frozenset[str]
-    """Entities of the part that is never trained on."""
+    """Entities of the held-out part."""
 
     def follow(self, entity: str, path: tuple[str, ...]) -> Iterator[str]:
-        """Yield what each relation of a path leads to, the answer last."""
+        """Yield the entity that each relation of a path leads to; the last one is the answer."""
         for relation in path:
             entity = self.facts[entity][relation]
             yield entity
@@ -106,7 +106,7 @@ class World:
 
 @lru_cache(maxsize=8)
 def make_world(seed: int, *, people: int) -> World:
-    """Invent a world: everything in it follows from the seed. A quarter of it is held out."""
+    """Generate a world deterministically from a seed. A quarter of it is held out."""
     rng = random.Random(f"world {seed}")
     names = rng.sample([f"{first} {last}" for first in FIRST for last in LAST], people)
     towns, companies = rng.sample(TOWNS, len(TOWNS)), rng.sample(COMPANIES, len(COMPANIES))
@@ -130,7 +130,7 @@ def make_world(seed: int, *, people: int) -> World:
 def invent(
     rng: random.Random, people: list[str], towns: list[str], companies: list[str]
 ) -> dict[str, dict[str, str]]:
-    """Return facts that link these entities with one another and with nothing else."""
+    """Generate facts that link these entities only with each other."""
     facts = {}
     for name in people:
         facts[name] = {
@@ -146,7 +146,7 @@ def invent(
 
 
 def document(entity: str, facts: dict[str, str]) -> str:
-    """Write what is known of an entity."""
+    """Write the document of an entity."""
     match facts:
         case {"town": town, "company": company, "instrument": instrument}:
             return f"{entity} lives in {town}, works for {company} and plays the {instrument}."
@@ -164,14 +164,14 @@ SYSTEM = (
     "Give the answer in <answer> </answer> tags."
 )
 RESULTS = 3
-"""Documents that a search returns."""
+"""Number of documents that a search returns."""
 
 
 def search_qa(*, world: int = 0, people: int = 480, hops: int | Sequence[int] = (1, 2, 3)) -> Task:
-    """Answer questions by searching, of one hop and more, in a generated world: endless, offline.
+    """Answer questions of one or more hops by searching a generated world. Endless and offline.
 
-    `world`: which one, by number; `people`: how many live in it; `hops`: how many searches questions take,
-    one number or some.
+    `world`: seed of the world; `people`: number of people in it; `hops`: number of searches per question,
+    an integer or a list.
     """
     convert(world, to=int, setting="task.options.world")
     between("task.options.people", convert(people, to=int, setting="task.options.people"), 40, 2304)
@@ -204,11 +204,11 @@ def search_qa(*, world: int = 0, people: int = 480, hops: int | Sequence[int] = 
 
 
 def hop_counts(hops: object) -> list[int]:
-    """Return how many hops questions may take, or refuse the option."""
+    """Return the allowed numbers of hops; raise ConfigError if the option is invalid."""
     counts = hops if isinstance(hops, Sequence) else [hops]
     if counts and all(type(count) is int and count in (1, 2, 3) for count in counts):
         return list(counts)
-    raise ConfigError(f"search_qa: hops must be some of 1, 2 and 3; got {hops!r}")
+    raise ConfigError(f"search_qa: hops must be one or more of 1, 2 and 3; got {hops!r}")
 
 
 def search_prompt(example: Example) -> list[Message]:
@@ -222,45 +222,45 @@ def last_turn(example: Example) -> str:
 def worked_search(
     example: Example, rng: random.Random, search: Callable[[str], ToolResult]
 ) -> list[Message] | None:
-    """Search for each hop's document, then answer; None where a search does not find its document."""
+    """Return a search for each hop's document, then the answer; None if a search misses its document."""
     subject = example["documents"][0]
     path = next(p for p, text in QUESTIONS.items() if text.format(s=f" {subject}") == example["question"])
     messages: list[Message] = []
     for entity, relation in zip(example["documents"], path, strict=True):
         word = RELATIONS[relation]
         queries = rng.sample([f" {entity}", f" {entity} {word}"], 2)
-        found = {query: search(query) for query in queries}
-        query = next((query for query in queries if entity in found[query].names), None)
+        results = {query: search(query) for query in queries}
+        query = next((query for query in queries if entity in results[query].names), None)
         if query is None:
             return None
         call = {"function": {"name": "search", "arguments": {"query": query}}}
         thought = f"<think> {entity} {word}</think>\n"
         messages += [
             {"role": "assistant", "content": thought, "tool_calls": [call]},
-            {"role": "tool", "name": "search", "content": found[query].text},
+            {"role": "tool", "name": "search", "content": results[query].text},
         ]
     return [*messages, {"role": "assistant", "content": last_turn(example)}]
 
 
 def difficulty(example: Example) -> str | None:
-    """How many searches a question takes; None where the row does not say."""
+    """Return the number of hops of a question; None if the row does not have it."""
     return f"hops {example['hops']}" if "hops" in example else None
 
 
 def needed_documents(example: Example) -> list[tuple[str, ...]]:
-    """One document for each hop."""
+    """Return the one document that each hop needs."""
     return [(name,) for name in example["documents"]]
 
 
 def right_answer(rollout: Rollout, example: Example) -> float:
-    """1 for the answer, whatever its case."""
+    """Return 1 for the right answer, ignoring case, else 0."""
     answer = final_answer(rollout.text)
     return float(answer is not None and answer.casefold() == str(example["answer"]).casefold())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuestionStream:
-    """A `Stream` of questions about a world."""
+    """An `ExampleStream` of questions about a world."""
 
     world: World
     paths: tuple[tuple[str, ...], ...]
@@ -269,18 +269,18 @@ class QuestionStream:
         return self.draw(random.Random(f"train {seed} {index}"), held_out=False)
 
     def held_out(self, count: int) -> list[Example]:
-        """Return up to `count` different questions: fewer when the world is too small for that many."""
+        """Return up to `count` distinct questions; fewer if the world is too small."""
         rng = random.Random("held out")
-        found: dict[str, Example] = {}
+        questions: dict[str, Example] = {}
         for _ in range(20 * count):
             example = self.draw(rng, held_out=True)
-            found.setdefault(example["question"], example)
-            if len(found) == count:
+            questions.setdefault(example["question"], example)
+            if len(questions) == count:
                 break
-        return list(found.values())
+        return list(questions.values())
 
     def draw(self, rng: random.Random, *, held_out: bool) -> Example:
-        """Draw a question about one part of the world."""
+        """Draw a question about the training or the held-out part of the world."""
         path = rng.choice(self.paths)
         facts = self.world.facts
         subjects = sorted(e for e in facts if path[0] in facts[e] and (e in self.world.held_out) == held_out)
