@@ -136,7 +136,7 @@ def test_a_conversation_by_keyboard(capsys, monkeypatch):
     [
         (["tiny", "--prompt", "a", "--example", "1"], "give one of them"),
         (["tiny", "--example", "999"], "number 999 is out of range"),
-        (["/nowhere/at/all"], "neither the folder of a run"),
+        (["/nowhere/at/all"], "neither a folder with a run"),
         (["tiny", "--temperature", "-1"], "--temperature must be at least 0"),
         (["tiny", "--prompt", "a", "--task", "math"], "--task says whose example"),
         (["tiny-search", "--tools", "--strategy", "single"], "--tools and --strategy do not go together"),

@@ -92,7 +92,7 @@ def test_a_question_is_answered_before_torch_is_imported(light, words, shown):
         (["train", "--resume", "no"], "no is not the folder of a run: it has no config.yaml"),
         (
             ["train", "--task", "countdwn"],
-            "unknown task 'countdwn'; did you mean 'countdown'? (or give the path of a .py file)",
+            "unknown task 'countdwn'; did you mean 'countdown'? (or use the path of a .py file)",
         ),
         (["train", "mine.py"], "no such task file: mine.py"),
         (
@@ -107,10 +107,13 @@ def test_a_question_is_answered_before_torch_is_imported(light, words, shown):
         ),
         (["train", "mine.py", "--task", "countdown"], "one run has one task; leave out all but mine.py"),
         (["eval", "tiny", "--samples", "0"], "--samples must be at least 1; got 0"),
-        (["eval", "."], ". holds neither a run (config.yaml) nor a model (config.json, adapter_config.json)"),
+        (
+            ["eval", "."],
+            ". contains neither a run (config.yaml) nor a model (config.json, adapter_config.json)",
+        ),
         (
             ["eval", "no/such/run"],
-            "no/such/run is neither the folder of a run or a model nor the name of a model",
+            "no/such/run is neither a folder with a run or a model nor the name of a model",
         ),
         (["eval", "tiny", "--data", "/no/no.jsonl"], "no such file: /no/no.jsonl"),
     ],

@@ -223,13 +223,13 @@ def test_the_built_in_model_is_measured_by_name_and_by_folder_on_given_data(runs
 
 def test_a_target_that_means_nothing_gets_one_sentence(runs, tmp_path):
     (tmp_path / "config.yaml").write_text("run: {seed: 1}")
-    with pytest.raises(ConfigError, match="has no checkpoint yet: go on with groupwise train --resume"):
+    with pytest.raises(ConfigError, match="has no checkpoint yet: resume it by groupwise train --resume"):
         find_target(str(tmp_path))
     with pytest.raises(
-        ConfigError, match="is neither the folder of a run or a model nor the name of a model"
+        ConfigError, match="is neither a folder with a run or a model nor the name of a model"
     ):
         find_target("/no/such/place")
-    with pytest.raises(ConfigError, match="neither the folder"):
+    with pytest.raises(ConfigError, match="neither a folder"):
         find_target(str(tmp_path / "config.yaml"))
     spoiled = shutil.copytree(runs["full"], tmp_path / "spoiled")
     (spoiled / "checkpoints" / "step-000002" / "state.json").write_text("{}")
@@ -242,7 +242,7 @@ def test_a_path_that_is_not_there_is_not_looked_for_elsewhere(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as error:
         find_target("runs/nosuch")
-    assert str(error.value) == "there is no folder runs/nosuch; runs holds first"
+    assert str(error.value) == "there is no folder runs/nosuch; runs contains first"
     assert find_target("owner/nosuch").base == "owner/nosuch"
 
 
@@ -250,7 +250,7 @@ def test_a_place_that_cannot_hold_results_is_refused_before_a_model_loads(tmp_pa
     (tmp_path / "file").write_text("mine")
     monkeypatch.setattr("groupwise.commands.eval.load_target", None)
     for place in (tmp_path / "file", tmp_path / "file" / "inside"):
-        with pytest.raises(ConfigError, match=f"cannot save results in {place}: .*; name another folder"):
+        with pytest.raises(ConfigError, match=f"cannot save results in {place}: .*; choose another folder"):
             evaluate_command("tiny", task="countdown", output=str(place))
     assert (tmp_path / "file").read_text() == "mine"
 

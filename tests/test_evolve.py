@@ -195,7 +195,7 @@ def test_a_search_is_measured_talked_to_and_merged_by_its_best_member(whole, tmp
     capsys.readouterr()
     for words in (["eval", checkpoint], ["merge", checkpoint, "--output-path", str(tmp_path / "other")]):
         assert cli.main(words) == 2
-        assert "holds all members of a search: name the search" in capsys.readouterr().err
+        assert "is a checkpoint of a whole population; use" in capsys.readouterr().err
 
 
 def test_a_search_has_no_answers_to_imitate(whole, capsys):

@@ -233,7 +233,7 @@ def test_strategies_run_the_tools_of_a_task_as_greedy_evaluation_does():
     assert any(measured.greedy_right)
     assert sum(right("best-of:4")) >= sum(right("self-consistency:4"))  # it chooses by the rewards
     assert len(right("tpo:1")) == 8
-    with pytest.raises(ConfigError, match="strategy budget cannot be used with tools; take one of single"):
+    with pytest.raises(ConfigError, match="strategy budget cannot be used with tools; use one of single"):
         strategy_named("budget:2", tools=True)
 
 

@@ -1,10 +1,10 @@
-"""Held-out accuracy and what it is worth.
+"""Evaluation: held-out accuracy with confidence intervals, and test-time strategies.
 
 Modules in reading order:
 
-    held_out       greedy and sampled answers to held-out prompts, scored; reading and writing the results
+    held_out       answer held-out prompts greedily and by sampling, score the answers, store the results
     intervals      confidence intervals, paired differences, pass@k, majority votes
-    contamination  which rows a run has trained on, so that it is not measured on them
-    target         what a user may name: a run, a checkpoint, a model; the benchmarks
-    strategies/    spending more tokens on an answer at test time
+    contamination  exclude examples that a run has trained on
+    target         resolve what to evaluate: a run, a checkpoint, an adapter or a model; the benchmarks
+    strategies/    test-time strategies that spend more tokens on an answer
 """

@@ -1,4 +1,4 @@
-"""Held-out accuracy: greedy, and of several sampled answers to each prompt, with intervals."""
+"""Held-out accuracy of greedy and sampled answers with confidence intervals, stored as JSON and text."""
 
 from __future__ import annotations
 
@@ -35,39 +35,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What the policy can do on prompts it never trained on."""
+    """The accuracy of a policy on held-out examples."""
 
     examples: tuple[str, ...]
-    """Fingerprints of the examples: what pairs two evaluations."""
+    """Fingerprints of the examples, by which two evaluations are paired."""
     greedy_right: tuple[bool, ...]
-    """For each example, whether the greedy answer is right."""
+    """Whether the greedy answer to each example is right."""
     sampled_right: tuple[int, ...]
-    """For each example, how many of its sampled answers are right."""
+    """Number of right sampled answers to each example."""
     samples: int
-    """Sampled answers to each example."""
+    """Number of sampled answers per example."""
     failed: int
-    """Answers that could not be scored; they count as wrong."""
+    """Number of answers whose scoring failed; they count as wrong."""
     length: float
-    """Mean tokens of a sampled answer."""
+    """Mean length of a sampled answer, in tokens."""
     majority_right: tuple[bool, ...] = ()
-    """For each example, whether most of its sampled answers agree on the right one."""
+    """Whether the majority vote over the sampled answers to each example is right."""
     formatted: tuple[int, ...] = ()
-    """For each example, how many of its sampled answers have the form asked for; empty: none was."""
+    """Number of sampled answers to each example in the requested format; empty if none is requested."""
     rewards: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Each reward by name: for each example, its mean over the sampled answers that have it, else 0."""
+    """Mean of each reward over the sampled answers to each example; a missing value counts as 0."""
     answers: tuple[Group, ...] = ()
-    """The greedy answers, to read; not kept in JSON."""
+    """The greedy answers; not stored in JSON."""
     questions: tuple[QuestionResult, ...] = ()
-    """Everything example by example, to read; not read back from JSON."""
+    """Results per example; not read back from JSON."""
 
     @property
     def averages(self) -> list[float]:
-        """Share of right samples, by example."""
+        """Share of right samples for each example."""
         return [right / self.samples for right in self.sampled_right]
 
     @property
     def passing(self) -> list[float]:
-        """Whether one of the samples is right, by example."""
+        """pass@k for each example, with k the number of samples."""
         return [pass_at_k(self.samples, right, self.samples) for right in self.sampled_right]
 
     def intervals(self) -> dict[str, Interval]:
@@ -78,14 +78,14 @@ class Evaluation:
         }
 
     def on(self, examples: Sequence[str]) -> Evaluation:
-        """Return the accuracy on some of the examples alone, by fingerprint."""
-        wanted = set(examples)
-        kept = [index for index, example in enumerate(self.examples) if example in wanted]
+        """Return the evaluation restricted to some examples, by fingerprint."""
+        selected = set(examples)
+        indices = [index for index, example in enumerate(self.examples) if example in selected]
         return replace(
             self,
-            examples=tuple(self.examples[index] for index in kept),
-            greedy_right=tuple(self.greedy_right[index] for index in kept),
-            sampled_right=tuple(self.sampled_right[index] for index in kept),
+            examples=tuple(self.examples[index] for index in indices),
+            greedy_right=tuple(self.greedy_right[index] for index in indices),
+            sampled_right=tuple(self.sampled_right[index] for index in indices),
             majority_right=(),
             formatted=(),
             rewards={},
@@ -94,14 +94,14 @@ class Evaluation:
         )
 
     def details(self) -> dict[str, Interval]:
-        """Return what is measured besides accuracy: the majority's, and keeping to the form."""
-        found: dict[str, Interval] = {}
+        """Return the accuracy of majority votes, and the share of answers in the requested format."""
+        intervals: dict[str, Interval] = {}
         if self.majority_right:
             right = sum(self.majority_right)
-            found[f"maj@{self.samples}"] = wilson(right, len(self.majority_right))
+            intervals[f"maj@{self.samples}"] = wilson(right, len(self.majority_right))
         if self.formatted:
-            found["format"] = mean_interval([count / self.samples for count in self.formatted])
-        return found
+            intervals["format"] = mean_interval([count / self.samples for count in self.formatted])
+        return intervals
 
     def metrics(self) -> dict[str, float]:
         values: dict[str, float] = {}
@@ -114,7 +114,7 @@ class Evaluation:
         return {**values, "eval/failed": float(self.failed), "eval/length": self.length}
 
     def reward_intervals(self) -> dict[str, Interval]:
-        """Of every reward that lies between 0 and 1."""
+        """Return the interval of every reward that lies between 0 and 1."""
         return {
             name: mean_interval(values)
             for name, values in self.rewards.items()
@@ -125,7 +125,7 @@ class Evaluation:
         return " · ".join(f"{name} {interval}" for name, interval in self.intervals().items())
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything but the answers; `from_json` reads it back."""
+        """Return everything except the answers; `from_json` is the inverse."""
         return {
             **self.metrics(),
             "samples": self.samples,
@@ -135,7 +135,7 @@ class Evaluation:
             "majority_right": [int(right) for right in self.majority_right],
             "formatted": list(self.formatted),
             "rewards": {name: list(values) for name, values in self.rewards.items()},
-            "questions": [asdict(question) for question in self.questions],
+            "questions": [asdict(question_result) for question_result in self.questions],
         }
 
     @classmethod
@@ -166,18 +166,18 @@ def evaluate(
     tools: Tools | None = None,
     processes: Processes | None = None,
 ) -> Evaluation:
-    """Answer every example once greedily and `samples` times as in training, and score the answers.
+    """Answer every example once greedily and `samples` times by sampling, and score the answers.
 
-    The same seed gives the same noise whenever it is called, so two evaluations can be paired. Several
-    processes each answer a share of the examples, and all return the whole.
+    The same seed gives the same sampling noise in every call, so two evaluations can be paired. With several
+    processes, each answers a share of the examples, and all return the complete evaluation.
     """
-    # Not above: who only reads evaluations need not wait for torch.
+    # Imported here, because reading evaluations should not import torch.
     from groupwise.parallel.processes import Processes
     from groupwise.rollout.collect import collect
 
     processes = processes or Processes()
 
-    def answers(how: Sampling, count: int) -> list[Group]:
+    def answers(sampling: Sampling, count: int) -> list[Group]:
         own: list[Group] = []
         with processes.together():
             own = collect(
@@ -185,7 +185,7 @@ def evaluate(
                 ask=task.ask,
                 codec=codec,
                 engine=engine,
-                sampling=how,
+                sampling=sampling,
                 group_size=count,
                 seed_parts=(seed, "evaluate"),
                 tools=tools,
@@ -196,17 +196,19 @@ def evaluate(
 
     greedy = answers(replace(sampling, temperature=0.0), 1)
     sampled = answers(sampling, samples)
-    drawn = [rollout for group in sampled for rollout in group.rollouts]
-    questions = question_by_question(task, greedy, sampled)
+    rollouts = [rollout for group in sampled for rollout in group.rollouts]
+    questions = question_results(task, greedy, sampled)
     return Evaluation(
         examples=tuple(example.fingerprint for example in examples),
-        greedy_right=tuple(question.greedy_right for question in questions),
-        sampled_right=tuple(question.right for question in questions),
-        majority_right=tuple(question.majority_right for question in questions) if task.predicted else (),
-        formatted=tuple(question.formatted for question in questions) if task.format else (),
+        greedy_right=tuple(question_result.greedy_right for question_result in questions),
+        sampled_right=tuple(question_result.right for question_result in questions),
+        majority_right=tuple(question_result.majority_right for question_result in questions)
+        if task.predicted
+        else (),
+        formatted=tuple(question_result.formatted for question_result in questions) if task.format else (),
         samples=samples,
         failed=sum(r.error is not None for group in (*greedy, *sampled) for r in group.rollouts),
-        length=sum(rollout.length for rollout in drawn) / len(drawn),
+        length=sum(rollout.length for rollout in rollouts) / len(rollouts),
         rewards=mean_rewards(sampled),
         answers=tuple(greedy),
         questions=tuple(questions),
@@ -214,7 +216,7 @@ def evaluate(
 
 
 def mean_rewards(groups: Sequence[Group]) -> dict[str, tuple[float, ...]]:
-    """Return each reward's mean over the members of each group; a failed member counts as 0."""
+    """Return the mean of each reward over the rollouts of each group; a failed rollout counts as 0."""
     names = dict.fromkeys(name for group in groups for rollout in group.rollouts for name in rollout.rewards)
     return {
         name: tuple(fmean(rollout.rewards.get(name, 0.0) for rollout in group.rollouts) for group in groups)
@@ -223,9 +225,9 @@ def mean_rewards(groups: Sequence[Group]) -> dict[str, tuple[float, ...]]:
 
 
 def compare(before: Evaluation, after: Evaluation) -> dict[str, Difference]:
-    """Return the change on the examples that both have, greedy and, with equally many samples, sampled.
+    """Return the paired differences on the examples that both evaluations share.
 
-    Empty when there are too few such examples to say anything.
+    Sampled metrics require equal numbers of samples. Empty if there are fewer than two shared examples.
     """
 
     def change(earlier: Sequence[float], later: Sequence[float]) -> Difference:
@@ -247,7 +249,7 @@ def compare(before: Evaluation, after: Evaluation) -> dict[str, Difference]:
 
 
 def transcripts(result: Evaluation, *, count: int) -> str:
-    """Return the first greedy answers with their prompts and rewards, to read."""
+    """Return the first greedy answers with their prompts and rewards, as text."""
     assert result.answers, "an evaluation read from JSON has no answers"
     pairs = list(zip(result.answers, result.greedy_right, strict=True))[:count]
     return ("=" * 78 + "\n").join(transcript(group.rollouts[0], right=right) for group, right in pairs)
@@ -263,18 +265,18 @@ def transcript(rollout: Rollout, *, right: bool) -> str:
 
 
 def as_text(rollout: Rollout) -> str:
-    """Return the prompt as one text, with the role before each message of a chat."""
+    """Return the prompt as text, with the role before each message of a chat."""
     if isinstance(rollout.prompt, str):
         return rollout.prompt
     return "\n".join(f"[{message['role']}] {message['content']}" for message in rollout.prompt)
 
 
 TRANSCRIPTS = 10
-"""Answers in the text file."""
+"""Number of answers in the text file."""
 
 
 def make_writable(folder: Path) -> None:
-    """Make the folder, and a file in it: what cannot be written is found before hours of measuring."""
+    """Create the folder and a file in it, to fail before hours of evaluation rather than after."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -283,11 +285,11 @@ def make_writable(folder: Path) -> None:
 
 
 def cannot_save(folder: Path, error: OSError) -> str:
-    return f"cannot save results in {folder}: {error.strerror or error}; name another folder by --output"
+    return f"cannot save results in {folder}: {error.strerror or error}; choose another folder by --output"
 
 
 def write_evaluation(folder: Path, name: str, result: Evaluation, *, about: Mapping[str, Any]) -> Path:
-    """Write both files, the JSON last: where it is, the other is too."""
+    """Write the text file, then the JSON file: if the JSON exists, so does the text."""
     write_atomically(folder / f"{name}.txt", transcripts(result, count=TRANSCRIPTS))
     path = folder / f"{name}.json"
     write_atomically(path, json.dumps({**about, **result.to_json()}, indent=1))
@@ -295,18 +297,18 @@ def write_evaluation(folder: Path, name: str, result: Evaluation, *, about: Mapp
 
 
 def read_evaluation(run: RunFolder, name: str) -> Evaluation | None:
-    """Return an evaluation that was written earlier; None when there is none."""
+    """Return a stored evaluation, or None if there is none."""
     path = run.evaluations / f"{name}.json"
     try:
         return Evaluation.from_json(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is damaged ({error!r}): move it away") from error
+        raise ConfigError(f"{path} is damaged ({error!r}): move or delete it") from error
 
 
 def unused_name(folder: Path, stem: str) -> str:
-    """Return the stem, numbered when an evaluation of that name exists."""
+    """Return the stem, with a number if an evaluation of that name exists."""
     name, number = stem, 1
     while (folder / f"{name}.json").exists():
         number += 1
@@ -316,43 +318,41 @@ def unused_name(folder: Path, stem: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuestionResult:
-    """One held-out example and what became of it."""
+    """The results of one held-out example."""
 
     asked: str
     kind: str | None
-    """How hard it is, in the task's words."""
+    """The task's difficulty class of the example."""
     truth: str
     greedy: str | None
-    """The answer that the greedy completion states."""
+    """The answer extracted from the greedy completion."""
     greedy_right: bool
     right: int
-    """Sampled completions that are right."""
+    """Number of right sampled completions."""
     formatted: int
-    """Sampled completions in the form that was asked for."""
+    """Number of sampled completions in the requested format."""
     majority_right: bool
-    """Whether the answer that most of them state is right."""
+    """Whether the majority vote is right."""
     votes: Mapping[str, int]
-    """How many sampled completions state each answer, the most stated first."""
+    """Number of sampled completions for each extracted answer, the most frequent first."""
     error: str | None = None
-    """Why a completion could not be scored: of the first such one."""
+    """The first scoring error, if any."""
 
 
-def question_by_question(
-    task: Task, greedy: Sequence[Group], sampled: Sequence[Group]
-) -> list[QuestionResult]:
-    """Look at each example's greedy answer and at its sampled ones, all of them scored."""
-    return [question(task, one, several) for one, several in zip(greedy, sampled, strict=True)]
+def question_results(task: Task, greedy: Sequence[Group], sampled: Sequence[Group]) -> list[QuestionResult]:
+    """Combine the scored greedy and sampled answers to each example."""
+    return [question_result(task, one, several) for one, several in zip(greedy, sampled, strict=True)]
 
 
-def question(task: Task, greedy: Group, sampled: Group) -> QuestionResult:
+def question_result(task: Task, greedy: Group, sampled: Group) -> QuestionResult:
     (best,) = greedy.rollouts
-    stated = [states(task, rollout) for rollout in sampled.rollouts]
+    stated = [stated_answer(task, rollout) for rollout in sampled.rollouts]
     chosen = majority(stated, task.alike)
     return QuestionResult(
         asked=question_in(best.prompt),
         kind=task.difficulty(greedy.example) if task.difficulty else None,
         truth=truth_of(task, greedy.example),
-        greedy=states(task, best),
+        greedy=stated_answer(task, best),
         greedy_right=task.is_right(best),
         right=sum(map(task.is_right, sampled.rollouts)),
         formatted=sum(map(task.is_formatted, sampled.rollouts)),
@@ -362,13 +362,13 @@ def question(task: Task, greedy: Group, sampled: Group) -> QuestionResult:
     )
 
 
-def states(task: Task, rollout: Rollout) -> str | None:
-    """Return the answer that a completion states: all of it, where the task does not say how to find it."""
+def stated_answer(task: Task, rollout: Rollout) -> str | None:
+    """Return the answer that a completion states; the whole text if the task has no `predicted`."""
     return task.predicted(rollout.text) if task.predicted else rollout.text.strip()
 
 
 def question_in(prompt: Prompt) -> str:
-    """Return the question alone: the last message that is the user's."""
+    """Return the question of a prompt: its last user message."""
     if isinstance(prompt, str):
         return prompt
     questions = [str(message["content"]) for message in prompt if message["role"] == "user"]

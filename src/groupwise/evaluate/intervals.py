@@ -1,4 +1,4 @@
-"""What a measured accuracy is worth: intervals, pass@k and paired comparisons."""
+"""Statistics of accuracy: confidence intervals, pass@k, paired comparisons and majority votes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import NormalDist, fmean
 
 Z = NormalDist().inv_cdf(0.975)
-"""Half width of a 95 % interval, in standard errors: 1.96."""
+"""Half-width of a 95 % interval in standard errors: 1.96."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +25,16 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How much better the same prompts are answered after than before."""
+    """The paired difference of two evaluations on the same prompts."""
 
     mean: float
     low: float
     high: float
     improved: int
-    """Prompts answered better after."""
+    """Number of prompts with a higher score after."""
     worsened: int
     p_value: float
-    """Of a split this uneven if every prompt were as likely to improve as to worsen."""
+    """Two-sided p-value of the sign test."""
 
     def __str__(self) -> str:
         points = (100 * value for value in (self.mean, self.low, self.high))
@@ -42,13 +42,13 @@ class Difference:
 
 
 def wilson(successes: float, trials: float) -> Interval:
-    """The Wilson score interval of a proportion.
+    """Return the Wilson score interval of a proportion.
 
     Unlike mean ± 1.96 standard errors it stays inside 0 and 1, and is not empty at 0 of n or n of n
     (Brown, Cai & DasGupta 2001). A fractional number of trials is an effective sample size.
     """
     if trials <= 0 or not 0 <= successes <= trials:
-        raise ValueError(f"needs 0 <= successes <= trials and a trial, got {successes} of {trials}")
+        raise ValueError(f"requires 0 <= successes <= trials and trials > 0; got {successes} of {trials}")
     mean = successes / trials
     shrink = 1 + Z**2 / trials
     centre = (mean + Z**2 / (2 * trials)) / shrink
@@ -57,18 +57,17 @@ def wilson(successes: float, trials: float) -> Interval:
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """The interval of a mean of per-prompt scores between 0 and 1, such as avg@k or pass@k.
+    """Return the interval of a mean of per-prompt scores between 0 and 1, such as avg@k or pass@k.
 
-    The prompt is the unit: k answers to one prompt succeed or fail together, so counting them as k
-    trials would make the interval too narrow. The spread between prompts says how many independent
-    trials the answers are worth, n = p (1 - p) / var(mean), and the Wilson interval is taken at that
-    effective size (Franco et al. 2019). Few prompts show too little of the spread, so the variance counts
-    two further prompts, each as far from the mean as the furthest, and Student's quantile replaces the
-    normal one. Scores of 0 and 1 are counted exactly, and scores that do not vary at all tell nothing
-    about spread: in both cases each prompt is one trial. benchmarks/coverage.py measures the coverage.
+    The prompt is the sampling unit: k answers to one prompt are correlated, so counting them as k trials
+    would make the interval too narrow. The variance between prompts gives the effective number of trials,
+    n = p (1 - p) / var(mean), at which the Wilson interval is taken (Franco et al. 2019). A few prompts
+    underestimate the variance. It therefore counts two additional prompts, each as far from the mean as the
+    furthest, and Student's quantile replaces the normal one. If all scores are 0 or 1, or all are equal, each
+    prompt is one trial. benchmarks/coverage.py measures the coverage.
     """
     if not values or not all(0 <= value <= 1 for value in values):
-        raise ValueError("needs at least one score, each between 0 and 1")
+        raise ValueError("requires at least one score, each between 0 and 1")
     count, mean = len(values), fmean(values)
     if all(value in (0, 1) for value in values) or min(values) == max(values):
         return wilson(mean * count, count)
@@ -80,29 +79,29 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that k answers drawn from n, of which c are correct, hold a correct one.
+    """Return the probability that k answers drawn from n, of which c are correct, contain a correct one.
 
     Unbiased, unlike 1 - (1 - c/n)^k (Chen et al., arXiv 2107.03374).
     """
     if not 0 <= c <= n or not 0 < k <= n:
-        raise ValueError(f"needs 0 <= c <= n and 0 < k <= n, got n={n}, c={c}, k={k}")
+        raise ValueError(f"requires 0 <= c <= n and 0 < k <= n; got n={n}, c={c}, k={k}")
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def paired_difference(before: Sequence[float], after: Sequence[float]) -> Difference:
-    """Compare two scores of each prompt: an interval of the mean difference, and a sign test.
+    """Compare two scores of each prompt: the interval of the mean difference, and a sign test.
 
-    The interval is that of Bonett & Price (2012), with Student's quantile: it counts two further prompts,
-    one that improved and one that worsened, each by the largest change seen. Without them ten of ten
-    improved prompts, which do not vary, would leave an interval of no width. Where no prompt changed, the
-    two change by the whole range of the scores.
+    The interval is that of Bonett & Price (2012), with Student's quantile. It counts two additional prompts,
+    one that improved and one that worsened, each by the largest observed change. Without them, ten improved
+    prompts out of ten would give an interval of zero width. If no prompt changed, the two change by the whole
+    range of the scores.
 
-    On scores of 0 and 1 the sign test is McNemar's exact test; on averages it assumes nothing about
-    how the differences are distributed.
+    For scores of 0 and 1 the sign test is McNemar's exact test. For averages it makes no assumption about
+    the distribution of the differences.
     """
     differences = [later - earlier for earlier, later in zip(before, after, strict=True)]
     if len(differences) < 2:
-        raise ValueError("a paired difference needs at least two prompts")
+        raise ValueError("a paired difference requires at least two prompts")
     count, mean = len(differences), fmean(differences)
     scores = (*before, *after)
     range_ = max(1.0, max(scores) - min(scores))
@@ -124,14 +123,14 @@ def paired_difference(before: Sequence[float], after: Sequence[float]) -> Differ
 
 
 def sign_test(improved: int, worsened: int) -> float:
-    """The two-sided p-value of a split under fair coin flips, by exact counting."""
+    """Return the exact two-sided p-value of a split under fair coin flips."""
     flips = improved + worsened
     tail = sum(math.comb(flips, heads) for heads in range(min(improved, worsened) + 1))
     return min(1.0, 2 * tail / (1 << flips))
 
 
 def student_quantile(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t, by its expansion around the normal (Abramowitz & Stegun 26.7.5)."""
+    """Return the 97.5 % quantile of Student's t, by an expansion (Abramowitz & Stegun 26.7.5)."""
     if degrees <= 2:
         return (12.7062047, 4.3026527)[degrees - 1]  # too heavy-tailed for the expansion
     terms = (
@@ -147,7 +146,7 @@ Alike = Callable[[str, str], bool]
 
 
 def ballots(answers: Sequence[str | None], alike: Alike) -> list[list[int]]:
-    """Return who states each different answer, by index, the most stated first; no answer is no vote.
+    """Group the indices of equal answers, the most frequent first; None is not counted.
 
     Example: ["72", None, "70", "72.0"] -> [[0, 3], [2]]
     """
@@ -162,10 +161,10 @@ def ballots(answers: Sequence[str | None], alike: Alike) -> list[list[int]]:
                 break
         else:
             votes.append([index])
-    return sorted(votes, key=len, reverse=True)  # stable: of equally many, the one stated first
+    return sorted(votes, key=len, reverse=True)  # stable: among ties, the first answer wins
 
 
 def majority(answers: Sequence[str | None], alike: Alike) -> int | None:
-    """Return the first index that states the most frequent answer; None when nobody states one."""
+    """Return the first index of the most frequent answer; None if there are no answers."""
     votes = ballots(answers, alike)
     return votes[0][0] if votes else None

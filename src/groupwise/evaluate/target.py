@@ -1,4 +1,4 @@
-"""What a user may name to be measured: a run, one of its checkpoints, an adapter, or a model."""
+"""Resolve what to evaluate: a run, one of its checkpoints, an adapter or a model; and the benchmarks."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The weights to measure, and the run they come from."""
+    """The weights to evaluate, and the run they come from."""
 
     name: str
-    """As the user wrote it."""
+    """The name that the user gave."""
     base: str | None = None
-    """The model by name; None: the run's own."""
+    """Name or path of the base model. None: the run's own."""
     trained: Path | None = None
-    """A folder with the weights, or the adapter on `base`, to measure."""
+    """Folder with the trained weights, or with an adapter on `base`."""
     rank: int = 0
-    """Of that adapter; 0: `trained` is a whole model."""
+    """Rank of the adapter; 0 if `trained` is a full model."""
     run: RunFolder | None = None
     cursor: int = 0
-    """Training examples that the run had drawn by then."""
+    """Number of training examples that the run had drawn."""
     code: Mapping[str, str] | None = None
-    """The fingerprints of the task's functions that it was trained with, where they were kept."""
+    """Fingerprints of the task's functions at training time, if they were saved."""
     agent: Path | None = None
-    """The settings of the agent that was saved there."""
+    """Settings file of a saved agent."""
 
     @property
     def settings(self) -> Path | None:
-        """The file with the settings that it was trained with, where there is one."""
+        """The settings file of the training, if there is one."""
         return self.run.config if self.run else self.agent
 
     @property
@@ -49,7 +49,7 @@ class Target:
 
 
 def find_target(name: str) -> Target:
-    """Tell what a name means; raise ConfigError when it means nothing."""
+    """Resolve a name; raise ConfigError if it is neither a run nor a model."""
     path = Path(name).expanduser()
     if name not in BUILT_IN and path.is_dir():
         if is_run(path):
@@ -64,23 +64,23 @@ def find_target(name: str) -> Target:
             return Target(name=name, base=adapter_base(path), trained=path, rank=rank, agent=agent)
         if (path / "config.json").is_file():
             return Target(name=name, base=str(path), agent=agent)
-        raise ConfigError(f"{name} holds neither a run (config.yaml) nor a model (config.json, {ADAPTER})")
+        raise ConfigError(f"{name} contains neither a run (config.yaml) nor a model (config.json, {ADAPTER})")
     if looks_like_path(path):
-        raise ConfigError(f"there is no folder {name}; {path.parent} holds {held_by(path.parent)}")
+        raise ConfigError(f"there is no folder {name}; {path.parent} contains {subfolders(path.parent)}")
     if path.exists() or not HUB_NAME.fullmatch(name):
-        raise ConfigError(f"{name} is neither the folder of a run or a model nor the name of a model")
+        raise ConfigError(f"{name} is neither a folder with a run or a model nor the name of a model")
     return Target(name=name, base=name)
 
 
 def looks_like_path(path: Path) -> bool:
-    """Whether a name that is not there is one of a folder: it has its place in a folder that is there."""
+    """Whether a name is a path that does not exist: its parent folder does."""
     return not path.exists() and len(path.parts) > 1 and path.parent.is_dir()
 
 
-def held_by(folder: Path) -> str:
-    """The folders that are there instead."""
+def subfolders(folder: Path) -> str:
+    """Return the names of the first subfolders, or "no folders"."""
     names = sorted(one.name for one in folder.iterdir() if one.is_dir() and not one.name.startswith("."))
-    return ", ".join(names[:8]) + (", …" if len(names) > 8 else "") if names else "none"
+    return ", ".join(names[:8]) + (", …" if len(names) > 8 else "") if names else "no folders"
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -93,19 +93,19 @@ def is_elite(path: Path) -> bool:
 
 
 def of_run(name: str, run: RunFolder) -> Target:
-    """A run is measured at its last checkpoint; a search by its best member."""
+    """Return the last checkpoint of a run, or the best member of a population."""
     search = is_search(run)
     checkpoint = latest_checkpoint(run.checkpoints)
     if checkpoint is None:
         command = "evolve" if search else "train"
-        raise ConfigError(f"{name} has no checkpoint yet: go on with groupwise {command} --resume {name}")
+        raise ConfigError(f"{name} has no checkpoint yet: resume it by groupwise {command} --resume {name}")
     return of_elite(name, run, checkpoint) if search else of_checkpoint(name, checkpoint)
 
 
 def of_elite(name: str, run: RunFolder, checkpoint: Path) -> Target:
-    """A search's best member has learned from no more examples than its last checkpoint counts."""
+    """Return the best member of a population; its last checkpoint bounds the examples it has seen."""
     if not run.elite.is_dir():
-        raise ConfigError(f"{name} has no best member yet: go on with groupwise evolve --resume {name}")
+        raise ConfigError(f"{name} has no best member yet: resume it by groupwise evolve --resume {name}")
     rank = adapter_settings(run.elite)["r"]
     state = verify(checkpoint)
     return Target(
@@ -114,11 +114,11 @@ def of_elite(name: str, run: RunFolder, checkpoint: Path) -> Target:
 
 
 def of_checkpoint(name: str, checkpoint: Path) -> Target:
-    """A checkpoint is checked; its run's settings say whether it holds an adapter, and on which model."""
+    """Verify a checkpoint. The run's settings decide whether it is an adapter, and on which model."""
     run = run_of(checkpoint)
     if is_search(run):
         raise ConfigError(
-            f"{name} holds all members of a search: name the search, {run.path}, for the best of them"
+            f"{name} is a checkpoint of a whole population; use {run.path} to evaluate its best member"
         )
     state = verify(checkpoint)
     rank = read_config(run.config).lora.r or 0
@@ -132,7 +132,7 @@ def is_search(run: RunFolder) -> bool:
 
 
 def run_of(checkpoint: Path) -> RunFolder:
-    """Return the folder that holds the folder `checkpoints`, whether or not it is a run's."""
+    """Return the parent of the folder `checkpoints`, whether or not it is a run."""
     return RunFolder(checkpoint.resolve().parent.parent)
 
 
@@ -141,15 +141,15 @@ SUFFIXES = (".jsonl.gz", ".jsonl", ".json", ".parquet")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """Questions that everybody measures with, under the verifier of a task."""
+    """A standard benchmark, scored by the rewards of a task."""
 
     task: str
     file: str
-    """What the file is called, less its suffix, in a folder of data."""
+    """File name in a data folder, without suffix."""
     hub: str | None
-    """On the Hugging Face hub. None: the task's own held-out examples."""
+    """Name on the Hugging Face Hub. None: the task's own held-out examples."""
     max_tokens: int
-    """Longest answer, for a policy that was not trained on this task."""
+    """Maximum length of an answer, for a policy that was not trained on this task."""
 
 
 BENCHMARKS: Mapping[str, Benchmark] = {
@@ -166,14 +166,14 @@ def benchmark_named(name: str) -> Benchmark:
 
 
 def source_of(benchmark: Benchmark, folder: str | None) -> str | None:
-    """Return where the questions are: in the folder, if one is given, else on the hub; None: in the task."""
+    """Return the source of the questions: a file of the folder, if given, else the Hub. None: the task."""
     if folder is None:
         return benchmark.hub
     paths = [Path(folder).expanduser() / f"{benchmark.file}{suffix}" for suffix in SUFFIXES]
-    found = next((path for path in paths if path.is_file()), None)
-    if found is None and benchmark.hub is not None:
+    file = next((path for path in paths if path.is_file()), None)
+    if file is None and benchmark.hub is not None:
         raise ConfigError(
-            f"{folder} holds no {benchmark.file}{'/'.join(SUFFIXES)}: "
-            f"without evaluate.data_dir the questions come from {benchmark.hub}"
+            f"{folder} contains no {benchmark.file}{'/'.join(SUFFIXES)}; "
+            f"unset evaluate.data_dir to load the questions from {benchmark.hub}"
         )
-    return str(found) if found else None
+    return str(file) if file else None

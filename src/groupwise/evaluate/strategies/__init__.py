@@ -1,4 +1,4 @@
-"""Test-time strategies: more tokens on one answer, by sampling several, thinking longer or revising.
+"""Test-time strategies: spend more tokens on an answer by sampling several, thinking longer or revising.
 
     strategy = strategy_named("self-consistency:8")
     sampler = Sampler(codec=policy, engine=engine, sampling=sampling, seed=0)
@@ -7,13 +7,13 @@
 
 Modules in reading order:
 
-    base               Sampler, StrategyAnswer and the type of a strategy
-    best_of_n          best-of-n and self-consistency; scoring answers without the truth
+    base               Sampler, StrategyAnswer, the type of a strategy, and the greedy baseline
+    best_of_n          best-of-n and self-consistency; AnswerScorer, which compares and scores answers
     budget_forcing     longer or shorter thinking (s1)
     tpo                test-time preference optimization
-    strategy_registry  strategies by name, and what they cost
+    strategy_registry  strategies by name; accuracy against tokens
 
-To add a strategy, write a function of the type `Strategy` and enter it in `strategy_registry.STRATEGIES`.
+To add a strategy, write a function of the type `Strategy` and add it to `strategy_registry.STRATEGIES`.
 """
 
 from groupwise.evaluate.strategies.base import Sampler, Strategy, StrategyAnswer

@@ -1,4 +1,4 @@
-"""What strategies have in common: drawing answers to prompts, and the answer that is settled on."""
+"""Common parts of strategies: the sampler, the final answer, and the greedy baseline."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyAnswer:
-    """The answer to one prompt."""
+    """The final answer to one prompt."""
 
     rollout: Rollout
-    """`rollout.text` is all of it, also what was written before the policy was made to go on."""
+    """`rollout.text` is the whole answer, including text before a forced continuation."""
     tokens: int
-    """That the policy wrote on the way, whether or not they are part of the answer."""
+    """Number of tokens that the policy generated, whether or not they are part of the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
-    """Whom strategies ask, and how."""
+    """Samples answers from the policy for a strategy."""
 
     codec: PromptCodec
     engine: Generate
     sampling: Sampling
     seed: int
     tools: Tools | None = None
-    """What the policy may call while it answers. None: it answers in one turn."""
+    """Tools that the policy may call. None: single-turn answers."""
     examples: Sequence[Example] = ()
-    """What the prompts ask about, in their order, for tools that work on a state of each."""
+    """The examples of the prompts, in order, for tools that need a state."""
 
     def draw(
         self,
@@ -46,20 +46,20 @@ class Sampler:
         sampling: Sampling | None = None,
         call_tools: bool = True,
     ) -> list[list[Rollout]]:
-        """Return `count` answers to each prompt; their noise derives from seed, purpose and prompt.
+        """Return `count` answers to each prompt. The noise is derived from seed, purpose and prompt.
 
-        An answer is a whole conversation where there are tools, unless `call_tools` is off.
+        With tools, an answer is a whole conversation, unless `call_tools` is False.
         """
         if not prompts:
             return []
         tools = self.tools if call_tools else None
-        asked = [Example({"prompt": prompt}) for prompt in prompts]
+        examples = [Example({"prompt": prompt}) for prompt in prompts]
         if tools is not None and (state := tools.state) is not None:
-            about = zip(prompts, self.examples, strict=True)
-            asked = [Example({"prompt": prompt, "about": dict(example)}) for prompt, example in about]
+            pairs = zip(prompts, self.examples, strict=True)
+            examples = [Example({"prompt": prompt, "about": dict(example)}) for prompt, example in pairs]
             tools = replace(tools, state=lambda example: state(Example(example["about"])))
         groups = collect(
-            asked,
+            examples,
             ask=lambda example: example["prompt"],
             codec=self.codec,
             engine=self.engine,
@@ -78,15 +78,15 @@ def spent(rollouts: Sequence[Rollout]) -> int:
     return sum(rollout.length for rollout in rollouts)
 
 
-def single(prompts: Sequence[Prompt], draws: Sampler, judge: AnswerScorer) -> list[StrategyAnswer]:
-    """One answer, greedy."""
-    greedy = replace(draws.sampling, temperature=0.0)
-    drawn = draws.draw(prompts, count=1, purpose="single", sampling=greedy)
+def single(prompts: Sequence[Prompt], sampler: Sampler, scorer: AnswerScorer) -> list[StrategyAnswer]:
+    """Return one greedy answer to each prompt."""
+    greedy = replace(sampler.sampling, temperature=0.0)
+    drawn = sampler.draw(prompts, count=1, purpose="single", sampling=greedy)
     return [StrategyAnswer(rollout=rollout, tokens=rollout.length) for (rollout,) in drawn]
 
 
-def begun(prompt: Prompt, text: str) -> Prompt:
-    """Return the prompt with a beginning of the reply, which the policy is to continue."""
+def with_prefill(prompt: Prompt, text: str) -> Prompt:
+    """Return the prompt with a prefill that the policy continues."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if messages[-1]["role"] == "assistant":
         last = messages.pop()

@@ -1,11 +1,11 @@
-"""How a strategy reads and compares answers."""
+"""Best-of-n and self-consistency, and how a strategy extracts, compares and scores answers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from groupwise.evaluate.held_out import states
+from groupwise.evaluate.held_out import stated_answer
 from groupwise.evaluate.intervals import majority
 from groupwise.evaluate.strategies.base import Sampler, Strategy, StrategyAnswer, spent
 from groupwise.records import Example, Group, Rollout
@@ -16,22 +16,22 @@ from groupwise.tasks.task import Prompt, Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerScorer:
-    """What may be asked about answers without knowing the right one."""
+    """Extracts, compares and scores answers for a strategy."""
 
     states: Callable[[Rollout], str | None]
-    """The answer that a completion comes to."""
+    """Extracts the answer from a completion."""
     alike: Callable[[str, str], bool]
-    """Whether two of these are the same."""
+    """Whether two extracted answers are equal."""
     score: Callable[[int, Rollout], float]
-    """How good an answer to the prompt of this number is."""
+    """Scores an answer to the prompt at this index."""
     ends_thinking: str | None
-    """What the policy writes between thinking and answering. None: nothing, it just ends."""
+    """Text between thinking and answer. None: there is none."""
 
 
 def task_judge(task: Task, examples: Sequence[Example], *, seconds: float) -> AnswerScorer:
-    """Judge as in training: answers are compared as the task does it and scored by its rewards.
+    """Compare answers as the task does and score them by its rewards.
 
-    Where the rewards read a gold answer, choosing by them tells what a perfect judge would reach.
+    If the rewards read a gold answer, this measures the upper bound of a perfect judge.
     """
 
     def score(number: int, rollout: Rollout) -> float:
@@ -40,7 +40,7 @@ def task_judge(task: Task, examples: Sequence[Example], *, seconds: float) -> An
         return scored.reward if scored.error is None else float("-inf")
 
     return AnswerScorer(
-        states=lambda rollout: states(task, rollout),
+        states=lambda rollout: stated_answer(task, rollout),
         alike=task.alike,
         score=score,
         ends_thinking=task.ends_thinking,
@@ -48,7 +48,7 @@ def task_judge(task: Task, examples: Sequence[Example], *, seconds: float) -> An
 
 
 def plain_judge(*, ends_thinking: str | None = None) -> AnswerScorer:
-    """Judge anything: by a box, a tagged answer or the last line, and by how sure the policy was."""
+    """Compare boxes, tagged answers or last lines; score by the confidence of the policy."""
     return AnswerScorer(
         states=stated_anywhere,
         alike=lambda one, other: one.casefold() == other.casefold(),
@@ -58,28 +58,28 @@ def plain_judge(*, ends_thinking: str | None = None) -> AnswerScorer:
 
 
 def stated_anywhere(rollout: Rollout) -> str | None:
-    """Return what stands in a box or in answer tags, else the last line."""
+    """Return the content of a box or of answer tags, else the last line."""
     text = rollout.text
     for find in (last_box, final_answer, solution_of):
-        if (found := find(text)) is not None:
-            return found
+        if (answer := find(text)) is not None:
+            return answer
     lines = text.strip().splitlines()
     return lines[-1].strip() if lines else None
 
 
 def confidence(rollout: Rollout) -> float:
-    """Return the mean log-probability of the tokens that the policy chose."""
+    """Return the mean log-probability of the sampled tokens."""
     chosen = [logprob for logprob, own in zip(rollout.logprobs, rollout.trained, strict=True) if own]
     return sum(chosen) / len(chosen) if chosen else float("-inf")
 
 
 def self_consistency(count: int) -> Strategy:
-    """Take the answer that most of `count` completions come to (Wang et al., arXiv 2203.11171)."""
+    """Return the most frequent answer of `count` completions (Wang et al., arXiv 2203.11171)."""
 
-    def answer(prompts: Sequence[Prompt], draws: Sampler, judge: AnswerScorer) -> list[StrategyAnswer]:
+    def answer(prompts: Sequence[Prompt], sampler: Sampler, scorer: AnswerScorer) -> list[StrategyAnswer]:
         chosen = []
-        for rollouts in draws.draw(prompts, count=count, purpose="several"):
-            first = majority([judge.states(rollout) for rollout in rollouts], judge.alike)
+        for rollouts in sampler.draw(prompts, count=count, purpose="several"):
+            first = majority([scorer.states(rollout) for rollout in rollouts], scorer.alike)
             chosen.append(StrategyAnswer(rollout=rollouts[first or 0], tokens=spent(rollouts)))
         return chosen
 
@@ -87,12 +87,12 @@ def self_consistency(count: int) -> Strategy:
 
 
 def best_of(count: int) -> Strategy:
-    """Take the one of `count` completions that scores best, the first of several such."""
+    """Return the best-scoring of `count` completions, the first among ties."""
 
-    def answer(prompts: Sequence[Prompt], draws: Sampler, judge: AnswerScorer) -> list[StrategyAnswer]:
+    def answer(prompts: Sequence[Prompt], sampler: Sampler, scorer: AnswerScorer) -> list[StrategyAnswer]:
         chosen = []
-        for number, rollouts in enumerate(draws.draw(prompts, count=count, purpose="several")):
-            scores = [judge.score(number, rollout) for rollout in rollouts]
+        for number, rollouts in enumerate(sampler.draw(prompts, count=count, purpose="several")):
+            scores = [scorer.score(number, rollout) for rollout in rollouts]
             best = rollouts[scores.index(max(scores))]
             chosen.append(StrategyAnswer(rollout=best, tokens=spent(rollouts)))
         return chosen

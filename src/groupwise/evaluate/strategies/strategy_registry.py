@@ -1,4 +1,4 @@
-"""Strategies by name, as the command line gives them: `best-of:8`."""
+"""Strategies by name, as on the command line (`best-of:8`), and their accuracy against tokens."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ STRATEGIES: Mapping[str, tuple[Callable[[int], Strategy], int]] = {
     "budget": (budget_forcing, 2),
     "tpo": (preference_optimization, 2),
 }
-"""Each with what its number is by default: answers, answers, answers, waits, rounds."""
+"""Each strategy with the default of its number: answers, answers, answers, waits, rounds."""
 
 
 ONE_TURN = ("budget",)
-"""Strategies that rewrite a reply while it is written, which a conversation with tools does not allow."""
+"""Strategies that edit a reply during generation, which is not possible in a conversation with tools."""
 
 
 def strategy_named(name: str, *, tools: bool = False) -> Strategy:
-    """Return the strategy of a name such as `self-consistency`, or `self-consistency:16`.
+    """Return the strategy for a name such as `self-consistency` or `self-consistency:16`.
 
-    `tools`: whether the policy calls tools while it answers.
+    `tools`: whether the policy calls tools.
     """
     kind, colon, text = name.partition(":")
     if kind not in STRATEGIES:
         raise ConfigError(f"unknown strategy {kind!r}{closest(kind, STRATEGIES)}")
     if tools and kind in ONE_TURN:
         others = ", ".join(other for other in STRATEGIES if other not in ONE_TURN)
-        raise ConfigError(f"the strategy {kind} cannot be used with tools; take one of {others}")
+        raise ConfigError(f"the strategy {kind} cannot be used with tools; use one of {others}")
     make, number = STRATEGIES[kind]
     if colon:
         if not text.isdecimal():
-            raise ConfigError(f"a strategy is written NAME or NAME:NUMBER; got {name!r}")
+            raise ConfigError(f"a strategy must have the form NAME or NAME:NUMBER; got {name!r}")
         number = int(text)
     between(f"the number of {name}", number, 1)
     return make(number)
@@ -53,22 +53,22 @@ def strategy_named(name: str, *, tools: bool = False) -> Strategy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCost:
-    """Accuracy against tokens."""
+    """Accuracy and token cost of a strategy."""
 
     accuracy: Interval
     tokens: float
-    """Mean tokens that the policy wrote for one question."""
+    """Mean number of generated tokens per question."""
     right: tuple[bool, ...]
-    """By example."""
+    """Whether the answer to each example is right."""
 
 
 def spend(
     strategy: Strategy, task: Task, examples: Sequence[Example], *, draws: Sampler, seconds: float
 ) -> TokenCost:
-    """Answer every example by a strategy and score what it settles on, by the verifier of training."""
-    judge = task_judge(task, examples, seconds=seconds)
+    """Answer every example by a strategy and score the final answers by the task's rewards."""
+    scorer = task_judge(task, examples, seconds=seconds)
     draws = replace(draws, examples=examples)
-    answers = strategy([task.ask(example) for example in examples], draws, judge)
+    answers = strategy([task.ask(example) for example in examples], draws, scorer)
     right = []
     for example, answer in zip(examples, answers, strict=True):
         group = Group(example=example, rollouts=(answer.rollout,))

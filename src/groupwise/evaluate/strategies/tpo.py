@@ -1,8 +1,8 @@
-"""Test-time preference optimization: the policy compares its best and its worst answer, and tries again.
+"""Test-time preference optimization: the policy compares its best and worst answers, and tries again.
 
-After Li et al. (arXiv 2501.12895): a score picks the best and the worst answer so far, the policy says in
-words what makes the difference, turns that into advice, and answers again with the advice before it. No
-weight moves.
+After Li et al. (arXiv 2501.12895): a score selects the best and the worst answer so far. The policy
+describes the difference in words, turns it into advice, and answers again with the advice in its prompt.
+No weights are updated.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ RETRY = "{question}\n\nAdvice: {advice}"
 
 
 def preference_optimization(rounds: int, *, count: int = 4) -> Strategy:
-    """Draw `count` answers, then improve on them for `rounds` rounds; the best of all is the answer."""
+    """Draw `count` answers, improve on them for `rounds` rounds, and return the best of all."""
 
-    def answer(prompts: Sequence[Prompt], draws: Sampler, judge: AnswerScorer) -> list[StrategyAnswer]:
-        pools = [AnswerPool(prompt, number, judge) for number, prompt in enumerate(prompts)]
-        take(pools, draws.draw(prompts, count=count, purpose="several"))
+    def answer(prompts: Sequence[Prompt], sampler: Sampler, scorer: AnswerScorer) -> list[StrategyAnswer]:
+        pools = [AnswerPool(prompt, number, scorer) for number, prompt in enumerate(prompts)]
+        add_answers(pools, sampler.draw(prompts, count=count, purpose="several"))
         for turn in range(rounds):
-            compared = note(draws, [pool.compare() for pool in pools], purpose=f"compare {turn}")
-            advised = note(draws, [advise(words) for (words,) in compared], purpose=f"advise {turn}")
+            compared = comment(sampler, [pool.compare() for pool in pools], purpose=f"compare {turn}")
+            advised = comment(sampler, [advise(words) for (words,) in compared], purpose=f"advise {turn}")
             for pool, (words,), (advice,) in zip(pools, compared, advised, strict=True):
                 pool.tokens += words.length + advice.length
             retries = [retry(pool.prompt, advice) for pool, (advice,) in zip(pools, advised, strict=True)]
-            take(pools, draws.draw(retries, count=count, purpose=f"retry {turn}"))
+            add_answers(pools, sampler.draw(retries, count=count, purpose=f"retry {turn}"))
         return [StrategyAnswer(rollout=pool.best, tokens=pool.tokens) for pool in pools]
 
     return answer
 
 
 class AnswerPool:
-    """Every answer to one prompt so far, with its score."""
+    """All answers to one prompt so far, with their scores."""
 
-    def __init__(self, prompt: Prompt, number: int, judge: AnswerScorer) -> None:
+    def __init__(self, prompt: Prompt, number: int, scorer: AnswerScorer) -> None:
         self.prompt = prompt
         self.number = number
-        self.judge = judge
+        self.scorer = scorer
         self.scored: list[tuple[float, Rollout]] = []
         self.tokens = 0
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
-        self.scored += [(self.judge.score(self.number, rollout), rollout) for rollout in rollouts]
+        self.scored += [(self.scorer.score(self.number, rollout), rollout) for rollout in rollouts]
         self.tokens += spent(rollouts)
 
     @property
@@ -64,12 +64,12 @@ class AnswerPool:
         return COMPARE.format(question=question_in(self.prompt), best=self.best.text, worst=worst.text)
 
 
-def note(draws: Sampler, prompts: Sequence[Prompt], *, purpose: str) -> list[list[Rollout]]:
-    """Let the policy write about answers: one turn, in which there is nothing to look up."""
-    return draws.draw(prompts, count=1, purpose=purpose, call_tools=False)
+def comment(sampler: Sampler, prompts: Sequence[Prompt], *, purpose: str) -> list[list[Rollout]]:
+    """Let the policy comment on answers in one turn without tools."""
+    return sampler.draw(prompts, count=1, purpose=purpose, call_tools=False)
 
 
-def take(pools: Sequence[AnswerPool], drawn: Sequence[Sequence[Rollout]]) -> None:
+def add_answers(pools: Sequence[AnswerPool], drawn: Sequence[Sequence[Rollout]]) -> None:
     for pool, rollouts in zip(pools, drawn, strict=True):
         pool.add(rollouts)
 
@@ -79,10 +79,10 @@ def advise(comparison: Rollout) -> Prompt:
 
 
 def retry(prompt: Prompt, advice: Rollout) -> Prompt:
-    """Return the prompt with the advice behind the question; all else, a begun reply too, stays."""
+    """Return the prompt with the advice after the question; everything else, such as a prefill, stays."""
     if isinstance(prompt, str):
         return RETRY.format(question=prompt, advice=advice.text)
-    last = max(place for place, message in enumerate(prompt) if message["role"] == "user")
+    last = max(index for index, message in enumerate(prompt) if message["role"] == "user")
     messages: list[Message] = list(prompt)
     content = RETRY.format(question=messages[last]["content"], advice=advice.text)
     messages[last] = {**messages[last], "content": content}
