@@ -259,8 +259,8 @@ def test_where_no_page_can_be_fetched_the_command_says_why(site, tmp_path, capsy
 
     rows.write_text("".join(json.dumps({"question": "q?", "answer": "a", "url": url}) + "\n" for url in urls))
     assert said() == (
-        "error: none of 3 pages could be fetched: 3 × private address; --allow-private fetches from private "
-        "addresses too"
+        "error: none of 3 pages could be fetched: 3 × private address; use --allow-private to fetch from "
+        "private addresses"
     )
     assert said("--allow-private") == (
         "error: none of 3 pages could be fetched: 2 × robots.txt, 1 × status 404"

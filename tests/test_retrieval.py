@@ -33,7 +33,7 @@ from groupwise.retrieval.documents import (
 )
 from groupwise.retrieval.embed import Lsa, embedding_named
 from groupwise.retrieval.index_storage import Manifest
-from groupwise.retrieval.ranking import Ranking, best, fuse
+from groupwise.retrieval.ranking import Ranking, fuse, top_k
 from groupwise.retrieval.search_index import Index, ndcg, reciprocal_rank
 
 # Chunks
@@ -125,8 +125,8 @@ def test_postings_come_back_from_disk(tmp_path):
 
 
 def test_the_best_come_first_and_equals_go_by_number():
-    assert best(np.array([1.0, 3.0, 1.0, 1.0], np.float32), 2) == ([1, 0], [3.0, 1.0])
-    assert best(np.array([0.0, 3.0, 0.0], np.float32), 2, above=0.0) == ([1], [3.0])
+    assert top_k(np.array([1.0, 3.0, 1.0, 1.0], np.float32), 2) == ([1, 0], [3.0, 1.0])
+    assert top_k(np.array([0.0, 3.0, 0.0], np.float32), 2, above=0.0) == ([1], [3.0])
 
 
 @pytest.mark.parametrize("size", [3, 64, 700])
@@ -135,7 +135,7 @@ def test_the_best_are_those_of_a_whole_sort(size):
     for count in (1, 5, 100):
         sorted_ = sorted(range(size), key=lambda n: (-scores_N[n], n))
         expected = [n for n in sorted_ if scores_N[n] > 3][:count]
-        assert best(scores_N, count, above=3.0) == (expected, scores_N[expected].tolist())
+        assert top_k(scores_N, count, above=3.0) == (expected, scores_N[expected].tolist())
 
 
 def test_a_common_term_counts_as_any_other():
@@ -285,11 +285,11 @@ def test_a_deleted_chunk_takes_no_place_in_an_index_that_is_opened_again(index):
 def test_a_document_given_twice_is_refused_before_anything_is_touched(index, tmp_path):
     before = index.search("what does a fox eat")
     twice = [Document("fox", "Foxes bark."), Document("fox", "Foxes dig.")]
-    with pytest.raises(ConfigError, match="the document fox is given 2 times"):
+    with pytest.raises(ConfigError, match="the document id fox occurs 2 times"):
         index.add(twice)
     for either in (index, Index.open(index.folder)):
         assert either.search("what does a fox eat") == before
-    with pytest.raises(ConfigError, match="the document fox is given 2 times"):
+    with pytest.raises(ConfigError, match="the document id fox occurs 2 times"):
         Index.build(tmp_path / "new", twice, Manifest(store=index.manifest.store))
     assert not (tmp_path / "new").exists()
 
@@ -317,14 +317,14 @@ def test_the_same_text_is_indexed_once(tmp_path):
 
 
 def test_a_damaged_or_half_built_index_is_refused_with_a_sentence(tmp_path):
-    with pytest.raises(ConfigError, match="no finished index"):
+    with pytest.raises(ConfigError, match="no complete index"):
         Index.open(tmp_path / "nowhere")
     built = Index.build(tmp_path / "i", DOCUMENTS, Manifest(store="files"))
     vectors = built.folder / "vectors.f32"
     vectors.write_bytes(vectors.read_bytes()[:-7])
-    with pytest.raises(ConfigError, match="anew"):
+    with pytest.raises(ConfigError, match="rebuild the index"):
         Index.open(built.folder)
-    with pytest.raises(ConfigError, match="already holds an index"):
+    with pytest.raises(ConfigError, match="already contains an index"):
         Index.build(tmp_path / "i", DOCUMENTS, Manifest(store="files"))
     (built.folder / "manifest.json").write_text("{")
     with pytest.raises(ConfigError, match="damaged"):
@@ -492,13 +492,13 @@ def test_the_command_builds_searches_and_measures(tmp_path, capsys):
     ("option", "text", "fault"),
     [
         ("--documents", '{"id": ', "line 1: not JSON: "),
-        ("--documents", '{"id": "1", "text": "\\ud83d"}', "line 1: its text is not Unicode"),
+        ("--documents", '{"id": "1", "text": "\\ud83d"}', "line 1: the text is not valid Unicode"),
         ("--documents", "[1]", "line 1: expected a dict of columns, got list"),
         ("--documents", '\n{"id": 5, "text": 7}', "line 2: `text` must be text; got 7"),
         (
             "--documents",
             '{"id": "a", "text": "b", "synonyms": 5}',
-            "line 1: `synonyms` must be a list, or text with | in between; got 5",
+            "line 1: `synonyms` must be a list, or text separated by |; got 5",
         ),
         ("--data", '{"question": "q?", "answer": 5}', "line 1: `answer` must be text; got 5"),
         ("--data", '{"question": 5, "answer": "a"}', "line 1: `question` must be text; got 5"),
@@ -541,7 +541,7 @@ def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path, capsys, n
 def test_a_fault_in_a_parquet_file_is_named_with_the_row(tmp_path):
     path = tmp_path / "d.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"id": ["a", "b"], "text": ["c", None]}), path)
-    with pytest.raises(ConfigError, match=r"d\.parquet, row 2: a document needs `id` and `text`"):
+    with pytest.raises(ConfigError, match=r"d\.parquet, row 2: a document requires `id` and `text`"):
         read_documents(path)
 
 

@@ -10,14 +10,20 @@ from groupwise.retrieval.bm25 import BM25Index
 from groupwise.retrieval.documents import Document, RetrievalQuestion
 from groupwise.retrieval.embed import unit
 from groupwise.retrieval.index_storage import Manifest
-from groupwise.retrieval.query_adapter import SHARPNESS, contrast, divided, learn_questions, turned
+from groupwise.retrieval.query_adapter import (
+    SHARPNESS,
+    adapt_queries,
+    contrastive_loss,
+    split_questions,
+    train_adapter,
+)
 from groupwise.retrieval.search_index import Index
 
 
 def test_held_out_questions_take_no_part_and_no_document_is_on_both_sides():
     questions = [RetrievalQuestion(f"q{n}", (f"d{n % 50}",), held_out=n % 7 == 0) for n in range(300)]
     numbers = {f"d{n}": [n] for n in range(49)}  # d49 is not in the index
-    learned_from, chosen_by = divided(questions, numbers)
+    learned_from, chosen_by = split_questions(questions, numbers)
     assert learned_from
     assert chosen_by
     assert not any(question.held_out for question in learned_from + chosen_by)
@@ -30,7 +36,7 @@ def test_the_contrast_is_over_the_passages_of_the_whole_batch():
     questions = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     passages = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [1.0, 0.0]])  # two candidates of each
     right = torch.tensor([[True, False], [True, False]])
-    loss = contrast(questions, torch.zeros(2, 2), passages, right)
+    loss = contrastive_loss(questions, torch.zeros(2, 2), passages, right)
     # Each right passage has score 20; of the three others one has it too.
     expected = np.log(2 + 2 * np.exp(-SHARPNESS))
     assert float(loss) == pytest.approx(expected, abs=1e-5)
@@ -44,12 +50,12 @@ def test_a_turn_that_questions_share_is_learned_and_holds_for_others():
     words = BM25Index.of([f"w{n}" for n in range(400)])
     questions = [RetrievalQuestion(f"w{n}", (f"d{n}",)) for n in range(300)]
     numbers = {f"d{n}": [n] for n in range(400)}
-    matrix = learn_questions(questions, asked[:300], passages, words, numbers)
+    matrix = train_adapter(questions, asked[:300], passages, words, numbers)
 
     def closeness(vectors: np.ndarray) -> float:
         return float((vectors * passages[300:]).sum(1).mean())
 
-    assert closeness(turned(asked[300:], matrix)) > closeness(asked[300:]) + 0.02
+    assert closeness(adapt_queries(asked[300:], matrix)) > closeness(asked[300:]) + 0.02
 
 
 def test_an_index_with_questions_remembers_what_it_learned(tmp_path):

@@ -1,13 +1,16 @@
-"""Documents, an index over them, and search.
+"""Retrieval: documents, a hybrid dense and sparse index over them, and search.
 
 Modules in reading order:
 
-    documents      pages, questions and chunks
-    fetch          fetch pages politely
-    embed          texts → vectors
+    documents      read documents and questions; split documents into chunks
+    fetch          fetch web pages politely
+    embed          embeddings: texts → vectors
     bm25           the sparse index
-    ranking        top-k and the fusion of dense and sparse results
-    query_adapter  learn from training questions how to query this corpus
-    index_storage  what an index keeps on disk
-    search_index   Index: add, delete, search
+    ranking        top-k selection, and fusion of dense and sparse rankings
+    query_adapter  train a linear query adapter on questions of the corpus
+    index_storage  the files of an index: manifest, chunks, vectors, questions
+    search_index   Index: build, add, delete, search; retrieval metrics
+
+    To add an embedding, implement `embed.Embedding` and return it from `embed.embedding_named`. To add a
+    store, implement `index_storage.Store` and add it to `index_storage.STORES`.
 """

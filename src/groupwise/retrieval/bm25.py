@@ -1,4 +1,7 @@
-"""The sparse index on disk: arrays, nothing that could run."""
+"""The BM25 index, in memory and on disk. The file holds plain arrays, without pickled objects.
+
+Axes: N texts, P postings of one term.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from groupwise.retrieval.documents import words_of
-from groupwise.retrieval.ranking import best
+from groupwise.retrieval.ranking import top_k
 
 
 def save_postings(path: Path, index: BM25Index) -> None:
-    """Write the postings of every term one after the other, and where each begins."""
+    """Write the postings of all terms, concatenated, with the offset of each term."""
     terms = sorted(index.terms)
     texts = [np.array(index.terms[term][0], np.int32) for term in terms]
     counts = [np.array(index.terms[term][1], np.int32) for term in terms]
@@ -33,7 +36,7 @@ def load_postings(path: Path) -> BM25Index:
     index = BM25Index()
     with np.load(path, allow_pickle=False) as saved:
         joined = saved["terms"].tobytes().decode()
-        terms = joined.split("\n") if joined else []  # a corpus may have no words to find
+        terms = joined.split("\n") if joined else []  # a corpus may have no words
         starts, texts, counts = saved["starts"], saved["texts"], saved["counts"]
         index.lengths = saved["lengths"].tolist()
     for number, term in enumerate(terms):
@@ -43,23 +46,23 @@ def load_postings(path: Path) -> BM25Index:
 
 
 Weighed = tuple[NDArray[np.int64] | slice, NDArray[np.float32]]
-"""The texts that hold a term, and what it adds to the score of each."""
+"""The texts that contain a term, and what it adds to the score of each."""
 K1, B = 1.2, 0.75
 COMMON_ONE_IN = 16
-"""A term in this share of the texts is added to all of them, 0 to most: a straight sum is faster."""
+"""A term in this share of the texts gets a dense array of scores: a plain sum is faster."""
 
 
 class BM25Index:
-    """Postings by term; texts are numbered in the order they came."""
+    """Postings by term. Texts are numbered in the order in which they were added."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
-        """Words of each text; of a removed one, what it had."""
+        """Number of words of each text, including removed ones."""
         self.removed: set[int] = set()
         self.terms: dict[str, tuple[list[int], list[int]]] = {}
-        """The texts that hold a term, and how often each does."""
+        """The texts that contain a term, and its count in each."""
         self._weighed: dict[str, Weighed] = {}
-        """Of terms that were asked for, until the corpus changes: texts, and what the term adds to each."""
+        """Cache of term weights, cleared when the corpus changes."""
         self._norms_N: NDArray[np.float32] | None = None
 
     @classmethod
@@ -84,7 +87,7 @@ class BM25Index:
         return number
 
     def remove(self, number: int) -> None:
-        """Take a text out; its number is not used again."""
+        """Remove a text; its number is not reused."""
         self.removed.add(number)
         self._changed()
 
@@ -100,15 +103,15 @@ class BM25Index:
 
     def search(self, query: str, count: int) -> tuple[list[int], list[float]]:
         """Return the numbers and scores of the best texts that share a word with the query."""
-        return best(self.scores(query), count, above=0.0)
+        return top_k(self.scores(query), count, above=0.0)
 
     def _weigh(self, term: str) -> Weighed | None:
         if term not in self.terms:
             return None
         texts_P, counts_P = (np.array(values) for values in self.terms[term])
         if self.removed:
-            there_P = ~np.isin(texts_P, list(self.removed))
-            texts_P, counts_P = texts_P[there_P], counts_P[there_P]
+            present_P = ~np.isin(texts_P, list(self.removed))
+            texts_P, counts_P = texts_P[present_P], counts_P[present_P]
         alive = len(self.lengths) - len(self.removed)
         rarity = math.log(1 + (alive - len(texts_P) + 0.5) / (len(texts_P) + 0.5))
         added_P = (rarity * counts_P / (counts_P + self._norms()[texts_P])).astype(np.float32)
@@ -121,7 +124,7 @@ class BM25Index:
         return self._weighed[term]
 
     def _norms(self) -> NDArray[np.float32]:
-        """How much its length counts against each text."""
+        """Return the length normalization of each text."""
         if self._norms_N is None:
             alive = len(self.lengths) - len(self.removed)
             total = sum(self.lengths) - sum(self.lengths[number] for number in self.removed)

@@ -1,4 +1,7 @@
-"""Words as the sparse index and the corpus-trained embedding see them."""
+"""Read documents and questions from files, split documents into chunks, and tokenize text into words.
+
+A question-answer set (`read_qa_set`) gives both: a document for each page, and questions with their pages.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,13 @@ STOP_WORDS = frozenset(
 
 
 def words_of(text: str) -> list[str]:
-    """Return the lower-case words of a text that carry meaning, plurals brought to their singular."""
-    found = (word.lower() for word in WORD.findall(text))
-    return [singular(word) for word in found if word not in STOP_WORDS]
+    """Return the lower-case words of a text in singular form, without stop words."""
+    words = (word.lower() for word in WORD.findall(text))
+    return [singular(word) for word in words if word not in STOP_WORDS]
 
 
 def singular(word: str) -> str:
-    """Drop a plural or possessive ending: a light hand that no two medical terms collide under."""
+    """Drop a plural or possessive ending. Conservative, so that distinct medical terms stay distinct."""
     word = word.removesuffix("'s").removesuffix("’s")
     if len(word) > 4 and word.endswith("ies"):
         return word[:-3] + "y"
@@ -42,24 +45,24 @@ def singular(word: str) -> str:
 
 
 BOILERPLATE = 12
-"""An answer given to this many questions answers none of them."""
+"""An answer shared by this many questions is boilerplate."""
 SYNONYMS = 3
-"""Synonyms that the context line names."""
+"""Maximum number of synonyms in the context line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One page, under the name that searches return."""
+    """One document; searches return its id."""
 
     id: str
     text: str
     context: str = ""
-    """A line that stands before every chunk of it."""
+    """A line that is prepended to every chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetrievalQuestion:
-    """A question and every document that carries it."""
+    """A question and the documents that answer it."""
 
     text: str
     documents: tuple[str, ...]
@@ -73,17 +76,17 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def located_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Read the same rows, each with its place: "rows.jsonl, line 3"."""
+    """Read the same rows, each with its location: "rows.jsonl, line 3"."""
     for where, row in read_file(path, read_parquet if path.suffix == ".parquet" else read_json_lines):
         if not isinstance(row, dict):
             raise ConfigError(f"{where}: expected a dict of columns, got {type(row).__name__}")
         if not is_unicode(row):
-            raise ConfigError(f"{where}: its text is not Unicode")
+            raise ConfigError(f"{where}: the text is not valid Unicode")
         yield where, row
 
 
 def text_in(row: Mapping[str, Any], column: str, *, where: str) -> str | None:
-    """Return the text of a column, None where there is none, or refuse what is no text."""
+    """Return the text of a column, or None if it is missing; raise ConfigError for other types."""
     value = row.get(column)
     if value is None or isinstance(value, str):
         return value
@@ -91,26 +94,26 @@ def text_in(row: Mapping[str, Any], column: str, *, where: str) -> str | None:
 
 
 def read_documents(path: Path) -> list[Document]:
-    """Read documents as {id, text, …}, one a row; `category`, `group` and `synonyms` make the context."""
-    found: dict[str, Document] = {}
+    """Read one document {id, text, …} per row; `category`, `group` and `synonyms` make the context."""
+    documents: dict[str, Document] = {}
     for where, row in located_rows(path):
         name, text = row.get("id"), text_in(row, "text", where=where)
         if name is None or text is None:
-            raise ConfigError(f"{where}: a document needs `id` and `text`; it has {sorted(row)}")
-        if str(name) in found:
+            raise ConfigError(f"{where}: a document requires `id` and `text`; it has {sorted(row)}")
+        if str(name) in documents:
             raise ConfigError(f"{where}: the id {name} occurs twice")
-        found[str(name)] = Document(str(name), text, context_line(row, where=where))
-    return list(found.values())
+        documents[str(name)] = Document(str(name), text, context_line(row, where=where))
+    return list(documents.values())
 
 
 def read_questions(path: Path) -> list[RetrievalQuestion]:
-    """Read questions as {question, documents}, one a row."""
+    """Read one question {question, documents} per row."""
     questions = []
     for where, row in located_rows(path):
         text, documents = row.get("question"), row.get("documents")
         if not isinstance(text, str) or not isinstance(documents, list) or not documents:
             raise ConfigError(
-                f"{where}: a question needs `question` and a list `documents`; it has {sorted(row)}"
+                f"{where}: a question requires `question` and a list `documents`; it has {sorted(row)}"
             )
         answers = (str(row["answer"]),) if row.get("answer") else ()
         questions.append(RetrievalQuestion(text, tuple(map(str, documents)), answers, held_out=True))
@@ -118,14 +121,16 @@ def read_questions(path: Path) -> list[RetrievalQuestion]:
 
 
 def context_line(row: Mapping[str, Any], *, where: str) -> str:
-    """Example: {"category": "", "group": "Disorders", "synonyms": ["a", "b"]} ->
+    """Return the context line of a row.
+
+    Example: {"category": "", "group": "Disorders", "synonyms": ["a", "b"]} ->
     "Semantic Group: Disorders | Synonyms: a, b"
     """
     synonyms = row.get("synonyms") or []
     synonyms = synonyms.split("|") if isinstance(synonyms, str) else synonyms
     if not isinstance(synonyms, list):
         raise ConfigError(
-            f"{where}: `synonyms` must be a list, or text with | in between; got {str(synonyms)[:40]}"
+            f"{where}: `synonyms` must be a list, or text separated by |; got {str(synonyms)[:40]}"
         )
     parts = (
         ("Category", row.get("category") or ""),
@@ -137,18 +142,18 @@ def context_line(row: Mapping[str, Any], *, where: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class QaSet:
-    """Rows of questions and answers: a document for each page, and questions that know theirs."""
+    """The documents and questions of a question-answer set."""
 
     documents: tuple[Document, ...]
     questions: tuple[RetrievalQuestion, ...]
 
 
 def read_qa_set(path: Path, *, pages: Mapping[str, str] | None = None) -> QaSet:
-    """Read rows of question, answer and the page they come from.
+    """Read rows of a question, an answer and the page they come from.
 
-    A document is a page (`doc`, or else its URL), however many questions point at it; its text is the
-    fetched page, or all of its answers. A question's gold is every document that carries it. Lists of
-    links and answers that many questions share are no targets, though they are text to find.
+    A document is a page (`doc`, or else its URL), regardless of the number of questions about it. Its text is
+    the fetched page, or all of its answers. The gold documents of a question are all pages that contain it.
+    Lists of links and boilerplate answers are indexed, but are not targets of questions.
     """
     rows: list[tuple[str, dict[str, Any]]] = []
     contexts: list[str] = []
@@ -159,7 +164,7 @@ def read_qa_set(path: Path, *, pages: Mapping[str, str] | None = None) -> QaSet:
             contexts.append(context_line(row, where=where))
     if not rows:
         raise ConfigError(f"{path}: no row has a question and an answer")
-    rows = apart_by_url(rows)
+    rows = split_by_url(rows)
     by_page: dict[str, list[dict[str, Any]]] = defaultdict(list)
     first_context: dict[str, str] = {}
     for (name, row), context in zip(rows, contexts, strict=True):
@@ -168,15 +173,15 @@ def read_qa_set(path: Path, *, pages: Mapping[str, str] | None = None) -> QaSet:
     documents = []
     for name, members in by_page.items():
         url = url_of(members[0])
-        text = pages.get(url) if pages is not None else joined(row["answer"] for row in members)
+        text = pages.get(url) if pages is not None else join_answers(row["answer"] for row in members)
         if text:
             documents.append(Document(name, text, first_context[name]))
-    kept = {document.id for document in documents}
-    return QaSet(tuple(documents), tuple(questions_of(rows, kept)))
+    names = {document.id for document in documents}
+    return QaSet(tuple(documents), tuple(questions_of(rows, names)))
 
 
 def page_of(row: Mapping[str, Any], *, where: str) -> str:
-    """Return the name of a row's page; ids repeat from source to source, so the URL goes before them."""
+    """Return the name of a row's page. Ids repeat across sources, so the URL takes precedence."""
     if name := row.get("doc") or url_of(row):
         return str(name)
     if not row.get("document_id"):
@@ -184,8 +189,8 @@ def page_of(row: Mapping[str, Any], *, where: str) -> str:
     return ":".join(str(row[column]) for column in ("document_source", "document_id") if row.get(column))
 
 
-def apart_by_url(rows: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
-    """Name the pages of a name that stands for several URLs after their URLs: each is a page of its own."""
+def split_by_url(rows: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+    """Rename pages that share a name but have different URLs to their URLs."""
     urls: dict[str, set[str]] = defaultdict(set)
     for name, row in rows:
         urls[name].add(url_of(row))
@@ -196,19 +201,19 @@ def url_of(row: Mapping[str, Any]) -> str:
     return str(row.get("url") or row.get("document_url") or "")
 
 
-def joined(answers: Iterable[str]) -> str:
-    """The different answers of a page, in order."""
+def join_answers(answers: Iterable[str]) -> str:
+    """Return the distinct answers of a page, in order."""
     return "\n\n".join(dict.fromkeys(answer.strip() for answer in answers))
 
 
 def questions_of(
-    rows: Sequence[tuple[str, Mapping[str, Any]]], kept: set[str]
+    rows: Sequence[tuple[str, Mapping[str, Any]]], documents: set[str]
 ) -> Iterator[RetrievalQuestion]:
-    """Yield each different question; `rows` come with the names of their pages."""
+    """Yield each distinct question; each row comes with the name of its page."""
     shared = Counter(row["answer"] for _, row in rows)
     gold: dict[str, list[tuple[str, Mapping[str, Any]]]] = defaultdict(list)
     for name, row in rows:
-        if name in kept:
+        if name in documents:
             gold[" ".join(row["question"].split())].append((name, row))
     for text, members in gold.items():
         good = [one for one in members if not one[1].get("links") and shared[one[1]["answer"]] < BOILERPLATE]
@@ -222,68 +227,68 @@ def questions_of(
 
 
 def is_held_out(page: str, row: Mapping[str, Any]) -> bool:
-    """As the data says, or else one page in ten by its name: no page is on both sides."""
+    """Return the row's split, or else hold out one page in ten by a hash of its name."""
     if "split" in row:
         return bool(row["split"] == "test")
     return hashlib.sha256(page.encode()).digest()[0] % 10 == 0
 
 
 Spans = Callable[[str], Sequence[tuple[int, int]]]
-"""A tokenizer: where in a text each token begins and ends."""
+"""A tokenizer: returns the start and end of each token in a text."""
 
 TOKEN = re.compile(r"\w+|[^\w\s]")
 SENTENCE_END = re.compile(r"[.!?…][\"'”’)\]]*\s+|\n+")
 LEAST = 16
-"""Tokens that the context must leave to the text; a longer context is cut."""
+"""Minimum number of tokens for the text of a chunk; a longer context is truncated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of a document, as it is indexed."""
+    """A part of a document, as it is indexed."""
 
     id: str
     document: str
     text: str
-    """With the context before it."""
+    """Includes the context."""
 
 
 def plain_spans(text: str) -> list[tuple[int, int]]:
-    """Words and marks: about what a subword tokenizer counts in English."""
+    """Split into words and punctuation: about as many tokens as a subword tokenizer gives for English."""
     return [match.span() for match in TOKEN.finditer(text)]
 
 
 def chunks_of(document: Document, *, budget: int = 256, spans: Spans = plain_spans) -> Iterator[Chunk]:
-    """Yield the chunks of a document, none of more than `budget` tokens, context included."""
+    """Yield the chunks of a document, each of at most `budget` tokens including the context."""
     if budget < 2 * LEAST:
-        raise ConfigError(f"a chunk needs a budget of at least {2 * LEAST} tokens; got {budget}")
-    context = shortened(document.context, budget - LEAST, spans)
+        raise ConfigError(f"the budget of a chunk must be at least {2 * LEAST} tokens; got {budget}")
+    context = truncate(document.context, budget - LEAST, spans)
     room = budget - len(spans(context))
     for number, piece in enumerate(pieces(document.text, room=room, spans=spans)):
         text = f"{context}\n\n{piece}" if context else piece
         yield Chunk(f"{document.id}_chunk_{number}", document.id, text)
 
 
-def shortened(text: str, budget: int, spans: Spans) -> str:
-    found = spans(text)
-    return text if len(found) <= budget else text[: found[budget - 1][1]]
+def truncate(text: str, budget: int, spans: Spans) -> str:
+    tokens = spans(text)
+    return text if len(tokens) <= budget else text[: tokens[budget - 1][1]]
 
 
 def pieces(text: str, *, room: int, spans: Spans) -> Iterator[str]:
-    """Yield parts of the text that end at the furthest sentence end within `room` tokens, or else hard there.
+    """Yield parts of at most `room` tokens that end at the last sentence end, or else at the token limit.
 
-    Joined, they are the text.
+    Concatenated, they are the text.
     """
     tokens = spans(text)
     starts = [start for start, _ in tokens]
     ends = [bisect_right(starts, match.end() - 1) for match in SENTENCE_END.finditer(text)]
-    """After how many tokens each sentence has ended."""
+    """Number of tokens before the end of each sentence."""
     first, at = 0, 0
     while first < len(tokens):
         last = min(first + room, len(tokens))
         if last < len(tokens):
-            place = bisect_right(ends, last) - 1
-            if place >= 0 and ends[place] > first:
-                last = ends[place]
+            sentence = bisect_right(ends, last) - 1
+            if sentence >= 0 and ends[sentence] > first:
+                last = ends[sentence]
         cut = starts[last] if last < len(tokens) else len(text)
         yield text[at:cut]
         first, at = last, cut

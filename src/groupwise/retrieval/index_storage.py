@@ -1,4 +1,7 @@
-"""What an index says of itself: manifest.json, written last, so that a half-built index has none."""
+"""The files of an index: the manifest, the chunk stores, and the questions of a question-answer set.
+
+manifest.json is written last, so that an incomplete index has none.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,14 @@ from groupwise.retrieval.embed import LSA, Vectors
 
 FORMAT = 1
 WEIGHTS = (0.8, 0.2)
-"""Of the dense and the sparse side."""
+"""Default weights of the dense and the sparse side."""
 OFFLINE_WEIGHTS = (0.15, 0.85)
-"""The same with an embedding that knows nothing but the corpus, until questions tell better."""
+"""Default weights with an embedding that is trained on the corpus alone, before tuning on questions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """How an index was built, and how it is searched."""
+    """The settings with which an index was built and is searched."""
 
     embedding: str = LSA
     store: str = "chroma"
@@ -36,25 +39,25 @@ class Manifest:
     dense_weight: float = WEIGHTS[0]
     sparse_weight: float = WEIGHTS[1]
     learned: bool = False
-    """Whether training questions taught the dense side."""
+    """Whether a query adapter was trained."""
     source: str = ""
     documents: int = 0
     format: int = FORMAT
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read what stands in a folder; without a finished index there, a ConfigError."""
+    """Read the manifest of an index; raise ConfigError if the folder has no complete index."""
     try:
         manifest = Manifest(**json.loads((folder / "manifest.json").read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise ConfigError(
-            f"{folder} holds no finished index: run groupwise index build --output {folder}"
+            f"{folder} contains no complete index: run groupwise index build --output {folder}"
         ) from None
     except (TypeError, ValueError):
-        raise ConfigError(f"{folder / 'manifest.json'} is damaged: build the index anew") from None
+        raise ConfigError(f"{folder / 'manifest.json'} is damaged: rebuild the index") from None
     if manifest.format != FORMAT:
         raise ConfigError(
-            f"{folder} has format {manifest.format}, this version reads {FORMAT}: build it anew"
+            f"{folder} has format {manifest.format}, but this version reads {FORMAT}: rebuild the index"
         )
     return manifest
 
@@ -66,23 +69,23 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def check_new(folder: Path) -> None:
-    """Refuse a folder that holds anything, and one that nothing can be written to."""
+    """Raise ConfigError if a folder is not empty or not writable."""
     try:
         if (folder / "manifest.json").exists():
-            raise ConfigError(f"{folder} already holds an index; give another folder, or delete it first")
+            raise ConfigError(f"{folder} already contains an index; use another folder or delete it first")
         if folder.exists() and any(folder.iterdir()):
-            raise ConfigError(f"{folder} is not empty and holds no finished index; give an empty folder")
-        there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-        os.rmdir(tempfile.mkdtemp(prefix=".groupwise-", dir=there))
+            raise ConfigError(f"{folder} is not empty and contains no complete index; use an empty folder")
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        os.rmdir(tempfile.mkdtemp(prefix=".groupwise-", dir=existing))
     except OSError as error:
         raise _cannot_write(folder, error) from error
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[None]:
-    """Make a folder to fill; when that fails, take away what was made, so that it can be tried again."""
-    check_new(folder)  # once more: what others put there meanwhile is not to be taken away
-    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    """Create a folder to fill. On failure, remove everything again, so that the build can be retried."""
+    check_new(folder)  # again: files that were created meanwhile must not be deleted
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
@@ -90,35 +93,35 @@ def new_folder(folder: Path) -> Iterator[None]:
         with suppress(OSError):
             for path in folder.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-            for place in missing:
-                place.rmdir()
+            for path in missing:
+                path.rmdir()
         if isinstance(error, OSError):
             raise _cannot_write(folder, error) from error
         raise
 
 
 def _cannot_write(folder: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"cannot write {folder}: {error.strerror or error}; give another folder by --output")
+    return ConfigError(f"cannot write {folder}: {error.strerror or error}; choose another folder by --output")
 
 
 BATCH = 4000
-"""Chunks that Chroma takes, or takes out, at a time: SQLite has room for so many variables."""
+"""Number of chunks per Chroma operation: SQLite limits the number of variables."""
 
 
 class Store(Protocol):
-    """What an index needs of its store."""
+    """The interface of a chunk store."""
 
     def add(self, chunks: Sequence[Chunk], vectors_ND: Vectors) -> None: ...
 
     def delete(self, numbers: Sequence[int]) -> None: ...
 
     def load(self) -> tuple[list[Chunk | None], Vectors]:
-        """Return every chunk by number, None where one was deleted, and the vectors, 0 there."""
+        """Return the chunks by number and their vectors; None and 0 for deleted ones."""
         ...
 
 
 class FileStore:
-    """chunks.jsonl, vectors.f32 beside it, and deleted.txt with one number a line."""
+    """A store in plain files: chunks.jsonl, vectors.f32, and deleted.txt with one number per line."""
 
     def __init__(self, folder: Path) -> None:
         self.chunks, self.vectors = folder / "chunks.jsonl", folder / "vectors.f32"
@@ -145,18 +148,18 @@ class FileStore:
         flat = np.fromfile(self.vectors, "<f4")
         if not chunks or len(flat) % len(chunks):
             raise ConfigError(
-                f"{self.vectors} does not fit the {len(chunks)} chunks beside it: build the index anew"
+                f"{self.vectors} does not match the {len(chunks)} chunks of the index: rebuild the index"
             )
         vectors_ND = flat.reshape(len(chunks), -1)
         if self.deleted.is_file():
             for number in map(int, self.deleted.read_text().split()):
                 chunks[number] = None
-                vectors_ND[number] = 0.0  # or it would take the place of another in a search
+                vectors_ND[number] = 0.0  # otherwise it would take a slot in search results
         return chunks, vectors_ND
 
 
 class ChromaStore:
-    """A persistent ChromaDB collection named `chunks`, which any Chroma client can open too."""
+    """A persistent ChromaDB collection named `chunks`, which any Chroma client can open."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -164,7 +167,7 @@ class ChromaStore:
             from chromadb.config import Settings
         except ImportError:
             raise ConfigError(
-                "the store chroma needs an extra: pip install 'groupwise[retrieval]'; --store files does not"
+                "the store chroma requires an extra: pip install 'groupwise[retrieval]'; or use --store files"
             ) from None
         client = chromadb.PersistentClient(
             path=str(folder / "chroma"), settings=Settings(anonymized_telemetry=False)
@@ -193,16 +196,16 @@ class ChromaStore:
             self._collection.delete(where={"number": {"$in": list(numbers[start : start + BATCH])}})
 
     def load(self) -> tuple[list[Chunk | None], Vectors]:
-        found = self._collection.get(include=["documents", "metadatas", "embeddings"])
+        result = self._collection.get(include=["documents", "metadatas", "embeddings"])
         chunks: list[Chunk | None] = [None] * self._next()
-        stored = np.asarray(found["embeddings"], np.float32)
+        stored = np.asarray(result["embeddings"], np.float32)
         vectors_ND = np.zeros((len(chunks), stored.shape[1] if stored.ndim == 2 else 0), np.float32)
-        for place, (name, text, about) in enumerate(
-            zip(found["ids"], found["documents"], found["metadatas"], strict=True)
+        for row, (name, text, metadata) in enumerate(
+            zip(result["ids"], result["documents"], result["metadatas"], strict=True)
         ):
-            number = int(about["number"])
-            chunks[number] = Chunk(name, about["document"], text)
-            vectors_ND[number] = stored[place]
+            number = int(metadata["number"])
+            chunks[number] = Chunk(name, metadata["document"], text)
+            vectors_ND[number] = stored[row]
         return chunks, vectors_ND
 
     def _next(self) -> int:
@@ -225,14 +228,14 @@ def write_questions(path: Path, questions: tuple[RetrievalQuestion, ...]) -> Non
 
 
 def own_questions(index: Path, *, held_out: bool = True, instead: str = "") -> list[RetrievalQuestion]:
-    """The questions that came with an index: those held out, or those to train on.
+    """Return the questions of an index: the held-out ones, or the training ones.
 
-    `instead`: what else can be done where none did.
+    `instead`: an alternative to name in the error message if the index has no questions.
     """
     path = index / "questions.jsonl"
     if not path.is_file():
         raise ConfigError(
-            f"{index} was built without questions: build one of a set of questions and answers by "
+            f"{index} was built without questions: build an index from questions and answers by "
             f"groupwise index build --data{instead}"
         )
     with path.open(encoding="utf-8") as lines:  # str.splitlines would also cut at U+2028 inside an answer

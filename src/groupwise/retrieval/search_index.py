@@ -1,12 +1,12 @@
-"""The index: chunks, their vectors and their words in one folder, searched from memory.
+"""The hybrid index: chunks, their vectors and their postings in one folder, searched in memory.
 
 index/
-  manifest.json    what it was built with; written last, so a half-built index has none
+  manifest.json    build settings; written last, so an incomplete index has none
   chroma/ or chunks.jsonl, vectors.f32    the chunks
-  sparse.npz       postings of the chunks that were there when it was last built
-  turn.npy         what training questions taught the dense side
-  questions.jsonl  of a set of questions and answers
-  aliases.json     documents left out because others have their text, and those others
+  sparse.npz       postings of the chunks at the time of the build
+  turn.npy         the query adapter, if one was trained
+  questions.jsonl  the questions of a question-answer set
+  aliases.json     documents dropped as duplicates, with the documents that have their text
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from groupwise.retrieval.index_storage import (
     store_named,
     write_manifest,
 )
-from groupwise.retrieval.query_adapter import FEWEST, GRID, divided, learn_questions, turned
-from groupwise.retrieval.ranking import Ranking, closest, fuse
+from groupwise.retrieval.query_adapter import FEWEST, GRID, adapt_queries, split_questions, train_adapter
+from groupwise.retrieval.ranking import Ranking, fuse, nearest_chunks
 
 RETURNED = 5
-"""Chunks that a search returns unless told otherwise."""
+"""Default number of chunks that a search returns."""
 QUERIES = 512
-"""Queries whose scores are held in memory at a time."""
+"""Batch size of queries, which bounds the memory for scores."""
 EMBEDDED = 1024
-"""Chunks that are embedded between two words about it."""
+"""Number of chunks that are embedded between two progress reports."""
 Progress = Callable[[str, int, int], None]
-"""Is told of what how much is done, and how much there is."""
+"""Called with what is being processed, how much is done, and the total."""
 
 
 def silent(what: str, done: int, total: int) -> None: ...
@@ -56,7 +56,7 @@ def silent(what: str, done: int, total: int) -> None: ...
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """One chunk that a search found; ranks count from 1, None where that side did not find it."""
+    """A search result; ranks count from 1 and are None if that side did not return the chunk."""
 
     chunk: Chunk
     score: float
@@ -65,7 +65,7 @@ class Hit:
 
 
 class Index:
-    """Chunks in memory and in their store; `search` and `search_all` read, `add` and `delete` write."""
+    """Chunks in memory and in a store; `search` and `search_all` read, `add` and `delete` write."""
 
     def __init__(self, folder: Path, manifest: Manifest, store: Store, embedding: Embedding) -> None:
         self.folder, self.manifest = folder, manifest
@@ -74,13 +74,13 @@ class Index:
         self._vectors_ND: Vectors = np.zeros((0, 0), np.float32)
         self._sparse = BM25Index()
         self._numbers: dict[str, list[int]] = {}
-        """Of each document."""
+        """Chunk numbers of each document."""
         self._texts: dict[str, str] = {}
-        """Of each chunk, with the document that has it."""
+        """Document of each chunk text."""
         self.aliases: dict[str, list[str]] = {}
-        """Documents that are left out because others have all of their text, with those others."""
-        self._turn_DD: Vectors | None = None
-        """What training questions taught the dense side."""
+        """Documents dropped as duplicates, with the documents that have their text."""
+        self._adapter_DD: Vectors | None = None
+        """The query adapter, or None."""
 
     @classmethod
     def build(
@@ -93,16 +93,16 @@ class Index:
         choose: bool = True,
         progress: Progress = silent,
     ) -> Index:
-        """Chunk, embed and store documents in a new folder; learn from questions that are not held out.
+        """Chunk, embed and store documents in a new folder; train a query adapter on the training questions.
 
-        `choose`: those questions also say how much each side of the fusion weighs.
+        `choose`: whether to tune the fusion weights on questions, too.
         """
         check_new(folder)
-        documents = each_once(documents)
+        documents = check_unique(documents)
         embedding = embedding_named(manifest.embedding)
-        chunks, aliases = new_chunks(counted(documents, progress), manifest.budget, embedding, {})
+        chunks, aliases = new_chunks(with_progress(documents, progress), manifest.budget, embedding, {})
         if not chunks:
-            raise ConfigError("there is nothing to index: no document has any text")
+            raise ConfigError("nothing to index: no document has any text")
         embedding.fit([chunk.text for chunk in chunks])
         with new_folder(folder):
             index = cls(folder, manifest, store_named(manifest.store, folder), embedding)
@@ -116,7 +116,7 @@ class Index:
 
     @classmethod
     def open(cls, folder: Path) -> Index:
-        """Read an index; a folder without a finished one gives a ConfigError."""
+        """Read an index; raise ConfigError if the folder has no complete index."""
         manifest = read_manifest(folder)
         index = cls(
             folder, manifest, store_named(manifest.store, folder), embedding_named(manifest.embedding)
@@ -124,9 +124,9 @@ class Index:
         try:
             index._embedding.load(folder)
             if manifest.learned:
-                index._turn_DD = np.load(folder / "turn.npy", allow_pickle=False)
+                index._adapter_DD = np.load(folder / "turn.npy", allow_pickle=False)
             chunks, vectors_ND = index._store.load()
-            if not any(chunks):  # a store that was emptied may not know how wide its vectors were
+            if not any(chunks):  # an emptied store may not know the dimension of its vectors
                 width = index._embedding.queries([""]).shape[1]
                 vectors_ND = np.zeros((len(chunks), width), np.float32)
             index._sparse = load_postings(folder / "sparse.npz")
@@ -135,28 +135,28 @@ class Index:
         except ConfigError:
             raise
         except (OSError, ValueError, KeyError, IndexError) as error:
-            raise ConfigError(f"{folder} is damaged ({error}): build the index anew") from error
+            raise ConfigError(f"{folder} is damaged ({error}): rebuild the index") from error
         return index
 
     def _learn(self, questions: Sequence[RetrievalQuestion], *, choose: bool) -> None:
-        """Turn the dense side to the corpus's questions and, if asked to, `choose` the fusion's weights."""
-        learned_from, chosen_by = divided(questions, self._numbers)
-        if len(learned_from) < FEWEST:
+        """Train the query adapter and, with `choose`, tune the fusion weights."""
+        training, validation = split_questions(questions, self._numbers)
+        if len(training) < FEWEST:
             return
-        asked_QD = self._embedding.queries([question.text for question in learned_from])
-        self._turn_DD = learn_questions(learned_from, asked_QD, self._vectors_ND, self._sparse, self._numbers)
-        np.save(self.folder / "turn.npy", self._turn_DD)
+        queries_QD = self._embedding.queries([question.text for question in training])
+        self._adapter_DD = train_adapter(training, queries_QD, self._vectors_ND, self._sparse, self._numbers)
+        np.save(self.folder / "turn.npy", self._adapter_DD)
         self.manifest = replace(self.manifest, learned=True)
-        if choose and chosen_by:
-            texts = [question.text for question in chosen_by]
+        if choose and validation:
+            texts = [question.text for question in validation]
             sides = list(zip(self._dense(texts, 2 * RETURNED), self._words(texts, 2 * RETURNED), strict=True))
-            weight = max(GRID, key=lambda weight: self._found_high(chosen_by, sides, weight))
+            weight = max(GRID, key=lambda weight: self._total_rank_score(validation, sides, weight))
             self.manifest = replace(self.manifest, dense_weight=weight, sparse_weight=round(1 - weight, 6))
 
-    def _found_high(
+    def _total_rank_score(
         self, questions: Sequence[RetrievalQuestion], sides: Sequence[tuple[Ranking, Ranking]], weight: float
     ) -> float:
-        """Return how high the questions' documents are found with this dense weight, as a sum of 1 / rank."""
+        """Return the sum of reciprocal ranks of the questions' documents with this dense weight."""
         manifest = replace(self.manifest, dense_weight=weight, sparse_weight=1 - weight)
         total = 0.0
         for question, (dense, sparse) in zip(questions, sides, strict=True):
@@ -173,34 +173,39 @@ class Index:
         return list(self._numbers)
 
     def embed(self, texts: Sequence[str]) -> Vectors:
-        """Return vectors of any texts, to compare them with each other."""
+        """Return the vectors of texts, to compare them with each other."""
         return self._embedding.queries(texts)
 
     def add(self, documents: Iterable[Document]) -> int:
-        """Add documents, replacing those of the same name, and return how many chunks are new.
+        """Add documents, replacing those with the same id, and return the number of new chunks.
 
-        What is there stays as it is: only the new chunks are embedded and written.
+        Only the new chunks are embedded and written.
         """
-        documents = each_once(documents)
+        documents = check_unique(documents)
         self.delete([document.id for document in documents])
         chunks, aliases = new_chunks(documents, self.manifest.budget, self._embedding, self._texts)
         if chunks:
             self._append(chunks)
         added = {document.id for document in documents}
-        self.aliases = {name: kept for name, kept in self.aliases.items() if name not in added} | aliases
+        self.aliases = {
+            name: originals for name, originals in self.aliases.items() if name not in added
+        } | aliases
         self._finish()
         return len(chunks)
 
     def delete(self, names: Iterable[str]) -> int:
-        """Take documents out and return how many chunks that were."""
-        there = [name for name in dict.fromkeys(names) if name in self._numbers]
-        numbers = [number for name in there for number in self._numbers[name]]
+        """Delete documents and return the number of deleted chunks."""
+        existing = [name for name in dict.fromkeys(names) if name in self._numbers]
+        numbers = [number for name in existing for number in self._numbers[name]]
         if numbers:
-            self._store.delete(numbers)  # first: when this fails, memory still says what was there
-            for name in there:
+            self._store.delete(numbers)  # first: if this fails, the state in memory stays consistent
+            for name in existing:
                 del self._numbers[name]
-            left = {name: [k for k in kept if k in self._numbers] for name, kept in self.aliases.items()}
-            self.aliases = {name: kept for name, kept in left.items() if kept}
+            left = {
+                name: [original for original in originals if original in self._numbers]
+                for name, originals in self.aliases.items()
+            }
+            self.aliases = {name: originals for name, originals in left.items() if originals}
             for number in numbers:
                 chunk = self.chunks[number]
                 assert chunk is not None
@@ -218,17 +223,17 @@ class Index:
     def search_all(
         self, queries: Sequence[str], count: int = RETURNED, *, side: str = "fused", **weights: float
     ) -> list[list[Hit]]:
-        """Return the best chunks of every query; `side`: fused, dense or sparse."""
+        """Return the best chunks for each query; `side`: fused, dense or sparse."""
         manifest = replace(self.manifest, **weights)  # type: ignore[arg-type]
-        found = []
+        results = []
         for start in range(0, len(queries), QUERIES):
             some = queries[start : start + QUERIES]
             nothing = [Ranking((), ())] * len(some)
             dense = self._dense(some, 2 * count) if side != "sparse" else nothing
             sparse = self._words(some, 2 * count) if side != "dense" else nothing
             for left, right in zip(dense, sparse, strict=True):
-                found.append(self._hits(left, right, count, side, manifest))
-        return found
+                results.append(self._hits(left, right, count, side, manifest))
+        return results
 
     def _hits(self, dense: Ranking, sparse: Ranking, count: int, side: str, manifest: Manifest) -> list[Hit]:
         if side == "fused":
@@ -244,14 +249,14 @@ class Index:
             merged = dense if side == "dense" else sparse
         ranks = [{n: rank for rank, n in enumerate(r.numbers, start=1)} for r in (dense, sparse)]
         best_first = list(zip(merged.numbers, merged.scores, strict=True))[:count]
-        found = [(self.chunks[number], number, score) for number, score in best_first]
-        return [Hit(chunk, score, ranks[0].get(n), ranks[1].get(n)) for chunk, n, score in found if chunk]
+        results = [(self.chunks[number], number, score) for number, score in best_first]
+        return [Hit(chunk, score, ranks[0].get(n), ranks[1].get(n)) for chunk, n, score in results if chunk]
 
     def _dense(self, queries: Sequence[str], count: int) -> list[Ranking]:
-        asked_QD = self._embedding.queries(queries)
-        if self._turn_DD is not None:
-            asked_QD = turned(asked_QD, self._turn_DD)
-        return closest(asked_QD, self._vectors_ND, count)
+        queries_QD = self._embedding.queries(queries)
+        if self._adapter_DD is not None:
+            queries_QD = adapt_queries(queries_QD, self._adapter_DD)
+        return nearest_chunks(queries_QD, self._vectors_ND, count)
 
     def _words(self, queries: Sequence[str], count: int) -> list[Ranking]:
         return [Ranking(*self._sparse.search(query, count)) for query in queries]
@@ -268,7 +273,7 @@ class Index:
                    if self.chunks else vectors_ND)  # fmt: skip
 
     def _take(self, chunks: Sequence[Chunk | None], vectors_ND: Vectors) -> None:
-        """Hold these chunks; those that the sparse side does not know yet are counted."""
+        """Replace the chunks and vectors in memory; add new chunks to the sparse index."""
         self._vectors_ND = vectors_ND
         first, self.chunks = len(self.chunks), list(chunks)
         for number in range(first, len(chunks)):
@@ -282,13 +287,13 @@ class Index:
                 self._texts[chunk.text] = chunk.document
 
     def following(self, questions: Iterable[RetrievalQuestion]) -> tuple[RetrievalQuestion, ...]:
-        """Return questions whose gold is what searches find: the others for a document left out."""
+        """Return the questions with dropped duplicates in their gold documents replaced by the originals."""
         return tuple(
             replace(
                 question,
                 documents=tuple(
                     dict.fromkeys(
-                        kept for name in question.documents for kept in self.aliases.get(name, [name])
+                        original for name in question.documents for original in self.aliases.get(name, [name])
                     )
                 ),
             )
@@ -304,29 +309,29 @@ class Index:
 
 
 def read_aliases(path: Path) -> dict[str, list[str]]:
-    """Read which documents were left out; none were where there is no file."""
+    """Read the dropped duplicates; empty if there is no file."""
     if not path.exists():
         return {}
     aliases: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8"))
     return aliases
 
 
-def each_once(documents: Iterable[Document]) -> list[Document]:
-    """Return the documents; refuse two of one name, of which one would have to replace the other."""
+def check_unique(documents: Iterable[Document]) -> list[Document]:
+    """Return the documents as a list; raise ConfigError for duplicate ids."""
     documents = list(documents)
     for name, times in Counter(document.id for document in documents).items():
         if times > 1:
-            raise ConfigError(f"the document {name} is given {times} times: give each name once")
+            raise ConfigError(f"the document id {name} occurs {times} times; ids must be unique")
     return documents
 
 
 def new_chunks(
     documents: Iterable[Document], budget: int, embedding: Embedding, known: Mapping[str, str]
 ) -> tuple[list[Chunk], dict[str, list[str]]]:
-    """Return the chunks of documents whose text is not known; of chunks with the same text, the first.
+    """Return the chunks whose text is new, the first of each text, and the documents without a new chunk.
 
-    Beside them, the documents that have no chunk for this reason, each with those that have its text.
-    `known`: texts with the documents that have them.
+    Such duplicate documents are returned with the documents that have their text. `known` maps the existing
+    texts to their documents.
     """
     chunks: list[Chunk] = []
     aliases: dict[str, list[str]] = {}
@@ -345,7 +350,7 @@ def new_chunks(
     return chunks, aliases
 
 
-def counted(documents: Iterable[Document], progress: Progress) -> Iterator[Document]:
+def with_progress(documents: Iterable[Document], progress: Progress) -> Iterator[Document]:
     documents = list(documents)
     for number, document in enumerate(documents, start=1):
         yield document
@@ -356,33 +361,33 @@ T = TypeVar("T")
 
 
 class QueryBatcher(Generic[T]):
-    """A function of one query, for many threads, made of a function of many queries.
+    """Batch single queries from many threads into calls of a function that answers many queries.
 
-    Whoever comes while a batch is at work waits for the next one. The first to get its turn answers for all
-    who wait by then; no thread of its own is needed.
+    Queries that arrive while a batch is processed wait for the next batch. The first thread to acquire the
+    lock answers all waiting queries, so no background thread is needed.
     """
 
     def __init__(self, answer_all: Callable[[list[str]], Sequence[T]]) -> None:
         self._answer_all = answer_all
         self._waiting: deque[tuple[str, Future[T]]] = deque()
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
 
     def __call__(self, query: str) -> T:
         mine: Future[T] = Future()
         self._waiting.append((query, mine))
-        with self._turn:
+        with self._lock:
             if not mine.done():
                 self._answer([self._waiting.popleft() for _ in range(len(self._waiting))])
         return mine.result()
 
-    def _answer(self, asked: Sequence[tuple[str, Future[T]]]) -> None:
+    def _answer(self, batch: Sequence[tuple[str, Future[T]]]) -> None:
         try:
-            answers = self._answer_all([query for query, _ in asked])
+            answers = self._answer_all([query for query, _ in batch])
         except BaseException as error:
-            for _, answer in asked:
+            for _, answer in batch:
                 answer.set_exception(error)
             return
-        for (_, answer), value in zip(asked, answers, strict=True):
+        for (_, answer), value in zip(batch, answers, strict=True):
             answer.set_result(value)
 
 
@@ -392,33 +397,33 @@ SIDES = ("dense", "sparse", "fused")
 def measure(
     index: Index, questions: Sequence[RetrievalQuestion], *, count: int = 5, **weights: Any
 ) -> dict[str, Any]:
-    """Ask every question on every side and return means over the `count` chunks that a search returns."""
-    asked = [question.text for question in questions]
+    """Search for every question on every side and return the mean MRR, recall and NDCG at `count`."""
+    texts = [question.text for question in questions]
     report: dict[str, Any] = {"questions": len(questions), "count": count}
     for side in SIDES:
-        found = index.search_all(asked, count, side=side, **weights)
-        names = [[hit.chunk.document for hit in hits] for hits in found]
+        results = index.search_all(texts, count, side=side, **weights)
+        names = [[hit.chunk.document for hit in hits] for hits in results]
         golds = [set(question.documents) for question in questions]
         pairs = list(zip(names, golds, strict=True))
         report[side] = {
-            f"mrr@{count}": fmean(reciprocal_rank(found, gold) for found, gold in pairs),
-            f"recall@{count}": fmean(float(bool(gold & set(found))) for found, gold in pairs),
-            f"ndcg@{count}": fmean(ndcg(found, gold, count) for found, gold in pairs),
+            f"mrr@{count}": fmean(reciprocal_rank(ranked, gold) for ranked, gold in pairs),
+            f"recall@{count}": fmean(float(bool(gold & set(ranked))) for ranked, gold in pairs),
+            f"ndcg@{count}": fmean(ndcg(ranked, gold, count) for ranked, gold in pairs),
         }
     return report
 
 
-def reciprocal_rank(found: Sequence[str], gold: Collection[str]) -> float:
-    """1 / the rank of the first gold document; 0 without one."""
-    return next((1 / rank for rank, name in enumerate(found, start=1) if name in gold), 0.0)
+def reciprocal_rank(ranked: Sequence[str], gold: Collection[str]) -> float:
+    """Return 1 / rank of the first gold document; 0 if there is none."""
+    return next((1 / rank for rank, name in enumerate(ranked, start=1) if name in gold), 0.0)
 
 
-def ndcg(found: Sequence[str], gold: Collection[str], count: int) -> float:
-    """Gain of the gold documents, each once, discounted by rank, over the most there could be.
+def ndcg(ranked: Sequence[str], gold: Collection[str], count: int) -> float:
+    """Return the normalized discounted cumulative gain; each gold document counts once.
 
-    Example: found (x, a), gold {a} -> (1 / log2 3) / 1 = 0.63
+    Example: ranked (x, a), gold {a} -> (1 / log2 3) / 1 = 0.63
     """
-    first = {name: rank for rank, name in reversed(list(enumerate(found, start=1))) if name in gold}
+    first = {name: rank for rank, name in reversed(list(enumerate(ranked, start=1))) if name in gold}
     gain = math.fsum(1 / math.log2(rank + 1) for rank in first.values())
     ideal = math.fsum(1 / math.log2(rank + 1) for rank in range(1, min(len(gold), count) + 1))
     return gain / ideal
