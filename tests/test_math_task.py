@@ -171,7 +171,7 @@ def test_time_in_which_others_compute_does_not_count(monkeypatch):
     try:
         os.kill(child.pid, signal.SIGSTOP)
         threading.Timer(0.4, os.kill, (child.pid, signal.SIGCONT)).start()
-        assert child.ask('{"predicted": "1", "truth": "1"}\n') == '{"equal": true}\n'
+        assert child.request('{"predicted": "1", "truth": "1"}\n') == '{"equal": true}\n'
     finally:
         child.kill()
 

@@ -14,7 +14,7 @@ from groupwise.commands.eval import evaluate_command, kind_lines, report_lines
 from groupwise.config import read_config
 from groupwise.errors import ConfigError
 from groupwise.evaluate.contamination import asked_in_training, unseen
-from groupwise.evaluate.held_out import question
+from groupwise.evaluate.held_out import question_result
 from groupwise.evaluate.intervals import ballots, majority
 from groupwise.evaluate.target import BENCHMARKS, benchmark_named, source_of
 from groupwise.records import Example, Group, Rollout
@@ -56,7 +56,7 @@ def answered(task, example, *texts):
 def test_a_question_is_broken_down():
     task = math()
     example = Example({"question": "What is 1 + 1?", "answer": "2"})
-    found = question(
+    found = question_result(
         task,
         answered(task, example, r"\boxed{3}"),
         answered(task, example, r"\boxed{2}", r"\boxed{2.0}", r"\boxed{3}", "two"),
