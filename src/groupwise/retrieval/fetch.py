@@ -58,6 +58,7 @@ class FetchPolicy:
     together: int = 16
     """Maximum number of concurrent requests."""
     per_host: int = 2
+    """Maximum number of concurrent requests to one host."""
     pause: float = 0.2
     """Seconds between two requests on one connection slot of a host."""
     timeout: float = 20.0

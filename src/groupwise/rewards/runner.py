@@ -40,7 +40,7 @@ Outcome = float | None | RolloutError
 Result = TypeVar("Result")
 
 MAX_REWARD = 1e30
-"""Largest magnitude of a reward, so that sums and squares of rewards fit into float32."""
+"""Largest magnitude of a reward: it must fit into float32, and sums and squares must not overflow."""
 MAX_ERROR_CHARACTERS = 1000
 """Longest error message that is recorded."""
 MAX_FRAMES = 20
