@@ -88,7 +88,7 @@ def test_a_question_is_answered_before_torch_is_imported(light, words, shown):
         ),
         (["train", "--beta=-1"], "algo.beta must be at least 0; got -1.0"),
         (["train", "optim.beta1=1.5"], "optim.beta1 must be at least 0 and less than 1; got 1.5"),
-        (["train", "--config", "no.yaml"], "cannot read the settings in no.yaml: No such file or directory"),
+        (["train", "--config", "no.yaml"], "cannot read settings from no.yaml: No such file or directory"),
         (["train", "--resume", "no"], "no is not the folder of a run: it has no config.yaml"),
         (
             ["train", "--task", "countdwn"],

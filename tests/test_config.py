@@ -108,14 +108,14 @@ def test_an_override_becomes_the_type_its_setting_declares(override, value):
         ("task.options=3", "task.options must be a mapping of plain values; got 3"),
         ("task.options.day=2026-01-01", "task.options.day must be a plain value; got '2026-01-01'"),
         ("rollout.group_size=1", "rollout.group_size must be at least 2; got 1"),
-        ("rollout.stop=['']", "rollout.stop: nothing is in every text; give strings to stop at"),
+        ("rollout.stop=['']", "rollout.stop may not contain an empty string"),
         ("task.reward_seconds=.inf", "task.reward_seconds must be between 0.001 and 86400; got inf"),
         ("optim.beta1=1.5", "optim.beta1 must be at least 0 and less than 1; got 1.5"),
         ("optim.beta1=-0.1", "optim.beta1 must be at least 0 and less than 1; got -0.1"),
         ("optim.beta2=1", "optim.beta2 must be at least 0 and less than 1; got 1.0"),
         ("optim.eps=-1", "optim.eps must be at least 0; got -1.0"),
         ("optim.weight_decay=-1", "optim.weight_decay must be at least 0; got -1.0"),
-        ("run.max_steps", "a setting is written section.key=value; got 'run.max_steps'"),
+        ("run.max_steps", "write settings as section.key=value; got 'run.max_steps'"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_was_expected(override, message):
@@ -153,11 +153,11 @@ def test_an_unknown_setting_is_answered_with_the_closest_name(wrong, meant):
     [
         ("optm: {epochs: 2}", "unknown setting optm; did you mean optim?"),
         ("optim: {epoch: 2}", "unknown setting optim.epoch; did you mean optim.epochs?"),
-        ("optim: 2", "optim must hold settings by name; got 2"),
-        ("- optim", "FILE must hold sections of settings; got ['optim']"),
+        ("optim: 2", "optim must be a mapping of settings; got 2"),
+        ("- optim", "FILE must contain sections, such as `model:`; got ['optim']"),
         ("run: {name: 5}", "run.name must be a string or null; got 5"),  # a file has quotes for that
         ("rollout: {stop: a}", "rollout.stop must be a list of strings; got 'a'"),
-        ("run:\n  seed: 1\n  seed: 2", "FILE is not valid YAML: line 3: the key 'seed' stands here twice"),
+        ("run:\n  seed: 1\n  seed: 2", "FILE is not valid YAML: line 3: duplicate key 'seed'"),
         ("run: &r {}\ntask: *r", "FILE is not valid YAML: line 2: aliases (*name) are not supported"),
         ("run:\n  seed: [1", "FILE is not valid YAML: line 2: expected ',' or ']', but got '<stream end>'"),
         (
@@ -245,7 +245,7 @@ def test_keywords_take_flags_and_whole_sections():
         ({"max_step": 1}, "unknown setting max_step; did you mean max_steps?"),
         ({"optm": {}}, "unknown setting optm; did you mean optim?"),
         ({"epochs": 2}, "unknown setting epochs; did you mean optim.epochs?"),
-        ({"optim": 3}, "optim must hold settings by name; got 3"),
+        ({"optim": 3}, "optim must be a mapping of settings; got 3"),
         ({"optim": {"epoch": 3}}, "unknown setting optim.epoch; did you mean optim.epochs?"),
         ({"learning_rate": "1e-5"}, "optim.learning_rate must be a number (float) or null; got '1e-5'"),
         ({"batch_size": "2"}, "batch_size must be a whole number (int); got '2'"),
@@ -356,10 +356,10 @@ def test_a_written_configuration_reads_back_equal(tmp_path):
 
 def test_a_written_configuration_explains_its_settings():
     text = dump_config(Config())
-    assert "# Answers to each prompt; advantages are relative to these.\n  group_size: 16\n" in text
-    assert "# How gradients become weights (AdamW).\noptim:\n" in text
+    assert "# Completions per prompt; advantages are relative to this group.\n  group_size: 16\n" in text
+    assert "# The optimizer (AdamW) and how samples are batched for it.\noptim:\n" in text
     described = documentation()["OptimConfig"]
-    assert described["epochs"] == "Passes over each step's samples."
+    assert described["epochs"] == "Passes over the samples of each step."
     assert described.keys() - {""} <= {field.name for field in fields(OptimConfig)}
 
 

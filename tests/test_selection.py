@@ -131,8 +131,8 @@ def test_values_reach_the_settings_and_the_weights_of_rewards():
     [
         ("{rollout.prompts: [1, 2]}", "cannot vary between members"),
         ("{weights.forms: [0, 1]}", "did you mean 'weights.form'"),
-        ("{beta: 3}", "needs a lowest and a highest value"),
-        ("{beta: [2, 1]}", "goes from 2 down to 1"),
+        ("{beta: 3}", r"beta must be \[low, high\]; got 3"),
+        ("{beta: [2, 1]}", "is above its upper bound"),
         ("{beta: [a, 1]}", "must be a number"),
     ],
 )

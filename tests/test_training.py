@@ -296,8 +296,8 @@ def test_a_run_writes_its_whole_story(place, capfd):
     completions = run / "completions" / "step-000001.txt"
     assert (completions.read_text().count("=" * 50) if lucky else 0) == lucky
     log = (run / "training.log").read_text()
-    assert "algo.clip_low=0.2 hardly ever clips with algo.loss=gspo" in log
-    assert "hardly ever clips" in capfd.readouterr().out
+    assert "algo.clip_low=0.2 is too wide for algo.loss=gspo" in log
+    assert "is too wide" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(("keep", "left"), [("true", [3, 6]), ("false", [6])])

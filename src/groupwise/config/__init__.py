@@ -1,13 +1,13 @@
-"""Settings: declared once, read from YAML, flags, `section.key=value` and Python.
+"""Settings, declared once and read from YAML files, flags, `section.key=value` overrides and Python.
 
 Modules in reading order:
 
-    schema   the sections that decide what is learned: model, lora, task, rollout, algo, optim, tools, evolve
+    schema   the sections of the algorithm: model, lora, task, rollout, tools, algo, optim, evolve; `Config`
     runtime  the sections around it: engine, evaluate, sft, run, track
-    coerce   YAML text and Python values → the type that a setting declares
+    coerce   YAML parsing, range checks, and conversion to the type that a setting declares
     loading  defaults < YAML file < flags < overrides; writes settings back with their documentation
 
-To add a setting, add a field with a docstring to its section. A test checks that some module reads it.
+To add a setting, add a field with a docstring to its section. A test checks that the setting is used.
 """
 
 from groupwise.config.loading import FLAGS, config_from_keywords, differences, dump_config, read_config

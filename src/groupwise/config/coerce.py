@@ -1,4 +1,7 @@
-"""YAML as this project reads and writes it: safe, without aliases, and with numbers as people write them."""
+"""Read and write YAML, check the ranges of settings, and convert values to the types that settings declare.
+
+The YAML loader is safe, rejects aliases and duplicate keys, and reads `1e-5` as a number.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ import yaml
 
 from groupwise.errors import ConfigError
 
-# YAML 1.1 wants a dot in the mantissa and a sign in the exponent, so it reads 1e-5 as text; and it reads 010
-# as 8 and 1:30 as 90, which are text here.
+# YAML 1.1 requires a dot in the mantissa and a sign in the exponent, so it reads 1e-5 as text. It also reads
+# 010 as 8 and 1:30 as 90; here both stay text.
 SCIENTIFIC = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
 DECIMAL = re.compile(r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|\.(?:inf|Inf|INF))$|\.(?:nan|NaN|NAN)$")
 WHOLE = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)$")
@@ -23,11 +26,11 @@ INT, FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 
 
 class BadYaml(ValueError):
-    """The text is not YAML that this project reads; the message says why and, where known, on which line."""
+    """The text is not valid YAML, or uses an unsupported feature; the message has the reason and the line."""
 
 
 class Loader(yaml.SafeLoader):
-    """Refuses what hides mistakes in settings: the same key twice, and values that stand elsewhere."""
+    """A safe loader that rejects duplicate keys and aliases, because both hide mistakes in settings."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -39,28 +42,28 @@ class Loader(yaml.SafeLoader):
         seen: set[str] = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
-                problem = f"the key {key.value!r} stands here twice"
+                problem = f"duplicate key {key.value!r}"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
 
 
 class Dumper(yaml.SafeDumper):
-    """Writes what `Loader` reads back as the same value."""
+    """A dumper whose output `Loader` reads back as the same value."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # In double quotes a line break is written \\n, so that every value stays on one line.
+    # Double quotes escape line breaks as \\n, so that every value stays on one line.
     style = None if text.isprintable() else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in known if tag not in (INT, FLOAT)]
-    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (INT, FLOAT)]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 NUMERALS = list("-+.0123456789")
 Loader.add_implicit_resolver(INT, WHOLE, NUMERALS)
@@ -71,7 +74,7 @@ Dumper.add_representer(str, represent_text)
 
 
 def parse_yaml(text: str) -> Any:
-    """Read one YAML document; raise `BadYaml` where that is impossible."""
+    """Parse one YAML document; raise `BadYaml` if it is invalid."""
     try:
         return yaml.load(text, Loader=Loader)
     except yaml.MarkedYAMLError as error:
@@ -80,14 +83,14 @@ def parse_yaml(text: str) -> Any:
     except yaml.reader.ReaderError as error:
         line_number = text.count("\n", 0, error.position) + 1
         raise BadYaml(f"line {line_number}: unprintable character {error.character!r}") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that cannot exist
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date or number
         raise BadYaml(str(error).splitlines()[0]) from None
     except RecursionError:
         raise BadYaml("the brackets are nested too deeply") from None
 
 
 def write_yaml(value: Any) -> str:
-    """Write a value on one line."""
+    """Return a value as one line of YAML."""
     text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=float("inf"), allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
 
@@ -149,7 +152,7 @@ def as_options(value: Any) -> dict[str, Any]:
 
 
 def as_plain(value: Any) -> Any:
-    """Accept what YAML can write down and read back unchanged."""
+    """Return a value that survives a round trip through YAML; raise `TypeError` for any other."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -167,11 +170,11 @@ KINDS: dict[Any, tuple[str, Callable[[Any], Any]]] = {
     tuple: ("a list of strings", as_strings),
     Mapping: ("a mapping of plain values", as_options),
 }
-"""The types a setting may declare: how to call each in a message, and how to accept a value for it."""
+"""The types that a setting may declare: a name for messages, and the function that converts a value."""
 
 
 def kind_of(hint: Any) -> tuple[Any, bool]:
-    """Split a declared type into its kind and whether null is allowed: `int | None` -> (int, True)."""
+    """Split a declared type into the type and whether null is allowed: `int | None` -> (int, True)."""
     optional = get_origin(hint) in (types.UnionType, Union)
     if optional:
         (hint,) = (arm for arm in get_args(hint) if arm is not type(None))
@@ -181,7 +184,7 @@ def kind_of(hint: Any) -> tuple[Any, bool]:
 
 
 def convert(value: Any, *, to: Any, setting: str) -> Any:
-    """Return a YAML or Python value as the type `to`."""
+    """Convert a YAML or Python value to the type `to`."""
     kind, optional = kind_of(to)
     if value is None and optional:
         return None
@@ -193,7 +196,7 @@ def convert(value: Any, *, to: Any, setting: str) -> Any:
 
 
 def convert_text(text: str, *, to: Any, setting: str) -> Any:
-    """Return text from the shell as the type `to`; there a string needs no quotes and a list no brackets."""
+    """Convert text from the shell to the type `to`. Strings need no quotes, and lists no brackets."""
     kind, optional = kind_of(to)
     if optional and text in ("null", "~"):
         return None
@@ -209,7 +212,7 @@ def convert_text(text: str, *, to: Any, setting: str) -> Any:
 
 
 def convert_option(text: str, *, setting: str) -> Any:
-    """Return text from the shell as the plain value it looks like, for settings that only a task declares."""
+    """Convert text from the shell as YAML does; for task options, which declare no type."""
     try:
         return as_plain(parse_yaml(text))
     except (BadYaml, TypeError):

@@ -1,4 +1,7 @@
-"""Read settings from everywhere they can come from: defaults < YAML file < flags < `section.key=value`."""
+"""Read settings from all sources and write them back as documented YAML.
+
+Later sources take precedence: defaults < YAML file < flags < `section.key=value`.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,9 @@ SECTIONS: dict[str, type] = get_type_hints(Config)
 TYPES: dict[str, Any] = {
     f"{section}.{key}": hint for section, cls in SECTIONS.items() for key, hint in get_type_hints(cls).items()
 }
-"""Every setting by its full name, with the type it declares."""
+"""Every setting by full name, with its declared type."""
 OPTIONS = "task.options"
-"""The one setting that holds settings of its own, which only the task knows."""
+"""The setting that holds task-specific options, which have no declared type."""
 
 
 def read_config(
@@ -43,26 +46,27 @@ def read_config(
     flags: Mapping[str, object] | None = None,
     defaults: Mapping[str, object] | None = None,
 ) -> Config:
-    """Return the configuration that a YAML file, flags by name and `section.key=value` texts add up to.
+    """Return the configuration given by a YAML file, flags by name and `section.key=value` overrides.
 
-    `defaults` are keywords as `config_from_keywords` takes them, which all the others count over.
+    `defaults` are keywords as in `config_from_keywords`; every other source takes precedence over them.
     """
     settings: dict[str, Any] = {}
     take_keywords(settings, defaults or {})
     settings |= read_file(path) if path is not None else {}
     take_flags(settings, flags or {})
     for override in overrides:
-        name, given, text = override.partition("=")
-        if not given:
-            raise ConfigError(f"a setting is written section.key=value; got {override!r}")
+        name, equals, text = override.partition("=")
+        if not equals:
+            raise ConfigError(f"write settings as section.key=value; got {override!r}")
         put_text(settings, name.strip(), text)
     return build(settings)
 
 
 def config_from_keywords(path: Path | None = None, /, **keywords: object) -> Config:
-    """Return the configuration for `train(max_steps=10, optim={"epochs": 2})`: flags and whole sections.
+    """Return the configuration for keywords such as `train(max_steps=10, optim={"epochs": 2})`.
 
-    Full names do as well, `**{"task.held_out": 8}`. All count over the settings in a YAML file, if given.
+    A keyword is a flag, a section, or the full name of a setting (`**{"task.held_out": 8}`). Keywords take
+    precedence over the YAML file at `path`.
     """
     settings = read_file(path) if path is not None else {}
     take_keywords(settings, keywords)
@@ -70,11 +74,12 @@ def config_from_keywords(path: Path | None = None, /, **keywords: object) -> Con
 
 
 def take_keywords(settings: dict[str, Any], keywords: Mapping[str, object]) -> None:
+    """Add keywords, which are flags or sections, to the settings."""
     flags: dict[str, object] = {}
     sections: dict[str, object] = {}
     for name, value in keywords.items():
-        whole = name in TYPES or (name in SECTIONS and (isinstance(value, Mapping) or name not in FLAGS))
-        (sections if whole else flags)[name] = value
+        is_section = name in TYPES or (name in SECTIONS and (isinstance(value, Mapping) or name not in FLAGS))
+        (sections if is_section else flags)[name] = value
     take_flags(settings, flags)
     take_sections(settings, sections)
 
@@ -86,28 +91,28 @@ def read_file(path: Path) -> dict[str, Any]:
     except BadYaml as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not a text file in UTF-8") from None
+        raise ConfigError(f"{path} is not a UTF-8 text file") from None
     except OSError as error:
-        raise ConfigError(f"cannot read the settings in {path}: {error.strerror or error}") from None
+        raise ConfigError(f"cannot read settings from {path}: {error.strerror or error}") from None
     settings: dict[str, Any] = {}
     if document is not None:
         if not isinstance(document, dict):
-            raise ConfigError(f"{path} must hold sections of settings; got {shorten.repr(document)}")
+            raise ConfigError(f"{path} must contain sections, such as `model:`; got {shorten.repr(document)}")
         take_sections(settings, document)
     return settings
 
 
 def take_sections(settings: dict[str, Any], sections: Mapping[Any, Any]) -> None:
     for section, values in sections.items():
-        if section in TYPES:  # the full name on one line
+        if section in TYPES:  # a full name, such as `model.name: tiny`
             put(settings, section, values)
             continue
         if section not in SECTIONS:
             raise unknown(str(section), others=tuple(SECTIONS))
-        if values is None:  # a heading with every line below it commented out
+        if values is None:  # a section with every line commented out
             continue
         if not isinstance(values, Mapping):
-            raise ConfigError(f"{section} must hold settings by name; got {shorten.repr(values)}")
+            raise ConfigError(f"{section} must be a mapping of settings; got {shorten.repr(values)}")
         for key, value in values.items():
             put(settings, f"{section}.{key}", value)
 
@@ -122,18 +127,18 @@ def take_flags(settings: dict[str, Any], flags: Mapping[str, object]) -> None:
 
 
 def put(settings: dict[str, Any], name: str, value: Any) -> None:
-    """Record a YAML or Python value under a setting's full name."""
+    """Set a setting, by full name, to a YAML or Python value."""
     if name not in TYPES:
         raise unknown(name)
     settings[name] = convert(value, to=TYPES[name], setting=name)
 
 
 def put_text(settings: dict[str, Any], name: str, text: str) -> None:
-    """Record a value from the shell, or one option of the task: `task.options.largest=20`."""
+    """Set a setting, or one task option (`task.options.largest=20`), to a value from the shell."""
     if name.startswith(f"{OPTIONS}."):
         option = name.removeprefix(f"{OPTIONS}.")
-        known = settings.get(OPTIONS, {})
-        settings[OPTIONS] = {**known, option: convert_option(text, setting=name)}
+        options = settings.get(OPTIONS, {})
+        settings[OPTIONS] = {**options, option: convert_option(text, setting=name)}
     elif name in TYPES:
         settings[name] = convert_text(text, to=TYPES[name], setting=name)
     else:
@@ -141,7 +146,7 @@ def put_text(settings: dict[str, Any], name: str, text: str) -> None:
 
 
 def build(settings: Mapping[str, Any]) -> Config:
-    """Make the configuration; each section checks its own values."""
+    """Build the configuration; each section validates its own values."""
     settings = {**preset_settings(settings.get("lora.preset")), **settings}
     return Config(
         **{
@@ -154,14 +159,14 @@ def build(settings: Mapping[str, Any]) -> Config:
 
 
 def unknown(name: str, *, others: Sequence[str] = ()) -> ConfigError:
-    """Explain that no such setting exists, and name the one that was probably meant."""
+    """Return the error for an unknown setting, with the closest match."""
     guess = closest(name, others=others)
     hint = f"did you mean {guess}?" if guess else "`groupwise config` lists every setting"
     return ConfigError(f"unknown setting {name}; {hint}")
 
 
 def closest(name: str, *, others: Sequence[str] = ()) -> str | None:
-    """Return the name that was probably meant: the right key in another section beats a similar key in this.
+    """Return the closest setting. An exact key in another section beats a similar key in the same section.
 
     Example: "train.learning_rate" -> "optim.learning_rate"; "optim.epoch" -> "optim.epochs"
     """
@@ -175,8 +180,8 @@ def closest(name: str, *, others: Sequence[str] = ()) -> str | None:
     in_section = [key for full, key in key_of.items() if full.startswith(f"{section}.")]
     for keys, cutoff in ((key_of.values(), 1.0), (in_section, 0.6), (key_of.values(), 0.7)):
         if similar := difflib.get_close_matches(key, sorted(set(keys)), n=1, cutoff=cutoff):
-            bearers = [full for full, its_key in key_of.items() if its_key == similar[0]]
-            return difflib.get_close_matches(name, bearers, n=1, cutoff=0.0)[0]
+            candidates = [full for full, its_key in key_of.items() if its_key == similar[0]]
+            return difflib.get_close_matches(name, candidates, n=1, cutoff=0.0)[0]
     return None
 
 
@@ -204,16 +209,16 @@ FLAGS = {
     "no_trackio": "track.trackers",
     "track": "track.trackers",
 }
-"""Each flag and the setting it sets. `settings_of` treats the few whose value is not simply taken over."""
+"""The setting that each flag sets. `settings_of` handles the flags whose value is not copied as it is."""
 
 
 def settings_of(flags: Mapping[str, Any], *, prompts: int) -> Iterator[tuple[str, Any]]:
-    """Yield the setting and the value that each flag stands for; `prompts` is the default batch size."""
+    """Yield the setting and the value for each flag; `prompts` is the default batch size."""
     sizes = [name for name in ("batch_size", "gradient_accumulation_steps") if name in flags]
     for name in sizes:
         between(name, convert(flags[name], to=int, setting=name), 1)
     if sizes:
-        # Memory is bounded by optim.micro_batch_tokens, so accumulating only means more prompts in a step.
+        # optim.micro_batch_tokens limits memory, so gradient accumulation only means more prompts per step.
         batch = flags.get("batch_size", prompts)
         yield "rollout.prompts", batch * flags.get("gradient_accumulation_steps", 1)
     if convert(flags.get("no_trackio", False), to=bool, setting="no_trackio"):
@@ -226,7 +231,7 @@ def settings_of(flags: Mapping[str, Any], *, prompts: int) -> Iterator[tuple[str
 
 
 def dump_config(config: Config) -> str:
-    """Return documented YAML that `read_config` reads back as an equal configuration."""
+    """Return the configuration as YAML with comments; `read_config` reads back an equal one."""
     lines: list[str] = []
     for section in fields(config):
         settings = getattr(config, section.name)
@@ -240,7 +245,7 @@ def dump_config(config: Config) -> str:
 
 
 def differences(a: Config, b: Config) -> list[str]:
-    """Name each setting that differs, with both values: "optim.learning_rate: 0.0003 → 0.001"."""
+    """Return a line for each setting that differs: "optim.learning_rate: 0.0003 → 0.001"."""
     before, after = dict(flat(a)), dict(flat(b))
     return [
         f"{name}: {write_yaml(plain(before[name]))} → {write_yaml(plain(after[name]))}"
@@ -250,6 +255,7 @@ def differences(a: Config, b: Config) -> list[str]:
 
 
 def flat(config: Config) -> Iterator[tuple[str, Any]]:
+    """Yield every setting by full name, with its value."""
     for section in fields(config):
         settings = getattr(config, section.name)
         for setting in fields(settings):
@@ -257,18 +263,19 @@ def flat(config: Config) -> Iterator[tuple[str, Any]]:
 
 
 def plain(value: Any) -> Any:
-    """Return lists for tuples, which YAML does not have."""
+    """Convert a tuple to a list, because YAML has no tuples."""
     return list(value) if isinstance(value, tuple) else value
 
 
 def comment(text: str) -> list[str]:
-    yaml_words = text.replace("None:", "null:")
-    return [f"# {line}" for line in textwrap.wrap(yaml_words, width=100)]
+    """Return the lines of a YAML comment; None is null there."""
+    yaml_text = text.replace("None:", "null:")
+    return [f"# {line}" for line in textwrap.wrap(yaml_text, width=100)]
 
 
 @cache
 def documentation() -> dict[str, dict[str, str]]:
-    """Return the docstrings of the section classes: class -> setting -> text, the class's own under ""."""
+    """Return the docstrings of the section classes: class -> setting -> text; "" is the class docstring."""
     described: dict[str, dict[str, str]] = {}
     sources = (inspect.getsource(module) for module in (schema, runtime))
     for node in chain.from_iterable(ast.parse(source).body for source in sources):
@@ -277,7 +284,7 @@ def documentation() -> dict[str, dict[str, str]]:
             for field, text in pairwise(node.body):
                 match field, text:
                     case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
-                        value=ast.Constant(value=str(words))
+                        value=ast.Constant(value=str(docstring))
                     ):
-                        described[node.name][name] = inspect.cleandoc(words)
+                        described[node.name][name] = inspect.cleandoc(docstring)
     return described

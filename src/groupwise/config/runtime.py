@@ -1,4 +1,7 @@
-"""The sections around the learning: the generator, evaluation, the run and its folder, tracking."""
+"""The settings around the algorithm: engine, evaluate, sft, run, track.
+
+The docstring of each field is its user documentation: `groupwise config` prints it.
+"""
 
 from __future__ import annotations
 
@@ -10,33 +13,34 @@ from groupwise.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The generator."""
+    """The generation engine."""
 
     kind: str = "own"
-    """own (in this process, with the policy's own weights) or vllm (on the servers below)."""
+    """own (in this process, sharing the policy's weights) or vllm (on the servers below)."""
     servers: tuple[str, ...] = ("http://127.0.0.1:8000",)
-    """Addresses of vLLM servers that `groupwise serve-rollouts` started."""
+    """URLs of vLLM servers started with `groupwise serve-rollouts`."""
     exchange: str | None = None
-    """Folder that trainer and servers share, for new weights. None: in the run's folder."""
+    """Folder for weight sync, shared by trainer and servers. None: inside the run folder."""
     requests: int = 64
-    """Groups asked of the servers at once."""
+    """Maximum groups in flight on the servers."""
     request_seconds: float = 600.0
-    """How long one request to a server may take before it counts as failed."""
+    """Timeout of one request to a server."""
     patience: float = 900.0
-    """Seconds without an answer from any server after which the run stops."""
+    """Stop the run after this many seconds without a response from any server."""
     max_sequences: int = 512
-    """Sequences decoded at once."""
+    """Maximum sequences in one decode batch."""
     block_size: int = 16
-    """Tokens in one block of the KV cache."""
+    """Tokens per KV cache block."""
     kv_tokens: int | None = None
-    """Size of the KV cache in tokens. None: room for `max_sequences` of the longest kind."""
+    """KV cache size in tokens. None: enough for `max_sequences` sequences of maximum length."""
     unpack: bool | None = None
-    """Unpack quantized weights into a copy: fast. None: when that fits into half of the free memory."""
+    """Generate with a dequantized copy of quantized weights: faster, more memory. None: if the copy fits
+    into half of the free memory."""
 
     def __post_init__(self) -> None:
         one_of("engine.kind", self.kind, ("own", "vllm"))
         if not self.servers:
-            raise ConfigError("engine.servers needs at least one address")
+            raise ConfigError("engine.servers needs at least one URL")
         between("engine.requests", self.requests, 1)
         between("engine.request_seconds", self.request_seconds, 0.1)
         between("engine.patience", self.patience, 0.0)
@@ -47,17 +51,19 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateConfig:
-    """Held-out accuracy, before, during and after."""
+    """Evaluation of held-out accuracy before, during and after training."""
 
     every: int = 12
-    """Steps between evaluations; 0: only before and after. Turned off whole by `skip`."""
+    """Steps between evaluations. 0: only before and after training."""
     samples: int = 8
-    """Sampled answers to each held-out prompt (avg@k, pass@k), at the training temperature."""
+    """Completions sampled per held-out prompt (avg@k, pass@k), at the training temperature."""
     during: int = 96
-    """Held-out examples in an evaluation during the run; before and after use all."""
+    """Held-out examples used during training; the evaluations before and after use all of them."""
     skip: bool = False
+    """Skip all evaluations."""
     data_dir: str | None = None
-    """Folder with the files of `groupwise eval --benchmark`. None: they come from the Hugging Face hub."""
+    """Folder with the data files for `groupwise eval --benchmark`. None: load them from the Hugging Face
+    Hub."""
 
     def __post_init__(self) -> None:
         between("evaluate.every", self.every, 0)
@@ -67,26 +73,26 @@ class EvaluateConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftConfig:
-    """Warm start (`groupwise sft`): what to imitate. Without `data` and `from_run`: the task's answers."""
+    """Supervised fine-tuning (`groupwise sft`), by default on the worked solutions of the task."""
 
     data: str | None = None
     """Rows {prompt, completion} or {messages}: a file (JSON, JSONL, Parquet) or a Hugging Face dataset."""
     from_run: str | None = None
-    """The folder of a run whose best answers to imitate."""
+    """Folder of a run whose best completions become demonstrations."""
     min_reward: float | None = None
-    """What an answer of `from_run` must have earned. None: the highest reward of the run."""
+    """Minimum reward of a completion from `from_run`. None: the highest reward in that run."""
     per_prompt: int = 4
-    """Most answers to one prompt of `from_run`."""
+    """Maximum completions per prompt from `from_run`."""
     batch: int = 32
-    """Demonstrations in a step."""
+    """Demonstrations per step."""
     passes: int | None = None
-    """Passes over the demonstrations (`--epochs`); sets run.max_steps."""
+    """Epochs over the demonstrations (`--epochs`); sets run.max_steps."""
     max_length: int = 2048
-    """Longest demonstration in tokens; longer ones are left out."""
+    """Maximum length of a demonstration in tokens; longer ones are skipped."""
 
     def __post_init__(self) -> None:
         if self.data is not None and self.from_run is not None:
-            raise ConfigError("sft.data and sft.from_run both say what to imitate; give one of them")
+            raise ConfigError("sft.data and sft.from_run are mutually exclusive; set only one of them")
         between("sft.per_prompt", self.per_prompt, 1)
         between("sft.batch", self.batch, 1)
         between("sft.passes", self.passes, 1)
@@ -102,21 +108,25 @@ class RunConfig:
     """The run and its folder."""
 
     kind: str = "grpo"
-    """grpo (`groupwise train`), sft (`groupwise sft`) or evolve (`groupwise evolve`); the command sets it."""
+    """grpo (`groupwise train`), sft (`groupwise sft`) or evolve (`groupwise evolve`). Set by the command."""
     max_steps: int = 36
+    """Number of training steps."""
     seed: int = 0
+    """Random seed."""
     output_dir: str = "runs"
+    """Parent folder of all runs."""
     name: str | None = None
-    """Folder under output_dir. None: task, model and time."""
+    """Name of the run's folder in output_dir. None: built from task, model and time."""
     save_every: int = 10
-    """Steps between checkpoints (one is also written at the end, on Ctrl-C and by `keep_best`)."""
+    """Steps between checkpoints. One is also saved at the end, on Ctrl-C and by `keep_best`."""
     parallel: str | None = None
-    """How several processes share the update: ddp (each has the policy and some of the answers), fsdp (and a
-    part of every layer), zero1, zero2, zero3 (DeepSpeed) or context (a part of every answer: long ones).
-    None: as accelerate says, or ddp."""
+    """Multi-GPU strategy: ddp (replicated policy, each rank trains part of the batch), fsdp (layers sharded
+    too), zero1, zero2, zero3 (DeepSpeed) or context (context parallel: sequences are split, for long
+    completions). None: the accelerate configuration, or ddp."""
     keep_last: int = 2
+    """Number of most recent checkpoints to keep."""
     keep_best: bool = True
-    """Also write and keep the checkpoint of the step with the best held-out accuracy."""
+    """Also save and keep the checkpoint with the best held-out accuracy."""
 
     def __post_init__(self) -> None:
         one_of("run.kind", self.kind, KINDS)
@@ -129,15 +139,16 @@ class RunConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackConfig:
-    """Where metrics go besides the run folder."""
+    """Experiment trackers and the files that record a run."""
 
     trackers: tuple[str, ...] | None = None
-    """trackio, wandb, tensorboard. None: trackio when it is installed."""
+    """trackio, wandb, tensorboard. None: trackio if it is installed."""
     project: str = "groupwise"
+    """Project name in the trackers."""
     rollouts_every: int = 1
-    """Steps between Parquet files of rollouts."""
+    """Save rollouts as a Parquet file every this many steps."""
     report: bool = True
-    """Write report.html and plots when the run ends."""
+    """Write report.html and plots at the end of the run."""
 
     def __post_init__(self) -> None:
         for name in self.trackers or ():

