@@ -138,8 +138,8 @@ def test_a_conversation_by_keyboard(capsys, monkeypatch):
         (["tiny", "--example", "999"], "number 999 is out of range"),
         (["/nowhere/at/all"], "neither a folder with a run"),
         (["tiny", "--temperature", "-1"], "--temperature must be at least 0"),
-        (["tiny", "--prompt", "a", "--task", "math"], "--task says whose example"),
-        (["tiny-search", "--tools", "--strategy", "single"], "--tools and --strategy do not go together"),
+        (["tiny", "--prompt", "a", "--task", "math"], "--task requires --example or --tools"),
+        (["tiny-search", "--tools", "--strategy", "single"], "--tools and --strategy are mutually exclusive"),
     ],
 )
 def test_mistakes_are_answered_in_a_sentence(words, message, capsys):

@@ -89,7 +89,7 @@ def test_a_question_is_answered_before_torch_is_imported(light, words, shown):
         (["train", "--beta=-1"], "algo.beta must be at least 0; got -1.0"),
         (["train", "optim.beta1=1.5"], "optim.beta1 must be at least 0 and less than 1; got 1.5"),
         (["train", "--config", "no.yaml"], "cannot read settings from no.yaml: No such file or directory"),
-        (["train", "--resume", "no"], "no is not the folder of a run: it has no config.yaml"),
+        (["train", "--resume", "no"], "no is not a run folder: it has no config.yaml"),
         (
             ["train", "--task", "countdwn"],
             "unknown task 'countdwn'; did you mean 'countdown'? (or use the path of a .py file)",
@@ -105,7 +105,7 @@ def test_a_question_is_answered_before_torch_is_imported(light, words, shown):
             "the model folder . lacks config.json and weights (*.safetensors) and a tokenizer "
             "(tokenizer.json)",
         ),
-        (["train", "mine.py", "--task", "countdown"], "one run has one task; leave out all but mine.py"),
+        (["train", "mine.py", "--task", "countdown"], "a run has one task; remove all but mine.py"),
         (["eval", "tiny", "--samples", "0"], "--samples must be at least 1; got 0"),
         (
             ["eval", "."],
@@ -130,8 +130,8 @@ def test_a_mistake_gets_one_sentence_before_torch_is_imported(light, words, sent
         (["train", "--max-steps", "ten"], "--max-steps"),
         (["trian"], "trian"),
         (["eval"], "RUN|MODEL"),
-        (["train", "count-down"], "a built-in task is one word"),
-        (["train", "--config", "a", "--resume", "b"], "leave --config out"),
+        (["train", "count-down"], "and a setting has the form section.key=value"),
+        (["train", "--config", "a", "--resume", "b"], "remove --config"),
     ],
 )
 def test_a_word_that_cannot_be_parsed_gets_one_sentence(capsys, words, part):
@@ -156,7 +156,7 @@ def test_training_without_arguments_uses_the_defaults(trained):
 
 
 def test_the_command_offers_exactly_the_flags_of_the_table():
-    own = {"context", "words", "config", "resume"}
+    own = {"context", "arguments", "config", "resume"}
     assert inspect.signature(cli.train).parameters.keys() - own == FLAGS.keys()
 
 
@@ -344,7 +344,7 @@ def test_an_evaluation_is_printed_for_people(measured, capsys):
         "  avg@2    25.0 % [5.0, 70.0]",
         "  pass@2   50.0 % [15.0, 85.0]",
         "",
-        "  12.2 tokens an answer, 1 answers could not be scored",
+        "  12.2 tokens per completion, 1 completions could not be scored",
     ]
 
 
@@ -352,7 +352,7 @@ def test_an_evaluation_that_could_score_nothing_says_why_and_shows_no_figures() 
     questions = [{"kind": None, "right": 0, "error": "ValueError: no gold answer"}] * REPORT["prompts"]
     failed = REPORT["prompts"] * (1 + REPORT["samples"])
     text = "\n".join(report_lines(REPORT | {"failed": failed, "questions": questions}))
-    assert f"nothing was measured: {failed} answers could not be scored" in text
+    assert f"no results: {failed} completions could not be scored" in text
     assert "ValueError: no gold answer" in text
     assert "0.0 %" not in text
     assert unscored(REPORT) is None
@@ -365,15 +365,15 @@ def test_what_training_changed_stands_beside_the_accuracy():
         "                                   since before training",
         "  greedy   50.0 % [15.0, 85.0]     +20.0 points [+10.0, +30.0]",
     ]
-    assert lines[-1] == "  saved in runs/a/eval/x.json, answers to read beside it"
+    assert lines[-1] == "  results saved in runs/a/eval/x.json, completions next to it"
 
 
 def test_a_run_of_a_task_from_python_is_resumed_there(trained, tmp_path, capsys):
     (tmp_path / "config.yaml").write_text("task: {name: capitals}")
     assert cli.main(["train", "--resume", str(tmp_path)]) == 2
     assert capsys.readouterr().err == (
-        f"error: the task 'capitals' of {tmp_path} was defined in Python: go on there, "
-        f"by groupwise.train(task, resume='{tmp_path}')\n"
+        f"error: the task 'capitals' of {tmp_path} was defined in Python: resume it from Python "
+        f"with groupwise.train(task, resume='{tmp_path}')\n"
     )
 
 

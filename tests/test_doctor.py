@@ -237,4 +237,4 @@ def test_a_device_that_is_not_here_is_named_and_doctor_says_what_it_assumes(
     )
     assert list(tmp_path.rglob("config.yaml")) == []
     assert cli.main(["doctor", "--model", "tiny", "model.device=cuda"]) == 0
-    assert "there is no GPU here: one of that size is assumed" in capsys.readouterr().out
+    assert "no GPU available: this memory size is assumed" in capsys.readouterr().out

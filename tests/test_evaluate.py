@@ -273,7 +273,7 @@ def test_a_run_whose_task_was_defined_in_python_asks_for_its_file(runs, tmp_path
     config = copy / "config.yaml"
     name = read_config(config).task.name
     config.write_text(config.read_text().replace(name, "luck"))
-    with pytest.raises(ConfigError, match=r"a task named 'luck' that was defined in Python: give the file"):
+    with pytest.raises(ConfigError, match=r"a task named 'luck' that was defined in Python; pass the file"):
         evaluate_command(str(copy))
     assert evaluate_command(str(copy), task=name)["task"] == "luck"
 
@@ -287,7 +287,7 @@ def test_what_an_edited_reward_gives_is_not_compared_with_what_it_gave_before(tm
     assert report["greedy"]["mean"] == 1.0
     assert "change" not in report
     assert report["edited"] == ["reward luck"]
-    line = "  the task's code is not what it was in training (reward luck): nothing is compared with before"
+    line = "  the task's code has changed since training (reward luck): no comparison with before training"
     assert line in report_lines(report)
 
 

@@ -200,7 +200,7 @@ def test_a_search_is_measured_talked_to_and_merged_by_its_best_member(whole, tmp
 
 def test_a_search_has_no_answers_to_imitate(whole, capsys):
     assert cli.main(["sft", "--from-run", str(whole)]) == 2
-    assert "is a search, which records no answers" in capsys.readouterr().err
+    assert "is an evolve run, which records no completions" in capsys.readouterr().err
 
 
 def search_in(folder: Path, *more: str) -> EvolveRun:
@@ -268,8 +268,8 @@ def test_python_and_the_shell_start_the_same_search(place, whole, tmp_path):
         (["lora.r=0"], "members of a population are adapters: set lora.r"),
         (["task.held_out=0"], "selection needs held-out examples"),
         (["engine.kind=vllm"], "requires groupwise's own engine: set engine.kind=own"),
-        (["--vary", "beta=1"], "--vary is written NAME=LOW:HIGH"),
-        (["--vary", "beta=1:2", "--vary", "beta=1:3"], "--vary gives beta twice"),
+        (["--vary", "beta=1"], "--vary must have the form NAME=LOW:HIGH"),
+        (["--vary", "beta=1:2", "--vary", "beta=1:3"], "--vary beta is given twice"),
         (["evolve.vary={algo.clip_low: [0.9, 1.5]}"], "evolve.vary: algo.clip_low must be between 0 and 1"),
         (["rollout.curriculum=2"], "rollout.curriculum requires groupwise train"),
     ],

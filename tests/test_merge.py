@@ -88,7 +88,7 @@ def test_the_command_prints_what_it_compared(plain, tmp_path, capsys):
     assert cli.main([*words, str(tmp_path / "merged")]) == 0
     out = capsys.readouterr().out
     assert "21 layers merged into" in out
-    assert "largest difference of a logit on" in out
+    assert "maximum logit difference on" in out
     assert cli.main([*words, str(tmp_path / "merged")]) == 2
     assert "already holds a model" in capsys.readouterr().err
     assert cli.main(["merge", str(tmp_path), "--output-path", str(tmp_path / "m")]) == 2
@@ -161,7 +161,7 @@ def test_a_quantized_model_is_not_quantized_again_and_its_settings_name_any_fold
     assert read_config(output / "train.yaml").model.name == str(output)
     words = ["quantize", "--model", str(output), "--output-path", str(tmp_path / "again"), "--kind", "int8"]
     assert cli.main(words) == 2
-    assert "is quantized already (nf4)" in capsys.readouterr().err
+    assert "is already quantized (nf4)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

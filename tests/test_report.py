@@ -337,7 +337,7 @@ def test_the_commands_answer_on_the_command_line(tmp_path: Path, capsys: pytest.
         (["report", "absent"], "there is no run folder absent"),
         (["compare", "absent", "absent"], "there is no run folder absent"),
         (["runs", "--output-dir", "absent"], "there is no folder absent"),
-        (["runs", "--output-dir", ".", "prune", "--rollouts"], "--rollouts needs --keep"),
+        (["runs", "--output-dir", ".", "prune", "--rollouts"], "--rollouts requires --keep"),
     ],
 )
 def test_a_mistake_is_one_sentence(

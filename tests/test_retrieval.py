@@ -559,7 +559,7 @@ def test_gold_documents_that_the_index_does_not_have_are_counted_and_named(tmp_p
     assert "not in the index" not in capsys.readouterr().out
     lines(tmp_path / "q.jsonl", [{"question": "who?", "documents": ["fox", *"abcdef"]}] * 2)
     assert cli.main(words) == 0
-    assert "6 of the documents asked for are not in the index: a, b, c, d, e, …" in capsys.readouterr().out
+    assert "6 of the expected documents are not in the index: a, b, c, d, e, …" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("output", ["file", "file/index", "/proc/index", "locked/index"])

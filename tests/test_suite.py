@@ -119,7 +119,7 @@ def test_benchmarks_are_measured_one_after_the_other_and_saved(tmp_path):
     assert saved["questions"] == reports[1]["questions"]
     assert Path(reports[1]["saved"]).with_suffix(".txt").is_file()
     lines = list(report_lines(reports[0]))
-    assert "  of 2 questions 0 are always right, 0 sometimes, 2 never" in lines
+    assert "  2 questions: 0 always correct, 0 sometimes, 2 never" in lines
     assert any(line.startswith("  format ") for line in lines)
 
 
@@ -208,7 +208,7 @@ def test_a_run_whose_task_is_gone_is_measured_and_says_what_it_cannot_tell(
     moved = file.rename(tmp_path / "moved.py")
     (report,) = evaluate_command(str(run), task=str(moved), data=str(data), samples=1)
     assert (report["prompts"], report["left_out"]) == (20, 0)
-    line = f"  whether some of these were trained on cannot be told: no such task file: {file}"
+    line = f"  could not check for training examples among these: no such task file: {file}"
     assert line in report_lines(report)
 
 
@@ -222,7 +222,7 @@ def test_a_run_is_not_measured_on_rows_it_trained_on(tmp_path):
     run = train(read_config(overrides=words))
     (report,) = evaluate_command(str(run), data=str(data), samples=2)
     assert (report["prompts"], report["left_out"]) == (4, 16)  # a fifth was held out
-    assert "  16 examples were left out: the run was trained on them" in report_lines(report)
+    assert "  16 examples were skipped: the run was trained on them" in report_lines(report)
     # A benchmark has columns of its own, and may hold a row that was trained on.
     trained = {row["asked"] for row in rows} - {question["asked"] for question in report["questions"]}
     asked = [{"question": one, "answer": "1"} for one in ("new?", min(trained))]
@@ -251,7 +251,7 @@ def test_more_held_out_rows_than_the_run_kept_back_leave_its_training_rows_out(t
     (more,) = evaluate_command(str(run), samples=1, overrides=["task.held_out=40"])
     assert (more["prompts"], more["left_out"]) == (8, 32)
     assert [question["asked"] for question in more["questions"]] == [q["asked"] for q in same["questions"]]
-    assert "  32 examples were left out: the run was trained on them" in report_lines(more)
+    assert "  32 examples were skipped: the run was trained on them" in report_lines(more)
 
 
 def test_data_given_as_a_setting_leaves_training_rows_out(tmp_path):
@@ -321,8 +321,8 @@ def test_a_benchmark_is_asked_and_judged_by_the_runs_own_task(tmp_path):
     asked = reports[0]["questions"][0]["asked"]
     assert asked == "How many clips?\nPlease reason step by step, and put your final answer within \\boxed{}."
     assert "answer -0.5, correct 0, boxed 0" in transcript(reports[0])  # no box, by the run's own scores
-    assert next(report_lines(reports[0])).startswith("gsm8k asked as math · ")
-    assert next(report_lines(reports[1])).startswith("math500 asked as math · ")
+    assert next(report_lines(reports[0])).startswith("gsm8k with the math verifier · ")
+    assert next(report_lines(reports[1])).startswith("math500 with the math verifier · ")
     assert next(report_lines(reports[2])).startswith("countdown · ")
 
 

@@ -106,9 +106,9 @@ def test_pairs_that_cannot_be_scored_say_so(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "content", "sentence"),
     [
-        (["--pairs", "p.jsonl"], "", "say which task, built in or a Python file"),
-        (["--data", "p.jsonl"], "", "say which task, built in or a Python file"),
-        (["task.options.scoring=lenient"], "", "say which task, built in or a Python file"),
+        (["--pairs", "p.jsonl"], "", "name a built-in task or a Python file"),
+        (["--data", "p.jsonl"], "", "name a built-in task or a Python file"),
+        (["task.options.scoring=lenient"], "", "name a built-in task or a Python file"),
         (["mth"], "", "unknown task 'mth'; did you mean 'math'?"),
         (
             ["--task", "math", "--pairs", "p.jsonl"],

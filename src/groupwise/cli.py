@@ -1,4 +1,7 @@
-"""The `groupwise` command. Nothing heavy is imported before the user's words have been checked."""
+"""The `groupwise` command line.
+
+Commands import torch and other heavy modules only after they have validated their arguments.
+"""
 
 from __future__ import annotations
 
@@ -28,30 +31,30 @@ from groupwise.config.coerce import between
 from groupwise.errors import ConfigError, InvariantError, RemoteRankError
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
-"""Any word the parser rejects. Taken from here because typer's parser has moved between packages."""
+"""The base class of parser errors. Looked up here because typer's parser has moved between packages."""
 
 app = typer.Typer(
-    help="Teach language models to reason with GRPO: each answer is reinforced relative to its group.",
+    help="Train language models with GRPO (Group Relative Policy Optimization).",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 app.add_typer(index_app, name="index")
 
-what = partial(typer.Option, show_default=False, rich_help_panel="What to learn")
-how = partial(typer.Option, show_default=False, rich_help_panel="How to learn")
-where = partial(typer.Option, show_default=False, rich_help_panel="Where it goes")
-start = partial(typer.Option, show_default=False, rich_help_panel="Starting point")
+config_option = partial(typer.Option, show_default=False, rich_help_panel="Configuration")
+model_option = partial(typer.Option, show_default=False, rich_help_panel="Model and task")
+train_option = partial(typer.Option, show_default=False, rich_help_panel="Training")
+output_option = partial(typer.Option, show_default=False, rich_help_panel="Output and tracking")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 2 the user's mistake, 3 a broken promise, 130 Ctrl-C."""
-    # Read when torch starts its threads. A short spin keeps them quick on idle cores; a long one, the
-    # default, takes the cores that others need.
+    """Run the command line and return its exit code: 2 user error, 3 failed invariant, 130 Ctrl-C."""
+    # OpenMP reads this when torch starts its threads. A short spin keeps wake-ups fast on idle cores; the
+    # long default occupies cores that other processes need.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a letter that the terminal lacks ends no command
+            stream.reconfigure(errors="replace")  # a character that the terminal cannot show is no error
     try:
         code = app(args=arguments, prog_name="groupwise", standalone_mode=False)
     except USAGE_ERROR as error:
@@ -61,21 +64,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InvariantError as error:
         return fail(str(error), code=3, notes=getattr(error, "__notes__", ()))
     except RemoteRankError as error:
-        return error.code  # the leader of the processes says it
+        return error.code  # rank 0 prints the message
     except (KeyboardInterrupt, typer.Abort):
         return 130
     return code if isinstance(code, int) else 0
 
 
 def fail(sentence: str, *, code: int, notes: Sequence[str] = ()) -> int:
-    # Of several processes that found the same mistake in the same words, one speaks.
+    # If several processes fail with the same message, only the first one prints it.
     if notes or os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"error: {' '.join(sentence.split())}", file=sys.stderr)
     return code
 
 
-def show_version(wanted: bool) -> None:
-    if wanted:
+def show_version(requested: bool) -> None:
+    if requested:
         print(f"groupwise {metadata.version('groupwise')}")
         raise typer.Exit
 
@@ -92,46 +95,59 @@ def root(
 
 
 @app.command(
-    epilog="Anything else is set as section.key=value, such as algo.loss=gspo; `groupwise config` lists all."
+    epilog="Set any other setting as section.key=value, such as algo.loss=gspo; see `groupwise config`."
 )
 def train(
     context: typer.Context,
-    words: Annotated[
+    arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="TASK|SECTION.KEY=VALUE", help="A task, built in or a Python file; any settings."
+            metavar="TASK|SECTION.KEY=VALUE", help="Built-in task or Python file; settings to override."
         ),
     ] = None,
-    config: Annotated[Path | None, start(help="Settings from a YAML file.")] = None,
-    resume: Annotated[Path | None, start(metavar="RUN", help="Go on with the run in this folder.")] = None,
-    model: Annotated[str | None, what(help="tiny (built in), a Hugging Face name, or a folder.")] = None,
-    task: Annotated[str | None, what(help="A built-in task: see `groupwise tasks`.")] = None,
-    data: Annotated[str | None, what(help="Examples from a file or a Hugging Face dataset.")] = None,
-    max_examples: Annotated[int | None, what(help="Use only this many examples; 0: all.")] = None,
-    max_steps: Annotated[int | None, how(help="Steps to train.")] = None,
-    learning_rate: Annotated[float | None, how(help="Of AdamW.")] = None,
-    batch_size: Annotated[int | None, how(help="Prompts in a step.")] = None,
-    gradient_accumulation_steps: Annotated[int | None, how(help="Multiplies the batch size.")] = None,
-    group_size: Annotated[int | None, how(help="Answers to each prompt.")] = None,
-    max_tokens: Annotated[int | None, how(help="Longest answer.")] = None,
-    temperature: Annotated[float | None, how(help="Of sampling.")] = None,
-    beta: Annotated[float | None, how(help="Weight of the KL penalty.")] = None,
-    lora_r: Annotated[int | None, how(help="Rank of the adapters; 0 trains every weight.")] = None,
-    loss: Annotated[str | None, how(help="grpo, bnpo, dapo, dr_grpo, gspo or cispo.")] = None,
-    advantage: Annotated[str | None, how(help="grpo, dr_grpo, rloo or gdpo.")] = None,
-    seed: Annotated[int | None, how(help="Of all randomness.")] = None,
-    skip_evaluation: Annotated[bool | None, how("--skip-evaluation", help="No held-out accuracy.")] = None,
-    output_dir: Annotated[str | None, where(help="Folder of all runs.")] = None,
-    run_name: Annotated[str | None, where(help="Folder of this run, under the output folder.")] = None,
-    project_name: Annotated[str | None, where(help="Project in the trackers.")] = None,
-    track: Annotated[
-        list[str] | None, where(metavar="NAME", help="trackio, wandb, tensorboard; repeatable.")
+    config: Annotated[Path | None, config_option(help="YAML file with settings.")] = None,
+    resume: Annotated[
+        Path | None, config_option(metavar="RUN", help="Resume the run in this folder.")
     ] = None,
-    no_trackio: Annotated[bool | None, where("--no-trackio", help="Track in the run folder only.")] = None,
+    model: Annotated[
+        str | None, model_option(help="tiny (built in), a Hugging Face model ID, or a folder.")
+    ] = None,
+    task: Annotated[str | None, model_option(help="Built-in task; see `groupwise tasks`.")] = None,
+    data: Annotated[str | None, model_option(help="Data file or Hugging Face dataset with examples.")] = None,
+    max_examples: Annotated[int | None, model_option(help="Maximum training examples; 0: all.")] = None,
+    max_steps: Annotated[int | None, train_option(help="Number of training steps.")] = None,
+    learning_rate: Annotated[float | None, train_option(help="AdamW learning rate.")] = None,
+    batch_size: Annotated[int | None, train_option(help="Prompts per step.")] = None,
+    gradient_accumulation_steps: Annotated[
+        int | None, train_option(help="Factor by which to multiply the batch size.")
+    ] = None,
+    group_size: Annotated[int | None, train_option(help="Completions per prompt.")] = None,
+    max_tokens: Annotated[int | None, train_option(help="Maximum completion length in tokens.")] = None,
+    temperature: Annotated[float | None, train_option(help="Sampling temperature.")] = None,
+    beta: Annotated[float | None, train_option(help="KL penalty coefficient.")] = None,
+    lora_r: Annotated[int | None, train_option(help="LoRA rank; 0: full fine-tuning.")] = None,
+    loss: Annotated[str | None, train_option(help="Loss: grpo, bnpo, dapo, dr_grpo, gspo or cispo.")] = None,
+    advantage: Annotated[
+        str | None, train_option(help="Advantage estimator: grpo, dr_grpo, rloo or gdpo.")
+    ] = None,
+    seed: Annotated[int | None, train_option(help="Random seed.")] = None,
+    skip_evaluation: Annotated[
+        bool | None, train_option("--skip-evaluation", help="Skip all held-out evaluations.")
+    ] = None,
+    output_dir: Annotated[str | None, output_option(help="Parent folder of all runs.")] = None,
+    run_name: Annotated[str | None, output_option(help="Name of the run's folder in --output-dir.")] = None,
+    project_name: Annotated[str | None, output_option(help="Project name in the trackers.")] = None,
+    track: Annotated[
+        list[str] | None,
+        output_option(metavar="NAME", help="Tracker: trackio, wandb or tensorboard; repeatable."),
+    ] = None,
+    no_trackio: Annotated[
+        bool | None, output_option("--no-trackio", help="Log to the run folder only.")
+    ] = None,
 ) -> None:
-    """Train a model. Without arguments: the built-in model learns Countdown on this machine."""
+    """Train a model with GRPO. Without arguments, train the built-in model on Countdown."""
     flags = {name: context.params[name] for name in FLAGS if context.params[name] not in (None, (), [])}
-    settings = training_config(words or [], config=config, resume=resume, flags=flags).resolve()
+    settings = training_config(arguments or [], config=config, resume=resume, flags=flags).resolve()
     from groupwise.model.resolve import local_folder
     from groupwise.tasks import TASKS, load_task, read_task_file, task_of
     from groupwise.tracking.trackers import tracker_names
@@ -139,11 +155,11 @@ def train(
     name = settings.task.name
     if resume is not None and name not in TASKS and not name.endswith(".py"):
         raise resumed_in_python(name, resume)
-    # Before torch, so that a mistake in any of these is answered at once.
+    # Load the task before torch, so that mistakes are reported immediately.
     if resume is None and name.endswith(".py"):
         file = read_task_file(Path(name).expanduser())
         settings = training_config(
-            words or [], config=config, resume=None, flags=flags, defaults=file.settings
+            arguments or [], config=config, resume=None, flags=flags, defaults=file.settings
         ).resolve()
         loaded = task_of(file, settings.task)
     else:
@@ -157,77 +173,85 @@ def train(
 
 def resumed_in_python(task: str, run: Path) -> ConfigError:
     return ConfigError(
-        f"the task {task!r} of {run} was defined in Python: go on there, by "
+        f"the task {task!r} of {run} was defined in Python: resume it from Python with "
         f"groupwise.train(task, resume={str(run)!r})"
     )
 
 
 def training_config(
-    words: Sequence[str],
+    arguments: Sequence[str],
     *,
     config: Path | None,
     resume: Path | None,
     flags: dict[str, Any],
     defaults: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Sort the free words into a task and overrides, and read the settings they add up to."""
-    overrides = [word for word in words if "=" in word]
-    # A built-in task may stand without --task; what is none of them is refused below.
-    files = [word for word in words if "=" not in word and (word.endswith(".py") or word.isidentifier())]
-    for word in words:
-        if word not in overrides and word not in files:
+    """Split positional arguments into a task and overrides, and read the settings."""
+    overrides = [argument for argument in arguments if "=" in argument]
+    # A built-in task may be given without --task; loading it rejects unknown names.
+    files = [
+        argument
+        for argument in arguments
+        if "=" not in argument and (argument.endswith(".py") or argument.isidentifier())
+    ]
+    for argument in arguments:
+        if argument not in overrides and argument not in files:
             raise ConfigError(
-                f"cannot tell what {word!r} is: a task file ends in .py, a built-in task is one word, "
-                "a setting is written section.key=value"
+                f"cannot interpret the argument {argument!r}: a task file ends in .py, a built-in task is "
+                "one word, and a setting has the form section.key=value"
             )
     flags = with_task(flags, files)
     return read_config(settings_file(config, resume), overrides=overrides, flags=flags, defaults=defaults)
 
 
-app.command(epilog="Anything else is set as section.key=value, such as optim.schedule=cosine.")(sft)
-app.command(epilog="Anything else is set as section.key=value, such as evolve.share=0.2.")(evolve)
-app.command(epilog="Anything else is set as section.key=value, such as model.dtype=bfloat16.")(chat)
+app.command(epilog="Set any other setting as section.key=value, such as optim.schedule=cosine.")(sft)
+app.command(epilog="Set any other setting as section.key=value, such as evolve.share=0.2.")(evolve)
+app.command(epilog="Set any other setting as section.key=value, such as model.dtype=bfloat16.")(chat)
 app.command()(doctor)
 app.command()(merge)
 app.command()(quantize)
 app.command()(convert)
-app.command(epilog="Anything else is set as section.key=value, such as model.dtype=bfloat16.")(serve)
+app.command(epilog="Set any other setting as section.key=value, such as model.dtype=bfloat16.")(serve)
 app.command(name="serve-rollouts")(serve_rollouts)
 
 
-@app.command(name="eval", epilog="Anything else is set as section.key=value, such as rollout.max_tokens=512.")
+@app.command(
+    name="eval", epilog="Set any other setting as section.key=value, such as rollout.max_tokens=512."
+)
 def evaluate(
     target: Annotated[
-        str, typer.Argument(metavar="RUN|MODEL", help="A run, checkpoint, adapter or model: folder or name.")
+        str, typer.Argument(metavar="RUN|MODEL", help="Run, checkpoint, adapter or model (folder or name).")
     ],
-    words: Annotated[list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings.")] = None,
-    task: Annotated[str | None, typer.Option(help="A task; for a run, its own by default.")] = None,
-    data: Annotated[str | None, typer.Option(help="Examples from a file or a Hugging Face dataset.")] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings to override.")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="Task to evaluate; by default, the task of the run.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Data file or Hugging Face dataset with examples.")] = None,
     benchmark: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="gsm8k, math500 or countdown; repeatable."),
+        typer.Option(metavar="NAME", help="Benchmark: gsm8k, math500 or countdown; repeatable."),
     ] = None,
     data_dir: Annotated[
-        str | None, typer.Option(help="Read benchmarks from this folder, not from the hub.")
+        str | None, typer.Option(help="Folder with benchmark files, to use instead of the Hub.")
     ] = None,
     samples: Annotated[
-        int | None, typer.Option(help="Sampled answers to each prompt (avg@k, maj@k, pass@k).")
+        int | None, typer.Option(help="Completions sampled per prompt (avg@k, maj@k, pass@k).")
     ] = None,
     strategy: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME[:N]",
-            help="Also measure self-consistency, best-of, budget or tpo against the tokens they spend.",
+            help="Test-time strategy to evaluate too: self-consistency, best-of, budget or tpo; repeatable.",
         ),
     ] = None,
-    examples: Annotated[int | None, typer.Option(help="Use only this many examples.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the sampling.")] = None,
-    output: Annotated[str | None, typer.Option(help="Save the results in this folder.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print each result as a line of JSON and nothing else.")
-    ] = False,
+    examples: Annotated[int | None, typer.Option(help="Maximum number of examples.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Sampling seed.")] = None,
+    output: Annotated[str | None, typer.Option(help="Folder to save the results in.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only JSON, one line per result.")] = False,
 ) -> None:
-    """Measure held-out accuracy, with 95 % intervals; of a run, also what training changed."""
+    """Measure held-out accuracy with 95 % confidence intervals; for a run, also the change by training."""
     between("--samples", samples, 1)
     between("--examples", examples, 1)
     from groupwise.commands.eval import evaluate_command, report_lines, unscored
@@ -242,43 +266,47 @@ def evaluate(
         seed=seed,
         output=output,
         strategies=strategy or (),
-        overrides=[*([f"evaluate.data_dir={data_dir}"] if data_dir else []), *(words or [])],
+        overrides=[*([f"evaluate.data_dir={data_dir}"] if data_dir else []), *(arguments or [])],
     )
-    for found in reports:
-        for line in [json.dumps(found)] if as_json else report_lines(found):
+    for result in reports:
+        for line in [json.dumps(result)] if as_json else report_lines(result):
             print(line)
-    for found in reports:
-        if "unsaved" in found:
-            raise ConfigError(found["unsaved"])
-        if (nothing := unscored(found)) is not None:
-            raise ConfigError(f"{found['task']}: {nothing}")
+    for result in reports:
+        if "unsaved" in result:
+            raise ConfigError(result["unsaved"])
+        if (reason := unscored(result)) is not None:
+            raise ConfigError(f"{result['task']}: {reason}")
 
 
-@app.command(epilog="Anything else is set as section.key=value, such as task.options.scoring=lenient.")
+@app.command(epilog="Set any other setting as section.key=value, such as task.options.scoring=lenient.")
 def verify(
-    words: Annotated[
+    arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="TASK|SECTION.KEY=VALUE", help="A task, built in or a Python file; any settings."
+            metavar="TASK|SECTION.KEY=VALUE", help="Built-in task or Python file; settings to override."
         ),
     ] = None,
-    task: Annotated[str | None, typer.Option(help="A built-in task; all of them by default.")] = None,
-    data: Annotated[str | None, typer.Option(help="Golds from a file or a Hugging Face dataset.")] = None,
-    examples: Annotated[int, typer.Option(help="Gold answers to check.")] = 100,
+    task: Annotated[str | None, typer.Option(help="Built-in task; by default, all of them.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Data file or Hugging Face dataset with gold answers.")
+    ] = None,
+    examples: Annotated[int, typer.Option(help="Number of gold answers to check.")] = 100,
     pairs: Annotated[
         str | None, typer.Option(help="Score the rows {completion, answer} of this file instead.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line for each check.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON per check.")] = False,
 ) -> int:
-    """Test rewards on known cases, on gold answers or on your own pairs. Exit code 1: something failed."""
+    """Test reward functions on known cases, gold answers or your own pairs. Exits with 1 if a check fails."""
     between("--examples", examples, 1)
     flags = {name: value for name, value in (("task", task), ("data", data)) if value is not None}
-    settings = training_config(words or [], config=None, resume=None, flags=flags)
+    settings = training_config(arguments or [], config=None, resume=None, flags=flags)
     from groupwise.tasks.self_test import self_test
 
-    named = task is not None or any("=" not in word or word.startswith("task.name=") for word in words or [])
-    if not named and (words or data or pairs):
-        raise ConfigError("say which task, built in or a Python file: groupwise verify TASK …")
+    named = task is not None or any(
+        "=" not in argument or argument.startswith("task.name=") for argument in arguments or []
+    )
+    if not named and (arguments or data or pairs):
+        raise ConfigError("name a built-in task or a Python file: groupwise verify TASK …")
     config = settings.task if named else None
     failed = False
     for line in self_test(config, pairs=pairs, examples=examples, as_json=as_json):
@@ -300,7 +328,7 @@ def tasks() -> None:
 
 @app.command()
 def config() -> None:
-    """Print every setting with its default and its meaning: a YAML file to start from."""
+    """Print every setting with its default and documentation, as a YAML file to start from."""
     print(dump_config(Config()), end="")
 
 

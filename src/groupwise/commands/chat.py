@@ -1,4 +1,4 @@
-"""`groupwise chat`: talk to a run, a checkpoint, an adapter or a model."""
+"""`groupwise chat`: chat with a run, a checkpoint, an adapter or a model."""
 
 from __future__ import annotations
 
@@ -20,48 +20,58 @@ if TYPE_CHECKING:
     from groupwise.serve.chat_session import Answering, ChatSession, ToolSession
     from groupwise.serve.load_target import TaskPrompt
 
-HELP = "type your message; /reset begins anew, /quit or Ctrl-D ends"
+HELP = "type a message; /reset starts a new conversation, /quit or Ctrl-D exits"
 
 
 def chat(
     target: Annotated[
-        str, typer.Argument(metavar="RUN|MODEL", help="A run, checkpoint, adapter or model: folder or name.")
+        str, typer.Argument(metavar="RUN|MODEL", help="Run, checkpoint, adapter or model (folder or name).")
     ] = "tiny",
-    words: Annotated[list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings.")] = None,
-    prompt: Annotated[str | None, typer.Option(help="Ask this and end; -: what comes in.")] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings to override.")
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="Answer this prompt and exit; -: read the prompt from stdin.")
+    ] = None,
     example: Annotated[
-        int | None, typer.Option(help="Ask this held-out example of the task, from 1, and score the answer.")
+        int | None, typer.Option(help="Answer and score this held-out example of the task, counted from 1.")
     ] = None,
-    task: Annotated[str | None, typer.Option(help="A task; for a run, its own by default.")] = None,
-    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
-    temperature: Annotated[float, typer.Option(help="Of sampling; 0: always the likeliest token.")] = 0.7,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this much probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Keep this many likeliest tokens; 0: all.")] = 0,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
+    task: Annotated[
+        str | None, typer.Option(help="Task for --example and --tools; by default, the task of the run.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: greedy.")] = 0.7,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling: cumulative probability to keep.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Number of most likely tokens to sample from; 0: all.")] = 0,
+    max_tokens: Annotated[int, typer.Option(help="Maximum response length in tokens.")] = 512,
     strategy: Annotated[
-        str | None, typer.Option(help="Spend more on an answer, such as self-consistency:8.")
+        str | None, typer.Option(help="Test-time strategy, such as self-consistency:8.")
     ] = None,
-    tools: Annotated[bool, typer.Option("--tools", help="Let it call the tools of its task.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    tools: Annotated[bool, typer.Option("--tools", help="Let the model call the tools of its task.")] = False,
+    seed: Annotated[int, typer.Option(help="Sampling seed.")] = 0,
 ) -> None:
-    """Talk to a model; answers are shown while they are written."""
+    """Chat with a model in the terminal; responses are streamed."""
     between("--temperature", temperature, 0.0)
     between("--top-p", top_p, 1e-6, 1.0)
     between("--top-k", top_k, 0)
     between("--max-tokens", max_tokens, 1)
     between("--example", example, 1)
     if prompt is not None and example is not None:
-        raise ConfigError("--prompt and --example both say what to ask; give one of them")
+        raise ConfigError("--prompt and --example are mutually exclusive; give only one of them")
     if tools and strategy is not None:
-        raise ConfigError("--tools and --strategy do not go together; give one of them")
+        raise ConfigError("--tools and --strategy are mutually exclusive; give only one of them")
     if task and not (example or tools):
-        raise ConfigError("--task says whose example or tools to take: give --example or --tools with it")
+        raise ConfigError("--task requires --example or --tools")
     from groupwise.serve.load_target import find_named, held_out_example, tools_of
 
-    named = find_named(target, words or [])
+    named = find_named(target, arguments or [])
     config = named.config
-    asked = held_out_example(config, task, number=example or 1) if example or tools else None
-    kit = tools_of(config, asked.task, asked.example if example else None) if tools and asked else None
+    task_prompt = held_out_example(config, task, number=example or 1) if example or tools else None
+    tool_session = (
+        tools_of(config, task_prompt.task, task_prompt.example if example else None)
+        if tools and task_prompt
+        else None
+    )
     from groupwise.model.load import load_for_generation
 
     policy = load_for_generation(config.model, rank=named.target.rank, trained=named.target.trained)
@@ -70,23 +80,23 @@ def chat(
         if strategy is not None:
             answering = strategist(strategy, policy, sampling, config=config, seed=seed)
         else:
-            answering = streamer(policy, sampling, stack, config=config, kit=kit, seed=seed)
-        if example and asked:
-            print(f"{asked.question}\n---")
-            text = show(answering(asked.messages))
-            print(asked.verdict(text, seconds=config.task.reward_seconds, kit=kit))
+            answering = streamer(policy, sampling, stack, config=config, tool_session=tool_session, seed=seed)
+        if example and task_prompt:
+            print(f"{task_prompt.question}\n---")
+            text = show(answering(task_prompt.messages))
+            print(task_prompt.verdict(text, seconds=config.task.reward_seconds, kit=tool_session))
             return
-        talk = conversation(answering, system=system, asked=asked)
+        session = conversation(answering, system=system, task_prompt=task_prompt)
         if prompt is not None:
-            show(talk.ask(readable(sys.stdin.read() if prompt == "-" else prompt)))
+            show(session.ask(readable(sys.stdin.read() if prompt == "-" else prompt)))
         else:
-            converse(talk, title=target)
+            converse(session, title=target)
 
 
 def sampling_for(
     policy: Policy, *, temperature: float, top_p: float, top_k: int, max_tokens: int
 ) -> Sampling:
-    """How tokens are drawn; half of a model's context is left to what is asked."""
+    """Return the sampling settings; half of the context is reserved for the prompt."""
     from groupwise.records import Sampling
     from groupwise.serve.completion_request import COLDEST
 
@@ -101,49 +111,49 @@ def streamer(
     stack: ExitStack,
     *,
     config: Config,
-    kit: ToolSession | None,
+    tool_session: ToolSession | None,
     seed: int,
 ) -> Answering:
-    """Answers that are shown while they are written, with tools where there is a kit of them."""
+    """Return the source of streamed responses, with tools if there is a tool session."""
     from groupwise.serve.chat_session import StreamingAnswers, ToolAnswers
 
     streaming = StreamingAnswers(policy, sampling, seed=seed)
     stack.callback(streaming.close)
-    return streaming if kit is None else ToolAnswers(streaming, kit, limits=config.tools)
+    return streaming if tool_session is None else ToolAnswers(streaming, tool_session, limits=config.tools)
 
 
-def conversation(answering: Answering, *, system: str | None, asked: TaskPrompt | None) -> ChatSession:
-    """A conversation; one with tools begins as its task's prompts do."""
+def conversation(answering: Answering, *, system: str | None, task_prompt: TaskPrompt | None) -> ChatSession:
+    """Start a conversation; with tools, the system message is that of the task."""
     from groupwise.serve.chat_session import ChatSession, ToolAnswers, ToolChatSession
     from groupwise.serve.load_target import system_of
 
     if isinstance(answering, ToolAnswers):
-        assert asked is not None, "tools are a task's"
-        return ToolChatSession(answering, system=system or system_of(asked))
+        assert task_prompt is not None, "tools belong to a task"
+        return ToolChatSession(answering, system=system or system_of(task_prompt))
     return ChatSession(answering, system=system)
 
 
 def strategist(strategy: str, policy: Policy, sampling: Sampling, *, config: Config, seed: int) -> Answering:
     from groupwise.serve.chat_session import by_strategy
 
-    drawn = replace(sampling, temperature=sampling.temperature or 0.7)  # several equal answers say nothing
+    drawn = replace(sampling, temperature=sampling.temperature or 0.7)  # greedy samples would all be equal
     return by_strategy(strategy, policy, drawn, engine=config.engine, seed=seed)
 
 
-def converse(talk: ChatSession, *, title: str) -> None:
+def converse(session: ChatSession, *, title: str) -> None:
     print(f"{title}: {HELP}")
     for line in questions():
         if line == "/reset":
-            talk.reset()
+            session.reset()
             continue
         try:
-            show(talk.ask(line))
-        except ConfigError as error:  # a full context, a tool that fails: what was said before is kept
+            show(session.ask(line))
+        except ConfigError as error:  # a full context or a failed tool: the conversation continues
             print(error)
 
 
 def questions() -> Iterator[str]:
-    """Yield what the user types, until they have had enough."""
+    """Yield what the user types until /quit, Ctrl-D or Ctrl-C."""
     while True:
         try:
             line = input("> ").strip()
@@ -157,12 +167,12 @@ def questions() -> Iterator[str]:
 
 
 def readable(text: str) -> str:
-    """Text as the user typed it; what is no UTF-8 is replaced, as a terminal shows it."""
+    """Replace bytes that are not valid UTF-8."""
     return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def show(parts: Iterator[str]) -> str:
-    """Print an answer as it comes, and return it; Ctrl-C ends the answer, not the conversation."""
+    """Print a response as it streams, and return it. Ctrl-C ends the response, not the conversation."""
     shown: list[str] = []
     try:
         for part in parts:
@@ -172,7 +182,7 @@ def show(parts: Iterator[str]) -> str:
         print(" …", end="")
     except ConfigError:
         if shown:
-            print()  # the reason gets a line of its own
+            print()  # the error message starts on a new line
         raise
     print()
     return "".join(shown)

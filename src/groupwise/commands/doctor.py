@@ -1,4 +1,4 @@
-"""`groupwise doctor`: what is installed, and whether a run will fit."""
+"""`groupwise doctor`: check the installation, and estimate the memory and step time of a run."""
 
 from __future__ import annotations
 
@@ -21,61 +21,69 @@ if TYPE_CHECKING:
 
 REQUIRED = ("torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "pyarrow", "rich", "typer")
 OPTIONAL = {
-    "datasets": "Hugging Face datasets by name",
-    "bitsandbytes": "quantized weights and AdamW in eight bits",
-    "trackio": "tracking",
-    "wandb": "tracking",
-    "tensorboard": "tracking",
-    "math_verify": "the answers of hard mathematics",
-    "gguf": "the model smollm2, once",
+    "datasets": "loads Hugging Face datasets",
+    "bitsandbytes": "quantized weights and 8-bit AdamW",
+    "trackio": "experiment tracking",
+    "wandb": "experiment tracking",
+    "tensorboard": "experiment tracking",
+    "math_verify": "verifies answers to hard math problems",
+    "gguf": "converts the model smollm2 on first use",
     "triton": "fast generation on a GPU",
 }
 
 
 def doctor(
-    words: Annotated[list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings.")] = None,
-    config: Annotated[Path | None, typer.Option(help="Look ahead at a run with these settings.")] = None,
-    model: Annotated[str | None, typer.Option(help="Look ahead at a run with this model.")] = None,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of a prompt to reckon with.")] = 256,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings to override.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with the settings of the run.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model of the run.")] = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Prompt length to assume, in tokens.")] = 256,
     answer_tokens: Annotated[
-        int | None, typer.Option(help="Of an answer, on average; by default, most.")
+        int | None,
+        typer.Option(help="Average completion length to assume, in tokens; by default, the maximum."),
     ] = None,
     template: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Prove that this model's template is append-only.")
+        str | None,
+        typer.Option(metavar="MODEL", help="Check that the chat template of this model is append-only."),
     ] = None,
-    memory_gb: Annotated[float | None, typer.Option(help="Reckon with this much memory.")] = None,
-    on: Annotated[str | None, typer.Option(help="Reckon for cpu or cuda; by default, what is here.")] = None,
+    memory_gb: Annotated[
+        float | None, typer.Option(help="Memory to assume, in GB; by default, that of the device.")
+    ] = None,
+    on: Annotated[
+        str | None, typer.Option(help="Device to assume, cpu or cuda; by default, the one available.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> int:
-    """Say what is installed; with a model or settings, whether a run will fit and how long a step takes."""
+    """Check the installation; given a model or settings, estimate the memory and step time of a run."""
     between("--prompt-tokens", prompt_tokens, 1)
     between("--answer-tokens", answer_tokens, 1)
     between("--memory-gb", memory_gb, 0.0, 1e6)
     one_of("--on", on or "cpu", ("cpu", "cuda"))
     if template is not None:
         return template_report(template)
-    found = environment()
+    installed = environment()
     if not as_json:
-        for line in environment_lines(found):
+        for line in environment_lines(installed):
             print(line)
-    if config is None and model is None and not words:
+    if config is None and model is None and not arguments:
         if as_json:
-            print(json.dumps({"environment": found}))
-        return 1 if found["missing"] else 0
+            print(json.dumps({"environment": installed}))
+        return 1 if installed["missing"] else 0
     flags = {} if model is None else {"model": model}
-    settings = read_config(config, overrides=words or [], flags=flags).resolve()
+    settings = read_config(config, overrides=arguments or [], flags=flags).resolve()
     ahead = look_ahead(
         settings, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens, memory_gb=memory_gb, on=on
     )
     if as_json:
-        print(json.dumps({"environment": found, "preflight": ahead}))
+        print(json.dumps({"environment": installed, "preflight": ahead}))
     else:
         print("\n".join(preflight_lines(ahead)))
     return 0 if ahead["fits"] else 1
 
 
 def template_report(model: str) -> int:
-    """Say whether conversations with this model can grow token by token."""
+    """Print whether the chat template is append-only, as multi-turn rollouts require."""
     from groupwise.model.resolve import model_folder
     from groupwise.model.tokenizer import template_verdict
 
@@ -85,7 +93,7 @@ def template_report(model: str) -> int:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, what is missing and the device."""
+    """Return installed versions, missing packages and the device."""
     versions = {name: version_of(name) for name in (*REQUIRED, *OPTIONAL)}
     missing = [name for name in REQUIRED if versions[name] is None]
     return {
@@ -93,7 +101,7 @@ def environment() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "versions": versions,
         "missing": missing,
-        "device": None if "torch" in missing else device_words(),
+        "device": None if "torch" in missing else describe_device(),
     }
 
 
@@ -106,22 +114,22 @@ def version_of(name: str) -> str | None:
         return "unknown"
 
 
-def device_words() -> str:
+def describe_device() -> str:
     import torch
 
     if torch.cuda.is_available():
-        about = torch.cuda.get_device_properties(0)
+        properties = torch.cuda.get_device_properties(0)
         count = torch.cuda.device_count()
-        return f"{count} × {about.name}, {about.total_memory / 1e9:.0f} GB each"
+        return f"{count} × {properties.name}, {properties.total_memory / 1e9:.0f} GB each"
     from groupwise.model.device import total_memory
 
     memory = total_memory(torch.device("cpu"))
     return f"CPU, {torch.get_num_threads()} threads, {memory / 1e9:.0f} GB"
 
 
-def environment_lines(found: dict[str, Any]) -> Iterator[str]:
-    yield f"Python {found['python']} on {found['system']}; {found['device'] or 'no torch'}"
-    for name, version in found["versions"].items():
+def environment_lines(installed: dict[str, Any]) -> Iterator[str]:
+    yield f"Python {installed['python']} on {installed['system']}; {installed['device'] or 'no torch'}"
+    for name, version in installed["versions"].items():
         if version is not None:
             yield f"  {name:<14}{version}"
         elif name in REQUIRED:
@@ -133,7 +141,7 @@ def environment_lines(found: dict[str, Any]) -> Iterator[str]:
 def look_ahead(
     config: Config, *, prompt_tokens: int, answer_tokens: int | None, memory_gb: float | None, on: str | None
 ) -> dict[str, Any]:
-    """Predict memory by part and the time of a step."""
+    """Estimate the memory of each part of a run and the time of a step."""
     import torch
 
     from groupwise.training.resources.model_shape import shape_of
@@ -147,7 +155,7 @@ def look_ahead(
     )
 
     if config.lora.r:
-        import peft  # noqa: F401  (its code is part of what a run takes on a CPU)
+        import peft  # noqa: F401  (counts towards the memory of a run on a CPU)
 
     kind = on or (config.model.device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0]
     shape = shape_of(config.model)
@@ -155,7 +163,7 @@ def look_ahead(
     config, recomputing = choose_recomputing(
         config, shape, place, free=place.total, prompt_tokens=prompt_tokens
     )
-    found: MemoryEstimate = preflight(config, shape, place, prompt_tokens=prompt_tokens)
+    estimate: MemoryEstimate = preflight(config, shape, place, prompt_tokens=prompt_tokens)
     here = kind == ("cuda" if torch.cuda.is_available() else "cpu")
     seconds = None
     if here:
@@ -170,21 +178,21 @@ def look_ahead(
         "model": config.model.name,
         "parameters": shape.parameters,
         "trained": shape.trained_size(config.lora),
-        "parts_gb": {part.name: part.bytes / 1e9 for part in found.parts},
-        "generating_gb": found.generating / 1e9,
-        "updating_gb": found.updating / 1e9,
-        "peak_gb": found.peak / 1e9,
+        "parts_gb": {part.name: part.bytes / 1e9 for part in estimate.parts},
+        "generating_gb": estimate.generating / 1e9,
+        "updating_gb": estimate.updating / 1e9,
+        "peak_gb": estimate.peak / 1e9,
         "memory_gb": place.total / 1e9,
         "assumed": memory_gb is None and kind == "cuda" and not torch.cuda.is_available(),
-        "fits": found.fits,
+        "fits": estimate.fits,
         "recomputing": recomputing,
-        "advice": list(advice(config, shape, found)),
+        "advice": list(advice(config, shape, estimate)),
         "seconds": seconds,
     }
 
 
 def place_of(kind: str, memory_gb: float | None) -> DeviceSpec:
-    """The device with its memory, and what the program itself takes of it."""
+    """Return the device with its memory, and how much of it the process itself uses."""
     import torch
 
     from groupwise.training.resources.run_estimate import CUDA_CONTEXT, DeviceSpec
@@ -206,13 +214,13 @@ def preflight_lines(ahead: dict[str, Any]) -> Iterator[str]:
     verdict = "fits" if ahead["fits"] else "does not fit"
     yield f"peak {ahead['peak_gb']:.2f} GB {verdict} into {ahead['memory_gb']:.1f} GB"
     if ahead["assumed"]:
-        yield "there is no GPU here: one of that size is assumed, --memory-gb says otherwise"
+        yield "no GPU available: this memory size is assumed; set --memory-gb to change it"
     yield ahead["recomputing"]
     for line in ahead["advice"]:
         yield f"  try {line}"
     if ahead["seconds"] is not None:
         seconds = ahead["seconds"]
         yield (
-            f"a step takes about {seconds['step']:.1f} s: {seconds['rollout']:.1f} generating, "
-            f"{seconds['update']:.1f} updating"
+            f"estimated time per step: {seconds['step']:.1f} s ({seconds['rollout']:.1f} s generation, "
+            f"{seconds['update']:.1f} s update)"
         )

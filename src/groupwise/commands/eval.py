@@ -1,4 +1,8 @@
-"""What `groupwise eval` found, written for people."""
+"""`groupwise eval`: evaluate a run, a checkpoint, an adapter or a model, and print the results.
+
+`evaluate_command` prepares an `EvalJob` for the task or for each benchmark, runs them on one loaded model and
+returns a report for each. `report_lines` formats a report as text.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +32,18 @@ if TYPE_CHECKING:
 
 
 MOST_KINDS = 20
-"""Kinds of questions that are listed; more are no help."""
+"""The breakdown by kind of question is shown only up to this many kinds."""
 
 
 def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """Write one report of `evaluate_command`."""
+    """Yield the lines of one report of `evaluate_command`."""
     verifier = report.get("verifier", report["task"])
-    asked = report["task"] if verifier == report["task"] else f"{report['task']} asked as {verifier}"
-    yield f"{asked} · {report['model']} · {report['prompts']} prompts, seed {report['seed']}"
+    title = report["task"] if verifier == report["task"] else f"{report['task']} with the {verifier} verifier"
+    yield f"{title} · {report['model']} · {report['prompts']} prompts, seed {report['seed']}"
     changes = report.get("change", {})
     yield f"{'':<35}since before training" if changes else ""
-    if (nothing := unscored(report)) is not None:
-        yield f"  {nothing}"
+    if (reason := unscored(report)) is not None:
+        yield f"  {reason}"
         return
     k = report["samples"]
     for name in ("greedy", f"avg@{k}", f"maj@{k}", f"pass@{k}", "format"):
@@ -57,62 +61,62 @@ def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield from strategy_lines(report)
     yield from question_lines(report)
-    yield f"  {report['length']:.1f} tokens an answer, {failures(report)}"
+    yield f"  {report['length']:.1f} tokens per completion, {failures(report)}"
     if report.get("left_out"):
-        yield f"  {report['left_out']} examples were left out: the run was trained on them"
+        yield f"  {report['left_out']} examples were skipped: the run was trained on them"
     if "unchecked" in report:
-        yield f"  whether some of these were trained on cannot be told: {report['unchecked']}"
+        yield f"  could not check for training examples among these: {report['unchecked']}"
     if "edited" in report:
         parts = ", ".join(report["edited"])
-        yield f"  the task's code is not what it was in training ({parts}): nothing is compared with before"
+        yield f"  the task's code has changed since training ({parts}): no comparison with before training"
     if "saved" in report:
-        yield f"  saved in {report['saved']}, answers to read beside it"
+        yield f"  results saved in {report['saved']}, completions next to it"
 
 
 def failures(report: Mapping[str, Any]) -> str:
-    """Count the answers that could not be scored, with the most frequent cause."""
+    """Return the number of completions that could not be scored, with the most frequent cause."""
     causes = Counter(question["error"] for question in report.get("questions", ()) if question.get("error"))
-    words = f"{report['failed']} answers could not be scored"
+    count = f"{report['failed']} completions could not be scored"
     if not causes:
-        return words
+        return count
     ((cause, _),) = causes.most_common(1)
-    return f"{words}, most often: {' '.join(str(cause).split())}"
+    return f"{count}; most frequent error: {' '.join(str(cause).split())}"
 
 
 def unscored(report: Mapping[str, Any]) -> str | None:
-    """Say that no answer at all could be scored, so that nothing was measured; None where some was."""
+    """Return an error message if no completion could be scored; None otherwise."""
     if report["failed"] < report["prompts"] * (1 + report["samples"]):
         return None
-    return f"nothing was measured: {failures(report)}"
+    return f"no results: {failures(report)}"
 
 
 def strategy_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """Set the accuracy of test-time strategies against the tokens they spend."""
+    """Yield a table of test-time strategies: accuracy and tokens per question."""
     strategies = report.get("strategies", {})
     if not strategies:
         return
-    yield f"  {'strategy':<20}{'accuracy':<24}{'tokens a question':>17}"
-    for name, one in strategies.items():
-        yield f"  {name:<20}{Interval(**one['accuracy'])!s:<24}{one['tokens']:>17.1f}"
+    yield f"  {'strategy':<20}{'accuracy':<24}{'tokens/question':>17}"
+    for name, result in strategies.items():
+        yield f"  {name:<20}{Interval(**result['accuracy'])!s:<24}{result['tokens']:>17.1f}"
     yield ""
 
 
 def question_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """Say how the questions divide into those that are always, sometimes and never answered."""
+    """Yield how many questions are answered correctly always, sometimes and never."""
     questions = report.get("questions", ())
     if not questions:
         return
     right = [question["right"] for question in questions]
     always, never = right.count(report["samples"]), right.count(0)
     yield (
-        f"  of {len(right)} questions {always} are always right, "
+        f"  {len(right)} questions: {always} always correct, "
         f"{len(right) - always - never} sometimes, {never} never"
     )
     yield from kind_lines(questions, samples=report["samples"])
 
 
 def kind_lines(questions: Sequence[Mapping[str, Any]], *, samples: int) -> Iterator[str]:
-    """Set the kinds of questions beside each other, the easiest first."""
+    """Yield the accuracy for each kind of question, easiest first."""
     kinds: dict[str, list[float]] = {}
     for question in questions:
         if question["kind"] is not None:
@@ -124,28 +128,28 @@ def kind_lines(questions: Sequence[Mapping[str, Any]], *, samples: int) -> Itera
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalOptions:
-    """What the user asks for, besides what is measured."""
+    """The user's options, apart from what to evaluate."""
 
     samples: int | None = None
     examples: int | None = None
     seed: int | None = None
     output: str | None = None
-    """A folder for the results. None: a run's own, or none."""
+    """Folder for the results. None: the run's folder, if the target is a run."""
     strategies: Sequence[str] = ()
-    """Test-time strategies to measure besides, by name."""
+    """Names of test-time strategies to evaluate too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalJob:
-    """What to ask, settled before anything heavy loads."""
+    """One evaluation: a task, its examples and how to sample. Built before torch loads."""
 
     name: str
     task: Task
     examples: Sequence[Example]
     left_out: int
-    """Rows that the run was trained on."""
+    """Number of rows skipped because the run was trained on them."""
     unchecked: str | None
-    """Why it cannot be told whether it was trained on some."""
+    """Why the check for training examples was impossible; None if it ran."""
     sampling: Sampling
     samples: int
     seed: int
@@ -160,45 +164,45 @@ def evaluate_command(
     data: str | None = None,
     benchmarks: Sequence[str] = (),
     overrides: Sequence[str] = (),
-    **wishes: Any,
+    **option_values: Any,
 ) -> list[dict[str, Any]]:
-    """Measure a run, a checkpoint, an adapter or a model on one task or on benchmarks: a report for each.
+    """Evaluate a run, a checkpoint, an adapter or a model on one task or on benchmarks; return the reports.
 
-    A run brings its settings and its task, and on that is compared with what it could do before training;
-    results are then also saved in its folder. `wishes` are those of `Wish`.
+    A run provides its settings and its task. On its own task it is compared with the evaluation before
+    training, and the results are saved in its folder. `option_values` are the fields of `EvalOptions`.
     """
     if benchmarks and (task or data):
-        raise ConfigError("a benchmark brings its task and its data: leave --task and --data out")
-    found, wish = find_target(target), EvalOptions(**wishes)
+        raise ConfigError("a benchmark has its own task and data; remove --task and --data")
+    resolved, options = find_target(target), EvalOptions(**option_values)
     if benchmarks:
-        exams = [benchmark_exam(name, found, overrides, wish) for name in benchmarks]
+        jobs = [benchmark_job(name, resolved, overrides, options) for name in benchmarks]
     else:
-        exams = [task_exam(found, overrides, wish, task=task, data=data)]
+        jobs = [task_job(resolved, overrides, options, task=task, data=data)]
     from groupwise.evaluate.held_out import make_writable
     from groupwise.evaluate.strategies import strategy_named
 
-    tools = any(exam.task.tools for exam in exams)
-    strategies = {name: strategy_named(name, tools=tools) for name in wish.strategies}
-    if (folder := folder_for(found, wish)) is not None:
+    tools = any(job.task.tools for job in jobs)
+    strategies = {name: strategy_named(name, tools=tools) for name in options.strategies}
+    if (folder := folder_for(resolved, options)) is not None:
         make_writable(folder)
     with ExitStack() as workers:
-        exams = [replace(exam, task=workers.enter_context(isolated(exam.task))) for exam in exams]
-        policy, engine = load_target(found, settings(found, overrides).resolve())
+        jobs = [replace(job, task=workers.enter_context(isolated(job.task))) for job in jobs]
+        policy, engine = load_target(resolved, settings(resolved, overrides).resolve())
         return [
             report(
-                exam,
-                take(exam, policy, engine),
-                spendings(exam, policy, engine, strategies),
-                target=found,
-                wish=wish,
+                job,
+                run_job(job, policy, engine),
+                strategy_results(job, policy, engine, strategies),
+                target=resolved,
+                options=options,
             )
-            for exam in exams
+            for job in jobs
         ]
 
 
-def folder_for(target: Target, wish: EvalOptions) -> Path | None:
-    """Return where results are saved: where the user says, or with the run."""
-    return Path(wish.output) if wish.output else target.run.evaluations if target.run else None
+def folder_for(target: Target, options: EvalOptions) -> Path | None:
+    """Return the folder for the results: the user's, or that of the run."""
+    return Path(options.output) if options.output else target.run.evaluations if target.run else None
 
 
 def settings(target: Target, overrides: Sequence[str]) -> Config:
@@ -207,9 +211,9 @@ def settings(target: Target, overrides: Sequence[str]) -> Config:
 
 
 def other_task(config: Config, name: str, overrides: Sequence[str]) -> Config:
-    """Return the settings with the task of this name, whose data and options are those in the overrides.
+    """Return the settings for another task, with data and options from the overrides.
 
-    The run's own task, named again, keeps what the run gave it.
+    If the task is the run's own, its settings stay.
     """
     if name == config.task.name:
         return config
@@ -223,50 +227,52 @@ def other_task(config: Config, name: str, overrides: Sequence[str]) -> Config:
         columns=given.columns,
     )
     if name.endswith(".py") and load_task(other).name == config.task.name:
-        return replace(config, task=replace(config.task, name=name))  # the file of a task that Python knew
+        return replace(
+            config, task=replace(config.task, name=name)
+        )  # the file of a task that was defined in Python
     return replace(config, task=other)
 
 
-def task_exam(
-    target: Target, overrides: Sequence[str], wish: EvalOptions, *, task: str | None, data: str | None
+def task_job(
+    target: Target, overrides: Sequence[str], options: EvalOptions, *, task: str | None, data: str | None
 ) -> EvalJob:
-    """Ask what the task holds out, or all of `data`."""
+    """Prepare an evaluation on the task's held-out examples, or on all rows of `data`."""
     config = settings(target, overrides)
     if task is not None:
         config = other_task(config, task, overrides)
     elif config.task.name == NO_TASK:
-        raise ConfigError(f"{target.name} was trained on rows alone: say what to measure by --task")
+        raise ConfigError(f"{target.name} was trained on data without a task; choose one with --task")
     elif not is_loadable(config.task.name):
         raise ConfigError(
-            f"{target.name} learned a task named {config.task.name!r} that was defined in Python: "
-            "give the file that defines it by --task FILE.py"
+            f"{target.name} was trained on a task named {config.task.name!r} that was defined in Python; "
+            "pass the file that defines it: --task FILE.py"
         )
-    return settle(None, config.resolve(), target, data=data, wish=wish)
+    return prepare_job(None, config.resolve(), target, data=data, options=options)
 
 
-def benchmark_exam(name: str, target: Target, overrides: Sequence[str], wish: EvalOptions) -> EvalJob:
-    """Ask a benchmark's questions: of a run in the way that it learned to answer, if its task can."""
+def benchmark_job(name: str, target: Target, overrides: Sequence[str], options: EvalOptions) -> EvalJob:
+    """Prepare a benchmark. A run keeps the prompt and verifier of its own task if they fit the data."""
     benchmark = benchmark_named(name)
     config = settings(target, overrides)
     data = source_of(benchmark, config.evaluate.data_dir)
     own = target.run is not None and config.task.name == benchmark.task
-    if not own and not (target.run is not None and data and can_ask(config, data)):
+    if not own and not (target.run is not None and data and fits_task(config, data)):
         config = settings(target, [f"rollout.max_tokens={benchmark.max_tokens}", *overrides])
         config = other_task(config, benchmark.task, overrides)
-    if data:  # the run's names for columns are those of its own data
+    if data:  # the run's column mapping belongs to its own data
         config = replace(config, task=replace(config.task, columns={}))
-    return settle(name, config.resolve(), target, data=data, wish=wish)
+    return prepare_job(name, config.resolve(), target, data=data, options=options)
 
 
-def can_ask(config: Config, data: str) -> bool:
-    """Whether the task of a run can ask these rows and has what it takes to judge the answers."""
+def fits_task(config: Config, data: str) -> bool:
+    """Whether the task of a run can build prompts from these rows and score the completions."""
     plain = without_data(config.task)
     if not is_loadable(plain.name):
         return False
     try:
         task = load_task(plain)
         if plain.name in TASKS and not task.columns:
-            return False  # what its rows hold is made for it alone
+            return False  # the task accepts only the rows that it generates
         task.ask(load_rows(data, task=task, config=plain, split="test")[0])
     except ConfigError:
         return False
@@ -274,14 +280,14 @@ def can_ask(config: Config, data: str) -> bool:
 
 
 def is_loadable(task: str) -> bool:
-    """Whether a task can be loaded by its name: one that was defined in Python cannot."""
+    """Whether a task can be loaded by name. A task that was defined in Python cannot."""
     return task in TASKS or task.endswith(".py")
 
 
-def settle(
-    name: str | None, config: Config, target: Target, *, data: str | None, wish: EvalOptions
+def prepare_job(
+    name: str | None, config: Config, target: Target, *, data: str | None, options: EvalOptions
 ) -> EvalJob:
-    """Load the task and choose the examples."""
+    """Load the task and select the examples."""
     learn = config.task
     task = load_task(without_data(learn) if data else learn)
     rows: Sequence[Example] = (
@@ -290,18 +296,18 @@ def settle(
         else task.split(learn, config.run.seed).held_out
     )
     if not rows:
-        raise ConfigError(f"task {task.name} holds no examples out: give some by --data FILE")
+        raise ConfigError(f"task {task.name} has no held-out examples; pass some with --data FILE")
     asked, unchecked = trained_on(config, target, task=task, data=data)
     kept = unseen(rows, task=task, asked=asked) if asked else rows
     return EvalJob(
         name=name or task.name,
         task=task,
-        examples=kept[: wish.examples],
+        examples=kept[: options.examples],
         left_out=len(rows) - len(kept),
         unchecked=unchecked,
         sampling=config.rollout.sampling,
-        samples=config.evaluate.samples if wish.samples is None else wish.samples,
-        seed=config.run.seed if wish.seed is None else wish.seed,
+        samples=config.evaluate.samples if options.samples is None else options.samples,
+        seed=config.run.seed if options.seed is None else options.seed,
         reward_seconds=learn.reward_seconds,
         tools=config.tools,
     )
@@ -310,11 +316,11 @@ def settle(
 def trained_on(
     config: Config, target: Target, *, task: Task, data: str | None
 ) -> tuple[set[str], str | None]:
-    """Return what the run was asked in training that the rows may ask again, and why that is unknown."""
+    """Return the training prompts that the rows may repeat, or the reason why they are unknown."""
     if target.run is None:
         return set(), None
     trained = read_config(target.run.config).resolve()
-    # What the run itself holds out, and nothing more; or a stream, which keeps its own sides apart.
+    # No overlap is possible on the run's own held-out examples, or on a stream, which is split by itself.
     count = trained.task.held_out if isinstance(task.examples, ExampleStream) else config.task.held_out
     if not data and replace(config.task, held_out=count) == trained.task:
         return set(), None
@@ -332,27 +338,27 @@ def load_target(target: Target, config: Config) -> tuple[Policy, Engine]:
     return policy, Engine(policy, config.engine)
 
 
-def take(exam: EvalJob, policy: Policy, engine: Engine) -> Evaluation:
+def run_job(job: EvalJob, policy: Policy, engine: Engine) -> Evaluation:
     from groupwise.evaluate.held_out import evaluate
     from groupwise.rollout.collect import Tools
 
     return evaluate(
-        exam.task,
-        exam.examples,
+        job.task,
+        job.examples,
         codec=policy,
         engine=engine,
-        sampling=exam.sampling,
-        samples=exam.samples,
-        seed=exam.seed,
-        seconds=exam.reward_seconds,
-        tools=Tools.of(exam.task.tools, exam.tools, state=exam.task.state),
+        sampling=job.sampling,
+        samples=job.samples,
+        seed=job.seed,
+        seconds=job.reward_seconds,
+        tools=Tools.of(job.task.tools, job.tools, state=job.task.state),
     )
 
 
-def spendings(
-    exam: EvalJob, policy: Policy, engine: Engine, strategies: Mapping[str, Strategy]
+def strategy_results(
+    job: EvalJob, policy: Policy, engine: Engine, strategies: Mapping[str, Strategy]
 ) -> dict[str, Any]:
-    """Return what each test-time strategy reaches and spends."""
+    """Return accuracy and tokens per question of each test-time strategy."""
     from groupwise.evaluate.strategies import Sampler
     from groupwise.evaluate.strategies.strategy_registry import spend
     from groupwise.rollout.collect import Tools
@@ -360,23 +366,26 @@ def spendings(
     draws = Sampler(
         codec=policy,
         engine=engine,
-        sampling=exam.sampling,
-        seed=exam.seed,
-        tools=Tools.of(exam.task.tools, exam.tools, state=exam.task.state),
+        sampling=job.sampling,
+        seed=job.seed,
+        tools=Tools.of(job.task.tools, job.tools, state=job.task.state),
     )
-    found = {
-        name: spend(strategy, exam.task, exam.examples, draws=draws, seconds=exam.reward_seconds)
+    results = {
+        name: spend(strategy, job.task, job.examples, draws=draws, seconds=job.reward_seconds)
         for name, strategy in strategies.items()
     }
-    return {name: {"accuracy": asdict(one.accuracy), "tokens": one.tokens} for name, one in found.items()}
+    return {
+        name: {"accuracy": asdict(result.accuracy), "tokens": result.tokens}
+        for name, result in results.items()
+    }
 
 
 def report(
-    exam: EvalJob, result: Evaluation, strategies: dict[str, Any], *, target: Target, wish: EvalOptions
+    job: EvalJob, result: Evaluation, strategies: dict[str, Any], *, target: Target, options: EvalOptions
 ) -> dict[str, Any]:
-    """Return what was found, for scripts and for `report_lines`, saved where it belongs.
+    """Build the report of an evaluation and save it, if there is a folder for it.
 
-    Where that fails, "unsaved" says why: what was measured is not lost with it.
+    If saving fails, the report has the reason under "unsaved", so that the results are not lost.
     """
     from groupwise.evaluate.held_out import (
         cannot_save,
@@ -390,13 +399,13 @@ def report(
     about: dict[str, Any] = {
         "target": target.name,
         "model": target.description,
-        "task": exam.name,
-        "verifier": exam.task.name,
-        "prompts": len(exam.examples),
-        "left_out": exam.left_out,
-        **({"unchecked": exam.unchecked} if exam.unchecked else {}),
-        "samples": exam.samples,
-        "seed": exam.seed,
+        "task": job.name,
+        "verifier": job.task.name,
+        "prompts": len(job.examples),
+        "left_out": job.left_out,
+        **({"unchecked": job.unchecked} if job.unchecked else {}),
+        "samples": job.samples,
+        "seed": job.seed,
         **{name: asdict(interval) for name, interval in result.intervals().items()},
         **{name: asdict(interval) for name, interval in result.details().items()},
         "rewards": {name: asdict(interval) for name, interval in result.reward_intervals().items()},
@@ -404,14 +413,14 @@ def report(
         "length": result.length,
         **({"strategies": strategies} if strategies else {}),
     }
-    edited = changed_code(target.code, code_of(exam.task))
-    if before is not None and edited and exam.task.name not in TASKS:
+    edited = changed_code(target.code, code_of(job.task))
+    if before is not None and edited and job.task.name not in TASKS:
         about["edited"] = edited
     elif before is not None and not edited and (changes := compare(before, result)):
         about["change"] = {name: asdict(change) for name, change in changes.items()}
-    if (folder := folder_for(target, wish)) is not None:
-        # A name of its own: nothing that was measured earlier is overwritten.
-        again = exam.name if wish.output else f"again-{Path(target.description).name}"
+    if (folder := folder_for(target, options)) is not None:
+        # An unused name: earlier results are not overwritten.
+        again = job.name if options.output else f"again-{Path(target.description).name}"
         try:
             path = write_evaluation(folder, unused_name(folder, again), result, about=about)
             about["saved"] = str(path)

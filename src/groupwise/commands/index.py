@@ -1,4 +1,4 @@
-"""`groupwise index`: from a pile of pages to something a model can search."""
+"""`groupwise index`: build, search and evaluate a document index."""
 
 from __future__ import annotations
 
@@ -18,43 +18,51 @@ from groupwise.config.coerce import between, finite, one_of
 if TYPE_CHECKING:
     from groupwise.retrieval.search_index import Progress
 
-index_app = typer.Typer(help="Build, search and measure a document index.", no_args_is_help=True)
+index_app = typer.Typer(help="Build, search and evaluate a document index.", no_args_is_help=True)
 
 NAMED = 5
-"""Documents that are named where there are many."""
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")]
-IndexFolder = Annotated[Path, typer.Argument(metavar="INDEX", help="The folder of an index.")]
-Count = Annotated[int, typer.Option("--count", "-n", help="Chunks that a search returns.")]
-polite = partial(typer.Option, rich_help_panel="Fetching")
-fusing = partial(typer.Option, show_default=False, rich_help_panel="Fusion")
-Fusion = Annotated[str | None, fusing(help="weighted, rrf or scores.")]
-Weight = Annotated[float | None, fusing(help="Of this side; by default what the index was built with.")]
+"""Maximum number of missing documents to list by name."""
+AsJson = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
+IndexFolder = Annotated[Path, typer.Argument(metavar="INDEX", help="Folder of the index.")]
+Count = Annotated[int, typer.Option("--count", "-n", help="Number of chunks to return per search.")]
+fetch_option = partial(typer.Option, rich_help_panel="Fetching")
+fusion_option = partial(typer.Option, show_default=False, rich_help_panel="Fusion")
+Fusion = Annotated[
+    str | None, fusion_option(help="How to combine dense and sparse results: weighted, rrf or scores.")
+]
+Weight = Annotated[
+    float | None, fusion_option(help="Weight in the fusion; by default, the value stored in the index.")
+]
 
 
 @index_app.command()
 def build(
     output: Annotated[Path, typer.Option(help="Folder of the new index.")] = Path("index"),
     documents: Annotated[
-        Path | None, typer.Option(help="A JSONL file of {id, text}; also category, group, synonyms.")
+        Path | None,
+        typer.Option(help="JSONL file with rows {id, text}; optional: category, group, synonyms."),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Questions, answers and pages: JSONL, Parquet or a Hugging Face name.")
+        str | None,
+        typer.Option(help="Questions, answers and URLs: JSONL, Parquet or a Hugging Face dataset."),
     ] = None,
-    embedding: Annotated[str, typer.Option(help="lsa, minilm, or a sentence-transformers model.")] = "lsa",
-    store: Annotated[str, typer.Option(help="chroma or files.")] = "chroma",
-    budget: Annotated[int, typer.Option(help="Most tokens of a chunk, its context included.")] = 256,
+    embedding: Annotated[
+        str, typer.Option(help="Embedding: lsa, minilm, or a sentence-transformers model.")
+    ] = "lsa",
+    store: Annotated[str, typer.Option(help="Vector store: chroma or files.")] = "chroma",
+    budget: Annotated[int, typer.Option(help="Maximum tokens per chunk, including its context.")] = 256,
     fusion: Fusion = None,
     dense_weight: Weight = None,
     sparse_weight: Weight = None,
     fetch: Annotated[
-        bool, polite("--fetch", help="Index the pages behind the URLs, not the answers.")
+        bool, fetch_option("--fetch", help="Fetch and index the pages at the URLs instead of the answers.")
     ] = False,
-    pages: Annotated[Path, polite(help="Where fetched pages are kept.")] = Path("document_content"),
-    skip_existing: Annotated[bool, polite(help="Use pages that are there already.")] = True,
+    pages: Annotated[Path, fetch_option(help="Cache folder for fetched pages.")] = Path("document_content"),
+    skip_existing: Annotated[bool, fetch_option(help="Use cached pages instead of fetching again.")] = True,
     allow_private: Annotated[
-        bool, polite("--allow-private", help="Also fetch from private addresses.")
+        bool, fetch_option("--allow-private", help="Allow fetching from private IP addresses.")
     ] = False,
-    per_host: Annotated[int, polite(help="Requests at one host at a time.")] = 2,
+    per_host: Annotated[int, fetch_option(help="Maximum concurrent requests per host.")] = 2,
     as_json: AsJson = False,
 ) -> None:
     """Chunk, embed and store documents."""
@@ -87,15 +95,15 @@ def build(
 @index_app.command()
 def search(
     index: IndexFolder,
-    query: Annotated[str, typer.Argument(help="What to look for.")],
+    query: Annotated[str, typer.Argument(help="Search query.")],
     count: Count = 5,
-    side: Annotated[str, typer.Option(help="fused, dense or sparse.")] = "fused",
+    side: Annotated[str, typer.Option(help="Retriever: fused, dense or sparse.")] = "fused",
     fusion: Fusion = None,
     dense_weight: Weight = None,
     sparse_weight: Weight = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the best chunks for a query, with scores and the rank on each side."""
+    """Show the best chunks for a query, with scores and dense and sparse ranks."""
     between("--count", count, 1)
     check_fusion(fusion, dense_weight, sparse_weight)
     from groupwise.commands import index_actions
@@ -118,7 +126,9 @@ def evaluate(
     index: IndexFolder,
     questions: Annotated[
         Path | None,
-        typer.Option(help="A JSONL file of {question, documents}; else the index's held-out ones."),
+        typer.Option(
+            help="JSONL file with rows {question, documents}; by default, the index's held-out questions."
+        ),
     ] = None,
     count: Count = 5,
     fusion: Fusion = None,
@@ -126,7 +136,7 @@ def evaluate(
     sparse_weight: Weight = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure MRR, recall and nDCG of the dense side, the sparse side and both."""
+    """Measure MRR, recall and nDCG of dense, sparse and fused retrieval."""
     between("--count", count, 1)
     check_fusion(fusion, dense_weight, sparse_weight)
     from groupwise.commands import index_actions
@@ -143,7 +153,7 @@ def evaluate(
 
 
 def check_fusion(fusion: str | None, dense_weight: float | None, sparse_weight: float | None) -> None:
-    """Refuse what no search could be made with, before anything is read or built."""
+    """Validate the fusion options before anything is read or built."""
     from groupwise.retrieval.ranking import FUSIONS
 
     if fusion is not None:
@@ -161,7 +171,7 @@ def show(report: dict[str, Any], as_json: bool, lines: Any) -> None:
 
 @contextmanager
 def progress_bars() -> Iterator[Progress]:
-    """On a terminal, a bar for each kind of thing there is to do, which goes when everything is done."""
+    """Show a progress bar for each stage, on a terminal only; the bars disappear at the end."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
@@ -169,21 +179,21 @@ def progress_bars() -> Iterator[Progress]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        known: dict[str, Any] = {}
+        task_ids: dict[str, Any] = {}
 
-        def tell(what: str, done: int, total: int) -> None:
-            if what not in known:
-                known[what] = bars.add_task(what, total=total)
-            bars.update(known[what], completed=done)
+        def update(stage: str, done: int, total: int) -> None:
+            if stage not in task_ids:
+                task_ids[stage] = bars.add_task(stage, total=total)
+            bars.update(task_ids[stage], completed=done)
 
-        yield tell
+        yield update
 
 
 def build_lines(report: dict[str, Any]) -> Iterator[str]:
     if "pages" in report:
         yield f"{report['pages']['fetched']} pages fetched"
         for problem, count in report["pages"]["failed"].items():
-            yield f"  {count} not: {problem}"
+            yield f"  {count} failed: {problem}"
     yield (
         f"{report['documents']} documents, {report['chunks']} chunks in {report['index']}, "
         f"{report['seconds']:.1f} s"
@@ -195,23 +205,23 @@ def build_lines(report: dict[str, Any]) -> Iterator[str]:
 def search_lines(report: dict[str, Any]) -> Iterator[str]:
     from groupwise.retrieval.documents import words_of
 
-    wanted = set(words_of(report["query"]))
+    query_words = set(words_of(report["query"]))
     for hit in report["results"]:
         sides = f"dense {hit['dense_rank'] or '–'}, sparse {hit['sparse_rank'] or '–'}"
         yield f"{hit['rank']}. {hit['document']}  {hit['score']:.4f}  ({sides})"
-        yield f"   {highlighted(' '.join(hit['text'].split())[:400], wanted)}"
+        yield f"   {highlighted(' '.join(hit['text'].split())[:400], query_words)}"
     if not report["results"]:
-        yield "nothing found"
+        yield "no results"
 
 
-def highlighted(text: str, wanted: set[str]) -> str:
-    """Set the words that were asked for in bold, on a terminal."""
+def highlighted(text: str, query_words: set[str]) -> str:
+    """Print the words of the query in bold, on a terminal."""
     from groupwise.retrieval.documents import words_of
 
     if not sys.stdout.isatty():
         return text
     return re.sub(
-        r"[^\W_]+", lambda m: f"\033[1m{m[0]}\033[0m" if set(words_of(m[0])) & wanted else m[0], text
+        r"[^\W_]+", lambda m: f"\033[1m{m[0]}\033[0m" if set(words_of(m[0])) & query_words else m[0], text
     )
 
 
@@ -224,4 +234,4 @@ def measure_lines(report: dict[str, Any]) -> Iterator[str]:
         )
     if missing := report["missing"]:
         named = ", ".join(missing[:NAMED]) + (", …" if len(missing) > NAMED else "")
-        yield f"{len(missing)} of the documents asked for are not in the index: {named}"
+        yield f"{len(missing)} of the expected documents are not in the index: {named}"

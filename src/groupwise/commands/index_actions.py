@@ -1,4 +1,4 @@
-"""What `groupwise index` does: build, search, measure; each returns a report that the command prints."""
+"""Build, search and evaluate an index. Each function returns a report, which `groupwise index` prints."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def build(
     progress: Progress = silent,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Build an index of documents, or of the pages of a set of questions and answers."""
+    """Build an index of documents, or of the answers or pages of a question-answer dataset."""
     if (documents is None) == (data is None):
-        raise ConfigError("give --documents FILE.jsonl, or --data with a set of questions and answers")
+        raise ConfigError("give either --documents FILE.jsonl or --data with a question-answer dataset")
     check_new(output)
     started = time.perf_counter()
     chosen = {name: value for name, value in settings.items() if value is not None}
@@ -57,26 +57,26 @@ def build(
     report: dict[str, Any] = {"index": str(output)}
     questions: tuple[RetrievalQuestion, ...] = ()
     if documents is not None:
-        found = read_documents(documents)
+        contents = read_documents(documents)
     else:
         path = local_rows(str(data))
         texts: Mapping[str, str] | None = None
         if fetch:
             urls = [url for row in read_rows(path) if row.get("answer") and (url := url_of(row))]
-            harvest = fetch_pages(
+            result = fetch_pages(
                 urls,
                 PageCache(pages),
                 manners,
                 skip_existing=skip_existing,
                 on_page=partial(progress, "pages"),
             )
-            harvest.check()
-            report["pages"], texts = harvest.summary(), harvest.texts
+            result.check()
+            report["pages"], texts = result.summary(), result.texts
         qa_set = read_qa_set(path, pages=texts)
-        found, questions = list(qa_set.documents), qa_set.questions
+        contents, questions = list(qa_set.documents), qa_set.questions
     index = Index.build(
         output,
-        found,
+        contents,
         manifest,
         questions=questions,
         choose=not {"dense_weight", "sparse_weight"} & chosen.keys(),
@@ -95,7 +95,7 @@ def build(
 
 
 def local_rows(data: str) -> Path:
-    """Return a file of rows: the one named, or a Hugging Face set brought into one."""
+    """Return the path of a local data file; a Hugging Face dataset is downloaded into one."""
     path = Path(data).expanduser()
     if path.suffix in (".jsonl", ".gz", ".parquet") or path.exists():
         return path
@@ -107,7 +107,7 @@ def local_rows(data: str) -> Path:
         rows = datasets.load_dataset(data, split="train")
     except Exception as error:
         raise ConfigError(
-            f"--data {data} is neither a file nor a dataset that can be loaded: {error}"
+            f"--data {data} is not a file, and loading it as a Hugging Face dataset failed: {error}"
         ) from error
     path = Path(tempfile.mkdtemp()) / "rows.parquet"
     rows.to_parquet(path)
@@ -136,18 +136,18 @@ def search(index: Path, query: str, *, count: int, **weights: Any) -> dict[str, 
 def evaluate(index: Path, *, questions: Path | None, count: int, **weights: Any) -> dict[str, Any]:
     opened = Index.open(index)
     if questions is not None:
-        asked = list(opened.following(read_questions(questions)))
+        queries = list(opened.following(read_questions(questions)))
     else:
-        asked = own_questions(index, instead=", or give questions by --questions FILE.jsonl")
-    if not asked:
-        raise ConfigError(f"{questions or index}: there are no questions to ask")
-    wanted = dict.fromkeys(name for question in asked for name in question.documents)
-    there = set(opened.documents)
+        queries = own_questions(index, instead=", or pass questions with --questions FILE.jsonl")
+    if not queries:
+        raise ConfigError(f"{questions or index} has no questions; pass some with --questions FILE.jsonl")
+    expected = dict.fromkeys(name for question in queries for name in question.documents)
+    indexed = set(opened.documents)
     started = time.perf_counter()
-    report = measure(opened, asked, count=count, **given(weights))
+    report = measure(opened, queries, count=count, **given(weights))
     return report | {
         "index": str(index),
-        "missing": [name for name in wanted if name not in there],
+        "missing": [name for name in expected if name not in indexed],
         "seconds": round(time.perf_counter() - started, 2),
     }
 

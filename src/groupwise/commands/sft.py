@@ -1,4 +1,4 @@
-"""What `train` and `sft` make of the words and flags that both take."""
+"""`groupwise sft`: supervised fine-tuning. Also argument handling that `train`, `sft` and `evolve` share."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from groupwise.tracking.run_folder import RunFolder, refuse_agent, refuse_checkp
 
 
 def with_task(given: Mapping[str, Any], tasks: Sequence[str]) -> dict[str, Any]:
-    """Add the task that stands among the words to what the flags gave."""
+    """Add a task given as a positional argument to the flags."""
     if len(tasks) > 1 or (tasks and "task" in given):
-        raise ConfigError(f"one run has one task; leave out all but {tasks[0]}")
+        raise ConfigError(f"a run has one task; remove all but {tasks[0]}")
     return {**given, **({"task": tasks[0]} if tasks else {})}
 
 
 def settings_file(config: Path | None, resume: Path | None) -> Path | None:
-    """The file to read settings from: that of the run to go on with, or the user's own."""
+    """Return the settings file: that of the resumed run, or the user's."""
     if resume is None:
         return config
     if config is not None:
-        raise ConfigError("--resume takes the settings of its run; leave --config out")
+        raise ConfigError("--resume uses the settings of its run; remove --config")
     refuse_agent(resume)
     refuse_checkpoint(resume)
     if not (resume / "config.yaml").is_file():
-        raise ConfigError(f"{resume} is not the folder of a run: it has no config.yaml")
+        raise ConfigError(f"{resume} is not a run folder: it has no config.yaml")
     return resume / "config.yaml"
 
 
-what = partial(typer.Option, show_default=False, rich_help_panel="What to imitate")
-how = partial(typer.Option, show_default=False, rich_help_panel="How to learn")
-where = partial(typer.Option, show_default=False, rich_help_panel="Where it goes")
+data_option = partial(typer.Option, show_default=False, rich_help_panel="Configuration and data")
+train_option = partial(typer.Option, show_default=False, rich_help_panel="Training")
+output_option = partial(typer.Option, show_default=False, rich_help_panel="Output and tracking")
 
 SETTINGS = {
     "data": "sft.data",
@@ -56,50 +56,61 @@ SETTINGS = {
     "output_dir": "run.output_dir",
     "run_name": "run.name",
 }
-"""Each flag and the setting it sets."""
+"""The setting that each flag sets."""
 
 
 def sft(
     context: typer.Context,
-    words: Annotated[
+    arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="TASK_FILE|SECTION.KEY=VALUE", help="A Python file with a `task`; any settings."
+            metavar="TASK_FILE|SECTION.KEY=VALUE",
+            help="Python file that defines `task`; settings to override.",
         ),
     ] = None,
-    config: Annotated[Path | None, what(help="Settings from a YAML file.")] = None,
-    resume: Annotated[Path | None, what(metavar="RUN", help="Go on with the run in this folder.")] = None,
+    config: Annotated[Path | None, data_option(help="YAML file with settings.")] = None,
+    resume: Annotated[Path | None, data_option(metavar="RUN", help="Resume the run in this folder.")] = None,
     data: Annotated[
-        str | None, what(help="Rows {prompt, completion} or {messages}: file or dataset.")
+        str | None,
+        data_option(help="Data file or Hugging Face dataset: rows {prompt, completion} or {messages}."),
     ] = None,
-    from_run: Annotated[str | None, what(metavar="RUN", help="The best answers of a GRPO run.")] = None,
+    from_run: Annotated[
+        str | None, data_option(metavar="RUN", help="GRPO run whose best completions to train on.")
+    ] = None,
     task: Annotated[
-        str | None, what(help="Its worked answers, unless --data or --from-run; and what to measure.")
+        str | None,
+        data_option(help="Task to evaluate; its worked solutions are the data if no other is given."),
     ] = None,
-    model: Annotated[str | None, how(help="tiny (built in), a Hugging Face name, or a folder.")] = None,
-    batch_size: Annotated[int | None, how(help="Demonstrations in a step.")] = None,
-    epochs: Annotated[int | None, how(help="Passes over the demonstrations.")] = None,
-    max_steps: Annotated[int | None, how(help="Steps, where --epochs does not say.")] = None,
-    learning_rate: Annotated[float | None, how(help="Of AdamW.")] = None,
-    max_length: Annotated[int | None, how(help="Longest demonstration in tokens.")] = None,
-    lora_r: Annotated[int | None, how(help="Rank of the adapters; 0 trains every weight.")] = None,
-    seed: Annotated[int | None, how(help="Of all randomness.")] = None,
-    output_dir: Annotated[str | None, where(help="Folder of all runs.")] = None,
-    run_name: Annotated[str | None, where(help="Folder of this run, under the output folder.")] = None,
-    skip_evaluation: Annotated[bool, how("--skip-evaluation", help="No held-out measurement.")] = False,
-    no_trackio: Annotated[bool, where("--no-trackio", help="Track in the run folder only.")] = False,
+    model: Annotated[
+        str | None, train_option(help="tiny (built in), a Hugging Face model ID, or a folder.")
+    ] = None,
+    batch_size: Annotated[int | None, train_option(help="Demonstrations per step.")] = None,
+    epochs: Annotated[int | None, train_option(help="Epochs over the demonstrations.")] = None,
+    max_steps: Annotated[int | None, train_option(help="Number of steps, if --epochs is not given.")] = None,
+    learning_rate: Annotated[float | None, train_option(help="AdamW learning rate.")] = None,
+    max_length: Annotated[
+        int | None, train_option(help="Maximum length of a demonstration in tokens.")
+    ] = None,
+    lora_r: Annotated[int | None, train_option(help="LoRA rank; 0: full fine-tuning.")] = None,
+    seed: Annotated[int | None, train_option(help="Random seed.")] = None,
+    output_dir: Annotated[str | None, output_option(help="Parent folder of all runs.")] = None,
+    run_name: Annotated[str | None, output_option(help="Name of the run's folder in --output-dir.")] = None,
+    skip_evaluation: Annotated[
+        bool, train_option("--skip-evaluation", help="Skip all held-out evaluations.")
+    ] = False,
+    no_trackio: Annotated[bool, output_option("--no-trackio", help="Log to the run folder only.")] = False,
 ) -> None:
-    """Warm start: imitate worked answers, before `groupwise train` reinforces. Loss on the answers alone."""
+    """Supervised fine-tuning on demonstrations, as a warm start for `groupwise train`."""
     given = {name: context.params[name] for name in SETTINGS if context.params[name] is not None}
     flags = {name: True for name in ("skip_evaluation", "no_trackio") if context.params[name]}
-    settings = sft_config(words or [], config=config, resume=resume, given=given, flags=flags)
+    settings = sft_config(arguments or [], config=config, resume=resume, given=given, flags=flags)
     from groupwise.model.resolve import local_folder
     from groupwise.tasks.sft_data import plan_warm_start
     from groupwise.tracking.trackers import tracker_names
 
     tracker_names(settings.track)
     local_folder(settings.model.name)
-    # Before torch, so that a mistake in the data is answered at once.
+    # Read the data before torch, so that mistakes in it are reported immediately.
     plan = plan_warm_start(settings, resumed=resume is not None)
     from groupwise.training.sft_run import run_sft
 
@@ -107,19 +118,23 @@ def sft(
 
 
 def sft_config(
-    words: Sequence[str],
+    arguments: Sequence[str],
     *,
     config: Path | None,
     resume: Path | None,
     given: dict[str, Any],
     flags: dict[str, Any],
 ) -> Config:
-    """Return the settings that the words and flags add up to."""
-    files = [word for word in words if word.endswith(".py") and "=" not in word]
-    overrides = [word for word in words if word not in files]
+    """Return the settings given by positional arguments and flags."""
+    files = [argument for argument in arguments if argument.endswith(".py") and "=" not in argument]
+    overrides = [argument for argument in arguments if argument not in files]
     given = with_task(given, files)
     config = settings_file(config, resume)
-    named = "task" in given or config is not None or any(word.startswith("task.name=") for word in words)
+    named = (
+        "task" in given
+        or config is not None
+        or any(argument.startswith("task.name=") for argument in arguments)
+    )
     if not named and ({"data", "from_run"} & given.keys()):
         given = given | {"task": NO_TASK}
     kind = ["run.kind=sft"] if resume is None else []
@@ -127,17 +142,17 @@ def sft_config(
     read = read_config(config, overrides=[*kind, *settings, *overrides], flags=flags)
     if read.run.kind != "sft":
         raise ConfigError(
-            f"{resume or config} is not a warm start, which is all that groupwise sft goes on with"
+            f"{resume or config} is not an SFT run; groupwise sft can only resume runs that it started"
         )
     if read.sft.from_run is None:
         return read
     own = read_config(RunFolder.open(read.sft.from_run).config)
     if own.run.kind == "evolve":
         raise ConfigError(
-            f"{read.sft.from_run} is a search, which records no answers: name a run of groupwise train"
+            f"{read.sft.from_run} is an evolve run, which records no completions; use a groupwise train run"
         )
-    named = "model" in given or any(word.startswith("model.name=") for word in words)
+    named = "model" in given or any(argument.startswith("model.name=") for argument in arguments)
     if named or (config is not None and "model.name" in read_file(config)):
         return read
-    # A run's answers are its model's: the very tokens fit no other.
+    # The completions are token ids of the run's own model; another tokenizer would not fit.
     return replace(read, model=replace(read.model, name=own.model.name))

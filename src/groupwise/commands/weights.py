@@ -1,4 +1,4 @@
-"""`groupwise merge`: adapters added into their model."""
+"""`groupwise merge`, `quantize` and `convert`: write model weights in another form."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ SIZE = re.compile(r"(?=.*[1-9])\d+(\.\d+)? ?[KMGT]B", re.IGNORECASE)
 
 def merge(
     run: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="A run or a checkpoint, in place of --lora-model.")
+        Path | None, typer.Argument(metavar="[RUN]", help="Run or checkpoint, instead of --lora-model.")
     ] = None,
     output_path: Annotated[Path, typer.Option(help="Folder of the merged model.")] = Path("merged"),
     base_model: Annotated[
-        str | None, typer.Option(help="The model under the adapters; by default, the one they name.")
+        str | None, typer.Option(help="Base model; by default, the one named in the adapter's config.")
     ] = None,
-    lora_model: Annotated[Path | None, typer.Option(help="Folder of the adapters.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16, to merge in and to write.")] = "float32",
-    shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "4GB",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model that is there.")] = False,
+    lora_model: Annotated[Path | None, typer.Option(help="Folder of the LoRA adapter.")] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Data type of the merge and the output: float32 or bfloat16.")
+    ] = "float32",
+    shard_size: Annotated[str, typer.Option(help="Maximum size of a weight file.")] = "4GB",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite an existing model.")] = False,
 ) -> None:
-    """Add adapters into their model: a plain Hugging Face folder, compared with what was merged."""
+    """Merge a LoRA adapter into its base model, save a Hugging Face folder, and verify its logits."""
     one_of("--dtype", dtype, ("float32", "bfloat16"))
     if not SIZE.fullmatch(shard_size):
         raise ConfigError(f"--shard-size must be a size such as 500MB or 4GB; got {shard_size!r}")
@@ -52,26 +54,26 @@ def merge(
         overwrite=overwrite,
     )
     print(f"{done.layers} layers merged into {done.folder} ({', '.join(done.files)})")
-    print(f"largest difference of a logit on {done.tokens} tokens of real prompts, in {done.precision}:")
-    print(f"  merged model, read back from disk, against model + adapters   {done.difference:.2e}")
-    print(f"  model without adapters against model + adapters               {done.effect:.2e}")
+    print(f"maximum logit difference on {done.tokens} tokens of real prompts, in {done.precision}:")
+    print(f"  merged model, reloaded from disk, vs. base + adapter          {done.difference:.2e}")
+    print(f"  base model vs. base + adapter                                 {done.effect:.2e}")
     if done.rounded is not None:
         difference, noise = done.rounded
         print("in float32:")
-        print(f"  merged model against model + adapters                         {difference:.2e}")
-        print(f"  rounding alone: model + adapters against itself in float64    {noise:.2e}")
+        print(f"  merged model vs. base + adapter                               {difference:.2e}")
+        print(f"  rounding error: base + adapter vs. itself in float64          {noise:.2e}")
     print(f"\nnext\n  {shlex.join(['groupwise', 'chat', str(done.folder)])}")
 
 
 def named_adapter(
     run: Path | None, lora_model: Path | None, base_model: str | None
 ) -> tuple[Path, str | None, str | None]:
-    """Return the folder of the adapters, the model under them and how that was quantized while it loaded.
+    """Return the adapter's folder, its base model, and the quantization that the base was loaded with.
 
-    Model and quantization are None where neither the user nor a run or an agent names them.
+    Model and quantization are None if neither the user nor the settings of a run or an agent name them.
     """
     if (run is None) == (lora_model is None):
-        raise ConfigError("name the adapters once: a run, or --lora-model FOLDER")
+        raise ConfigError("give either a run or --lora-model FOLDER")
     folder = run or lora_model
     assert folder is not None
     if not folder.is_dir():
@@ -94,15 +96,22 @@ def named_adapter(
 
 def quantize(
     output_path: Annotated[Path, typer.Option(help="Folder of the quantized model.")],
-    model: Annotated[str, typer.Option(help="smollm2, a Hugging Face name, or a folder.")] = "smollm2",
-    kind: Annotated[str, typer.Option(help="nf4 (4 bits, double quantization) or int8.")] = "nf4",
-    dtype: Annotated[str | None, typer.Option(help="Of all other weights; bfloat16 on a GPU.")] = None,
+    model: Annotated[
+        str, typer.Option(help="Model: smollm2, a Hugging Face model ID, or a folder.")
+    ] = "smollm2",
+    kind: Annotated[
+        str, typer.Option(help="Quantization: nf4 (4 bits, double quantization) or int8.")
+    ] = "nf4",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Data type of all other weights; by default bfloat16 on a GPU, float32 on a CPU."),
+    ] = None,
     lora_preset: Annotated[
-        str, typer.Option(help="Adapters that the settings beside it will name.")
+        str, typer.Option(help="LoRA preset for the training settings saved with the model.")
     ] = "agent",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite an existing model.")] = False,
 ) -> None:
-    """Quantize a model with bitsandbytes and write it with settings for adapters on it (QLoRA)."""
+    """Quantize a model with bitsandbytes, and save it with settings for QLoRA training."""
     one_of("--kind", kind, QUANTIZATIONS)
     one_of("--lora-preset", lora_preset, tuple(LORA_PRESETS))
     if dtype is not None:
@@ -126,7 +135,7 @@ def quantize(
     source = model_folder(model)
     stored = quantization_of(source)
     if stored is not None:
-        raise ConfigError(f"{model} is quantized already ({stored}): name the model that it was made of")
+        raise ConfigError(f"{model} is already quantized ({stored}); use the original model")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen = getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     settings = f"model: {write_yaml({'name': str(output_path.resolve())})}\nlora: {{preset: {lora_preset}}}\n"
@@ -134,18 +143,18 @@ def quantize(
     done = save_quantized(loaded, load_tokenizer(source), output_path, source=source, extra=settings)
     print(
         f"{done.layers} layers in {kind} written to {done.folder}: "
-        f"{done.bytes_before / 1e9:.2f} GB of weight files before, {done.bytes_after / 1e9:.2f} GB after"
+        f"weight files shrank from {done.bytes_before / 1e9:.2f} GB to {done.bytes_after / 1e9:.2f} GB"
     )
     train = ["groupwise", "train", "--config", str(done.folder / TRAIN_SETTINGS), "--task", "countdown"]
     print(f"\nnext\n  {shlex.join(train)}")
 
 
 def convert(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder or a Hugging Face name.")],
-    output_path: Annotated[Path, typer.Option(help="Folder of the same model in safetensors.")],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model that is there.")] = False,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or Hugging Face model ID.")],
+    output_path: Annotated[Path, typer.Option(help="Folder of the converted model.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite an existing model.")] = False,
 ) -> None:
-    """Write a model with pickled weights, if you trust them, in safetensors, which all else loads."""
+    """Convert pickled weights to safetensors. Pickle files can run code: use it only on models you trust."""
     from groupwise.model.resolve import check_output, new_folder, pickled_folder
 
     check_output(output_path, overwrite=overwrite)
@@ -160,7 +169,7 @@ def convert(
     with new_folder(output_path) as unfinished:
         loaded.save_pretrained(unfinished, max_shard_size="4GB")
         tokenizer.save_pretrained(unfinished)
-    numbers = sum(parameter.numel() for parameter in loaded.parameters())
+    count = sum(parameter.numel() for parameter in loaded.parameters())
     dtype = str(loaded.dtype).removeprefix("torch.")
-    print(f"{numbers / 1e6:,.1f} M parameters in {dtype} written to {output_path} as safetensors")
+    print(f"{count / 1e6:,.1f} M parameters in {dtype} written to {output_path} as safetensors")
     print(f"\nnext\n  {shlex.join(['groupwise', 'train', '--model', str(output_path)])}")
