@@ -100,7 +100,7 @@ def test_an_interrupt_before_the_first_step_says_that_nothing_is_trained_yet(pla
     ended = run_command(*words(place, run.name), blows=[Blow("before.json", INTERRUPT)])
     assert ended.code == 130
     last = ended.out.partition("stopped ")[2].splitlines()
-    assert last[0] == f"before the first step: nothing is trained yet, its folder is {run}"
+    assert last[0] == f"before the first step, nothing was trained; the run folder is {run}"
     assert last[-3:] == ["next", f"  groupwise train --resume {run}", "      begins again"]
 
 
@@ -283,7 +283,7 @@ def test_a_checkpoint_is_not_resumed_but_a_copy_of_its_run_without_the_later_one
     checkpoint = copied / "checkpoints" / "step-000003"
     ended = run_command("train", "--resume", str(checkpoint))
     assert (ended.code, ended.err.count("\n")) == (2, 1)
-    assert f"{checkpoint} is a checkpoint of {copied}: --resume {copied} goes on" in ended.err
+    assert f"{checkpoint} is a checkpoint of {copied}: --resume {copied} continues" in ended.err
     assert everything(copied) == before
     shutil.rmtree(copied / "checkpoints" / "step-000004")  # as the sentence says
     assert run_command("train", "--resume", str(copied)).code == 0

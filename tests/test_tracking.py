@@ -106,7 +106,7 @@ def test_the_paths_are_those_of_the_design(tmp_path: Path) -> None:
 
 def test_a_named_folder_that_holds_a_run_is_refused_and_untouched(tmp_path: Path) -> None:
     create(tmp_path, "mine").config.write_text("seed: 1")
-    with pytest.raises(ConfigError, match=r"mine already holds a run: continue it with --resume .*mine, or"):
+    with pytest.raises(ConfigError, match=r"mine already contains a run: resume it with --resume .*mine, or"):
         create(tmp_path, "mine")
     assert (tmp_path / "mine" / "config.yaml").read_text() == "seed: 1"
 
@@ -124,7 +124,7 @@ def test_a_name_cannot_leave_the_output_folder(tmp_path: Path, name: str) -> Non
 
 def test_an_output_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot make a run folder in"):
+    with pytest.raises(ConfigError, match="cannot create a run folder in"):
         create(tmp_path / "file")
 
 
@@ -148,7 +148,7 @@ def lock_elsewhere(run: RunFolder) -> subprocess.CompletedProcess[str]:
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / ".lock").mkdir()  # as on a read-only disk, the file cannot be opened
-    with pytest.raises(ConfigError, match=r"cannot write in .*: Is a directory"):
+    with pytest.raises(ConfigError, match=r"cannot write to .*: Is a directory"):
         RunFolder(tmp_path).lock()
 
 
@@ -423,7 +423,7 @@ def test_a_tracker_that_fails_is_off_after_one_warning(
         tracker.finish()
     assert recorder.calls[-1][0] == call
     assert [name for name, *_ in recorder.calls].count(call) == 1
-    assert caplog.text.count("recorder failed and is off for the rest of this run") == 1
+    assert caplog.text.count("recorder failed and is disabled for the rest of this run") == 1
 
 
 def test_a_tracker_that_cannot_open_does_not_stop_the_run(
@@ -579,7 +579,7 @@ def test_wandb_without_an_account_is_off_and_asks_nobody(tmp_path: Path) -> None
     finally:
         os.close(keyboard)
         os.close(terminal)
-    assert said.startswith("wandb failed and is off for the rest of this run: UsageError('No API key")
+    assert said.startswith("wandb failed and is disabled for the rest of this run: UsageError('No API key")
     assert said.count("\n") == 1
 
 

@@ -469,7 +469,7 @@ def test_a_tracker_that_fails_is_told_of_once_and_changes_nothing(
     task_file(tmp_path)
     run = train(small_config(tmp_path, "track.trackers=[wandb]"))
     assert traces(run) == untracked
-    sentence = "wandb failed and is off for the rest of this run: ConnectionError('server gone')"
+    sentence = "wandb failed and is disabled for the rest of this run: ConnectionError('server gone')"
     told = 0 if call == "never" else 1
     assert capsys.readouterr().out.count(sentence) == told
     assert (run / "training.log").read_text().count(f"WARNING {sentence}") == told

@@ -1,28 +1,28 @@
-"""Three kinds of failure, three treatments.
+"""The exceptions of this package, for three kinds of failure.
 
-1. The user's mistake: `ConfigError`. One sentence, exit code 2, before anything heavy loads.
-2. Ours: a plain `assert`; or `InvariantError` when a check that runs in every step finds that what
-   the run promises no longer holds. The run stops, the last checkpoint stays, exit code 3.
-3. A rollout's (a reward that raises, a verifier that times out): `RolloutError`, recorded on the
-   rollout, counted, left out of its group. It never becomes a reward of 0.
+1. User errors raise `ConfigError`: one sentence, exit code 2, before torch loads where possible.
+2. Bugs raise `AssertionError`, or `InvariantError` if a check that runs in every step fails. The run
+   stops with exit code 3; the last checkpoint remains valid.
+3. Failures of a single rollout (a reward that raises, a verifier that times out) raise `RolloutError`.
+   The rollout is recorded as failed and excluded from its group. It never gets a reward of 0.
 
     GroupwiseError
     ├── ConfigError
     │   └── CheckpointError
     ├── InvariantError
     ├── RolloutError
-    └── EchoError           in the other processes of a run, where the leader tells what went wrong
+    └── RemoteRankError     on ranks other than 0, if rank 0 reports the error
 """
 
 from __future__ import annotations
 
 
 class GroupwiseError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base class of all errors that this package raises deliberately."""
 
 
 class ConfigError(GroupwiseError):
-    """Something the user wrote cannot work; the message says what and what to write instead."""
+    """Invalid user input; the message says what is wrong and what to do."""
 
 
 class CheckpointError(ConfigError):
@@ -30,17 +30,17 @@ class CheckpointError(ConfigError):
 
 
 class InvariantError(GroupwiseError):
-    """A promise of the run broke (see `invariants`); training on would be training on a bug."""
+    """A check in `invariants` failed. The run stops, because continuing would train on a bug."""
 
 
 class RolloutError(GroupwiseError):
-    """One rollout failed; it is recorded and excluded, the run goes on."""
+    """One rollout failed. It is recorded and excluded; the run continues."""
 
 
 class RemoteRankError(GroupwiseError):
-    """What went wrong in a run of several processes, raised in those that leave the telling to the leader."""
+    """An error in a multi-process run, raised on the ranks that leave printing it to rank 0."""
 
     def __init__(self, sentence: str, *, code: int) -> None:
         super().__init__(sentence)
         self.code = code
-        """What the process ends with."""
+        """Exit code of the process."""

@@ -1,4 +1,4 @@
-"""Files of rows, JSON or Parquet, read so that a mistake is named with its line or row."""
+"""Read data files (JSON, JSONL, Parquet) with the location of each row, and write files atomically."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from typing import IO, Any
 from groupwise.errors import ConfigError
 
 Located = Iterator[tuple[str, object]]
-"""Rows as they were found, each with where that was: "rows.jsonl, line 3"."""
+"""Rows with their locations: ("rows.jsonl, line 3", row)."""
 
 
 def read_file(path: Path, read: Callable[[Path], Located]) -> Located:
+    """Yield the rows of a file; raise `ConfigError` if it cannot be read."""
     if not path.is_file():
         raise no_such_file(path)
     try:
@@ -26,7 +27,7 @@ def read_file(path: Path, read: Callable[[Path], Located]) -> Located:
 
 
 def no_such_file(path: Path) -> ConfigError:
-    """Name the folder that was searched: a task file's own folder is another one."""
+    """Return the error for a missing file, with the working directory for a relative path."""
     return ConfigError(f"no such file: {path}" + ("" if path.is_absolute() else f" in {Path.cwd()}"))
 
 
@@ -88,7 +89,7 @@ READERS: dict[str, Callable[[Path], Located]] = {
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace `path` by `content` in one step, making its folder when needed."""
+    """Write `content` to `path` atomically; create its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     data = content.encode() if isinstance(content, str) else content
@@ -104,9 +105,9 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Force a file, or the list of names in a folder, onto the disk.
+    """Flush a file or a folder to disk.
 
-    A rename is only as durable as the folder it happened in.
+    A rename is durable only after its folder has been synced.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -116,7 +117,7 @@ def sync(path: Path) -> None:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove what killed processes left of `write_atomically`; a process that still runs keeps its own."""
+    """Remove temporary files of `write_atomically` that killed processes left behind."""
     for leftover in folder.glob(".*.tmp-*"):
         process = leftover.name.rpartition("-")[2]
         if not (process.isdecimal() and alive(int(process))) or int(process) == os.getpid():
@@ -124,7 +125,7 @@ def remove_temporaries(folder: Path) -> None:
 
 
 def alive(process: int) -> bool:
-    """Whether a process of this machine still runs."""
+    """Whether a process with this id is running on this machine."""
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
@@ -135,7 +136,7 @@ def alive(process: int) -> bool:
 
 
 def let_read(folder: Path) -> None:
-    """Let all who may read a folder read the weights in it: safetensors writes them for their owner alone."""
+    """Give weight files the permissions of their folder; safetensors writes them for the owner only."""
     mode = folder.stat().st_mode & 0o666
     for path in folder.rglob("*.safetensors"):
         path.chmod(mode)

@@ -1,13 +1,13 @@
-"""What a run writes and shows.
+"""Recording and display of a run: its files, log, terminal output and trackers.
 
 Modules in reading order:
 
-    run_folder     the paths of a run, and its lock
-    run_files      metrics.jsonl, rollouts and updates as Parquet, completions; writing in the background
+    run_folder     the paths in a run folder, and its lock
+    run_files      metrics.jsonl, rollouts and updates as Parquet, completions; the background writer
     run_log        training.log
-    terminal       the live panel, plain lines and the closing summary
-    number_format  numbers, durations and sparklines for readers
+    terminal       the live panel, plain log lines and the final summary
+    number_format  format numbers, durations and sparklines
     trackers       trackio, Weights & Biases, TensorBoard
 
-To add a tracker, write a class with the methods of `trackers.Tracker` and enter it in its table.
+To add a tracker, write a class with the methods of `trackers.Tracker` and add it to `TRACKERS`.
 """

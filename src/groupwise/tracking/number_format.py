@@ -1,4 +1,4 @@
-"""How numbers look to a reader: durations, sparklines, text that cannot upset a terminal."""
+"""Format numbers, durations and sparklines, and make text safe to print on a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def duration(seconds: float) -> str:
-    """A length of time with its two largest units: 72 -> "1 min 12 s"."""
+    """Format a duration with its two largest units: 72 -> "1 min 12 s"."""
     whole = round(seconds)
     for name, length, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
         if whole >= length:
@@ -19,9 +19,9 @@ def duration(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float], *, width: int, least_range: float = 0.1) -> str:
-    """The course of a number in at most `width` characters, each the average of its share of the values.
+    """Draw a series in at most `width` characters, each the mean of an equal part of the values.
 
-    The scale spans at least `least_range`, so that noise around a constant does not look like a course.
+    The scale spans at least `least_range`, so that noise around a constant does not look like a trend.
     """
     if not values or not width:
         return ""
@@ -34,7 +34,7 @@ def sparkline(values: Sequence[float], *, width: int, least_range: float = 0.1) 
 
 
 def number(value: float) -> str:
-    """Two or three digits that matter: 5123.4 -> "5,123", 3.148 -> "3.15", 0.00012 -> "1.2e-04"."""
+    """Format a number briefly: 5123.4 -> "5,123", 3.148 -> "3.15", 0.00012 -> "1.2e-04"."""
     size = abs(value)
     for least, pattern in ((100, ",.0f"), (10, ".1f"), (1, ".2f"), (0.001, ".3f")):
         if size >= least:
@@ -47,5 +47,5 @@ def share(value: float) -> str:
 
 
 def printable(text: str) -> str:
-    """The text in one line, without characters that move the cursor or change colours."""
+    """Replace control characters, such as line breaks and escape codes, by spaces."""
     return "".join(character if character.isprintable() else " " for character in text)

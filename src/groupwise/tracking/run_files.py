@@ -1,4 +1,8 @@
-"""metrics.jsonl: one line a step, readable while the run goes on and after it crashed."""
+"""The files that a run writes: metrics.jsonl, rollouts and updates as Parquet, and completions as text.
+
+All of them can be read during the run and after a crash. `BackgroundWriter` writes files while training
+continues.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ from groupwise.tracking.run_folder import step_of
 
 @dataclass(frozen=True, slots=True)
 class MetricsFile:
-    """The metrics of one run.
+    """The metrics file of one run: one line of JSON per step.
 
     Example: append(3, {"reward/mean": 0.5, "policy/kl": nan}) writes
         {"step": 3, "reward/mean": 0.5, "policy/kl": null}
@@ -32,9 +36,9 @@ class MetricsFile:
     path: Path
 
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the line of one step; a value that is not finite becomes null and keeps its name.
+        """Append the line of one step. Values that are not finite become null.
 
-        The line is on the disk when this returns: a checkpoint of the step must not outlive it.
+        The line is synced to disk before this returns, so that no checkpoint exists without its metrics.
         """
         new = not self.path.exists()
         line = json.dumps({"step": step, **{name: finite(value) for name, value in metrics.items()}})
@@ -46,9 +50,9 @@ class MetricsFile:
             sync(self.path.parent)
 
     def truncate_after(self, step: int) -> list[int]:
-        """Forget what came after `step`, and the half line of a crash: a resumed run writes it again.
+        """Remove the lines after `step`, which a resumed run writes again, and an incomplete last line.
 
-        Returns the steps up to `step` that have no line: they were lost, and no one writes them again.
+        Returns the steps up to `step` that have no line. Their metrics are lost.
         """
         lines = complete_lines(self.path) if self.path.exists() else []
         kept = [(line, row["step"]) for line, row in lines if row["step"] <= step]
@@ -58,18 +62,18 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Every complete line of a metrics file."""
+    """Return every complete line of a metrics file."""
     return [row for _, row in complete_lines(path)]
 
 
 def last_step(path: Path) -> int:
-    """The last step with a complete line; 0 where there is none."""
+    """Return the last step with a complete line; 0 if there is none."""
     rows = read_metrics(path) if path.is_file() else []
     return max((int(row["step"]) for row in rows), default=0)
 
 
 def complete_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Each line as written and as read; a last line that a crash cut short is left out."""
+    """Return each line as text and parsed; an incomplete last line, as after a crash, is skipped."""
     lines = path.read_bytes().decode(errors="replace").split("\n")
     if lines[-1] == "":
         lines.pop()
@@ -81,13 +85,13 @@ def complete_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
         except (json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
             if number == len(lines):
                 break
-            raise ConfigError(f"line {number} of {path} is damaged: remove that line") from error
+            raise ConfigError(f"line {number} of {path} is damaged; delete that line") from error
         rows.append((line, row))
     return rows
 
 
 def as_ranges(steps: Sequence[int]) -> str:
-    """Write steps in few words: [3, 4, 5, 9] -> "3 – 5, 9"."""
+    """Format steps as ranges: [3, 4, 5, 9] -> "3 – 5, 9"."""
     ranges: list[list[int]] = []
     for step in steps:
         if ranges and step == ranges[-1][1] + 1:
@@ -98,7 +102,7 @@ def as_ranges(steps: Sequence[int]) -> str:
 
 
 def finite(value: float) -> float | None:
-    """The number as JSON can hold it."""
+    """Return the number, or None if it is not finite, which JSON cannot represent."""
     number = value if isinstance(value, int) else float(value)
     return number if math.isfinite(number) else None
 
@@ -130,19 +134,19 @@ COPIED = [
     for name in ROLLOUT_SCHEMA.names
     if name in field_names(Rollout) and name not in ("prompt", "rewards", "turns")
 ]
-"""Columns that are fields of a Rollout as they are."""
+"""Columns copied unchanged from the fields of a `Rollout`."""
 ROWS_TOGETHER = 128
-"""Rows in a Parquet row group, at least: few enough to be read in a blink, and to be written in one."""
+"""Minimum rows per Parquet row group: small enough to read one quickly."""
 REPEATING = ["prompt", "example", "finish", "error"]
-"""Columns with few different values, worth a dictionary."""
+"""Columns with few distinct values, stored with dictionary encoding."""
 SOUGHT = ["group", "member"]
-"""Columns that a slice is looked for by: their smallest and largest values stand in the file's footer."""
+"""Columns that readers filter by; the file footer has their minimum and maximum per row group."""
 
 
 def write_rollouts(path: Path, step: int, groups: Sequence[Group]) -> None:
-    """Write one row per rollout; the same groups always give the same bytes.
+    """Write one row per rollout. Equal groups give equal bytes.
 
-    Few groups of answers share a Parquet row group, so that one can be read without most of the others.
+    Each Parquet row group holds only a few groups, so that one can be read without most of the others.
     """
     table = pa.Table.from_pydict(columns(step, groups), schema=ROLLOUT_SCHEMA)
     members = max((len(group.rollouts) for group in groups), default=1)
@@ -159,30 +163,30 @@ def write_rollouts(path: Path, step: int, groups: Sequence[Group]) -> None:
 
 
 def read_rollouts(path: Path) -> list[dict[str, Any]]:
-    """The rows of one file, with prompt, example and rewards as Python values."""
-    found: list[dict[str, Any]] = pq.read_table(path).to_pylist()
-    for row in found:
+    """Return the rows of one file, with prompt, example, rewards and turns as Python values."""
+    rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    for row in rows:
         row["prompt"] = json.loads(row["prompt"])
         row["example"] = json.loads(row["example"])
         row["rewards"] = dict(row["rewards"])
         row["turns"] = json.loads(row["turns"])
-    return found
+    return rows
 
 
 def remove_steps_after(folder: Path, step: int) -> None:
-    """Forget the files of later steps: a resumed run writes them again."""
+    """Remove the files of later steps, which a resumed run writes again."""
     for path in folder.glob("step-*"):
-        found = step_of(path.name)
-        if found is not None and found > step:
+        file_step = step_of(path.name)
+        if file_step is not None and file_step > step:
             path.unlink()
 
 
 def columns(step: int, groups: Sequence[Group]) -> dict[str, list[Any]]:
-    """Return what is written, column by column: several times as fast as row by row."""
+    """Return the table column by column, several times as fast as row by row."""
     numbered = [(number, rollout) for number, group in enumerate(groups) for rollout in group.rollouts]
     rollouts = [rollout for _, rollout in numbered]
     examples = [as_json(dict(group.example.columns)) for group in groups]
-    # The members of a group hold one and the same prompt.
+    # All members of a group share one prompt object, which is serialized once.
     prompts = {id(rollout.prompt): rollout.prompt for rollout in rollouts}
     written = {key: as_json(prompt) for key, prompt in prompts.items()}
     return {
@@ -211,7 +215,7 @@ UPDATE_SCHEMA = pa.schema(
 
 
 def write_updates(path: Path, seen: Mapping[tuple[int, int], Sequence[float]]) -> None:
-    """Write one row for each rollout that was trained on, given by its group and member in the step."""
+    """Write one row per trained rollout; `seen` maps (group, member) to the trainer's log-probabilities."""
     columns = {
         "group": [group for group, _ in seen],
         "member": [member for _, member in seen],
@@ -226,40 +230,40 @@ def write_updates(path: Path, seen: Mapping[tuple[int, int], Sequence[float]]) -
 
 
 def read_update(path: Path, *, group: int, member: int) -> list[float] | None:
-    """Return the trainer's log-probabilities of one rollout; None where it was not trained on."""
+    """Return the trainer's log-probabilities of one rollout; None if it was not trained on."""
     if not path.is_file():
         return None
-    wanted = [("group", "=", group), ("member", "=", member)]
-    found: list[list[float]] = pq.read_table(path, columns=["logprobs"], filters=wanted)[
+    filters = [("group", "=", group), ("member", "=", member)]
+    rows: list[list[float]] = pq.read_table(path, columns=["logprobs"], filters=filters)[
         "logprobs"
     ].to_pylist()
-    return found[0] if found else None
+    return rows[0] if rows else None
 
 
 RULE = "=" * 50
 
 
 def write_completions(path: Path, groups: Sequence[Group], *, is_perfect: Callable[[Rollout], bool]) -> None:
-    """Write every perfect rollout, prompt and completion; no file when there is none."""
-    found = [rollout for group in groups for rollout in group.valid if is_perfect(rollout)]
-    if found:
-        write_atomically(path, "".join(f"{prompt_text(r)}\n{r.transcript}\n{RULE}\n" for r in found))
+    """Write prompt and completion of every perfect rollout. Without any, no file is written."""
+    perfect = [rollout for group in groups for rollout in group.valid if is_perfect(rollout)]
+    if perfect:
+        write_atomically(path, "".join(f"{prompt_text(r)}\n{r.transcript}\n{RULE}\n" for r in perfect))
 
 
 def prompt_text(rollout: Rollout) -> str:
-    """Return what was asked: the prompt, or of a chat all but the system's words."""
+    """Return the prompt as text, without the system message."""
     if isinstance(rollout.prompt, str):
         return f"Prompt {rollout.prompt}"
-    said = (message["content"] for message in rollout.prompt if message["role"] != "system")
-    return f"Prompt {chr(10).join(map(str, said))}"
+    contents = (message["content"] for message in rollout.prompt if message["role"] != "system")
+    return f"Prompt {chr(10).join(map(str, contents))}"
 
 
 MOST_WAITING = 2
-"""Writes that may wait: a slow disk holds the run up rather than filling the memory."""
+"""Maximum pending writes: a slow disk slows the run down instead of filling memory."""
 
 
 class BackgroundWriter:
-    """Does what it is given, one after the other; a failure is raised at the next call."""
+    """Runs writes in order on a background thread. A failed write raises at the next call."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="groupwise-writer")
@@ -276,7 +280,7 @@ class BackgroundWriter:
             self._waiting.popleft().result()
 
     def close(self) -> None:
-        """Write what is left and end; more than once does no harm."""
+        """Finish pending writes and stop the thread. Safe to call more than once."""
         try:
             self.flush()
         finally:

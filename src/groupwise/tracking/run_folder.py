@@ -1,4 +1,4 @@
-"""Where everything of a run lies on disk, and who may write there."""
+"""The folder of a run: its paths, its creation, and the lock that admits one training process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from groupwise.files import alive
 STEP_NAME = re.compile(r"step-(\d{6,})")
 SETTINGS = "config.yaml"
 AGENT = "agent.json"
-"""What only the folder of a saved agent holds, which has settings as a run has."""
+"""The file that distinguishes a saved agent from a run; both have a config.yaml."""
 
 
 def is_agent(folder: Path) -> bool:
@@ -28,31 +28,31 @@ def is_run(folder: Path) -> bool:
 
 
 def refuse_agent(folder: Path) -> None:
-    """Nothing may train, or look for steps, where an agent was saved."""
+    """Raise an error if the folder is a saved agent, which is not a run."""
     if is_agent(folder):
         raise ConfigError(
-            f"{folder} is not a run but a saved agent ({AGENT}): it goes on in Python, by "
+            f"{folder} is not a run but a saved agent ({AGENT}): load it in Python with "
             f"groupwise.Agent.load({str(folder)!r})"
         )
 
 
 def refuse_checkpoint(path: Path) -> None:
-    """A run goes on after its last checkpoint; a copy of it can go on after an earlier one."""
+    """Raise an error if the path is a checkpoint: a run is resumed from its last checkpoint only."""
     run = path.resolve().parent.parent
     if step_of(path.resolve().name) is not None and is_run(run):
         raise ConfigError(
-            f"{path} is a checkpoint of {run}: --resume {run} goes on after its last one; to go on after "
-            "this one, copy that folder, remove the later checkpoints from the copy, and resume the copy"
+            f"{path} is a checkpoint of {run}: --resume {run} continues from the last one. To continue "
+            "from this one, copy the run folder, delete the later checkpoints in it, and resume the copy"
         )
 
 
 def step_name(step: int) -> str:
-    """The name of a file or folder that belongs to one step: 10 -> "step-000010"."""
+    """Return the name of a step's file or folder: 10 -> "step-000010"."""
     return f"step-{step:06d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step in a name made by `step_name`, an extension allowed: "step-000010.parquet" -> 10."""
+    """Return the step in a file or folder name: "step-000010.parquet" -> 10. None if there is none."""
     match = STEP_NAME.fullmatch(name.partition(".")[0])
     return int(match[1]) if match else None
 
@@ -64,12 +64,12 @@ class RunFolder:
     path: Path
 
     def absolute(self) -> RunFolder:
-        """Return the folder by its absolute path: a reward may change the working directory."""
+        """Return the folder with an absolute path, because a reward may change the working directory."""
         return RunFolder(Path(os.path.abspath(self.path)))
 
     @classmethod
     def create(cls, output_dir: str | Path, *, name: str | None, task: str, model: str) -> RunFolder:
-        """Make the folder of a new run; without a name it gets task, model and time."""
+        """Create the folder of a new run. The default name is built from task, model and time."""
         try:
             if name is None:
                 return cls(
@@ -82,16 +82,16 @@ class RunFolder:
             path = Path(output_dir) / name
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"cannot make a run folder in {output_dir}: {error.strerror}") from error
+            raise ConfigError(f"cannot create a run folder in {output_dir}: {error.strerror}") from error
         if any(not entry.name.startswith(".") for entry in path.iterdir()):
             raise ConfigError(
-                f"{path} already holds a run: continue it with --resume {path}, or choose another name"
+                f"{path} already contains a run: resume it with --resume {path}, or choose another name"
             )
         return cls(path)
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
-        """Find the folder of an existing run."""
+        """Open the folder of an existing run."""
         folder = cls(Path(path))
         if not folder.path.is_dir():
             raise ConfigError(f"there is no run folder {path}")
@@ -159,7 +159,7 @@ class RunFolder:
 
     @property
     def elite(self) -> Path:
-        """The best member of a search."""
+        """The best member of an evolve run."""
         return self.path / "elite"
 
     @property
@@ -171,16 +171,16 @@ class RunFolder:
         return self.path / "plots"
 
     def lock(self) -> IO[str]:
-        """Claim the folder for this process; closing the returned file, or dying, gives it back.
+        """Lock the folder for this process. Closing the returned file, or the end of the process, unlocks it.
 
-        A POSIX record lock, because children made by fork do not inherit it: a worker that outlives a
-        killed trainer must not keep its folder from being resumed.
+        This is a POSIX record lock, which forked children do not inherit: a worker that outlives a killed
+        trainer must not keep the run from being resumed.
         """
         try:
             file = (self.path / ".lock").open("a+", encoding="utf-8")
         except OSError as error:
             raise ConfigError(
-                f"cannot write in {self.path}: {error.strerror}; make it writable, or resume a copy of it"
+                f"cannot write to {self.path}: {error.strerror}; make it writable, or resume a copy of it"
             ) from error
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -188,8 +188,8 @@ class RunFolder:
             file.seek(0)
             owner = file.read().strip()
             file.close()
-            who = f"process {owner}" if owner else "another process"
-            raise ConfigError(f"{self.path} is in use by {who}: wait for it or stop it first") from error
+            holder = f"process {owner}" if owner else "another process"
+            raise ConfigError(f"{self.path} is in use by {holder}: wait until it ends, or stop it") from error
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
@@ -197,16 +197,16 @@ class RunFolder:
 
 
 def owner(folder: RunFolder) -> int | None:
-    """Return the process that trains in a folder now. Never to be asked by that process itself.
+    """Return the id of the process that is training in a folder. Must not be called by that process itself.
 
-    A process that closes any file of the name `.lock` gives all its locks on it back.
+    POSIX releases all locks that a process holds on a file as soon as it closes any descriptor of the file.
     """
     try:
         with (folder.path / ".lock").open(encoding="utf-8") as file:
             process = int(file.read().strip() or 0)
             if not process or not alive(process):
                 return None
-            # The number may belong to another process by now: only the lock tells.
+            # Another process may have this id by now; only the lock is reliable.
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return process
@@ -216,7 +216,7 @@ def owner(folder: RunFolder) -> int | None:
 
 
 def make_unique(parent: Path, name: str) -> Path:
-    """Make a folder that did not exist, numbering the name when two runs start in one second."""
+    """Create a new folder; append a number if two runs start in the same second."""
     parent.mkdir(parents=True, exist_ok=True)
     attempt = 1
     while True:
@@ -230,6 +230,6 @@ def make_unique(parent: Path, name: str) -> Path:
 
 
 def short(name: str) -> str:
-    """The part of a task or model name that tells it apart: "Qwen/Qwen2.5-0.5B" -> "Qwen2.5-0.5B"."""
+    """Return the last part of a task or model name: "Qwen/Qwen2.5-0.5B" -> "Qwen2.5-0.5B"."""
     last = Path(name).name.removesuffix(".py")
     return re.sub(r"[^\w.-]+", "-", last).strip("-.") or "run"

@@ -1,4 +1,4 @@
-"""training.log: what the `groupwise` logger says, in plain text with the time."""
+"""Write training.log: the messages of the `groupwise` logger with timestamps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOGGER = logging.getLogger("groupwise")
 
 
 class LogFile(logging.FileHandler):
-    """A file whose full disk is no news: what else the run writes there says so in a sentence."""
+    """A file handler that ignores OS errors: a full disk is reported when the run writes its other files."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exception(), OSError):
@@ -21,13 +21,13 @@ class LogFile(logging.FileHandler):
 
 @contextmanager
 def log_to(path: Path) -> Iterator[logging.Logger]:
-    """Append everything the package logs inside the block to a file, and nothing to the terminal."""
+    """Log to a file, and not to the terminal, inside the block."""
     handler = LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     level_before = LOGGER.level
     LOGGER.addHandler(handler)
     LOGGER.setLevel(logging.INFO)
-    # A reward that says `logging.warning(…)` gives the root logger a handler that writes to the terminal.
+    # A reward that calls `logging.warning(…)` adds a terminal handler to the root logger.
     propagated, LOGGER.propagate = LOGGER.propagate, False
     try:
         yield LOGGER

@@ -1,4 +1,7 @@
-"""What the terminal shows of a run: its state, the live panel and the plain line."""
+"""Terminal output of a run: progress state, the live panel, plain log lines and the final summary.
+
+`open_display` chooses the live panel on a terminal and plain lines elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +29,14 @@ from groupwise.tracking.number_format import duration, number, printable, share,
 
 
 class ShownInterval(Protocol):
-    """A measured share with its 95 % interval, which `str` writes out: "41.0 % [36.8, 45.3]"."""
+    """A measured fraction with a 95 % interval; `str` formats it: "41.0 % [36.8, 45.3]"."""
 
     @property
     def mean(self) -> float: ...
 
 
 Scores = Mapping[str, ShownInterval]
-"""What one evaluation measured: greedy, avg@8, pass@8."""
+"""The scores of one evaluation by name: greedy, avg@8, pass@8."""
 
 FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("length", "rollout/length", number),
@@ -49,36 +52,36 @@ FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("held-out", "sft/held_out_loss", number),
     ("epoch", "sft/epoch", number),
 )
-"""Label, metric and notation of the panel's lower half, by threes; those without numbers are left out."""
+"""Label, metric and format of the figures in the panel, in rows of three; rows without values are hidden."""
 
 WIDTH = 78
 LAYOUTS = ((18, 16, True), (18, 8, True), (18, 8, False), (18, 0, False), (7, 0, False))
-"""Widths of the names and courses of scores, and whether the first score is told; wide terminals first."""
+"""Width of names, width of sparklines, and whether to show the first score; widest layout first."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far a run is, filled in by the display as the run reports."""
+    """The progress of a run, updated by the display."""
 
     title: str
     total: int
     step: int
     now: float
-    """When the last step ended, in seconds on any clock."""
+    """Time at the end of the last step, in seconds."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     rewards: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """The course of each "reward/…mean" metric."""
+    """The history of each "reward/…mean" metric."""
     evaluations: Sequence[Scores] = ()
     first: Scores = field(default_factory=dict)
     """The first evaluation, on the prompts of the last one."""
     paces: Sequence[float] = ()
-    """Seconds that each of the last steps took, evaluations and checkpoints included."""
+    """Seconds taken by each recent step, including evaluations and checkpoints."""
     note: str = ""
-    """Lines that the panel ends with."""
+    """Text at the bottom of the panel."""
 
     def advance(self, step: int, metrics: Mapping[str, float], *, now: float) -> None:
-        """Take in one finished step."""
-        # Everything is replaced, nothing edited: another thread may be drawing the panel at this moment.
+        """Record a finished step."""
+        # Replace values instead of modifying them: another thread may be drawing the panel.
         self.paces = [*self.paces, now - self.now][-20:]
         self.step, self.now = step, now
         self.metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
@@ -89,21 +92,21 @@ class Progress:
         self.rewards = rewards
 
     def evaluated(self, scores: Scores, *, first: Scores | None = None, now: float) -> None:
-        """Take in one evaluation; one before the first step says nothing about the pace of steps."""
+        """Record an evaluation. Time spent before the first step does not count as step time."""
         self.evaluations = [*self.evaluations, scores]
         self.first = first or self.evaluations[0]
         if not self.paces:
             self.now = now
 
     def seconds_left(self, now: float) -> float | None:
-        """Time to the last step at the recent pace; None before there is a pace."""
+        """Return the estimated remaining time; None before the first step."""
         if not self.paces:
             return None
         pace = sum(self.paces) / len(self.paces)
         return max(0.0, pace * (self.total - self.step) - (now - self.now))
 
     def position(self, now: float) -> str:
-        """Which step, and how long to go."""
+        """Return the current step and the remaining time as text."""
         step = f"step {self.step}/{self.total}"
         left = self.seconds_left(now)
         if left is None:
@@ -111,7 +114,7 @@ class Progress:
         return f"{step} · {duration(left)} left" if self.step < self.total else step
 
     def reward_parts(self) -> list[str]:
-        """The names of the single rewards."""
+        """Return the names of the individual rewards."""
         return [
             name.removeprefix("reward/").removesuffix("/mean")
             for name in self.rewards
@@ -120,7 +123,7 @@ class Progress:
 
 
 def live_panel(progress: Progress, *, now: float) -> RenderableType:
-    """The whole panel, at most 80 columns wide."""
+    """Render the panel, at most 80 columns wide."""
     parts: list[RenderableType] = [Text(printable(progress.title), style="bold"), bar(progress, now=now)]
     if progress.evaluations or progress.metrics:
         parts += ["", FirstFittingTable(scores(progress, *layout) for layout in LAYOUTS)]
@@ -132,7 +135,7 @@ def live_panel(progress: Progress, *, now: float) -> RenderableType:
 
 
 class FirstFittingTable:
-    """Draws the first of some tables that the terminal is wide enough for: half a number reads as another."""
+    """Renders the first table that fits the terminal, because a truncated number would be misread."""
 
     def __init__(self, tables: Iterable[Table]) -> None:
         self.tables = tuple(tables)
@@ -157,7 +160,7 @@ def bar(progress: Progress, *, now: float) -> Table:
 
 
 def scores(progress: Progress, names: int, courses: int, firsts: bool) -> Table:
-    """Held-out accuracy and rewards: last value, course, and where accuracy started."""
+    """Render held-out accuracy and rewards: last value, sparkline, and the first accuracy."""
     grid = Table.grid(padding=(0, 3, 0, 0))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(no_wrap=True, max_width=names, overflow="ellipsis")
@@ -182,7 +185,7 @@ def scores(progress: Progress, names: int, courses: int, firsts: bool) -> Table:
 
 
 def spread(metrics: Mapping[str, float], metric: str) -> str:
-    """A mean with its standard deviation: "0.421 ± 0.490"."""
+    """Format a mean with its standard deviation: "0.421 ± 0.490"."""
     mean, deviation = metrics.get(f"{metric}/mean"), metrics.get(f"{metric}/std")
     if mean is None:
         return ""
@@ -190,24 +193,24 @@ def spread(metrics: Mapping[str, float], metric: str) -> str:
 
 
 def figures(metrics: Mapping[str, float], pairs: int) -> Table:
-    """The health of the run, with so many pairs of label and number to a row."""
+    """Render the figures of the last step, with `pairs` pairs of label and number per row."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(pairs):
         grid.add_column(style="dim", no_wrap=True, min_width=9)
         grid.add_column(justify="right", no_wrap=True, min_width=9)
         grid.add_column(min_width=2)
     threes = [FIGURES[start : start + 3] for start in range(0, len(FIGURES), 3)]
-    told = [one for three in threes if any(metric in metrics for _, metric, _ in three) for one in three]
-    for start in range(0, len(told), pairs):
+    shown = [one for three in threes if any(metric in metrics for _, metric, _ in three) for one in three]
+    for start in range(0, len(shown), pairs):
         cells: list[str] = []
-        for label, metric, notation in told[start : start + pairs]:
+        for label, metric, notation in shown[start : start + pairs]:
             cells += [label, notation(metrics[metric]) if metric in metrics else "", ""]
         grid.add_row(*cells)
     return grid
 
 
 def plain_step(progress: Progress, *, now: float) -> str:
-    """One step as one line, for a terminal that is not one."""
+    """Format a step as one line, for output that is not a terminal."""
     metrics = progress.metrics
     parts = [progress.position(now)]
     if "reward/mean" in metrics:
@@ -222,49 +225,49 @@ def plain_step(progress: Progress, *, now: float) -> str:
 
 
 def reported(progress: Progress) -> list[str]:
-    """The rewards that the last step has a mean of."""
+    """Return the rewards with a mean in the last step."""
     return [part for part in progress.reward_parts() if f"reward/{part}/mean" in progress.metrics]
 
 
 def plain_scores(name: str, scores: Scores) -> str:
-    """One evaluation as one line."""
+    """Format an evaluation as one line."""
     return " · ".join([f"evaluation {name}", *(f"{label} {score}" for label, score in scores.items())])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """Everything the final block says."""
+    """The contents of the final summary."""
 
     headline: str
-    """How it ended: "60 steps done", "stopped at step 23"."""
+    """How the run ended: "60 steps done", "stopped after step 23"."""
     seconds: float
-    """Spent training; 0 when nothing was saved yet."""
+    """Training time; 0 if nothing was saved."""
     folder: Path
     before: Scores
-    """Held-out accuracy before training; empty when it was not measured."""
+    """Held-out accuracy before training; empty if not measured."""
     after: Scores
     next_commands: tuple[tuple[str, str], ...]
-    """Each with what it does."""
+    """Suggested commands, each with its purpose."""
 
 
 def command(*words: object) -> str:
-    """A `groupwise` command as the shell reads it, whatever the names in it."""
+    """Return a `groupwise` command line, quoted for the shell."""
     return shlex.join(["groupwise", *map(str, words)])
 
 
 def headline(step: int, *, done: bool) -> str:
-    """Say how a run ended."""
+    """Return how a run ended."""
     if done:
         return f"{step} step{'s' * (step != 1)} done"
-    return f"stopped after step {step}" if step else "stopped before the first step: nothing is trained yet"
+    return f"stopped after step {step}" if step else "stopped before the first step, nothing was trained"
 
 
 def summary_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
-    """The final block, line by line: the text, and the style it takes on a terminal."""
+    """Yield the lines of the final summary, each with its terminal style."""
     if summary.seconds:
         yield f"{summary.headline} in {duration(summary.seconds)}, saved in {summary.folder}", "bold"
     else:
-        yield f"{summary.headline}, its folder is {summary.folder}", "bold"
+        yield f"{summary.headline}; the run folder is {summary.folder}", "bold"
     if summary.after:
         yield "", ""
         yield "held-out accuracy, with 95 % intervals", "dim"
@@ -278,7 +281,7 @@ def summary_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
 
 
 def accuracy_lines(before: Scores, after: Scores) -> Iterator[str]:
-    """Each score before → after, in columns."""
+    """Yield a line per score: before → after, and the gain."""
     width = max(map(len, after))
     for name, score in after.items():
         if name in before:
@@ -292,35 +295,35 @@ Clock = Callable[[], float]
 
 
 class Display(Protocol):
-    """What the training loop tells whoever watches."""
+    """The interface between the training loop and the terminal."""
 
     def start(self, total_steps: int, title: str, *, done: int = 0) -> None:
-        """Begin; `done` steps lie behind a resumed run."""
+        """Start the display; `done` is the number of finished steps of a resumed run."""
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step ended."""
+        """Show a finished step."""
 
     def evaluation(self, name: str, scores: Scores, *, first: Scores | None = None) -> None:
-        """Held-out accuracy was measured: `name` is "before", "at step 20" or "after".
+        """Show held-out accuracy; `name` is "before", "at step 20" or "after".
 
-        `first`: the first evaluation on the same prompts, where that one had others too.
+        `first` is the first evaluation restricted to the same prompts, if it had more.
         """
 
     def message(self, text: str) -> None:
-        """Say something that stays on the screen."""
+        """Print a permanent message."""
 
     def note(self, text: str, *, new: bool) -> None:
-        """Show a block of text in the panel until the next one; where there is no panel, if there is news."""
+        """Show a block of text in the panel until the next note. Without a panel, print it if it is new."""
 
     def finish(self, summary: RunSummary) -> None:
-        """End with the final block."""
+        """Show the final summary."""
 
     def close(self) -> None:
-        """Give the terminal back, however the run ended; more than once does no harm."""
+        """Restore the terminal, however the run ended. Safe to call more than once."""
 
 
 def open_display(stream: TextIO | None = None, *, clock: Clock = time.monotonic) -> Display:
-    """The live panel on a terminal, plain lines anywhere else."""
+    """Return the live panel on a terminal, plain lines anywhere else."""
     stream = stream or sys.stdout
     if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
         return LiveDisplay(stream, clock=clock)
@@ -328,7 +331,7 @@ def open_display(stream: TextIO | None = None, *, clock: Clock = time.monotonic)
 
 
 class PlainDisplay:
-    """One line a step, without a single control character."""
+    """One line per step, without control characters."""
 
     def __init__(self, stream: TextIO, *, clock: Clock) -> None:
         self.stream = stream
@@ -358,7 +361,7 @@ class PlainDisplay:
         try:
             print(line, file=self.stream, flush=True)
         except OSError:
-            # The reader of a pipe went away (`| head`): the run goes on, its files tell the rest.
+            # The reader of a pipe has closed it (`| head`): the run continues without output.
             self.closed = True
 
     def note(self, text: str, *, new: bool) -> None:
@@ -378,7 +381,7 @@ class LiveDisplay:
 
     def __init__(self, stream: TextIO, *, clock: Clock) -> None:
         self.clock = clock
-        # A stream of its own: whoever silences or replaces sys.stdout meanwhile does not reach the panel.
+        # Keep the stream, so that code that redirects or replaces sys.stdout does not affect the panel.
         self.console = Console(file=stream, force_terminal=True, highlight=False, markup=False, emoji=False)
         self.progress: Progress | None = None
         self.live: Live | None = None
@@ -420,7 +423,7 @@ class LiveDisplay:
                 self.console.print(Text(f" {printable(line)}", style=style), soft_wrap=True)
 
     def refresh(self) -> None:
-        # A terminal can go away under a run (a lost connection): the run goes on without it.
+        # The terminal may disappear (a lost connection): the run continues without it.
         if self.live is not None:
             with suppress(OSError):
                 self.live.refresh()

@@ -1,4 +1,4 @@
-"""Sending metrics to trackio, Weights & Biases or TensorBoard, none of which can stop a run."""
+"""Log metrics to trackio, Weights & Biases or TensorBoard. A failing tracker never stops a run."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float]
 Rows = Sequence[Mapping[str, Any]]
-"""Sampled rollouts to read, all with the same columns."""
+"""Sampled rollouts as table rows, all with the same columns."""
 Warn = Callable[[str], None]
 
 
 class Tracker(Protocol):
-    """Anything that takes what a step logs."""
+    """The interface of an experiment tracker."""
 
     def log(self, step: int, metrics: Metrics) -> None: ...
 
@@ -40,14 +40,14 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackerInfo:
-    """What a tracker is told about the run when it opens."""
+    """The run's metadata, passed to a tracker when it opens."""
 
     project: str
     run_name: str
     config: Mapping[str, Any]
     folder: Path
     resumed_from: int | None
-    """The last step that counts of an earlier session; None in a new run."""
+    """The step that the run was resumed from; None in a new run."""
 
 
 def open_trackers(
@@ -59,34 +59,36 @@ def open_trackers(
     resumed_from: int | None = None,
     warn: Warn = logger.warning,
 ) -> list[Tracker]:
-    """Open the trackers the user named, or trackio when none is named and it is installed."""
-    opening = TrackerInfo(
+    """Open the configured trackers; by default trackio, if it is installed."""
+    info = TrackerInfo(
         project=track.project, run_name=run_name, config=config, folder=folder, resumed_from=resumed_from
     )
-    return [SafeTracker(name, TRACKERS[name], opening, warn=warn) for name in tracker_names(track)]
+    return [SafeTracker(name, TRACKERS[name], info, warn=warn) for name in tracker_names(track)]
 
 
 def tracker_names(track: TrackConfig) -> tuple[str, ...]:
-    """Return the trackers to open; one that is named must be installed."""
+    """Return the names of the trackers to open; raise an error if a configured one is not installed."""
     if track.trackers is None:
         return ("trackio",) if find_spec("trackio") else ()
     for name in track.trackers:
         if find_spec(name) is None:
-            raise ConfigError(f"track.trackers names {name}, which is not installed: pip install {name}")
+            raise ConfigError(
+                f"the tracker {name} is not installed; run pip install {name}, or change track.trackers"
+            )
     return track.trackers
 
 
 class SafeTracker:
-    """A tracker whose first failure is told and turns it off: training goes on without it."""
+    """A tracker that is disabled, with a warning, at its first failure. Training continues without it."""
 
     def __init__(
-        self, name: str, open_tracker: Callable[[TrackerInfo], Tracker], opening: TrackerInfo, *, warn: Warn
+        self, name: str, open_tracker: Callable[[TrackerInfo], Tracker], info: TrackerInfo, *, warn: Warn
     ) -> None:
         self.name = name
         self.warn = warn
         self.tracker: Tracker | None = None
         with self.guard():
-            self.tracker = open_tracker(opening)
+            self.tracker = open_tracker(info)
 
     def log(self, step: int, metrics: Metrics) -> None:
         if self.tracker:
@@ -112,29 +114,29 @@ class SafeTracker:
             yield
         except Exception as error:
             self.tracker = None
-            self.warn(f"{self.name} failed and is off for the rest of this run: {error!r}")
+            self.warn(f"{self.name} failed and is disabled for the rest of this run: {error!r}")
 
 
 class Trackio:
-    """Local experiment tracking in one SQLite file (TRACKIO_DIR): `trackio show` draws it."""
+    """Local experiment tracking in a SQLite file (TRACKIO_DIR); view it with `trackio show`."""
 
-    def __init__(self, opening: TrackerInfo) -> None:
-        # A context of its own: trackio keeps a current run per context, and would finish the one it finds
-        # in the main context once more when the process exits, with a message.
+    def __init__(self, info: TrackerInfo) -> None:
+        # Use a separate context: trackio keeps a current run per context, and at exit it would finish the run
+        # of the main context a second time and print a message.
         with redirect_stdout(io.StringIO()), local_only():
-            self.run = contextvars.copy_context().run(self.open, opening)
-        # A killed run, resumed, makes some steps once more: those that trackio holds, it holds for good.
+            self.run = contextvars.copy_context().run(self.open, info)
+        # A run resumed after a kill repeats some steps; trackio cannot overwrite those it already has.
         self.first_step: int = getattr(self.run, "_next_step", 0)
 
     @staticmethod
-    def open(opening: TrackerInfo) -> Any:
+    def open(info: TrackerInfo) -> Any:
         import trackio
 
         return trackio.init(
-            project=opening.project,
-            name=opening.run_name,
-            config=dict(opening.config),
-            resume="never" if opening.resumed_from is None else "allow",
+            project=info.project,
+            name=info.run_name,
+            config=dict(info.config),
+            resume="never" if info.resumed_from is None else "allow",
             embed=False,
             auto_log_cpu=False,
             auto_log_gpu=False,
@@ -157,7 +159,7 @@ class Trackio:
 
 @contextmanager
 def local_only() -> Iterator[None]:
-    """Keep trackio from asking the Hub for the user's name, unless the user sends its logs to a server."""
+    """Keep trackio from contacting the Hub, unless the user has configured a remote server."""
     if os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL"):
         yield
         return
@@ -172,27 +174,27 @@ def local_only() -> Iterator[None]:
 
 
 class Wandb:
-    """Weights & Biases; WANDB_MODE=offline keeps everything on this machine."""
+    """Weights & Biases; WANDB_MODE=offline logs to local files only."""
 
-    def __init__(self, opening: TrackerInfo) -> None:
+    def __init__(self, info: TrackerInfo) -> None:
         import wandb
 
         settings = wandb.Settings(
             console="off",
             silent=True,
-            # When its server is gone, wandb by itself waits for it without end before the process may end.
+            # Without a timeout, wandb waits forever for an unreachable server before the process can exit.
             finish_timeout=FINISH_SECONDS,
             finish_timeout_raises=True,
         )
-        # For the whole process: told to the run alone, wandb asks for a missing key under the live display.
+        # Set up the whole process: with run settings only, wandb prompts for a missing key under the panel.
         wandb.setup(settings)
         self.run = wandb.init(
-            project=opening.project,
-            name=opening.run_name,
-            id=lasting_id(opening.folder / "wandb" / "id"),
+            project=info.project,
+            name=info.run_name,
+            id=lasting_id(info.folder / "wandb" / "id"),
             resume="allow",
-            config=dict(opening.config),
-            dir=str(opening.folder),
+            config=dict(info.config),
+            dir=str(info.folder),
             settings=settings,
         )
 
@@ -209,26 +211,26 @@ class Wandb:
 
 
 FINISH_SECONDS = 60.0
-"""Time that Weights & Biases gets to send what is left; `wandb sync` sends the rest later."""
+"""Time limit for the final upload to Weights & Biases; `wandb sync` uploads the rest later."""
 
 
 def lasting_id(path: Path) -> str:
-    """An id kept with the run: its name may have belonged to another run, which must not be continued."""
+    """Return an id stored with the run. Names are not unique: another run's log must not be continued."""
     if not path.is_file():
         write_atomically(path, secrets.token_hex(4))
     return path.read_text(encoding="utf-8")
 
 
 class TensorBoard:
-    """Event files in the run folder: `tensorboard --logdir runs` draws them."""
+    """Event files in the run folder; view them with `tensorboard --logdir runs`."""
 
-    def __init__(self, opening: TrackerInfo) -> None:
+    def __init__(self, info: TrackerInfo) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = None if opening.resumed_from is None else opening.resumed_from + 1
-        self.writer = SummaryWriter(str(opening.folder / "tensorboard"), purge_step=purge)
-        if opening.resumed_from is None:
-            self.writer.add_text("config", verbatim(json.dumps(opening.config, indent=1, default=str)), 0)
+        purge = None if info.resumed_from is None else info.resumed_from + 1
+        self.writer = SummaryWriter(str(info.folder / "tensorboard"), purge_step=purge)
+        if info.resumed_from is None:
+            self.writer.add_text("config", verbatim(json.dumps(info.config, indent=1, default=str)), 0)
 
     def log(self, step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
@@ -245,7 +247,7 @@ class TensorBoard:
 
 
 def verbatim(text: str) -> str:
-    """The text as Markdown that shows it as it is: what a model wrote is not to be rendered."""
+    """Return text as a Markdown code block, so that completions are not rendered."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
@@ -257,6 +259,6 @@ TRACKERS: dict[str, Callable[[TrackerInfo], Tracker]] = {
 
 
 def columns_and_data(rows: Rows) -> dict[str, Any]:
-    """Rows in the form that table classes take."""
+    """Return rows in the form that the table classes of trackers expect."""
     columns = list(rows[0])
     return {"columns": columns, "data": [[row[column] for column in columns] for row in rows]}
