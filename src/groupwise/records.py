@@ -1,10 +1,10 @@
-"""The records that cross from one stage of a step to the next.
+"""The records that the stages of a training step pass on.
 
     Example → Request → Completion → Rollout → Group → Sample
      prompt          rollout          reward    advantage, loss
 
-All are frozen, refuse to be built wrong and know nothing of torch. A stage never edits the record
-it was given: it makes a new one with `dataclasses.replace`, or with `Rollout.judged`.
+All records are frozen, validate their fields and do not depend on torch. A stage never modifies a
+record: it creates a new one with `dataclasses.replace`, or with `Rollout.judged`.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ class Example(Mapping[str, Any]):
 
     @property
     def fingerprint(self) -> str:
-        """The same for equal content, whatever the column order: what makes two examples one."""
+        """A hash of the content, independent of column order; it identifies duplicates."""
         text = json.dumps(dict(self.columns), sort_keys=True, default=plain)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def plain(value: object) -> object:
-    """What JSON has no form for as text; a set's order is another in each process."""
+    """Convert values that JSON cannot represent to text. Sets are sorted: their order varies by process."""
     return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
 
 
 def is_unicode(row: Mapping[str, Any]) -> bool:
-    """Whether all text in a row can be written: JSON can carry half an emoji, tokenizers cannot."""
+    """Whether all text in a row is valid Unicode: JSON allows lone surrogates, tokenizers do not."""
     try:
         json.dumps(dict(row), ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
@@ -67,7 +67,7 @@ def is_unicode(row: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn. Training accounts for every one of these settings."""
+    """Sampling parameters. The trainer's log-probabilities account for all of them."""
 
     temperature: float = 1.0
     """0 is greedy."""
@@ -84,22 +84,22 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens can never be drawn."""
+        """Whether top-p, top-k or min-p excludes some tokens."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt and the members of its group, each with the seed that all its noise derives from."""
+    """One prompt to complete once per seed; the seeds are those of the group's members."""
 
     prompt: tuple[int, ...]
     seeds: tuple[int, ...]
     continues: tuple[int, int] | None = None
-    """The request and member of the same call that the prompt begins with; what was computed is used."""
+    """The (request, member) of the same call that the prompt continues; its computed tokens are reused."""
     adapter: int = 0
-    """Which of the engine's adapters answers, where it has several."""
+    """Index of the adapter to generate with, if the engine has several."""
     temperature: float | None = None
-    """In place of the call's, unless that is greedy."""
+    """Overrides the temperature of the call, unless that is greedy."""
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -110,13 +110,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What the policy wrote, token by token, the end token included."""
+    """The sampled tokens of one completion, end token included."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Of each token, under the very distribution it was drawn from."""
+    """Log-probability of each token under the distribution it was sampled from."""
     entropies: tuple[float, ...]
-    """Of that distribution, in nats."""
+    """Entropy of that distribution at each token, in nats."""
     finish: Finish
 
     def __post_init__(self) -> None:
@@ -125,22 +125,22 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One tool call: what was asked for, and what came back."""
+    """One tool call with its arguments and result."""
 
     name: str
-    """Empty where the call could not be read at all."""
+    """Empty if the call could not be parsed."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     result: str = ""
-    """What the policy reads: the tool's answer, or a sentence about what went wrong."""
+    """The text that the policy reads: the tool's result, or an error message."""
     found: tuple[str, ...] = ()
-    """What the tool says it found, such as document ids, best first; for rewards, not for the policy."""
+    """Ids of what the tool returned, such as documents, best first. For rewards, not for the policy."""
     error: str | None = None
-    """What was wrong with the call; None when the tool answered."""
+    """Why the call failed; None if it succeeded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What the policy wrote between two readings, and the calls it made there."""
+    """One turn of the policy: its text and its tool calls."""
 
     text: str
     calls: tuple[Call, ...] = ()
@@ -148,21 +148,21 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One member of a group: the whole token stream, and what became of it.
+    """One member of a group: the token sequence, its rewards and its advantage.
 
     Example: prompt [5, 6], reply [7, 2] where 2 ends it ->
         tokens=(5, 6, 7, 2), trained=(False, False, True, True), prompt_length=2
     """
 
     prompt: Sequence[Message] | str
-    """As the task wrote it, before the chat template."""
+    """The task's prompt, before the chat template."""
     text: str
-    """What the policy wrote, special tokens removed; of several turns, the last."""
+    """The completion without special tokens; with several turns, the last one."""
     tokens: tuple[int, ...]
     trained: tuple[bool, ...]
-    """True where the policy chose the token: never on prompts or tool output."""
+    """True for tokens sampled by the policy; False for prompts and tool results."""
     logprobs: tuple[float, ...]
-    """The sampler's; 0.0 where not trained."""
+    """The sampler's log-probabilities; 0.0 for tokens that are not trained."""
     entropies: tuple[float, ...]
     prompt_length: int
     finish: Finish
@@ -173,11 +173,11 @@ class Rollout:
     """The weighted sum."""
     advantage: float = 0.0
     error: str | None = None
-    """Set when the rollout failed; it then has no reward and is never trained on."""
+    """Why the rollout failed, or None. A failed rollout has no reward and is never trained on."""
     turns: tuple[Turn, ...] = ()
-    """Every turn of a task with tools, the last included; empty for a task without."""
+    """All turns, for tasks with tools; empty for tasks without."""
     state: Any = field(default=None, compare=False, repr=False)
-    """What the tools worked on, as they left it, where the task has such; for rewards, never written down."""
+    """Final state of the tools, if the task has one. For rewards; never saved."""
 
     def __post_init__(self) -> None:
         same_length(self, "tokens", "trained", "logprobs", "entropies")
@@ -190,10 +190,10 @@ class Rollout:
         advantage: float | None = None,
         error: str | None = None,
     ) -> Rollout:
-        """Return a copy with this verdict; what is None stays as it is.
+        """Return a copy with new rewards, reward, advantage or error; None keeps the current value.
 
-        It is what `dataclasses.replace` returns, in a third of the time: every rollout of a step is copied,
-        most of them twice, and tokens that stay as they are need not be checked again.
+        Equivalent to `dataclasses.replace` in a third of the time, because the tokens are not validated
+        again. Every rollout of a step is copied, most of them twice.
         """
         copy, write = object.__new__(Rollout), object.__setattr__
         write(copy, "prompt", self.prompt)
@@ -215,12 +215,12 @@ class Rollout:
 
     @property
     def length(self) -> int:
-        """Tokens the policy chose."""
+        """Number of tokens sampled by the policy."""
         return self.trained.count(True)
 
     @property
     def longest_turn(self) -> int:
-        """Tokens the policy chose in a row, at the most: what it reads lies between two turns."""
+        """Number of tokens in the longest turn."""
         return max((sum(turn) for chosen, turn in groupby(self.trained) if chosen), default=0)
 
     @property
@@ -229,7 +229,7 @@ class Rollout:
 
     @property
     def transcript(self) -> str:
-        """What the policy wrote and, between its turns, what tools answered: to read."""
+        """The policy's turns and the tool results between them, as readable text."""
         parts = []
         for turn in self.turns:
             parts += [turn.text, *(f"[{call.name or 'tool'}] {call.result}" for call in turn.calls)]
@@ -243,7 +243,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Every answer to one prompt: what 'relative' is relative to."""
+    """All completions of one prompt. Advantages are relative to this group."""
 
     example: Example
     rollouts: tuple[Rollout, ...]
@@ -256,7 +256,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One trainable token sequence: every list has one entry per token.
+    """One training sequence; every list has one entry per token.
 
     Example: prompt [5, 6], reply [7] with advantage 0.5 ->
         tokens=(5, 6, 7), trained=(False, False, True), logprobs=(0.0, 0.0, -1.2),
@@ -269,11 +269,11 @@ class Sample:
     entropies: tuple[float, ...]
     advantages: tuple[float, ...]
     prefix: int
-    """Leading tokens, none of them trained, that the samples of one group have in common."""
+    """Number of leading tokens, none of them trained, that all samples of a group share."""
     group: int
     """Samples with the same number share their first `prefix` tokens."""
     member: int = 0
-    """Which rollout of its group this is."""
+    """Index of the rollout in its group."""
 
     def __post_init__(self) -> None:
         same_length(self, "tokens", "trained", "logprobs", "entropies", "advantages")
@@ -284,12 +284,12 @@ class Sample:
 
     @property
     def length(self) -> int:
-        """Tokens that are trained."""
+        """Number of trained tokens."""
         return self.trained.count(True)
 
 
 def same_length(record: Any, *names: str) -> None:
-    """Refuse a record whose per-token fields differ in length."""
+    """Raise `ValueError` if the per-token fields of a record differ in length."""
     if len({len(getattr(record, name)) for name in names}) != 1:
         lengths = {name: len(getattr(record, name)) for name in names}
         raise ValueError(f"{type(record).__name__} fields must share one length, got {lengths}")
