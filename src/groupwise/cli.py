@@ -251,7 +251,7 @@ def evaluate(
     output: Annotated[str | None, typer.Option(help="Folder to save the results in.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only JSON, one line per result.")] = False,
 ) -> None:
-    """Measure held-out accuracy with 95 % confidence intervals; for a run, also the change by training."""
+    """Measure held-out accuracy with 95 % confidence intervals, and for a run the effect of training."""
     between("--samples", samples, 1)
     between("--examples", examples, 1)
     from groupwise.commands.eval import evaluate_command, report_lines, unscored

@@ -8,11 +8,11 @@ Modules in reading order:
     chat           groupwise chat
     serve          groupwise serve, groupwise serve-rollouts
     weights        groupwise merge, quantize, convert
-    index          groupwise index; index_actions does the work
-    index_actions  build, search and measure an index
-    runs           groupwise runs, report, watch
+    index          groupwise index
+    index_actions  build, search and evaluate an index, for `index`
+    runs           groupwise runs, report, compare, watch
     doctor         groupwise doctor
 
 To add a command, write a function with typer annotations here and register it in `cli`. Import heavy modules
-inside the function: `--help` and mistakes in settings must answer before torch loads.
+inside the function: `--help` and errors in settings must be printed before torch loads.
 """

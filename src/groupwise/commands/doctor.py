@@ -159,11 +159,11 @@ def look_ahead(
 
     kind = on or (config.model.device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0]
     shape = shape_of(config.model)
-    place = place_of(kind, memory_gb)
+    device = device_spec(kind, memory_gb)
     config, recomputing = choose_recomputing(
-        config, shape, place, free=place.total, prompt_tokens=prompt_tokens
+        config, shape, device, free=device.total, prompt_tokens=prompt_tokens
     )
-    estimate: MemoryEstimate = preflight(config, shape, place, prompt_tokens=prompt_tokens)
+    estimate: MemoryEstimate = preflight(config, shape, device, prompt_tokens=prompt_tokens)
     here = kind == ("cuda" if torch.cuda.is_available() else "cpu")
     seconds = None
     if here:
@@ -182,7 +182,7 @@ def look_ahead(
         "generating_gb": estimate.generating / 1e9,
         "updating_gb": estimate.updating / 1e9,
         "peak_gb": estimate.peak / 1e9,
-        "memory_gb": place.total / 1e9,
+        "memory_gb": device.total / 1e9,
         "assumed": memory_gb is None and kind == "cuda" and not torch.cuda.is_available(),
         "fits": estimate.fits,
         "recomputing": recomputing,
@@ -191,17 +191,17 @@ def look_ahead(
     }
 
 
-def place_of(kind: str, memory_gb: float | None) -> DeviceSpec:
+def device_spec(kind: str, memory_gb: float | None) -> DeviceSpec:
     """Return the device with its memory, and how much of it the process itself uses."""
     import torch
 
     from groupwise.training.resources.run_estimate import CUDA_CONTEXT, DeviceSpec
 
     if kind == "cpu" or torch.cuda.is_available():
-        place = DeviceSpec.of(torch.device(kind))
+        device = DeviceSpec.of(torch.device(kind))
     else:
-        place = DeviceSpec(kind=kind, total=24_000_000_000, program=CUDA_CONTEXT)
-    return place if memory_gb is None else replace(place, total=int(memory_gb * 1e9))
+        device = DeviceSpec(kind=kind, total=24_000_000_000, program=CUDA_CONTEXT)
+    return device if memory_gb is None else replace(device, total=int(memory_gb * 1e9))
 
 
 def preflight_lines(ahead: dict[str, Any]) -> Iterator[str]:

@@ -298,12 +298,12 @@ def prepare_job(
     if not rows:
         raise ConfigError(f"task {task.name} has no held-out examples; pass some with --data FILE")
     asked, unchecked = trained_on(config, target, task=task, data=data)
-    kept = unseen(rows, task=task, asked=asked) if asked else rows
+    remaining = unseen(rows, task=task, asked=asked) if asked else rows
     return EvalJob(
         name=name or task.name,
         task=task,
-        examples=kept[: options.examples],
-        left_out=len(rows) - len(kept),
+        examples=remaining[: options.examples],
+        left_out=len(rows) - len(remaining),
         unchecked=unchecked,
         sampling=config.rollout.sampling,
         samples=config.evaluate.samples if options.samples is None else options.samples,

@@ -108,7 +108,7 @@ def bounds_setting(vary: Sequence[str]) -> str:
     for argument in vary:
         name, _, between = argument.partition("=")
         low, _, high = between.partition(":")
-        if any(known.startswith(f"{name.strip()}: ") for known in bounds):
+        if any(bound.startswith(f"{name.strip()}: ") for bound in bounds):
             raise ConfigError(f"--vary {name.strip()} is given twice; remove one of them")
         try:
             bounds.append(f"{name.strip()}: [{float(low)}, {float(high)}]")

@@ -31,7 +31,7 @@ Fusion = Annotated[
     str | None, fusion_option(help="How to combine dense and sparse results: weighted, rrf or scores.")
 ]
 Weight = Annotated[
-    float | None, fusion_option(help="Weight in the fusion; by default, the value stored in the index.")
+    float | None, fusion_option(help="Weight in the fusion; by default, chosen when the index is built.")
 ]
 
 

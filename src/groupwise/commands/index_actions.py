@@ -115,7 +115,7 @@ def local_rows(data: str) -> Path:
 
 
 def search(index: Path, query: str, *, count: int, **weights: Any) -> dict[str, Any]:
-    hits = Index.open(index).search(query, count, **given(weights))
+    hits = Index.open(index).search(query, count, **without_none(weights))
     return {
         "query": query,
         "results": [
@@ -144,7 +144,7 @@ def evaluate(index: Path, *, questions: Path | None, count: int, **weights: Any)
     expected = dict.fromkeys(name for question in queries for name in question.documents)
     indexed = set(opened.documents)
     started = time.perf_counter()
-    report = measure(opened, queries, count=count, **given(weights))
+    report = measure(opened, queries, count=count, **without_none(weights))
     return report | {
         "index": str(index),
         "missing": [name for name in expected if name not in indexed],
@@ -152,5 +152,5 @@ def evaluate(index: Path, *, questions: Path | None, count: int, **weights: Any)
     }
 
 
-def given(settings: Mapping[str, Any]) -> dict[str, Any]:
+def without_none(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}

@@ -109,7 +109,7 @@ def serve_rollouts(
     start: Annotated[
         bool, typer.Option("--start", help="Start the server instead of printing the command.")
     ] = False,
-    more: Annotated[
+    vllm_args: Annotated[
         list[str] | None, typer.Argument(help="Additional arguments, passed to vLLM unchanged.")
     ] = None,
 ) -> None:
@@ -134,7 +134,7 @@ def serve_rollouts(
                 "--tensor-parallel-size": gpus,
             },
         ),
-        *(more or ()),
+        *(vllm_args or ()),
     ]
     if not start:
         print(" ".join([*(f"{key}={value}" for key, value in ENVIRONMENT.items()), shlex.join(command)]))

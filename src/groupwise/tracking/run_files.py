@@ -55,10 +55,10 @@ class MetricsFile:
         Returns the steps up to `step` that have no line. Their metrics are lost.
         """
         lines = complete_lines(self.path) if self.path.exists() else []
-        kept = [(line, row["step"]) for line, row in lines if row["step"] <= step]
+        remaining = [(line, row["step"]) for line, row in lines if row["step"] <= step]
         if self.path.exists():
-            write_atomically(self.path, "".join(f"{line}\n" for line, _ in kept))
-        return sorted(set(range(1, step + 1)) - {number for _, number in kept})
+            write_atomically(self.path, "".join(f"{line}\n" for line, _ in remaining))
+        return sorted(set(range(1, step + 1)) - {number for _, number in remaining})
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
