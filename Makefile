@@ -1,6 +1,7 @@
 # make train   install on first use, then train the built-in model on Countdown (about five minutes)
 # make test    install with the development tools, then run every test
 # make check   formatting, lint, types and architecture
+# make docs    build the documentation into site/
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,7 +9,7 @@ BIN := .venv/bin
 EXTRAS_core :=
 EXTRAS_dev := [dev]
 
-.PHONY: train test check
+.PHONY: train test check docs
 
 train: .venv/installed-core
 	$(BIN)/groupwise train
@@ -21,6 +22,9 @@ check: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+docs: .venv/installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # The exact versions matter: a bare torch range may pull gigabytes.
 .venv/installed-%: pyproject.toml constraints.txt
