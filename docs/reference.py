@@ -27,8 +27,8 @@ def commands() -> str:
     lines = [
         "# Commands",
         "",
-        "Every command prints its options with `--help`. Any setting can be given as `section.key=value`: see",
-        "[settings](settings.md).",
+        "Every command prints its options with `--help`. Any [setting](settings.md) can be given as",
+        "`section.key=value`.",
         "",
     ]
     for name, command in walk(typer.main.get_command(app), "groupwise"):
@@ -67,9 +67,9 @@ def settings() -> str:
     lines = [
         "# Settings",
         "",
-        "Set them in a YAML file (`--config FILE`), as `section.key=value` on the command line, or in Python. The",
-        "command line overrides the file. `groupwise config` prints all of them as YAML. A default of `null` is",
-        "resolved when the run starts.",
+        "Set them in a YAML file (`--config FILE`), as `section.key=value` on the command line, or in Python.",
+        "The command line overrides the file. `groupwise config` prints all of them as YAML. A default of",
+        "`null` is resolved when the run starts.",
         "",
     ]
     for section in SECTIONS:
@@ -153,4 +153,6 @@ def cell(text: str, paragraph: str = " ") -> str:
     """Return a text for Markdown: no line breaks within a paragraph, nothing that ends a table's cell."""
     paragraphs = re.split(r"\n\s*\n", text.strip())
     joined = paragraph.join(" ".join(part.split()) for part in paragraphs)
-    return joined.replace("|", "\\|").replace("<", "&lt;") if paragraph == " " else joined.replace("<", "&lt;")
+    return (
+        joined.replace("|", "\\|").replace("<", "&lt;") if paragraph == " " else joined.replace("<", "&lt;")
+    )
