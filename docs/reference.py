@@ -67,8 +67,8 @@ def settings() -> str:
     lines = [
         "# Settings",
         "",
-        "Set them in a YAML file (`--config FILE`), as `section.key=value` on the command line, or in Python.",
-        "The command line overrides the file. `groupwise config` prints all of them as YAML. A default of",
+        "Set them in a YAML file (`--config FILE`), as `section.key=value` in the command line, or in",
+        "Python. The command line overrides the file. `groupwise config` prints all of them. A default of",
         "`null` is resolved when the run starts.",
         "",
     ]
@@ -134,6 +134,7 @@ def signature(name: str, thing: Any) -> Iterator[str]:
         inner = "".join(f"    {line},\n" for line in text_of(parameters))
         end = "" if given.return_annotation is given.empty else f" -> {given.return_annotation}"
         text = f"(\n{inner}){end}"
+    text = re.sub(r"(: |-> )'([^'\n]*)'", r"\1\2", text)  # annotations are text here
     yield from ("```python", f"{name.removeprefix('gw.')}{text}", "```", "")
 
 
