@@ -14,7 +14,7 @@ import pytest
 from groupwise.config import FLAGS, Config, config_from_keywords, differences, dump_config, read_config
 from groupwise.config.coerce import kind_of
 from groupwise.config.loading import SECTIONS, TYPES, closest, documentation
-from groupwise.config.runtime import PARALLEL
+from groupwise.config.runtime import METHODS, PARALLEL
 from groupwise.config.schema import (
     ADVANTAGES,
     COMBINATIONS,
@@ -22,7 +22,6 @@ from groupwise.config.schema import (
     KL_ESTIMATORS,
     LORA_PRESETS,
     LOSSES,
-    METHODS,
     SCHEDULES,
     OptimConfig,
     RolloutConfig,

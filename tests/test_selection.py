@@ -10,7 +10,7 @@ import pytest
 
 import groupwise as gw
 from groupwise.config import read_config
-from groupwise.config.schema import EvolveConfig
+from groupwise.config.runtime import EvolveConfig
 from groupwise.errors import ConfigError
 from groupwise.evolution.search_space import SearchSpace, applied
 from groupwise.evolution.selection import Scores, halving, keep_all, pbt, ranked, tournament

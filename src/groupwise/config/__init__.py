@@ -2,8 +2,8 @@
 
 Modules in reading order:
 
-    schema   the sections of the algorithm: model, lora, task, rollout, tools, algo, optim, evolve; `Config`
-    runtime  the sections around it: engine, evaluate, sft, run, track
+    schema   the sections of the algorithm: model, lora, task, rollout, tools, algo, optim; `Config`
+    runtime  the sections around it: engine, evaluate, sft, evolve, run, track
     coerce   YAML parsing, range checks, and conversion to the type that a setting declares
     loading  defaults < YAML file < flags < overrides; writes settings back with their documentation
 

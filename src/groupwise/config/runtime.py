@@ -1,13 +1,15 @@
-"""The settings around the algorithm: engine, evaluate, sft, run, track.
+"""The settings around the algorithm: engine, evaluate, sft, evolve, run, track.
 
 The docstring of each field is its user documentation: `groupwise config` prints it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from groupwise.config.coerce import between, one_of
+from groupwise.config.coerce import between, finite, one_of
 from groupwise.errors import ConfigError
 
 
@@ -154,3 +156,62 @@ class TrackConfig:
         for name in self.trackers or ():
             one_of("track.trackers", name, ("trackio", "wandb", "tensorboard"))
         between("track.rollouts_every", self.rollouts_every, 1)
+
+
+METHODS = ("halving", "tournament", "pbt", "random")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvolveConfig:
+    """Population-based search on one base model (`groupwise evolve`)."""
+
+    method: str = "halving"
+    """halving (successive halving), tournament (with elitism), pbt, or random (no replacement)."""
+    population: int = 4
+    """Number of members."""
+    every: int = 12
+    """Steps between selections. Every member is evaluated before each selection."""
+    tokens: int | None = None
+    """Stop after all members together have sampled this many tokens, in training and evaluation."""
+    target: float | None = None
+    """Stop when the best member reaches this accuracy."""
+    vary: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that vary between members, with bounds: `{optim.learning_rate: [1e-6, 1e-4], weights.format:
+    [0, 1]}`."""
+    spread: bool = True
+    """Sample initial values from these bounds for every member but the first. false: all start equal."""
+    certain: bool = True
+    """Replace a member only by a significantly better one (95 %, paired over the same prompts)."""
+    tournament: int = 2
+    """Tournament size: members sampled per tournament."""
+    elitism: bool = True
+    """Keep the best member unchanged."""
+    mutate: float = 0.857
+    """Probability that a surviving member gets a new value for one setting (6 in 7)."""
+    smaller: float = 0.8
+    """Mutation multiplies a value by `smaller` or `larger`, chosen at random."""
+    larger: float = 1.2
+    share: float = 0.25
+    """pbt: fraction of the population that is replaced by copies of the best members."""
+
+    def __post_init__(self) -> None:
+        one_of("evolve.method", self.method, METHODS)
+        between("evolve.population", self.population, 1)
+        between("evolve.every", self.every, 1)
+        between("evolve.tokens", self.tokens, 1)
+        between("evolve.target", self.target, 0.0, 1.0)
+        between("evolve.tournament", self.tournament, 1)
+        between("evolve.mutate", self.mutate, 0.0, 1.0)
+        between("evolve.share", self.share, 0.0, 0.5)
+        for name, bounds in self.vary.items():
+            if not isinstance(bounds, list | tuple) or len(bounds) != 2:
+                raise ConfigError(f"evolve.vary: {name} must be [low, high]; got {bounds!r}")
+            for bound in bounds:
+                finite(f"evolve.vary: a bound of {name}", bound)
+            if not bounds[0] <= bounds[1]:
+                raise ConfigError(
+                    f"evolve.vary: the lower bound of {name}, {bounds[0]}, is above its upper bound, "
+                    f"{bounds[1]}; swap them"
+                )
+        between("evolve.smaller", self.smaller, 1e-6, 1.0)
+        between("evolve.larger", self.larger, 1.0)

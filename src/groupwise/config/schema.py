@@ -1,4 +1,4 @@
-"""The settings that decide what is learned and how: model, lora, task, rollout, tools, algo, optim, evolve.
+"""The settings that decide what is learned and how: model, lora, task, rollout, tools, algo, optim.
 
 `Config` combines these sections with those in `runtime`, checks settings that depend on each other, and
 resolves defaults that depend on the model. The docstring of each field is its user documentation:
@@ -12,8 +12,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from groupwise.config.coerce import between, finite, one_of
-from groupwise.config.runtime import EngineConfig, EvaluateConfig, RunConfig, SftConfig, TrackConfig
+from groupwise.config.coerce import between, one_of
+from groupwise.config.runtime import (
+    EngineConfig,
+    EvaluateConfig,
+    EvolveConfig,
+    RunConfig,
+    SftConfig,
+    TrackConfig,
+)
 from groupwise.errors import ConfigError
 from groupwise.records import Sampling
 
@@ -189,65 +196,6 @@ class ToolsConfig:
         between("tools.max_tokens", self.max_tokens, 1)
         between("tools.seconds", self.seconds, 0.001)
         between("tools.result_characters", self.result_characters, 1)
-
-
-METHODS = ("halving", "tournament", "pbt", "random")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvolveConfig:
-    """Population-based search on one base model (`groupwise evolve`)."""
-
-    method: str = "halving"
-    """halving (successive halving), tournament (with elitism), pbt, or random (no replacement)."""
-    population: int = 4
-    """Number of members."""
-    every: int = 12
-    """Steps between selections. Every member is evaluated before each selection."""
-    tokens: int | None = None
-    """Stop after all members together have sampled this many tokens, in training and evaluation."""
-    target: float | None = None
-    """Stop when the best member reaches this accuracy."""
-    vary: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that vary between members, with bounds: `{optim.learning_rate: [1e-6, 1e-4], weights.format:
-    [0, 1]}`."""
-    spread: bool = True
-    """Sample initial values from these bounds for every member but the first. false: all start equal."""
-    certain: bool = True
-    """Replace a member only by a significantly better one (95 %, paired over the same prompts)."""
-    tournament: int = 2
-    """Tournament size: members sampled per tournament."""
-    elitism: bool = True
-    """Keep the best member unchanged."""
-    mutate: float = 0.857
-    """Probability that a surviving member gets a new value for one setting (6 in 7)."""
-    smaller: float = 0.8
-    """Mutation multiplies a value by `smaller` or `larger`, chosen at random."""
-    larger: float = 1.2
-    share: float = 0.25
-    """pbt: fraction of the population that is replaced by copies of the best members."""
-
-    def __post_init__(self) -> None:
-        one_of("evolve.method", self.method, METHODS)
-        between("evolve.population", self.population, 1)
-        between("evolve.every", self.every, 1)
-        between("evolve.tokens", self.tokens, 1)
-        between("evolve.target", self.target, 0.0, 1.0)
-        between("evolve.tournament", self.tournament, 1)
-        between("evolve.mutate", self.mutate, 0.0, 1.0)
-        between("evolve.share", self.share, 0.0, 0.5)
-        for name, bounds in self.vary.items():
-            if not isinstance(bounds, list | tuple) or len(bounds) != 2:
-                raise ConfigError(f"evolve.vary: {name} must be [low, high]; got {bounds!r}")
-            for bound in bounds:
-                finite(f"evolve.vary: a bound of {name}", bound)
-            if not bounds[0] <= bounds[1]:
-                raise ConfigError(
-                    f"evolve.vary: the lower bound of {name}, {bounds[0]}, is above its upper bound, "
-                    f"{bounds[1]}; swap them"
-                )
-        between("evolve.smaller", self.smaller, 1e-6, 1.0)
-        between("evolve.larger", self.larger, 1.0)
 
 
 __all__ = [

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from groupwise.config.schema import Config, EvolveConfig
+from groupwise.config.runtime import EvolveConfig
+from groupwise.config.schema import Config
 from groupwise.evaluate.intervals import Difference, paired_difference
 from groupwise.evolution.evolve_state import MemberRecord, SearchState
 from groupwise.evolution.evolve_summary import short, value_text
