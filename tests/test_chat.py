@@ -134,7 +134,7 @@ def test_a_conversation_by_keyboard(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["tiny", "--prompt", "a", "--example", "1"], "give one of them"),
+        (["tiny", "--prompt", "a", "--example", "1"], "--prompt and --example are mutually exclusive"),
         (["tiny", "--example", "999"], "number 999 is out of range"),
         (["/nowhere/at/all"], "neither a folder with a run"),
         (["tiny", "--temperature", "-1"], "--temperature must be at least 0"),

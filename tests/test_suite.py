@@ -93,7 +93,7 @@ def test_a_benchmark_is_a_file_in_the_folder_or_a_name_on_the_hub(tmp_path):
         source_of(benchmark_named("math500"), str(tmp_path))
     with pytest.raises(ConfigError, match="unknown benchmark 'gsm8'; did you mean 'gsm8k'"):
         benchmark_named("gsm8")
-    with pytest.raises(ConfigError, match="a benchmark brings its task"):
+    with pytest.raises(ConfigError, match="a benchmark has its own task"):
         evaluate_command("tiny", benchmarks=["gsm8k"], task="gsm8k")
 
 

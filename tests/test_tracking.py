@@ -445,7 +445,7 @@ def test_a_tracker_that_is_named_but_not_installed_is_the_users_mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="wandb, which is not installed: pip install wandb"):
+    with pytest.raises(ConfigError, match="wandb is not installed; run pip install wandb"):
         open_trackers(TrackConfig(trackers=("wandb",)), run_name="r", config={}, folder=tmp_path)
     assert open_trackers(TrackConfig(), run_name="r", config={}, folder=tmp_path) == []
 
