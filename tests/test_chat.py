@@ -231,6 +231,6 @@ def test_an_answer_whose_generator_fails_ends_with_the_reason(small_policy, monk
     def broken(steps):
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(streaming._engine, "_news", broken)
+    monkeypatch.setattr(streaming._engine, "_advance", broken)
     with pytest.raises(RuntimeError, match="out of luck"):
         list(streaming.write((40, 41)))
