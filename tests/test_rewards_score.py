@@ -203,7 +203,7 @@ def test_a_trl_reward_of_a_task_with_tools_gets_the_whole_conversation():
     [
         ([1.0], "reward trl: returned 1 values for 2 completions"),
         (None, "reward trl: returned NoneType, not a list of numbers"),
-        ([1.0, float("nan")], "reward trl: returned nan"),
+        ([1.0, float("nan")], "reward trl: returned nan; a reward must be finite"),
     ],
 )
 def test_a_bad_trl_result_fails_the_whole_group(returned, message):
