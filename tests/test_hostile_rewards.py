@@ -357,7 +357,7 @@ def generator_that_swallows(completions, **columns):
 
 
 TOGETHER: dict[str, tuple[Any, str]] = {
-    "a generator without an end": (endless_values, "returned more values for 2 completions"),
+    "a generator without an end": (endless_values, "returned too many values for 2 completions"),
     "a generator that swallows": (generator_that_swallows, LATE),
     "swallow for ever": (lambda completions, **columns: swallow_forever(), LATE),
     "os._exit": (lambda completions, **columns: os._exit(0), ENDED),
