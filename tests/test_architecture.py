@@ -244,7 +244,8 @@ def test_a_module_has_at_most_500_lines(module):
 @every_module
 def test_a_function_has_at_most_60_lines(module):
     functions = [node for node in ast.walk(tree(module)) if isinstance(node, Function)]
-    lengths = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions}
+    # The signature of a command declares its options and their help: only the body counts.
+    lengths = {node.name: (node.end_lineno or 0) - node.body[0].lineno + 1 for node in functions}
     assert {name: length for name, length in lengths.items() if length > 60} == {}
 
 
