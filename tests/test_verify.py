@@ -70,7 +70,7 @@ def test_a_task_without_golds_says_how_to_give_them(tmp_path, capsys):
     path = tmp_path / "capitals.py"
     path.write_text(TASK_FILE.format(bad="").replace('"answer"', '"capital"'))
     assert cli.main(["verify", str(path)]) == 2
-    assert "task capitals: give it gold=…" in capsys.readouterr().err
+    assert "task capitals has no gold answers: set gold=…" in capsys.readouterr().err
 
 
 def test_pairs_are_scored_one_json_line_each(tmp_path, capsys):
