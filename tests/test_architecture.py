@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -377,3 +378,33 @@ READ_IN_CONFIG = {"lora.preset"}
 def test_every_setting_is_read_somewhere(setting):
     if setting not in live():
         pytest.fail(f"nothing outside config reads {setting}", pytrace=False)
+
+
+HEAVY_OR_OPTIONAL = (
+    *("starlette", "uvicorn", "matplotlib", "datasets", "trackio", "wandb", "bitsandbytes", "math_verify"),
+    *(
+        "chromadb",
+        "sentence_transformers",
+        "trafilatura",
+        "httpx",
+        "deepspeed",
+        "gymnasium",
+        "openai",
+        "vllm",
+    ),
+)
+"""Only the commands that use one of these need it: training runs without them."""
+
+
+def test_training_imports_nothing_that_only_other_commands_need():
+    program = f"""
+import subprocess
+import sys
+for name in {HEAVY_OR_OPTIONAL}:
+    sys.modules[name] = None  # importing it raises
+import groupwise.training.loop, groupwise.training.sft_run, groupwise.evolution.evolve_run
+import groupwise.gym.agent, groupwise.commands.eval, groupwise.commands.chat
+print("imported")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "imported\n", done.stderr

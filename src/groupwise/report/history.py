@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -208,3 +209,21 @@ def count(rewards: Sequence[NDArray[np.float64]], bins: Sequence[Sequence[float]
     ]
     table: list[list[int]] = np.stack(columns, axis=1).tolist()
     return table
+
+
+def as_json(value: Any) -> str:
+    """Return a value as JSON in one line; NaN and infinity become null."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        return json.dumps(without_nan(value), ensure_ascii=False, separators=(",", ":"))
+
+
+def without_nan(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: without_nan(inner) for key, inner in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [without_nan(inner) for inner in value]
+    return value

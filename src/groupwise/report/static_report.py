@@ -19,9 +19,8 @@ import numpy as np
 
 from groupwise.errors import ConfigError
 from groupwise.files import remove_temporaries, write_atomically
-from groupwise.report.history import Row, StoredEvaluation, distribution, spread
+from groupwise.report.history import Row, StoredEvaluation, as_json, distribution, spread
 from groupwise.report.run_index import RunReader
-from groupwise.report.watch_server import as_json
 from groupwise.tracking.run_folder import RunFolder
 
 PAGE = Path(__file__).parent / "page"

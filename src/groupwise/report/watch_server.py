@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
-import math
 import secrets
 import socket
 import threading
@@ -30,28 +28,9 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from groupwise.errors import ConfigError
-from groupwise.report.history import distribution
+from groupwise.report.history import as_json, distribution
 from groupwise.report.rollout_view import RolloutFilter, search
 from groupwise.report.run_index import RunIndex, RunReader
-
-
-def as_json(value: Any) -> str:
-    """Return a value as JSON in one line; NaN and infinity become null."""
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    except ValueError:
-        return json.dumps(without_nan(value), ensure_ascii=False, separators=(",", ":"))
-
-
-def without_nan(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: without_nan(inner) for key, inner in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [without_nan(inner) for inner in value]
-    return value
-
 
 COOKIE = "groupwise_token"
 POLICY = (
