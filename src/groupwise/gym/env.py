@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
-from gymnasium import Space
 from numpy.typing import NDArray
 
 from groupwise.algo.reward_combination import with_combined
@@ -23,13 +22,21 @@ from groupwise.rewards.runner import score_group
 from groupwise.tasks import Task, load_task
 from groupwise.tasks.task import Prompt, is_prompt
 
+T = TypeVar("T")
+
 if TYPE_CHECKING:
+    from gymnasium import Space
+
     Gym = object
 else:
     try:
         from gymnasium import Env as Gym
-    except ImportError:
+        from gymnasium import Space
+    except ImportError:  # the environment works without Gymnasium, but has no spaces then
         Gym = object
+
+        class Space(Generic[T]):
+            """Stands in for Gymnasium's class."""
 
 
 WORDS = ("one", "two", "three", "plus", "minus", "is", "<answer>", "</answer>", "?")
