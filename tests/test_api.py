@@ -96,3 +96,8 @@ def test_a_task_is_trained_by_its_name_or_its_file(tmp_path):
 def test_a_wrong_setting_is_a_config_error(wrong):
     with pytest.raises(gw.ConfigError):
         gw.train(TASK, **wrong)
+
+
+def test_the_old_name_of_a_tools_result_still_works_and_says_the_new_one():
+    with pytest.warns(DeprecationWarning, match=r"groupwise\.Found is now groupwise\.ToolResult"):
+        assert gw.Found is gw.ToolResult

@@ -8,6 +8,7 @@ gw.train(task, model="Qwen/Qwen2.5-0.5B-Instruct", max_steps=100)
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -51,6 +52,9 @@ LATER = {"Agent": "groupwise.gym.agent", "PromptEnv": "groupwise.gym.env"}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Found":
+        warnings.warn("groupwise.Found is now groupwise.ToolResult", DeprecationWarning, stacklevel=2)
+        return ToolResult
     if name in LATER:
         return getattr(import_module(LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
