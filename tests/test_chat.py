@@ -70,7 +70,7 @@ def test_a_long_context_of_a_model_takes_no_memory_before_it_is_asked_for(small_
     usual = StreamingAnswers(small_policy, Sampling(max_tokens=512), seed=0)
     assert usual._engine.context == CONTEXT == inspect.signature(serve).parameters["max_context"].default
     with pytest.raises(
-        ConfigError, match="context of 2048 tokens: start a new conversation, or raise --max-tokens"
+        ConfigError, match="context of 2048 tokens; start a new conversation, or raise --max-tokens"
     ):
         list(usual.write((40,) * 2048))
     usual.close()
@@ -115,7 +115,7 @@ def test_what_does_not_fit_the_context_is_said_and_the_conversation_goes_on(caps
     monkeypatch.setattr("builtins.input", lambda _: next(typed))
     assert cli.main(["chat", "tiny", "--max-tokens", "4"]) == 0
     _, refused, answered, *_ = capsys.readouterr().out.splitlines()
-    assert "exceed the context" in refused
+    assert "fill the context" in refused
     assert "exceed" not in answered
 
 

@@ -102,5 +102,5 @@ def test_a_run_with_its_optimizer_offloaded_resumes_exactly(tmp_path):
 
 
 def test_eight_bits_and_main_memory_do_not_go_together():
-    with pytest.raises(ConfigError, match=r"optim\.offload goes with"):
+    with pytest.raises(ConfigError, match=r"optim\.offload requires optim\.kind=adamw"):
         optim("optim.kind=adamw8bit", "optim.offload=true")

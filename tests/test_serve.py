@@ -458,7 +458,7 @@ def test_a_key_proves_enough_behind_any_name(tiny):
 
 def test_a_prompt_too_long_for_any_tokenizer_is_refused_unread(port, tiny, monkeypatch):
     text = "a" * (512 * tiny.longest + 1)
-    monkeypatch.setattr(type(tiny), "_known", lambda *_: pytest.fail("it was encoded"))
+    monkeypatch.setattr(type(tiny), "_checked", lambda *_: pytest.fail("it was encoded"))
     for path, body in (
         ("/v1/completions", {"prompt": text}),
         ("/v1/chat/completions", chat(text)),

@@ -443,5 +443,5 @@ def trained(config: Any) -> None:
 def test_overlap_needs_a_generator_beside_the_trainer_and_a_correction() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.overlap requires a separate generator"):
         read_config(overrides=["rollout.overlap=true"])
-    with pytest.raises(ConfigError, match=r"it needs an algo\.correction"):
+    with pytest.raises(ConfigError, match=r"samples from a stale policy; set algo\.correction"):
         read_config(overrides=["rollout.overlap=true", "engine.kind=vllm", "algo.correction=none"])

@@ -86,9 +86,15 @@ class StreamingAnswers:
         try:
             self._engine.submit(job)
         except ValueError as error:
-            can_grow = self._engine.context < self.policy.context_length
+            context = self._engine.context
+            if len(prompt) < context:
+                raise ConfigError(str(error)) from None
+            can_grow = context < self.policy.context_length
             hint = ", or raise --max-tokens to enlarge the context" if can_grow else ""
-            raise ConfigError(f"{error}: start a new conversation{hint}") from None
+            raise ConfigError(
+                f"the conversation has {len(prompt)} tokens, which fill the context of {context} tokens; "
+                f"start a new conversation{hint}"
+            ) from None
         stream = TextStream(self.policy.decode, stop=self.sampling.stop)
         finish = None
         try:
