@@ -7,6 +7,7 @@ import pytest
 
 from groupwise.evaluate.intervals import (
     Interval,
+    exact_interval,
     mean_interval,
     paired_difference,
     pass_at_k,
@@ -14,6 +15,47 @@ from groupwise.evaluate.intervals import (
     student_quantile,
     wilson,
 )
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    [
+        (1, 2, 0.0253, 0.9747),  # 1 - (1 - p)² = 0.05: only 1 and 2 of 2 are as extreme
+        (0, 10, 0.0, 0.2829),  # P(X >= 6) = P(X = 0): above it, 0 is more extreme than 6
+        (8, 10, 0.4444, 0.9632),
+        (5, 10, 0.2224, 0.7776),
+    ],
+)
+def test_the_exact_interval_matches_known_values(
+    successes: int, trials: int, low: float, high: float
+) -> None:
+    interval = exact_interval(successes, trials)
+    assert interval.mean == successes / trials
+    assert (interval.low, interval.high) == pytest.approx((low, high), abs=5e-5)
+
+
+@pytest.mark.parametrize("trials", [1, 8, 9, 16, 40])
+def test_the_exact_interval_covers_every_accuracy_at_least_95_times_in_100(trials: int) -> None:
+    intervals = [exact_interval(right, trials) for right in range(trials + 1)]
+    for accuracy in (step / 997 for step in range(1, 997)):
+        covered = math.fsum(
+            math.comb(trials, right) * accuracy**right * (1 - accuracy) ** (trials - right)
+            for right, interval in enumerate(intervals)
+            if interval.low <= accuracy <= interval.high
+        )
+        assert covered >= 0.95 - 1e-9  # Wilson's falls to 83 % with 8 trials
+
+
+def test_the_exact_interval_lies_inside_that_of_clopper_and_pearson() -> None:
+    # 3 of 8: p with P(X >= 3) = 0.025 and with P(X <= 3) = 0.025
+    interval = exact_interval(3, 8)
+    assert 0.0852 < interval.low < 3 / 8 < interval.high < 0.7551
+
+
+def test_the_exact_interval_takes_many_trials() -> None:
+    interval = exact_interval(7000, 14000)
+    assert (interval.low, interval.high) == pytest.approx((0.5 - 0.00829, 0.5 + 0.00829), abs=1e-4)
+    assert exact_interval(14000, 14000).high == 1.0
 
 
 @pytest.mark.parametrize(
@@ -31,27 +73,26 @@ def test_wilson_matches_known_values(successes: int, trials: int, low: float, hi
     assert (interval.low, interval.high) == pytest.approx((low, high), abs=5e-5)
 
 
-def test_wilson_refuses_no_trials() -> None:
-    with pytest.raises(ValueError, match="0 of 0"):
-        wilson(0, 0)
+def test_no_trials_are_refused() -> None:
+    for interval in (wilson, exact_interval):
+        with pytest.raises(ValueError, match="0 of 0"):
+            interval(0, 0)
 
 
 def test_an_interval_reads_as_percent() -> None:
     assert str(Interval(0.41, 0.3683, 0.4529)) == "41.0 % [36.8, 45.3]"
 
 
-def test_one_answer_per_prompt_gives_exactly_wilson() -> None:
-    expected = wilson(3, 5)
-    interval = mean_interval([1, 0, 1, 1, 0])
-    assert (interval.mean, interval.low, interval.high) == pytest.approx(
-        (expected.mean, expected.low, expected.high)
-    )
+def test_one_answer_per_prompt_gives_the_exact_interval() -> None:
+    assert mean_interval([1, 0, 1, 1, 0]) == exact_interval(3, 5)
 
 
 def test_prompts_that_always_or_never_succeed_count_once_however_many_answers_they_got() -> None:
     per_prompt = [1.0] * 20 + [0.0] * 20
-    assert mean_interval(per_prompt).low == pytest.approx(wilson(20, 40).low)
-    assert mean_interval(per_prompt).low < wilson(160, 320).low  # 8 answers each, counted as independent
+    assert mean_interval(per_prompt).low == exact_interval(20, 40).low
+    assert (
+        mean_interval(per_prompt).low < exact_interval(160, 320).low
+    )  # 8 answers each, counted as independent
 
 
 def test_answers_that_differ_within_prompts_are_worth_more_than_one_trial_each() -> None:
@@ -63,7 +104,7 @@ def test_answers_that_differ_within_prompts_are_worth_more_than_one_trial_each()
 
 
 def test_no_success_at_all_still_has_an_upper_bound() -> None:
-    assert mean_interval([0.0] * 10).high == pytest.approx(0.2775, abs=5e-5)
+    assert mean_interval([0.0] * 10).high == pytest.approx(0.2829, abs=5e-5)
 
 
 def test_mean_interval_refuses_scores_outside_zero_and_one() -> None:

@@ -363,4 +363,4 @@ def test_strategies_are_measured_beside_the_rest():
     assert report["strategies"]["single"]["accuracy"] == report["greedy"]
     assert report["strategies"]["best-of:2"]["tokens"] == 16.0
     lines = list(report_lines(report))
-    assert "  best-of:2           0.0 % [0.0, 56.1]                    16.0" in lines
+    assert "  best-of:2           0.0 % [0.0, 63.2]                    16.0" in lines

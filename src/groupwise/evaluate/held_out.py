@@ -15,11 +15,11 @@ from groupwise.evaluate.intervals import (
     Difference,
     Interval,
     ballots,
+    exact_interval,
     majority,
     mean_interval,
     paired_difference,
     pass_at_k,
-    wilson,
 )
 from groupwise.files import write_atomically
 from groupwise.records import Example, Group, Rollout, Sampling
@@ -72,7 +72,7 @@ class Evaluation:
 
     def intervals(self) -> dict[str, Interval]:
         return {
-            "greedy": wilson(sum(self.greedy_right), len(self.greedy_right)),
+            "greedy": exact_interval(sum(self.greedy_right), len(self.greedy_right)),
             f"avg@{self.samples}": mean_interval(self.averages),
             f"pass@{self.samples}": mean_interval(self.passing),
         }
@@ -98,7 +98,7 @@ class Evaluation:
         intervals: dict[str, Interval] = {}
         if self.majority_right:
             right = sum(self.majority_right)
-            intervals[f"maj@{self.samples}"] = wilson(right, len(self.majority_right))
+            intervals[f"maj@{self.samples}"] = exact_interval(right, len(self.majority_right))
         if self.formatted:
             intervals["format"] = mean_interval([count / self.samples for count in self.formatted])
         return intervals

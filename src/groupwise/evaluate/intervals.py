@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import NormalDist, fmean
 
 Z = NormalDist().inv_cdf(0.975)
@@ -41,11 +42,74 @@ class Difference:
         return "{:+.1f} points [{:+.1f}, {:+.1f}]".format(*points)
 
 
+def exact_interval(successes: int, trials: int) -> Interval:
+    """Return Blaker's interval of a proportion (Blaker 2000): its coverage is at least 95 % at every accuracy.
+
+    It contains every accuracy p at which outcomes as extreme as the observed one have more than 5 %
+    probability in total. Outcome y is as extreme as x if the smaller of P(X <= y) and P(X >= y) is no larger
+    than that of x. Example: 8 of 10 -> [0.4444, 0.9632].
+    """
+    if trials <= 0 or not 0 <= successes <= trials:
+        raise ValueError(f"requires 0 <= successes <= trials and trials > 0; got {successes} of {trials}")
+    low = lowest_accuracy(successes, trials)
+    high = 1 - lowest_accuracy(trials - successes, trials)
+    return Interval(successes / trials, low, high)
+
+
+@cache
+def lowest_accuracy(successes: int, trials: int) -> float:
+    """Return the lower end of Blaker's interval.
+
+    Below it, the outcomes as extreme as x are those from x up and those up to some y, the largest with
+    P(X <= y) <= P(X >= x). At the lower end of the Clopper-Pearson interval, P(X >= x) is 2.5 %. From there
+    on, the total first exceeds 5 % where P(X <= y) + P(X >= x) does, or where y + 1 becomes as extreme.
+    """
+    if successes == 0:
+        return 0.0
+
+    def upper(accuracy: float) -> float:
+        return at_most(trials - successes, trials, 1 - accuracy)
+
+    start = first_above(lambda accuracy: upper(accuracy) - 0.025, 0.0, 1.0)
+    extreme = successes - 1
+    while extreme >= 0 and at_most(extreme, trials, start) > 0.025:
+        extreme -= 1
+    next_joins = first_above(
+        lambda accuracy: upper(accuracy) - at_most(extreme + 1, trials, accuracy), start, 1.0
+    )
+    return first_above(
+        lambda accuracy: upper(accuracy) + at_most(extreme, trials, accuracy) - 0.05, start, next_joins
+    )
+
+
+def at_most(most: int, trials: int, accuracy: float) -> float:
+    """Return the probability of at most this many successes."""
+    if accuracy <= 0 or accuracy >= 1:
+        return float(most >= 0 and (accuracy <= 0 or most >= trials))
+    odds = math.log(accuracy) - math.log1p(-accuracy)
+    none = trials * math.log1p(-accuracy) + math.lgamma(trials + 1)
+    total = 0.0
+    for count in range(most, -1, -1):
+        term = math.exp(none + count * odds - math.lgamma(count + 1) - math.lgamma(trials - count + 1))
+        total += term
+        if term < 1e-17 and count < trials * accuracy:
+            break  # below the mode, all further terms are smaller
+    return total
+
+
+def first_above(function: Callable[[float], float], low: float, high: float) -> float:
+    """Return by bisection where a function becomes positive between two points; `high` if it does not."""
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if function(middle) > 0 else (middle, high)
+    return high
+
+
 def wilson(successes: float, trials: float) -> Interval:
-    """Return the Wilson score interval of a proportion.
+    """Return the Wilson score interval of a proportion, for an effective number of trials.
 
     Unlike mean ± 1.96 standard errors it stays inside 0 and 1, and is not empty at 0 of n or n of n
-    (Brown, Cai & DasGupta 2001). A fractional number of trials is an effective sample size.
+    (Brown, Cai & DasGupta 2001).
     """
     if trials <= 0 or not 0 <= successes <= trials:
         raise ValueError(f"requires 0 <= successes <= trials and trials > 0; got {successes} of {trials}")
@@ -63,13 +127,15 @@ def mean_interval(values: Sequence[float]) -> Interval:
     would make the interval too narrow. The variance between prompts gives the effective number of trials,
     n = p (1 - p) / var(mean), at which the Wilson interval is taken (Franco et al. 2019). A few prompts
     underestimate the variance. It therefore counts two additional prompts, each as far from the mean as the
-    furthest, and Student's quantile replaces the normal one. If all scores are 0 or 1, or all are equal, each
-    prompt is one trial. benchmarks/coverage.py measures the coverage.
+    furthest, and Student's quantile replaces the normal one. If all scores are 0 or 1, the interval is exact;
+    if all are equal, each prompt is one trial. benchmarks/coverage.py measures the coverage.
     """
     if not values or not all(0 <= value <= 1 for value in values):
         raise ValueError("requires at least one score, each between 0 and 1")
     count, mean = len(values), fmean(values)
-    if all(value in (0, 1) for value in values) or min(values) == max(values):
+    if all(value in (0, 1) for value in values):
+        return exact_interval(round(sum(values)), count)
+    if min(values) == max(values):
         return wilson(mean * count, count)
     deviations = [abs(value - mean) for value in values]
     squares = math.fsum(deviation**2 for deviation in deviations) + 2 * max(deviations) ** 2

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from groupwise.config.coerce import between
 from groupwise.errors import ConfigError
-from groupwise.evaluate.intervals import Interval, wilson
+from groupwise.evaluate.intervals import Interval, exact_interval
 from groupwise.evaluate.strategies.base import Sampler, Strategy, single
 from groupwise.evaluate.strategies.best_of_n import best_of, self_consistency, task_judge
 from groupwise.evaluate.strategies.budget_forcing import budget_forcing
@@ -75,7 +75,7 @@ def spend(
         scored = score_group(group, rewards=task.rewards, weights=task.weights, seconds=seconds)
         right.append(task.is_right(scored.rollouts[0]))
     return TokenCost(
-        accuracy=wilson(sum(right), len(right)),
+        accuracy=exact_interval(sum(right), len(right)),
         tokens=fmean(answer.tokens for answer in answers),
         right=tuple(right),
     )
