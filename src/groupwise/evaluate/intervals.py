@@ -43,7 +43,7 @@ class Difference:
 
 
 def exact_interval(successes: int, trials: int) -> Interval:
-    """Return Blaker's interval of a proportion (Blaker 2000): its coverage is at least 95 % at every accuracy.
+    """Return Blaker's interval of a proportion (2000): it covers every accuracy at least 95 % of the time.
 
     It contains every accuracy p at which outcomes as extreme as the observed one have more than 5 %
     probability in total. Outcome y is as extreme as x if the smaller of P(X <= y) and P(X >= y) is no larger
