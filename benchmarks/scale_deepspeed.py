@@ -29,7 +29,7 @@ from groupwise.config.schema import AlgoConfig, EngineConfig, OptimConfig
 from groupwise.engine.engine import Engine
 from groupwise.learner.learner import Learner
 from groupwise.model.distributed import deepspeed_zero
-from groupwise.parallel.work_sharing import divide
+from groupwise.parallel.processes import divide
 from groupwise.records import Request, Sample, Sampling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -25,9 +25,7 @@ from svg import Point, draw
 
 from groupwise.config.schema import EngineConfig, LoraConfig, ModelConfig
 from groupwise.engine.engine import Engine
-from groupwise.evaluate.strategies import Sampler, Strategy, strategy_named
-from groupwise.evaluate.strategies.budget_forcing import budget_forcing
-from groupwise.evaluate.strategies.strategy_registry import TokenCost, spend
+from groupwise.evaluate.strategies import Sampler, Strategy, TokenCost, budget_forcing, spend, strategy_named
 from groupwise.model.load import load_policy
 from groupwise.records import Sampling
 from groupwise.tasks import ExampleStream

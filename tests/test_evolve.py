@@ -17,8 +17,7 @@ from groupwise import cli
 from groupwise.config import read_config
 from groupwise.evaluate.target import find_target
 from groupwise.evolution.evolve_run import EvolveRun
-from groupwise.evolution.evolve_state import SearchStart, SearchState
-from groupwise.evolution.evolve_summary import summary_of
+from groupwise.evolution.evolve_state import SearchStart, SearchState, summary_of
 from groupwise.tasks import load_task
 from groupwise.tracking.run_folder import RunFolder
 from small_runs import INTERRUPT, KILL, SMALL, Blow, run_command, task_file, traces

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from groupwise.evolution.evolve_state import MemberRecord, SearchState
-from groupwise.evolution.evolve_summary import table
+from groupwise.evolution.evolve_state import MemberRecord, SearchState, table
 from groupwise.tracking.terminal import LiveDisplay, PlainDisplay
 from test_display import Stream
 

@@ -19,8 +19,7 @@ from groupwise.learner.learner import Learner
 from groupwise.model.attention.ulysses import UlyssesContext
 from groupwise.model.ops.checkpointing import recompute_layers
 from groupwise.model.policy import Policy
-from groupwise.parallel.processes import Processes, joined_processes
-from groupwise.parallel.work_sharing import divide, shares_of_samples
+from groupwise.parallel.processes import Processes, divide, joined_processes, shares_of_samples
 from groupwise.records import Sample, Sampling
 from groupwise.training import train
 from several import in_processes

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from groupwise import cli
 from groupwise.commands.index_actions import own_questions
 from groupwise.errors import ConfigError
-from groupwise.retrieval.bm25 import K1, B, BM25Index, load_postings, save_postings
 from groupwise.retrieval.documents import (
     Document,
     chunks_of,
@@ -33,7 +32,7 @@ from groupwise.retrieval.documents import (
 )
 from groupwise.retrieval.embed import Lsa, embedding_named
 from groupwise.retrieval.index_storage import Manifest
-from groupwise.retrieval.ranking import Ranking, fuse, top_k
+from groupwise.retrieval.ranking import K1, B, BM25Index, Ranking, fuse, load_postings, save_postings, top_k
 from groupwise.retrieval.search_index import Index, ndcg, reciprocal_rank
 
 # Chunks

@@ -34,10 +34,9 @@ from groupwise.seeds import derive_seed
 from groupwise.serve.completion_request import CompletionRequest, for_template, read_answer
 from groupwise.serve.completion_response import ResponseBuilder
 from groupwise.serve.detokenizer import TextStream, TokenTable
-from groupwise.serve.frontend import leave_a_core, start_front
 from groupwise.serve.http_server import HTTPReply, HTTPRequest, answer
 from groupwise.serve.ipc import EngineEndpoint, WireChunk
-from groupwise.serve.openai_server import OpenAIServer
+from groupwise.serve.openai_server import OpenAIServer, leave_a_core, start_front
 from small_models import Scripted, policy_of, small_model, tiny_tokenizer, with_more_tokens
 
 

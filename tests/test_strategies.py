@@ -12,11 +12,20 @@ from groupwise.config.schema import EngineConfig, LoraConfig, ModelConfig, Tools
 from groupwise.engine.engine import Engine
 from groupwise.errors import ConfigError
 from groupwise.evaluate.held_out import evaluate
-from groupwise.evaluate.strategies import AnswerScorer, Sampler, plain_judge, strategy_named, task_judge
-from groupwise.evaluate.strategies.best_of_n import best_of, confidence, self_consistency, stated_anywhere
-from groupwise.evaluate.strategies.budget_forcing import budget_forcing
-from groupwise.evaluate.strategies.strategy_registry import spend
-from groupwise.evaluate.strategies.tpo import preference_optimization
+from groupwise.evaluate.strategies import (
+    AnswerScorer,
+    Sampler,
+    best_of,
+    budget_forcing,
+    confidence,
+    plain_judge,
+    preference_optimization,
+    self_consistency,
+    spend,
+    stated_anywhere,
+    strategy_named,
+    task_judge,
+)
 from groupwise.model.load import load_policy
 from groupwise.records import Completion, Example, Request, Rollout, Sampling
 from groupwise.rollout.collect import Tools

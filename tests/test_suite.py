@@ -13,8 +13,7 @@ import pytest
 from groupwise.commands.eval import evaluate_command, kind_lines, report_lines
 from groupwise.config import read_config
 from groupwise.errors import ConfigError
-from groupwise.evaluate.contamination import asked_in_training, unseen
-from groupwise.evaluate.held_out import question_result
+from groupwise.evaluate.held_out import asked_in_training, question_result, unseen
 from groupwise.evaluate.intervals import ballots, majority
 from groupwise.evaluate.target import BENCHMARKS, benchmark_named, source_of
 from groupwise.records import Example, Group, Rollout

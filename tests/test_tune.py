@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.retrieval.bm25 import BM25Index
 from groupwise.retrieval.documents import Document, RetrievalQuestion
 from groupwise.retrieval.embed import unit
 from groupwise.retrieval.index_storage import Manifest
@@ -17,6 +16,7 @@ from groupwise.retrieval.query_adapter import (
     split_questions,
     train_adapter,
 )
+from groupwise.retrieval.ranking import BM25Index
 from groupwise.retrieval.search_index import Index
 
 

@@ -19,8 +19,7 @@ from groupwise.model.adapters.lora import with_adapter
 from groupwise.model.distributed import deepspeed_zero
 from groupwise.model.ops.lora_linear import use_fused_lora
 from groupwise.model.policy import Policy
-from groupwise.parallel.processes import Processes, joined_processes
-from groupwise.parallel.work_sharing import divide
+from groupwise.parallel.processes import Processes, divide, joined_processes
 from groupwise.records import Sampling
 from several import in_processes, needs_deepspeed
 from small_models import policy_of, small_model

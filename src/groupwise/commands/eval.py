@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from groupwise.config import Config, read_config
 from groupwise.config.schema import NO_TASK, ToolsConfig
 from groupwise.errors import ConfigError
-from groupwise.evaluate.contamination import asked_in_training, unseen
+from groupwise.evaluate.held_out import asked_in_training, unseen
 from groupwise.evaluate.intervals import Difference, Interval
 from groupwise.evaluate.target import Target, benchmark_named, find_target, source_of
 from groupwise.records import Example, Sampling
@@ -359,8 +359,7 @@ def strategy_results(
     job: EvalJob, policy: Policy, engine: Engine, strategies: Mapping[str, Strategy]
 ) -> dict[str, Any]:
     """Return accuracy and tokens per question of each test-time strategy."""
-    from groupwise.evaluate.strategies import Sampler
-    from groupwise.evaluate.strategies.strategy_registry import spend
+    from groupwise.evaluate.strategies import Sampler, spend
     from groupwise.rollout.collect import Tools
 
     draws = Sampler(

@@ -58,8 +58,14 @@ def serve(
     named = find_named(target, arguments or [])
     from groupwise.model.load import load_for_generation
     from groupwise.model.resolve import model_folder
-    from groupwise.serve.frontend import StartupConfig, check_address, leave_a_core, open_front, start_front
     from groupwise.serve.ipc import EngineEndpoint
+    from groupwise.serve.openai_server import (
+        StartupConfig,
+        check_address,
+        leave_a_core,
+        open_front,
+        start_front,
+    )
 
     check_address(host, port)
     front = start_front()  # its imports run while the model loads

@@ -14,10 +14,25 @@ from types import TracebackType
 from groupwise.config import Config
 from groupwise.errors import ConfigError, InvariantError
 from groupwise.evaluate.held_out import Evaluation
-from groupwise.evolution.evolve_state import EvolutionLog, MemberRecord, SearchStart
-from groupwise.evolution.evolve_summary import stats_of, summary_of, table, write_elite, write_plots
-from groupwise.evolution.member_rollouts import AFTER, BEFORE, MemberEvaluator, MemberRollouts, tokens_of
-from groupwise.evolution.population import Population, SharedBase
+from groupwise.evolution.evolve_state import (
+    EvolutionLog,
+    MemberRecord,
+    SearchStart,
+    stats_of,
+    summary_of,
+    table,
+    write_elite,
+    write_plots,
+)
+from groupwise.evolution.population import (
+    AFTER,
+    BEFORE,
+    MemberEvaluator,
+    MemberRollouts,
+    Population,
+    SharedBase,
+    tokens_of,
+)
 from groupwise.evolution.search_space import SearchSpace
 from groupwise.evolution.selection import Selector
 from groupwise.files import write_atomically

@@ -1,9 +1,15 @@
-"""The shared base model and engine, and the members on it: how they train, are copied, saved and loaded."""
+"""The shared base model and engine, and the members on it: how they train, are copied, saved and loaded.
+
+The end of the module makes the rollouts and measures the held-out accuracy of all members in one batch. Each
+member has its own group size, temperature and reward weights.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +19,23 @@ from torch import Tensor
 
 from groupwise.config.schema import Config
 from groupwise.engine.multi_lora import MultiLoRAEngine
-from groupwise.errors import InvariantError
+from groupwise.errors import ConfigError, InvariantError
+from groupwise.evaluate.held_out import Evaluation, compare, evaluate, read_evaluation, write_evaluation
 from groupwise.evolution.search_space import Values, applied
+from groupwise.invariants import check_disjoint
 from groupwise.learner.checkpoint import load_optimizer, optimizer_tensors
 from groupwise.learner.learner import Learner
 from groupwise.model.adapters.lora_bank import LoRABank, Weights
 from groupwise.model.load import load_policy
+from groupwise.model.policy import Policy
+from groupwise.records import Completion, Example, Group, Request, Sampling
+from groupwise.rewards.runner import score_group
+from groupwise.rewards.time_limit import TimeLimits
+from groupwise.rollout.collect import groups_from_completions, prompts_and_requests
 from groupwise.seeds import derive_seed
 from groupwise.tasks import Split, Task
-from groupwise.training.collector import Batch, Collector, check_failures
+from groupwise.tracking.run_folder import RunFolder
+from groupwise.training.collector import Batch, Collector, check_failures, has_signal
 from groupwise.training.resume import OPTIMIZER, OPTIMIZER_SETTINGS
 
 REFERENCE = "reference.safetensors"
@@ -210,3 +224,234 @@ class Population:
 
 def folder_of(slot: int) -> str:
     return f"member-{slot}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberPrompt:
+    """The examples of one member, and how it samples."""
+
+    slot: int
+    task: Task
+    examples: Sequence[Example]
+    count: int
+    """Answers per example."""
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True)
+class CollectedBatches:
+    """The training batches of one step."""
+
+    batches: Mapping[int, Batch]
+    """Batches by slot, of sound members only."""
+    cursor: int
+    diverged: Mapping[int, str]
+
+
+class MemberRollouts:
+    """Generates for all members in one batch."""
+
+    def __init__(self, config: Config, *, split: Split, policy: Policy, engine: MultiLoRAEngine) -> None:
+        if config.rollout.curriculum > 1:
+            raise ConfigError("rollout.curriculum requires groupwise train; members share their prompts")
+        self.config, self.split, self.policy, self.engine = config, split, policy, engine
+
+    def ask(
+        self, members: Sequence[MemberPrompt], sampling: Sampling, *, seed_parts: tuple[int | str, ...]
+    ) -> tuple[dict[int, list[Group]], dict[int, str]]:
+        """Return the groups of each member, by slot, and why other members diverged, by slot.
+
+        All members use the same seeds, so that differences come from the members only.
+        """
+        parts = []
+        for member in members:
+            prompts, requests = prompts_and_requests(
+                member.examples,
+                ask=member.task.ask,
+                codec=self.policy,
+                group_size=member.count,
+                seed_parts=(self.config.run.seed, *seed_parts),
+            )
+            temperature = None if sampling.greedy else member.temperature
+            parts.append(
+                (
+                    member,
+                    prompts,
+                    [replace(r, adapter=member.slot, temperature=temperature) for r in requests],
+                )
+            )
+        flat = [request for _, _, requests in parts for request in requests]
+        completions, diverged = self.engine.contained(flat, sampling)
+        groups: dict[int, list[Group]] = {}
+        start = 0
+        for member, prompts, requests in parts:
+            own = completions[start : start + len(requests)]
+            start += len(requests)
+            if member.slot not in diverged:
+                groups[member.slot] = groups_from_completions(
+                    member.examples, prompts, requests, own, codec=self.policy
+                )
+        return groups, diverged
+
+    def collect(self, step: int, collectors: Mapping[int, Collector], *, cursor: int) -> CollectedBatches:
+        """Take the same prompts for all members until each has enough groups with signal, as in a run."""
+        with_signal: dict[int, list[Group]] = {slot: [] for slot in collectors}
+        without_signal: dict[int, list[Group]] = {slot: [] for slot in collectors}
+        diverged: dict[int, str] = {}
+        prompts, refill = self.config.rollout.prompts, self.config.rollout.refill
+        rollout_seconds = reward_seconds = 0.0
+        for turn in range(1 + refill):
+            missing = {slot: prompts - len(with_signal[slot]) for slot in collectors if slot not in diverged}
+            if not any(missing.values()):
+                break
+            examples, cursor = self.split.take(cursor, max(missing.values()))
+            members = [
+                MemberPrompt(
+                    slot=slot,
+                    task=collectors[slot].task,
+                    examples=examples[:count],
+                    count=collectors[slot].config.rollout.group_size,
+                    temperature=collectors[slot].config.rollout.temperature,
+                )
+                for slot, count in missing.items()
+                if count
+            ]
+            task = members[0].task
+            check_disjoint((task.asks(e) for e in examples), collectors[members[0].slot].held_out)
+            started = time.perf_counter()
+            groups, failed = self.ask(members, self.config.rollout.sampling, seed_parts=("train", step, turn))
+            diverged |= failed
+            rollout_seconds += time.perf_counter() - started
+            started = time.perf_counter()
+            for slot, member_groups in groups.items():
+                collector = collectors[slot]
+                with TimeLimits(collector.config.task.reward_seconds) as limit:
+                    for unscored in member_groups:
+                        group = collector.compare_group(collector.reward_group(unscored, limit))
+                        (with_signal if has_signal(group) else without_signal)[slot].append(group)
+            reward_seconds += time.perf_counter() - started
+        share = 1 / len(collectors)
+        batches = {
+            slot: make_batch(
+                with_signal[slot],
+                without_signal[slot],
+                cursor,
+                prompts,
+                refill,
+                share * rollout_seconds,
+                share * reward_seconds,
+            )
+            for slot in collectors
+            if slot not in diverged
+        }
+        return CollectedBatches(batches, cursor, diverged)
+
+    def measure(
+        self, tasks: Mapping[int, Task], examples: Sequence[Example], *, samples: int
+    ) -> tuple[dict[int, tuple[float, ...]], dict[int, str], int]:
+        """Return each member's accuracy per example, sampled at the run's temperature, why others
+        diverged, and the number of tokens sampled."""
+        temperature = self.config.rollout.temperature
+        members = [
+            MemberPrompt(slot=slot, task=task, examples=examples, count=samples, temperature=temperature)
+            for slot, task in tasks.items()
+        ]
+        groups, diverged = self.ask(members, self.config.rollout.sampling, seed_parts=("measure",))
+        scores: dict[int, tuple[float, ...]] = {}
+        for slot, member_groups in groups.items():
+            task = tasks[slot]
+            seconds = self.config.task.reward_seconds
+            scored = [
+                score_group(group, rewards=task.rewards, weights=task.weights, seconds=seconds)
+                for group in member_groups
+            ]
+            scores[slot] = tuple(sum(map(task.is_right, group.rollouts)) / samples for group in scored)
+        return scores, diverged, sum(map(tokens_of, groups.values()))
+
+
+def make_batch(
+    with_signal: list[Group],
+    without_signal: list[Group],
+    cursor: int,
+    prompts: int,
+    refill: int,
+    rollout_seconds: float,
+    reward_seconds: float,
+) -> Batch:
+    """Build one member's batch in the form that `train` uses."""
+    replaced = len(with_signal) + len(without_signal) - prompts
+    if not refill:  # keep groups without signal: they count in the mean of the loss
+        with_signal, without_signal = with_signal + without_signal, []
+    return Batch(
+        groups=tuple(with_signal),
+        dropped=tuple(without_signal),
+        replaced=replaced,
+        cursor=cursor,
+        rates={},
+        passed_over=0,
+        rollout_seconds=rollout_seconds,
+        reward_seconds=reward_seconds,
+    )
+
+
+def tokens_of(groups: Sequence[Group]) -> int:
+    """Return the number of sampled tokens."""
+    return sum(rollout.length for group in groups for rollout in group.rollouts)
+
+
+BEFORE, AFTER = "before", "after"
+
+
+class MemberEvaluator:
+    """Splits the held-out prompts into those for selection and those for the final evaluation."""
+
+    def __init__(
+        self, config: Config, *, task: Task, split: Split, base: SharedBase, folder: RunFolder
+    ) -> None:
+        self.config, self.task, self.base, self.folder = config, task, base, folder
+        held_out = () if config.evaluate.skip else split.held_out
+        alone = config.evolve.population == 1
+        self.choosing = () if alone else held_out[: config.evaluate.during]
+        """Examples that selection uses."""
+        self.judging = held_out if alone else held_out[config.evaluate.during :]
+        """Examples for the evaluation before and after the search only."""
+
+    def notices(self) -> Iterator[str]:
+        if self.choosing and not self.judging:
+            yield (
+                f"all {len(self.choosing)} held-out examples are used for selection, so the best member gets "
+                "no independent evaluation: raise task.held_out"
+            )
+
+    def evaluate(self, when: str, *, slot: int, step: int) -> Evaluation | None:
+        """Evaluate one member on the prompts that selection does not use, and store the result."""
+        if not self.judging:
+            return None
+        result = evaluate(
+            self.task,
+            self.judging,
+            codec=self.base.policy,
+            engine=SingleMemberEngine(self.base, slot),
+            sampling=self.config.rollout.sampling,
+            samples=self.config.evaluate.samples,
+            seed=self.config.run.seed,
+            seconds=self.config.task.reward_seconds,
+        )
+        about: dict[str, object] = {"step": step, "seed": self.config.run.seed}
+        if when == AFTER and (before := self.recall(BEFORE)) is not None:
+            about["change"] = {name: asdict(change) for name, change in compare(before, result).items()}
+        write_evaluation(self.folder.evaluations, when, result, about=about)
+        return result
+
+    def recall(self, when: str) -> Evaluation | None:
+        return read_evaluation(self.folder, when)
+
+
+class SingleMemberEngine:
+    """The engine, generating with one member's adapter."""
+
+    def __init__(self, base: SharedBase, slot: int) -> None:
+        self.base, self.slot = base, slot
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+        return self.base.engine.alone(self.slot, requests, sampling)

@@ -16,8 +16,7 @@ from statistics import fmean
 from groupwise.config.runtime import EvolveConfig
 from groupwise.config.schema import Config
 from groupwise.evaluate.intervals import Difference, paired_difference
-from groupwise.evolution.evolve_state import MemberRecord, SearchState
-from groupwise.evolution.evolve_summary import short, value_text
+from groupwise.evolution.evolve_state import MemberRecord, SearchState, short, value_text
 from groupwise.evolution.population import Population
 from groupwise.evolution.search_space import SearchSpace, Values
 from groupwise.seeds import derive_seed

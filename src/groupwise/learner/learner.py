@@ -31,8 +31,7 @@ from groupwise.learner.optimizer import clipped_step, learning_rate, make_optimi
 from groupwise.model.attention.ulysses import UlyssesContext
 from groupwise.model.device import total_memory
 from groupwise.model.policy import Policy
-from groupwise.parallel.processes import Processes
-from groupwise.parallel.work_sharing import shares_of_samples, sum_gradients
+from groupwise.parallel.processes import Processes, shares_of_samples, sum_gradients
 from groupwise.records import Group, Sample, Sampling
 from groupwise.tracking.run_log import LOGGER
 

@@ -13,8 +13,7 @@ from groupwise.learner.learner import default_micro_batch_tokens
 from groupwise.learner.micro_batch import micro_batches, pack, row_logprobs
 from groupwise.learner.optimizer import clipped_step, learning_rate, make_optimizer
 from groupwise.model.policy import Policy
-from groupwise.parallel.processes import Processes
-from groupwise.parallel.work_sharing import shares_of_samples, sum_gradients
+from groupwise.parallel.processes import Processes, shares_of_samples, sum_gradients
 from groupwise.records import Sample, Sampling
 
 

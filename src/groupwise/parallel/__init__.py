@@ -1,7 +1,5 @@
 """Distributed runs: several processes train one policy.
 
-Modules in reading order:
-
-    processes     the process group, as torchrun or accelerate launched it, and its collectives
-    work_sharing  load balancing of an update, sharding of a policy, and the gradient all-reduce
+One module, `processes`: the process group as torchrun or accelerate launched it, its collectives, and how an
+update is divided: load balancing, sharding of a policy, the gradient all-reduce.
 """

@@ -5,8 +5,7 @@ Modules in reading order:
     documents      read documents and questions; split documents into chunks
     fetch          fetch web pages politely
     embed          embeddings: texts → vectors
-    bm25           the sparse index
-    ranking        top-k selection, and fusion of dense and sparse rankings
+    ranking        the BM25 index, top-k selection, and fusion of dense and sparse rankings
     query_adapter  train a linear query adapter on questions of the corpus
     index_storage  the files of an index: manifest, chunks, vectors, questions
     search_index   Index: build, add, delete, search; retrieval metrics

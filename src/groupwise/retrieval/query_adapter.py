@@ -14,10 +14,9 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from groupwise.retrieval.bm25 import BM25Index
 from groupwise.retrieval.documents import RetrievalQuestion
 from groupwise.retrieval.embed import Vectors, unit
-from groupwise.retrieval.ranking import top_k
+from groupwise.retrieval.ranking import BM25Index, top_k
 
 CANDIDATES = 8
 EPOCHS, BATCH, RATE, SHARPNESS = 3, 128, 1e-3, 20.0

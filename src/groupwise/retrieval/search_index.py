@@ -26,7 +26,6 @@ import numpy as np
 
 from groupwise.errors import ConfigError
 from groupwise.files import write_atomically
-from groupwise.retrieval.bm25 import BM25Index, load_postings, save_postings
 from groupwise.retrieval.documents import Chunk, Document, RetrievalQuestion, chunks_of
 from groupwise.retrieval.embed import Embedding, Vectors, embedding_named
 from groupwise.retrieval.index_storage import (
@@ -39,7 +38,7 @@ from groupwise.retrieval.index_storage import (
     write_manifest,
 )
 from groupwise.retrieval.query_adapter import FEWEST, GRID, adapt_queries, split_questions, train_adapter
-from groupwise.retrieval.ranking import Ranking, fuse, nearest_chunks
+from groupwise.retrieval.ranking import BM25Index, Ranking, fuse, load_postings, nearest_chunks, save_postings
 
 RETURNED = 5
 """Default number of chunks that a search returns."""

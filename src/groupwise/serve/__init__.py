@@ -2,12 +2,11 @@
 
 Modules in reading order:
 
-    openai_server        routes, and the path from a request to the engine and back
+    openai_server        routes, the path from a request to the engine and back, the front-end process
     http_server          the subset of HTTP/1.1 that an API needs
     completion_request   parse and validate requests: messages, tools, sampling settings
     completion_response  build responses, complete or streamed
     detokenizer          incremental detokenization, and tokens as shown with log-probabilities
-    frontend             the front-end process, which handles HTTP
     ipc                  messages between the front-end process and the engine process
     load_target          resolve a run, checkpoint, adapter or model, and load a task's example and tools
     chat_session         a chat in the current process, with or without tools

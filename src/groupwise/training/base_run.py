@@ -23,8 +23,7 @@ from groupwise.learner.checkpoint import prune
 from groupwise.model.device import device_of, free_memory
 from groupwise.model.load import load_policy
 from groupwise.model.resolve import model_folder
-from groupwise.parallel.processes import DIVIDING, Processes, as_launched, layout_of
-from groupwise.parallel.work_sharing import divide
+from groupwise.parallel.processes import DIVIDING, Processes, as_launched, divide, layout_of
 from groupwise.seeds import derive_seed
 from groupwise.tasks import Split, Task
 from groupwise.tasks.code_fingerprint import code_of

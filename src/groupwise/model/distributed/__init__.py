@@ -1,5 +1,5 @@
 """Sharding of a policy over processes.
 
 Modules: `fsdp` (PyTorch FSDP2) and `deepspeed_zero` (DeepSpeed ZeRO stages 1 to 3).
-`parallel.work_sharing.divide` applies one of them to a policy.
+`parallel.processes.divide` applies one of them to a policy.
 """

@@ -15,7 +15,7 @@ from functools import lru_cache
 from groupwise.config.coerce import between, convert
 from groupwise.errors import ConfigError
 from groupwise.records import Example, Message, Rollout
-from groupwise.retrieval.bm25 import BM25Index
+from groupwise.retrieval.ranking import BM25Index
 from groupwise.rewards.extraction import final_answer
 from groupwise.rewards.text_rewards import mrr, thinks_every_turn
 from groupwise.rollout.tools import ToolResult
