@@ -20,19 +20,18 @@ from statistics import fmean
 
 from machine import markdown
 
-TESTS = Path(__file__).parents[1] / "tests"
+ROOT = Path(__file__).parents[1]
 
 
 def gradients(output: Path) -> None:
     """The tests hold these below 1e-5; here are the numbers."""
-    sys.path.insert(0, str(TESTS))
+    sys.path.insert(0, str(ROOT))
     from groupwise.config.runtime import PARALLEL
     from groupwise.config.schema import LOSSES
-    from several import in_processes
-    from test_processes import WIDE, relative_difference
-    from test_processes import gradients as gradients_of
-    from test_zero import STAGES, gradients_alone
-    from test_zero import gradients as zero_gradients
+    from tests.support.process_groups import in_processes
+    from tests.support.sharded_updates import WIDE, relative_difference
+    from tests.support.sharded_updates import gradients as gradients_of
+    from tests.support.zero_updates import STAGES, gradients_alone, zero_gradients
 
     layouts = [layout for layout in PARALLEL if layout not in STAGES or find_spec("deepspeed")]
     # DeepSpeed gives the whole gradient to the first process.

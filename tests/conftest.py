@@ -13,6 +13,8 @@ os.environ.update(
     HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1", TRITON_INTERPRET="1"
 )
 
+pytest.register_assert_rewrite("tests.support")
+
 # In the background of a shell Ctrl-C is ignored, and would be in every command that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -20,6 +22,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 @pytest.fixture
 def small_policy() -> Any:
     """A policy of two random layers with grouped query heads and the built-in tokenizer, in float32."""
-    from small_models import policy_of, small_model
+    from tests.support.small_models import policy_of, small_model
 
     return policy_of(small_model())

@@ -11,7 +11,7 @@ import pytest
 import groupwise as gw
 from groupwise.config import read_config
 from groupwise.tracking.run_files import read_rollouts
-from small_runs import LUCK, run_command, task_file, traces
+from tests.support.small_runs import LUCK, run_command, task_file, traces
 
 
 def lucky(rollout: gw.Rollout, example: gw.Example) -> float:

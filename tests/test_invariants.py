@@ -34,7 +34,7 @@ from groupwise.tracking.run_folder import RunFolder
 from groupwise.training.collector import Collector
 from groupwise.training.evaluator import Evaluator
 from groupwise.training.loop import collect_batch
-from small_models import policy_of, small_model
+from tests.support.small_models import policy_of, small_model
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=12)
 EXAMPLES = [Example({"question": "1 + 1"}), Example({"question": "2 + 3"})]

@@ -1,0 +1,785 @@
+"""The endpoint: clients get what the engine writes, each its own stream, and no more of them than fit."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import Pipe, active_children
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+
+from groupwise import cli
+from groupwise.config.schema import EngineConfig, LoraConfig, ModelConfig
+from groupwise.engine.engine import Engine
+from groupwise.engine.serving.serving_engine import ServingEngine
+from groupwise.engine.serving.serving_scheduler import Job
+from groupwise.model.load import load_policy
+from groupwise.model.policy import Policy
+from groupwise.records import Request, Sampling
+from groupwise.seeds import derive_seed
+from groupwise.serve.completion_request import CompletionRequest, for_template, read_answer
+from groupwise.serve.completion_response import ResponseBuilder
+from groupwise.serve.detokenizer import TextStream, TokenTable
+from groupwise.serve.http_server import HTTPReply, HTTPRequest, answer
+from groupwise.serve.ipc import EngineEndpoint, WireChunk
+from groupwise.serve.openai_server import OpenAIServer, leave_a_core, start_front
+from tests.support.small_models import Scripted, policy_of, small_model, tiny_tokenizer, with_more_tokens
+
+
+@contextmanager
+def serving(policy: Policy, **settings: Any) -> Iterator[tuple[ServingEngine, int]]:
+    """Both sides of a server, in threads, and its port."""
+    usual = {"slots": 8, "context": 512, "waiting": 64, "api_key": None, "allowed_hosts": ()}
+    chosen = {**usual, **settings}
+    ours, theirs = Pipe()
+    side = EngineEndpoint(policy, ours, **{key: chosen[key] for key in ("slots", "context", "waiting")})
+    ports: queue.Queue[int] = queue.Queue()
+
+    async def front() -> None:
+        limits = {key: chosen[key] for key in ("slots", "context", "api_key", "allowed_hosts")}
+        await OpenAIServer(policy, theirs, model="small", **limits).run("127.0.0.1", 0, ready=ports.put)
+
+    threads = [threading.Thread(target=side.run), threading.Thread(target=asyncio.run, args=(front(),))]
+    for thread in threads:
+        thread.start()
+    try:
+        yield side.engine, ports.get(timeout=30)
+    finally:
+        with socket.socket(fileno=os.dup(ours.fileno())) as line:
+            line.shutdown(socket.SHUT_RDWR)  # each side finds the other gone
+        for thread in threads:
+            thread.join(30)
+        assert not any(thread.is_alive() for thread in threads)
+        ours.close()
+        theirs.close()
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Policy:
+    return load_policy(ModelConfig(device="cpu", dtype="float32"), LoraConfig(r=0))
+
+
+@pytest.fixture(scope="module")
+def port(tiny) -> Iterator[int]:
+    with serving(tiny) as (_, port):
+        yield port
+
+
+def ask(port: int, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    method = "GET" if body is None else "POST"
+    connection.request(method, path, body=None if body is None else data, headers=headers)
+    response = connection.getresponse()
+    read = response.read()
+    connection.close()
+    if response.headers["Content-Type"] == "text/event-stream":
+        lines = [line.removeprefix("data: ") for line in read.decode().split("\n\n") if line]
+        assert lines.pop() == "[DONE]"
+        return response.status, [json.loads(line) for line in lines]
+    return response.status, json.loads(read)
+
+
+def chat(text: str, **settings: Any) -> dict[str, Any]:
+    return {"model": "small", "messages": [{"role": "user", "content": text}], **settings}
+
+
+def offline(policy: Policy, text: str, *, seed: int, **sampling: Any) -> tuple[str, int]:
+    """What the engine writes by itself, and in how many tokens."""
+    request = Request(prompt=policy.encode(text), seeds=(derive_seed(seed, "serve", 0),))
+    ((completion,),) = Engine(policy, EngineConfig()).generate([request], Sampling(**sampling))
+    return policy.decode(completion.tokens), len(completion.tokens)
+
+
+def test_an_answer_is_what_the_engine_writes(port, tiny):
+    status, answer = ask(port, "/v1/chat/completions", chat("7 + 5", max_tokens=30, seed=3, temperature=0.9))
+    expected, tokens = offline(tiny, "7 + 5", seed=3, max_tokens=30, temperature=0.9)
+    assert status == 200
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": expected}
+    assert answer["usage"]["completion_tokens"] == tokens
+    assert answer["object"] == "chat.completion"
+
+
+def test_hardly_any_temperature_is_none(port, tiny):
+    status, answer = ask(port, "/v1/chat/completions", chat("7 + 5", max_tokens=9, temperature=1e-38))
+    expected, _ = offline(tiny, "7 + 5", seed=0, max_tokens=9, temperature=0.0)
+    assert (status, answer["choices"][0]["message"]["content"]) == (200, expected)
+
+
+def test_a_stream_adds_up_to_the_answer(port, tiny):
+    body = chat("7 + 5", max_tokens=30, seed=3, stream=True, stream_options={"include_usage": True})
+    _, parts = ask(port, "/v1/chat/completions", body)
+    text = "".join(p["choices"][0]["delta"].get("content") or "" for p in parts if p["choices"])
+    assert text == offline(tiny, "7 + 5", seed=3, max_tokens=30)[0]
+    assert parts[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert parts[-2]["choices"][0]["finish_reason"] in ("stop", "length")
+    assert parts[-1]["usage"]["completion_tokens"] > 0
+    assert len({part["id"] for part in parts}) == 1
+
+
+def test_eight_clients_at_once_each_get_their_own_stream(port, tiny):
+    answers: dict[int, list[tuple[str, str]]] = {}
+
+    def client(number: int) -> None:
+        mine = []
+        for turn in range(3):
+            settings = {"max_tokens": 20 + number, "seed": 10 * number + turn, "stream": True}
+            temperature = (0.0, 0.7, 1.3)[number % 3]
+            body = chat(f"{number} + {turn}", temperature=temperature, **settings)
+            _, parts = ask(port, "/v1/chat/completions", body)
+            text = "".join(p["choices"][0]["delta"].get("content") or "" for p in parts if p["choices"])
+            expected = offline(
+                tiny,
+                f"{number} + {turn}",
+                seed=10 * number + turn,
+                max_tokens=20 + number,
+                temperature=temperature,
+            )[0]
+            mine.append((text, expected))
+        answers[number] = mine
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert sorted(answers) == list(range(8))
+    assert [pair for mine in answers.values() for pair in mine if pair[0] != pair[1]] == []
+
+
+def test_a_text_with_tokens_that_the_model_does_not_have_is_refused_and_others_are_answered():
+    policy = Policy(small_model(), with_more_tokens())
+    with serving(policy) as (_, port):
+        for path, body in (
+            ("/v1/completions", {"prompt": "1 <more>"}),
+            ("/v1/completions", {"prompt": ["<more>"]}),
+            ("/v1/chat/completions", chat("<more>")),
+        ):
+            status, answer = ask(port, path, body)
+            assert (status, "('<more>'), but the model has only" in answer["error"]["message"]) == (400, True)
+        assert ask(port, "/v1/completions", {"prompt": "1 + 1", "max_tokens": 2})[0] == 200
+        assert ask(port, "/health", None)[0] == 200
+
+
+def test_several_answers_differ_and_come_in_order(port):
+    _, answer = ask(port, "/v1/chat/completions", chat("1", n=3, max_tokens=12, seed=5))
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    assert len({choice["message"]["content"] for choice in answer["choices"]}) > 1
+
+
+def test_logprobs_are_those_of_the_tokens(port, tiny):
+    _, answer = ask(port, "/v1/chat/completions", chat("2 + 2", max_tokens=9, seed=1, logprobs=True))
+    content = answer["choices"][0]["logprobs"]["content"]
+    request = Request(prompt=tiny.encode("2 + 2"), seeds=(derive_seed(1, "serve", 0),))
+    ((completion,),) = Engine(tiny, EngineConfig()).generate([request], Sampling(max_tokens=9))
+    assert [part["logprob"] for part in content] == pytest.approx(completion.logprobs, abs=1e-5)
+    _, plain = ask(port, "/v1/completions", {"model": "small", "prompt": [40, 41], "logprobs": 1, "seed": 1})
+    assert len(plain["choices"][0]["logprobs"]["token_logprobs"]) == plain["usage"]["completion_tokens"] == 16
+
+
+def test_the_likeliest_tokens_come_with_each_in_a_stream_as_in_one_piece(port):
+    asked = chat("2 + 2", max_tokens=9, seed=1, logprobs=True, top_logprobs=3, temperature=1.5, top_k=50)
+    _, answer = ask(port, "/v1/chat/completions", asked)
+    content = answer["choices"][0]["logprobs"]["content"]
+    for part in content:
+        values = [other["logprob"] for other in part["top_logprobs"]]
+        assert values == sorted(values, reverse=True)
+        assert len(values) == 3
+        assert part["logprob"] in values or part["logprob"] < values[-1]
+    _, parts = ask(port, "/v1/chat/completions", {**asked, "stream": True})
+    shown = [part["choices"][0]["logprobs"] for part in parts]
+    assert [entry for part in shown if part for entry in part["content"]] == content
+
+
+def test_plain_completions_name_the_drawn_token_among_the_likeliest(port):
+    asked = {"prompt": "1 2 3", "max_tokens": 12, "seed": 4, "logprobs": 2, "temperature": 1.5}
+    _, answer = ask(port, "/v1/completions", asked)
+    told = answer["choices"][0]["logprobs"]
+    for token, own, top in zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True):
+        assert top[token] == own
+        assert len(top) == 2 or own == min(top.values())
+    assert {len(top) for top in told["top_logprobs"]} == {2, 3}
+    _, parts = ask(port, "/v1/completions", {**asked, "stream": True})
+    shown = [part["choices"][0]["logprobs"] for part in parts]
+    for name, values in told.items():
+        assert [value for part in shown if part for value in part[name]] == values
+    _, greedy = ask(port, "/v1/completions", {**asked, "temperature": 0, "logprobs": 1})
+    told = greedy["choices"][0]["logprobs"]
+    assert [max(top.values()) for top in told["top_logprobs"]] == told["token_logprobs"]
+    assert {len(top) for top in told["top_logprobs"]} == {1}
+
+
+def test_an_echoed_prompt_comes_first_with_its_own_logprobs(port, tiny):
+    asked = {"prompt": ["1 + 2 ="], "max_tokens": 4, "temperature": 0, "seed": 1}
+    _, bare = ask(port, "/v1/completions", {**asked, "logprobs": 1})
+    _, answer = ask(port, "/v1/completions", {**asked, "logprobs": 1, "echo": True, "n": 2})
+    prompt = tiny.tokenizer("1 + 2 =")["input_ids"]
+    for choice in answer["choices"]:
+        assert choice["text"] == "1 + 2 =" + bare["choices"][0]["text"]
+        told = choice["logprobs"]
+        assert told["tokens"] == [*"1 + 2 =", *bare["choices"][0]["logprobs"]["tokens"]]
+        drawn = bare["choices"][0]["logprobs"]["token_logprobs"]
+        assert told["token_logprobs"][len(prompt) :] == pytest.approx(drawn, abs=1e-5)
+        assert told["text_offset"] == list(range(len(prompt) + 4))
+        assert (told["token_logprobs"][0], told["top_logprobs"][0]) == (None, None)
+        for token, own, top in list(
+            zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True)
+        )[1:]:
+            assert top[token] == own
+    assert answer["usage"]["completion_tokens"] == 8
+    _, parts = ask(port, "/v1/completions", {**asked, "logprobs": 1, "echo": True, "n": 2, "stream": True})
+    first = [part["choices"][0] for part in parts if part["choices"][0]["index"] == 0]
+    assert "".join(choice["text"] for choice in first) == answer["choices"][0]["text"]
+    shown = [choice["logprobs"] for choice in first]
+    for name, values in answer["choices"][0]["logprobs"].items():
+        assert [value for part in shown if part for value in part[name]] == values
+    _, alone = ask(port, "/v1/completions", {**asked, "logprobs": 1, "echo": True, "max_tokens": 0})
+    assert (alone["choices"][0]["text"], alone["usage"]["completion_tokens"]) == ("1 + 2 =", 0)
+    scores = answer["choices"][0]["logprobs"]["token_logprobs"][: len(prompt)]
+    assert alone["choices"][0]["logprobs"]["token_logprobs"] == scores
+    _, unscored = ask(port, "/v1/completions", {**asked, "echo": True})
+    assert unscored["choices"][0]["text"] == answer["choices"][0]["text"]
+    assert unscored["choices"][0]["logprobs"] is None
+
+
+def test_offsets_say_where_each_token_begins_in_the_text(one_token):
+    with serving(scripted("né ab")) as (_, port):
+        _, answer = ask(port, "/v1/completions", {"prompt": [40], "logprobs": 0, "temperature": 0})
+    told = answer["choices"][0]["logprobs"]
+    assert told["tokens"] == ["n", "bytes:\\xc3", "bytes:\\xa9", " ", "a", "b", "<|im_end|>"]
+    assert told["text_offset"] == [0, 1, 2, 2, 3, 4, 5]
+    assert answer["choices"][0]["text"] == "né ab"
+
+
+def test_tokens_are_told_by_text_and_bytes():
+    pieces = TokenTable(tiny_tokenizer())
+    first, second = (pieces[token] for token in tiny_tokenizer()("é", add_special_tokens=False)["input_ids"])
+    assert (first, second) == (("bytes:\\xc3", [0xC3]), ("bytes:\\xa9", [0xA9]))
+    assert pieces[40] == ("I", [73])
+    assert pieces[tiny_tokenizer().eos_token_id] == ("<|im_end|>", None)
+    assert pieces[271] == ("", [])  # the model has a token more than the tokenizer
+
+
+def test_tokens_of_a_vocabulary_with_marked_spaces_keep_them():
+    model = tokenizers.models.BPE({"▁a": 0, "b": 1, "<0xE2>": 2, "<unk>": 3}, [], byte_fallback=True)
+    fast = tokenizers.Tokenizer(model)
+    replace, strip = tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.Strip(" ", 1, 0)
+    fuse = tokenizers.decoders.Fuse()
+    fast.decoder = tokenizers.decoders.Sequence([replace, tokenizers.decoders.ByteFallback(), fuse, strip])
+    pieces = TokenTable(transformers.PreTrainedTokenizerFast(tokenizer_object=fast))
+    assert [pieces[token].text for token in range(3)] == [" a", "b", "bytes:\\xe2"]
+    assert [pieces[token].bytes for token in range(3)] == [[32, 97], [98], [0xE2]]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("/v1/chat/completions", b"{", 400, "not valid JSON"),
+        ("/v1/chat/completions", {"messages": []}, 400, "at least one message"),
+        ("/v1/chat/completions", chat("a", model="other"), 404, "no model 'other'; use 'small'"),
+        ("/v1/chat/completions", chat("a", temperature=-1), 400, "temperature must be a number between"),
+        ("/v1/chat/completions", chat("a", max_tokens=9999), 400, "exceed the context of 512"),
+        ("/v1/chat/completions", chat("a", max_tokens=True), 400, "max_tokens"),
+        ("/v1/chat/completions", chat("a", presence_penalty=1), 400, "presence_penalty is not supported"),
+        ("/v1/chat/completions", chat("a", repetition_penalty=2), 400, "repetition_penalty is not supported"),
+        ("/v1/chat/completions", chat("a", guided_json={}), 400, "guided_json is not supported"),
+        ("/v1/chat/completions", chat("a", n=0), 400, "n must be between"),
+        (
+            "/v1/chat/completions",
+            chat("a", logprobs=True, top_logprobs=21),
+            400,
+            "top_logprobs must be between",
+        ),
+        ("/v1/chat/completions", chat("a", top_logprobs=2), 400, "top_logprobs requires logprobs: true"),
+        ("/v1/completions", {"prompt": "a", "logprobs": 21}, 400, "logprobs must be between 0 and 20"),
+        ("/v1/completions", {"prompt": "a", "logprobs": True}, 400, "logprobs must be of type int"),
+        ("/v1/chat/completions", chat("a", echo=True), 400, "echo requires plain completions"),
+        ("/v1/completions", {"prompt": "a", "top_logprobs": 1}, 400, "top_logprobs requires a chat"),
+        ("/v1/completions", {"prompt": ["a", "b"]}, 400, "prompt must be one non-empty string"),
+        ("/v1/completions", {"prompt": [10**6]}, 400, "one list of this model's token ids"),
+        ("/v1/embeddings", {"input": "a"}, 404, "no such endpoint: POST"),
+        ("/v1/chat/completions", chat("a", stop=["\ud800"]), 400, "half of a surrogate pair"),
+        ("/v1/completions", {"prompt": "\ud800"}, 400, "half of a surrogate pair"),
+        ("/v1/chat/completions", chat("a", stop=5), 400, "stop must be a non-empty string"),
+        ("/v1/chat/completions", chat("a", stream_options="x"), 400, "stream_options must be of type dict"),
+        ("/v1/chat/completions", chat("a", tools=[{"function": None}]), 400, "every entry of tools must be"),
+        (
+            "/v1/chat/completions",
+            chat("a", tools=[{"function": "name"}]),
+            400,
+            "every entry of tools must be",
+        ),
+        ("/v1/chat/completions", chat("a", tool_choice="required"), 400, "tool_choice must be auto or none"),
+        ("/v1/chat/completions", chat("a", top_k=1.5), 400, "top_k must be an integer"),
+        ("/v1/chat/completions", chat("a", max_completion_tokens=0), 400, "at least 1"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_with_a_reason(port, path, body, status, message):
+    got, answer = ask(port, path, body)
+    assert got == status
+    assert message in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "changing", "harmless"),
+    [
+        ("allowed_token_ids", [1], None),
+        ("truncate_prompt_tokens", 4, None),
+        ("include_stop_str_in_output", True, False),
+        ("skip_special_tokens", False, True),
+        ("function_call", {"name": "add"}, "auto"),
+    ],
+)
+def test_what_would_change_an_answer_and_is_not_supported_is_refused(port, name, changing, harmless):
+    status, answer = ask(port, "/v1/chat/completions", chat("a", max_tokens=1, **{name: changing}))
+    assert (status, answer["error"]["message"]) == (400, f"{name} is not supported")
+    assert ask(port, "/v1/chat/completions", chat("a", max_tokens=1, **{name: harmless}))[0] == 200
+
+
+def test_a_length_of_thousands_of_digits_is_refused(port):
+    status, answer = ask(port, "/v1/completions", b"", **{"Content-Length": "1" * 5000})
+    assert status == 400
+    assert "Content-Length" in answer["error"]["message"]
+
+
+def test_the_model_can_be_looked_up_by_name(port):
+    assert ask(port, "/v1/models/small", None)[1]["id"] == "small"
+    assert ask(port, "/v1/models/other", None)[0] == 404
+
+
+def test_a_request_that_the_server_fails_at_is_answered_500_and_the_next_one_as_ever(port):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OpenAIServer, "_health", lambda _: 1 // 0)
+        assert ask(port, "/health", None)[0] == 500
+    assert ask(port, "/health", None)[0] == 200
+
+
+def test_stop_strings_end_an_answer_and_are_not_part_of_it(port, tiny):
+    whole, _ = offline(tiny, "3 4 5", seed=2, max_tokens=60, temperature=0.0)
+    stop = whole[5:7]
+    for stream in (False, True):
+        _, answer = ask(
+            port,
+            "/v1/chat/completions",
+            chat("3 4 5", seed=2, temperature=0, max_tokens=60, stop=stop, stream=stream),
+        )
+        if stream:
+            text = "".join(p["choices"][0]["delta"].get("content") or "" for p in answer)
+            reason = answer[-1]["choices"][0]["finish_reason"]
+        else:
+            text = answer["choices"][0]["message"]["content"]
+            reason = answer["choices"][0]["finish_reason"]
+        assert (text, reason) == (whole[: whole.index(stop)], "stop")
+
+
+class Unread:
+    """A connection on which nothing comes, and that takes whatever is written."""
+
+    def at_eof(self) -> bool:
+        return False
+
+    def write(self, data: bytes) -> None:
+        pass
+
+    async def drain(self) -> None:
+        pass
+
+
+def test_a_connection_can_be_cancelled_at_any_moment_of_its_answer():
+    async def reply(question: HTTPRequest) -> HTTPReply:
+        await asyncio.sleep(0)
+        return HTTPReply(body={})
+
+    async def cancelled_after(turns: int) -> bool:
+        """Whether an answer is cancelled, or has ended, when it was told to in this turn of the loop."""
+        line: Any = Unread()
+        question = HTTPRequest(method="GET", path="/", headers={}, body=b"")
+        task = asyncio.ensure_future(answer(reply, question, line, line, close=False))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        ended = not task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        return ended or task.cancelled()
+
+    assert [asyncio.run(cancelled_after(turns)) for turns in range(12)] == [True] * 12
+
+
+def test_a_key_is_asked_for(tiny):
+    with serving(tiny, api_key="secret") as (_, port):
+        assert ask(port, "/v1/models", None)[0] == 401
+        assert ask(port, "/v1/models", None, Authorization="Bearer wrong")[0] == 401
+        assert ask(port, "/v1/models", None, Authorization="Bearer secret")[0] == 200
+        assert ask(port, "/v1/models", None, Authorization="bearer secret")[0] == 200
+        assert ask(port, "/health", None)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "localhost"}, 200),
+        ({"Host": "[::1]:8000"}, 200),
+        ({"Origin": "http://localhost:3000"}, 200),
+        ({"Host": "proxy.example", "Origin": "https://proxy.example"}, 200),
+        ({"Host": "evil.example"}, 403),  # DNS rebinding
+        ({"Host": "127.0.0.1.evil.example"}, 403),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Host": "[half"}, 403),
+    ],
+)
+def test_pages_of_other_sites_are_refused_without_a_key(tiny, headers, status):
+    with serving(tiny, allowed_hosts=["Proxy.example"]) as (_, port):
+        assert ask(port, "/v1/models", None, **headers)[0] == status
+        assert ask(port, "/health", None, **headers)[0] == status
+
+
+def test_a_key_proves_enough_behind_any_name(tiny):
+    with serving(tiny, api_key="secret") as (_, port):
+        headers = {"Host": "model.example", "Origin": "https://app.example"}
+        assert ask(port, "/v1/models", None, Authorization="Bearer secret", **headers)[0] == 200
+
+
+def test_a_prompt_too_long_for_any_tokenizer_is_refused_unread(port, tiny, monkeypatch):
+    text = "a" * (512 * tiny.longest + 1)
+    monkeypatch.setattr(type(tiny), "_checked", lambda *_: pytest.fail("it was encoded"))
+    for path, body in (
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/chat/completions", chat(text)),
+    ):
+        status, answer = ask(port, path, body)
+        assert status == 400
+        assert "cannot fit the context of 512 tokens" in answer["error"]["message"]
+
+
+def test_a_short_request_does_not_wait_for_a_long_one_to_be_encoded(port, tiny, monkeypatch):
+    long, reading, go_on = "b" * 40_000, threading.Event(), threading.Event()
+    encode = type(tiny).encode_text
+
+    def slowly(self: Policy, text: str, **settings: Any) -> tuple[int, ...]:
+        if long in text:
+            reading.set()
+            assert go_on.wait(60)
+        return encode(self, text, **settings)
+
+    monkeypatch.setattr(type(tiny), "encode_text", slowly)
+    answers: list[int] = []
+    slow = threading.Thread(target=lambda: answers.append(ask(port, "/v1/completions", {"prompt": long})[0]))
+    slow.start()
+    try:
+        assert reading.wait(60)
+        assert ask(port, "/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
+        assert answers == []
+    finally:
+        go_on.set()
+        slow.join(60)
+    assert answers == [400]
+
+
+def exchange(port: int, request: bytes, *, end: bool) -> bytes:
+    """Send bytes, end our half of the connection or not, and return all that comes."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as line:
+        line.sendall(request)
+        if end:
+            line.shutdown(socket.SHUT_WR)
+        received = b""
+        while part := line.recv(65536):
+            received += part
+        return received
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/v1/absent"])
+def test_head_sends_the_headers_of_get_and_no_body(port, path):
+    found = exchange(port, f"HEAD {path} HTTP/1.1\r\nConnection: close\r\n\r\n".encode(), end=False)
+    whole = exchange(port, f"GET {path} HTTP/1.1\r\nConnection: close\r\n\r\n".encode(), end=False)
+    head, _, body = whole.partition(b"\r\n\r\n")
+    assert body
+    if path != "/v1/absent":  # whose message names the method
+        assert found == head + b"\r\n\r\n"
+    assert found.endswith(b"\r\n\r\n")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_ends_its_half_gets_its_answer(port, stream):
+    body = json.dumps(chat("a", stream=stream, max_tokens=200, temperature=1.5, stop=["\0"])).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    received = exchange(port, head + body, end=True)
+    assert b"HTTP/1.1 200 OK" in received
+    assert (b"data: [DONE]" in received) if stream else (b'"finish_reason"' in received)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_without_reading_frees_its_place(tiny, stream):
+    with serving(tiny, slots=1) as (engine, port):
+        body = json.dumps(chat("a", stream=stream, temperature=1.5)).encode()
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request("POST", "/v1/chat/completions", body=body)
+        connection.close()
+        assert ask(port, "/v1/chat/completions", chat("b", max_tokens=3))[0] == 200
+        deadline = time.monotonic() + 60
+        while engine.load != (0, 0) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert engine.load == (0, 0)
+
+
+def test_more_than_may_wait_is_answered_with_429_and_the_rest_is_served(tiny):
+    with serving(tiny, slots=2, waiting=1) as (engine, port):
+        statuses: list[int] = []
+
+        def client(number: int) -> None:
+            body = chat(str(number), max_tokens=120, temperature=1.5, stop=["\0"])
+            statuses.append(ask(port, "/v1/chat/completions", body)[0])
+
+        threads = [threading.Thread(target=client, args=(number,)) for number in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert set(statuses) == {200, 429}
+        assert statuses.count(200) >= 3
+        assert engine.load == (0, 0)
+        assert engine.scheduler.pool.free == engine.scheduler.pool.count
+
+
+def test_a_client_that_goes_away_frees_its_place(tiny):
+    with serving(tiny, slots=1) as (engine, port):
+        body = json.dumps(chat("a", stream=True, temperature=1.5)).encode()
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request("POST", "/v1/chat/completions", body=body)
+        assert connection.getresponse().read(10)
+        connection.close()
+        status, _ = ask(port, "/v1/chat/completions", chat("b", max_tokens=3))
+        assert status == 200
+        assert engine.load == (0, 0)
+
+
+def scripted(text: str) -> Policy:
+    """A policy that writes this after any prompt of one token."""
+    tokenizer = tiny_tokenizer()
+    script = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    return Scripted(policy_of(small_model()), script)
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+CALL = 'I add. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.fixture
+def one_token(monkeypatch) -> None:
+    """Every prompt is one token, as the scripted policy wants it."""
+    monkeypatch.setattr(Scripted, "encode", lambda self, prompt, tools=(), most=None: (40,))
+
+
+def test_calls_of_tools_are_read_out_of_the_answer(one_token):
+    with serving(scripted(CALL)) as (_, port):
+        _, answer = ask(port, "/v1/chat/completions", chat("a", tools=[TOOL], temperature=0))
+        choice = answer["choices"][0]
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["content"] == "I add."
+        assert choice["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+        _, parts = ask(port, "/v1/chat/completions", chat("a", tools=[TOOL], temperature=0, stream=True))
+        deltas = [part["choices"][0]["delta"] for part in parts]
+        assert "".join(delta.get("content") or "" for delta in deltas) == "I add."
+        (calls,) = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+        assert calls[0]["function"]["name"] == "add"
+        # Without tools the text is text.
+        _, plain = ask(port, "/v1/chat/completions", chat("a", temperature=0))
+        assert plain["choices"][0]["message"]["content"] == CALL
+
+
+MADE = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "add", "parameters": {"a": 1}}',
+        '<think>\n</think>\n{"name": "add", "parameters": {}}',
+        '{"answer": 3} ',
+        f"Let me see. {MADE} That was it.",
+        f"\n{MADE} ",
+        f"<think>use <tool_call> now</think>Hi {MADE}{MADE}",
+        "<tool_call>no json</tool_call> and <tool",
+        "nothing to call ",
+    ],
+)
+def test_a_stream_with_tools_adds_up_to_the_answer_in_one_piece(text):
+    job = Job(prompt=(1,), seeds=(0,), sampling=Sampling())
+    usual: dict[str, Any] = {"stream": True, "usage": False, "logprobs": False, "echo": "", "silent": False}
+    decode: Callable[[Any], str] = lambda tokens: "".join(map(chr, tokens))  # noqa: E731
+    asked = CompletionRequest(chat=True, job=job, tools=True, **usual)
+    telling = ResponseBuilder(asked, model="small", decode=decode, pieces=TokenTable(tiny_tokenizer()))
+    deltas = []
+    for place, letter in enumerate(text, 1):
+        finish = "end" if place == len(text) else None
+        words = WireChunk(0, 0, (ord(letter),), (0.0,), (), (), finish)
+        deltas += [part["choices"][0]["delta"] for part in telling.take([words])]
+    message = telling.whole()["choices"][0]["message"]
+    assert "".join(delta.get("content", "") for delta in deltas) == (message["content"] or "")
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [call["function"] for call in calls] == [c["function"] for c in message.get("tool_calls", [])]
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "names"),
+    [
+        ("hello", "hello", []),
+        ('<tool_call>{"name": "a", "arguments": {}}</tool_call>', "", ["a"]),
+        ('x<tool_call>{"name": "a"}</tool_call><tool_call>{"name": "b"}</tool_call>', "x", ["a", "b"]),
+        ("<tool_call>no json</tool_call>", "<tool_call>no json</tool_call>", []),
+        ('<tool_call>{"name": 3}', '<tool_call>{"name": 3}', []),
+        ('<tool_call>{"name": "a"}', '<tool_call>{"name": "a"}', []),  # never closed, as in training
+        ('<think>\n<tool_call>{"name": "a"}</tool_call></think>\nb', None, []),  # thought, not called
+        ('<think>\n</think>{"name": "a", "parameters": {}}', "<think>\n</think>", ["a"]),
+    ],
+)
+def test_reading_calls(text, said, names):
+    assert read_answer(text)[0] == (text if said is None else said)
+    assert [call["name"] for call in read_answer(text)[1]] == names
+
+
+def test_calls_that_a_client_sends_back_become_what_the_template_takes():
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    message = {"role": "assistant", "content": "I add.", "tool_calls": [call]}
+    known = for_template(message, knows_calls=True)
+    assert known["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+    assert for_template(message, knows_calls=False) == {
+        "role": "assistant",
+        "content": CALL.replace(". <", ".\n<"),
+    }
+
+
+def test_text_never_shows_half_a_character_or_part_of_a_stop_string():
+    decode: Callable[[Any], str] = lambda tokens: bytes(tokens).decode(errors="replace")  # noqa: E731
+    stream = TextStream(decode, stop=["END"])
+    shown = [stream.push([byte], None) for byte in "né EN".encode()]
+    assert shown == ["n", "", "é", " ", "", ""]
+    assert stream.push(list(b"T E"), None) == "ENT "
+    assert stream.push(list(b"ND more"), "stop") == ""
+    assert stream.text == "né ENT "
+
+
+def test_the_official_client_is_satisfied(tiny, one_token):
+    openai = pytest.importorskip("openai")
+    with serving(tiny, api_key="secret") as (_, port):
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="secret", max_retries=0)
+        assert [model.id for model in client.models.list()] == ["small"]
+        asked = {"model": "small", "messages": [{"role": "user", "content": "4 + 4"}], "max_tokens": 16}
+        answer = client.chat.completions.create(**asked, seed=1, logprobs=True)
+        assert answer.choices[0].message.content == offline(tiny, "4 + 4", seed=1, max_tokens=16)[0]
+        assert answer.choices[0].logprobs.content[0].logprob <= 0
+        stream = client.chat.completions.create(**asked, seed=1, stream=True)
+        text = "".join(part.choices[0].delta.content or "" for part in stream)
+        assert text == answer.choices[0].message.content
+        answer = client.chat.completions.create(**asked, temperature=0, logprobs=True, top_logprobs=5)
+        content = answer.choices[0].logprobs.content
+        assert [len(entry.top_logprobs) for entry in content] == [5] * answer.usage.completion_tokens
+        assert all(entry.top_logprobs[0].token == entry.token for entry in content)
+        stream = client.chat.completions.create(
+            **asked, temperature=0, logprobs=True, top_logprobs=5, stream=True
+        )
+        shown = [part.choices[0].logprobs for part in stream]
+        assert [entry for part in shown if part for entry in part.content] == content
+        plain = client.completions.create(model="small", prompt="1 2 3", max_tokens=4, logprobs=5, n=2)
+        assert plain.usage.completion_tokens == sum(len(each.logprobs.tokens) for each in plain.choices)
+        assert {len(top) for each in plain.choices for top in each.logprobs.top_logprobs} <= {5, 6}
+        plain = client.completions.create(model="small", prompt="1 2 3", max_tokens=1, logprobs=5, echo=True)
+        assert plain.choices[0].logprobs.token_logprobs[0] is None
+        assert len(plain.choices[0].logprobs.tokens) == plain.usage.total_tokens
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(**{**asked, "model": "other"})
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="wrong").models.list()
+    with serving(scripted(CALL)) as (_, port):
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+        answer = client.chat.completions.create(
+            model="small",
+            messages=[{"role": "user", "content": "a"}],
+            tools=[TOOL],
+            temperature=0,
+        )
+        assert answer.choices[0].message.tool_calls[0].function.name == "add"
+        json.loads(answer.choices[0].message.tool_calls[0].function.arguments)
+
+
+def test_a_generator_that_fails_says_so_and_the_server_goes_on_saying_so(tiny, monkeypatch, caplog):
+    ended: list[Any] = []
+    monkeypatch.setattr("threading.excepthook", ended.append)
+    with serving(tiny) as (engine, port):
+
+        def broken(steps: Any) -> list[Any]:
+            raise RuntimeError("out of luck")
+
+        monkeypatch.setattr(engine, "_advance", broken)
+        for _ in range(2):
+            status, said = ask(port, "/v1/completions", {"prompt": "1", "max_tokens": 2})
+            assert status == 500
+            assert "out of luck" in said["error"]["message"]
+        status, said = ask(port, "/health", None)
+        assert (status, said["status"]) == (500, "RuntimeError: out of luck")
+    assert "the engine failed" in caplog.text
+    assert [str(one.exc_value) for one in ended] == ["out of luck"]  # in the end it is an error, not an end
+
+
+@pytest.mark.parametrize(
+    ("width", "said", "left"),
+    [(192, {}, 3), (576, {}, None), (192, {"OMP_NUM_THREADS": "4"}, None)],
+    ids=["small", "large", "told"],
+)
+def test_a_small_model_leaves_a_core_to_whoever_talks_to_clients(width, said, left, monkeypatch):
+    policy: Any = SimpleNamespace(device=torch.device("cpu"), head_weight=torch.zeros(2, width))
+    chosen: list[int] = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    leave_a_core(policy)
+    assert chosen == ([left] if left else [])
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "no.such.host.invalid", "a" * 70])
+def test_an_address_that_cannot_be_listened_at_is_refused_before_a_model_is_loaded(
+    host: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def loaded(*_: object, **__: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("groupwise.model.load.load_for_generation", loaded)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = ["serve", "tiny", "--host", host, "--port", str(port), "--api-key", "key"]
+        assert cli.main(words) != 0
+    told = capsys.readouterr().err
+    assert f"cannot listen on {host}:{port}: " in told
+    assert ("--port" in told) == (host == "127.0.0.1")
+
+
+def test_ctrl_c_while_the_front_starts_is_left_to_the_other_process():
+    handler = signal.getsignal(signal.SIGINT)
+    connection = start_front()
+    assert signal.getsignal(signal.SIGINT) is handler
+    (front,) = [child for child in active_children() if child.name == "groupwise-front"]
+    deadline = time.monotonic() + 60
+    with connection:
+        for _ in range(20):  # while it imports
+            os.kill(front.pid, signal.SIGINT)
+            time.sleep(0.05)
+        assert front.is_alive()
+    front.join(deadline - time.monotonic())
+    assert front.exitcode == 0

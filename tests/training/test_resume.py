@@ -1,0 +1,317 @@
+"""A run that was killed, interrupted or extended ends as if it had never stopped, bit for bit."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from groupwise.learner.checkpoint import seal
+from tests.support.small_runs import (
+    INTERRUPT,
+    KILL,
+    LUCK,
+    SMALL,
+    TERMINATE,
+    Blow,
+    lasting_metrics,
+    run_command,
+    task_file,
+    traces,
+)
+
+VARIANTS = {
+    "full": ("algo.beta=0.1", "optim.epochs=2", "optim.minibatches=2", "rollout.refill=2"),
+    "lora": (
+        "lora.r=4",
+        "algo.beta=0.1",
+        "rollout.refill=1",
+        "optim.schedule=linear",
+        "rollout.curriculum=2",
+    ),
+}
+
+
+def words(folder: Path, name: str, *more: str) -> list[str]:
+    return ["train", str(folder / "luck.py"), f"run.output_dir={folder}", f"run.name={name}", *SMALL, *more]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    task_file(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(place) -> dict[str, Path]:
+    for name, settings in VARIANTS.items():
+        assert run_command(*words(place, f"whole-{name}", *settings)).code == 0
+    return {name: place / f"whole-{name}" for name in VARIANTS}
+
+
+def assert_same(run: Path, whole: Path) -> None:
+    found, expected = traces(run), traces(whole)
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if found[name] != expected[name]] == []
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_killed_at_any_moment_and_resumed_it_gives_the_same_bits(place, uninterrupted, variant):
+    whole = uninterrupted[variant]
+    assert any(row["rollout/replaced"] > 0 for row in lasting_metrics(whole))
+    run = place / f"killed-{variant}"
+    rng = random.Random(variant)
+    blows = [
+        Blow("rollouts/", KILL, nth=2),  # in step 1 or 2: before the first checkpoint
+        Blow(".step-000002.tmp-", KILL, nth=rng.randint(2, 6)),  # inside the writing of a checkpoint
+        Blow(f"{run.name}/", KILL, nth=rng.randint(10, 60)),  # anywhere
+        Blow(".step-000004.tmp-", KILL, nth=3),  # inside the writing of the last one
+    ]
+    start = words(place, run.name, *VARIANTS[variant])
+    codes = [run_command(*start, blows=[blows[0]]).code]
+    codes += [run_command("train", "--resume", str(run), blows=[blow]).code for blow in blows[1:]]
+    assert codes == [-KILL] * len(blows)
+    assert run_command("train", "--resume", str(run)).code == 0
+    assert_same(run, whole)
+    assert not list(run.glob("**/.*tmp*"))
+
+
+def test_one_interrupt_finishes_the_step_saves_and_exits_with_130(place, uninterrupted):
+    run = place / "interrupted"
+    ended = run_command(
+        *words(place, run.name, *VARIANTS["full"]), blows=[Blow("step-000001.parquet", INTERRUPT)]
+    )
+    assert ended.code == 130
+    assert [path.name for path in sorted(run.glob("checkpoints/*"))] == ["step-000001"]
+    assert "stopping after this step and saving" in ended.out
+    assert "stopped after step 1" in ended.out
+    assert f"groupwise train --resume {run}\n" in ended.out
+    assert run_command("train", "--resume", str(run)).code == 0
+    assert_same(run, uninterrupted["full"])  # its first checkpoint is gone by now, as the oldest of four
+
+
+def test_an_interrupt_before_the_first_step_says_that_nothing_is_trained_yet(place):
+    run = place / "untrained"
+    ended = run_command(*words(place, run.name), blows=[Blow("before.json", INTERRUPT)])
+    assert ended.code == 130
+    last = ended.out.partition("stopped ")[2].splitlines()
+    assert last[0] == f"before the first step, nothing was trained; the run folder is {run}"
+    assert last[-3:] == ["next", f"  groupwise train --resume {run}", "      begins again"]
+
+
+def test_a_request_to_terminate_is_honoured_after_saving(place):
+    run = place / "terminated"
+    ended = run_command(*words(place, run.name), blows=[Blow("step-000001.parquet", TERMINATE)])
+    assert ended.code == -TERMINATE
+    assert (run / "checkpoints" / "step-000001" / "checksums.json").is_file()
+    assert json.loads((run / "training_stats.json").read_text())["steps"] == 1
+
+
+def test_a_second_interrupt_stops_at_once_and_leaves_the_last_checkpoint_whole(place, uninterrupted):
+    run = place / "twice"
+    blows = [Blow("step-000004.parquet", INTERRUPT), Blow(".step-000004.tmp-", INTERRUPT, nth=3)]
+    ended = run_command(*words(place, run.name, *VARIANTS["full"]), blows=blows)
+    assert ended.code == 130
+    assert f"stopped at once; groupwise train --resume {run} goes on" in ended.out
+    assert [path.name for path in sorted(run.glob("checkpoints/step-*"))] == ["step-000002", "step-000003"]
+    assert run_command("train", "--resume", str(run)).code == 0
+    assert_same(run, uninterrupted["full"])
+
+
+def everything(run: Path) -> dict[str, bytes]:
+    return {
+        str(path): path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"
+    }
+
+
+def test_a_finished_run_says_so_and_changes_nothing(uninterrupted):
+    run = uninterrupted["full"]
+    before = everything(run)
+    ended = run_command("train", "--resume", str(run))
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out == (
+        f"{run} is finished: 4 steps done; to train on, groupwise train --resume {run} run.max_steps=8\n"
+    )
+    assert everything(run) == before
+
+
+def test_a_run_killed_in_its_report_writes_it_when_resumed_and_names_lost_metrics(copied):
+    (copied / "training_stats.json").unlink()
+    leftovers = [copied / ".report.html.tmp-4194305", copied / "eval" / ".after.json.tmp-4194305"]
+    for leftover in leftovers:
+        leftover.write_text("half")
+    leftovers.append(copied / "checkpoints" / ".step-000004.tmp-4194305")
+    leftovers[-1].mkdir()
+    lines = (copied / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copied / "metrics.jsonl").write_text("".join(lines[:1] + lines[3:]))
+    ended = run_command("train", "--resume", str(copied), "track.report=true")
+    assert (ended.code, ended.err) == (0, "")
+    assert "has no line for steps 2 – 3: they were lost" in ended.out
+    assert (copied / "report.html").is_file()
+    assert json.loads((copied / "training_stats.json").read_text())["steps"] == 4
+    assert [path for path in leftovers if path.exists()] == []
+
+
+@pytest.fixture
+def copied(place, uninterrupted, request, tmp_path) -> Path:
+    """A finished run to spoil."""
+    shutil.copytree(uninterrupted["lora"], tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def test_a_damaged_checkpoint_is_refused_and_nothing_is_overwritten(copied):
+    weights = copied / "checkpoints" / "step-000004" / "adapter_model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    before = everything(copied)
+    ended = run_command("train", "--resume", str(copied))
+    assert ended.code == 2
+    assert "adapter_model.safetensors does not match its checksum; step-000003 is intact" in ended.err
+    assert ended.err.count("\n") == 1
+    assert everything(copied) == before
+
+
+@pytest.mark.parametrize(
+    ("setting", "part"),
+    [
+        ("optim.learning_rate=0.5", "these differ: optim.learning_rate: 0.0001 → 0.5; start a new run"),
+        ("run.seed=3", "these differ: run.seed: 0 → 3"),
+        ("run.name=other", "these differ: run.name"),
+        ("run.max_steps=9", "run.max_steps cannot change where optim.schedule=linear"),
+    ],
+)
+def test_resuming_with_other_settings_names_them(copied, setting, part):
+    before = everything(copied)
+    ended = run_command("train", "--resume", str(copied), setting)
+    assert ended.code == 2
+    assert part in ended.err
+    assert everything(copied) == before
+
+
+def config_edited(run: Path, old: str, new: str) -> None:
+    path = run / "config.yaml"
+    assert path.read_text().count(old) == 1
+    path.write_text(path.read_text().replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("learning_rate: 0.0001\n", "learning_rate: 0.5\n", "optim.learning_rate: 0.0001 → 0.5"),
+        ("  seed: 0\n", "  seed: 3\n", "run.seed: 0 → 3"),
+        ("group_size: 4\n", "group_size: 8\n", "rollout.group_size: 4 → 8"),
+        ("  loss: dapo\n", "  loss: gspo\n", "algo.loss: dapo → gspo"),
+    ],
+)
+def test_settings_that_were_edited_by_hand_are_refused_by_name(copied, old, new, named):
+    config_edited(copied, old, new)
+    before = everything(copied)
+    ended = run_command("train", "--resume", str(copied))
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert (
+        f"these differ: {named}; put them back in {copied / 'config.yaml'}, or start a new run" in ended.err
+    )
+    assert everything(copied) == before
+
+
+def test_a_checkpoint_that_does_not_tell_its_settings_and_code_resumes(copied):
+    checkpoint = copied / "checkpoints" / "step-000004"
+    path = checkpoint / "state.json"
+    state = json.loads(path.read_text())
+    assert state.pop("settings")["run"]["max_steps"] == 4
+    assert sorted(state.pop("code")) == ["accuracy", "prompt", "reward luck", "weights"]
+    path.write_text(json.dumps(state))
+    (checkpoint / "checksums.json").unlink()
+    seal(checkpoint)
+    config_edited(copied, "  seed: 0\n", "  seed: 3\n")
+    ended = run_command("train", "--resume", str(copied))
+    assert (ended.code, ended.err) == (0, "")
+    assert "is finished: 4 steps done" in ended.out
+
+
+@pytest.mark.parametrize("how", ["removed", "incomplete"])
+def test_a_run_that_lost_its_checkpoints_is_not_emptied(copied, how):
+    if how == "removed":
+        shutil.rmtree(copied / "checkpoints")
+    else:
+        for path in copied.glob("checkpoints/step-*/adapter_model.safetensors"):
+            path.unlink()
+    before = everything(copied)
+    ended = run_command("train", "--resume", str(copied))
+    assert ended.code == 2
+    refusal = ended.err.splitlines()[-1]
+    assert refusal == (
+        f"error: {copied} has records of 4 steps, but no complete checkpoint in {copied / 'checkpoints'} "
+        "to go on from: put one back, or start a new run by "
+        f"groupwise train --config {copied / 'config.yaml'} run.name=NEW"
+    )
+    assert everything(copied) == before
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_says_that_it_begins_again(place):
+    run = place / "early"
+    assert run_command(*words(place, run.name), blows=[Blow("step-000002.parquet", KILL)]).code == -KILL
+    assert not list(run.glob("checkpoints/*"))
+    ended = run_command("train", "--resume", str(run))
+    assert ended.code == 0
+    assert "the run was stopped before its first checkpoint: it begins again" in ended.out
+
+
+def test_a_reward_that_was_edited_is_refused_and_invents_no_gain(place, tmp_path):
+    task_file(tmp_path)
+    short = words(tmp_path, "edited", "run.max_steps=2")
+    assert run_command(*short).code == 0
+    run = tmp_path / "edited"
+    before = everything(run)
+    task_file(tmp_path, LUCK.replace("% 4 == 0", ">= 0"))
+    ended = run_command("train", "--resume", str(run), "run.max_steps=4")
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert "its code differs in reward luck: put it back, or start a new run" in ended.err
+    assert everything(run) == before
+    task_file(tmp_path, LUCK.replace("def luck", "# by chance\ndef luck"))
+    assert run_command("train", "--resume", str(run), "run.max_steps=4").code == 0
+
+
+def test_a_checkpoint_is_not_resumed_but_a_copy_of_its_run_without_the_later_ones(copied, uninterrupted):
+    before = everything(copied)
+    checkpoint = copied / "checkpoints" / "step-000003"
+    ended = run_command("train", "--resume", str(checkpoint))
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert f"{checkpoint} is a checkpoint of {copied}: --resume {copied} continues" in ended.err
+    assert everything(copied) == before
+    shutil.rmtree(copied / "checkpoints" / "step-000004")  # as the sentence says
+    assert run_command("train", "--resume", str(copied)).code == 0
+    assert_same(copied, uninterrupted["lora"])
+
+
+def test_a_run_in_use_is_not_resumed(copied):
+    with (copied / ".lock").open("a+") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        ended = run_command("train", "--resume", str(copied))
+    assert ended.code == 2
+    assert "is in use by" in ended.err
+
+
+def test_a_longer_run_goes_on_and_remembers_how_it_was_before_training(place, uninterrupted, tmp_path):
+    short = words(place, "short", *VARIANTS["full"], "run.max_steps=2")
+    assert run_command(*short).code == 0
+    ended = run_command("train", "--resume", str(place / "short"), "--max-steps", "4")
+    assert ended.code == 0
+    run, whole = traces(place / "short"), traces(uninterrupted["full"])
+    weights = "checkpoints/step-000004/model.safetensors"
+    assert run[weights] == whole[weights]
+    assert run["eval/after.json"] == whole["eval/after.json"]
+    assert "evaluation before" in ended.out
+    assert ended.out.count("→") == 3  # greedy, avg@2 and pass@2, each before → after
+
+
+def test_a_mistake_leaves_no_empty_run_behind(place):
+    ended = run_command(*words(place, "nothing", "model.name=/no/such/model"))
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert not (place / "nothing").exists()
