@@ -16,28 +16,51 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise import rewards
 from groupwise.config import Config, config_from_keywords
-from groupwise.errors import ConfigError, GroupwiseError, InvariantError, RolloutError
+from groupwise.errors import (
+    CallbackError,
+    ConfigError,
+    GroupwiseError,
+    InvariantError,
+    RolloutError,
+    StopTraining,
+)
 from groupwise.records import Example, Rollout
 from groupwise.rewards.worker import in_process
 from groupwise.rollout.tools import ToolResult
-from groupwise.tasks import Task, leave_task_file, load_examples, load_task, with_data
+from groupwise.tasks import (
+    Task,
+    leave_task_file,
+    load_examples,
+    load_task,
+    split_functions,
+    use_functions,
+    with_data,
+)
 from groupwise.tracking.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from groupwise.algo.losses import LossSettings, Tokens
     from groupwise.gym.agent import Agent
     from groupwise.gym.env import PromptEnv
+    from groupwise.training.callbacks import Callback, RunControl
 
 __all__ = [
     "Agent",
+    "Callback",
+    "CallbackError",
     "Config",
     "ConfigError",
     "Example",
     "GroupwiseError",
     "InvariantError",
+    "LossSettings",
     "PromptEnv",
     "Rollout",
     "RolloutError",
+    "RunControl",
+    "StopTraining",
     "Task",
+    "Tokens",
     "ToolResult",
     "evolve",
     "in_process",
@@ -47,8 +70,15 @@ __all__ = [
 ]
 
 
-LATER = {"Agent": "groupwise.gym.agent", "PromptEnv": "groupwise.gym.env"}
-"""Names that bring torch along, and where they are: found when they are asked for."""
+LATER = {
+    "Agent": "groupwise.gym.agent",
+    "Callback": "groupwise.training.callbacks",
+    "RunControl": "groupwise.training.callbacks",
+    "PromptEnv": "groupwise.gym.env",
+    "LossSettings": "groupwise.algo.losses",
+    "Tokens": "groupwise.algo.losses",
+}
+"""Names whose modules import torch: loaded when they are first used."""
 
 
 def __getattr__(name: str) -> Any:
@@ -64,15 +94,18 @@ def train(task: Task | str, *, resume: str | Path | None = None, **settings: Any
     """Train on a task, or on a built-in one or a Python file by name, and return the run's folder.
 
     Settings are the command line's flags by name (`model=`, `max_steps=`, `learning_rate=`, …), whole
-    sections (`optim={"epochs": 2}`) or full names (`**{"task.held_out": 8}`). `resume` goes on with the run
-    in that folder, which keeps its settings.
+    sections (`optim={"epochs": 2}`) or full names (`**{"task.held_out": 8}`). `loss` and `advantage` also
+    take functions of your own, and `callbacks` a list of `Callback` (docs/extending.md). `resume` goes on
+    with the run in that folder, which keeps its settings.
     """
     leave_task_file(task if isinstance(task, Task) else None, settings)
     run = None if resume is None else RunFolder.open(resume)
-    config, found = with_task(config_from_keywords(run.config if run else None, **settings), task)
+    named, functions = split_functions(settings)
+    config, loaded = with_task(config_from_keywords(run.config if run else None, **named), task)
+    own = use_functions(config, functions)
     from groupwise.training import train as run_training
 
-    return run_training(config, resume=run.path if run else None, task=found)
+    return run_training(config, resume=run.path if run else None, task=loaded, functions=own)
 
 
 def evolve(task: Task | str, *, resume: str | Path | None = None, **settings: Any) -> Path:
@@ -82,11 +115,13 @@ def evolve(task: Task | str, *, resume: str | Path | None = None, **settings: An
     """
     leave_task_file(task if isinstance(task, Task) else None)
     run = None if resume is None else RunFolder.open(resume)
-    config, found = with_task(config_from_keywords(run.config if run else None, **settings), task)
+    named, functions = split_functions(settings)
+    config, loaded = with_task(config_from_keywords(run.config if run else None, **named), task)
     config = replace(config, run=replace(config.run, kind="evolve"))
+    own = use_functions(config, functions)
     from groupwise.evolution.evolve_run import evolve as run_search
 
-    return run_search(config, resume=run.path if run else None, task=found)
+    return run_search(config, resume=run.path if run else None, task=loaded, functions=own)
 
 
 def with_task(config: Config, task: Task | str) -> tuple[Config, Task]:

@@ -126,9 +126,9 @@ def train(
     temperature: Annotated[float | None, train_option(help="Sampling temperature.")] = None,
     beta: Annotated[float | None, train_option(help="KL penalty coefficient.")] = None,
     lora_r: Annotated[int | None, train_option(help="LoRA rank; 0: full fine-tuning.")] = None,
-    loss: Annotated[str | None, train_option(help="Loss: grpo, bnpo, dapo, dr_grpo, gspo or cispo.")] = None,
+    loss: Annotated[str | None, train_option(help="Loss: grpo, bnpo, dapo, …, or module:function.")] = None,
     advantage: Annotated[
-        str | None, train_option(help="Advantage estimator: grpo, dr_grpo, rloo or gdpo.")
+        str | None, train_option(help="Advantage estimator: grpo, dr_grpo, …, or module:function.")
     ] = None,
     seed: Annotated[int | None, train_option(help="Random seed.")] = None,
     skip_evaluation: Annotated[
@@ -149,26 +149,29 @@ def train(
     flags = {name: context.params[name] for name in FLAGS if context.params[name] not in (None, (), [])}
     settings = training_config(arguments or [], config=config, resume=resume, flags=flags).resolve()
     from groupwise.model.resolve import local_folder
-    from groupwise.tasks import TASKS, load_task, read_task_file, task_of
+    from groupwise.tasks import TASKS, load_task, read_task_file, split_functions, task_of, use_functions
     from groupwise.tracking.trackers import tracker_names
 
     name = settings.task.name
     if resume is not None and name not in TASKS and not name.endswith(".py"):
         raise resumed_in_python(name, resume)
     # Load the task before torch, so that mistakes are reported immediately.
+    functions: Mapping[str, Any] = {}
     if resume is None and name.endswith(".py"):
         file = read_task_file(Path(name).expanduser())
+        defaults, functions = split_functions(file.settings)
         settings = training_config(
-            arguments or [], config=config, resume=None, flags=flags, defaults=file.settings
+            arguments or [], config=config, resume=None, flags=flags, defaults=defaults
         ).resolve()
         loaded = task_of(file, settings.task)
     else:
         loaded = load_task(settings.task)
+    own = use_functions(settings, functions)
     tracker_names(settings.track)
     local_folder(settings.model.name)
     from groupwise.training import train as run_training
 
-    run_training(settings, resume=resume, task=loaded)
+    run_training(settings, resume=resume, task=loaded, functions=own)
 
 
 def resumed_in_python(task: str, run: Path) -> ConfigError:

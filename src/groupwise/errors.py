@@ -8,7 +8,8 @@
 
     GroupwiseError
     ├── ConfigError
-    │   └── CheckpointError
+    │   ├── CheckpointError
+    │   └── CallbackError
     ├── InvariantError
     ├── RolloutError
     └── RemoteRankError     on ranks other than 0, if rank 0 reports the error
@@ -44,3 +45,11 @@ class RemoteRankError(GroupwiseError):
         super().__init__(sentence)
         self.code = code
         """Exit code of the process."""
+
+
+class CallbackError(ConfigError):
+    """A callback of the user raised. The run ended after the step in hand, with a checkpoint."""
+
+
+class StopTraining(Exception):
+    """Raised by a callback to end the run after the step in hand."""

@@ -172,6 +172,9 @@ class Rollout:
     reward: float = 0.0
     """The weighted sum."""
     advantage: float = 0.0
+    """Relative to its group. If it differs between tokens, their mean."""
+    token_advantages: tuple[float, ...] | None = None
+    """The advantage of each trained token. None: `advantage` for all of them."""
     error: str | None = None
     """Why the rollout failed, or None. A failed rollout has no reward and is never trained on."""
     turns: tuple[Turn, ...] = ()
@@ -188,9 +191,12 @@ class Rollout:
         rewards: Mapping[str, float] | None = None,
         reward: float | None = None,
         advantage: float | None = None,
+        token_advantages: tuple[float, ...] | None = None,
         error: str | None = None,
     ) -> Rollout:
         """Return a copy with new rewards, reward, advantage or error; None keeps the current value.
+
+        A new `advantage` holds for all tokens, unless `token_advantages` come with it.
 
         Equivalent to `dataclasses.replace` in a third of the time, because the tokens are not validated
         again. Every rollout of a step is copied, most of them twice.
@@ -208,6 +214,7 @@ class Rollout:
         write(copy, "rewards", self.rewards if rewards is None else rewards)
         write(copy, "reward", self.reward if reward is None else reward)
         write(copy, "advantage", self.advantage if advantage is None else advantage)
+        write(copy, "token_advantages", self.token_advantages if advantage is None else token_advantages)
         write(copy, "error", self.error if error is None else error)
         write(copy, "turns", self.turns)
         write(copy, "state", self.state)
@@ -219,9 +226,19 @@ class Rollout:
         return self.trained.count(True)
 
     @property
+    def turn_lengths(self) -> list[int]:
+        """Number of tokens that the policy sampled in each turn."""
+        return [sum(turn) for trained, turn in groupby(self.trained) if trained]
+
+    @property
     def longest_turn(self) -> int:
         """Number of tokens in the longest turn."""
-        return max((sum(turn) for chosen, turn in groupby(self.trained) if chosen), default=0)
+        return max(self.turn_lengths, default=0)
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether the rollout moves the policy: the advantage of some token is not 0."""
+        return self.advantage != 0.0 or self.token_advantages is not None
 
     @property
     def truncated(self) -> bool:

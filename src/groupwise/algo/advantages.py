@@ -1,6 +1,7 @@
 """How good an answer is, relative to the other answers of its group.
 
-Each function takes the rewards of a group's valid members and gives one advantage a member. A group
+Each built-in function takes the rewards of a group's valid members and gives one advantage a member; a
+function of the user may also give one per turn or per token (`checked_advantage`). A group
 whose rewards agree to within `SAME` has nothing to teach and gets exact zeros, so its members can be
 left out of the update; every other group has a standard deviation far above rounding noise, so none
 of the divisions needs an epsilon that would shrink small but real differences.
@@ -12,7 +13,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, stdev
+from typing import Any
 
+from groupwise.errors import ConfigError
 from groupwise.records import Group, Rollout
 
 SAME = 1e-6
@@ -65,7 +68,9 @@ def gdpo(rewards: Sequence[Mapping[str, float]], *, weights: Mapping[str, float]
     return advantages
 
 
-Advantage = Callable[[Sequence[Rollout], Mapping[str, float]], list[float]]
+Values = float | tuple[float, ...]
+"""The advantage of a rollout: one number, or one per trained token."""
+Advantage = Callable[[Sequence[Rollout], Mapping[str, float]], Sequence[Values]]
 """The valid members of a group and the weights of the named rewards to one advantage a member."""
 
 ADVANTAGES: dict[str, Advantage] = {
@@ -74,6 +79,61 @@ ADVANTAGES: dict[str, Advantage] = {
     "rloo": lambda rollouts, weights: rloo([rollout.reward for rollout in rollouts]),
     "gdpo": lambda rollouts, weights: gdpo([rollout.rewards for rollout in rollouts], weights=weights),
 }
+
+
+CUSTOM_ADVANTAGES: dict[str, Advantage] = {}
+"""Functions of the user, by the name that algo.advantage gives them."""
+
+
+def register_advantage(name: str, function: Callable[[list[Rollout]], Any]) -> None:
+    """Let algo.advantage name a function of the user."""
+    CUSTOM_ADVANTAGES[name] = checked_advantage(name, function)
+
+
+def checked_advantage(name: str, function: Callable[[list[Rollout]], Any]) -> Advantage:
+    """Return the user's function as an `Advantage` that names its mistakes.
+
+    It takes the valid rollouts of a group and returns one value per rollout: a number, a list with a number
+    per turn, or a list with a number per trained token.
+    """
+
+    def advantages(rollouts: Sequence[Rollout], weights: Mapping[str, float]) -> list[Values]:
+        try:
+            returned = function(list(rollouts))
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"algo.advantage {name} raised {type(error).__name__}: {error}") from error
+        values = returned.tolist() if hasattr(returned, "tolist") else returned
+        if not isinstance(values, list | tuple) or len(values) != len(rollouts):
+            got = f"{len(values)} values" if isinstance(values, list | tuple) else repr(values)[:60]
+            raise ConfigError(
+                f"algo.advantage {name} must return one value per rollout, {len(rollouts)} here; got {got}"
+            )
+        return [per_token(name, rollout, value) for rollout, value in zip(rollouts, values, strict=True)]
+
+    return advantages
+
+
+def per_token(name: str, rollout: Rollout, value: Any) -> Values:
+    """Return a value of the user's function as a number, or as one number per trained token."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    numbers = list(value) if isinstance(value, list | tuple) else [value]
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+            raise ConfigError(f"algo.advantage {name} must return finite numbers; got {number!r}")
+    if not isinstance(value, list | tuple):
+        return float(value)
+    turns, tokens = rollout.turn_lengths, rollout.length
+    if len(numbers) == len(turns):
+        numbers = [number for number, length in zip(numbers, turns, strict=True) for _ in range(length)]
+    if len(numbers) != tokens:
+        raise ConfigError(
+            f"algo.advantage {name} must return a number, or a list with one per turn ({len(turns)}) or per "
+            f"token ({tokens}); got a list of {len(numbers)}"
+        )
+    # Rollouts whose tokens all have one advantage stay as cheap as they are.
+    return tuple(map(float, numbers)) if len(set(numbers)) > 1 else float(numbers[0] if numbers else 0.0)
 
 
 def with_advantages(
@@ -89,12 +149,16 @@ def with_advantages(
     """
     assert all(math.isfinite(rollout.reward) for rollout in group.valid), "a reward is not a finite number"
     compared = chosen(group.valid)
-    advantages = dict(zip(map(id, compared), ADVANTAGES[kind](compared, weights), strict=True))
+    function = ADVANTAGES.get(kind) or CUSTOM_ADVANTAGES[kind]
+    advantages = dict(zip(map(id, compared), function(compared, weights), strict=True))
 
     def compared_with(rollout: Rollout) -> Rollout:
         advantage = advantages.get(id(rollout), 0.0)
+        if isinstance(advantage, tuple):
+            return rollout.judged(advantage=fmean(advantage), token_advantages=advantage)
         # Most of what scoring costs is copies: where nothing can be learned, none is made.
-        return rollout if advantage == rollout.advantage else rollout.judged(advantage=advantage)
+        unchanged = advantage == rollout.advantage and rollout.token_advantages is None
+        return rollout if unchanged else rollout.judged(advantage=advantage)
 
     return replace(group, rollouts=tuple(map(compared_with, group.rollouts)))
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from groupwise.algo.importance import importance_weights, sum_by_sequence
 from groupwise.algo.kl import k3, kl_penalty
+from groupwise.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +66,8 @@ def policy_loss(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, dict[st
 
     token loss = correction * surrogate + beta * KL - entropy_bonus * entropy
     """
-    surrogate_T, metrics = SURROGATES[settings.kind](tokens, settings)
+    surrogate = SURROGATES.get(settings.kind) or CUSTOM_LOSSES[settings.kind]
+    surrogate_T, metrics = surrogate(tokens, settings)
     correction_T, correction_metrics = importance_weights(
         tokens.old_T,
         tokens.sampled_T,
@@ -149,6 +152,76 @@ SURROGATES: dict[str, Surrogate] = {
 }
 
 
+CUSTOM_LOSSES: dict[str, Surrogate] = {}
+"""Functions of the user, by the name that algo.loss gives them."""
+
+
+def register_loss(name: str, function: Callable[[Tokens, LossSettings], Any]) -> None:
+    """Let algo.loss name a function of the user."""
+    CUSTOM_LOSSES[name] = checked_loss(name, function)
+
+
+def checked_loss(name: str, function: Callable[[Tokens, LossSettings], Any]) -> Surrogate:
+    """Return the user's function as a `Surrogate` that names its mistakes.
+
+    It returns the loss of each token, or that and a dict of metrics, which are sums over tokens.
+    """
+
+    def surrogate(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, dict[str, Tensor]]:
+        try:
+            returned = function(tokens, settings)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"algo.loss {name} raised {type(error).__name__}: {error}") from error
+        loss_T, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+        shape = tuple(tokens.logprobs_T.shape)
+        if not isinstance(loss_T, Tensor) or tuple(loss_T.shape) != shape:
+            got = f"shape {tuple(loss_T.shape)}" if isinstance(loss_T, Tensor) else type(loss_T).__name__
+            raise ConfigError(
+                f"algo.loss {name} must return one loss per token, a tensor of shape {shape}; got {got}"
+            )
+        if tokens.logprobs_T.requires_grad and not loss_T.requires_grad:
+            raise ConfigError(
+                f"algo.loss {name} has no gradient; compute its loss from tokens.logprobs_T without detach()"
+            )
+        if not bool(loss_T.isfinite().all()):
+            count = int((~loss_T.isfinite()).sum())
+            raise ConfigError(f"algo.loss {name} returned NaN or inf for {count} of {len(loss_T)} tokens")
+        return loss_T, {key: as_sum(name, key, value, loss_T) for key, value in dict(metrics).items()}
+
+    return surrogate
+
+
+def as_sum(name: str, key: str, value: Any, like: Tensor) -> Tensor:
+    """Return a metric of the user's loss as a scalar tensor."""
+    number = torch.as_tensor(value, device=like.device).detach()
+    if number.numel() != 1:
+        raise ConfigError(
+            f"algo.loss {name} returned the metric {key!r} with shape {tuple(number.shape)}; return its sum "
+            "over tokens"
+        )
+    return number.reshape(())
+
+
+def try_loss(settings: LossSettings) -> None:
+    """Call the user's loss on a few made-up tokens, so that most mistakes show before a model loads."""
+    old_T = torch.tensor([-0.1, -0.7, -2.3, -1.2, -0.4])
+    policy_loss(
+        Tokens(
+            logprobs_T=(old_T + torch.tensor([0.0, 0.1, -0.2, 0.4, 0.0])).requires_grad_(),
+            old_T=old_T,
+            sampled_T=old_T,
+            reference_T=old_T - 0.1 if settings.beta else None,
+            entropy_T=torch.tensor([0.3, 1.0, 2.0, 1.5, 0.8]),
+            advantages_T=torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0]),
+            weights_T=torch.full_like(old_T, 0.2),
+            sequence_T=torch.tensor([0, 0, 0, 1, 1]),
+        ),
+        settings,
+    )
+
+
 @torch.no_grad()
 def divergences(tokens: Tokens) -> dict[str, Tensor]:
     """Return how far apart the policies are that had a part in these tokens."""
@@ -168,8 +241,25 @@ def divergences(tokens: Tokens) -> dict[str, Tensor]:
     return metrics
 
 
+NORMALIZATION = {
+    "grpo": "sequences",
+    "gspo": "sequences",
+    "dr_grpo": "max_tokens",
+    "dapo": "tokens",
+    "cispo": "tokens",
+    "bnpo": "minibatch_tokens",
+}
+"""What each loss is a mean over, unless algo.normalize says otherwise."""
+
+
 def token_weights(
-    kind: str, minibatches: Sequence[Sequence[int]], *, sequences: int, tokens: int, max_tokens: int
+    kind: str,
+    minibatches: Sequence[Sequence[int]],
+    *,
+    sequences: int,
+    tokens: int,
+    max_tokens: int,
+    normalize: str | None = None,
 ) -> list[list[float]]:
     """Return, for one pass over a training step, the weight of each sequence's tokens.
 
@@ -177,30 +267,31 @@ def token_weights(
     `sequences` and `tokens` count the step's whole batch, zero advantages included (`samples.batch_size`).
     With M mini-batches, the tokens of a sequence of length L weigh
 
-        grpo, gspo    M / (sequences * L)            each sequence alike
-        dr_grpo       M / (sequences * max_tokens)   each token alike, by a number that no answer can change
-        dapo, cispo   M / tokens                     each token alike, in whichever mini-batch it lands
-        bnpo          1 / tokens of its mini-batch   each token alike within its mini-batch
+        sequences         M / (sequences * L)            each sequence alike
+        max_tokens        M / (sequences * max_tokens)   each token alike, by a number that no answer changes
+        tokens            M / tokens                     each token alike, in whichever mini-batch it lands
+        minibatch_tokens  1 / tokens of its mini-batch   each token alike within its mini-batch
 
-    so that the sum over a mini-batch is a mean. For bnpo each mini-batch is taken to hold its share of the
-    tokens that are not computed, so with one mini-batch bnpo is dapo.
+    so that the sum over a mini-batch is a mean. `normalize` None: what `NORMALIZATION` has for the loss,
+    `tokens` for a loss of the user. For minibatch_tokens each mini-batch is taken to hold its share of the
+    tokens that are not computed, so with one mini-batch it is `tokens`.
     """
     lengths = [length for minibatch in minibatches for length in minibatch]
     assert min(lengths, default=1) > 0, "a sequence without trained tokens has no weight"
     assert len(lengths) <= sequences, "the batch holds fewer sequences than are computed of it"
     assert sum(lengths) <= tokens, "the batch holds fewer tokens than are computed of it"
     count = len(minibatches)
-    match kind:
-        case "grpo" | "gspo":
+    match normalize or NORMALIZATION.get(kind, "tokens"):
+        case "sequences":
             return [[count / (sequences * length) for length in minibatch] for minibatch in minibatches]
-        case "dr_grpo":
+        case "max_tokens":
             return [[count / (sequences * max_tokens)] * len(minibatch) for minibatch in minibatches]
-        case "dapo" | "cispo":
+        case "tokens":
             return [[count / tokens] * len(minibatch) for minibatch in minibatches]
-        case "bnpo":
+        case "minibatch_tokens":
             share = sum(lengths) / tokens
             return [[share / sum(minibatch)] * len(minibatch) for minibatch in minibatches]
-    raise KeyError(kind)
+    raise KeyError(normalize)
 
 
 def merge(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:

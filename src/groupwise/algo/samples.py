@@ -30,7 +30,7 @@ def batch_size(groups: Sequence[Group], *, mask_truncated: bool) -> tuple[int, i
 
 
 def to_samples(groups: Sequence[Group], *, mask_truncated: bool, keep_zero: bool) -> list[Sample]:
-    """Return the batch as samples, each trained token with its rollout's advantage.
+    """Return the batch as samples, each trained token with its advantage.
 
     `keep_zero` also returns rollouts of zero advantage: needed when a KL penalty or an entropy bonus
     gives them a gradient.
@@ -38,7 +38,7 @@ def to_samples(groups: Sequence[Group], *, mask_truncated: bool, keep_zero: bool
     return [
         to_sample(rollout, group=number)
         for number, rollout in in_batch(groups, mask_truncated=mask_truncated)
-        if keep_zero or rollout.advantage != 0.0
+        if keep_zero or rollout.has_signal
     ]
 
 
@@ -60,11 +60,19 @@ def to_sample(rollout: Rollout, *, group: int) -> Sample:
         trained=rollout.trained,
         logprobs=rollout.logprobs,
         entropies=rollout.entropies,
-        advantages=tuple(rollout.advantage if trained else 0.0 for trained in rollout.trained),
+        advantages=on_tokens(rollout),
         prefix=rollout.prompt_length,
         group=group,
         member=rollout.member,
     )
+
+
+def on_tokens(rollout: Rollout) -> tuple[float, ...]:
+    """Return the advantage of each token of the sequence; tokens that are not trained get 0."""
+    if rollout.token_advantages is None:
+        return tuple(rollout.advantage if trained else 0.0 for trained in rollout.trained)
+    own = iter(rollout.token_advantages)
+    return tuple(next(own) if trained else 0.0 for trained in rollout.trained)
 
 
 def keep_top_entropy(samples: Sequence[Sample], *, share: float) -> list[Sample]:

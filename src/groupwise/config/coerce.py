@@ -100,6 +100,20 @@ def one_of(setting: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{setting} must be one of {', '.join(choices)}; got {value!r}")
 
 
+def is_function_name(value: str) -> bool:
+    """Whether a setting names a function of the user: module:function, FILE.py:function or python:NAME."""
+    module, colon, function = value.rpartition(":")
+    return bool(module and colon and function)
+
+
+def one_of_or_function(setting: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices and not is_function_name(value):
+        raise ConfigError(
+            f"{setting} must be one of {', '.join(choices)}, or a function as module:function or "
+            f"FILE.py:function; got {value!r}"
+        )
+
+
 def between(setting: str, value: float | None, low: float, high: float = float("inf")) -> None:
     if value is not None and not low <= value <= high:
         bound = f"at least {low:g}" if high == float("inf") else f"between {low:g} and {high:g}"

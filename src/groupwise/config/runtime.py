@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupwise.config.coerce import between, finite, one_of
+from groupwise.config.coerce import between, finite, is_function_name, one_of
 from groupwise.errors import ConfigError
 
 
@@ -129,6 +129,8 @@ class RunConfig:
     """Number of most recent checkpoints to keep."""
     keep_best: bool = True
     """Also save and keep the checkpoint with the best held-out accuracy."""
+    callbacks: tuple[str, ...] = ()
+    """Callbacks, each as module:Class or FILE.py:Class; see docs/extending.md."""
 
     def __post_init__(self) -> None:
         one_of("run.kind", self.kind, KINDS)
@@ -137,6 +139,9 @@ class RunConfig:
         between("run.max_steps", self.max_steps, 1)
         between("run.save_every", self.save_every, 1)
         between("run.keep_last", self.keep_last, 1)
+        for name in self.callbacks:
+            if not is_function_name(name):
+                raise ConfigError(f"run.callbacks must be module:Class or FILE.py:Class; got {name!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

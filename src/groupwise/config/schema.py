@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from groupwise.config.coerce import between, one_of
+from groupwise.config.coerce import between, one_of, one_of_or_function
 from groupwise.config.runtime import (
     EngineConfig,
     EvaluateConfig,
@@ -316,6 +316,7 @@ class RolloutConfig:
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "gdpo")
 COMBINATIONS = ("sum", "uniform", "std", "pca", "l2")
 LOSSES = ("grpo", "bnpo", "dapo", "dr_grpo", "gspo", "cispo")
+NORMALIZATIONS = ("sequences", "max_tokens", "tokens", "minibatch_tokens")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
@@ -326,13 +327,18 @@ class AlgoConfig:
 
     advantage: str = "grpo"
     """Baseline and scale: grpo (group mean, std), dr_grpo (mean), rloo (leave-one-out mean), gdpo (each
-    reward normalized separately, then weighted)."""
+    reward normalized separately, then weighted), or your own function as module:function or
+    FILE.py:function."""
     combine: str = "sum"
     """How several rewards are combined: sum (weighted), uniform, std, pca, l2; see docs/algorithms.md."""
     mean_filter: bool = False
     """Train only on completions whose rewards are all above, or all below, their group means."""
     loss: str = "dapo"
-    """grpo, bnpo, dapo, dr_grpo, gspo, cispo; see docs/algorithms.md."""
+    """grpo, bnpo, dapo, dr_grpo, gspo, cispo (see docs/algorithms.md), or your own function as
+    module:function or FILE.py:function."""
+    normalize: str | None = None
+    """What the loss is a mean over: sequences (then tokens), max_tokens, tokens or minibatch_tokens. None: as
+    the loss was published; tokens for a function of your own."""
     clip_low: float = 0.2
     """Lower clipping range: the ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: float = 0.28
@@ -365,9 +371,11 @@ class AlgoConfig:
     """The same limit with rollout.overlap, where the sampler is one update behind."""
 
     def __post_init__(self) -> None:
-        one_of("algo.advantage", self.advantage, ADVANTAGES)
+        one_of_or_function("algo.advantage", self.advantage, ADVANTAGES)
         one_of("algo.combine", self.combine, COMBINATIONS)
-        one_of("algo.loss", self.loss, LOSSES)
+        one_of_or_function("algo.loss", self.loss, LOSSES)
+        if self.normalize is not None:
+            one_of("algo.normalize", self.normalize, NORMALIZATIONS)
         one_of("algo.kl", self.kl, KL_ESTIMATORS)
         one_of("algo.correction", self.correction, CORRECTIONS)
         between("algo.clip_low", self.clip_low, 0.0, 1.0)

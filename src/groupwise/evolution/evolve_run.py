@@ -37,14 +37,15 @@ from groupwise.evolution.search_space import SearchSpace
 from groupwise.evolution.selection import Selector
 from groupwise.files import write_atomically
 from groupwise.learner.checkpoint import prune, write_checkpoint
-from groupwise.tasks import Task, isolated, leave_task_file, load_task
+from groupwise.learner.learner import try_own_loss
+from groupwise.tasks import Task, UserFunctions, isolated, leave_task_file, load_task, use_functions
 from groupwise.tasks.code_fingerprint import code_of
 from groupwise.tracking.terminal import open_display
 from groupwise.tracking.trackers import tracker_names
 from groupwise.training.collector import Batch
 from groupwise.training.interrupt import Interrupt, explain_full_disk
-from groupwise.training.prompt_lengths import PromptLimit
 from groupwise.training.recorder import Recorder
+from groupwise.training.resources.prompt_lengths import PromptLimit
 from groupwise.training.resume import command_of, same_code, same_data
 from groupwise.training.step_metrics import batch_metrics
 
@@ -54,7 +55,9 @@ EVOLUTION = "evolution.json"
 class EvolveRun:
     """Trains, evaluates and selects a population. Used as a context manager, as a training run is."""
 
-    def __init__(self, config: Config, *, task: Task, start: SearchStart) -> None:
+    def __init__(
+        self, config: Config, *, task: Task, start: SearchStart, functions: UserFunctions | None = None
+    ) -> None:
         self.config, self.task, self.folder = config, task, start.folder
         with ExitStack() as resources:
             resources.callback(start.withdraw)
@@ -62,7 +65,8 @@ class EvolveRun:
             self.split = task.split(config.task, config.run.seed)
             self.space = SearchSpace.of(config, task)
             data = same_data(start.state.data, self.split.fingerprint)
-            code = same_code(start.state.code, code_of(task))
+            own = {} if functions is None else functions.code
+            code = same_code(start.state.code, code_of(task) | own)
             self.state = replace(start.state, data=data, code=code, settings=asdict(config))
             title = f"{config.evolve.method} · {task.name} · {config.model.name}"
             self.recorder = Recorder(
@@ -304,7 +308,13 @@ class EvolveRun:
             self.recorder.end(summary, stats_of(self.state, before=self.before, after=after))
 
 
-def evolve(config: Config, *, resume: Path | None = None, task: Task | None = None) -> Path:
+def evolve(
+    config: Config,
+    *,
+    resume: Path | None = None,
+    task: Task | None = None,
+    functions: UserFunctions | None = None,
+) -> Path:
     """Run a search and return its folder. `resume` continues bit for bit from the last checkpoint."""
     if task is not None:
         leave_task_file(task)
@@ -313,6 +323,8 @@ def evolve(config: Config, *, resume: Path | None = None, task: Task | None = No
     config = config.resolve()
     task = task or load_task(config.task)
     check_supported(config, task)
+    functions = functions or use_functions(config)
+    try_own_loss(config.algo)
     tracker_names(config.track)
     start = SearchStart.new(config, task=task.name) if resume is None else SearchStart.again(resume, config)
     if done := start.already_done(config):
@@ -323,7 +335,7 @@ def evolve(config: Config, *, resume: Path | None = None, task: Task | None = No
     with (
         isolated(task) as task,
         explain_full_disk(start.folder, config),
-        EvolveRun(config, task=task, start=start) as search,
+        EvolveRun(config, task=task, start=start, functions=functions) as search,
     ):
         for step in search.steps():
             batches = search.collect(step)  # prompts, rollouts, rewards, advantages: all members at once
@@ -335,6 +347,8 @@ def evolve(config: Config, *, resume: Path | None = None, task: Task | None = No
 def check_supported(config: Config, task: Task) -> None:
     if not config.lora.r:
         raise ConfigError("members of a population are adapters: set lora.r, for example lora.r=16")
+    if config.run.callbacks:
+        raise ConfigError("run.callbacks requires groupwise train; populations have no callbacks")
     if task.tools:
         raise ConfigError(f"task {task.name} has tools; populations do not support tools yet")
     if config.engine.kind != "own":

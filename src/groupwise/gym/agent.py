@@ -26,6 +26,7 @@ from groupwise.records import Example, Group, Request, Rollout, Sampling
 from groupwise.rollout.collect import as_rollout
 from groupwise.seeds import derive_seed
 from groupwise.tasks.task import Prompt
+from groupwise.tasks.user_functions import split_functions, use_functions
 from groupwise.tracking.run_folder import AGENT, SETTINGS, is_agent
 
 Experiences = tuple[Sequence[Sequence[Rollout]], Any]
@@ -39,8 +40,10 @@ class Agent:
     """
 
     def __init__(self, *, base: SharedBase | None = None, **settings: Any) -> None:
-        """Take the settings of `gw.train`: flags by name, or whole sections."""
-        self.config = settings.pop("config", None) or config_from_keywords(**settings).resolve()
+        """Take the settings of `gw.train`: flags by name, whole sections, and functions of your own."""
+        named, functions = split_functions(settings)
+        self.config = named.pop("config", None) or config_from_keywords(**named).resolve()
+        use_functions(self.config, functions)
         algo = self.config.algo
         if algo.advantage == "gdpo" or algo.combine != "sum" or algo.mean_filter or algo.overlong_buffer:
             raise ConfigError(

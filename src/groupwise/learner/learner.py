@@ -13,7 +13,16 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from groupwise.algo.losses import LossSettings, Tokens, averages, merge, policy_loss, token_weights
+from groupwise.algo.losses import (
+    CUSTOM_LOSSES,
+    LossSettings,
+    Tokens,
+    averages,
+    merge,
+    policy_loss,
+    token_weights,
+    try_loss,
+)
 from groupwise.algo.samples import training_batch
 from groupwise.config.schema import AlgoConfig, OptimConfig
 from groupwise.errors import ConfigError
@@ -67,17 +76,7 @@ class Learner:
         self.seen: dict[tuple[int, int], list[float]] = {}
         """Log-probabilities of the trained tokens in the last pass, by group and member."""
         self.optimizer = make_optimizer(policy, optim)
-        self.settings = LossSettings(
-            kind=algo.loss,
-            clip_low=algo.clip_low,
-            clip_high=algo.clip_high,
-            clip_two_sided=algo.clip_two_sided,
-            beta=algo.beta,
-            kl=algo.kl,
-            correction=algo.correction,
-            correction_cap=algo.correction_cap,
-            entropy_bonus=algo.entropy_bonus,
-        )
+        self.settings = loss_settings(algo)
 
     def train_on(self, groups: Sequence[Group]) -> dict[str, float]:
         """Train on groups with advantages: every optimizer step of one training step. Return the metrics."""
@@ -188,6 +187,7 @@ class Learner:
             sequences=sequences,
             tokens=tokens,
             max_tokens=self.sampling.max_tokens,
+            normalize=self.algo.normalize,
         )
         prepared: list[list[MicroBatchInputs]] = []
         for minibatch, sample_weights in zip(divided, weights, strict=True):
@@ -318,6 +318,27 @@ class Learner:
         norm = clipped_step(self.policy, self.optimizer, rate=rate, max_grad_norm=self.optim.max_grad_norm)
         self.updates += 1
         return norm
+
+
+def loss_settings(algo: AlgoConfig) -> LossSettings:
+    """Return what the loss is made of."""
+    return LossSettings(
+        kind=algo.loss,
+        clip_low=algo.clip_low,
+        clip_high=algo.clip_high,
+        clip_two_sided=algo.clip_two_sided,
+        beta=algo.beta,
+        kl=algo.kl,
+        correction=algo.correction,
+        correction_cap=algo.correction_cap,
+        entropy_bonus=algo.entropy_bonus,
+    )
+
+
+def try_own_loss(algo: AlgoConfig) -> None:
+    """Try a loss of the user before a model loads."""
+    if algo.loss in CUSTOM_LOSSES:
+        try_loss(loss_settings(algo))
 
 
 def default_micro_batch_tokens(policy: Policy) -> int:

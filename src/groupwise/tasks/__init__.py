@@ -6,7 +6,8 @@ Modules in reading order:
     examples          load rows as examples; split them into training and held-out examples
     registry          load a task by name or from a user's file
     isolate           run user code in a worker; try the rewards before a model loads
-    code_fingerprint  detect changes to a task's code since a run began
+    code_fingerprint  detect changes to the user's code since a run began
+    user_functions    losses, advantages and other functions that settings name by import path
     sft_data          demonstrations for supervised fine-tuning
     self_test         test rewards against completions with known scores
     builtin/          the built-in tasks
@@ -28,6 +29,7 @@ from groupwise.tasks.registry import (
     without_data,
 )
 from groupwise.tasks.task import Task
+from groupwise.tasks.user_functions import UserFunctions, split_functions, use_functions
 
 __all__ = [
     "TASKS",
@@ -35,13 +37,16 @@ __all__ = [
     "ExampleStream",
     "Split",
     "Task",
+    "UserFunctions",
     "isolated",
     "leave_task_file",
     "load_examples",
     "load_rows",
     "load_task",
     "read_task_file",
+    "split_functions",
     "task_of",
+    "use_functions",
     "with_data",
     "without_data",
 ]

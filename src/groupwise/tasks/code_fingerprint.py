@@ -1,4 +1,4 @@
-"""Fingerprint a task's code, to detect changes to its rewards, prompt and tools between runs."""
+"""Fingerprint the user's code, such as a task's rewards, prompt and tools, to detect changes to it."""
 
 from __future__ import annotations
 
@@ -34,11 +34,21 @@ def code_of(task: Task) -> dict[str, str]:
     if texts:
         texts["weights"] = repr(sorted(task.weights.items()))
         texts["accuracy"] = task.accuracy or next(iter(task.rewards))
-    return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
+    return {name: digest(text) for name, text in texts.items()}
+
+
+def fingerprint_of(function: Any) -> str:
+    """Return the fingerprint of a user's function and the code it calls; "" for one of this package."""
+    text = source_of(function)
+    return digest(text) if text else ""
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def changed_code(saved: Mapping[str, str] | None, code: Mapping[str, str]) -> list[str]:
-    """Return the parts of a task that differ from the saved fingerprints; none if nothing was saved."""
+    """Return the parts that differ from the saved fingerprints; none if nothing was saved."""
     if saved is None:
         return []
     return [name for name in dict.fromkeys((*saved, *code)) if saved.get(name) != code.get(name)]

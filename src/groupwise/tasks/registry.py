@@ -37,6 +37,9 @@ TASKS: dict[str, Callable[..., Task]] = {
 NEEDS_FIRST: dict[str, str] = {"medquad": "groupwise index build"}
 """Tasks that require a preparation step, with the command to run."""
 
+TASK_FILE = "groupwise_task_"
+"""How the module names of users' files begin."""
+
 loading_task_file: ContextVar[bool] = ContextVar("loading_task_file", default=False)
 
 
@@ -124,7 +127,16 @@ def read_task_file(path: Path) -> TaskFile:
     """Run a Python file and return its variable `task`, or else the first task that it trains."""
     if not path.is_file():
         raise ConfigError(f"no such task file: {path}")
-    spec = importlib.util.spec_from_file_location(f"groupwise_task_{path.stem}", path)
+    module, trained, settings = run_file(path)
+    task = named_task(module, path) or trained
+    if task is None:
+        raise ConfigError(f"{path} does not define `task`; add: task = groupwise.Task(…)")
+    return TaskFile(task, settings if task is trained else {})
+
+
+def run_file(path: Path) -> tuple[ModuleType, Task | None, Mapping[str, Any]]:
+    """Run a Python file up to its `gw.train`, if any; return the module, and the task and settings there."""
+    spec = importlib.util.spec_from_file_location(f"{TASK_FILE}{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -147,10 +159,7 @@ def read_task_file(path: Path) -> TaskFile:
         raise ConfigError(f"{where(error, path)}: {type(error).__name__}: {message}") from error
     finally:
         loading_task_file.reset(token)
-    task = named_task(module, path) or trained
-    if task is None:
-        raise ConfigError(f"{path} does not define `task`; add: task = groupwise.Task(…)")
-    return TaskFile(task, settings if task is trained else {})
+    return module, trained, settings
 
 
 def named_task(module: ModuleType, path: Path) -> Task | None:

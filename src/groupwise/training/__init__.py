@@ -10,9 +10,9 @@ Modules in reading order:
     evaluator       held-out accuracy before, during and after
     recorder        metrics and files, terminal, trackers
     step_metrics    the metrics of a step
-    prompt_lengths  leave out prompts that do not fit
     run_summary     the closing figures
     sft_run         supervised warm start
+    callbacks       the user's hooks at the stages of a run
     interrupt       Ctrl-C, SIGTERM and full disks
     resources/      will it fit, how long will it take, who else uses the cores
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from groupwise.seeds import derive_seed
 from groupwise.tasks import Split, Task
 from groupwise.tasks.code_fingerprint import code_of
 from groupwise.tracking.run_log import LOGGER
+from groupwise.training.callbacks import Callbacks, RunControl
 from groupwise.training.evaluator import Evaluator
 from groupwise.training.interrupt import Interrupt
 from groupwise.training.recorder import NullRecorder, Recorder
@@ -44,7 +45,7 @@ from groupwise.training.resume import (
     save_state,
     with_recomputing,
 )
-from groupwise.training.run_summary import stats_of, summary_of
+from groupwise.training.run_summary import resume_words, stats_of, summary_of
 
 
 class BaseRun(ABC):
@@ -59,11 +60,19 @@ class BaseRun(ABC):
     examiner: Evaluator
 
     def __init__(
-        self, config: Config, *, title: str, start: RunStart, processes: Processes | None = None
+        self,
+        config: Config,
+        *,
+        title: str,
+        start: RunStart,
+        processes: Processes | None = None,
+        callbacks: Sequence[object] = (),
     ) -> None:
         self.config = config
         self.processes = processes or Processes()
         self.folder = start.folder
+        control = RunControl(config, start.folder.path)
+        self.callbacks = Callbacks(callbacks, control, leader=self.processes.leader)
         self.state = start.state
         with ExitStack() as resources:
             resources.callback(start.withdraw)
@@ -72,7 +81,7 @@ class BaseRun(ABC):
             with self.processes.together():
                 self.split = self.read_data()
                 data = same_data(start.state.data, self.split.fingerprint)
-                code = same_code(start.state.code, {} if self.task is None else code_of(self.task))
+                code = same_code(start.state.code, self.code())
                 self.state = replace(start.state, data=data, code=code)
                 config, recomputing = settled(config, start)
             # Free memory may differ from process to process: all do what suits the leader.
@@ -98,6 +107,7 @@ class BaseRun(ABC):
                 self.recorder.say(notice)
             if self.examiner.before is not None:
                 self.recorder.evaluation("before", self.examiner.before)
+            self.callbacks.control.policy = self.policy
             self.resources = resources.pop_all()
         self.stopping = False
         """Whether some process was asked to stop; known alike in all after each step."""
@@ -118,6 +128,10 @@ class BaseRun(ABC):
     def _begin(self) -> None:
         self.recorder.begin(self.config, done=self.state.step)
         self.policy.save_tokenizer(self.folder.tokenizer)
+
+    def code(self) -> dict[str, str]:
+        """Return fingerprints of the user's code, which a resumed run must not change."""
+        return {} if self.task is None else code_of(self.task)
 
     @abstractmethod
     def read_data(self) -> Split:
@@ -170,13 +184,18 @@ class BaseRun(ABC):
         return engine
 
     def steps(self) -> Iterator[int]:
-        """Yield the steps that are left, measured before and after; stops early on Ctrl-C."""
-        self.stopping = self.processes.any(self.interrupt.asked)
+        """Yield the steps that are left, measured before and after; a signal or a callback stops early."""
+        self.callbacks.call("on_run_start", self.state.step)
+        self.stopping = self._asked_to_stop()
         if self.state.step == 0 and not self.stopping:
             self.recorder.baseline(self.examine(0))
-            self.stopping = self.processes.any(self.interrupt.asked)
+            self.stopping = self._asked_to_stop()
         while self.state.step < self.config.run.max_steps and not self.stopping:
             yield self.state.step + 1
+
+    def _asked_to_stop(self) -> bool:
+        """Whether a signal or a callback asked some process to stop; known alike in all."""
+        return self.processes.any(self.interrupt.asked or self.callbacks.stopping)
 
     def end_step(self, step: int, *, cursor: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Log the step; evaluate and save when it is time to. Returns what was measured."""
@@ -186,9 +205,11 @@ class BaseRun(ABC):
         self._look_around()
         run = self.config.run
         best = run.keep_best and step == self.state.best_step
-        self.stopping = self.processes.any(self.interrupt.asked)
+        self.stopping = self._asked_to_stop()
         if step == run.max_steps or step % run.save_every == 0 or best or self.stopping:
             self._save()
+            # A callback that was told of the checkpoint may have asked to stop.
+            self.stopping = self._asked_to_stop() if self.callbacks.present else self.stopping
         return measured
 
     def _look_around(self) -> None:
@@ -201,17 +222,21 @@ class BaseRun(ABC):
         """Measure held-out accuracy if it is time to, without touching the training state."""
         if not self.examiner.due(step):
             return {}
+        self.callbacks.call("before_evaluation", step)
         result = self.examiner.examine(step, learner=self.learner)
         last = step == self.config.run.max_steps
         self.recorder.evaluation("before" if step == 0 else "after" if last else f"at step {step}", result)
         if step > 0:
             self.state = self.state.with_accuracy(sum(result.averages) / len(result.averages))
-        return result.metrics()
+        scores = result.metrics()
+        self.callbacks.call("after_evaluation", step, scores)
+        return scores
 
     def _save(self) -> None:
         now = time.monotonic()
         self.state = replace(self.state, seconds=self.state.seconds + now - self.clock)
         self.clock = now
+        self.callbacks.call("before_checkpoint", self.state.step)
         # A checkpoint stands for everything before it, rollouts included.
         self.processes.lead(self.recorder.flush)
         save_state(
@@ -224,6 +249,7 @@ class BaseRun(ABC):
         best = self.state.best_step if self.config.run.keep_best else None
         keep = self.config.run.keep_last
         self.processes.lead(lambda: prune(self.folder.checkpoints, keep_last=keep, best=best))
+        self.callbacks.call("after_checkpoint", self.state.step, self.folder.checkpoint_at(self.state.step))
 
     def __enter__(self) -> Self:
         return self
@@ -233,14 +259,20 @@ class BaseRun(ABC):
     ) -> None:
         if error is not None:
             self.recorder.fail(error, kind=command_of(self.config))
+            self.callbacks.call("on_run_end", self.state.step)
             self.resources.__exit__(kind, error, trace)
             return
         with self.resources:
+            if (reason := self.callbacks.control.stop_reason) is not None:
+                self.recorder.say(f"a callback stopped the run{f': {reason}' if reason else ''}")
             before, after = self.examiner.before, self.examiner.after
             self.recorder.end(
                 summary_of(self.config, self.state, folder=self.folder, before=before, after=after),
                 stats_of(self.state, before=before, after=after),
             )
+            self.callbacks.call("on_run_end", self.state.step)
+            then = resume_words(self.config, self.folder)
+            self.processes.lead(lambda: self.callbacks.raise_failure(then))
 
 
 def on_own_device(model: ModelConfig, processes: Processes) -> ModelConfig:

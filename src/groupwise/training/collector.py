@@ -29,6 +29,7 @@ from groupwise.rewards.time_limit import TimeLimit, TimeLimits
 from groupwise.rollout.collect import Generate, PromptCodec, Tools, collect
 from groupwise.seeds import derive_seed
 from groupwise.tasks import ExampleStream, Split, Task
+from groupwise.training.callbacks import Callbacks
 
 
 class BatchPrefetcher:
@@ -210,8 +211,10 @@ class Collector:
         engine: Generate,
         processes: Processes | None = None,
         when_late: Callable[[], None] = lambda: None,
+        callbacks: Callbacks | None = None,
     ) -> None:
         self.config = config
+        self.callbacks = callbacks
         self.processes = processes or Processes()
         self.task = task
         self.split = split
@@ -255,6 +258,7 @@ class Collector:
 
     def rollout(self, draft: BatchDraft, examples: Sequence[Example]) -> list[Group]:
         """Generate a group of rollouts for each example of this process's share."""
+        self._tell("before_rollout", draft)
         draft.times = StageTimes()
         started = time.perf_counter()
         groups: list[Group] = []
@@ -275,10 +279,12 @@ class Collector:
                 draft.times.tools = self.tools.toolbox.pop_seconds()
         draft.expected = rollouts_in(draft.groups) + len(examples) * self.config.rollout.group_size
         draft.times.rollout = time.perf_counter() - started
+        self._tell("after_rollout", draft, groups)
         return groups
 
     def score(self, draft: BatchDraft, groups: list[Group]) -> list[Group]:
         """Reward every rollout of this process; stop early where too many cannot be scored."""
+        self._tell("before_score", draft, groups)
         started = time.perf_counter()
         enough, failed = self.config.task.max_failed * draft.expected, failures(draft.groups)
         with self.processes.together(), TimeLimits(self.config.task.reward_seconds) as limit:
@@ -291,7 +297,14 @@ class Collector:
                     del groups[number + 1 :]
                     break
         draft.times.reward = time.perf_counter() - started
+        self._tell("after_score", draft, groups)
         return groups
+
+    def _tell(self, hook: str, draft: BatchDraft, *arguments: Sequence[Group]) -> None:
+        """Call a hook of the run's callbacks."""
+        if self.callbacks is not None:
+            # A copy: the stages replace the groups of their list one by one.
+            self.callbacks.call(hook, draft.step, *map(tuple, arguments))
 
     def advantages(self, draft: BatchDraft, groups: list[Group]) -> list[Group]:
         """Compare each rollout with its group."""
@@ -400,4 +413,4 @@ def rollouts_in(groups: Sequence[Group]) -> int:
 
 def has_signal(group: Group) -> bool:
     """Whether the group moves the policy: some answer was better than another."""
-    return any(rollout.advantage != 0.0 for rollout in group.rollouts)
+    return any(rollout.has_signal for rollout in group.rollouts)

@@ -15,7 +15,8 @@ from groupwise.model.attention.ulysses import UlyssesContext
 from groupwise.parallel.processes import Processes, layout_of
 from groupwise.rewards.runner import RewardContext, TrainerState
 from groupwise.seeds import derive_seed
-from groupwise.tasks import Split, Task
+from groupwise.tasks import Split, Task, UserFunctions
+from groupwise.tasks.code_fingerprint import code_of
 from groupwise.tasks.isolate import failures_on_trial
 from groupwise.training.base_run import BaseRun
 from groupwise.training.collector import (
@@ -27,7 +28,7 @@ from groupwise.training.collector import (
     first_error,
 )
 from groupwise.training.evaluator import Evaluator
-from groupwise.training.prompt_lengths import PromptLimit
+from groupwise.training.resources.prompt_lengths import PromptLimit
 from groupwise.training.resume import RunStart
 from groupwise.training.step_metrics import batch_metrics, speed_metrics
 
@@ -39,12 +40,24 @@ class GRPORun(BaseRun):
     learner: Learner
 
     def __init__(
-        self, config: Config, *, task: Task, start: RunStart, processes: Processes | None = None
+        self,
+        config: Config,
+        *,
+        task: Task,
+        start: RunStart,
+        processes: Processes | None = None,
+        functions: UserFunctions | None = None,
     ) -> None:
         self.task = task
+        self.functions = functions or UserFunctions()
         self.told_failures: set[str] = set()
         """Rewards whose first failure was shown."""
-        super().__init__(config, title=task.name, start=start, processes=processes)
+        super().__init__(
+            config, title=task.name, start=start, processes=processes, callbacks=self.functions.callbacks
+        )
+
+    def code(self) -> dict[str, str]:
+        return code_of(self.task) | self.functions.code
 
     def read_data(self) -> Split:
         return self.task.split(self.config.task, self.config.run.seed)
@@ -82,6 +95,7 @@ class GRPORun(BaseRun):
             engine=self.engine,
             processes=self.processes.aside() if overlap else self.processes,
             when_late=self.interrupt.end_hanging_step,
+            callbacks=self.callbacks,
         )
         self.examiner = Evaluator(
             config,
@@ -151,6 +165,7 @@ class GRPORun(BaseRun):
         others = () if self.processes.leader else (self.processes.rank,)
         torch.manual_seed(derive_seed(self.config.run.seed, "update", step, *others))
         self.update_began = time.perf_counter()
+        self.callbacks.call("before_update", step, batch.groups)
         self.engine.make_room(self.learner.most_bytes)  # the KV cache may hold memory that the update needs
         return self.learner.minibatches(batch.groups)
 
@@ -177,6 +192,8 @@ class GRPORun(BaseRun):
             truncated=self.config.rollout.sampling.truncates,
             shown_reward=self.collector.shown_reward,
         )
-        measured = self.end_step(step, cursor=batch.cursor, metrics={**drawn, **report, **speed})
+        metrics = {**drawn, **report, **speed}
+        self.callbacks.call("after_update", step, metrics)
+        measured = self.end_step(step, cursor=batch.cursor, metrics=metrics)
         if measured:
             self.recorder.samples(step, batch)

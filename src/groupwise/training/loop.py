@@ -9,30 +9,47 @@ from pathlib import Path
 
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError
+from groupwise.learner.learner import try_own_loss
 from groupwise.parallel.processes import Processes, joined_processes
-from groupwise.tasks import Task, isolated, leave_task_file, load_task
+from groupwise.tasks import Task, UserFunctions, isolated, leave_task_file, load_task, use_functions
 from groupwise.tracking.terminal import open_display
 from groupwise.tracking.trackers import tracker_names
+from groupwise.training.callbacks import check_callback
 from groupwise.training.collector import NOTHING_KNOWN, Batch, Collector, Rates
 from groupwise.training.grpo_run import GRPORun
 from groupwise.training.interrupt import explain_full_disk
 from groupwise.training.resume import RunStart, command_of
 
 
-def train(config: Config, *, resume: Path | None = None, task: Task | None = None) -> Path:
-    """Train, and return the run's folder. `resume` goes on, bit for bit, from a run's last checkpoint."""
+def train(
+    config: Config,
+    *,
+    resume: Path | None = None,
+    task: Task | None = None,
+    functions: UserFunctions | None = None,
+) -> Path:
+    """Train, and return the run's folder. `resume` goes on, bit for bit, from a run's last checkpoint.
+
+    `functions` are the user's own that the settings name; None: they are loaded here.
+    """
     if task is not None:
         leave_task_file(task)
     if config.run.kind != "grpo":
         raise ConfigError(f"these settings are for another command: groupwise {command_of(config)}")
     config = config.resolve()
     task = task or load_task(config.task)
+    functions = functions or use_functions(config)
+    try_own_loss(config.algo)
+    for callback in functions.callbacks:
+        check_callback(callback)
     tracker_names(config.track)  # a missing one is found before a folder is made
     with isolated(task) as task, joined_processes() as processes:
-        return train_with(processes, config, task, resume)
+        return train_with(processes, config, task, resume, functions)
 
 
-def train_with(processes: Processes, config: Config, task: Task, resume: Path | None) -> Path:
+def train_with(
+    processes: Processes, config: Config, task: Task, resume: Path | None, functions: UserFunctions
+) -> Path:
     """Train as one of these processes."""
     start = RunStart.shared(
         processes,
@@ -46,7 +63,7 @@ def train_with(processes: Processes, config: Config, task: Task, resume: Path | 
 
     with (
         explain_full_disk(start.folder, config),
-        GRPORun(config, task=task, start=start, processes=processes) as run,
+        GRPORun(config, task=task, start=start, processes=processes, functions=functions) as run,
     ):
         for step in run.steps():
             train_step(run, step)

@@ -70,7 +70,7 @@ class RunState:
     settings: Mapping[str, Any] | None = None
     """The run's settings, by section; None: of a run that began before they were kept here."""
     code: Mapping[str, str] | None = None
-    """The fingerprints of the task's functions; None: of a run that began before they were kept."""
+    """The fingerprints of the user's functions; None: of a run that began before they were kept."""
 
     def with_accuracy(self, accuracy: float) -> RunState:
         if accuracy <= self.best_accuracy:
@@ -88,11 +88,11 @@ def same_data(kept: str | None, fingerprint: str) -> str:
 
 
 def same_code(kept: Mapping[str, str] | None, code: Mapping[str, str]) -> Mapping[str, str]:
-    """Refuse to go on with another task: what it measures now could not be compared with what it did."""
+    """Refuse to resume with other code: what the run measures could not be compared with what it did."""
     if changed := changed_code(kept, code):
         raise CheckpointError(
-            f"the task is not the one that the run began with, its code differs in {', '.join(changed)}: "
-            "put it back, or start a new run"
+            f"this is not the code that the run began with, its code differs in {', '.join(changed)}: put it "
+            "back, or start a new run"
         )
     return code
 
@@ -181,7 +181,7 @@ def bit_sum(tensor: Tensor) -> int:
 
 
 MAY_CHANGE = (
-    *("run.max_steps", "run.save_every", "run.keep_", "run.parallel", "evaluate.", "track."),
+    *("run.max_steps", "run.save_every", "run.keep_", "run.parallel", "run.callbacks", "evaluate.", "track."),
     *("engine.servers", "engine.exchange", "engine.request", "engine.patience"),
 )
 """Settings that a resumed run may give anew: none of them changes what a step computes."""

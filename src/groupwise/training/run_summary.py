@@ -50,6 +50,13 @@ def beginning(config: Config, folder: RunFolder) -> tuple[str, str]:
     return command(command_of(config), "--resume", folder.path), "begins again"
 
 
+def resume_words(config: Config, folder: RunFolder) -> str:
+    """Say how to resume a run that stopped early."""
+    if made_in_python(config):
+        return f"groupwise.train(task, resume={str(folder.path)!r}) resumes it"
+    return f"{command(command_of(config), '--resume', folder.path)} resumes it"
+
+
 def made_in_python(config: Config) -> bool:
     """Whether the task lives in the caller's program, where no command finds it."""
     return config.run.kind != "sft" and config.task.name not in TASKS and not config.task.name.endswith(".py")
