@@ -115,8 +115,8 @@ def test_tokens_whose_advantages_cancel_out_still_teach():
         ([1.0, "much"], "algo.advantage own must return finite numbers; got 'much'"),
         (
             [1.0, [1.0] * 4],
-            "algo.advantage own must return a number, or a list with one per turn (2) or per token (5); got a "
-            "list of 4",
+            "algo.advantage own must return a number, or a list with one per turn (2) or per token (5); got "
+            "a list of 4",
         ),
     ],
 )

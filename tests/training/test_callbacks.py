@@ -218,7 +218,8 @@ def two_processes(folder: str) -> list[int]:
     from groupwise.training import train as run_training
 
     class Stop(gw.Callback):
-        steps: list[int] = []
+        def __init__(self) -> None:
+            self.steps: list[int] = []
 
         def after_update(self, run: gw.RunControl, metrics: Any) -> None:
             self.steps.append(run.step)
