@@ -4,7 +4,8 @@ Modules in reading order:
 
     learner      log-probabilities, loss, backward pass, optimizer step
     micro_batch  samples packed into rows without padding, under a token budget
-    optimizer    AdamW variants, CPU offload, gradient clipping, learning-rate schedules
+    optimizer    AdamW variants, gradient clipping, learning-rate schedules
+    cpu_adamw    AdamW with its moments in main memory
     sft_learner  the same for supervised fine-tuning
     checkpoint   atomic checkpoint folders with checksums, and optimizer state as tensors
 """

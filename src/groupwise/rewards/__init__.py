@@ -3,6 +3,7 @@
 Modules in reading order:
 
     runner        score the rollouts of a group: both styles of reward function, failures, isolation
+    trl_style     reward functions in the style of TRL: recognize them, make their arguments
     worker        run user functions in a worker process that can be killed
     time_limit    time limits for code that runs in this process
     extraction    extract the answer from a completion: tags, boxes, numbers

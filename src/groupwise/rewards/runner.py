@@ -5,11 +5,7 @@ A reward is a function in one of two styles, detected by its parameter names:
     (rollout, example) -> float | bool | None          called once for each rollout
     (prompts, completions, **columns) -> list          TRL style, called once for each group
 
-A TRL-style function may name any of `prompts`, `completions`, `completion_ids`, `trainer_state`,
-`log_metric`, `log_extra` and the example's columns, or take them all as `**kwargs`. Columns are lists with
-one entry per rollout. For a chat prompt a completion is `[{"role": "assistant", "content": …}]`, including
-any prefill; with tools, calls and results are further messages. For a text prompt it is a string. Either
-style may be `async`.
+Either style may be `async`. `trl_style` says what a TRL-style function gets.
 
 None means that the reward does not apply. An exception, a timeout or a non-finite value marks the rollout
 as failed (in TRL style: every rollout of the group). A failure never becomes a reward of 0.
@@ -24,15 +20,16 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, SupportsFloat, TypeVar
 
 from groupwise.errors import RolloutError
-from groupwise.records import Example, Group, Rollout, Turn
-from groupwise.rewards.time_limit import AnyLimit, TimeLimit, TimeLimitReached, TimeLimits, Watched
-from groupwise.rewards.worker import Job, UnmovableError, Worker, WorkerLost, described, is_ours
+from groupwise.records import Example, Group, Rollout
+from groupwise.rewards.time_limit import AnyLimit, TimeLimit, TimeLimitReached, TimeLimits, Watched, is_ours
+from groupwise.rewards.trl_style import TEXT_COMPLETIONS, batch_arguments, is_trl_style
+from groupwise.rewards.worker import Job, UnmovableError, Worker, WorkerLost, described
 from groupwise.tracking.run_log import LOGGER
 
 RewardFunction = Callable[..., Any]
@@ -45,13 +42,6 @@ MAX_ERROR_CHARACTERS = 1000
 """Longest error message that is recorded."""
 MAX_FRAMES = 20
 PACKAGE = str(Path(__file__).parents[1])
-TEXT_COMPLETIONS = (
-    "completions are strings because the task's prompt is a string; return a list of messages from "
-    "`prompt` to get lists of messages"
-)
-BATCH_NAMES = frozenset({"prompts", "completions", "completion_ids"})
-# TRL does not pass these columns on: the plural names above carry them.
-RESERVED_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 
 
 class BadValueError(Exception):
@@ -92,24 +82,6 @@ class RewardContext:
     def failed(self, name: str, error: RolloutError) -> None:
         trace = "".join(getattr(error, "__notes__", ()))
         self.failures.setdefault(name, f"{error}\n{trace}" if trace else str(error))
-
-
-def is_trl_style(function: RewardFunction) -> bool:
-    """Return whether a reward function is written in TRL style."""
-    try:
-        return _is_trl_style(function)
-    except TypeError:  # an unhashable object cannot be cached
-        return _is_trl_style.__wrapped__(function)
-
-
-@lru_cache(maxsize=64)
-def _is_trl_style(function: RewardFunction) -> bool:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return False
-    by_keyword_only = all(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters)
-    return by_keyword_only or any(p.name in BATCH_NAMES for p in parameters)
 
 
 def call_reward(
@@ -165,52 +137,6 @@ def run_limited(limit: AnyLimit, work: Callable[[], Result], context: RewardCont
         raise
     except BaseException as error:  # sys.exit() and cancelled tasks count as failures of the reward, too
         return as_rollout_error(error)
-
-
-def batch_arguments(
-    function: RewardFunction, rollouts: Sequence[Rollout], example: Example, context: RewardContext
-) -> dict[str, Any]:
-    """Return the keyword arguments that TRL would pass, restricted to those the function accepts."""
-    prompts, completions = zip(*(as_trl(rollout) for rollout in rollouts), strict=True)
-    available = {
-        **{
-            column: [value] * len(rollouts)
-            for column, value in example.items()
-            if column not in RESERVED_COLUMNS
-        },
-        "prompts": list(prompts),
-        "completions": list(completions),
-        "completion_ids": [list(rollout.tokens[rollout.prompt_length :]) for rollout in rollouts],
-        "trainer_state": context.trainer_state,
-        "log_metric": context.log_metric,
-        "log_extra": context.log_extra,
-    }
-    parameters = inspect.signature(function).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return available
-    return {name: values for name, values in available.items() if name in parameters}
-
-
-def as_trl(rollout: Rollout) -> tuple[Any, Any]:
-    """Return (prompt, completion) as TRL represents them, with a prefill moved to the completion.
-
-    With tools, the completion is the whole conversation after the prompt, including calls and results.
-    """
-    if isinstance(rollout.prompt, str):
-        return rollout.prompt, rollout.transcript
-    messages = [dict(message) for message in rollout.prompt]
-    prefill = messages.pop()["content"] if messages and messages[-1]["role"] == "assistant" else ""
-    completion: list[dict[str, Any]] = []
-    for turn in rollout.turns or (Turn(text=rollout.text),):
-        message: dict[str, Any] = {"role": "assistant", "content": prefill + turn.text}
-        if turn.calls:
-            message["tool_calls"] = [
-                {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
-                for call in turn.calls
-            ]
-        completion.append(message)
-        completion += [{"role": "tool", "name": call.name, "content": call.result} for call in turn.calls]
-    return messages, completion
 
 
 def completed(result: Any) -> Any:

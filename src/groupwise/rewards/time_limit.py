@@ -6,9 +6,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
+from typing import Any
 
 from groupwise.tracking.run_log import LOGGER
 
@@ -194,3 +195,10 @@ def stop_process(what: str, seconds: float) -> None:
 
 
 watchdog = Watchdog()
+
+
+def is_ours(function: Callable[..., Any]) -> bool:
+    """Whether a function belongs to this package. Such functions are bounded and need no watchdog."""
+    inner = getattr(function, "func", function)  # unwrap functools.partial
+    home = getattr(inner, "__module__", None) or type(inner).__module__
+    return home.partition(".")[0] == "groupwise"

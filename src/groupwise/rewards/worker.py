@@ -31,6 +31,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from groupwise.rewards.time_limit import is_ours
+
 GRACE_SECONDS = 1.0
 """How long after its time limit a call may still run before the worker is killed."""
 START_SECONDS = 60.0
@@ -262,13 +264,6 @@ def cannot_fork() -> str | None:
     if torch is not None and torch.cuda.is_initialized():
         return "CUDA is already initialized, and a process that uses CUDA must not fork"
     return None
-
-
-def is_ours(function: Function) -> bool:
-    """Whether a function belongs to this package. Such functions are bounded and run in-process."""
-    inner = getattr(function, "func", function)  # unwrap functools.partial
-    home = getattr(inner, "__module__", None) or type(inner).__module__
-    return home.partition(".")[0] == "groupwise"
 
 
 def described(function: Function) -> str:

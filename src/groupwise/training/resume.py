@@ -26,7 +26,7 @@ from groupwise.learner.checkpoint import (
     verify,
     write_checkpoint,
 )
-from groupwise.learner.optimizer import CPUAdamW
+from groupwise.learner.cpu_adamw import CPUAdamW
 from groupwise.model.distributed.deepspeed_zero import without_masters
 from groupwise.model.distributed.fsdp import FSDPShards, local
 from groupwise.model.policy import Policy
