@@ -26,6 +26,7 @@ from groupwise.errors import (
 )
 from groupwise.records import Example, Rollout
 from groupwise.rewards.worker import in_process
+from groupwise.rollout.environment import Environment, Reply
 from groupwise.rollout.tools import ToolResult
 from groupwise.tasks import (
     Task,
@@ -50,11 +51,13 @@ __all__ = [
     "CallbackError",
     "Config",
     "ConfigError",
+    "Environment",
     "Example",
     "GroupwiseError",
     "InvariantError",
     "LossSettings",
     "PromptEnv",
+    "Reply",
     "Rollout",
     "RolloutError",
     "RunControl",

@@ -140,10 +140,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One turn of the policy: its text and its tool calls."""
+    """One turn of the policy: its text, its tool calls, and what the environment replied."""
 
     text: str
     calls: tuple[Call, ...] = ()
+    observation: str = ""
+    """The environment's reply; empty for a turn that calls tools."""
+    reward: float = 0.0
+    """The environment's reward of this turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +164,7 @@ class Rollout:
     """The completion without special tokens; with several turns, the last one."""
     tokens: tuple[int, ...]
     trained: tuple[bool, ...]
-    """True for tokens sampled by the policy; False for prompts and tool results."""
+    """True for tokens sampled by the policy; False for prompts, tool results and replies."""
     logprobs: tuple[float, ...]
     """The sampler's log-probabilities; 0.0 for tokens that are not trained."""
     entropies: tuple[float, ...]
@@ -178,7 +182,7 @@ class Rollout:
     error: str | None = None
     """Why the rollout failed, or None. A failed rollout has no reward and is never trained on."""
     turns: tuple[Turn, ...] = ()
-    """All turns, for tasks with tools; empty for tasks without."""
+    """All turns, for tasks with tools or an environment; empty for others."""
     state: Any = field(default=None, compare=False, repr=False)
     """Final state of the tools, if the task has one. For rewards; never saved."""
 
@@ -246,10 +250,11 @@ class Rollout:
 
     @property
     def transcript(self) -> str:
-        """The policy's turns and the tool results between them, as readable text."""
+        """The policy's turns, and the tool results and replies between them, as readable text."""
         parts = []
         for turn in self.turns:
             parts += [turn.text, *(f"[{call.name or 'tool'}] {call.result}" for call in turn.calls)]
+            parts += [f"[environment] {turn.observation}"] if turn.observation else []
         return "\n".join(parts) if parts else self.text
 
     @property

@@ -78,7 +78,7 @@ class TalkingScript(Script):
         return super().encode(prompt)
 
     def encode_all_results(
-        self, turns: Sequence[Sequence[str]], *, prefill: str, ended: bool
+        self, turns: Sequence[Sequence[str]], *, prefill: str, ended: bool, role: str = "tool"
     ) -> list[tuple[int, ...]]:
         return [tuple("".join(results).encode()) for results in turns]
 

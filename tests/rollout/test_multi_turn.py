@@ -29,7 +29,9 @@ class Talk(Letters):
     def encode(self, prompt: object, *, tools: Any = ()) -> tuple[int, ...]:
         return tuple(map(ord, str(prompt)))
 
-    def encode_all_results(self, turns: Any, *, prefill: str, ended: bool) -> list[tuple[int, ...]]:
+    def encode_all_results(
+        self, turns: Any, *, prefill: str, ended: bool, role: str = "tool"
+    ) -> list[tuple[int, ...]]:
         assert ended
         return [tuple(map(ord, "".join(f"|{result}|" for result in results))) for results in turns]
 

@@ -181,7 +181,7 @@ def evaluate_command(
     from groupwise.evaluate.held_out import make_writable
     from groupwise.evaluate.strategies import strategy_named
 
-    tools = any(job.task.tools for job in jobs)
+    tools = any(job.task.is_multi_turn for job in jobs)
     strategies = {name: strategy_named(name, tools=tools) for name in options.strategies}
     if (folder := folder_for(resolved, options)) is not None:
         make_writable(folder)
@@ -340,7 +340,6 @@ def load_target(target: Target, config: Config) -> tuple[Policy, Engine]:
 
 def run_job(job: EvalJob, policy: Policy, engine: Engine) -> Evaluation:
     from groupwise.evaluate.held_out import evaluate
-    from groupwise.rollout.collect import Tools
 
     return evaluate(
         job.task,
@@ -351,7 +350,7 @@ def run_job(job: EvalJob, policy: Policy, engine: Engine) -> Evaluation:
         samples=job.samples,
         seed=job.seed,
         seconds=job.reward_seconds,
-        tools=Tools.of(job.task.tools, job.tools, state=job.task.state),
+        tools=job.task.multi_turn(job.tools),
     )
 
 
@@ -360,14 +359,13 @@ def strategy_results(
 ) -> dict[str, Any]:
     """Return accuracy and tokens per question of each test-time strategy."""
     from groupwise.evaluate.strategies import Sampler, spend
-    from groupwise.rollout.collect import Tools
 
     draws = Sampler(
         codec=policy,
         engine=engine,
         sampling=job.sampling,
         seed=job.seed,
-        tools=Tools.of(job.task.tools, job.tools, state=job.task.state),
+        tools=job.task.multi_turn(job.tools),
     )
     results = {
         name: spend(strategy, job.task, job.examples, draws=draws, seconds=job.reward_seconds)

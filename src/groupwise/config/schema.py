@@ -174,18 +174,18 @@ class OptimConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolsConfig:
-    """Multi-turn rollouts of tasks with tools. Tasks without tools have a single turn."""
+    """Multi-turn rollouts of tasks with tools or an environment. Other tasks have a single turn."""
 
     max_turns: int = 4
     """Maximum turns of the policy per rollout; `rollout.max_tokens` limits each turn."""
     max_calls: int = 8
     """Maximum tool calls per rollout; further calls return an error to the policy."""
     max_tokens: int = 640
-    """Maximum tokens after the prompt, tool results included. A turn starts only if it fits."""
+    """Maximum tokens after the prompt, with tool results and replies. A turn starts only if it fits."""
     seconds: float = 10.0
-    """Time limit of one tool call."""
+    """Time limit of one tool call, or of one reply of an environment."""
     result_characters: int = 4000
-    """Maximum length of a tool result; longer results are truncated."""
+    """Maximum length of a tool result or a reply; longer ones are truncated."""
     overlap: bool | None = None
     """Run tools while generation continues. None: on a GPU, or if a tool is async. Set it to false for
     bitwise reproducible runs."""

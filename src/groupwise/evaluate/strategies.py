@@ -49,7 +49,7 @@ class Sampler:
     tools: Tools | None = None
     """Tools that the policy may call. None: single-turn answers."""
     examples: Sequence[Example] = ()
-    """The examples of the prompts, in order, for tools that need a state."""
+    """The examples of the prompts, in order, for a state or an environment."""
 
     def draw(
         self,
@@ -68,10 +68,10 @@ class Sampler:
             return []
         tools = self.tools if call_tools else None
         examples = [Example({"prompt": prompt}) for prompt in prompts]
-        if tools is not None and (state := tools.state) is not None:
+        if tools is not None and (tools.state is not None or tools.environments is not None):
             pairs = zip(prompts, self.examples, strict=True)
             examples = [Example({"prompt": prompt, "about": dict(example)}) for prompt, example in pairs]
-            tools = replace(tools, state=lambda example: state(Example(example["about"])))
+            tools = replace(tools, original=lambda example: Example(example["about"]))
         groups = collect(
             examples,
             ask=lambda example: example["prompt"],

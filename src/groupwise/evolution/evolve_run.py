@@ -349,7 +349,9 @@ def check_supported(config: Config, task: Task) -> None:
         raise ConfigError("members of a population are adapters: set lora.r, for example lora.r=16")
     if config.run.callbacks:
         raise ConfigError("run.callbacks requires groupwise train; populations have no callbacks")
-    if task.tools:
-        raise ConfigError(f"task {task.name} has tools; populations do not support tools yet")
+    if task.is_multi_turn:
+        raise ConfigError(
+            f"task {task.name} has tools or an environment; populations support single-turn tasks only"
+        )
     if config.engine.kind != "own":
         raise ConfigError("a population requires groupwise's own engine: set engine.kind=own")

@@ -140,8 +140,10 @@ class PromptEnv(Gym):
         self.task = load_task(self._config.task) if isinstance(task, str) else task
         if prompt is not None:
             self.task = replace(self.task, prompt=prompt)
-        if self.task.tools:
-            raise ConfigError(f"task {self.task.name} has tools; PromptEnv supports single-turn tasks only")
+        if self.task.is_multi_turn:
+            raise ConfigError(
+                f"task {self.task.name} has tools or an environment; PromptEnv requires a single-turn task"
+            )
         self.batch_size, self.group_size = batch_size, group_size
         self._collate = collate
         self.split = self.task.split(self._config.task, self._config.run.seed)

@@ -60,11 +60,16 @@ class TokenizerCodec:
         return self.encode_all_results([results], prefill=prefill, ended=ended)[0]
 
     def encode_all_results(
-        self, turns: Sequence[Sequence[str]], *, prefill: str, ended: bool
+        self, turns: Sequence[Sequence[str]], *, prefill: str, ended: bool, role: str = "tool"
     ) -> list[tuple[int, ...]]:
-        """`encode_results` for several turns, tokenized in one batch."""
+        """`encode_results` for several turns, tokenized in one batch.
+
+        `role`: who speaks between the turns, the tools or the user (an environment).
+        """
         before = "" if ended else self.tokenizer.eos_token
-        texts = [before + between_turns(self.tokenizer, results, prefill=prefill) for results in turns]
+        texts = [
+            before + between_turns(self.tokenizer, results, prefill=prefill, role=role) for results in turns
+        ]
         batch = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         return [self._checked(ids) for ids in batch]
 
@@ -175,19 +180,25 @@ def as_user_turns(messages: Sequence[Message]) -> list[Message]:
     return merged
 
 
-def between_turns(tokenizer: Any, results: Sequence[str], *, prefill: str = "") -> str:
-    """Return the text between a turn's end token and the next turn: tool results and template text."""
+def between_turns(tokenizer: Any, results: Sequence[str], *, prefill: str = "", role: str = "tool") -> str:
+    """Return the text between a turn's end token and the next turn: tool results and template text.
+
+    Without a chat template, each text stands on lines of its own.
+    """
+    if tokenizer.chat_template is None:
+        return "".join(f"\n{result}\n" for result in results) + prefill
+    name = {"name": "tool"} if role == "tool" else {}
     messages: list[Message] = [
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": STAND_IN},
-        *({"role": "tool", "name": "tool", "content": result} for result in results),
+        *({"role": role, **name, "content": result} for result in results),
     ]
     tail = render(tokenizer, messages).partition(STAND_IN)[2]
     end: str = tokenizer.eos_token
     if not tail.startswith(end):
         raise ConfigError(
             f"the chat template ends an assistant turn with {tail[:20]!r}, not with the end token {end!r}; "
-            "tools cannot be used with this template"
+            "this template cannot be used for tools and environments"
         )
     return tail.removeprefix(end) + prefill
 

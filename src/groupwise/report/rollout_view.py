@@ -217,13 +217,15 @@ class RolloutView:
 
 
 def turn_segments(recorded: str | None) -> list[Record]:
-    """Return the policy's turns and the results of their tool calls, in order."""
+    """Return the policy's turns, the results of their tool calls and the environment's replies, in order."""
     segments: list[Record] = []
     for turn in json.loads(recorded or "[]"):
         segments.append({"policy": True, "text": turn["text"]})
         for call in turn["calls"]:
             about = {name: call.get(name) for name in ("name", "arguments", "error")}
             segments.append({"policy": False, "text": call["result"], **about})
+        if turn.get("observation"):
+            segments.append({"policy": False, "text": turn["observation"], "name": "environment"})
     return segments
 
 

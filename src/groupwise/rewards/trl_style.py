@@ -72,7 +72,7 @@ def batch_arguments(
 def as_trl(rollout: Rollout) -> tuple[Any, Any]:
     """Return (prompt, completion) as TRL represents them, with a prefill moved to the completion.
 
-    With tools, the completion is the whole conversation after the prompt, including calls and results.
+    With tools or an environment, the completion is the whole conversation after the prompt.
     """
     if isinstance(rollout.prompt, str):
         return rollout.prompt, rollout.transcript
@@ -88,4 +88,5 @@ def as_trl(rollout: Rollout) -> tuple[Any, Any]:
             ]
         completion.append(message)
         completion += [{"role": "tool", "name": call.name, "content": call.result} for call in turn.calls]
+        completion += [{"role": "user", "content": turn.observation}] if turn.observation else []
     return messages, completion

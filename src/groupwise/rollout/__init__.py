@@ -1,13 +1,14 @@
-"""Turn examples into groups of rollouts, with or without tools. Independent of the engine.
+"""Turn examples into groups of rollouts, of one turn or several. Independent of the engine.
 
 Modules in reading order:
 
     collect        generate one group of rollouts per example
-    multi_turn     rollouts with tools: some wait for tools while the engine continues the others
+    multi_turn     multi-turn rollouts: some wait for tools while the engine continues the others
     trajectory     the token stream of one rollout: append-only
     tools          turn a typed Python function into a tool
     tool_calls     parse tool calls in a completion
     tool_executor  call tools with a time limit, in this process or in a worker
+    environment    environments that reply to each turn, in this process or in a worker
 
 Anything with a `generate` method (`collect.Generate`) can generate the completions.
 """

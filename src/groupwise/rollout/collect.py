@@ -1,6 +1,6 @@
 """Turn examples into groups of rollouts: build requests, generate, and join prompts with completions.
 
-Works with anything that implements `Generate`. Tasks with tools run multi-turn conversations.
+Works with anything that implements `Generate`. Rollouts with tools or an environment are multi-turn.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from groupwise.config.schema import ToolsConfig
+from groupwise.errors import RolloutError
 from groupwise.invariants import check_stream_exact, check_token_exact
 from groupwise.records import Completion, Example, Group, Message, Request, Rollout, Sampling
+from groupwise.rollout.environment import EnvironmentExecutor, EnvironmentFactory
 from groupwise.rollout.multi_turn import ConversationLimits, Conversations
 from groupwise.rollout.tool_executor import ToolExecutor
 from groupwise.rollout.trajectory import Trajectory
@@ -39,7 +41,7 @@ class PromptCodec(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
-    """The tools of a task, with the limits and state of its conversations."""
+    """The tools and the environment of a task, with the limits and state of its conversations."""
 
     toolbox: ToolExecutor
     limits: ConversationLimits
@@ -48,6 +50,9 @@ class Tools:
     the engine is not bit-reproducible anyway."""
     state: Callable[[Example], Any] | None = None
     """Creates the state that the tools of one rollout operate on."""
+    environments: EnvironmentExecutor | None = None
+    original: Callable[[Example], Example] | None = None
+    """Returns the example of the task, where `collect` is given others with prompts of their own."""
 
     @classmethod
     def of(
@@ -56,11 +61,18 @@ class Tools:
         config: ToolsConfig,
         *,
         state: Callable[[Example], Any] | None = None,
+        environment: EnvironmentFactory | None = None,
     ) -> Tools | None:
-        """Prepare a task's tools; return None for a task without tools."""
-        if not functions:
+        """Prepare a task's tools and environment; return None for a task without either."""
+        if not functions and environment is None:
             return None
+        environments = None
+        if environment is not None:
+            environments = EnvironmentExecutor(
+                environment, seconds=config.seconds, characters=config.result_characters
+            )
         return cls(
+            environments=environments,
             toolbox=ToolExecutor.of(functions, seconds=config.seconds, characters=config.result_characters),
             limits=ConversationLimits(
                 turns=config.max_turns, calls=config.max_calls, tokens=config.max_tokens
@@ -69,8 +81,40 @@ class Tools:
             state=state,
         )
 
-    def fresh_state(self, example: Example) -> Any:
-        return None if self.state is None else self.state(example)
+    @property
+    def asynchronous(self) -> bool:
+        return self.toolbox.asynchronous or (self.environments is not None and self.environments.asynchronous)
+
+    def trajectories(
+        self, example: Example, *, prompt: Prompt, tokens: tuple[int, ...], members: int
+    ) -> list[Trajectory]:
+        """Start the rollouts of one example, each with its own state and environment."""
+        about = example if self.original is None else self.original(example)
+        streams = []
+        for member in range(members):
+            stream = Trajectory(tokens, prompt, member, None if self.state is None else self.state(about))
+            if self.environments is not None:
+                try:
+                    stream.episode = self.environments.start(about)
+                except RolloutError as error:
+                    stream.error = str(error)  # its first turn is generated with its group, and ends it
+            streams.append(stream)
+        return streams
+
+    def check_openings(self, streams: Sequence[Trajectory]) -> None:
+        """Fail rollouts whose environment began with another text than the prompt of their group."""
+        episodes = [stream.episode for stream in streams if stream.episode is not None]
+        if not episodes or self.environments is None:
+            return
+        expected = streams[0].prompt_messages if self.original is None else episodes[0].opening
+        for stream in streams:
+            if stream.episode is not None and stream.episode.opening != expected:
+                stream.error = (
+                    "environment: reset returned different texts for one example; derive all randomness from "
+                    "the example"
+                )
+                self.environments.close(stream.episode)
+                stream.episode = None
 
 
 def collect(
@@ -170,14 +214,15 @@ def collect_turns(
     seed_parts: tuple[int | str, ...],
     tools: Tools,
 ) -> list[Group]:
-    """Generate groups of multi-turn rollouts, which may call tools."""
+    """Generate groups of multi-turn rollouts, which may call tools or talk to an environment."""
     prompts = [ask(example) for example in examples]
-    schemas = tools.toolbox.schemas
+    encoded = [codec.encode(prompt, tools=tools.toolbox.schemas) for prompt in prompts]
     streams = [
-        [Trajectory(tokens, prompt, member, tools.fresh_state(example)) for member in range(group_size)]
-        for example, prompt in zip(examples, prompts, strict=True)
-        for tokens in [codec.encode(prompt, tools=schemas)]
+        tools.trajectories(example, prompt=prompt, tokens=tokens, members=group_size)
+        for example, prompt, tokens in zip(examples, prompts, encoded, strict=True)
     ]
+    for members in streams:
+        tools.check_openings(members)
 
     def seed(request: int, member: int, turn: int) -> int:
         later = (turn,) if turn else ()
@@ -189,15 +234,25 @@ def collect_turns(
     ]
     overlap = tools.overlap
     if overlap is None:
-        overlap = tools.toolbox.asynchronous or bool(getattr(engine, "unrepeatable", False))
+        overlap = tools.asynchronous or bool(getattr(engine, "unrepeatable", False))
     conversations = Conversations(
-        streams, seed, tools.toolbox, codec, tools.limits, sampling, overlap=overlap
+        streams,
+        seed,
+        tools.toolbox,
+        codec,
+        tools.limits,
+        sampling,
+        overlap=overlap,
+        environments=tools.environments,
     )
     converse = getattr(engine, "converse", None)
-    if converse is None:
-        in_rounds(engine, requests, sampling, conversations)
-    else:
-        converse(requests, sampling, conversations, tokens=tools.limits.tokens, turns=tools.limits.turns)
+    try:
+        if converse is None:
+            in_rounds(engine, requests, sampling, conversations)
+        else:
+            converse(requests, sampling, conversations, tokens=tools.limits.tokens, turns=tools.limits.turns)
+    finally:
+        conversations.close()
     groups = []
     for example, members in zip(examples, streams, strict=True):
         rollouts = tuple(stream.rollout() for stream in members)

@@ -1,7 +1,8 @@
-"""Multi-turn rollouts with tools: some wait for their tools while the engine continues the others."""
+"""Multi-turn rollouts: some wait for tools or an environment while the engine continues the others."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,13 +12,14 @@ from typing import Protocol
 
 from groupwise.errors import RolloutError
 from groupwise.records import Call, Completion, Message, Request, Sampling, Turn
+from groupwise.rollout.environment import EnvironmentExecutor, Reply
 from groupwise.rollout.tool_calls import ParsedToolCall, read_calls
 from groupwise.rollout.tool_executor import ToolExecutor
 from groupwise.rollout.trajectory import Trajectory
 
 
 class ToolCodec(Protocol):
-    """Converts between text and tokens, for conversations with tools."""
+    """Converts between text and tokens, for conversations of several turns."""
 
     end_tokens: frozenset[int]
 
@@ -26,7 +28,7 @@ class ToolCodec(Protocol):
     ) -> tuple[int, ...]: ...
 
     def encode_all_results(
-        self, turns: Sequence[Sequence[str]], *, prefill: str, ended: bool
+        self, turns: Sequence[Sequence[str]], *, prefill: str, ended: bool, role: str
     ) -> list[tuple[int, ...]]: ...
 
     def decode(self, tokens: Sequence[int]) -> str: ...
@@ -41,29 +43,32 @@ class ConversationLimits:
     calls: int
     """Maximum number of tool calls."""
     tokens: int
-    """Maximum number of tokens after the prompt, including tool results and template tokens."""
+    """Maximum number of tokens after the prompt: also tool results, replies and template tokens."""
 
 
 @dataclass(frozen=True, slots=True)
-class ToolMessages:
-    """The tool results that the policy reads between two of its turns."""
+class ContextMessages:
+    """What the policy reads between two of its turns: tool results, or the reply of an environment."""
 
     results: tuple[str, ...]
+    role: str
+    """`tool`, or `user` for an environment."""
     prefill: str
     ended: bool
     """Whether the previous turn ended with its end token."""
 
 
-Answer = tuple[tuple[int, int], tuple[Call, ...] | RolloutError]
-"""A (request, member) and its completed calls, or the failure of a tool."""
+Answer = tuple[Call, ...] | Reply | RolloutError
+"""Completed calls, or an environment's reply, or why the rollout failed."""
 
 
 @dataclass(slots=True)
 class Conversations:
     """All rollouts in progress: takes finished turns from the engine and returns the turns to generate next.
 
-    A turn without calls ends a rollout, and so do the limits; the stream then ends with the policy's tokens.
-    Nothing is sampled twice: a call that fails gets the error message as its result.
+    A turn without calls goes to the environment, or ends the rollout if there is none. The limits end a
+    rollout too; the stream then ends with the policy's tokens. The environment replies to the last turn as
+    well, for its reward. Nothing is sampled twice: a call that fails gets the error message as its result.
 
     The toolbox counts the time that tools cost: the time during which nothing else runs, plus the CPU time of
     threads that run alongside the engine, which is the most they can take from it.
@@ -79,38 +84,63 @@ class Conversations:
     sampling: Sampling
     overlap: bool
     """Whether tools run in threads alongside the engine, and finish in any order, or between its steps."""
+    environments: EnvironmentExecutor | None = None
     _followed: list[tuple[int, int]] = field(default_factory=list)
     """The (request, member) of each follow-up turn submitted to the engine."""
     _last: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     """The engine's (request, member) of each rollout's last turn."""
     _ready: list[Request] = field(default_factory=list)
-    _encoded: dict[ToolMessages, tuple[int, ...]] = field(default_factory=dict)
+    _encoded: dict[ContextMessages, tuple[int, ...]] = field(default_factory=dict)
     _running: dict[tuple[int, int, int], tuple[float, list[ParsedToolCall]]] = field(default_factory=dict)
-    """Start time and calls of each running thread, by (request, member, turn)."""
-    _arrived: SimpleQueue[tuple[tuple[int, int, int], tuple[Call, ...] | RolloutError]] = field(
-        default_factory=SimpleQueue
-    )
+    """Deadline and calls of each running thread, by (request, member, turn)."""
+    _arrived: SimpleQueue[tuple[tuple[int, int, int], Answer]] = field(default_factory=SimpleQueue)
 
     def finished(self, request: int, member: int, completion: Completion) -> None:
-        """Add a finished turn and start its tool calls."""
+        """Add a finished turn; start its tool calls, or ask the environment for a reply."""
         first = len(self.streams)
         key = (request, member) if request < first else self._followed[request - first]
         self._last[key] = (request, member)
         stream = self.streams[key[0]][key[1]]
         stream.append_completion(completion)
         text = self.codec.decode(completion.tokens)
-        parsed_calls = read_calls(text) if completion.finish != "length" else []
+        parsed_calls = read_calls(text) if self.toolbox.tools and completion.finish != "length" else []
         stream.turns.append(Turn(text=text))
-        if not parsed_calls or len(stream.turns) >= self.limits.turns:
+        if stream.episode is None and (not parsed_calls or self._is_last(stream)):
             return
-        if self.overlap:
+        if parsed_calls and self._is_last(stream):
+            self._close(stream)
+            return
+        if self.overlap and (parsed_calls or self._concurrent):
             turn = (*key, len(stream.turns))
-            self._running[turn] = (time.monotonic(), parsed_calls)
-            threading.Thread(target=self._run_tools, args=(turn, parsed_calls), daemon=True).start()
+            # The worker or the event loop enforces the time limit of an environment.
+            seconds = self.toolbox.seconds_each * len(parsed_calls) if parsed_calls else math.inf
+            self._running[turn] = (time.monotonic() + seconds, parsed_calls)
+            threading.Thread(target=self._run, args=(turn, parsed_calls), daemon=True).start()
         else:
             started = time.perf_counter()
             self._append_results([(key, self._answer(key, parsed_calls))])
             self.toolbox.spend(time.perf_counter() - started)
+
+    def _is_last(self, stream: Trajectory) -> bool:
+        """Whether the limits end the rollout after its current turn."""
+        return stream.finish == "length" or len(stream.turns) >= self.limits.turns
+
+    @property
+    def _concurrent(self) -> bool:
+        return self.environments is not None and self.environments.concurrent
+
+    def close(self) -> None:
+        """Close the environments of all rollouts that have not ended."""
+        for members in self.streams:
+            for stream in members:
+                self._close(stream)
+
+    def _close(self, stream: Trajectory) -> None:
+        """Close the environment of a rollout that has ended."""
+        if stream.episode is not None:
+            assert self.environments is not None
+            self.environments.close(stream.episode)
+            stream.episode = None
 
     @property
     def waiting(self) -> bool:
@@ -126,34 +156,37 @@ class Conversations:
         ready, self._ready = self._ready, []
         return ready
 
-    def _answer(
-        self, key: tuple[int, int], parsed_calls: Sequence[ParsedToolCall]
-    ) -> tuple[Call, ...] | RolloutError:
+    def _answer(self, key: tuple[int, int], parsed_calls: Sequence[ParsedToolCall]) -> Answer:
+        """Execute the calls of a turn; a turn without calls gets the environment's reply."""
         stream = self.streams[key[0]][key[1]]
         try:
+            if not parsed_calls:
+                assert self.environments is not None
+                assert stream.episode is not None
+                return self.environments.reply(stream.episode, stream.turns[-1].text)
             allowed = self.limits.calls - stream.calls
             return self.toolbox.answer(parsed_calls, allowed=allowed, state=stream.state, beside=self.overlap)
         except RolloutError as error:
-            return error
+            return error if not parsed_calls else RolloutError(f"tool: {error}")
 
-    def _run_tools(self, turn: tuple[int, int, int], parsed_calls: Sequence[ParsedToolCall]) -> None:
+    def _run(self, turn: tuple[int, int, int], parsed_calls: Sequence[ParsedToolCall]) -> None:
         answer = self._answer(turn[:2], parsed_calls)
         self.toolbox.spend(time.thread_time())  # CPU time since the thread started
         self._arrived.put((turn, answer))
 
-    def _arrivals(self, *, wait: bool) -> Iterator[Answer]:
+    def _arrivals(self, *, wait: bool) -> Iterator[tuple[tuple[int, int], Answer]]:
         """Yield the results of finished threads; with `wait`, block until a result or a timeout."""
         while self._running:
-            since, parsed_calls = next(iter(self._running.values()))
-            left = since + self.toolbox.seconds_each * len(parsed_calls) - time.monotonic()
+            first = min(self._running, key=lambda turn: self._running[turn][0])
+            left = self._running[first][0] - time.monotonic()
+            patience = None if math.isinf(left) else max(left, 0.001)
             try:
-                turn, calls = self._arrived.get(block=wait and left > 0, timeout=max(left, 0.001))
+                turn, calls = self._arrived.get(block=wait and left > 0, timeout=patience)
             except Empty:
                 if left > 0 and not wait:
                     return
                 if left <= 0:
-                    turn, (_, late) = next(iter(self._running.items()))
-                    del self._running[turn]
+                    turn, (_, late) = first, self._running.pop(first)
                     yield turn[:2], self.toolbox.timed_out(late)
                     wait = False
                 continue
@@ -161,19 +194,28 @@ class Conversations:
                 yield turn[:2], calls
                 wait = False
 
-    def _append_results(self, answers: Sequence[Answer]) -> None:
-        """Append tool results and create the next turns, if the limits allow one."""
-        pending: list[tuple[tuple[int, int], ToolMessages]] = []
-        for key, calls in answers:
+    def _append_results(self, answers: Sequence[tuple[tuple[int, int], Answer]]) -> None:
+        """Append tool results and replies, and create the next turns, if the limits allow one."""
+        pending: list[tuple[tuple[int, int], ContextMessages]] = []
+        for key, answer in answers:
             stream = self.streams[key[0]][key[1]]
-            if isinstance(calls, RolloutError):
-                stream.error = f"tool: {calls}"
+            text = stream.turns[-1].text
+            results: tuple[str, ...]
+            if isinstance(answer, RolloutError):
+                stream.error = str(answer)
+                self._close(stream)
                 continue
-            stream.turns[-1] = Turn(text=stream.turns[-1].text, calls=calls)
-            results = tuple(call.result for call in calls)
-            pending.append(
-                (key, ToolMessages(results, prefill_of(stream.prompt_messages), stream.finish == "end"))
-            )
+            if isinstance(answer, Reply):
+                stream.turns[-1] = Turn(text=text, observation=answer.text, reward=answer.reward)
+                if answer.done or self._is_last(stream):
+                    self._close(stream)
+                    continue
+                results, role = (answer.text,), "user"
+            else:
+                stream.turns[-1] = Turn(text=text, calls=answer)
+                results, role = tuple(call.result for call in answer), "tool"
+            prefill = prefill_of(stream.prompt_messages)
+            pending.append((key, ContextMessages(results, role, prefill, stream.finish == "end")))
         self._encode([messages for _, messages in pending])
         for key, messages in pending:
             self._next_turn(key, self._encoded[messages])
@@ -183,6 +225,7 @@ class Conversations:
         room = self.limits.tokens - len(stream.tokens) - len(results)
         if room < self.sampling.max_tokens:
             stream.finish = "length"
+            self._close(stream)
             return
         stream.append_context(results)
         self._followed.append(key)
@@ -190,13 +233,14 @@ class Conversations:
         prompt = (*stream.prompt, *stream.tokens)
         self._ready.append(Request(prompt=prompt, seeds=(seed,), continues=self._last[key]))
 
-    def _encode(self, pending: Sequence[ToolMessages]) -> None:
-        """Tokenize results in batches of equal prefill and ending, and cache them: members share many."""
+    def _encode(self, pending: Sequence[ContextMessages]) -> None:
+        """Tokenize messages in batches of one kind, and cache them: members share many."""
         new = [one for one in dict.fromkeys(pending) if one not in self._encoded]
-        for prefill, ended in dict.fromkeys((one.prefill, one.ended) for one in new):
-            same_kind = [one for one in new if (one.prefill, one.ended) == (prefill, ended)]
+        for kind in dict.fromkeys((one.role, one.prefill, one.ended) for one in new):
+            role, prefill, ended = kind
+            same_kind = [one for one in new if (one.role, one.prefill, one.ended) == kind]
             texts = [one.results for one in same_kind]
-            tokens = self.codec.encode_all_results(texts, prefill=prefill, ended=ended)
+            tokens = self.codec.encode_all_results(texts, prefill=prefill, ended=ended, role=role)
             self._encoded.update(zip(same_kind, tokens, strict=True))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from groupwise.records import Completion, Finish, Message, Rollout, Turn
+from groupwise.rollout.environment import Episode
 
 
 @dataclass(slots=True)
@@ -19,6 +20,8 @@ class Trajectory:
     member: int
     state: Any = None
     """The state of this rollout's tools."""
+    episode: Episode | None = None
+    """The environment of this rollout, while it runs."""
     tokens: list[int] = field(default_factory=list)
     """Tokens after the prompt; the next three fields are parallel to it."""
     trained: list[bool] = field(default_factory=list)
@@ -41,7 +44,7 @@ class Trajectory:
         self.finish = completion.finish
 
     def append_context(self, tokens: Sequence[int]) -> None:
-        """Append tokens that the policy did not sample: tool results and template tokens."""
+        """Append tokens that the policy did not sample: results, replies, template tokens."""
         zeros = (0.0,) * len(tokens)
         self._append(tokens, (False,) * len(tokens), zeros, zeros)
 

@@ -14,6 +14,7 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from groupwise.rewards.runner import IsolatedReward
+from groupwise.rollout.environment import IsolatedEnvironment
 from groupwise.rollout.tool_executor import IN_WORKER
 from groupwise.tasks.task import Task
 
@@ -28,7 +29,7 @@ def code_of(task: Task) -> dict[str, str]:
     Functions of this package are excluded: they change with its version, not by the user.
     """
     parts: dict[str, Any] = {f"reward {name}": function for name, function in task.rewards.items()}
-    parts |= {"prompt": task.prompt, "state": task.state}
+    parts |= {"prompt": task.prompt, "state": task.state, "environment": task.environment}
     parts |= {f"tool {tool.__name__}": tool for tool in task.tools}
     texts = {name: text for name, function in parts.items() if (text := source_of(function))}
     if texts:
@@ -78,6 +79,8 @@ def plain_function(value: Any) -> Any:
         return plain_function(value.func)
     if isinstance(value, IsolatedReward):
         return plain_function(value.function)
+    if isinstance(value, IsolatedEnvironment):
+        return plain_function(value.make)
     if hasattr(value, IN_WORKER):
         return plain_function(value.__wrapped__)
     if isinstance(value, MethodType):

@@ -1,4 +1,4 @@
-"""Run a task's rewards and tools in a worker process, and try the rewards before a model loads."""
+"""Run a task's rewards, tools and environment in a worker process; try the rewards before a model loads."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ from groupwise.records import Example, Group, Rollout, Turn
 from groupwise.rewards.runner import IsolatedReward, RewardContext, reward_job, score_within
 from groupwise.rewards.time_limit import TimeLimits
 from groupwise.rewards.worker import Job, Worker, cannot_fork, is_movable
+from groupwise.rollout.environment import (
+    JOB,
+    EnvironmentExecutor,
+    EnvironmentFactory,
+    IsolatedEnvironment,
+    environment_job,
+)
 from groupwise.rollout.tool_executor import isolated_tool, tool_job
 from groupwise.rollout.tools import tool_of
 from groupwise.tasks.self_test import gold_of
@@ -55,32 +62,36 @@ def trial_rollout(task: Task, example: Example) -> Rollout:
         entropies=(0.0, 0.0),
         prompt_length=1,
         finish="end",
-        turns=(Turn(text=text),) if task.tools else (),
+        turns=(Turn(text=text),) if task.is_multi_turn else (),
         state=None if task.state is None else task.state(example),
     )
 
 
 @contextmanager
 def isolated(task: Task) -> Iterator[Task]:
-    """Yield the task with its rewards and tools in a worker process, where possible.
+    """Yield the task with its rewards, tools and environment in a worker process, where possible.
 
     Enter before CUDA is initialized, because the worker is forked. Functions of this package, functions
-    marked `in_process` and tools that take a `state` stay in this process. If the process must not fork, all
-    functions stay.
+    marked `in_process`, tools that take a `state` and asynchronous environments stay in this process. If the
+    process must not fork, all functions stay.
     """
     rewards = {name: function for name, function in task.rewards.items() if is_movable(function)}
     tools = [
         function for function in task.tools if is_movable(function) and not tool_of(function).takes_state
     ]
-    if not rewards and not tools:
+    environment = movable_environment(task)
+    if not rewards and not tools and environment is None:
         yield task
         return
     if reason := cannot_fork():
-        LOGGER.warning("the rewards and tools of %s run in the trainer's process: %s", task.name, reason)
+        LOGGER.warning(
+            "the rewards, tools and environment of %s run in the trainer's process: %s", task.name, reason
+        )
         yield task
         return
     jobs: dict[str, Job] = {f"reward {name}": reward_job(function) for name, function in rewards.items()}
     jobs |= {f"tool {tool_of(function).name}": tool_job(function) for function in tools}
+    jobs |= {} if environment is None else {JOB: environment_job(environment)}
     with Worker(jobs) as worker:
 
         def moved(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,4 +104,18 @@ def isolated(task: Task) -> Iterator[Task]:
                 for name, function in task.rewards.items()
             },
             tools=[moved(function) for function in task.tools],
+            environment=task.environment if environment is None else IsolatedEnvironment(environment, worker),
+            prompt=task.prompt if environment is None else None,
         )
+
+
+def movable_environment(task: Task) -> EnvironmentFactory | None:
+    """Return the environment of a task if it can run in a worker."""
+    make = task.environment
+    if (
+        make is None
+        or getattr(make, "in_process", False)
+        or EnvironmentExecutor(make, seconds=1).asynchronous
+    ):
+        return None
+    return make

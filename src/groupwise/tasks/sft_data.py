@@ -328,6 +328,11 @@ def held_out_of(config: Config, task: Task) -> tuple[Example, ...]:
 
 def of_task(task: Task, *, config: Config) -> Demonstrations:
     """Return worked answers to the task's training examples, or else its gold answers."""
+    if task.environment is not None:
+        raise ConfigError(
+            f"task {task.name} has an environment, and its examples have no conversations to imitate; use "
+            "--data with chats, or --from-run"
+        )
     if task.tools and task.worked is None:
         raise ConfigError(
             f"task {task.name} has tools but no worked answers. Its gold answers call no tools, so imitating "

@@ -11,10 +11,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupwise.config.schema import TaskConfig
+from groupwise.config.schema import TaskConfig, ToolsConfig
 from groupwise.errors import ConfigError
 from groupwise.records import Example, Message, Rollout
 from groupwise.rewards.runner import RewardFunction, weighted_sum
+from groupwise.rollout.collect import Tools
+from groupwise.rollout.environment import (
+    JOB,
+    EnvironmentFactory,
+    Openings,
+    check_environment,
+    environment_reward,
+)
 from groupwise.rollout.tools import tool_of
 from groupwise.tasks.examples import Columns, ExampleStream, Split, as_examples, split_rows, split_stream
 
@@ -28,9 +36,10 @@ class Task:
     name: str
     examples: Sequence[Mapping[str, Any]] | ExampleStream
     """Rows (see `load_examples`), or a stream that generates them."""
-    prompt: Callable[[Example], Prompt]
-    """Returns a string or chat messages. A final assistant message is a prefill to continue."""
-    rewards: Mapping[str, RewardFunction]
+    prompt: Callable[[Example], Prompt] | None = None
+    """Returns a string or chat messages. A final assistant message is a prefill to continue. A task with an
+    environment has none: the environment's `reset` returns it."""
+    rewards: Mapping[str, RewardFunction] = field(default_factory=dict)
     """Reward functions by name, in either style that `rewards.runner` describes."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """Weight of each reward in the sum. Default: 1. A reward of weight 0 is only a metric."""
@@ -67,10 +76,15 @@ class Task:
     """Functions with type annotations that the policy may call."""
     state: Callable[[Example], Any] | None = None
     """Creates the state of a rollout. Tools receive it as `state`; rewards read `rollout.state`."""
+    environment: EnvironmentFactory | None = None
+    """A class or factory of environments, which reply to each turn of the policy: see `gw.Environment`. The
+    sum of an environment's rewards is the reward `environment`, the first one of the task."""
 
     def __post_init__(self) -> None:
         if not self.name:
             raise ConfigError("a task requires a name")
+        if self.environment is not None:
+            self.set_environment(self.environment)
         if not callable(self.prompt):
             raise ConfigError(
                 f"task {self.name}: prompt must be a function that takes an example; got {self.prompt!r}"
@@ -86,6 +100,27 @@ class Task:
         if self.held_out is not None:
             rows = as_examples(self.held_out, source=f"task {self.name}: held_out")
             object.__setattr__(self, "held_out", tuple(rows))
+
+    def set_environment(self, make: EnvironmentFactory) -> None:
+        """Take the prompt and the first reward from the environment."""
+        check_environment(make, task=self.name)
+        if self.prompt is not None and not isinstance(self.prompt, Openings):
+            raise ConfigError(
+                f"task {self.name} has an environment, whose reset returns the prompt; leave out `prompt`"
+            )
+        if self.prompt is None:
+            object.__setattr__(self, "prompt", Openings(make))
+        if JOB not in self.rewards:
+            object.__setattr__(self, "rewards", {JOB: environment_reward, **self.rewards})
+
+    @property
+    def is_multi_turn(self) -> bool:
+        """Whether a rollout may have several turns."""
+        return bool(self.tools) or self.environment is not None
+
+    def multi_turn(self, config: ToolsConfig) -> Tools | None:
+        """Return what multi-turn rollouts of this task need, or None for a single-turn task."""
+        return Tools.of(self.tools, config, state=self.state, environment=self.environment)
 
     def check_rewards(self) -> None:
         """Check that rewards are callable and that weights, accuracy and format name existing rewards."""
@@ -111,6 +146,7 @@ class Task:
 
     def ask(self, example: Example) -> Prompt:
         """Return the prompt for an example, after checking it."""
+        assert self.prompt is not None
         try:
             prompt = self.prompt(example)
         except ConfigError:

@@ -26,7 +26,7 @@ from groupwise.records import Example, Group, Rollout
 from groupwise.rewards.llm_judge import spent_by_judges
 from groupwise.rewards.runner import RewardContext, TrainerState, score_within, weighted_sum
 from groupwise.rewards.time_limit import TimeLimit, TimeLimits
-from groupwise.rollout.collect import Generate, PromptCodec, Tools, collect
+from groupwise.rollout.collect import Generate, PromptCodec, collect
 from groupwise.seeds import derive_seed
 from groupwise.tasks import ExampleStream, Split, Task
 from groupwise.training.callbacks import Callbacks
@@ -224,7 +224,7 @@ class Collector:
         """Called when a reward has taken longer than its limit."""
         if config.rollout.curriculum > 1:
             check_kinds(task, split)
-        self.tools = Tools.of(task.tools, config.tools, state=task.state)
+        self.tools = task.multi_turn(config.tools)
         self.held_out = {task.asks(example) for example in split.held_out}
         self.failures: dict[str, str] = {}
         """The first failure of each reward in this process, with its traceback."""

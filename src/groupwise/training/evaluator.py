@@ -13,7 +13,6 @@ from groupwise.invariants import check_undisturbed
 from groupwise.model.policy import Policy
 from groupwise.parallel.processes import Processes
 from groupwise.records import Example
-from groupwise.rollout.collect import Tools
 from groupwise.tasks import Task
 from groupwise.tracking.run_folder import RunFolder, step_name
 from groupwise.training.resume import RunState, TrainedState, fingerprint
@@ -41,7 +40,7 @@ class Evaluator:
         self.examples = () if config.evaluate.skip else examples
         self.codec = codec
         self.engine = engine
-        self.tools = None if task is None else Tools.of(task.tools, config.tools, state=task.state)
+        self.tools = None if task is None else task.multi_turn(config.tools)
         self.folder = folder
         self.before: Evaluation | None = None
         self.after: Evaluation | None = None

@@ -27,7 +27,7 @@ class PromptLimit:
         context, answer = policy.context_length, config.rollout.max_tokens
         self.reason = f"the model's context of {context} and rollout.max_tokens={answer} leave"
         self.remedy = "lower rollout.max_tokens, shorten the prompts or use a model with a longer context"
-        if task.tools and config.tools.max_tokens > answer:
+        if task.is_multi_turn and config.tools.max_tokens > answer:
             answer = config.tools.max_tokens
             self.reason = f"the model's context of {context} and tools.max_tokens={answer} leave"
             self.remedy = self.remedy.replace("rollout.max_tokens", "tools.max_tokens")

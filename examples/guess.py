@@ -1,0 +1,26 @@
+"""A text game: guess the number. `groupwise train guess.py --model …`, or `python guess.py`."""
+
+import re
+
+import groupwise as gw
+
+
+class Guess:
+    """The environment of one rollout. It sees each turn of the policy and replies."""
+
+    def reset(self, example: gw.Example) -> str:
+        self.number = example["number"]
+        return f"Game {example['game']}: guess my number from 1 to 9."
+
+    def reply(self, text: str) -> str | gw.Reply:
+        guess = int((re.search(r"[1-9]", text) or "0")[0])
+        if guess == self.number:
+            return gw.Reply("Right.", reward=1.0, done=True)
+        return gw.Reply("Higher." if guess < self.number else "Lower.", reward=-0.1)
+
+
+games = [{"game": n, "number": n * 7 % 9 + 1} for n in range(200)]
+task = gw.Task(name="guess", examples=games, environment=Guess)
+if __name__ == "__main__":
+    turns = {"max_tokens": 6, "stop": list("123456789"), "temperature": 1.0}
+    gw.train(task, max_steps=40, tools={"max_turns": 4, "max_tokens": 120}, rollout=turns)

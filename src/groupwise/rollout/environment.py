@@ -1,0 +1,323 @@
+"""Environments: objects that reply to each turn of the policy.
+
+    class Guess:
+        def reset(self, example: gw.Example) -> str:
+            self.number = example["number"]
+            return "I chose a number from 1 to 9. Guess it."
+
+        def reply(self, text: str) -> str | gw.Reply:
+            if text.strip() == str(self.number):
+                return gw.Reply(reward=1.0, done=True)
+            return "No. Guess again."
+
+Each rollout has an environment of its own. `reset` returns the prompt, as text or as chat messages. It must
+be the same for every rollout of an example. `reply` returns the text that the policy reads next, a `Reply`,
+or None, which ends the rollout. Both may be `async`. An exception or a time-out fails the rollout.
+
+Environments run in the worker process of the task's rewards and tools. If one of them terminates that worker,
+the others are rebuilt: `reset` and the turns so far are repeated, and must give the same replies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from itertools import count
+from typing import Any, Protocol
+
+from groupwise.errors import ConfigError, RolloutError
+from groupwise.records import Example, Message, Rollout
+from groupwise.rewards.runner import BadValueError, as_reward, as_rollout_error
+from groupwise.rewards.time_limit import TimeLimitReached, TimeLimits, Watched
+from groupwise.rewards.worker import Job, UnmovableError, Worker, WorkerLost, described
+from groupwise.tracking.run_log import LOGGER
+
+GRACE_SECONDS = 1.0
+"""How long after its time limit a coroutine may take to stop."""
+JOB = "environment"
+"""Name of the worker's job, and of the reward that is the sum of an environment's rewards."""
+OPENING_SECONDS = 60.0
+"""Time limit of a `reset` that only asks for a prompt."""
+OPENING_ATTEMPTS = 3
+MAX_OPENINGS = 2**16
+"""Number of prompts that are kept."""
+
+Opening = str | Sequence[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What an environment replies to a turn of the policy."""
+
+    text: str = ""
+    """What the policy reads next; at the end of a rollout it is only recorded."""
+    reward: float = 0.0
+    """Reward of the turn. The reward `environment` of a rollout is the sum over its turns."""
+    done: bool = False
+    """Whether the rollout ends."""
+
+
+class Environment(Protocol):
+    """The environment of one rollout. A method `close()` is optional; it is called when the rollout ends."""
+
+    def reset(self, example: Example, /) -> Any:
+        """Return the prompt: a string or a list of chat messages."""
+
+    def reply(self, text: str, /) -> Any:
+        """Return the reply to a turn: a string, a `Reply`, or None to end the rollout."""
+
+
+EnvironmentFactory = Callable[[], Environment]
+
+
+def environment_reward(rollout: Rollout, example: Example) -> float:
+    """Return the sum of the rewards that the environment gave to the turns of a rollout."""
+    return sum(turn.reward for turn in rollout.turns)
+
+
+class LiveEnvironments:
+    """The environments of one process, by key. Every operation returns JSON data."""
+
+    def __init__(self, make: EnvironmentFactory) -> None:
+        self.make = make
+        self.live: dict[int, Environment] = {}
+
+    def perform(
+        self, operation: str, key: int, argument: Any, *, seconds: float, watched: bool
+    ) -> dict[str, Any]:
+        """Perform one operation within its time limit; return its result, or `error` with the reason.
+
+        `watched`: nothing can kill this process from outside, so a watchdog stops it if user code hangs.
+        """
+        try:
+            with TimeLimits(seconds) as limit:
+                guard = Watched(limit, f"the environment {described(self.make)}") if watched else limit
+                with guard:
+                    return self._perform(operation, key, argument, seconds)
+        except (TimeLimitReached, TimeoutError):
+            self.live.pop(key, None)  # it may be in any condition
+            return {"error": f"{operation} took longer than {seconds:g} s"}
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # sys.exit() in an environment must end the rollout, not the run
+            failure = (
+                RolloutError(str(error)) if isinstance(error, BadValueError) else as_rollout_error(error)
+            )
+            return {"error": f"{operation}: {failure}", "trace": "".join(getattr(failure, "__notes__", ()))}
+
+    def _perform(self, operation: str, key: int, argument: Any, seconds: float) -> dict[str, Any]:
+        if operation == "reset":
+            environment = self.make()
+            opening = checked_opening(finished(environment.reset(argument), seconds))
+            self.live[key] = environment
+            return {"opening": opening}
+        if key not in self.live:
+            return {"lost": True}
+        if operation == "reply":
+            return asdict(checked_reply(finished(self.live[key].reply(argument), seconds)))
+        close = getattr(self.live.pop(key), "close", None)
+        finished(None if close is None else close(), seconds)
+        return {}
+
+
+def checked_opening(opening: Any) -> Any:
+    """Return what `reset` returned as plain data."""
+    if not isinstance(opening, str | Sequence) or not opening:
+        raise BadValueError(f"must return a text or a list of messages; got {opening!r:.80}")
+    try:
+        return json.loads(json.dumps(opening))
+    except (TypeError, ValueError) as error:
+        raise BadValueError(f"must return text or messages that JSON can represent: {error}") from None
+
+
+def checked_reply(value: Any) -> Reply:
+    """Return what `reply` returned as a `Reply` of valid text with a finite reward."""
+    if value is None:
+        return Reply(done=True)
+    if isinstance(value, str):
+        value = Reply(value)
+    if not isinstance(value, Reply) or not isinstance(value.text, str):
+        raise BadValueError(f"must return a text, a groupwise.Reply or None; got {value!r:.80}")
+    text = value.text.encode(errors="replace").decode()  # no tokenizer encodes a lone surrogate
+    return Reply(text, reward=as_reward(value.reward) or 0.0, done=bool(value.done))
+
+
+def finished(result: Any, seconds: float) -> Any:
+    """Return a result. A coroutine runs on the process's event loop, where connections stay open."""
+    if not inspect.isawaitable(result):
+        return result
+    future = asyncio.run_coroutine_threadsafe(within(result, seconds), event_loop(os.getpid()))
+    return future.result(seconds + GRACE_SECONDS)
+
+
+async def within(result: Awaitable[Any], seconds: float) -> Any:
+    return await asyncio.wait_for(result, seconds)
+
+
+@cache
+def event_loop(process: int) -> asyncio.AbstractEventLoop:
+    """Return the event loop of a process. It runs in a thread of its own, which a fork does not copy."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
+    return loop
+
+
+@dataclass(frozen=True, slots=True)
+class IsolatedEnvironment:
+    """Replaces a task's environment by one that runs in a worker. A direct call creates one here."""
+
+    make: EnvironmentFactory
+    worker: Worker
+
+    def __call__(self) -> Environment:
+        return self.make()
+
+
+def environment_job(make: EnvironmentFactory) -> Job:
+    """Return the worker's job that operates environments."""
+    environments = LiveEnvironments(make)
+
+    def job(request: Any, seconds: float) -> Iterator[dict[str, Any]]:
+        operation, key, argument = request
+        yield environments.perform(operation, key, argument, seconds=seconds, watched=False)
+
+    return job
+
+
+@dataclass(slots=True)
+class Episode:
+    """The environment of one rollout, seen from the trainer."""
+
+    key: int
+    example: Example
+    opening: Opening
+    history: list[tuple[str, Reply]] = field(default_factory=list)
+    """The turns so far, with the environment's replies."""
+
+
+class EnvironmentExecutor:
+    """Operates the environments of a task, in its worker or in this process."""
+
+    _keys = count()
+
+    def __init__(self, make: EnvironmentFactory, *, seconds: float, characters: int | None = None) -> None:
+        self.worker = make.worker if isinstance(make, IsolatedEnvironment) else None
+        self.seconds = seconds
+        """Time limit of one call."""
+        self.characters = characters
+        """Maximum length of a reply; longer ones are truncated."""
+        own = make.make if isinstance(make, IsolatedEnvironment) else make
+        self.asynchronous = inspect.iscoroutinefunction(getattr(own, "reply", None))
+        self._here = LiveEnvironments(own)
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether replies keep their time limit outside of the main thread."""
+        return self.worker is not None or self.asynchronous
+
+    def start(self, example: Example) -> Episode:
+        """Create the environment of a rollout and reset it."""
+        key = next(self._keys)
+        return Episode(key, example, self._perform("reset", key, example)["opening"])
+
+    def reply(self, episode: Episode, text: str) -> Reply:
+        """Return the reply to the policy's turn."""
+        result = self._perform("reply", episode.key, text)
+        if "lost" in result:
+            self._rebuild(episode)
+            result = self._perform("reply", episode.key, text)
+        reply = as_reply(result)
+        episode.history.append((text, reply))
+        if self.characters is not None and len(reply.text) > self.characters:
+            reply = Reply(reply.text[: self.characters] + " …", reply.reward, reply.done)
+        return reply
+
+    def close(self, episode: Episode) -> None:
+        """Close the environment of a rollout. A failure is only logged: the rollout is complete."""
+        try:
+            self._perform("close", episode.key, None)
+        except RolloutError as error:
+            LOGGER.warning("%s", error)
+
+    def _rebuild(self, episode: Episode) -> None:
+        """Repeat an episode in a new worker, after another environment or a tool terminated the last one."""
+        results = [self._perform("reset", episode.key, episode.example)["opening"]]
+        results += [as_reply(self._perform("reply", episode.key, text)) for text, _ in episode.history]
+        if results != [episode.opening, *(reply for _, reply in episode.history)]:
+            raise RolloutError("environment: its worker process was lost, and its turns cannot be repeated")
+
+    def _perform(self, operation: str, key: int, argument: Any) -> dict[str, Any]:
+        result = self._in_worker(operation, key, argument) if self.worker is not None else None
+        if result is None:
+            result = self._here.perform(
+                operation, key, argument, seconds=self.seconds, watched=not self.asynchronous
+            )
+        if "error" in result:
+            error = RolloutError(f"environment: {result['error']}")
+            error.add_note(result.get("trace", ""))
+            raise error
+        return result
+
+    def _in_worker(self, operation: str, key: int, argument: Any) -> dict[str, Any] | None:
+        assert self.worker is not None
+        try:
+            (result,) = self.worker.replies(JOB, (operation, key, argument), seconds=self.seconds)
+        except WorkerLost as lost:
+            return {"error": f"{operation} {lost}"}
+        except UnmovableError as error:
+            LOGGER.warning("the environment runs in the trainer's process: %s", error)
+            self.worker = None
+            return None
+        return dict(result)
+
+
+def as_reply(result: dict[str, Any]) -> Reply:
+    if "lost" in result:
+        raise RolloutError("environment: its worker process was lost twice")
+    return Reply(**result)
+
+
+class Openings:
+    """The prompts of a task with an environment: what `reset` returns, asked once for each example."""
+
+    def __init__(self, make: EnvironmentFactory) -> None:
+        self._executor = EnvironmentExecutor(make, seconds=OPENING_SECONDS)
+        self._kept: OrderedDict[str, Opening] = OrderedDict()
+
+    def __call__(self, example: Example) -> Opening:
+        fingerprint = example.fingerprint
+        if fingerprint not in self._kept:
+            self._kept[fingerprint] = self._ask(example)
+            if len(self._kept) > MAX_OPENINGS:
+                self._kept.popitem(last=False)
+        return self._kept[fingerprint]
+
+    def _ask(self, example: Example) -> Opening:
+        for attempt in range(1, OPENING_ATTEMPTS + 1):
+            try:
+                episode = self._executor.start(example)
+            except RolloutError as error:
+                if attempt == OPENING_ATTEMPTS:
+                    raise ConfigError(f"the {error} (on the example {dict(example)!r:.120})") from error
+            else:
+                self._executor.close(episode)
+                return episode.opening
+        raise AssertionError("the last attempt returns or raises")
+
+
+def check_environment(make: Any, *, task: str) -> None:
+    """Raise ConfigError for anything that is not a class or factory of environments."""
+    wanted = "environment must be a class, or a function without arguments that returns an object,"
+    if not callable(make):
+        raise ConfigError(f"task {task}: {wanted} with reset and reply; got {make!r:.80}")
+    if isinstance(make, type) and not all(callable(getattr(make, name, None)) for name in ("reset", "reply")):
+        raise ConfigError(
+            f"task {task}: the environment {make.__name__} needs the methods reset(example) and reply(text)"
+        )
