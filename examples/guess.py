@@ -6,8 +6,6 @@ import groupwise as gw
 
 
 class Guess:
-    """The environment of one rollout. It sees each turn of the policy and replies."""
-
     def reset(self, example: gw.Example) -> str:
         self.number = example["number"]
         return f"Game {example['game']}: guess my number from 1 to 9."
@@ -16,7 +14,7 @@ class Guess:
         guess = int((re.search(r"[1-9]", text) or "0")[0])
         if guess == self.number:
             return gw.Reply("Right.", reward=1.0, done=True)
-        return gw.Reply("Higher." if guess < self.number else "Lower.", reward=-0.1)
+        return "Higher." if guess < self.number else "Lower."
 
 
 games = [{"game": n, "number": n * 7 % 9 + 1} for n in range(200)]
