@@ -383,6 +383,6 @@ def test_the_example_in_the_docs_is_the_file_and_it_runs(tmp_path):
     assert example.read_text() in (ROOT / "docs" / "environments.md").read_text()
     assert len(example.read_text().splitlines()) <= 25
     words = ["train", str(example), f"run.output_dir={tmp_path}", "run.name=run", *SMALL, "run.max_steps=1"]
-    ended = run_command(*words, "rollout.stop=[1, 2, 3, 4, 5, 6, 7, 8, 9]", "tools.max_tokens=120")
+    ended = run_command(*words, "rollout.stop=['1', '2', '3', '4', '5', '6']", "tools.max_tokens=120")
     assert ended.code == 0, ended.err
     assert lasting_metrics(tmp_path / "run")[0]["rollout/turns"] > 1
