@@ -16,7 +16,8 @@ from groupwise.config.schema import ToolsConfig
 from groupwise.errors import ConfigError
 from groupwise.model.tokenizer import between_turns, render
 from groupwise.records import Completion, Example, Sampling
-from groupwise.rewards.runner import as_trl, score_group
+from groupwise.rewards.runner import score_group
+from groupwise.rewards.trl_style import as_trl
 from groupwise.rollout.collect import collect
 from groupwise.tasks import Task, isolated
 from groupwise.tasks.code_fingerprint import code_of
