@@ -3,11 +3,13 @@
 import groupwise as gw
 
 task = gw.Task(name="…", examples=gw.load_examples("rows.jsonl"), prompt=…, rewards={…})
-gw.train(task, model="Qwen/Qwen2.5-0.5B-Instruct", max_steps=100)
+result = gw.train(task, model="Qwen/Qwen2.5-0.5B-Instruct", max_steps=100)
+result.generate("…")
 """
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import replace
 from importlib import import_module
@@ -29,7 +31,9 @@ from groupwise.rewards.worker import in_process
 from groupwise.rollout.environment import Environment, Reply
 from groupwise.rollout.tools import ToolResult
 from groupwise.tasks import (
+    TASKS,
     Task,
+    UserFunctions,
     leave_task_file,
     load_examples,
     load_task,
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
     from groupwise.algo.losses import LossSettings, Tokens
     from groupwise.gym.agent import Agent
     from groupwise.gym.env import PromptEnv
+    from groupwise.run_result import RunResult
     from groupwise.training.callbacks import Callback, RunControl
 
 __all__ = [
@@ -61,6 +66,7 @@ __all__ = [
     "Rollout",
     "RolloutError",
     "RunControl",
+    "RunResult",
     "StopTraining",
     "Task",
     "Tokens",
@@ -77,6 +83,7 @@ LATER = {
     "Agent": "groupwise.gym.agent",
     "Callback": "groupwise.training.callbacks",
     "RunControl": "groupwise.training.callbacks",
+    "RunResult": "groupwise.run_result",
     "PromptEnv": "groupwise.gym.env",
     "LossSettings": "groupwise.algo.losses",
     "Tokens": "groupwise.algo.losses",
@@ -93,38 +100,60 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def train(task: Task | str, *, resume: str | Path | None = None, **settings: Any) -> Path:
-    """Train on a task, or on a built-in one or a Python file by name, and return the run's folder.
+def train(
+    task: Task | str | None = None, *, resume: str | os.PathLike[str] | None = None, **settings: Any
+) -> RunResult:
+    """Train on a task, a built-in one or a Python file by name, and return the result.
 
     Settings are the command line's flags by name (`model=`, `max_steps=`, `learning_rate=`, …), whole
     sections (`optim={"epochs": 2}`) or full names (`**{"task.held_out": 8}`). `loss` and `advantage` also
     take functions of your own, and `callbacks` a list of `Callback` (docs/extending.md). `resume` goes on
-    with the run in that folder, which keeps its settings.
+    with the run in that folder, which keeps its settings; its task must be given again only if it was
+    defined in Python.
     """
     leave_task_file(task if isinstance(task, Task) else None, settings)
-    run = None if resume is None else RunFolder.open(resume)
-    named, functions = split_functions(settings)
-    config, loaded = with_task(config_from_keywords(run.config if run else None, **named), task)
-    own = use_functions(config, functions)
+    config, loaded, functions, run = prepare(task, resume, settings)
     from groupwise.training import train as run_training
 
-    return run_training(config, resume=run.path if run else None, task=loaded, functions=own)
+    return result_of(run_training(config, resume=run, task=loaded, functions=functions))
 
 
-def evolve(task: Task | str, *, resume: str | Path | None = None, **settings: Any) -> Path:
-    """Train a population on one base, select among its members, and return the folder; `elite/` is the best.
+def evolve(
+    task: Task | str | None = None, *, resume: str | os.PathLike[str] | None = None, **settings: Any
+) -> RunResult:
+    """Train a population on one base, select among its members, and return the result; the best is `elite/`.
 
     Settings are those of `train`, and the section `evolve`: `evolve={"population": 8, "method": "pbt"}`.
     """
     leave_task_file(task if isinstance(task, Task) else None)
-    run = None if resume is None else RunFolder.open(resume)
-    named, functions = split_functions(settings)
-    config, loaded = with_task(config_from_keywords(run.config if run else None, **named), task)
+    config, loaded, functions, run = prepare(task, resume, settings)
     config = replace(config, run=replace(config.run, kind="evolve"))
-    own = use_functions(config, functions)
     from groupwise.evolution.evolve_run import evolve as run_search
 
-    return run_search(config, resume=run.path if run else None, task=loaded, functions=own)
+    return result_of(run_search(config, resume=run, task=loaded, functions=functions))
+
+
+def prepare(
+    task: Task | str | None, resume: str | os.PathLike[str] | None, settings: dict[str, Any]
+) -> tuple[Config, Task, UserFunctions, Path | None]:
+    """Return the settings of a run, its task, the user's functions in it, and the folder to resume."""
+    run = None if resume is None else RunFolder.open(Path(resume))
+    named, functions = split_functions(settings)
+    config = config_from_keywords(run.config if run else None, **named)
+    if task is None and run is not None:
+        task = config.task.name
+        if task not in TASKS and not task.endswith(".py"):
+            raise ConfigError(
+                f"the task {task!r} of {run.path} was defined in Python: give it to train again"
+            )
+    config, loaded = with_task(config, config.task.name if task is None else task)
+    return config, loaded, use_functions(config, functions), run.path if run else None
+
+
+def result_of(folder: Path) -> RunResult:
+    from groupwise.run_result import RunResult
+
+    return RunResult(folder)
 
 
 def with_task(config: Config, task: Task | str) -> tuple[Config, Task]:

@@ -1,10 +1,12 @@
 """Terminal output of a run: progress state, the live panel, plain log lines and the final summary.
 
-`open_display` chooses the live panel on a terminal and plain lines elsewhere.
+`open_display` chooses the live panel on a terminal or in a notebook, and plain lines elsewhere.
 """
 
 from __future__ import annotations
 
+import html
+import io
 import math
 import os
 import shlex
@@ -323,7 +325,9 @@ class Display(Protocol):
 
 
 def open_display(stream: TextIO | None = None, *, clock: Clock = time.monotonic) -> Display:
-    """Return the live panel on a terminal, plain lines anywhere else."""
+    """Return the live panel on a terminal or in a notebook, plain lines anywhere else."""
+    if stream is None and in_notebook():
+        return NotebookDisplay(sys.stdout, clock=clock)
     stream = stream or sys.stdout
     if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
         return LiveDisplay(stream, clock=clock)
@@ -374,6 +378,52 @@ class PlainDisplay:
 
     def close(self) -> None:
         self.closed = True
+
+
+def in_notebook() -> bool:
+    """Whether this is a Jupyter kernel, whose cells can show a panel that changes."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
+
+
+class NotebookDisplay(PlainDisplay):
+    """A panel in the output of a notebook's cell, redrawn after every step; messages are printed."""
+
+    def start(self, total_steps: int, title: str, *, done: int = 0) -> None:
+        self.progress = Progress(title=title, total=total_steps, step=done, now=self.clock())
+        from IPython.display import display
+
+        self.handle = display(self.panel(), raw=True, display_id=True)
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        assert self.progress is not None, "start comes before update"
+        self.progress.advance(step, metrics, now=self.clock())
+        self.refresh()
+
+    def evaluation(self, name: str, scores: Scores, *, first: Scores | None = None) -> None:
+        assert self.progress is not None, "start comes before evaluation"
+        self.progress.evaluated(scores, first=first, now=self.clock())
+        self.refresh()
+
+    def note(self, text: str, *, new: bool) -> None:
+        assert self.progress is not None, "start comes before note"
+        self.progress.note = text
+        self.refresh()
+
+    def refresh(self) -> None:
+        if not self.closed and self.handle is not None:
+            self.handle.update(self.panel(), raw=True)
+
+    def panel(self) -> dict[str, str]:
+        """Return the panel in the formats that notebooks show."""
+        assert self.progress is not None, "start comes before the panel"
+        output = io.StringIO()
+        # Otherwise rich shows each panel in the cell by itself, one below the other.
+        console = Console(file=output, width=WIDTH + 2, force_jupyter=False, force_terminal=False)
+        console.print(live_panel(self.progress, now=self.clock()))
+        text = output.getvalue()
+        return {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
 
 
 class LiveDisplay:

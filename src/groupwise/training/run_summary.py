@@ -68,7 +68,13 @@ def next_commands(config: Config, folder: RunFolder, *, done: bool) -> tuple[tup
         return after_warm_start(config, folder, done=done)
     if made_in_python(config):
         words = command("eval", folder.path, "--task", "FILE.py")
-        return ((words, "measures it again; FILE.py is the file that defines the task"),)
+        measure = (words, "measures it again; FILE.py is the file that defines the task")
+        resume = f"groupwise.train(task, resume={str(folder.path)!r})"
+        return (
+            (measure,)
+            if done
+            else ((resume, "goes on from here, in the program that defines the task"), measure)
+        )
     resume = command("train", "--resume", folder.path)
     look = (command("watch", folder.path), "shows it in the browser: curves, groups, tokens, alarms")
     measure = (command("eval", folder.path), "measures it again on held-out examples")
