@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any
 
 import pytest
 
+import groupwise as gw
+from groupwise import cli
 from groupwise.commands.eval import evaluate_command, kind_lines, report_lines
 from groupwise.config import read_config
 from groupwise.errors import ConfigError
-from groupwise.evaluate.held_out import asked_in_training, question_result, unseen
+from groupwise.evaluate.contamination import asked_in_training, unseen
+from groupwise.evaluate.held_out import question_result
 from groupwise.evaluate.intervals import ballots, majority
 from groupwise.evaluate.target import BENCHMARKS, benchmark_named, source_of
 from groupwise.records import Example, Group, Rollout
@@ -145,7 +149,7 @@ def test_rows_of_a_stream_that_were_drawn_are_left_out():
 
     assert left([*drawn, fresh], cursor=5) == [fresh]
     assert left(drawn, cursor=4) == [drawn[4]]
-    with pytest.raises(ConfigError, match="the run was trained on every one of these examples"):
+    with pytest.raises(ConfigError, match="the model was trained on every one of these examples"):
         left(drawn, cursor=5)
     assert asked_in_training(trained, cursor=5, task=gsm8k(), named="gsm8k") == set()
 
@@ -221,7 +225,7 @@ def test_a_run_is_not_measured_on_rows_it_trained_on(tmp_path):
     run = train(read_config(overrides=words))
     (report,) = evaluate_command(str(run), data=str(data), samples=2)
     assert (report["prompts"], report["left_out"]) == (4, 16)  # a fifth was held out
-    assert "  16 examples were skipped: the run was trained on them" in report_lines(report)
+    assert "  16 examples were skipped: the model was trained on them" in report_lines(report)
     # A benchmark has columns of its own, and may hold a row that was trained on.
     trained = {row["asked"] for row in rows} - {question["asked"] for question in report["questions"]}
     asked = [{"question": one, "answer": "1"} for one in ("new?", min(trained))]
@@ -250,7 +254,7 @@ def test_more_held_out_rows_than_the_run_kept_back_leave_its_training_rows_out(t
     (more,) = evaluate_command(str(run), samples=1, overrides=["task.held_out=40"])
     assert (more["prompts"], more["left_out"]) == (8, 32)
     assert [question["asked"] for question in more["questions"]] == [q["asked"] for q in same["questions"]]
-    assert "  32 examples were skipped: the run was trained on them" in report_lines(more)
+    assert "  32 examples were skipped: the model was trained on them" in report_lines(more)
 
 
 def test_data_given_as_a_setting_leaves_training_rows_out(tmp_path):
@@ -288,6 +292,79 @@ def test_a_puzzle_in_another_order_is_left_out(tmp_path):
     run = little_run(tmp_path, "task.name=countdown", f"task.data={puzzles('a.jsonl', 1)}", "task.held_out=4")
     (report,) = evaluate_command(str(run), samples=1, data=str(puzzles("b.jsonl", -1)))
     assert (report["prompts"], report["left_out"]) == (4, 16)
+
+
+def imitating_run(folder: Path, rows: range, *words: str) -> Path:
+    shown = [{"prompt": f"{n} + 1?", "completion": str(n + 1)} for n in rows]
+    (folder / "shown.jsonl").write_text("\n".join(map(json.dumps, shown)))
+    return run_sft(
+        plan_warm_start(
+            read_config(
+                overrides=[
+                    *LITTLE[:-1],
+                    *(
+                        "run.name=imitated",
+                        "run.kind=sft",
+                        "task.name=none",
+                        "task.held_out=0",
+                        "sft.batch=2",
+                    ),
+                    *(f"run.output_dir={folder}", f"sft.data={folder / 'shown.jsonl'}", *words),
+                ]
+            )
+        )
+    )
+
+
+@pytest.mark.parametrize("how", ["full weights", "merged adapters"])
+def test_rows_that_a_parent_run_trained_on_are_left_out(how: str, sums: tuple[Path, Path], tmp_path: Path):
+    file, data = sums
+    file.write_text(SUMS.replace("range(20)", "range(100, 120)"))
+    adapters = "lora.r=0" if how == "full weights" else "lora.r=2"
+    parent = imitating_run(tmp_path, range(8), adapters)
+    start = parent / "checkpoints" / "step-000001"
+    if how != "full weights":
+        assert cli.main(["merge", str(parent), "--output-path", str(tmp_path / "merged")]) == 0
+        start = tmp_path / "merged"
+        shutil.rmtree(parent)  # the merged folder says by itself what it was trained on
+    middle = little_run(tmp_path, f"task.name={file}", f"model.name={start}", "lora.r=0")
+    child = little_run(
+        *(tmp_path, f"task.name={file}", "run.name=child", "lora.r=2"),
+        f"model.name={middle / 'checkpoints' / 'step-000001'}",
+    )
+    (report,) = evaluate_command(str(child), task=str(file), data=str(data), samples=1)
+    assert (report["prompts"], report["left_out"]) == (12, 8)
+    assert "unchecked" not in report
+    (report,) = evaluate_command(str(start), task=str(file), data=str(data), samples=1)  # the parent itself
+    assert (report["prompts"], report["left_out"]) == (12, 8)
+
+
+def test_a_parent_that_is_gone_is_named(sums: tuple[Path, Path], tmp_path: Path) -> None:
+    file, data = sums
+    parent = imitating_run(tmp_path, range(8), "lora.r=0")
+    start = parent / "checkpoints" / "step-000001"
+    middle = little_run(tmp_path, f"task.name={file}", f"model.name={start}", "lora.r=0")
+    shutil.rmtree(parent)
+    last = middle / "checkpoints" / "step-000001"
+    child = little_run(tmp_path, f"task.name={file}", f"model.name={last}", "run.name=child")
+    (report,) = evaluate_command(str(child), data=str(data), samples=1)
+    assert report["unchecked"] == f"{start}, which training started from, is not there any more"
+
+
+def test_prompts_that_a_saved_agent_learned_from_are_left_out(
+    sums: tuple[Path, Path], tmp_path: Path
+) -> None:
+    file, data = sums
+    agent = gw.Agent(model="tiny", group_size=2, max_tokens=4, lora_r=2)
+    prompts = [f"{n} + 1?" for n in (0, 1, 2)]
+    agent.learn((agent.get_action(prompts), [[0.0, 1.0]] * 3))
+    agent.get_action(["3 + 1?"], training=False)  # answered, not learned from
+    folder = gw.Agent.load(agent.clone().save(tmp_path / "first")).save(tmp_path / "agent")
+    (report,) = evaluate_command(str(folder), task=str(file), data=str(data), samples=1)
+    assert (report["prompts"], report["left_out"]) == (17, 3)
+    (folder / "agent.json").write_text('{"actions": 1, "steps": 1, "fitness": []}')
+    (report,) = evaluate_command(str(folder), task=str(file), data=str(data), samples=1)
+    assert report["unchecked"] == f"the agent in {folder} was saved without the prompts that it learned from"
 
 
 def transcript(report: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from groupwise.config import Config, read_config
 from groupwise.config.schema import NO_TASK, ToolsConfig
 from groupwise.errors import ConfigError
-from groupwise.evaluate.held_out import asked_in_training, unseen
+from groupwise.evaluate.contamination import TrainingRecord, asked_in_training, lineage_of_target, unseen
 from groupwise.evaluate.intervals import Difference, Interval
 from groupwise.evaluate.target import Target, benchmark_named, find_target, source_of
 from groupwise.records import Example, Sampling
@@ -63,7 +63,7 @@ def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield from question_lines(report)
     yield f"  {report['length']:.1f} tokens per completion, {failures(report)}"
     if report.get("left_out"):
-        yield f"  {report['left_out']} examples were skipped: the run was trained on them"
+        yield f"  {report['left_out']} examples were skipped: the model was trained on them"
     if "unchecked" in report:
         yield f"  could not check for training examples among these: {report['unchecked']}"
     if "edited" in report:
@@ -317,17 +317,31 @@ def trained_on(
     config: Config, target: Target, *, task: Task, data: str | None
 ) -> tuple[set[str], str | None]:
     """Return the training prompts that the rows may repeat, or the reason why they are unknown."""
-    if target.run is None:
-        return set(), None
-    trained = read_config(target.run.config).resolve()
+    asked: set[str] = set()
+    try:
+        lineage = lineage_of_target(target)
+    except ConfigError as error:
+        return asked, str(error)
+    unchecked: str | None = None
+    for record in lineage:
+        try:
+            asked |= asked_by(record, config, task=task, data=data)
+        except ConfigError as error:
+            unchecked = unchecked or str(error)
+    return asked, unchecked
+
+
+def asked_by(record: TrainingRecord, config: Config, *, task: Task, data: str | None) -> set[str]:
+    """Return the prompts of one training that the rows may repeat."""
+    if record.prompts is not None:
+        return set(record.prompts)
+    trained = record.settings
     # No overlap is possible on the run's own held-out examples, or on a stream, which is split by itself.
     count = trained.task.held_out if isinstance(task.examples, ExampleStream) else config.task.held_out
-    if not data and replace(config.task, held_out=count) == trained.task:
-        return set(), None
-    try:
-        return asked_in_training(trained, cursor=target.cursor, task=task, named=config.task.name), None
-    except ConfigError as error:
-        return set(), str(error)
+    same = replace(config.task, held_out=count) == trained.task and config.run.seed == trained.run.seed
+    if not data and same:
+        return set()
+    return asked_in_training(trained, cursor=record.cursor, task=task, named=config.task.name)
 
 
 def load_target(target: Target, config: Config) -> tuple[Policy, Engine]:

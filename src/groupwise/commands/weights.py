@@ -38,6 +38,7 @@ def merge(
     if not SIZE.fullmatch(shard_size):
         raise ConfigError(f"--shard-size must be a size such as 500MB or 4GB; got {shard_size!r}")
     adapter, base, quantization = named_adapter(run, lora_model, base_model)
+    from groupwise.evaluate.contamination import write_lineage
     from groupwise.model.adapters.merge_adapters import merge as merge_adapter
     from groupwise.model.resolve import adapter_base, adapter_settings, check_output
 
@@ -53,6 +54,7 @@ def merge(
         shard_size=shard_size,
         overwrite=overwrite,
     )
+    write_lineage(done.folder, str(adapter), base)
     print(f"{done.layers} layers merged into {done.folder} ({', '.join(done.files)})")
     print(f"maximum logit difference on {done.tokens} tokens of real prompts, in {done.precision}:")
     print(f"  merged model, reloaded from disk, vs. base + adapter          {done.difference:.2e}")
@@ -116,6 +118,7 @@ def quantize(
     one_of("--lora-preset", lora_preset, tuple(LORA_PRESETS))
     if dtype is not None:
         one_of("--dtype", dtype, ("float32", "bfloat16"))
+    from groupwise.evaluate.contamination import write_lineage
     from groupwise.model.adapters.quantization import (
         TRAIN_SETTINGS,
         check_installed,
@@ -141,6 +144,7 @@ def quantize(
     settings = f"model: {write_yaml({'name': str(output_path.resolve())})}\nlora: {{preset: {lora_preset}}}\n"
     loaded = causal_model(source, chosen, device, quantization=kind)
     done = save_quantized(loaded, load_tokenizer(source), output_path, source=source, extra=settings)
+    write_lineage(done.folder, model)
     print(
         f"{done.layers} layers in {kind} written to {done.folder}: "
         f"weight files shrank from {done.bytes_before / 1e9:.2f} GB to {done.bytes_after / 1e9:.2f} GB"
@@ -155,6 +159,7 @@ def convert(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite an existing model.")] = False,
 ) -> None:
     """Convert pickled weights to safetensors. Pickle files can run code: use it only on models you trust."""
+    from groupwise.evaluate.contamination import write_lineage
     from groupwise.model.resolve import check_output, new_folder, pickled_folder
 
     check_output(output_path, overwrite=overwrite)
@@ -169,6 +174,7 @@ def convert(
     with new_folder(output_path) as unfinished:
         loaded.save_pretrained(unfinished, max_shard_size="4GB")
         tokenizer.save_pretrained(unfinished)
+    write_lineage(output_path, model)
     count = sum(parameter.numel() for parameter in loaded.parameters())
     dtype = str(loaded.dtype).removeprefix("torch.")
     print(f"{count / 1e6:,.1f} M parameters in {dtype} written to {output_path} as safetensors")

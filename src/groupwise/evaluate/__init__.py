@@ -2,9 +2,9 @@
 
 Modules in reading order:
 
-    held_out    answer held-out prompts greedily and by sampling, score the answers, store the results;
-                exclude examples that a run has trained on
-    intervals   confidence intervals, paired differences, pass@k, majority votes
-    target      resolve what to evaluate: a run, a checkpoint, an adapter or a model; the benchmarks
-    strategies  test-time strategies that spend more tokens on an answer
+    held_out       answer held-out prompts greedily and by sampling, score the answers, store the results
+    intervals      confidence intervals, paired differences, pass@k, majority votes
+    target         resolve what to evaluate: a run, a checkpoint, an adapter or a model; the benchmarks
+    contamination  exclude examples that the policy was trained on, in all runs that it comes from
+    strategies     test-time strategies that spend more tokens on an answer
 """

@@ -279,6 +279,9 @@ class EvolveRun:
         write_checkpoint(
             self.folder.checkpoints, step=self.state.step, write=self.population.save, state=state
         )
+        self._prune()
+
+    def _prune(self) -> None:
         prune(self.folder.checkpoints, keep_last=self.config.run.keep_last, best=None)
 
     def _write_log(self, judged: Mapping[str, float]) -> None:
@@ -297,6 +300,7 @@ class EvolveRun:
             self.resources.__exit__(kind, error, trace)
             return
         with self.resources:
+            self._prune()  # a session killed after its last checkpoint left one too many
             after: Evaluation | None = None
             best = self._save_elite()
             if not self._has_steps_left() and best is not None:

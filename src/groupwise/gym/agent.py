@@ -19,6 +19,7 @@ import torch
 from groupwise.algo.advantages import with_advantages
 from groupwise.config import config_from_keywords, dump_config, read_config
 from groupwise.errors import ConfigError
+from groupwise.evaluate.contamination import prompt_digest
 from groupwise.evolution.population import Member, SharedBase
 from groupwise.gym.env import PromptEnv
 from groupwise.model.resolve import ADAPTER
@@ -57,6 +58,8 @@ class Agent:
         """Number of batches generated and of updates; seeds derive from these and `run.seed`."""
         self.fitness: list[float] = []
         """Mean reward of each `test`."""
+        self.prompts: set[str] = set()
+        """Digests of the prompts it has learned from, which `groupwise eval` leaves out."""
 
     def get_action(self, prompts: Sequence[Prompt], training: bool = True) -> tuple[tuple[Rollout, ...], ...]:
         """Generate `rollout.group_size` answers per prompt when training, otherwise one greedy answer."""
@@ -87,6 +90,7 @@ class Agent:
         answers, rewards = experiences
         algo, policy = self.config.algo, self._base.policy
         self.steps += 1
+        self.prompts.update(prompt_digest(group[0].prompt) for group in answers if group)
         groups = [
             with_advantages(rewarded(group, values), kind=algo.advantage, weights={})
             for group, values in zip(answers, rewards, strict=True)
@@ -117,6 +121,7 @@ class Agent:
         other = Agent(base=self._base, config=self.config)
         other._member.become(self._member)
         other.actions, other.steps, other.fitness = self.actions, self.steps, list(self.fitness)
+        other.prompts = set(self.prompts)
         return other
 
     def set_reference_policy(self) -> None:
@@ -132,8 +137,13 @@ class Agent:
             )
         self._member.save(path)
         (path / SETTINGS).write_text(dump_config(self.config), encoding="utf-8")
-        counts = {"actions": self.actions, "steps": self.steps, "fitness": self.fitness}
-        (path / AGENT).write_text(json.dumps(counts), encoding="utf-8")
+        kept = {
+            "actions": self.actions,
+            "steps": self.steps,
+            "fitness": self.fitness,
+            "prompts": sorted(self.prompts),
+        }
+        (path / AGENT).write_text(json.dumps(kept), encoding="utf-8")
         return path
 
     @classmethod
@@ -144,8 +154,9 @@ class Agent:
             raise ConfigError(f"{path} is not a saved agent: it has no {AGENT}")
         agent = cls(base=base, config=read_config(path / SETTINGS))
         agent._member.load(path)
-        counts = json.loads((path / AGENT).read_text(encoding="utf-8"))
-        agent.actions, agent.steps, agent.fitness = counts["actions"], counts["steps"], counts["fitness"]
+        kept = json.loads((path / AGENT).read_text(encoding="utf-8"))
+        agent.actions, agent.steps, agent.fitness = kept["actions"], kept["steps"], kept["fitness"]
+        agent.prompts = set(kept.get("prompts", ()))
         return agent
 
     def drop(self) -> None:

@@ -15,7 +15,8 @@ import json
 import socket
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from urllib.parse import urljoin, urlsplit
 from urllib.robotparser import RobotFileParser
 
 from groupwise.errors import ConfigError
+from groupwise.rewards.worker import Worker, WorkerLost, cannot_fork
 
 AGENT = "groupwise-index"
 REDIRECTS = 5
@@ -65,6 +67,8 @@ class FetchPolicy:
     """Seconds without data after which a request fails."""
     page_seconds: float = 120.0
     """Maximum total seconds of one request."""
+    extract_seconds: float = 20.0
+    """Maximum seconds to extract the text of one page."""
     largest: int = 5_000_000
     """Maximum bytes of a page, compressed and decompressed."""
     retries: int = 3
@@ -133,17 +137,56 @@ def fetch_pages(
     """Fetch each distinct URL once and return the main text of each page."""
     try:
         import httpx  # noqa: F401
-        import trafilatura  # noqa: F401
+        import trafilatura  # noqa: F401 — before the worker is forked, which inherits it
     except ImportError:
         raise ConfigError("fetching pages requires an extra: pip install 'groupwise[retrieval]'") from None
-    return asyncio.run(Fetcher(cache, policy).fetch(list(dict.fromkeys(urls)), skip_existing, on_page))
+    with TextExtractor(policy.extract_seconds) as extractor:
+        fetcher = Fetcher(cache, policy, extractor)
+        return asyncio.run(fetcher.fetch(list(dict.fromkeys(urls)), skip_existing, on_page))
+
+
+class TextExtractor:
+    """Extracts text in a worker process that is killed when a page takes too long.
+
+    The time can grow with the square of a page's size: 340 kB of small tables take 9 s. Where processes
+    cannot be forked, text is extracted in this process, without a limit.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._resources = ExitStack()
+        self._worker: Worker | None = None
+
+    def __enter__(self) -> TextExtractor:
+        if cannot_fork() is None:
+            self._worker = self._resources.enter_context(Worker({"text": self.texts}))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._resources.close()
+
+    @staticmethod
+    def texts(html: str, seconds: float) -> Iterator[str]:
+        yield main_text(html)
+
+    def extract(self, html: str) -> str:
+        """Return the main text; raise TemporaryFetchError if that takes too long or too much memory."""
+        if self._worker is None:
+            return main_text(html)
+        try:
+            (text,) = self._worker.replies("text", html, seconds=self.seconds)
+        except WorkerLost:
+            raise TemporaryFetchError(
+                f"extracting its text took more than {self.seconds:g} s or too much memory"
+            ) from None
+        return str(text)
 
 
 class Fetcher:
     """Fetches a list of pages concurrently."""
 
-    def __init__(self, cache: PageCache, policy: FetchPolicy) -> None:
-        self.cache, self.policy = cache, policy
+    def __init__(self, cache: PageCache, policy: FetchPolicy, extractor: TextExtractor) -> None:
+        self.cache, self.policy, self.extractor = cache, policy, extractor
         self._hosts: dict[str, asyncio.Semaphore] = {}
         self._robots: dict[str, asyncio.Task[RobotFileParser | None]] = {}
 
@@ -176,7 +219,7 @@ class Fetcher:
     async def _page(self, client: Any, url: str) -> dict[str, str]:
         """Return a page's text or its problem, and cache both unless the problem is temporary."""
         try:
-            text = await asyncio.to_thread(main_text, await self._html(client, url))
+            text = await asyncio.to_thread(self.extractor.extract, await self._html(client, url))
         except TemporaryFetchError as reason:
             return {"problem": str(reason)}
         except FetchRefused as reason:
@@ -276,7 +319,7 @@ class Fetcher:
 
 
 def absolute_url(url: str, *, base: str = "") -> str:
-    """Return the absolute URL, relative to `seen_from`; raise FetchRefused if it is not a valid web URL."""
+    """Return the absolute URL, relative to `base`; raise FetchRefused if it is not a valid web URL."""
     import httpx
 
     try:

@@ -246,6 +246,9 @@ class BaseRun(ABC):
             learner=self.learner,
             processes=self.processes,
         )
+        self._prune()
+
+    def _prune(self) -> None:
         best = self.state.best_step if self.config.run.keep_best else None
         keep = self.config.run.keep_last
         self.processes.lead(lambda: prune(self.folder.checkpoints, keep_last=keep, best=best))
@@ -263,6 +266,7 @@ class BaseRun(ABC):
             self.resources.__exit__(kind, error, trace)
             return
         with self.resources:
+            self._prune()  # a session killed after its last checkpoint left one too many
             if (reason := self.callbacks.control.stop_reason) is not None:
                 self.recorder.say(f"a callback stopped the run{f': {reason}' if reason else ''}")
             before, after = self.examiner.before, self.examiner.after
