@@ -29,7 +29,7 @@ def gradients(output: Path) -> None:
     from groupwise.config.runtime import PARALLEL
     from groupwise.config.schema import LOSSES
     from tests.support.process_groups import in_processes
-    from tests.support.sharded_updates import WIDE, relative_difference
+    from tests.support.sharded_updates import OFF_POLICY, relative_difference
     from tests.support.sharded_updates import gradients as gradients_of
     from tests.support.zero_updates import STAGES, gradients_alone, zero_gradients
 
@@ -41,7 +41,7 @@ def gradients(output: Path) -> None:
         if layout in zero:
             alone, several = gradients_alone()[loss], [zero[layout][loss]]
         else:
-            settings = (*WIDE, f"run.parallel={layout}")
+            settings = (*OFF_POLICY, f"run.parallel={layout}")
             alone, several = gradients_of(loss, settings), in_processes(2, gradients_of, loss, settings)
         return max(
             relative_difference(expected, ours)

@@ -11,7 +11,7 @@ import pytest
 import groupwise as gw
 from groupwise.config import read_config
 from groupwise.tracking.run_files import read_rollouts
-from tests.support.small_runs import LUCK, run_command, task_file, traces
+from tests.support.small_runs import LUCK, run_artifacts, run_command, task_file
 
 
 def lucky(rollout: gw.Rollout, example: gw.Example) -> float:
@@ -47,7 +47,7 @@ def test_a_run_goes_on_from_python_with_its_own_settings(tmp_path):
     whole = gw.train(TASK, max_steps=4, output_dir=tmp_path, run_name="whole", run={"save_every": 2}, **SMALL)
     run = gw.train(TASK, max_steps=2, output_dir=tmp_path, run_name="part", run={"save_every": 2}, **SMALL)
     assert gw.train(TASK, resume=run, max_steps=4) == run
-    assert traces(run) == traces(whole)
+    assert run_artifacts(run) == run_artifacts(whole)
     assert read_config(run / "config.yaml").rollout.max_tokens == 5
 
 

@@ -18,7 +18,7 @@ from groupwise.engine.multi_lora import MultiLoRAEngine
 from groupwise.model.adapters.lora_bank import LoRABank
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sampling
-from tests.support.generation import OnGPU, assert_same, requests
+from tests.support.generation import EmulatedGPUEngine, assert_same, requests
 from tests.support.small_models import policy_of, small_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -81,8 +81,8 @@ def alone(
 class TogetherOnGPU(MultiLoRAEngine):
     def __init__(self, members: LoRABank, config: EngineConfig) -> None:
         super().__init__(members, config)
-        self._shared = OnGPU(members.policy, config, members)
-        self._alone = OnGPU(members.policy, config)
+        self._shared = EmulatedGPUEngine(members.policy, config, members)
+        self._alone = EmulatedGPUEngine(members.policy, config)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])

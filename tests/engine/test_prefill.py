@@ -66,10 +66,10 @@ def test_a_turn_goes_on_from_what_the_cache_has_and_writes_the_same(
     small_policy: Policy, settings: dict[str, Any], computed: list[list[int]]
 ) -> None:
     asked = requests((5, 16, 37), (2, 1, 3))
-    fresh = converse(Engine(small_policy, EngineConfig(**settings)), asked, turns=3, told=False)
+    fresh = converse(Engine(small_policy, EngineConfig(**settings)), asked, turns=3, reuse_cache=False)
     in_full = sum(map(sum, computed))
     computed.clear()
-    reused = converse(Engine(small_policy, EngineConfig(**settings)), asked, turns=3, told=True)
+    reused = converse(Engine(small_policy, EngineConfig(**settings)), asked, turns=3, reuse_cache=True)
     assert len(reused.answers) == 6 * 3
     same_answers(reused, fresh)
     assert sum(map(sum, computed)) <= in_full  # with little room, some is computed again

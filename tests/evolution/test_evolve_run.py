@@ -20,7 +20,7 @@ from groupwise.evolution.evolve_run import EvolveRun
 from groupwise.evolution.evolve_state import SearchStart, SearchState, summary_of
 from groupwise.tasks import load_task
 from groupwise.tracking.run_folder import RunFolder
-from tests.support.small_runs import INTERRUPT, KILL, SMALL, Blow, run_command, task_file, traces
+from tests.support.small_runs import INTERRUPT, KILL, SMALL, SignalAt, run_artifacts, run_command, task_file
 
 POPULATION = (
     *("lora.r=4", "evolve.population=3", "evolve.every=2", "evolve.certain=false", "run.save_every=1"),
@@ -56,7 +56,7 @@ def lasting(run: Path) -> dict[str, Any]:
     """All that must not depend on how often a search was stopped."""
     told = evolution(run)
     elite = {p.name: p.read_bytes() for p in (run / "elite").iterdir() if p.suffix == ".safetensors"}
-    return {**traces(run), "evolution": told, "elite": elite}
+    return {**run_artifacts(run), "evolution": told, "elite": elite}
 
 
 def test_a_search_tells_who_came_from_whom_and_keeps_the_best(whole):
@@ -92,21 +92,24 @@ def test_members_are_told_the_same_and_differ_in_what_was_asked_for(whole):
 def test_killed_at_any_moment_and_resumed_it_is_the_same_population_bit_for_bit(place, whole, number):
     run = place / f"killed-{number}"
     rng = random.Random(number)
-    blows = [
-        [Blow("metrics.jsonl", KILL, nth=2), Blow("elite", KILL, nth=1)],  # before and at a selection
-        [Blow(".step-000002.tmp-", KILL, nth=rng.randint(2, 12)), Blow(".step-000004.tmp-", KILL, nth=9)],
-        [Blow(f"{run.name}/", KILL, nth=n) for n in (rng.randint(20, 80), rng.randint(10, 50))],
+    signals = [
+        [SignalAt("metrics.jsonl", KILL, nth=2), SignalAt("elite", KILL, nth=1)],  # before and at a selection
+        [
+            SignalAt(".step-000002.tmp-", KILL, nth=rng.randint(2, 12)),
+            SignalAt(".step-000004.tmp-", KILL, nth=9),
+        ],
+        [SignalAt(f"{run.name}/", KILL, nth=n) for n in (rng.randint(20, 80), rng.randint(10, 50))],
     ][number]
-    codes = [run_command(*words(place, run.name), blows=[blows[0]]).code]
-    codes += [run_command("evolve", "--resume", str(run), blows=[blow]).code for blow in blows[1:]]
-    assert codes == [-KILL] * len(blows)
+    codes = [run_command(*words(place, run.name), signals=[signals[0]]).code]
+    codes += [run_command("evolve", "--resume", str(run), signals=[at]).code for at in signals[1:]]
+    assert codes == [-KILL] * len(signals)
     assert run_command("evolve", "--resume", str(run)).code == 0
     assert lasting(run) == lasting(whole)
 
 
 def test_an_interrupt_finishes_the_step_and_a_finished_search_says_so(place, whole):
     run = place / "interrupted"
-    ended = run_command(*words(place, run.name), blows=[Blow(".step-000002.tmp-", INTERRUPT)])
+    ended = run_command(*words(place, run.name), signals=[SignalAt(".step-000002.tmp-", INTERRUPT)])
     assert ended.code == 130
     assert f"groupwise evolve --resume {run}" in ended.out
     assert run_command("evolve", "--resume", str(run)).code == 0
@@ -128,7 +131,7 @@ def test_a_finished_search_goes_on_as_one_that_was_longer_from_the_start(place, 
     assert run_command(*words(place, longer.name, *settings, "run.max_steps=4")).code == 0
     assert run_command(*words(place, run.name, *settings)).code == 0
     more = ["evolve", "--resume", str(run), "run.max_steps=4"]
-    assert run_command(*more, blows=[Blow(".step-000003.tmp-", KILL)]).code == -KILL
+    assert run_command(*more, signals=[SignalAt(".step-000003.tmp-", KILL)]).code == -KILL
     assert run_command("evolve", "--resume", str(run)).code == 0
     assert after(run) == after(longer)
 
@@ -167,8 +170,8 @@ def test_every_method_runs_to_the_same_end_killed_after_a_selection_or_not(place
     assert told["best"] is not None
     assert len(told["members"]) == left
     killed = place / f"{method}-killed"
-    blow = Blow(".step-000003.tmp-", KILL, nth=3)  # the first selection is after step 2
-    assert run_command(*words(place, killed.name, f"evolve.method={method}"), blows=[blow]).code == -KILL
+    at = SignalAt(".step-000003.tmp-", KILL, nth=3)  # the first selection is after step 2
+    assert run_command(*words(place, killed.name, f"evolve.method={method}"), signals=[at]).code == -KILL
     assert run_command("evolve", "--resume", str(killed)).code == 0
     assert lasting(killed) == lasting(place / method)
 

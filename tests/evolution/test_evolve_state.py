@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from groupwise.evolution.evolve_state import MemberRecord, SearchState, table
 from groupwise.tracking.terminal import LiveDisplay, PlainDisplay
-from tests.support.terminals import Stream
+from tests.support.terminals import FakeTerminal
 
 STORY = SearchState(
     step=8,
@@ -31,7 +31,7 @@ def test_the_table_has_values_lineage_and_fitness_and_marks_the_best():
 
 
 def test_without_a_terminal_only_news_is_printed():
-    stream = Stream()
+    stream = FakeTerminal()
     display = PlainDisplay(stream, clock=lambda: 0.0)
     display.start(10, "title")
     display.note("old\ntable", new=False)
@@ -40,7 +40,7 @@ def test_without_a_terminal_only_news_is_printed():
 
 
 def test_in_a_terminal_the_table_stays_in_the_panel():
-    stream = Stream(terminal=True)
+    stream = FakeTerminal(terminal=True)
     display = LiveDisplay(stream, clock=lambda: 0.0)
     display.start(10, "title")
     display.note(table(STORY, {}), new=False)

@@ -15,7 +15,7 @@ import groupwise as gw
 from groupwise import cli
 from groupwise.evaluate.target import find_target
 from groupwise.model.resolve import TINY_FOLDER
-from tests.support.echo_task import TASK
+from tests.support.echo_task import ECHO_TASK
 
 SMALL: dict[str, Any] = {
     "model": {"name": "tiny", "device": "cpu"},
@@ -39,7 +39,7 @@ def same(one: gw.Agent, two: gw.Agent) -> bool:
 
 
 def loop(agent: gw.Agent, steps: int, *, seed: int = 0) -> list[tuple[float, float]]:
-    env = gw.PromptEnv(TASK, batch_size=3)
+    env = gw.PromptEnv(ECHO_TASK, batch_size=3)
     prompts, _ = env.reset(seed=seed)
     found = []
     for _ in range(steps):
@@ -95,7 +95,7 @@ def test_when_not_training_there_is_one_greedy_answer_and_no_noise_is_used_up():
 
 
 def test_testing_asks_every_held_out_prompt_once_and_leaves_the_environment_alone():
-    env = gw.PromptEnv(TASK, batch_size=3)
+    env = gw.PromptEnv(ECHO_TASK, batch_size=3)
     prompts, _ = env.reset(seed=0)
     agent = gw.Agent(lora_r=4, **SMALL)
     value = agent.test(env)
@@ -145,7 +145,7 @@ def test_no_run_goes_on_in_the_folder_of_an_agent(tmp_path, command, capsys):
     assert "is not a run but a saved agent" in said
     assert said.count("\n") == 1
     with pytest.raises(gw.ConfigError, match="saved agent"):
-        gw.train(TASK, resume=tmp_path)
+        gw.train(ECHO_TASK, resume=tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["agent.json", "config.yaml"]
 
 

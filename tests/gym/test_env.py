@@ -11,7 +11,7 @@ import pytest
 
 import groupwise as gw
 from groupwise.errors import ConfigError
-from tests.support.echo_task import TASK
+from tests.support.echo_task import ECHO_TASK
 
 
 def right(prompts: Sequence[Any]) -> list[str]:
@@ -19,7 +19,7 @@ def right(prompts: Sequence[Any]) -> list[str]:
 
 
 def test_answers_are_scored_against_the_prompts_that_were_asked():
-    env = gw.PromptEnv(TASK, batch_size=3)
+    env = gw.PromptEnv(ECHO_TASK, batch_size=3)
     prompts, _ = env.reset(seed=1)
     for _ in range(12):  # more than two passes over the data
         said = right(prompts)
@@ -31,7 +31,7 @@ def test_answers_are_scored_against_the_prompts_that_were_asked():
 
 
 def test_the_same_seed_asks_the_same_and_another_asks_in_another_order():
-    env = gw.PromptEnv(TASK, batch_size=4)
+    env = gw.PromptEnv(ECHO_TASK, batch_size=4)
     asked = [env.reset(seed=seed)[0] for seed in (0, 1, 0)]
     assert asked[0] == asked[2] != asked[1]
     assert env.reset()[0] != asked[2]  # without a seed it goes on
@@ -40,11 +40,11 @@ def test_the_same_seed_asks_the_same_and_another_asks_in_another_order():
 @pytest.mark.parametrize("size", ["batch_size", "group_size"])
 def test_an_environment_without_prompts_or_answers_is_refused(size):
     with pytest.raises(ConfigError, match=f"{size} must be at least 1; got 0"):
-        gw.PromptEnv(TASK, **{size: 0})
+        gw.PromptEnv(ECHO_TASK, **{size: 0})
 
 
 def test_evaluation_leaks_nothing_into_training():
-    env, other = (gw.PromptEnv(TASK, batch_size=3) for _ in range(2))
+    env, other = (gw.PromptEnv(ECHO_TASK, batch_size=3) for _ in range(2))
     prompts, _ = env.reset(seed=0)
     assert other.reset(seed=0)[0] == prompts
     with env.eval_mode():
@@ -62,7 +62,7 @@ def test_evaluation_leaks_nothing_into_training():
 
 
 def test_training_and_held_out_prompts_never_meet():
-    env = gw.PromptEnv(TASK, batch_size=len(TASK.examples))
+    env = gw.PromptEnv(ECHO_TASK, batch_size=len(ECHO_TASK.examples))
     trained = set(env.reset(seed=0)[0])
     with env.eval_mode():
         held_out = set(env.reset()[0])
@@ -72,7 +72,7 @@ def test_training_and_held_out_prompts_never_meet():
 
 
 def test_a_pass_over_the_data_ends_in_truncation_and_is_counted():
-    env = gw.PromptEnv(TASK, batch_size=8)
+    env = gw.PromptEnv(ECHO_TASK, batch_size=8)
     env.reset(seed=0)
     ends = [env.step([["x"]] * 8)[3] for _ in range(4)]
     assert ends == [True, False, True, False]  # sixteen rows: the second batch completes the first pass
@@ -80,7 +80,7 @@ def test_a_pass_over_the_data_ends_in_truncation_and_is_counted():
 
 
 def test_an_answer_that_cannot_be_scored_has_no_number():
-    env = gw.PromptEnv(TASK, batch_size=2)
+    env = gw.PromptEnv(ECHO_TASK, batch_size=2)
     env.reset(seed=0)
     rewards = env.step([["broken", "a"], ["b", "c"]])[1]
     assert math.isnan(rewards[0, 0])
@@ -89,7 +89,7 @@ def test_an_answer_that_cannot_be_scored_has_no_number():
 
 def test_prompt_and_collate_can_be_ones_own():
     env = gw.PromptEnv(
-        TASK,
+        ECHO_TASK,
         batch_size=2,
         prompt=lambda example: [{"role": "user", "content": f"{example['n']}!"}],
         collate=lambda examples: np.array([example["n"] for example in examples]),
@@ -99,7 +99,7 @@ def test_prompt_and_collate_can_be_ones_own():
 
 
 def test_groups_must_match_the_prompts():
-    env = gw.PromptEnv(TASK, batch_size=2)
+    env = gw.PromptEnv(ECHO_TASK, batch_size=2)
     env.reset(seed=0)
     for wrong in ([["a"]], [["a"], ["a", "b"]]):
         with pytest.raises(ConfigError, match="one group of answers for each of the 2 prompts"):
@@ -127,5 +127,5 @@ def test_gymnasiums_checker_finds_nothing_wrong():
         def reward(self, reward: Any) -> float:
             return float(np.mean(reward))
 
-    check_env(Mean(gw.PromptEnv(TASK, batch_size=3, group_size=2)), skip_render_check=True)
+    check_env(Mean(gw.PromptEnv(ECHO_TASK, batch_size=3, group_size=2)), skip_render_check=True)
     check_env(Mean(gw.PromptEnv("countdown", batch_size=2)), skip_render_check=True)

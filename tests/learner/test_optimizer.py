@@ -14,7 +14,7 @@ from groupwise.learner.checkpoint import load_optimizer, optimizer_tensors
 from groupwise.learner.cpu_adamw import CPUAdamW
 from groupwise.learner.optimizer import make_optimizer
 from tests.support.small_models import policy_of, small_model
-from tests.support.small_runs import KILL, Blow, run_command, traces
+from tests.support.small_runs import KILL, SignalAt, run_artifacts, run_command
 
 
 def steps(policy: Any, optimizer: Any, count: int, *, first: int = 0) -> None:
@@ -97,9 +97,9 @@ def test_a_run_with_its_optimizer_offloaded_resumes_exactly(tmp_path):
     words += ["optim.offload=true", "run.save_every=2", "sft.batch=2", "evaluate.skip=true"]
     words += ["track.trackers=[]", "model.device=cpu"]
     assert run_command(*words, "run.name=whole").code == 0
-    assert run_command(*words, "run.name=cut", blows=[Blow("metrics.jsonl", KILL, nth=4)]).code == -KILL
+    assert run_command(*words, "run.name=cut", signals=[SignalAt("metrics.jsonl", KILL, nth=4)]).code == -KILL
     assert run_command("sft", "--resume", str(tmp_path / "cut")).code == 0
-    assert traces(tmp_path / "cut") == traces(tmp_path / "whole")
+    assert run_artifacts(tmp_path / "cut") == run_artifacts(tmp_path / "whole")
 
 
 def test_eight_bits_and_main_memory_do_not_go_together():

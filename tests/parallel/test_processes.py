@@ -20,9 +20,15 @@ from groupwise.parallel.processes import Processes, joined_processes, shares_of_
 from groupwise.records import Sample, Sampling
 from groupwise.training import train
 from tests.support.process_groups import in_processes
-from tests.support.sharded_updates import WIDE, gradients, made_samples, relative_difference, trained
+from tests.support.sharded_updates import (
+    OFF_POLICY,
+    gradients_of_cases,
+    relative_difference,
+    trained,
+    uneven_samples,
+)
 from tests.support.small_models import policy_of, small_model
-from tests.support.small_runs import lasting_metrics, small_config, task_file
+from tests.support.small_runs import deterministic_metrics, small_config, task_file
 
 MORE = {
     "with a KL penalty and an entropy bonus": ("algo.beta=0.1", "algo.entropy_bonus=0.01"),
@@ -31,18 +37,31 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("loss", "overrides"),
-    [*((loss, ()) for loss in LOSSES), *(("grpo", overrides) for overrides in MORE.values())],
-    ids=[*LOSSES, *MORE],
-)
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "context"])
+CASES = {
+    **{loss: (loss, OFF_POLICY) for loss in LOSSES},
+    **{name: ("grpo", (*OFF_POLICY, *overrides)) for name, overrides in MORE.items()},
+}
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp", "context"])
+def gradients_of_two(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """The gradients of all cases in each of two processes; one process group computes them all."""
+    layout = (f"run.parallel={request.param}",)
+    shared = {name: (loss, (*overrides, *layout)) for name, (loss, overrides) in CASES.items()}
+    return in_processes(2, gradients_of_cases, shared)
+
+
+@pytest.fixture(scope="module")
+def gradients_of_one() -> dict[str, Any]:
+    return gradients_of_cases(CASES)
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_the_gradient_of_two_processes_is_that_of_one(
-    layout: str, loss: str, overrides: tuple[str, ...]
+    case: str, gradients_of_two: list[dict[str, Any]], gradients_of_one: dict[str, Any]
 ) -> None:
-    settings = (*WIDE, f"run.parallel={layout}", *overrides)
-    alone = gradients(loss, settings)
-    both = in_processes(2, gradients, loss, settings)
+    alone = gradients_of_one[case]
+    both = [answer[case] for answer in gradients_of_two]
     for each in both:
         assert len(each["gradients"]) == len(alone["gradients"])
         for ours, expected in zip(each["gradients"], alone["gradients"], strict=True):
@@ -96,14 +115,14 @@ def test_heads_that_cannot_be_shared_out_are_refused() -> None:
 
 
 def test_more_processes_than_groups_divide_the_groups() -> None:
-    samples = [sample for sample in made_samples() if sample.group == 0]
+    samples = [sample for sample in uneven_samples() if sample.group == 0]
     shares = shares_of_samples(samples, 3)
     assert sorted(index for share in shares for index in share) == [0, 1, 2, 3]
     assert max(len(share) for share in shares) <= 2
 
 
 def test_shares_are_of_like_size() -> None:
-    samples = made_samples()
+    samples = uneven_samples()
     tokens = [sum(len(samples[i].tokens) for i in share) for share in shares_of_samples(samples, 2)]
     assert max(tokens) < 1.3 * min(tokens)
 
@@ -119,7 +138,7 @@ def joined_list() -> list[str]:
 
 def close(one: Path, other: Path) -> None:
     """Two runs are the same but for rounding."""
-    for ours, theirs in zip(lasting_metrics(one), lasting_metrics(other), strict=True):
+    for ours, theirs in zip(deterministic_metrics(one), deterministic_metrics(other), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
     last = sorted((one / "checkpoints").iterdir())[-1].name
     for name in ("model.safetensors", "optimizer.safetensors"):
@@ -129,19 +148,24 @@ def close(one: Path, other: Path) -> None:
         assert relative_difference(a, b) < 1e-4
 
 
+@pytest.fixture(scope="module")
+def run_of_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("one")
+    task_file(folder)
+    return Path(trained(small_config(folder)))
+
+
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_a_run_of_two_processes_is_that_of_one_and_either_goes_on_with_the_others(
-    layout: str, tmp_path: Path
+    layout: str, run_of_one: Path, tmp_path: Path
 ) -> None:
     several = f"run.parallel={layout}"
-    for name in ("one", "two", "back", "forth"):
+    for name in ("two", "back", "forth"):
         (tmp_path / name).mkdir()
         task_file(tmp_path / name)
-    paths = {name: tmp_path / name / "run" for name in ("one", "two", "back", "forth")}
-    torch.set_num_threads(1)
-    trained(small_config(tmp_path / "one"))
+    paths = {name: tmp_path / name / "run" for name in ("two", "back", "forth")}
     in_processes(2, trained, small_config(tmp_path / "two", several))
-    close(paths["one"], paths["two"])
+    close(run_of_one, paths["two"])
 
     # Begun by two, ended by one; and the other way round.
     first = small_config(tmp_path / "back", "run.max_steps=2", several)
@@ -152,17 +176,23 @@ def test_a_run_of_two_processes_is_that_of_one_and_either_goes_on_with_the_other
     for name in ("back", "forth"):
         stats = json.loads((paths[name] / "training_stats.json").read_text())
         assert stats["steps"] == 4
-        assert [row["step"] for row in lasting_metrics(paths[name])] == [1, 2, 3, 4]
-        weights = [load_file(paths[n] / "checkpoints/step-000004/model.safetensors") for n in ("one", name)]
-        assert relative_difference(*weights) < 1e-4
+        assert [row["step"] for row in deterministic_metrics(paths[name])] == [1, 2, 3, 4]
+        last = "checkpoints/step-000004/model.safetensors"
+        assert relative_difference(load_file(run_of_one / last), load_file(paths[name] / last)) < 1e-4
 
 
 def test_accelerate_told_to_divide_divides(tmp_path: Path) -> None:
     """With what `accelerate launch` sets for FSDP, every process still loads the weights itself."""
     task_file(tmp_path)
-    told = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_VERSION": "2"}
-    in_processes(2, trained, small_config(tmp_path, "run.max_steps=2", "evaluate.skip=true"), None, told)
-    assert [row["step"] for row in lasting_metrics(tmp_path / "run")] == [1, 2]
+    environment = {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+        "FSDP_VERSION": "2",
+    }
+    in_processes(
+        2, trained, small_config(tmp_path, "run.max_steps=2", "evaluate.skip=true"), None, environment
+    )
+    assert [row["step"] for row in deterministic_metrics(tmp_path / "run")] == [1, 2]
 
 
 def test_what_fails_in_one_process_fails_in_all_and_the_leader_says_where() -> None:
@@ -213,9 +243,9 @@ task = gw.Task(
 def test_failed_rollouts_of_one_process_stop_the_run_of_all(tmp_path: Path) -> None:
     task_file(tmp_path, RAISES_IN_ONE)
     config = small_config(tmp_path, "task.max_failed=0.1", "evaluate.skip=true")
-    told = in_processes(2, stopped, config)
-    assert "no verifier on this machine" in told[0]
-    assert told[0] == told[1]
+    errors = in_processes(2, stopped, config)
+    assert "no verifier on this machine" in errors[0]
+    assert errors[0] == errors[1]
     shutil.rmtree(tmp_path / "run")
 
 

@@ -33,7 +33,7 @@ from groupwise.rollout.tool_calls import ParsedToolCall
 from groupwise.rollout.tool_executor import ToolExecutor
 from groupwise.tasks import isolated
 from groupwise.tracking.run_files import read_rollouts
-from tests.support.small_runs import SMALL, lasting_metrics, run_command, task_file
+from tests.support.small_runs import SMALL, deterministic_metrics, run_command, task_file
 
 SECONDS = 0.2
 LATE = "took longer than 0.2 s"
@@ -599,7 +599,7 @@ def test_a_trial_leaves_nothing_behind_and_failures_stand_in_the_step_line_and_t
     words = (*WORDS, f"run.output_dir={tmp_path}", "rollout.refill=0", "task.max_failed=1")
     ended = run_command("train", str(path), *words)
     assert ended.code == 0, ended.err
-    first, second = lasting_metrics(tmp_path / "run")
+    first, second = deterministic_metrics(tmp_path / "run")
     assert second["reward/counts/mean"] == fmean(range(13, 25)), "12 rollouts a step, the trial not counted"
     assert (first["rollout/failed"], second["rollout/failed"]) == (1.0, 0.0)
     assert (first["logged/letters"], second["logged/letters"]) == (2.0, 3.0)

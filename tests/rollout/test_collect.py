@@ -11,7 +11,7 @@ from groupwise.engine.engine import Engine
 from groupwise.errors import InvariantError
 from groupwise.records import Completion, Example, Finish, Group, Request, Sampling
 from groupwise.rollout.collect import collect
-from tests.support.codecs import END, Letters
+from tests.support.codecs import END, CharacterCodec
 
 
 class Always:
@@ -36,7 +36,7 @@ def collected(engine: Always, chosen: list[Example], *, step: int = 0, size: int
     return collect(
         chosen,
         ask=lambda example: f"{example['name']}?",
-        codec=Letters(),
+        codec=CharacterCodec(),
         engine=engine,
         sampling=Sampling(),
         group_size=size,

@@ -19,11 +19,11 @@ from groupwise.records import Completion, Example, Request, Sampling
 from groupwise.rollout.collect import Tools, collect
 from groupwise.rollout.tools import tool_of
 from groupwise.tasks import Task
-from tests.support.codecs import END, Letters
+from tests.support.codecs import END, CharacterCodec
 from tests.support.small_models import small_model, tiny_tokenizer
 
 
-class Talk(Letters):
+class Talk(CharacterCodec):
     """One token a letter; a result is shown between bars."""
 
     def encode(self, prompt: object, *, tools: Any = ()) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 END = 0
 
 
-class Letters:
+class CharacterCodec:
     """A codec of one token a letter."""
 
     end_tokens = frozenset({END})

@@ -11,7 +11,7 @@ def echo(rollout: gw.Rollout, example: gw.Example) -> float:
     return float(rollout.text == str(example["n"]))
 
 
-TASK = gw.Task(
+ECHO_TASK = gw.Task(
     name="echo",
     examples=[{"n": n} for n in range(20)],
     prompt=lambda example: f"Say {example['n']}",

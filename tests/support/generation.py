@@ -44,7 +44,7 @@ def assert_same(groups: list[list[Completion]], others: list[list[Completion]]) 
             assert one.entropies == pytest.approx(two.entropies, abs=1e-5)
 
 
-class OnGPU(Engine):
+class EmulatedGPUEngine(Engine):
     """An engine that takes the CPU for a GPU."""
 
     accelerated = True
@@ -61,13 +61,13 @@ TOOL = (9, 8, 7, 6, 5)
 
 
 @dataclass
-class Continuing:
+class MultiTurnSink:
     """Reads `TOOL` after each turn but the last, and asks for one more."""
 
     asked: list[Request]
     turns: int
-    told: bool
-    """Whether it says what its prompts continue."""
+    reuse_cache: bool
+    """Whether each later request names the completion that it continues."""
     answers: dict[tuple[int, int, int], Completion] = field(default_factory=dict)
     """By first request, member and turn."""
     later: list[tuple[tuple[int, int, int], tuple[int, ...]]] = field(default_factory=list)
@@ -85,7 +85,10 @@ class Continuing:
         if turn + 1 < self.turns:
             following = (*prompt, *completion.tokens, *TOOL)
             self.later.append(((first, which, turn + 1), following))
-            seed, continues = derive_seed(1, first, which, turn), (request, member) if self.told else None
+            seed, continues = (
+                derive_seed(1, first, which, turn),
+                (request, member) if self.reuse_cache else None,
+            )
             self.waiting.append(Request(prompt=following, seeds=(seed,), continues=continues))
 
     def ready(self, *, wait: bool) -> list[Request]:
@@ -93,12 +96,12 @@ class Continuing:
         return ready
 
 
-def converse(engine: Engine, asked: list[Request], *, turns: int, told: bool) -> Continuing:
-    sink = Continuing(asked=asked, turns=turns, told=told)
+def converse(engine: Engine, asked: list[Request], *, turns: int, reuse_cache: bool) -> MultiTurnSink:
+    sink = MultiTurnSink(asked=asked, turns=turns, reuse_cache=reuse_cache)
     engine.converse(asked, SAMPLING, sink, tokens=turns * (6 + len(TOOL)), turns=turns)
     return sink
 
 
-def same_answers(one: Continuing, other: Continuing) -> None:
+def same_answers(one: MultiTurnSink, other: MultiTurnSink) -> None:
     assert one.answers.keys() == other.answers.keys()
     assert_same([list(one.answers.values())], [[other.answers[whose] for whose in one.answers]])

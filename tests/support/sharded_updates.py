@@ -13,13 +13,13 @@ from groupwise.learner.learner import Learner
 from groupwise.model.attention.ulysses import UlyssesContext
 from groupwise.model.ops.checkpointing import recompute_layers
 from groupwise.model.policy import Policy
-from groupwise.parallel.processes import divide, joined_processes
+from groupwise.parallel.processes import Processes, divide, joined_processes
 from groupwise.records import Sample, Sampling
 from groupwise.training import train
 from tests.support.small_models import policy_of, small_model
 
 
-def made_samples() -> list[Sample]:
+def uneven_samples() -> list[Sample]:
     """Five groups of unlike size, prompts and answers, with advantages of both signs."""
     noise = torch.Generator().manual_seed(1)
     samples = []
@@ -46,44 +46,53 @@ def made_samples() -> list[Sample]:
 
 
 def gradients(loss: str, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """Return what the policy's gradient is when every process of this run has computed its share."""
+    """Return the gradient of the policy after every process of this run has computed its share."""
+    return gradients_of_cases({loss: (loss, overrides)})[loss]
+
+
+def gradients_of_cases(cases: dict[str, tuple[str, tuple[str, ...]]]) -> dict[str, dict[str, Any]]:
+    """Return the gradients of each case, a loss and its settings, all from one process group."""
     torch.set_num_threads(1)
+    with joined_processes() as processes:
+        return {name: shared_gradients(processes, *case) for name, case in cases.items()}
+
+
+def shared_gradients(processes: Processes, loss: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     config = read_config(
         overrides=[f"algo.loss={loss}", "optim.max_grad_norm=0", "optim.learning_rate=1e-3", *overrides]
     ).resolve()
-    with joined_processes() as processes:
-        policy = policy_of(small_model())
-        if config.model.gradient_checkpointing:
-            recompute_layers(policy)
-        if config.algo.beta:
-            policy = type(policy)(policy.model, policy.tokenizer, reference=policy_of(small_model()).model)
-        if processes.count > 1 and config.run.parallel == "fsdp":
-            divide(policy, "fsdp")
-        context = None
-        if processes.count > 1 and config.run.parallel == "context":
-            context = UlyssesContext(rank=processes.rank, count=processes.count)
-        learner = Learner(
-            policy,
-            algo=config.algo,
-            optim=config.optim,
-            sampling=Sampling(max_tokens=8),
-            max_steps=1,
-            processes=processes,
-            context=context,
-        )
-        kept: list[dict[str, Any]] = []
-        step = learner.optimizer.step
+    policy = policy_of(small_model())
+    if config.model.gradient_checkpointing:
+        recompute_layers(policy)
+    if config.algo.beta:
+        policy = type(policy)(policy.model, policy.tokenizer, reference=policy_of(small_model()).model)
+    if processes.count > 1 and config.run.parallel == "fsdp":
+        divide(policy, "fsdp")
+    context = None
+    if processes.count > 1 and config.run.parallel == "context":
+        context = UlyssesContext(rank=processes.rank, count=processes.count)
+    learner = Learner(
+        policy,
+        algo=config.algo,
+        optim=config.optim,
+        sampling=Sampling(max_tokens=8),
+        max_steps=1,
+        processes=processes,
+        context=context,
+    )
+    kept: list[dict[str, Any]] = []
+    step = learner.optimizer.step
 
-        def keep_and_step() -> None:
-            gradient = {name: whole_of(policy, name, p.grad) for name, p in policy.owned().items()}
-            kept.append(gradient)
-            step()
+    def keep_and_step() -> None:
+        gradient = {name: whole_of(policy, name, p.grad) for name, p in policy.owned().items()}
+        kept.append(gradient)
+        step()
 
-        learner.optimizer.step = keep_and_step
-        samples = made_samples()
-        report = learner.update(samples, sequences=14, tokens=sum(s.length for s in samples) + 9)
-        weights = {name: whole_of(policy, name, p.detach()) for name, p in policy.owned().items()}
-        return {"gradients": kept, "weights": weights, "report": report, "seen": learner.seen_by_all()}
+    learner.optimizer.step = keep_and_step
+    samples = uneven_samples()
+    report = learner.update(samples, sequences=14, tokens=sum(s.length for s in samples) + 9)
+    weights = {name: whole_of(policy, name, p.detach()) for name, p in policy.owned().items()}
+    return {"gradients": kept, "weights": weights, "report": report, "seen": learner.seen_by_all()}
 
 
 def whole_of(policy: Policy, name: str, tensor: torch.Tensor) -> Any:
@@ -97,10 +106,10 @@ def relative_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 # The second pass is off-policy: there every loss has a gradient of its own.
-WIDE = ("algo.max_gap=100", "optim.minibatches=1", "optim.epochs=2")
+OFF_POLICY = ("algo.max_gap=100", "optim.minibatches=1", "optim.epochs=2")
 
 
-def trained(config: Any, resume: Path | None = None, told: dict[str, str] | None = None) -> str:
-    os.environ.update(told or {})
+def trained(config: Any, resume: Path | None = None, environment: dict[str, str] | None = None) -> str:
+    os.environ.update(environment or {})
     torch.set_num_threads(1)
     return str(train(config, resume=resume))

@@ -37,7 +37,7 @@ SMALL = (
     *("evaluate.every=3", "evaluate.samples=2", "track.report=false"),
 )
 
-Files = dict[str, Any]
+Artifacts = dict[str, Any]
 
 
 def task_file(folder: Path, text: str = LUCK) -> Path:
@@ -52,20 +52,20 @@ def small_config(folder: Path, *overrides: str, task: str = "luck.py") -> Config
     return read_config(overrides=[*place, *SMALL, *overrides])
 
 
-def traces(run: Path) -> Files:
-    """Return all that must not depend on how often a run was stopped: weights, metrics, rollouts."""
+def run_artifacts(run: Path) -> Artifacts:
+    """Return what must not depend on how often a run was stopped: weights, metrics, rollouts."""
     kept = ("model.safetensors", "adapter_model.safetensors", "optimizer.safetensors", "optimizer.json")
     paths = [
         path
         for path in sorted(run.rglob("*"))
         if path.name in kept or path.parent.name in ("rollouts", "completions", "eval")
     ]
-    files: Files = {path.relative_to(run).as_posix(): path.read_bytes() for path in paths}
-    return files | {"metrics": lasting_metrics(run)}
+    files: Artifacts = {path.relative_to(run).as_posix(): path.read_bytes() for path in paths}
+    return files | {"metrics": deterministic_metrics(run)}
 
 
-def lasting_metrics(run: Path) -> list[dict[str, Any]]:
-    """Return every step's metrics but those that the clock or the memory decides."""
+def deterministic_metrics(run: Path) -> list[dict[str, Any]]:
+    """Return the metrics of every step without times, speeds and memory."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [
         {name: value for name, value in row.items() if not name.startswith(("time/", "speed/", "memory/"))}
@@ -73,7 +73,7 @@ def lasting_metrics(run: Path) -> list[dict[str, Any]]:
     ]
 
 
-class Blow(NamedTuple):
+class SignalAt(NamedTuple):
     """A signal that a process sends itself when it touches, the nth time, a path that holds this text."""
 
     path: str
@@ -81,14 +81,14 @@ class Blow(NamedTuple):
     nth: int = 1
 
 
-def command(words: Sequence[str], blows: Sequence[Blow], output: Path) -> None:
-    """Be the `groupwise` command, struck at the given moments in the given order."""
+def command(words: Sequence[str], signals: Sequence[SignalAt], output: Path) -> None:
+    """Run the `groupwise` command; each signal arrives at its moment, in the given order."""
     from groupwise import cli
 
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT), descriptor)
 
-    waiting = list(blows)
+    waiting = list(signals)
     touched = 0
 
     def listen(event: str, arguments: tuple[Any, ...]) -> None:
@@ -108,23 +108,23 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["groupwise.cli", "groupwise.training", "peft"])
 
 
-class Outcome(NamedTuple):
-    """How a command ended: its exit code, negative when a signal ended it, and what it printed."""
+class CommandResult(NamedTuple):
+    """Exit code of a command (negative when a signal ended it) and what it printed."""
 
     code: int
     out: str
     err: str
 
 
-def run_command(*words: str, blows: Sequence[Blow] = ()) -> Outcome:
+def run_command(*words: str, signals: Sequence[SignalAt] = ()) -> CommandResult:
     """Run the command in a process of its own."""
     with TemporaryDirectory() as folder:
         output = Path(folder)
-        process = PROCESSES.Process(target=command, args=(words, blows, output))
+        process = PROCESSES.Process(target=command, args=(words, signals, output))
         process.start()
         process.join(120)
         assert process.exitcode is not None
-        return Outcome(process.exitcode, (output / "out").read_text(), (output / "err").read_text())
+        return CommandResult(process.exitcode, (output / "out").read_text(), (output / "err").read_text())
 
 
 KILL, INTERRUPT, TERMINATE = signal.SIGKILL, signal.SIGINT, signal.SIGTERM

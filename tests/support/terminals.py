@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 
-class Stream(io.StringIO):
+class FakeTerminal(io.StringIO):
     """Text kept in memory that passes for a terminal, or for a pipe that someone closes."""
 
     def __init__(self, *, terminal: bool = False) -> None:

@@ -16,7 +16,7 @@ from groupwise.model.distributed import deepspeed_zero
 from groupwise.model.policy import Policy
 from groupwise.parallel.processes import Processes, divide, joined_processes
 from groupwise.records import Sampling
-from tests.support.sharded_updates import made_samples
+from tests.support.sharded_updates import uneven_samples
 from tests.support.small_models import policy_of, small_model
 
 STAGES = ("zero1", "zero2", "zero3")
@@ -36,7 +36,7 @@ def learner_of(policy: Policy, processes: Processes, *overrides: str) -> Learner
 
 
 def updated(learner: Learner) -> dict[str, float]:
-    samples = made_samples()
+    samples = uneven_samples()
     return learner.update(samples, sequences=14, tokens=sum(s.length for s in samples) + 9)
 
 
@@ -59,7 +59,7 @@ def zero_gradients(layout: str) -> dict[str, Any]:
     deepspeed_zero.KEPT_WHOLE = 0  # all weights of these models are small
     with joined_processes() as processes:
         found = {name: gradient(processes, layout, name) for name in CASES}
-        return found if processes.count == 1 else {**found, "told": not_finite(processes, layout)}
+        return found if processes.count == 1 else {**found, "error": not_finite(processes, layout)}
 
 
 def gradient(processes: Processes, layout: str, name: str) -> dict[str, Any]:

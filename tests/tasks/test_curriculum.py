@@ -17,7 +17,7 @@ from groupwise.tasks.builtin.countdown import countdown
 from groupwise.tasks.builtin.gsm8k import gsm8k
 from groupwise.training import train
 from groupwise.training.collector import check_kinds, choose, kind_of, success, updated
-from tests.support.small_runs import LUCK, lasting_metrics, small_config, task_file
+from tests.support.small_runs import LUCK, deterministic_metrics, small_config, task_file
 
 TASK = Task(
     name="q",
@@ -100,6 +100,6 @@ def test_a_run_counts_what_it_passed_over_and_remembers_each_kind(tmp_path):
     state = json.loads((run / "checkpoints" / "step-000004" / "state.json").read_text())
     assert set(state["rates"]) <= {"0", "1", "2"}
     assert state["cursor"] % 3 == 0
-    rows = lasting_metrics(run)
+    rows = deterministic_metrics(run)
     assert sum(row["curriculum/passed_over"] for row in rows) == state["cursor"] * 2 / 3
     assert rows[-1]["curriculum/kinds"] == len(state["rates"])

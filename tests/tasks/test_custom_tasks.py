@@ -11,7 +11,7 @@ import pytest
 import groupwise as gw
 from groupwise.config import read_config
 from groupwise.tracking.run_files import read_rollouts
-from tests.support.small_runs import SMALL, lasting_metrics, run_command, task_file
+from tests.support.small_runs import SMALL, deterministic_metrics, run_command, task_file
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "capitals.py"
 QUICK = ("run.max_steps=2", "evaluate.every=0")
@@ -44,7 +44,9 @@ def test_the_example_runs_from_the_shell(tmp_path, monkeypatch):
     assert ended.code == 0, ended.err
     config = read_config(tmp_path / "run" / "config.yaml")
     assert (config.task.name, config.model.name, config.run.max_steps) == ("capitals.py", "tiny", 2)
-    parts = {name for row in lasting_metrics(tmp_path / "run") for name in row if name.startswith("reward/")}
+    parts = {
+        name for row in deterministic_metrics(tmp_path / "run") for name in row if name.startswith("reward/")
+    }
     assert {"reward/correct/mean", "reward/short/mean"} <= parts
 
 
@@ -59,7 +61,7 @@ def test_the_example_runs_from_python(tmp_path, monkeypatch):
     run = here(tmp_path, call["task"])
     assert run == tmp_path / "run"
     assert read_config(run / "config.yaml").task.name == "capitals"
-    assert len(lasting_metrics(run)) == 2
+    assert len(deterministic_metrics(run)) == 2
 
 
 def counting(n: int = 24) -> list[dict[str, Any]]:
@@ -113,7 +115,7 @@ def test_raising_and_hanging_rewards_are_recorded_counted_and_left_out(tmp_path)
     }
     failed = [row for row in rows if row["error"] is not None]
     assert all(row["advantage"] == 0.0 and row["rewards"] == {} for row in failed)
-    (metrics,) = lasting_metrics(tmp_path / "run")
+    (metrics,) = deterministic_metrics(tmp_path / "run")
     assert metrics["rollout/failed"] == pytest.approx(len(failed) / len(rows))
     valid = [row["reward"] for row in rows if row["error"] is None]
     assert metrics["reward/mean"] == pytest.approx(sum(valid) / len(valid))
@@ -132,7 +134,7 @@ def test_data_too_small_to_hold_any_out_trains_without_evaluation(tmp_path):
     assert ended.code == 0, ended.err
     assert "there are no held-out examples: accuracy is not measured" in ended.out
     assert not (tmp_path / "run" / "eval").exists()
-    assert len(lasting_metrics(tmp_path / "run")) == 2
+    assert len(deterministic_metrics(tmp_path / "run")) == 2
 
 
 def rows_file(folder: Path, count: int) -> Path:

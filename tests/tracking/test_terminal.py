@@ -20,7 +20,7 @@ from groupwise.tracking.terminal import (
     live_panel,
     open_display,
 )
-from tests.support.terminals import Stream
+from tests.support.terminals import FakeTerminal
 
 METRICS = {
     "reward/mean": 0.84,
@@ -56,7 +56,7 @@ def ticking() -> Iterator[float]:
         time += 1.0
 
 
-def show(stream: Stream) -> Display:
+def show(stream: FakeTerminal) -> Display:
     ticks = ticking()
     display = open_display(stream, clock=lambda: next(ticks))
     display.start(60, "groupwise · countdown · tiny")
@@ -77,7 +77,7 @@ def test_the_panel_compares_with_the_first_evaluation_on_the_same_prompts() -> N
 
 
 def test_without_a_terminal_each_step_is_one_plain_line() -> None:
-    stream = Stream()
+    stream = FakeTerminal()
     show(stream).finish(SUMMARY)
     lines = stream.getvalue().splitlines()
     assert lines[:5] == [
@@ -109,7 +109,7 @@ def test_without_a_terminal_each_step_is_one_plain_line() -> None:
 
 
 def test_a_reader_that_goes_away_does_not_stop_the_run() -> None:
-    stream = Stream()
+    stream = FakeTerminal()
     display = show(stream)
     stream.gone = BrokenPipeError(32, "Broken pipe")
     display.update(2, METRICS)
@@ -137,24 +137,24 @@ def test_only_a_real_terminal_gets_the_panel(
 ) -> None:
     monkeypatch.setenv("TERM", term)
     monkeypatch.setenv("FORCE_COLOR", "1")  # colour may be forced into a pipe; a moving cursor must not be
-    assert type(open_display(Stream(terminal=terminal))) is kind
+    assert type(open_display(FakeTerminal(terminal=terminal))) is kind
 
 
 @pytest.fixture
-def live(monkeypatch: pytest.MonkeyPatch) -> Stream:
+def live(monkeypatch: pytest.MonkeyPatch) -> FakeTerminal:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("LINES", "30")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    return Stream(terminal=True)
+    return FakeTerminal(terminal=True)
 
 
-def drawn(stream: Stream) -> list[str]:
+def drawn(stream: FakeTerminal) -> list[str]:
     """Every line written to a terminal, without the control sequences."""
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).replace("\r", "\n").splitlines()
 
 
-def test_the_panel_shows_the_run_in_80_columns(live: Stream) -> None:
+def test_the_panel_shows_the_run_in_80_columns(live: FakeTerminal) -> None:
     show(live).finish(SUMMARY)
     lines = drawn(live)
     assert max(map(len, lines)) <= 80
@@ -196,7 +196,7 @@ def test_no_number_of_the_panel_is_cut_on_a_narrow_terminal(width: int) -> None:
     assert ("was 19.9 %" in text) == (width > 60)
 
 
-def test_closing_gives_the_terminal_back_and_may_happen_twice(live: Stream) -> None:
+def test_closing_gives_the_terminal_back_and_may_happen_twice(live: FakeTerminal) -> None:
     stdout = sys.stdout
     display = show(live)
     display.close()
@@ -207,17 +207,19 @@ def test_closing_gives_the_terminal_back_and_may_happen_twice(live: Stream) -> N
     )  # cursor hidden, shown
 
 
-def test_colours_are_left_out_when_the_user_says_so(live: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colours_are_left_out_when_the_user_says_so(
+    live: FakeTerminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     colour = re.compile(r"\x1b\[[0-9;]*\b3[0-9]\b")
     show(live).finish(SUMMARY)
     assert colour.search(live.getvalue())
     monkeypatch.setenv("NO_COLOR", "1")
-    plain = Stream(terminal=True)
+    plain = FakeTerminal(terminal=True)
     show(plain).finish(SUMMARY)
     assert not colour.search(plain.getvalue())
 
 
-def test_a_terminal_that_goes_away_does_not_stop_the_run(live: Stream) -> None:
+def test_a_terminal_that_goes_away_does_not_stop_the_run(live: FakeTerminal) -> None:
     display = show(live)
     live.gone = OSError(5, "Input/output error")
     display.update(2, METRICS)

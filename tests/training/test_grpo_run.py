@@ -33,12 +33,19 @@ from groupwise.training.recorder import sample_rows
 from groupwise.training.resume import RunState, read_state
 from groupwise.training.run_summary import next_commands, summary_of
 from groupwise.training.step_metrics import batch_metrics
-from tests.support.small_runs import LUCK, Files, lasting_metrics, small_config, task_file, traces
+from tests.support.small_runs import (
+    LUCK,
+    Artifacts,
+    deterministic_metrics,
+    run_artifacts,
+    small_config,
+    task_file,
+)
 
 # Batches, with a policy that is written down: each prompt's answers are a digit each.
 
 
-class Letters:
+class CharacterCodec:
     """A Codec whose tokens are characters."""
 
     end_tokens = frozenset({0})
@@ -88,7 +95,7 @@ def collector(answers: dict[str, str], *, prompts: int, refill: int, max_failed:
         config,
         task=task,
         split=task.split(config.task, config.run.seed),
-        codec=Letters(),
+        codec=CharacterCodec(),
         engine=Script(answers),
     )
 
@@ -278,7 +285,7 @@ def test_evaluating_after_every_step_leaves_the_same_weights_as_never(place):
 
 def test_a_run_writes_its_whole_story(place, capfd):
     run = train(small_config(place, "algo.loss=gspo", "run.max_steps=4"))
-    rows = lasting_metrics(run)
+    rows = deterministic_metrics(run)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert [row["step"] for row in rows if "eval/greedy" in row] == [3, 4]
     names = ["after", "before", "step-000003"]
@@ -314,14 +321,14 @@ def test_the_best_step_is_saved_and_kept_though_no_checkpoint_is_due_there(place
 def test_the_same_settings_give_the_same_bits_and_another_seed_gives_others(place):
     one, two = (train(small_config(place, "run.max_steps=2", f"run.name={name}")) for name in ("one", "two"))
     other = train(small_config(place, "run.max_steps=2", "run.name=other", "run.seed=1"))
-    assert traces(one) == traces(two)
+    assert run_artifacts(one) == run_artifacts(two)
     assert weights(one, 2) != weights(other, 2)
 
 
 def test_adapters_begin_the_same_and_dropout_derives_from_the_step(place):
     settings = ("lora.r=4", "lora.dropout=0.1", "algo.max_gap=5", "run.max_steps=2")
     one, two = (train(small_config(place, *settings, f"run.name={name}")) for name in ("one", "two"))
-    assert traces(one) == traces(two)
+    assert run_artifacts(one) == run_artifacts(two)
 
 
 def test_trackers_get_a_few_answers_to_read():
@@ -450,10 +457,10 @@ class Unreliable:
 
 
 @pytest.fixture(scope="module")
-def untracked(tmp_path_factory: pytest.TempPathFactory) -> Files:
+def untracked(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
     folder = tmp_path_factory.mktemp("untracked")
     task_file(folder)
-    return traces(train(small_config(folder)))
+    return run_artifacts(train(small_config(folder)))
 
 
 @pytest.mark.parametrize("call", ["open", "log", "samples", "finish", "never"])
@@ -461,14 +468,14 @@ def test_a_tracker_that_fails_is_told_of_once_and_changes_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    untracked: Files,
+    untracked: Artifacts,
     call: str,
 ) -> None:
     monkeypatch.setattr(trackers, "find_spec", lambda name: True)
     monkeypatch.setitem(trackers.TRACKERS, "wandb", partial(Unreliable, at=call))
     task_file(tmp_path)
     run = train(small_config(tmp_path, "track.trackers=[wandb]"))
-    assert traces(run) == untracked
+    assert run_artifacts(run) == untracked
     sentence = "wandb failed and is disabled for the rest of this run: ConnectionError('server gone')"
     told = 0 if call == "never" else 1
     assert capsys.readouterr().out.count(sentence) == told

@@ -17,11 +17,11 @@ from tests.support.small_runs import (
     LUCK,
     SMALL,
     TERMINATE,
-    Blow,
-    lasting_metrics,
+    SignalAt,
+    deterministic_metrics,
+    run_artifacts,
     run_command,
     task_file,
-    traces,
 )
 
 VARIANTS = {
@@ -55,7 +55,7 @@ def uninterrupted(place) -> dict[str, Path]:
 
 
 def assert_same(run: Path, whole: Path) -> None:
-    found, expected = traces(run), traces(whole)
+    found, expected = run_artifacts(run), run_artifacts(whole)
     assert found.keys() == expected.keys()
     assert [name for name in expected if found[name] != expected[name]] == []
 
@@ -63,19 +63,19 @@ def assert_same(run: Path, whole: Path) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_killed_at_any_moment_and_resumed_it_gives_the_same_bits(place, uninterrupted, variant):
     whole = uninterrupted[variant]
-    assert any(row["rollout/replaced"] > 0 for row in lasting_metrics(whole))
+    assert any(row["rollout/replaced"] > 0 for row in deterministic_metrics(whole))
     run = place / f"killed-{variant}"
     rng = random.Random(variant)
-    blows = [
-        Blow("rollouts/", KILL, nth=2),  # in step 1 or 2: before the first checkpoint
-        Blow(".step-000002.tmp-", KILL, nth=rng.randint(2, 6)),  # inside the writing of a checkpoint
-        Blow(f"{run.name}/", KILL, nth=rng.randint(10, 60)),  # anywhere
-        Blow(".step-000004.tmp-", KILL, nth=3),  # inside the writing of the last one
+    signals = [
+        SignalAt("rollouts/", KILL, nth=2),  # in step 1 or 2: before the first checkpoint
+        SignalAt(".step-000002.tmp-", KILL, nth=rng.randint(2, 6)),  # inside the writing of a checkpoint
+        SignalAt(f"{run.name}/", KILL, nth=rng.randint(10, 60)),  # anywhere
+        SignalAt(".step-000004.tmp-", KILL, nth=3),  # inside the writing of the last one
     ]
     start = words(place, run.name, *VARIANTS[variant])
-    codes = [run_command(*start, blows=[blows[0]]).code]
-    codes += [run_command("train", "--resume", str(run), blows=[blow]).code for blow in blows[1:]]
-    assert codes == [-KILL] * len(blows)
+    codes = [run_command(*start, signals=[signals[0]]).code]
+    codes += [run_command("train", "--resume", str(run), signals=[at]).code for at in signals[1:]]
+    assert codes == [-KILL] * len(signals)
     assert run_command("train", "--resume", str(run)).code == 0
     assert_same(run, whole)
     assert not list(run.glob("**/.*tmp*"))
@@ -84,7 +84,7 @@ def test_killed_at_any_moment_and_resumed_it_gives_the_same_bits(place, uninterr
 def test_one_interrupt_finishes_the_step_saves_and_exits_with_130(place, uninterrupted):
     run = place / "interrupted"
     ended = run_command(
-        *words(place, run.name, *VARIANTS["full"]), blows=[Blow("step-000001.parquet", INTERRUPT)]
+        *words(place, run.name, *VARIANTS["full"]), signals=[SignalAt("step-000001.parquet", INTERRUPT)]
     )
     assert ended.code == 130
     assert [path.name for path in sorted(run.glob("checkpoints/*"))] == ["step-000001"]
@@ -97,7 +97,7 @@ def test_one_interrupt_finishes_the_step_saves_and_exits_with_130(place, uninter
 
 def test_an_interrupt_before_the_first_step_says_that_nothing_is_trained_yet(place):
     run = place / "untrained"
-    ended = run_command(*words(place, run.name), blows=[Blow("before.json", INTERRUPT)])
+    ended = run_command(*words(place, run.name), signals=[SignalAt("before.json", INTERRUPT)])
     assert ended.code == 130
     last = ended.out.partition("stopped ")[2].splitlines()
     assert last[0] == f"before the first step, nothing was trained; the run folder is {run}"
@@ -106,7 +106,7 @@ def test_an_interrupt_before_the_first_step_says_that_nothing_is_trained_yet(pla
 
 def test_a_request_to_terminate_is_honoured_after_saving(place):
     run = place / "terminated"
-    ended = run_command(*words(place, run.name), blows=[Blow("step-000001.parquet", TERMINATE)])
+    ended = run_command(*words(place, run.name), signals=[SignalAt("step-000001.parquet", TERMINATE)])
     assert ended.code == -TERMINATE
     assert (run / "checkpoints" / "step-000001" / "checksums.json").is_file()
     assert json.loads((run / "training_stats.json").read_text())["steps"] == 1
@@ -114,8 +114,8 @@ def test_a_request_to_terminate_is_honoured_after_saving(place):
 
 def test_a_second_interrupt_stops_at_once_and_leaves_the_last_checkpoint_whole(place, uninterrupted):
     run = place / "twice"
-    blows = [Blow("step-000004.parquet", INTERRUPT), Blow(".step-000004.tmp-", INTERRUPT, nth=3)]
-    ended = run_command(*words(place, run.name, *VARIANTS["full"]), blows=blows)
+    signals = [SignalAt("step-000004.parquet", INTERRUPT), SignalAt(".step-000004.tmp-", INTERRUPT, nth=3)]
+    ended = run_command(*words(place, run.name, *VARIANTS["full"]), signals=signals)
     assert ended.code == 130
     assert f"stopped at once; groupwise train --resume {run} goes on" in ended.out
     assert [path.name for path in sorted(run.glob("checkpoints/step-*"))] == ["step-000002", "step-000003"]
@@ -256,7 +256,7 @@ def test_a_run_that_lost_its_checkpoints_is_not_emptied(copied, how):
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_says_that_it_begins_again(place):
     run = place / "early"
-    assert run_command(*words(place, run.name), blows=[Blow("step-000002.parquet", KILL)]).code == -KILL
+    assert run_command(*words(place, run.name), signals=[SignalAt("step-000002.parquet", KILL)]).code == -KILL
     assert not list(run.glob("checkpoints/*"))
     ended = run_command("train", "--resume", str(run))
     assert ended.code == 0
@@ -303,7 +303,7 @@ def test_a_longer_run_goes_on_and_remembers_how_it_was_before_training(place, un
     assert run_command(*short).code == 0
     ended = run_command("train", "--resume", str(place / "short"), "--max-steps", "4")
     assert ended.code == 0
-    run, whole = traces(place / "short"), traces(uninterrupted["full"])
+    run, whole = run_artifacts(place / "short"), run_artifacts(uninterrupted["full"])
     weights = "checkpoints/step-000004/model.safetensors"
     assert run[weights] == whole[weights]
     assert run["eval/after.json"] == whole["eval/after.json"]

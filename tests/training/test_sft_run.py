@@ -38,7 +38,7 @@ from groupwise.tracking.run_files import write_rollouts
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.training.sft_run import encode, to_samples
 from tests.support.small_models import policy_of, small_model, tiny_tokenizer
-from tests.support.small_runs import KILL, Blow, run_command, traces
+from tests.support.small_runs import KILL, SignalAt, run_artifacts, run_command
 
 SMALL = (
     *("run.save_every=2", "track.trackers=[]", "model.device=cpu", "sft.batch=3", "rollout.max_tokens=6"),
@@ -561,10 +561,12 @@ def test_killed_and_resumed_a_warm_start_gives_the_same_bits(tmp_path, variant):
     words = ["sft", "--task", "countdown", "--max-steps", "4", f"run.output_dir={tmp_path}", *SMALL, *variant]
     assert run_command(*words, "run.name=whole").code == 0
     run = tmp_path / "killed"
-    assert run_command(*words, "run.name=killed", blows=[Blow("metrics.jsonl", KILL, nth=4)]).code == -KILL
+    assert (
+        run_command(*words, "run.name=killed", signals=[SignalAt("metrics.jsonl", KILL, nth=4)]).code == -KILL
+    )
     assert run_command("train", "--resume", str(run)).code == 2  # not a run of that kind
     assert run_command("sft", "--resume", str(run)).code == 0
-    assert traces(run) == traces(tmp_path / "whole")
+    assert run_artifacts(run) == run_artifacts(tmp_path / "whole")
     # Step 3 was measured, none did better, and it is kept though only even ones are due.
     assert [path.name for path in sorted(run.glob("checkpoints/*"))] == ["step-000003", "step-000004"]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

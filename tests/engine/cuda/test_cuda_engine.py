@@ -28,7 +28,7 @@ from groupwise.engine.engine import Engine
 from groupwise.errors import InvariantError
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sampling
-from tests.support.generation import OnGPU, assert_same, converse, requests, same_answers
+from tests.support.generation import EmulatedGPUEngine, assert_same, converse, requests, same_answers
 from tests.support.small_models import SIZES, policy_of, small_model, tiny_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -36,9 +36,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtim
 
 def both(
     policy: Policy, asked: list[Request], sampling: Sampling, **engine: Any
-) -> tuple[OnGPU, list[list[Completion]]]:
+) -> tuple[EmulatedGPUEngine, list[list[Completion]]]:
     """Generate in both ways, and find them the same."""
-    gpu = OnGPU(policy, EngineConfig(**engine))
+    gpu = EmulatedGPUEngine(policy, EngineConfig(**engine))
     answers = gpu.generate(asked, sampling)
     assert_same(answers, Engine(policy, EngineConfig(**engine)).generate(asked, sampling))
     return gpu, answers
@@ -178,7 +178,7 @@ def test_a_second_call_reuses_the_runner_and_sees_changed_weights(small_policy):
 def test_the_cache_is_sized_by_what_is_free_and_kept_when_little_is_to_gain(
     small_policy, held, free, most, blocks
 ):
-    engine = OnGPU(small_policy, EngineConfig())
+    engine = EmulatedGPUEngine(small_policy, EngineConfig())
     engine._affordable_blocks = lambda: free  # type: ignore[method-assign]
     if held:
         engine._graph_runner = SimpleNamespace(capacity=SimpleNamespace(blocks=held))  # type: ignore[assignment]
@@ -207,7 +207,9 @@ def test_logits_that_are_not_finite_stop_the_run(small_policy, broken, cut):
     with torch.no_grad():
         small_policy.head_weight[broken] = math.nan
     with pytest.raises(InvariantError, match="entropy"):
-        OnGPU(small_policy, EngineConfig()).generate(requests((3,), (1,)), Sampling(max_tokens=3, **cut))
+        EmulatedGPUEngine(small_policy, EngineConfig()).generate(
+            requests((3,), (1,)), Sampling(max_tokens=3, **cut)
+        )
 
 
 def test_a_model_that_looks_how_long_a_text_is_runs_uncaptured_and_not_fused(small_policy):
@@ -240,8 +242,10 @@ def test_turns_and_long_prompts_go_on_from_what_the_cache_has(small_policy, sett
     monkeypatch.setattr(prefill, "PREFILL_TOKENS", 9)
     monkeypatch.setattr(decode_loop, "PREFILL_TOKENS", 9)
     asked = requests((5, 20), (1, 2))
-    gpu = converse(OnGPU(small_policy, EngineConfig(**settings)), asked, turns=2, told=True)
-    cpu = converse(Engine(small_policy, EngineConfig(**settings)), asked, turns=2, told=False)
+    gpu = converse(
+        EmulatedGPUEngine(small_policy, EngineConfig(**settings)), asked, turns=2, reuse_cache=True
+    )
+    cpu = converse(Engine(small_policy, EngineConfig(**settings)), asked, turns=2, reuse_cache=False)
     assert len(gpu.answers) == 3 * 2
     same_answers(gpu, cpu)
 

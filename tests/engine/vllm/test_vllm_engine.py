@@ -28,12 +28,12 @@ from tests.support.process_groups import in_processes, needs_deepspeed
 from tests.support.small_runs import (
     KILL,
     SMALL,
-    Blow,
-    lasting_metrics,
+    SignalAt,
+    deterministic_metrics,
+    run_artifacts,
     run_command,
     small_config,
     task_file,
-    traces,
 )
 
 
@@ -199,11 +199,11 @@ def test_a_run_that_was_killed_and_goes_on_learns_what_it_would_have(server: Sta
     words = ("train", task, *where, "lora.r=4", "optim.learning_rate=1e-3")
     assert run_command(*words, "run.name=whole").code == 0
     assert server.loaded == []
-    killed = run_command(*words, "run.name=run", blows=[Blow("step-000003", KILL)])
+    killed = run_command(*words, "run.name=run", signals=[SignalAt("step-000003", KILL)])
     assert killed.code == -KILL
     assert len(server.loaded) == 1
     assert run_command("train", "--resume", str(tmp_path / "run")).code == 0
-    assert traces(tmp_path / "run") == traces(tmp_path / "whole")
+    assert run_artifacts(tmp_path / "run") == run_artifacts(tmp_path / "whole")
     assert not (tmp_path / "run" / "serving").exists()
 
 
@@ -391,8 +391,8 @@ def test_a_run_survives_a_server_that_dies_in_every_step(server: StandIn, tmp_pa
     finally:
         over.set()
         thread.join()
-    assert [row["step"] for row in lasting_metrics(run)] == [1, 2, 3, 4]
-    assert all(row["policy/gap"] < 1e-4 for row in lasting_metrics(run))
+    assert [row["step"] for row in deterministic_metrics(run)] == [1, 2, 3, 4]
+    assert all(row["policy/gap"] < 1e-4 for row in deterministic_metrics(run))
 
 
 def test_with_overlap_each_batch_is_drawn_with_the_weights_before_the_last_update(
@@ -402,7 +402,7 @@ def test_with_overlap_each_batch_is_drawn_with_the_weights_before_the_last_updat
     over = ("engine.kind=vllm", f"engine.servers=[{server.address}]", "lora.r=4", "optim.minibatches=1")
     config = small_config(tmp_path, *over, "rollout.overlap=true", "optim.learning_rate=1e-3")
     run = train(config)
-    rows = lasting_metrics(run)
+    rows = deterministic_metrics(run)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     # The first two steps' answers come from the same weights; one update lies between them and step 2.
     assert rows[0]["policy/gap"] < 1e-4
@@ -438,7 +438,7 @@ def test_two_processes_share_a_server(setting: str, server: StandIn, tmp_path: P
     task_file(tmp_path)
     over = ("engine.kind=vllm", f"engine.servers=[{server.address}]", "lora.r=4", "optim.minibatches=1")
     in_processes(2, trained, small_config(tmp_path, *over, setting))
-    rows = lasting_metrics(tmp_path / "run")
+    rows = deterministic_metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert rows[0]["policy/gap"] < 1e-4
     assert all((row["policy/gap"] > 1e-4) == ("overlap" in setting) for row in rows[1:])

@@ -13,7 +13,7 @@ import pytest
 from scale_servers import VllmProcess, free_port
 
 from groupwise.training import train
-from tests.support.small_runs import lasting_metrics, small_config, task_file
+from tests.support.small_runs import deterministic_metrics, small_config, task_file
 
 PYTHON = os.environ.get("GROUPWISE_VLLM_PYTHON")
 pytestmark = [
@@ -41,7 +41,7 @@ def test_a_run_on_the_server_sees_the_log_probabilities_of_the_trainer(
     task_file(tmp_path)
     where = ("engine.kind=vllm", f"engine.servers=[{server.address}]", "lora.r=4")
     rate = ("optim.learning_rate=1e-3", "optim.minibatches=1", f"rollout.overlap={overlap}")
-    rows = lasting_metrics(train(small_config(tmp_path, *where, *rate)))
+    rows = deterministic_metrics(train(small_config(tmp_path, *where, *rate)))
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert rows[0]["policy/gap"] < 1e-4
     for row in rows[1:]:
@@ -57,4 +57,4 @@ def test_a_server_that_was_killed_comes_back_into_the_run(server: VllmProcess, t
     server.kill()
     server.start()
     run = train(small_config(tmp_path, *where), resume=tmp_path / "run")
-    assert [row["step"] for row in lasting_metrics(run)] == [1, 2, 3, 4]
+    assert [row["step"] for row in deterministic_metrics(run)] == [1, 2, 3, 4]

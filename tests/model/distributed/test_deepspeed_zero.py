@@ -21,7 +21,7 @@ from groupwise.parallel.processes import Processes, divide, joined_processes
 from tests.support.process_groups import in_processes, needs_deepspeed
 from tests.support.sharded_updates import relative_difference, trained
 from tests.support.small_models import policy_of, small_model
-from tests.support.small_runs import lasting_metrics, small_config, task_file
+from tests.support.small_runs import deterministic_metrics, small_config, task_file
 from tests.support.zero_updates import STAGES, gradients_alone, learner_of, updated, zero_gradients
 
 
@@ -36,18 +36,18 @@ def test_the_gradient_of_two_processes_is_that_of_one(layout: str) -> None:
             assert relative_difference(expected, ours) <= 1e-5, name
         assert leader[name]["report"] == pytest.approx(alone["report"], rel=1e-4, abs=1e-6), name
         assert follower[name]["report"] == leader[name]["report"]
-    assert leader["told"] == follower["told"]
-    assert leader["told"].startswith("the gradient norm is ")
+    assert leader["error"] == follower["error"]
+    assert leader["error"].startswith("the gradient norm is ")
 
 
-def divided_run(config: Any, resume: Path | None = None, told: dict[str, str] | None = None) -> str:
+def divided_run(config: Any, resume: Path | None = None, environment: dict[str, str] | None = None) -> str:
     deepspeed_zero.KEPT_WHOLE = 0
-    return trained(config, resume, told)
+    return trained(config, resume, environment)
 
 
 def same_run(one: Path, other: Path) -> None:
     """Two runs have learnt the same but for rounding, and left the same files."""
-    for ours, theirs in zip(lasting_metrics(one), lasting_metrics(other), strict=True):
+    for ours, theirs in zip(deterministic_metrics(one), deterministic_metrics(other), strict=True):
         learnt = [name for name in ours if name.startswith(("policy/", "optim/"))]
         assert [ours[n] for n in learnt] == pytest.approx([theirs[n] for n in learnt], rel=1e-3, abs=1e-5)
     for path in sorted(one.glob("checkpoints/*/*.safetensors")):
@@ -68,7 +68,7 @@ ACCELERATE = {
 
 @needs_deepspeed
 @pytest.mark.parametrize(
-    ("settings", "several", "told"),
+    ("settings", "several", "environment"),
     [
         (("optim.warmup_steps=3",), ("run.parallel=zero2",), {}),
         (("model.gradient_checkpointing=true",), ("run.parallel=zero3",), {}),
@@ -77,7 +77,7 @@ ACCELERATE = {
     ids=["zero2", "zero3", "adapters, as accelerate says"],
 )
 def test_a_run_begun_without_deepspeed_goes_on_with_it(
-    settings: tuple[str, ...], several: tuple[str, ...], told: dict[str, str], tmp_path: Path
+    settings: tuple[str, ...], several: tuple[str, ...], environment: dict[str, str], tmp_path: Path
 ) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -86,7 +86,7 @@ def test_a_run_begun_without_deepspeed_goes_on_with_it(
     trained(small_config(tmp_path / "one", *settings))
     trained(small_config(tmp_path / "two", "run.max_steps=2", *settings))
     whole = small_config(tmp_path / "two", *settings, *several)
-    in_processes(2, divided_run, whole, tmp_path / "two/run", told)
+    in_processes(2, divided_run, whole, tmp_path / "two/run", environment)
     same_run(tmp_path / "one/run", tmp_path / "two/run")
 
 

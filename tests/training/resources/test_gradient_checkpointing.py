@@ -11,7 +11,7 @@ from groupwise.config import Config, read_config
 from groupwise.training import train
 from groupwise.training.resources.model_shape import LinearShape, ModelShape
 from groupwise.training.resources.run_estimate import DeviceSpec, choose_recomputing, preflight
-from tests.support.small_runs import lasting_metrics, small_config, task_file
+from tests.support.small_runs import deterministic_metrics, small_config, task_file
 
 SHAPE = ModelShape(
     parameters=1000,
@@ -89,5 +89,5 @@ def test_a_run_says_what_was_chosen_and_keeps_it_when_resumed(tmp_path, monkeypa
         longer = replace(named, run=replace(named.run, max_steps=3))
         train(longer, resume=runs[on])
         assert read_config(runs[on] / "config.yaml").model.gradient_checkpointing is on
-    first, second = (lasting_metrics(runs[on])[0] for on in (True, False))
+    first, second = (deterministic_metrics(runs[on])[0] for on in (True, False))
     assert first["policy/grad_norm"] == pytest.approx(second["policy/grad_norm"], rel=1e-4)
