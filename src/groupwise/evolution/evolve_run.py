@@ -43,7 +43,7 @@ from groupwise.tasks.code_fingerprint import code_of
 from groupwise.tracking.terminal import open_display
 from groupwise.tracking.trackers import tracker_names
 from groupwise.training.collector import Batch
-from groupwise.training.interrupt import Interrupt, explain_full_disk
+from groupwise.training.lifecycle.interrupt import Interrupt, explain_full_disk
 from groupwise.training.recorder import Recorder
 from groupwise.training.resources.prompt_lengths import PromptLimit
 from groupwise.training.resume import command_of, same_code, same_data

@@ -30,7 +30,8 @@ from groupwise.tasks.code_fingerprint import code_of
 from groupwise.tracking.run_log import LOGGER
 from groupwise.training.callbacks import Callbacks, RunControl
 from groupwise.training.evaluator import Evaluator
-from groupwise.training.interrupt import Interrupt
+from groupwise.training.lifecycle.interrupt import Interrupt
+from groupwise.training.lifecycle.run_summary import resume_words, stats_of, summary_of
 from groupwise.training.recorder import NullRecorder, Recorder
 from groupwise.training.resources.cpu_contention import CPUContention
 from groupwise.training.resources.model_shape import shape_of
@@ -45,7 +46,6 @@ from groupwise.training.resume import (
     save_state,
     with_recomputing,
 )
-from groupwise.training.run_summary import resume_words, stats_of, summary_of
 
 
 class BaseRun(ABC):

@@ -7,19 +7,17 @@ that collects the next batch while this one trains.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
-from typing import Protocol
 
 from groupwise.algo.advantages import with_advantages, with_overlong_penalty
 from groupwise.algo.reward_combination import agreeing, with_combined
 from groupwise.config.schema import Config
-from groupwise.errors import ConfigError, InvariantError
+from groupwise.errors import InvariantError
 from groupwise.invariants import check_disjoint
 from groupwise.parallel.processes import Processes
 from groupwise.records import Example, Group, Rollout
@@ -27,109 +25,9 @@ from groupwise.rewards.llm_judge import spent_by_judges
 from groupwise.rewards.runner import RewardContext, TrainerState, score_within, weighted_sum
 from groupwise.rewards.time_limit import TimeLimit, TimeLimits
 from groupwise.rollout.collect import Generate, PromptCodec, collect
-from groupwise.seeds import derive_seed
-from groupwise.tasks import ExampleStream, Split, Task
+from groupwise.tasks import Split, Task
 from groupwise.training.callbacks import Callbacks
-
-
-class BatchPrefetcher:
-    """At most one batch under way, in a thread that mostly waits for servers."""
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._batch: Batch | None = None
-        self._error: BaseException | None = None
-
-    def start(self, draw: Callable[[], Batch]) -> None:
-        """Begin to draw a batch; the one before must have been taken."""
-        assert self._thread is None, "a batch is still under way"
-
-        def work() -> None:
-            try:
-                self._batch = draw()
-            except BaseException as error:
-                self._error = error
-
-        self._thread = threading.Thread(target=work, daemon=True)
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Return when nothing is being drawn any more: servers may then get other weights."""
-        if self._thread is not None:
-            self._thread.join()
-
-    def take(self) -> Batch | None:
-        """Return the batch that was started, or raise what went wrong there; None: none was started."""
-        if self._thread is None:
-            return None
-        self.wait()
-        self._thread = None
-        batch, error = self._batch, self._error
-        self._batch = self._error = None
-        if error is not None:
-            raise error
-        return batch
-
-
-Rates = Mapping[str, Sequence[float]]
-"""For each kind of example, answers given and answers right, both fading."""
-
-NOTHING_KNOWN: Rates = {}
-FADING = 0.9
-"""What an earlier group still counts when the next one of its kind is scored."""
-LEAST = 0.05
-"""Weight of a kind that seems to teach nothing: it is asked now and then, since the policy changes."""
-
-
-def check_kinds(task: Task, split: Split) -> None:
-    """Refuse a curriculum where no example is like an earlier one."""
-    if isinstance(split.train, ExampleStream) and task.difficulty is None:
-        raise ConfigError(
-            f"rollout.curriculum: task {task.name} makes endless examples and does not say how they are "
-            "alike; give it difficulty=…, a function from an example to a kind"
-        )
-
-
-def kind_of(task: Task, example: Example) -> str:
-    """Return what an example is counted as: its difficulty, or itself where the task names none."""
-    named = task.difficulty(example) if task.difficulty else None
-    return named if named is not None else example.fingerprint
-
-
-def success(rates: Rates, kind: str) -> float:
-    """Return how often an answer to this kind is right; one half before anything is known."""
-    given, right = rates.get(kind, (0.0, 0.0))
-    return (right + 1) / (given + 2)
-
-
-def choose(
-    candidates: Sequence[Example], count: int, *, task: Task, rates: Rates, seed_parts: tuple[int | str, ...]
-) -> list[Example]:
-    """Draw `count` of the candidates without replacement, each by how much its answers will vary.
-
-    Every candidate draws u^(1/weight) and the largest win (Efraimidis & Spirakis 2006).
-    """
-
-    def lot(place: int) -> float:
-        p = success(rates, kind_of(task, candidates[place]))
-        uniform = (derive_seed(*seed_parts, "curriculum", place) % 2**53 + 0.5) / 2**53
-        return float(uniform ** (1 / max(LEAST, 4 * p * (1 - p))))
-
-    winners = sorted(range(len(candidates)), key=lot, reverse=True)[:count]
-    return [candidates[place] for place in sorted(winners)]
-
-
-def updated(rates: Rates, groups: Iterable[Group], *, task: Task) -> dict[str, Sequence[float]]:
-    """Return the rates with these groups counted in; answers that could not be scored count as neither."""
-    known = dict(rates)
-    for group in groups:
-        kind = kind_of(task, group.example)
-        given, right = known.get(kind, (0.0, 0.0))
-        known[kind] = (
-            FADING * given + len(group.valid),
-            FADING * right + sum(map(task.is_right, group.valid)),
-        )
-    return known
+from groupwise.training.curriculum import NOTHING_KNOWN, Rates, check_kinds, choose, updated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,12 +269,6 @@ class Collector:
         if self.config.algo.combine == "pca":
             return weighted_sum(rollout.rewards, self.task.weights)
         return rollout.reward
-
-
-class CollectBatch(Protocol):
-    """Runs stages 1 to 4: see `training.loop.collect_batch`."""
-
-    def __call__(self, collector: Collector, step: int, *, cursor: int, rates: Rates) -> Batch: ...
 
 
 def means_of(logged: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:

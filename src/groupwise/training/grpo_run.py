@@ -19,15 +19,9 @@ from groupwise.tasks import Split, Task, UserFunctions
 from groupwise.tasks.code_fingerprint import code_of
 from groupwise.tasks.isolate import failures_on_trial
 from groupwise.training.base_run import BaseRun
-from groupwise.training.collector import (
-    Batch,
-    BatchPrefetcher,
-    CollectBatch,
-    Collector,
-    check_failures,
-    first_error,
-)
+from groupwise.training.collector import Batch, Collector, check_failures, first_error
 from groupwise.training.evaluator import Evaluator
+from groupwise.training.prefetch import BatchPrefetcher, CollectBatch
 from groupwise.training.resources.prompt_lengths import PromptLimit
 from groupwise.training.resume import RunStart
 from groupwise.training.step_metrics import batch_metrics, speed_metrics

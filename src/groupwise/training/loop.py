@@ -15,9 +15,10 @@ from groupwise.tasks import Task, UserFunctions, isolated, leave_task_file, load
 from groupwise.tracking.terminal import open_display
 from groupwise.tracking.trackers import tracker_names
 from groupwise.training.callbacks import check_callback
-from groupwise.training.collector import NOTHING_KNOWN, Batch, Collector, Rates
+from groupwise.training.collector import Batch, Collector
+from groupwise.training.curriculum import NOTHING_KNOWN, Rates
 from groupwise.training.grpo_run import GRPORun
-from groupwise.training.interrupt import explain_full_disk
+from groupwise.training.lifecycle.interrupt import explain_full_disk
 from groupwise.training.resume import RunStart, command_of
 
 

@@ -35,7 +35,7 @@ from groupwise.tasks.code_fingerprint import changed_code
 from groupwise.tracking.run_files import last_step
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.tracking.terminal import command, headline
-from groupwise.training.collector import Rates
+from groupwise.training.curriculum import Rates
 
 OPTIMIZER = "optimizer.safetensors"
 OPTIMIZER_SETTINGS = "optimizer.json"
