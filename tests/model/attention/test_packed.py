@@ -21,30 +21,9 @@ from groupwise.model.attention.segment_attention import (
     similar_sizes,
 )
 from groupwise.records import Sample
+from tests.support.packed_rows import Groups, naive_attention, visible
 
 CPU = torch.device("cpu")
-Groups = list[tuple[int, list[int]]]
-
-
-def naive_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, visible_TT: Tensor, scale: float) -> Tensor:
-    """Return the output_THD of attention where each query sees the keys that `visible_TT` allows."""
-    k_HTD, v_HTD = (x.repeat_interleave(len(q_HTD) // len(x), 0) for x in (k_KTD, v_KTD))
-    scores_HTT = (q_HTD @ k_HTD.transpose(1, 2) * scale).masked_fill(~visible_TT, -torch.inf)
-    return (scores_HTT.softmax(-1) @ v_HTD).transpose(0, 1)
-
-
-def visible(groups: Groups) -> Tensor:
-    """Return which token of the row [prompts][members] sees which."""
-    owner = [(g, None) for g, (prompt, _) in enumerate(groups) for _ in range(prompt)]
-    owner += [
-        (g, m) for g, (_, members) in enumerate(groups) for m, n in enumerate(members) for _ in range(n)
-    ]
-    return torch.tensor(
-        [
-            [k <= q and kg == qg and km in (None, qm) for k, (kg, km) in enumerate(owner)]
-            for q, (qg, qm) in enumerate(owner)
-        ]
-    )
 
 
 def ragged_groups(seed: int) -> Groups:

@@ -93,6 +93,8 @@ class _PackedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PackedLayout, scale: float
     ) -> Tensor:
+        # The outputs have the layout of the queries, and the kernel that merges them needs rows of heads.
+        q_THD = q_THD.contiguous()
         within, across = layout.parts(VarlenAttention if supports_flash(q_THD) else PaddedAttention)
         prompts, members = slice(layout.prompt_tokens), slice(layout.prompt_tokens, None)
         output_THD, lse_TH = within.attend(q_THD, k_TKD, v_TKD, scale=scale)
