@@ -28,6 +28,7 @@ from groupwise.model.device import to_device
 from groupwise.model.ops.logits import scaled_logits
 from groupwise.model.policy import Policy
 from groupwise.records import Sampling
+from groupwise.tracking.run_log import LOGGER
 
 
 def can_be_captured(policy: Policy) -> bool:
@@ -49,6 +50,25 @@ def captured(step: Callable[[], None], *, stream: torch.cuda.Stream, pool: Any) 
         graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
     return graph.replay
+
+
+def runs_without_sync(step: Callable[[], None]) -> bool:
+    """Run a step, and return whether the host never waits for the device in it; else it cannot be captured.
+
+    Some mixture-of-experts layers read the number of tokens of each expert on the host.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        LOGGER.info("generating without CUDA graphs: the model's layers wait for the device")
+        return False
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return True
 
 
 MOST_GRAPHS = 512
@@ -237,6 +257,9 @@ class GraphRunner:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         self.state.idle()
         step()
+        if not self._graphs and not runs_without_sync(step):
+            self._capturing = None
+            return step
         return captured(step, stream=stream, pool=self._pool)
 
     def _step(self, layout: DecodeLayout, sampling: Sampling, *, likely: bool) -> None:

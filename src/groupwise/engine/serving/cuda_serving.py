@@ -22,7 +22,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from groupwise.engine.cuda.decode_loop import InFlightStep
-from groupwise.engine.cuda.graph_runner import Capacity, GraphRunner, can_be_captured, captured, new_stream
+from groupwise.engine.cuda.graph_runner import (
+    Capacity,
+    GraphRunner,
+    can_be_captured,
+    captured,
+    new_stream,
+    runs_without_sync,
+)
 from groupwise.engine.cuda.kernel_launch import padded
 from groupwise.engine.paged_attention import KVCache
 from groupwise.engine.prefill import Forward, Prefill, PrefillLayout, Segment, slot_mapping
@@ -50,6 +57,7 @@ class StaticRow:
         self._starts = torch.zeros(PROMPTS + 2, dtype=torch.int32, device=device)
         self._logits_PV: Tensor | None = None
         self._run: Callable[[], None] | None = None
+        self._capture = device.type == "cuda"
 
     def compute(self, segments: SequenceOf[Segment], forward: Forward, pool: Any) -> Tensor:
         """Return the next-token logits of each prompt."""
@@ -58,7 +66,8 @@ class StaticRow:
             self._run()
         else:
             self._pass(lengths, forward)
-            if self._whole.is_cuda:
+            self._capture = self._capture and runs_without_sync(lambda: self._pass(lengths, forward))
+            if self._capture:
                 stream = torch.cuda.current_stream()
                 self._run = captured(lambda: self._pass(lengths, forward), stream=stream, pool=pool)
                 self._run()
