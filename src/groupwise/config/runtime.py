@@ -131,6 +131,9 @@ class RunConfig:
     """Also save and keep the checkpoint with the best held-out accuracy."""
     callbacks: tuple[str, ...] = ()
     """Callbacks, each as module:Class or FILE.py:Class; see docs/extending.md."""
+    deterministic: bool = False
+    """Use only GPU kernels that give the same bits every time: a resumed run then ends exactly as one that
+    was never stopped. Slower. On a CPU this always holds."""
 
     def __post_init__(self) -> None:
         one_of("run.kind", self.kind, KINDS)

@@ -25,7 +25,7 @@ from groupwise.engine.sampler import StopStrings, draw, uniforms
 from groupwise.engine.scheduler import NONE, FutureRequests, Scheduler, Sequence
 from groupwise.errors import ConfigError
 from groupwise.model.adapters.lora_bank import LoRABank
-from groupwise.model.device import free_memory
+from groupwise.model.device import free_memory, total_memory
 from groupwise.model.ops.equivalence import in_mode
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Finish, Request, Sampling
@@ -109,7 +109,7 @@ class Engine:
     @property
     def unrepeatable(self) -> bool:
         """Whether repeating a call may change the bits: GPU results depend on the batch composition."""
-        return self.policy.device.type == "cuda"
+        return self.policy.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
 
     def _serve(
         self,
@@ -276,10 +276,17 @@ class Engine:
         return held if least <= held < blocks <= 1.25 * held else blocks
 
     def _affordable_blocks(self) -> int:
-        """Return the number of KV blocks that fit into 80% of the free GPU memory."""
+        """Return the number of KV blocks that fit into 80% of the free GPU memory.
+
+        Deterministic kernels take half of what the weights leave: preemption depends on the cache size, and
+        free memory differs from one process to the next.
+        """
         token = 2 * self.policy.layers * self.policy.key_heads * self.policy.head_size
         block = token * self.config.block_size * self.policy.head_weight.element_size()
-        return int(0.8 * free_memory(self.policy.device)) // block
+        free = int(0.8 * free_memory(self.policy.device))
+        if torch.are_deterministic_algorithms_enabled():
+            free = min(free, total_memory(self.policy.device) // 4)
+        return free // block
 
     def _check_context(
         self, requests: SequenceOf[Request], sampling: Sampling, future: FutureRequests

@@ -38,6 +38,7 @@ from groupwise.evolution.selection import Selector
 from groupwise.files import write_atomically
 from groupwise.learner.checkpoint import prune, write_checkpoint
 from groupwise.learner.learner import try_own_loss
+from groupwise.model.device import deterministic_kernels, device_of
 from groupwise.tasks import Task, UserFunctions, isolated, leave_task_file, load_task, use_functions
 from groupwise.tasks.code_fingerprint import code_of
 from groupwise.tracking.terminal import open_display
@@ -74,6 +75,8 @@ class EvolveRun:
             )
             resources.callback(self.recorder.close)
             self.interrupt = resources.enter_context(Interrupt(self.recorder.display.message))
+            device = device_of(config.model.device)
+            resources.enter_context(deterministic_kernels(device, on=config.run.deterministic))
             self.base = SharedBase(config)
             limit = PromptLimit(config, task=task, policy=self.base.policy)
             self.split, too_long = limit.leave_out(self.split)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -100,3 +101,24 @@ def kept_numbers(width: int, inner: int, layers: int, *, recomputed: bool) -> in
 def tile_count(tokens: int) -> int:
     """Return the number of tiles for so many tokens. Example: 5120 -> 1, because two are slower; 8192 -> 2"""
     return max(1, round(tokens / TILE))
+
+
+@contextmanager
+def deterministic_kernels(device: torch.device, *, on: bool) -> Iterator[None]:
+    """Use only kernels that give the same bits for the same input on a GPU. A CPU always does.
+
+    Must be entered before the first matrix product of the process: cuBLAS reads its workspace setting then.
+    """
+    if not on or device.type != "cuda":
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    settings: Any = torch.utils.deterministic
+    before, filled = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    settings.fill_uninitialized_memory = False  # every element is written anyway
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        settings.fill_uninitialized_memory = filled

@@ -20,7 +20,7 @@ from groupwise.engine.engine import Engine
 from groupwise.engine.vllm.vllm_engine import VllmEngine
 from groupwise.errors import ConfigError
 from groupwise.learner.checkpoint import prune
-from groupwise.model.device import device_of, free_memory
+from groupwise.model.device import deterministic_kernels, device_of, free_memory
 from groupwise.model.load import load_policy
 from groupwise.model.resolve import model_folder
 from groupwise.parallel.processes import DIVIDING, Processes, as_launched, divide, layout_of
@@ -152,9 +152,10 @@ class BaseRun(ABC):
     def _load(self, start: RunStart, resources: ExitStack) -> None:
         """Make the policy, the engine and the parts that work with them, as they were at the checkpoint."""
         config = self.config
+        model = on_own_device(config.model, self.processes)
+        resources.enter_context(deterministic_kernels(device_of(model.device), on=config.run.deterministic))
         torch.manual_seed(derive_seed(config.run.seed, "adapters"))
         reference = config.run.kind == "grpo" and config.algo.beta > 0
-        model = on_own_device(config.model, self.processes)
         self.policy = load_policy(model, config.lora, trained=start.checkpoint, reference=reference)
         if self.policy.unpacked_bytes and not self.policy.has_adapter:
             raise ConfigError(f"the weights of {config.model.name} are quantized: train adapters (lora.r=16)")
