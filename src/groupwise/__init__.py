@@ -13,6 +13,7 @@ import os
 import warnings
 from dataclasses import replace
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ from groupwise.tasks import (
     use_functions,
     with_data,
 )
-from groupwise.tracking.run_folder import RunFolder
+from groupwise.tracking.run_folder import RunFolder, run_of_checkpoint
 
 if TYPE_CHECKING:
     from groupwise.algo.losses import LossSettings, Tokens
@@ -95,6 +96,8 @@ def __getattr__(name: str) -> Any:
     if name == "Found":
         warnings.warn("groupwise.Found is now groupwise.ToolResult", DeprecationWarning, stacklevel=2)
         return ToolResult
+    if name == "__version__":
+        return version("groupwise")
     if name in LATER:
         return getattr(import_module(LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -108,8 +111,8 @@ def train(
     Settings are the command line's flags by name (`model=`, `max_steps=`, `learning_rate=`, …), whole
     sections (`optim={"epochs": 2}`) or full names (`**{"task.held_out": 8}`). `loss` and `advantage` also
     take functions of your own, and `callbacks` a list of `Callback` (docs/extending.md). `resume` goes on
-    with the run in that folder, which keeps its settings; its task must be given again only if it was
-    defined in Python.
+    with the run in that folder, which keeps its settings, or after one of its checkpoints in a new folder;
+    its task must be given again only if it was defined in Python.
     """
     leave_task_file(task if isinstance(task, Task) else None, settings)
     config, loaded, functions, run = prepare(task, resume, settings)
@@ -137,7 +140,7 @@ def prepare(
     task: Task | str | None, resume: str | os.PathLike[str] | None, settings: dict[str, Any]
 ) -> tuple[Config, Task, UserFunctions, Path | None]:
     """Return the settings of a run, its task, the user's functions in it, and the folder to resume."""
-    run = None if resume is None else RunFolder.open(Path(resume))
+    run = None if resume is None else run_of_checkpoint(Path(resume)) or RunFolder.open(Path(resume))
     named, functions = split_functions(settings)
     config = config_from_keywords(run.config if run else None, **named)
     if task is None and run is not None:
@@ -147,7 +150,8 @@ def prepare(
                 f"the task {task!r} of {run.path} was defined in Python: give it to train again"
             )
     config, loaded = with_task(config, config.task.name if task is None else task)
-    return config, loaded, use_functions(config, functions), run.path if run else None
+    folder = None if resume is None else Path(resume)
+    return config, loaded, use_functions(config, functions), folder
 
 
 def result_of(folder: Path) -> RunResult:

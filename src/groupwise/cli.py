@@ -28,6 +28,7 @@ from groupwise.commands.sft import settings_file, sft, with_task
 from groupwise.commands.weights import convert, merge, quantize
 from groupwise.config import FLAGS, Config, dump_config, read_config
 from groupwise.config.coerce import between
+from groupwise.config.loading import FOREIGN_NAMES
 from groupwise.errors import ConfigError, InvariantError, RemoteRankError
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = app(args=arguments, prog_name="groupwise", standalone_mode=False)
     except USAGE_ERROR as error:
-        return fail(error.format_message(), code=2)  # type: ignore[attr-defined]
+        return fail(usage_message(error), code=2)
     except ConfigError as error:
         return fail(str(error), code=2, notes=getattr(error, "__notes__", ()))
     except InvariantError as error:
@@ -68,6 +69,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     return code if isinstance(code, int) else 0
+
+
+def usage_message(error: Exception) -> str:
+    """Return the parser's message; for an option of another trainer, what it is called here."""
+    name = str(getattr(error, "option_name", "")).removeprefix("--").replace("-", "_")
+    setting = FOREIGN_NAMES.get(name)
+    if setting is None:
+        message: str = error.format_message()  # type: ignore[attr-defined]
+        return message
+    flag = next((f"--{flag.replace('_', '-')}" for flag in FLAGS if FLAGS[flag] == setting), None)
+    return f"no such option: --{name.replace('_', '-')}; use {flag or f'{setting}=VALUE'}"
 
 
 def fail(sentence: str, *, code: int, notes: Sequence[str] = ()) -> int:
@@ -107,7 +119,8 @@ def train(
     ] = None,
     config: Annotated[Path | None, config_option(help="YAML file with settings.")] = None,
     resume: Annotated[
-        Path | None, config_option(metavar="RUN", help="Resume the run in this folder.")
+        Path | None,
+        config_option(metavar="RUN", help="Resume this run; a checkpoint of it: in a new run folder."),
     ] = None,
     model: Annotated[
         str | None, model_option(help="tiny (built in), a Hugging Face model ID, or a folder.")
@@ -116,6 +129,9 @@ def train(
     data: Annotated[str | None, model_option(help="Data file or Hugging Face dataset with examples.")] = None,
     max_examples: Annotated[int | None, model_option(help="Maximum training examples; 0: all.")] = None,
     max_steps: Annotated[int | None, train_option(help="Number of training steps.")] = None,
+    num_epochs: Annotated[
+        int | None, train_option(help="Epochs over the training examples, instead of --max-steps.")
+    ] = None,
     learning_rate: Annotated[float | None, train_option(help="AdamW learning rate.")] = None,
     batch_size: Annotated[int | None, train_option(help="Prompts per step.")] = None,
     gradient_accumulation_steps: Annotated[

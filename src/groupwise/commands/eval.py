@@ -18,11 +18,12 @@ from groupwise.config import Config, read_config
 from groupwise.config.schema import NO_TASK, ToolsConfig
 from groupwise.errors import ConfigError
 from groupwise.evaluate.contamination import TrainingRecord, asked_in_training, lineage_of_target, unseen
-from groupwise.evaluate.intervals import Difference, Interval
+from groupwise.evaluate.intervals import Difference, Interval, MeanReward
 from groupwise.evaluate.target import Target, benchmark_named, find_target, source_of
 from groupwise.records import Example, Sampling
 from groupwise.tasks import TASKS, ExampleStream, Task, isolated, load_rows, load_task, without_data
 from groupwise.tasks.code_fingerprint import changed_code, code_of
+from groupwise.tasks.task import correct_rule
 
 if TYPE_CHECKING:
     from groupwise.engine.engine import Engine
@@ -40,6 +41,8 @@ def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
     verifier = report.get("verifier", report["task"])
     title = report["task"] if verifier == report["task"] else f"{report['task']} with the {verifier} verifier"
     yield f"{title} · {report['model']} · {report['prompts']} prompts, seed {report['seed']}"
+    if report.get("correct"):
+        yield f"an answer is correct if {report['correct']}"
     changes = report.get("change", {})
     yield f"{'':<35}since before training" if changes else ""
     if (reason := unscored(report)) is not None:
@@ -52,12 +55,7 @@ def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
             if name in changes:
                 line += f"  {Difference(**changes[name])}"
             yield line.rstrip()
-    for name, interval in report.get("rewards", {}).items():
-        if name not in report:
-            line = f"  {name:<9}{Interval(**interval)!s:<22}"
-            if f"reward/{name}" in changes:
-                line += f"  {Difference(**changes[f'reward/{name}'])}"
-            yield line.rstrip()
+    yield from reward_lines(report)
     yield ""
     yield from strategy_lines(report)
     yield from question_lines(report)
@@ -71,6 +69,23 @@ def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"  the task's code has changed since training ({parts}): no comparison with before training"
     if "saved" in report:
         yield f"  results saved in {report['saved']}, completions next to it"
+
+
+def reward_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each reward: mean, standard deviation, interval of the mean, and the change."""
+    rewards, changes = report.get("rewards", {}), report.get("change", {})
+    if not rewards:
+        return
+    width = max(9, 2 + max(map(len, rewards)))
+    yield f"  {'reward':<{width}}mean ± spread of the sampled completions"
+    for name, stored in rewards.items():
+        reward = MeanReward(**stored)
+        ends = f"[{reward.low:.3f}, {reward.high:.3f}]"
+        line = f"  {name:<{width}}{reward.mean:.3f} ± {reward.std:.3f}  {ends:<18}"
+        if f"reward/{name}" in changes:
+            change = Difference(**changes[f"reward/{name}"])
+            line += f"  {change.mean:+.3f} [{change.low:+.3f}, {change.high:+.3f}]"
+        yield line.rstrip()
 
 
 def failures(report: Mapping[str, Any]) -> str:
@@ -206,7 +221,8 @@ def folder_for(target: Target, options: EvalOptions) -> Path | None:
 
 
 def settings(target: Target, overrides: Sequence[str]) -> Config:
-    config = read_config(target.settings, overrides=overrides)
+    known = {} if target.base is None else {"model": target.base}
+    config = read_config(target.settings, overrides=overrides, defaults=known)
     return replace(config, model=replace(config.model, name=target.base or config.model.name))
 
 
@@ -225,6 +241,9 @@ def other_task(config: Config, name: str, overrides: Sequence[str]) -> Config:
         data=given.data,
         test_data=given.test_data,
         columns=given.columns,
+        test_sets=given.test_sets,
+        weights=given.weights,
+        correct_at=given.correct_at,
     )
     if name.endswith(".py") and load_task(other).name == config.task.name:
         return replace(
@@ -419,7 +438,8 @@ def report(
         "seed": job.seed,
         **{name: asdict(interval) for name, interval in result.intervals().items()},
         **{name: asdict(interval) for name, interval in result.details().items()},
-        "rewards": {name: asdict(interval) for name, interval in result.reward_intervals().items()},
+        "correct": correct_rule(job.task),
+        "rewards": {name: asdict(reward) for name, reward in result.reward_intervals().items()},
         "failed": result.failed,
         "length": result.length,
         **({"strategies": strategies} if strategies else {}),
@@ -431,7 +451,9 @@ def report(
         about["change"] = {name: asdict(change) for name, change in changes.items()}
     if (folder := folder_for(target, options)) is not None:
         # An unused name: earlier results are not overwritten.
-        again = job.name if options.output else f"again-{Path(target.description).name}"
+        model = Path(target.description).name
+        benchmark = "" if job.name == job.task.name else f"{job.name}-"
+        again = job.name if options.output else f"again-{benchmark}{model}"
         try:
             path = write_evaluation(folder, unused_name(folder, again), result, about=about)
             about["saved"] = str(path)

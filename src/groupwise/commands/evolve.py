@@ -12,6 +12,7 @@ import typer
 from groupwise.commands.sft import settings_file, with_task
 from groupwise.config import Config, read_config
 from groupwise.errors import ConfigError
+from groupwise.tracking.run_folder import refuse_checkpoint
 
 model_option = partial(typer.Option, show_default=False, rich_help_panel="Model and task")
 search_option = partial(typer.Option, show_default=False, rich_help_panel="Search")
@@ -33,6 +34,11 @@ SETTINGS = {
     "run_name": "run.name",
 }
 """The setting that each flag sets."""
+SHARED = (
+    *("num_epochs", "max_examples", "learning_rate", "batch_size", "group_size", "max_tokens"),
+    *("temperature", "beta", "project_name", "track", "no_trackio"),
+)
+"""Flags that mean what they mean for `groupwise train`."""
 
 
 def evolve(
@@ -70,6 +76,16 @@ def evolve(
         ),
     ] = False,
     max_steps: Annotated[int | None, search_option(help="Training steps per member.")] = None,
+    num_epochs: Annotated[
+        int | None, search_option(help="Epochs over the training examples, instead of --max-steps.")
+    ] = None,
+    max_examples: Annotated[int | None, search_option(help="Maximum training examples; 0: all.")] = None,
+    learning_rate: Annotated[float | None, search_option(help="AdamW learning rate.")] = None,
+    batch_size: Annotated[int | None, search_option(help="Prompts per step.")] = None,
+    group_size: Annotated[int | None, search_option(help="Completions per prompt.")] = None,
+    max_tokens: Annotated[int | None, search_option(help="Maximum completion length in tokens.")] = None,
+    temperature: Annotated[float | None, search_option(help="Sampling temperature.")] = None,
+    beta: Annotated[float | None, search_option(help="KL penalty coefficient.")] = None,
     tokens: Annotated[
         int | None, search_option(help="Stop after all members together have sampled this many tokens.")
     ] = None,
@@ -80,13 +96,18 @@ def evolve(
     seed: Annotated[int | None, search_option(help="Random seed.")] = None,
     output_dir: Annotated[str | None, output_option(help="Parent folder of all runs.")] = None,
     run_name: Annotated[str | None, output_option(help="Name of the run's folder in --output-dir.")] = None,
+    project_name: Annotated[str | None, output_option(help="Project name in the trackers.")] = None,
+    track: Annotated[
+        list[str] | None,
+        output_option(metavar="NAME", help="Tracker: trackio, wandb or tensorboard; repeatable."),
+    ] = None,
     no_trackio: Annotated[bool, output_option("--no-trackio", help="Log to the run folder only.")] = False,
 ) -> None:
     """Train a population of adapters on one base model, and keep the best (hyperparameter search)."""
     given = {name: context.params[name] for name in SETTINGS if context.params[name] is not None}
     extra = [bounds_setting(vary)] if vary else []
     extra += ["evolve.certain=false"] if even_if_uncertain else []
-    flags = {"no_trackio": True} if no_trackio else {}
+    flags = {name: context.params[name] for name in SHARED if context.params[name] not in (None, [], False)}
     settings = evolve_config(
         arguments or [], config=config, resume=resume, given=given, extra=extra, flags=flags
     )
@@ -129,6 +150,8 @@ def evolve_config(
     flags: dict[str, Any],
 ) -> Config:
     """Return the settings given by positional arguments and flags."""
+    if resume is not None:
+        refuse_checkpoint(resume)
     tasks = [argument for argument in arguments if "=" not in argument]
     given = with_task(given, tasks)
     kind = ["run.kind=evolve"] if resume is None else []

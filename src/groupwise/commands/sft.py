@@ -14,7 +14,7 @@ from groupwise.config import Config, read_config
 from groupwise.config.loading import read_file
 from groupwise.config.schema import NO_TASK
 from groupwise.errors import ConfigError
-from groupwise.tracking.run_folder import RunFolder, refuse_agent, refuse_checkpoint
+from groupwise.tracking.run_folder import RunFolder, refuse_agent, run_of_checkpoint
 
 
 def with_task(given: Mapping[str, Any], tasks: Sequence[str]) -> dict[str, Any]:
@@ -25,13 +25,14 @@ def with_task(given: Mapping[str, Any], tasks: Sequence[str]) -> dict[str, Any]:
 
 
 def settings_file(config: Path | None, resume: Path | None) -> Path | None:
-    """Return the settings file: that of the resumed run, or the user's."""
+    """Return the settings file: that of the resumed run or checkpoint, or the user's."""
     if resume is None:
         return config
     if config is not None:
         raise ConfigError("--resume uses the settings of its run; remove --config")
+    if (run := run_of_checkpoint(resume)) is not None:
+        return run.config
     refuse_agent(resume)
-    refuse_checkpoint(resume)
     if not (resume / "config.yaml").is_file():
         raise ConfigError(f"{resume} is not a run folder: it has no config.yaml")
     return resume / "config.yaml"
@@ -69,7 +70,10 @@ def sft(
         ),
     ] = None,
     config: Annotated[Path | None, data_option(help="YAML file with settings.")] = None,
-    resume: Annotated[Path | None, data_option(metavar="RUN", help="Resume the run in this folder.")] = None,
+    resume: Annotated[
+        Path | None,
+        data_option(metavar="RUN", help="Resume this run; a checkpoint of it: in a new run folder."),
+    ] = None,
     data: Annotated[
         str | None,
         data_option(help="Data file or Hugging Face dataset: rows {prompt, completion} or {messages}."),
@@ -85,11 +89,19 @@ def sft(
         str | None, train_option(help="tiny (built in), a Hugging Face model ID, or a folder.")
     ] = None,
     batch_size: Annotated[int | None, train_option(help="Demonstrations per step.")] = None,
-    epochs: Annotated[int | None, train_option(help="Epochs over the demonstrations.")] = None,
+    epochs: Annotated[
+        int | None, train_option("--epochs", "--num-epochs", help="Epochs over the demonstrations.")
+    ] = None,
     max_steps: Annotated[int | None, train_option(help="Number of steps, if --epochs is not given.")] = None,
     learning_rate: Annotated[float | None, train_option(help="AdamW learning rate.")] = None,
     max_length: Annotated[
         int | None, train_option(help="Maximum length of a demonstration in tokens.")
+    ] = None,
+    max_examples: Annotated[
+        int | None, train_option(help="Maximum examples of --task to train on; 0: all.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, train_option(help="Maximum completion length in held-out evaluations.")
     ] = None,
     lora_r: Annotated[int | None, train_option(help="LoRA rank; 0: full fine-tuning.")] = None,
     seed: Annotated[int | None, train_option(help="Random seed.")] = None,
@@ -98,11 +110,17 @@ def sft(
     skip_evaluation: Annotated[
         bool, train_option("--skip-evaluation", help="Skip all held-out evaluations.")
     ] = False,
+    project_name: Annotated[str | None, output_option(help="Project name in the trackers.")] = None,
+    track: Annotated[
+        list[str] | None,
+        output_option(metavar="NAME", help="Tracker: trackio, wandb or tensorboard; repeatable."),
+    ] = None,
     no_trackio: Annotated[bool, output_option("--no-trackio", help="Log to the run folder only.")] = False,
 ) -> None:
     """Supervised fine-tuning on demonstrations, as a warm start for `groupwise train`."""
     given = {name: context.params[name] for name in SETTINGS if context.params[name] is not None}
-    flags = {name: True for name in ("skip_evaluation", "no_trackio") if context.params[name]}
+    shared = ("skip_evaluation", "no_trackio", "project_name", "track", "max_examples", "max_tokens")
+    flags = {name: context.params[name] for name in shared if context.params[name]}
     settings = sft_config(arguments or [], config=config, resume=resume, given=given, flags=flags)
     from groupwise.model.resolve import local_folder
     from groupwise.tasks.sft_data import plan_warm_start

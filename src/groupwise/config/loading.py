@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -23,11 +24,12 @@ from groupwise.config.coerce import (
     convert,
     convert_option,
     convert_text,
+    kind_of,
     parse_yaml,
     shorten,
     write_yaml,
 )
-from groupwise.config.schema import Config, RolloutConfig, preset_settings
+from groupwise.config.schema import TINY, Config, RolloutConfig, model_defaults, preset_settings
 from groupwise.errors import ConfigError
 
 SECTIONS: dict[str, type] = get_type_hints(Config)
@@ -35,8 +37,8 @@ TYPES: dict[str, Any] = {
     f"{section}.{key}": hint for section, cls in SECTIONS.items() for key, hint in get_type_hints(cls).items()
 }
 """Every setting by full name, with its declared type."""
-OPTIONS = "task.options"
-"""The setting that holds task-specific options, which have no declared type."""
+OPEN_MAPPINGS = tuple(name for name, hint in TYPES.items() if kind_of(hint)[0] is Mapping)
+"""Settings that hold values by name, such as `task.options.largest` and `task.weights.format`."""
 
 
 def read_config(
@@ -68,9 +70,13 @@ def config_from_keywords(path: Path | None = None, /, **keywords: object) -> Con
     A keyword is a flag, a section, or the full name of a setting (`**{"task.held_out": 8}`). Keywords take
     precedence over the YAML file at `path`.
     """
-    settings = read_file(path) if path is not None else {}
-    take_keywords(settings, keywords)
-    return build(settings)
+    try:
+        settings = read_file(path) if path is not None else {}
+        take_keywords(settings, keywords)
+        return build(settings)
+    except ConfigError as error:
+        # A misspelt keyword is one sentence below the caller's own line, not a tour of this module.
+        raise error.with_traceback(None) from None
 
 
 def take_keywords(settings: dict[str, Any], keywords: Mapping[str, object]) -> None:
@@ -121,6 +127,8 @@ def take_flags(settings: dict[str, Any], flags: Mapping[str, object]) -> None:
     for name in flags:
         if name not in FLAGS:
             raise unknown(name, others=(*FLAGS, *SECTIONS))
+    if {"max_steps", "num_epochs"} <= flags.keys():
+        raise ConfigError("max_steps and num_epochs are mutually exclusive; set only one of them")
     prompts = settings.get("rollout.prompts", RolloutConfig().prompts)
     for name, value in settings_of(flags, prompts=prompts):
         put(settings, name, value)
@@ -134,11 +142,11 @@ def put(settings: dict[str, Any], name: str, value: Any) -> None:
 
 
 def put_text(settings: dict[str, Any], name: str, text: str) -> None:
-    """Set a setting, or one task option (`task.options.largest=20`), to a value from the shell."""
-    if name.startswith(f"{OPTIONS}."):
-        option = name.removeprefix(f"{OPTIONS}.")
-        options = settings.get(OPTIONS, {})
-        settings[OPTIONS] = {**options, option: convert_option(text, setting=name)}
+    """Set a setting, or one entry of a mapping (`task.options.largest=20`), to a value from the shell."""
+    mapping = next((full for full in OPEN_MAPPINGS if name.startswith(f"{full}.")), None)
+    if mapping is not None:
+        entry = name.removeprefix(f"{mapping}.")
+        settings[mapping] = {**settings.get(mapping, {}), entry: convert_option(text, setting=name)}
     elif name in TYPES:
         settings[name] = convert_text(text, to=TYPES[name], setting=name)
     else:
@@ -147,7 +155,9 @@ def put_text(settings: dict[str, Any], name: str, text: str) -> None:
 
 def build(settings: Mapping[str, Any]) -> Config:
     """Build the configuration; each section validates its own values."""
-    settings = {**preset_settings(settings.get("lora.preset")), **settings}
+    model, task = (settings.get(name, default) for name, default in (("model.name", TINY), ("task.name", "")))
+    chosen = model_defaults(model, task, context=context_of(model))
+    settings = {**chosen, **preset_settings(settings.get("lora.preset")), **settings}
     return Config(
         **{
             section: cls(
@@ -156,6 +166,16 @@ def build(settings: Mapping[str, Any]) -> Config:
             for section, cls in SECTIONS.items()
         }
     )
+
+
+def context_of(model: str) -> int | None:
+    """Return the context length of a model in a local folder; None if its config.json does not say it."""
+    try:
+        described = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: there is no such user's home
+        return None
+    length = described.get("max_position_embeddings") if isinstance(described, dict) else None
+    return length if type(length) is int and length > 0 else None
 
 
 def unknown(name: str, *, others: Sequence[str] = ()) -> ConfigError:
@@ -174,6 +194,9 @@ def closest(name: str, *, others: Sequence[str] = ()) -> str | None:
         return similar[0]
     section, dot, rest = name.partition(".")
     key = rest.partition(".")[0] if dot else name
+    if (known := FOREIGN_NAMES.get(key)) is not None:
+        # Where flags are allowed, a flag is the shorter way to say it.
+        return next((flag for flag in FLAGS if flag in others and FLAGS[flag] == known), known)
     key_of = {full: full.partition(".")[2] for full in TYPES}
     if key in FLAGS and key not in key_of.values():
         return FLAGS[key]
@@ -184,6 +207,46 @@ def closest(name: str, *, others: Sequence[str] = ()) -> str | None:
             return difflib.get_close_matches(name, candidates, n=1, cutoff=0.0)[0]
     return None
 
+
+FOREIGN_NAMES = {
+    "lr": "optim.learning_rate",
+    "epochs": "run.num_epochs",
+    "num_train_epochs": "run.num_epochs",
+    "num_generations": "rollout.group_size",
+    "num_return_sequences": "rollout.group_size",
+    "num_rollouts": "rollout.group_size",
+    "per_device_train_batch_size": "rollout.prompts",
+    "train_batch_size": "rollout.prompts",
+    "max_completion_length": "rollout.max_tokens",
+    "max_new_tokens": "rollout.max_tokens",
+    "max_output_tokens": "rollout.max_tokens",
+    "max_prompt_length": "task.max_prompt_tokens",
+    "dataset": "task.data",
+    "train_dataset": "task.data",
+    "eval_dataset": "task.test_data",
+    "reward_weights": "task.weights",
+    "kl_coef": "algo.beta",
+    "loss_type": "algo.loss",
+    "scale_rewards": "algo.advantage",
+    "epsilon": "algo.clip_low",
+    "epsilon_high": "algo.clip_high",
+    "clip_range": "algo.clip_low",
+    "num_iterations": "optim.epochs",
+    "update_epochs": "optim.epochs",
+    "lr_scheduler_type": "optim.schedule",
+    "warmup_ratio": "optim.warmup_steps",
+    "model_name": "model.name",
+    "model_path": "model.name",
+    "load_in_4bit": "model.quantization",
+    "bf16": "model.dtype",
+    "use_vllm": "engine.kind",
+    "eval_steps": "evaluate.every",
+    "save_steps": "run.save_every",
+    "save_total_limit": "run.keep_last",
+    "logging_dir": "run.output_dir",
+    "report_to": "track.trackers",
+}
+"""What other trainers (TRL, transformers, AgileRL) call a setting, for the hint after an unknown name."""
 
 FLAGS = {
     "model": "model.name",
@@ -202,6 +265,7 @@ FLAGS = {
     "learning_rate": "optim.learning_rate",
     "skip_evaluation": "evaluate.skip",
     "max_steps": "run.max_steps",
+    "num_epochs": "run.num_epochs",
     "seed": "run.seed",
     "output_dir": "run.output_dir",
     "run_name": "run.name",

@@ -112,7 +112,10 @@ class RunConfig:
     kind: str = "grpo"
     """grpo (`groupwise train`), sft (`groupwise sft`) or evolve (`groupwise evolve`). Set by the command."""
     max_steps: int = 36
-    """Number of training steps."""
+    """Number of training steps. If unset, 36 for the built-in models and 100 for all others."""
+    num_epochs: int | None = None
+    """Epochs over the training examples; sets max_steps to one step for each rollout.prompts examples. For a
+    task with a finite number of examples."""
     seed: int = 0
     """Random seed."""
     output_dir: str = "runs"
@@ -140,6 +143,7 @@ class RunConfig:
         if self.parallel is not None:
             one_of("run.parallel", self.parallel, PARALLEL)
         between("run.max_steps", self.max_steps, 1)
+        between("run.num_epochs", self.num_epochs, 1)
         between("run.save_every", self.save_every, 1)
         between("run.keep_last", self.keep_last, 1)
         for name in self.callbacks:

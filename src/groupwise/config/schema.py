@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from groupwise.config.coerce import between, one_of, one_of_or_function
+from groupwise.config.coerce import between, finite, one_of, one_of_or_function
 from groupwise.config.runtime import (
     EngineConfig,
     EvaluateConfig,
@@ -102,6 +102,25 @@ class LoraConfig:
             raise ConfigError(
                 "lora.targets is empty; name modules, or use all-linear to adapt every linear layer"
             )
+
+
+TASK_TOKENS = {"countdown": 512, "gsm8k": 512, "math": 1024, "search_qa": 256, "medquad": 512, "tldr": 512}
+"""Default of rollout.max_tokens by task, for models other than the built-in ones."""
+OTHER_TASKS_TOKENS = 512
+OTHER_MODELS_STEPS = 100
+
+
+def model_defaults(model: str, task: str, *, context: int | None = None) -> dict[str, Any]:
+    """Return the settings whose defaults depend on the model and the task, by full name.
+
+    The defaults of the sections are those of the built-in models. Others think in more tokens and learn over
+    more steps. `context`: the model's context length, half of which a completion may take.
+    """
+    if model in BUILT_IN:
+        return {}
+    tokens = TASK_TOKENS.get(task, OTHER_TASKS_TOKENS)
+    longest = tokens if context is None else max(1, min(tokens, context // 2))
+    return {"rollout.max_tokens": longest, "run.max_steps": OTHER_MODELS_STEPS}
 
 
 def preset_settings(preset: object) -> dict[str, Any]:
@@ -219,6 +238,7 @@ __all__ = [
 
 NO_TASK = "none"
 """The task name of an SFT run that has data but no task."""
+TEST_SET = re.compile(r"[\w.-]*[\w-]")
 TINY_PUZZLES = {"numbers": 3, "largest": 50}
 """Countdown options that match what the built-in model was pretrained on."""
 
@@ -235,6 +255,9 @@ class TaskConfig:
     """Column mapping from the task's names to the data's names: `{question: problem}`."""
     test_data: str | None = None
     """Held-out examples, such as `owner/name:subset@test`. None: split off from `data`."""
+    test_sets: Mapping[str, Any] = field(default_factory=dict)
+    """Further test sets by name, evaluated before and after training: `{math500: math500.jsonl}`. Training
+    examples that occur in one of them are removed."""
     max_examples: int | None = None
     """Maximum number of training examples. None: all."""
     held_out: int = 128
@@ -244,6 +267,11 @@ class TaskConfig:
     tokens reserved for the completion."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Task-specific settings, such as `largest: 50`. The built-in model defaults to smaller puzzles."""
+    weights: Mapping[str, Any] = field(default_factory=dict)
+    """Reward weights that replace the task's own: `{mrr: 0, similarity: 1}`. Weight 0: only a metric."""
+    correct_at: float | None = None
+    """An answer counts as correct if its accuracy reward is at least this. None: the task's value, usually
+    1."""
     reward_seconds: float = 5.0
     """Time limit of one reward call. A rollout whose reward times out counts as failed."""
     max_failed: float = 0.5
@@ -255,6 +283,14 @@ class TaskConfig:
         between("task.max_prompt_tokens", self.max_prompt_tokens, 1)
         between("task.reward_seconds", self.reward_seconds, 0.001, 86400.0)
         between("task.max_failed", self.max_failed, 0.0, 1.0)
+        for name, weight in self.weights.items():
+            finite(f"task.weights.{name}", weight)
+        for name, source in self.test_sets.items():
+            if not isinstance(source, str) or not TEST_SET.fullmatch(name):
+                raise ConfigError(
+                    "task.test_sets must map short names (letters, digits, - and _) to files or datasets; "
+                    f"got {name}: {source!r}"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +302,8 @@ class RolloutConfig:
     group_size: int = 16
     """Completions per prompt; advantages are relative to this group."""
     max_tokens: int = 112
-    """Maximum completion length in tokens."""
+    """Maximum completion length in tokens. If unset, 112 for the built-in models; for others 256 to 1024,
+    depending on the task, and at most half of the context."""
     temperature: float = 0.8
     top_p: float = 1.0
     top_k: int = 0
@@ -416,6 +453,8 @@ class Config:
             raise ConfigError(
                 "model.quantization freezes the weights, so they cannot be fine-tuned; set lora.r above 0"
             )
+        if self.run.kind == "sft" and self.run.num_epochs is not None:
+            raise ConfigError("run.num_epochs is for groupwise train; set sft.passes (--epochs) instead")
         if self.rollout.overlap and self.engine.kind != "vllm":
             raise ConfigError("rollout.overlap requires a separate generator; set engine.kind=vllm")
         if self.rollout.overlap and self.algo.correction == "none":

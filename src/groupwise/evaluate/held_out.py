@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import ConfigError
 from groupwise.evaluate.intervals import (
     Difference,
     Interval,
+    MeanReward,
     ballots,
     exact_interval,
     majority,
     mean_interval,
     paired_difference,
     pass_at_k,
+    reward_interval,
 )
 from groupwise.files import write_atomically
 from groupwise.records import Example, Group, Rollout, Sampling
@@ -55,6 +58,11 @@ class Evaluation:
     """Number of sampled answers to each example in the requested format; empty if none is requested."""
     rewards: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Mean of each reward over the sampled answers to each example; a missing value counts as 0."""
+    totals: tuple[float, ...] = ()
+    """Mean weighted sum of the rewards over the sampled answers to each example; a failed answer counts as
+    0."""
+    spreads: Mapping[str, float] = field(default_factory=dict)
+    """Standard deviation of each reward, and of their sum (""), over all sampled answers."""
     answers: tuple[Group, ...] = ()
     """The greedy answers; not stored in JSON."""
     questions: tuple[QuestionResult, ...] = ()
@@ -77,6 +85,17 @@ class Evaluation:
             f"pass@{self.samples}": mean_interval(self.passing),
         }
 
+    def scores(self) -> dict[str, Interval | MeanReward]:
+        """Return accuracy, and the mean reward unless it is the accuracy itself."""
+        reward = self.mean_reward()
+        return {**self.intervals(), **({"reward": reward} if reward else {})}
+
+    def mean_reward(self) -> MeanReward | None:
+        """Return the mean weighted sum of the rewards; None if it equals the accuracy or is unknown."""
+        if not self.totals or list(self.totals) == self.averages:
+            return None
+        return reward_interval(self.totals, std=self.spreads.get("", 0.0))
+
     def on(self, examples: Sequence[str]) -> Evaluation:
         """Return the evaluation restricted to some examples, by fingerprint."""
         selected = set(examples)
@@ -89,6 +108,7 @@ class Evaluation:
             majority_right=(),
             formatted=(),
             rewards={},
+            totals=tuple(self.totals[index] for index in indices) if self.totals else (),
             answers=(),
             questions=(),
         )
@@ -111,18 +131,24 @@ class Evaluation:
             values[f"eval/{name}_high"] = interval.high
         for name, by_example in self.rewards.items():
             values[f"eval/reward/{name}"] = fmean(by_example)
+        if (reward := self.mean_reward()) is not None:
+            values |= {
+                "eval/reward": reward.mean,
+                "eval/reward_low": reward.low,
+                "eval/reward_high": reward.high,
+            }
         return {**values, "eval/failed": float(self.failed), "eval/length": self.length}
 
-    def reward_intervals(self) -> dict[str, Interval]:
-        """Return the interval of every reward that lies between 0 and 1."""
+    def reward_intervals(self) -> dict[str, MeanReward]:
+        """Return the mean, its interval and the spread of every reward."""
         return {
-            name: mean_interval(values)
+            name: reward_interval(values, std=self.spreads.get(name, 0.0))
             for name, values in self.rewards.items()
-            if values and min(values) >= 0 and max(values) <= 1
+            if values
         }
 
     def summary(self) -> str:
-        return " · ".join(f"{name} {interval}" for name, interval in self.intervals().items())
+        return " · ".join(f"{name} {score}" for name, score in self.scores().items())
 
     def to_json(self) -> dict[str, Any]:
         """Return everything except the answers; `from_json` is the inverse."""
@@ -135,6 +161,8 @@ class Evaluation:
             "majority_right": [int(right) for right in self.majority_right],
             "formatted": list(self.formatted),
             "rewards": {name: list(values) for name, values in self.rewards.items()},
+            "totals": list(self.totals),
+            "spreads": dict(self.spreads),
             "questions": [asdict(question_result) for question_result in self.questions],
         }
 
@@ -150,6 +178,8 @@ class Evaluation:
             failed=int(record["eval/failed"]),
             length=record["eval/length"],
             rewards={name: tuple(values) for name, values in record.get("rewards", {}).items()},
+            totals=tuple(record.get("totals", ())),
+            spreads=record.get("spreads", {}),
         )
 
 
@@ -210,6 +240,8 @@ def evaluate(
         failed=sum(r.error is not None for group in (*greedy, *sampled) for r in group.rollouts),
         length=sum(rollout.length for rollout in rollouts) / len(rollouts),
         rewards=mean_rewards(sampled),
+        totals=tuple(fmean(total_reward(rollout) for rollout in group.rollouts) for group in sampled),
+        spreads=reward_spreads(rollouts),
         answers=tuple(greedy),
         questions=tuple(questions),
     )
@@ -222,6 +254,19 @@ def mean_rewards(groups: Sequence[Group]) -> dict[str, tuple[float, ...]]:
         name: tuple(fmean(rollout.rewards.get(name, 0.0) for rollout in group.rollouts) for group in groups)
         for name in names
     }
+
+
+def total_reward(rollout: Rollout) -> float:
+    """Return the weighted sum of a rollout's rewards; 0 for one that could not be scored."""
+    return rollout.reward if rollout.error is None and math.isfinite(rollout.reward) else 0.0
+
+
+def reward_spreads(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return the standard deviation of each reward, and of their sum (""), over scored rollouts."""
+    scored = [rollout for rollout in rollouts if rollout.error is None]
+    names = dict.fromkeys(name for rollout in scored for name in rollout.rewards)
+    spreads = {name: pstdev(r.rewards[name] for r in scored if name in r.rewards) for name in names}
+    return {**spreads, "": pstdev(map(total_reward, scored))} if scored else {}
 
 
 def compare(before: Evaluation, after: Evaluation) -> dict[str, Difference]:

@@ -23,6 +23,35 @@ class Interval:
     def __str__(self) -> str:
         return f"{100 * self.mean:.1f} % [{100 * self.low:.1f}, {100 * self.high:.1f}]"
 
+    def brief(self) -> str:
+        """Return the share without its interval."""
+        return f"{100 * self.mean:.1f} %"
+
+    def gain(self, since: float) -> str:
+        """Return the difference from an earlier share."""
+        return f"{100 * (self.mean - since):+.1f} points"
+
+
+@dataclass(frozen=True, slots=True)
+class MeanReward:
+    """A mean reward on any scale, with its 95 % confidence interval and the spread of single answers."""
+
+    mean: float
+    low: float
+    high: float
+    std: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+    def brief(self) -> str:
+        """Return the mean without its interval."""
+        return f"{self.mean:.3f}"
+
+    def gain(self, since: float) -> str:
+        """Return the difference from an earlier mean."""
+        return f"{self.mean - since:+.3f}"
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -142,6 +171,22 @@ def mean_interval(values: Sequence[float]) -> Interval:
     variance_of_mean = squares / (count + 2) ** 2
     trials = mean * (1 - mean) / variance_of_mean * (Z / student_quantile(count - 1)) ** 2
     return wilson(mean * trials, trials)
+
+
+def reward_interval(values: Sequence[float], *, std: float) -> MeanReward:
+    """Return the interval of a mean reward on any scale, with the prompt as the sampling unit.
+
+    Rewards between 0 and 1 have the interval of `mean_interval`. Others have Student's interval. Like
+    `mean_interval`, it counts two additional prompts, each as far from the mean as the furthest.
+    """
+    count, mean = len(values), fmean(values)
+    if min(values) >= 0 and max(values) <= 1:
+        share = mean_interval(values)
+        return MeanReward(mean, share.low, share.high, std)
+    deviations = [abs(value - mean) for value in values]
+    squares = math.fsum(deviation**2 for deviation in deviations) + 2 * max(deviations) ** 2
+    half = student_quantile(max(1, count - 1)) * math.sqrt(squares) / (count + 2)
+    return MeanReward(mean, mean - half, mean + half, std)
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

@@ -47,7 +47,7 @@ from groupwise.training.collector import Batch
 from groupwise.training.lifecycle.interrupt import Interrupt, explain_full_disk
 from groupwise.training.recorder import Recorder
 from groupwise.training.resources.prompt_lengths import PromptLimit
-from groupwise.training.resume import command_of, same_code, same_data
+from groupwise.training.resume import command_of, same_code, same_data, with_epochs
 from groupwise.training.step_metrics import batch_metrics
 
 EVOLUTION = "evolution.json"
@@ -329,6 +329,7 @@ def evolve(
         raise ConfigError(f"these settings are for another command: groupwise {command_of(config)}")
     config = config.resolve()
     task = task or load_task(config.task)
+    config = with_epochs(config, task)
     check_supported(config, task)
     functions = functions or use_functions(config)
     try_own_loss(config.algo)

@@ -79,6 +79,8 @@ class StoredEvaluation:
     scores: dict[str, tuple[float, float, float]]
     """(mean, low, high) by name: greedy, avg@8, pass@8."""
     prompts: int
+    reward: tuple[float, float, float] | None = None
+    """(mean, low, high) of the held-out reward, if it is not the accuracy."""
     changes: dict[str, tuple[float, float, float]] = field(default_factory=dict)
     """(mean, low, high) of the change since before training, paired by prompt, by score name."""
 
@@ -129,13 +131,19 @@ def as_measured(name: str, record: dict[str, Any]) -> StoredEvaluation:
         label = key.removeprefix("eval/")
         if key.startswith("eval/") and f"{key}_low" in record:
             scores[label] = (record[key], record[f"{key}_low"], record[f"{key}_high"])
+    reward = scores.pop("reward", None)
     changes = {
         label: (change["mean"], change["low"], change["high"])
         for label, change in record.get("change", {}).items()
         if label in scores
     }
     return StoredEvaluation(
-        step=int(record["step"]), name=name, scores=scores, prompts=len(record["examples"]), changes=changes
+        step=int(record["step"]),
+        name=name,
+        scores=scores,
+        reward=reward,
+        prompts=len(record["examples"]),
+        changes=changes,
     )
 
 

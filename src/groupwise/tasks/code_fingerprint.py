@@ -34,7 +34,8 @@ def code_of(task: Task) -> dict[str, str]:
     texts = {name: text for name, function in parts.items() if (text := source_of(function))}
     if texts:
         texts["weights"] = repr(sorted(task.weights.items()))
-        texts["accuracy"] = task.accuracy or next(iter(task.rewards))
+        threshold = "" if task.correct_at == 1 else f" at least {task.correct_at:g}"
+        texts["accuracy"] = f"{task.accuracy_reward}{threshold}"
     return {name: digest(text) for name, text in texts.items()}
 
 

@@ -22,6 +22,7 @@ from groupwise.tasks.builtin.countdown import countdown
 from groupwise.tasks.builtin.gsm8k import gsm8k
 from groupwise.tasks.builtin.medquad import medquad
 from groupwise.tasks.builtin.search_qa import search_qa
+from groupwise.tasks.builtin.tldr import tldr
 from groupwise.tasks.examples import load_examples, renamed
 from groupwise.tasks.task import Task, closest
 
@@ -31,6 +32,7 @@ TASKS: dict[str, Callable[..., Task]] = {
     "math": math,
     "medquad": medquad,
     "search_qa": search_qa,
+    "tldr": tldr,
 }
 """The built-in tasks. The keyword arguments of each function are the task's options."""
 
@@ -92,20 +94,37 @@ def task_of(file: TaskFile, config: TaskConfig) -> Task:
 
 
 def with_data(task: Task, config: TaskConfig) -> Task:
-    """Return the task with the data of the configuration."""
-    if config.data is None and config.test_data is None and config.columns:
-        raise ConfigError("task.columns requires task.data or task.test_data")
+    """Return the task with the data, the test sets, the weights and the threshold of the configuration."""
+    if config.data is None and config.test_data is None and not config.test_sets and config.columns:
+        raise ConfigError("task.columns requires task.data, task.test_data or task.test_sets")
     if config.data is not None:
         task = replace(task, examples=load_rows(config.data, task=task, config=config), held_out=None)
     if config.test_data is not None:
         rows = load_rows(config.test_data, task=task, config=config, split="test")
         task = replace(task, held_out=rows)
-    return task
+    if config.test_sets:
+        sets = {
+            name: load_rows(source, task=task, config=config, split="test")
+            for name, source in config.test_sets.items()
+        }
+        task = replace(task, test_sets={**task.test_sets, **sets})
+    return with_scoring(task, config)
+
+
+def with_scoring(task: Task, config: TaskConfig) -> Task:
+    """Return the task with the reward weights and the threshold of the configuration."""
+    for name in config.weights:
+        if name not in task.rewards:
+            hint = closest(name, task.rewards)
+            raise ConfigError(f"task.weights: {task.name} has no reward {name!r}{hint}")
+    if config.weights:
+        task = replace(task, weights={**task.weights, **config.weights})
+    return task if config.correct_at is None else replace(task, correct_at=config.correct_at)
 
 
 def without_data(config: TaskConfig) -> TaskConfig:
     """Return the configuration without data, so that the task uses its own examples."""
-    return replace(config, data=None, test_data=None, columns={})
+    return replace(config, data=None, test_data=None, test_sets={}, columns={})
 
 
 def load_rows(source: str, *, task: Task, config: TaskConfig, split: str = "train") -> list[Example]:

@@ -285,12 +285,16 @@ class SFTPlan:
         return self.task.name
 
 
+SAME_TASK = ("name", "data", "columns", "test_data", "options", "weights", "correct_at")
+"""Settings of a task that a warm start from the completions of a run takes over."""
+
+
 def plan_warm_start(config: Config, *, task: Task | None = None, resumed: bool = False) -> SFTPlan:
     """Decide what to imitate and for how long. A resumed run keeps its batch size."""
     if config.sft.from_run is not None and config.task.name == NO_TASK:
         # The run's own task decides which prompts are held out, and measures accuracy.
         own = read_config(RunFolder.open(config.sft.from_run).config).task
-        same = {key: getattr(own, key) for key in ("name", "data", "columns", "test_data", "options")}
+        same = {key: getattr(own, key) for key in SAME_TASK}
         config = replace(config, task=replace(config.task, **same))
     config = config.resolve()
     if task is None and config.task.name != NO_TASK:

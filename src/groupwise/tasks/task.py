@@ -47,8 +47,12 @@ class Task:
     """Equal for equivalent examples, which stay on one side of the split. None: `prompt_key`."""
     held_out: Sequence[Mapping[str, Any]] | None = None
     """Examples for evaluation. None: a part of `examples` is held out."""
+    test_sets: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    """Further examples for evaluation, by the name of their test set."""
     accuracy: str | None = None
-    """Name of the reward that measures accuracy: an answer is right at 1 or more. None: the first reward."""
+    """Name of the reward that measures accuracy. None: the first reward."""
+    correct_at: float = 1.0
+    """An answer counts as correct if its accuracy reward is at least this."""
     format: str | None = None
     """Name of the reward that is positive if an answer has the requested format."""
     columns: Columns = field(default_factory=dict)
@@ -100,6 +104,17 @@ class Task:
         if self.held_out is not None:
             rows = as_examples(self.held_out, source=f"task {self.name}: held_out")
             object.__setattr__(self, "held_out", tuple(rows))
+        sets = {
+            name: tuple(as_examples(rows, source=f"task {self.name}: test set {name}"))
+            for name, rows in self.test_sets.items()
+        }
+        object.__setattr__(self, "test_sets", sets)
+
+    def __repr__(self) -> str:
+        """Return one short line; the examples of a task can be many megabytes."""
+        rows = "a stream of" if isinstance(self.examples, ExampleStream) else len(self.examples)
+        tools = f", tools {', '.join(tool_of(tool).name for tool in self.tools)}" if self.tools else ""
+        return f"<Task {self.name}: {rows} examples, rewards {', '.join(self.rewards)}{tools}>"
 
     def set_environment(self, make: EnvironmentFactory) -> None:
         """Take the prompt and the first reward from the environment."""
@@ -138,6 +153,8 @@ class Task:
                 raise ConfigError(
                     f"task {self.name}: the weight of {name!r} must be a finite number; got {weight!r}"
                 )
+        if not isinstance(self.correct_at, int | float) or not math.isfinite(self.correct_at):
+            raise ConfigError(f"task {self.name}: correct_at must be a number; got {self.correct_at!r}")
         for role, named in (("accuracy", self.accuracy), ("format", self.format)):
             if named is not None and named not in self.rewards:
                 raise ConfigError(
@@ -161,9 +178,14 @@ class Task:
         )
 
     def is_right(self, rollout: Rollout) -> bool:
-        """Return whether a scored rollout counts as right for accuracy."""
-        name = self.accuracy or next(iter(self.rewards))
-        return rollout.error is None and rollout.rewards.get(name, 0.0) >= 1.0
+        """Return whether a scored rollout counts as correct."""
+        value = rollout.rewards.get(self.accuracy_reward)
+        return rollout.error is None and value is not None and value >= self.correct_at
+
+    @property
+    def accuracy_reward(self) -> str:
+        """The name of the reward that measures accuracy."""
+        return self.accuracy or next(iter(self.rewards))
 
     def is_formatted(self, rollout: Rollout) -> bool:
         """Return whether a scored rollout has the requested format."""
@@ -206,9 +228,28 @@ class Task:
             if self.held_out is None:
                 return split_stream(self.examples, config=config, seed=seed)
             raise ConfigError(f"task {self.name}: held_out requires rows as examples; a stream has its own")
-        rows = as_examples(self.examples, source=self.name)
+        rows = self.outside_test_sets(as_examples(self.examples, source=self.name))
         held_out = None if self.held_out is None else as_examples(self.held_out, source=self.name)
         return split_rows(rows, held_out=held_out, asks=self.asks, key=self.key_of, config=config, seed=seed)
+
+    def outside_test_sets(self, rows: list[Example]) -> list[Example]:
+        """Return the rows that no test set contains, so that none of them is trained on."""
+        if not self.test_sets:
+            return rows
+        asked = {self.key_of(as_example(row)) for test_set in self.test_sets.values() for row in test_set}
+        outside = [row for row in rows if self.key_of(row) not in asked]
+        if not outside:
+            raise ConfigError("no training examples left: the test sets contain every one")
+        return outside
+
+
+def correct_rule(task: Task) -> str:
+    """Return what counts as a correct answer: "the reward answer is at least 1"."""
+    return f"the reward {task.accuracy_reward} is at least {task.correct_at:g}"
+
+
+def as_example(row: Mapping[str, Any]) -> Example:
+    return row if isinstance(row, Example) else Example(row)
 
 
 def prompt_text(prompt: Prompt) -> str:

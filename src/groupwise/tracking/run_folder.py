@@ -36,14 +36,16 @@ def refuse_agent(folder: Path) -> None:
         )
 
 
-def refuse_checkpoint(path: Path) -> None:
-    """Raise an error if the path is a checkpoint: a run is resumed from its last checkpoint only."""
+def run_of_checkpoint(path: Path) -> RunFolder | None:
+    """Return the run that a checkpoint belongs to; None if the path is not a checkpoint of a run."""
     run = path.resolve().parent.parent
-    if step_of(path.resolve().name) is not None and is_run(run):
-        raise ConfigError(
-            f"{path} is a checkpoint of {run}: --resume {run} continues from the last one. To continue "
-            "from this one, copy the run folder, delete the later checkpoints in it, and resume the copy"
-        )
+    return RunFolder(run) if step_of(path.resolve().name) is not None and is_run(run) else None
+
+
+def refuse_checkpoint(path: Path) -> None:
+    """Raise an error if the path is a checkpoint where a run is required."""
+    if (run := run_of_checkpoint(path)) is not None:
+        raise ConfigError(f"{path} is a checkpoint, not a run; use its run folder, {run.path}")
 
 
 def step_name(step: int) -> str:
@@ -104,6 +106,11 @@ class RunFolder:
     @property
     def name(self) -> str:
         return self.path.resolve().name
+
+    @property
+    def parent(self) -> Path:
+        """The file that names the run and the checkpoint that a branched run continues."""
+        return self.path / "parent.json"
 
     @property
     def config(self) -> Path:

@@ -31,10 +31,18 @@ from groupwise.tracking.number_format import duration, number, printable, share,
 
 
 class ShownInterval(Protocol):
-    """A measured fraction with a 95 % interval; `str` formats it: "41.0 % [36.8, 45.3]"."""
+    """A measured value with a 95 % interval; `str` formats it: "41.0 % [36.8, 45.3]"."""
 
     @property
     def mean(self) -> float: ...
+
+    def brief(self) -> str:
+        """Return the value without its interval: "41.0 %"."""
+        ...
+
+    def gain(self, since: float) -> str:
+        """Return the difference from an earlier value: "+3.1 points"."""
+        ...
 
 
 Scores = Mapping[str, ShownInterval]
@@ -174,7 +182,7 @@ def scores(progress: Progress, names: int, courses: int, firsts: bool) -> Table:
         last = Text(str(progress.evaluations[-1][name]), style="bold green" if index == 0 else "")
         start = ""
         if firsts and len(course) > 1 and name in progress.first:
-            start = f"was {100 * progress.first[name].mean:.1f} %"
+            start = f"was {progress.first[name].brief()}"
         grid.add_row("" if index else "held-out", name, last, sparkline(course, width=courses), start)
     rewards = [("total", "reward"), *((part, f"reward/{part}") for part in progress.reward_parts())]
     for index, (label, metric) in enumerate(rewards if progress.metrics else ()):
@@ -248,6 +256,10 @@ class RunSummary:
     before: Scores
     """Held-out accuracy before training; empty if not measured."""
     after: Scores
+    test_sets: Mapping[str, tuple[Scores, Scores]] = field(default_factory=dict)
+    """Scores before and after on each further test set."""
+    correct: str = ""
+    """What counts as a correct answer."""
     next_commands: tuple[tuple[str, str], ...]
     """Suggested commands, each with its purpose."""
 
@@ -275,6 +287,12 @@ def summary_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
         yield "held-out accuracy, with 95 % intervals", "dim"
         for line in accuracy_lines(summary.before, summary.after):
             yield f"  {line}", "green"
+        if summary.correct:
+            yield f"  (an answer is correct if {summary.correct})", "dim"
+    for name, (before, after) in summary.test_sets.items():
+        yield f"test set {name}", "dim"
+        for line in accuracy_lines(before, after):
+            yield f"  {line}", "green"
     yield "", ""
     yield "next", "dim"
     for command, purpose in summary.next_commands:
@@ -287,8 +305,8 @@ def accuracy_lines(before: Scores, after: Scores) -> Iterator[str]:
     width = max(map(len, after))
     for name, score in after.items():
         if name in before:
-            gain = 100 * (score.mean - before[name].mean)
-            yield f"{name:<{width}}  {before[name]!s:>22}  →  {score!s:<22}  {gain:+.1f} points"
+            gain = score.gain(before[name].mean)
+            yield f"{name:<{width}}  {before[name]!s:>22}  →  {score!s:<22}  {gain}"
         else:
             yield f"{name:<{width}}  {score}"
 

@@ -27,6 +27,7 @@ from groupwise.parallel.processes import DIVIDING, Processes, as_launched, divid
 from groupwise.seeds import derive_seed
 from groupwise.tasks import Split, Task
 from groupwise.tasks.code_fingerprint import code_of
+from groupwise.tasks.task import correct_rule
 from groupwise.tracking.run_log import LOGGER
 from groupwise.training.callbacks import Callbacks, RunControl
 from groupwise.training.evaluator import Evaluator
@@ -101,6 +102,11 @@ class BaseRun(ABC):
             self.processes.lead(self._begin)
             if start.begins_again:
                 self.recorder.say("the run was stopped before its first checkpoint: it begins again")
+            if start.parent is not None:
+                self.recorder.say(
+                    f"{start.parent} continues after step {start.state.step} in a new folder: "
+                    f"{self.folder.path}"
+                )
             tell = self.recorder.say if config.model.gradient_checkpointing else LOGGER.info
             tell(recomputing)
             for notice in (*config.notices(), *self.policy.notices(), *self.data_notices()):
@@ -229,9 +235,19 @@ class BaseRun(ABC):
         self.recorder.evaluation("before" if step == 0 else "after" if last else f"at step {step}", result)
         if step > 0:
             self.state = self.state.with_accuracy(sum(result.averages) / len(result.averages))
-        scores = result.metrics()
+        scores = {**result.metrics(), **(self._examine_test_sets(step) if self.examiner.at_end(step) else {})}
         self.callbacks.call("after_evaluation", step, scores)
         return scores
+
+    def _examine_test_sets(self, step: int) -> dict[str, float]:
+        """Measure the further test sets; their metrics carry their names."""
+        metrics: dict[str, float] = {}
+        when = "before" if step == 0 else "after"
+        for name, result in self.examiner.examine_test_sets(step).items():
+            self.recorder.say(f"test set {name}, {when}: {result.summary()}")
+            own = result.metrics().items()
+            metrics |= {key.replace("eval/", f"eval/{name}/", 1): value for key, value in own}
+        return metrics
 
     def _save(self) -> None:
         now = time.monotonic()
@@ -272,8 +288,16 @@ class BaseRun(ABC):
                 self.recorder.say(f"a callback stopped the run{f': {reason}' if reason else ''}")
             before, after = self.examiner.before, self.examiner.after
             self.recorder.end(
-                summary_of(self.config, self.state, folder=self.folder, before=before, after=after),
-                stats_of(self.state, before=before, after=after),
+                summary_of(
+                    self.config,
+                    self.state,
+                    folder=self.folder,
+                    before=before,
+                    after=after,
+                    test_sets=self.examiner.measured,
+                    correct=correct_rule(self.task) if self.task else "",
+                ),
+                stats_of(self.state, before=before, after=after, test_sets=self.examiner.measured),
             )
             self.callbacks.call("on_run_end", self.state.step)
             then = resume_words(self.config, self.folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 
 from groupwise.config.schema import Config
 from groupwise.engine.engine import Engine
@@ -14,6 +15,7 @@ from groupwise.model.policy import Policy
 from groupwise.parallel.processes import Processes
 from groupwise.records import Example
 from groupwise.tasks import Task
+from groupwise.tasks.examples import as_examples
 from groupwise.tracking.run_folder import RunFolder, step_name
 from groupwise.training.resume import RunState, TrainedState, fingerprint
 
@@ -44,6 +46,10 @@ class Evaluator:
         self.folder = folder
         self.before: Evaluation | None = None
         self.after: Evaluation | None = None
+        sets = {} if task is None or config.evaluate.skip else task.test_sets
+        self.test_sets = {name: as_examples(rows, source=name) for name, rows in sets.items()}
+        self.measured: dict[str, tuple[Evaluation | None, Evaluation | None]] = {}
+        """Each test set's evaluations before and after training."""
 
     def recall(self, state: RunState) -> None:
         """Read back what an earlier session measured."""
@@ -51,6 +57,10 @@ class Evaluator:
             self.before = read_evaluation(self.folder, BEFORE)
         if state.step >= self.config.run.max_steps:
             self.after = read_evaluation(self.folder, AFTER)
+        for name in self.test_sets if state.step > 0 else ():
+            done = state.step >= self.config.run.max_steps
+            after = read_evaluation(self.folder, f"{name}/{AFTER}") if done else None
+            self.measured[name] = (read_evaluation(self.folder, f"{name}/{BEFORE}"), after)
 
     def due(self, step: int) -> bool:
         """Whether there is something to measure, and now is the time: before, after and every few steps."""
@@ -58,23 +68,48 @@ class Evaluator:
         ends = step in (0, self.config.run.max_steps)
         return bool(self.examples) and (ends or (every > 0 and step % every == 0))
 
+    def at_end(self, step: int) -> bool:
+        """Whether a step is the first or the last: then the further test sets are measured, too."""
+        return step in (0, self.config.run.max_steps)
+
+    def examine_test_sets(self, step: int) -> dict[str, Evaluation]:
+        """Evaluate on the further test sets, and write the results into a folder for each."""
+        results: dict[str, Evaluation] = {}
+        for name, rows in self.test_sets.items():
+            with self.engine.ready():
+                result = self._evaluate(rows[: self.config.task.held_out])
+            results[name] = result
+            before = self.measured.get(name, (None, None))[0]
+            self.measured[name] = (result, None) if step == 0 else (before, result)
+            about: dict[str, object] = {"step": step, "seed": self.config.run.seed, "test_set": name}
+            if step > 0 and before is not None:
+                about["change"] = {key: asdict(one) for key, one in compare(before, result).items()}
+            folder, file = self.folder.evaluations / name, BEFORE if step == 0 else AFTER
+            self.processes.lead(partial(write_evaluation, folder, file, result, about=about))
+        return results
+
+    def _evaluate(self, examples: Sequence[Example]) -> Evaluation:
+        assert self.task is not None, "without a task there are no examples"
+        return evaluate(
+            self.task,
+            examples,
+            codec=self.codec,
+            engine=self.engine,
+            sampling=self.config.rollout.sampling,
+            samples=self.config.evaluate.samples,
+            seed=self.config.run.seed,
+            seconds=self.config.task.reward_seconds,
+            tools=self.tools,
+            processes=self.processes,
+        )
+
     def examine(self, step: int, *, learner: TrainedState) -> Evaluation:
         """Evaluate on all held-out examples, or on the first few during the run, and write the result."""
-        assert self.task is not None, "without a task there are no examples"
         ends = {0: BEFORE, self.config.run.max_steps: AFTER}
         untouched = fingerprint(self.codec, learner)
         with self.engine.ready():
-            result = evaluate(
-                self.task,
-                self.examples if step in ends else self.examples[: self.config.evaluate.during],
-                codec=self.codec,
-                engine=self.engine,
-                sampling=self.config.rollout.sampling,
-                samples=self.config.evaluate.samples,
-                seed=self.config.run.seed,
-                seconds=self.config.task.reward_seconds,
-                tools=self.tools,
-                processes=self.processes,
+            result = self._evaluate(
+                self.examples if step in ends else self.examples[: self.config.evaluate.during]
             )
         with self.processes.together():
             check_undisturbed(untouched, fingerprint(self.codec, learner))

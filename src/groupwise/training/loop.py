@@ -19,7 +19,7 @@ from groupwise.training.collector import Batch, Collector
 from groupwise.training.curriculum import NOTHING_KNOWN, Rates
 from groupwise.training.grpo_run import GRPORun
 from groupwise.training.lifecycle.interrupt import explain_full_disk
-from groupwise.training.resume import RunStart, command_of
+from groupwise.training.resume import RunStart, command_of, with_epochs
 
 
 def train(
@@ -39,6 +39,7 @@ def train(
         raise ConfigError(f"these settings are for another command: groupwise {command_of(config)}")
     config = config.resolve()
     task = task or load_task(config.task)
+    config = with_epochs(config, task)
     functions = functions or use_functions(config)
     try_own_loss(config.algo)
     for callback in functions.callbacks:

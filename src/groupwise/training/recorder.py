@@ -141,8 +141,8 @@ class Recorder:
         # During a run fewer prompts are asked than before it: only the same ones can be compared.
         self.first = self.first or result
         same = self.first.on(result.examples)
-        first = same.intervals() if same.examples else None
-        self.display.evaluation(when, result.intervals(), first=first)
+        first = same.scores() if same.examples else None
+        self.display.evaluation(when, result.scores(), first=first)
         logger.info("evaluation %s: %s", when, result.summary())
 
     def baseline(self, metrics: Mapping[str, float]) -> None:
@@ -161,7 +161,7 @@ class Recorder:
     def end(self, summary: RunSummary, stats: Mapping[str, object]) -> None:
         self.flush()
         raised = [asdict(alarm) for alarm in alarms(self.rows(), self.measured())]
-        ended = {**stats, "alarms": raised}
+        ended = {**stats, "history": history_of(self.rows()), "alarms": raised}
         if self.reports:
             self.report(ended)
         # Last: where it is, nothing is left to do. A run killed in its report writes that when it is resumed.
@@ -195,6 +195,18 @@ def sample_rows(batch: Batch) -> list[dict[str, Any]]:
         {"prompt": as_text(r), "text": r.transcript, "reward": r.reward, "error": r.error or ""}
         for r in rollouts
     ]
+
+
+def history_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
+    """Return loss, KL and rewards as lists over the steps, for programs that read training_stats.json."""
+    names = sorted({name for row in rows for name in row})
+    rewards = {
+        "reward" if name == "reward/mean" else name.removesuffix("/mean"): name
+        for name in names
+        if name.startswith("reward/") and name.endswith("/mean")
+    }
+    kept = {"step": "step", "loss": "policy/loss", "sft_loss": "sft/loss", "kl": "policy/kl", **rewards}
+    return {key: [row.get(name) for row in rows] for key, name in kept.items() if name in names}
 
 
 class NullRecorder(Recorder):

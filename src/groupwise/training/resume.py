@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -16,7 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from groupwise.config import Config, config_from_keywords, differences, read_config
-from groupwise.errors import CheckpointError
+from groupwise.errors import CheckpointError, ConfigError
+from groupwise.files import write_atomically
 from groupwise.learner.checkpoint import (
     flattened,
     latest_checkpoint,
@@ -31,9 +33,10 @@ from groupwise.model.distributed.deepspeed_zero import without_masters
 from groupwise.model.distributed.fsdp import FSDPShards, local
 from groupwise.model.policy import Policy
 from groupwise.parallel.processes import Processes
+from groupwise.tasks import Task
 from groupwise.tasks.code_fingerprint import changed_code
 from groupwise.tracking.run_files import last_step
-from groupwise.tracking.run_folder import RunFolder
+from groupwise.tracking.run_folder import RunFolder, run_of_checkpoint, step_of
 from groupwise.tracking.terminal import command, headline
 from groupwise.training.curriculum import Rates
 
@@ -201,6 +204,8 @@ class RunStart:
     """model.gradient_checkpointing as it was chosen when the run began."""
     begins_again: bool = False
     """Whether an old run begins anew, because it was stopped before its first checkpoint."""
+    parent: Path | None = None
+    """The run that a new folder continues from one of its checkpoints."""
     leads: bool = True
     """Whether this process claimed the folder; of several, only the leader does."""
 
@@ -233,11 +238,18 @@ class RunStart:
 
     @classmethod
     def again(cls, path: Path, config: Config) -> RunStart:
-        """Go on after the last checkpoint, every byte of it checked, or anew where none was written yet."""
-        folder = RunFolder.open(path).absolute()
+        """Go on after the last checkpoint, every byte of it checked, or anew where none was written yet.
+
+        `path` is a run or one of its checkpoints. From a checkpoint, a copy of the run up to there goes on in
+        a new folder.
+        """
+        parent = run_of_checkpoint(path)
+        folder = (RunFolder.open(path) if parent is None else branch(path, parent, config)).absolute()
         lock = folder.lock()
         try:
             stored = read_config(folder.config)
+            if parent is not None:
+                stored = replace(stored, run=replace(stored.run, name=config.run.name))
             refuse_other_settings(stored, with_recomputing(config, stored.model.gradient_checkpointing))
             checkpoint = last_checkpoint(folder, stored)
             state = RunState() if checkpoint is None else read_state(checkpoint)
@@ -252,6 +264,7 @@ class RunStart:
             checkpoint=checkpoint,
             recomputing=stored.model.gradient_checkpointing,
             begins_again=checkpoint is None,
+            parent=None if parent is None else parent.path,
         )
 
     def already_done(self, config: Config) -> str | None:
@@ -270,6 +283,21 @@ class RunStart:
             with suppress(OSError):
                 (self.folder.path / ".lock").unlink(missing_ok=True)
                 self.folder.path.rmdir()
+
+
+def with_epochs(config: Config, task: Task) -> Config:
+    """Return the settings with the number of steps that `run.num_epochs` means for the task's examples."""
+    epochs = config.run.num_epochs
+    if epochs is None:
+        return config
+    size = task.split(config.task, config.run.seed).size
+    if size is None:
+        raise ConfigError(
+            f"run.num_epochs requires finite data, but the examples of {task.name} are endless; set "
+            "run.max_steps, or task.max_examples"
+        )
+    steps = -(-epochs * size // config.rollout.prompts)
+    return replace(config, run=replace(config.run, max_steps=steps, num_epochs=None))
 
 
 def with_recomputing(config: Config, chosen: bool | None) -> Config:
@@ -304,20 +332,57 @@ def last_checkpoint(folder: RunFolder, config: Config) -> Path | None:
     return None
 
 
+def branch(checkpoint: Path, parent: RunFolder, config: Config) -> RunFolder:
+    """Make a new run folder that holds a run up to one of its checkpoints; the run itself stays as it is."""
+    state = read_state(checkpoint)
+    stored = read_config(parent.config)
+    refuse_other_settings(stored, with_recomputing(config, stored.model.gradient_checkpointing), moved=True)
+    named = config.run.name if config.run.name != stored.run.name else f"{parent.name}-from-{state.step}"
+    folder = RunFolder.create(parent.path.parent, name=named, task=config.task.name, model=config.model.name)
+    copy_until(parent, folder, step=state.step)
+    about = {"run": str(parent.path), "checkpoint": checkpoint.resolve().name, "step": state.step}
+    write_atomically(folder.parent, json.dumps(about, indent=1))
+    write_atomically(folder.config, parent.config.read_bytes())  # last: from here on it is a run
+    return folder
+
+
+def copy_until(parent: RunFolder, folder: RunFolder, *, step: int) -> None:
+    """Copy a run's files up to a step: the checkpoint, records, and evaluations but those after training."""
+    for path in sorted(parent.path.rglob("*")):
+        inner = path.relative_to(parent.path)
+        at = next((found for part in inner.parts if (found := step_of(part)) is not None), None)
+        kept = inner.parts[0] in ("rollouts", "updates", "completions", "eval") and path.stem != "after"
+        of_checkpoint = inner.parts[0] == "checkpoints" and at == step
+        whole = inner.parts in ((parent.metrics.name,), (parent.tokenizer.name,))
+        if path.is_file() and (whole or of_checkpoint or (kept and (at is None or at <= step))):
+            target = folder.path / inner
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, target)
+
+
 def refuse_edited_settings(saved: Mapping[str, Any] | None, stored: Config, folder: RunFolder) -> None:
     """Refuse a config.yaml that is not what the checkpoint was trained with; older ones do not tell."""
     if saved is not None:
         refuse_other_settings(
-            config_from_keywords(**saved), stored, instead=f"put them back in {folder.config}, or start"
+            config_from_keywords(**saved),
+            stored,
+            instead=f"put them back in {folder.config}, or start",
+            moved=folder.parent.exists(),
         )
 
 
-def refuse_other_settings(stored: Config, config: Config, *, instead: str = "start") -> None:
-    """A resumed run computes what it computed before: only settings around it may change."""
+def refuse_other_settings(
+    stored: Config, config: Config, *, instead: str = "start", moved: bool = False
+) -> None:
+    """A resumed run computes what it computed before: only settings around it may change.
+
+    `moved`: the run continues in a folder with another name.
+    """
     if stored.run.kind != config.run.kind:
         raise CheckpointError(f"this run goes on with groupwise {command_of(stored)} --resume")
     # A search selects by its evaluations.
     around = tuple(name for name in MAY_CHANGE if name != "evaluate." or stored.run.kind != "evolve")
+    around += ("run.name:",) if moved else ()
     changed = [line for line in differences(stored, config) if not line.startswith(around)]
     if changed:
         raise CheckpointError(

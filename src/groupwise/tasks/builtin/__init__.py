@@ -7,5 +7,6 @@ Modules in reading order:
     gsm8k              word problems: GSM8K, or generated ones
     boxed_math         problems with answers in \\boxed{}: MATH, or generated ones
     search_qa          multi-hop questions over a generated world, with a search tool
+    tldr               summaries after thinking, close to a reference and short
     medquad            medical questions over an index, with a search tool
 """

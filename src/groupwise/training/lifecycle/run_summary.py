@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from groupwise.config import Config
@@ -12,9 +13,18 @@ from groupwise.tracking.run_folder import RunFolder
 from groupwise.tracking.terminal import RunSummary, command, headline
 from groupwise.training.resume import RunState, command_of
 
+TestSets = Mapping[str, tuple[Evaluation | None, Evaluation | None]]
+"""Each further test set's evaluations before and after training."""
 
-def stats_of(state: RunState, *, before: Evaluation | None, after: Evaluation | None) -> dict[str, object]:
-    """Return what training_stats.json holds."""
+
+def stats_of(
+    state: RunState, *, before: Evaluation | None, after: Evaluation | None, test_sets: TestSets
+) -> dict[str, object]:
+    """Return what training_stats.json holds, without the history of the steps."""
+    sets = {
+        name: {"before": one.metrics() if one else None, "after": other.metrics() if other else None}
+        for name, (one, other) in test_sets.items()
+    }
     return {
         "steps": state.step,
         "optimizer_steps": state.updates,
@@ -22,11 +32,19 @@ def stats_of(state: RunState, *, before: Evaluation | None, after: Evaluation | 
         "best_step": state.best_step,
         "before": before.metrics() if before else None,
         "after": after.metrics() if after else None,
+        **({"test_sets": sets} if sets else {}),
     }
 
 
 def summary_of(
-    config: Config, state: RunState, *, folder: RunFolder, before: Evaluation | None, after: Evaluation | None
+    config: Config,
+    state: RunState,
+    *,
+    folder: RunFolder,
+    before: Evaluation | None,
+    after: Evaluation | None,
+    test_sets: TestSets,
+    correct: str,
 ) -> RunSummary:
     """Return what the terminal shows last."""
     done = state.step >= config.run.max_steps
@@ -34,8 +52,14 @@ def summary_of(
         headline=headline(state.step, done=done),
         seconds=state.seconds,
         folder=folder.path,
-        before=before.intervals() if before else {},
-        after=after.intervals() if after else {},
+        before=before.scores() if before else {},
+        after=after.scores() if after else {},
+        test_sets={
+            name: (one.scores() if one else {}, other.scores())
+            for name, (one, other) in test_sets.items()
+            if other
+        },
+        correct=correct,
         next_commands=next_commands(config, folder, done=done)
         if state.step
         else (beginning(config, folder),),
