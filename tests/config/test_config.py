@@ -244,7 +244,7 @@ def test_keywords_take_flags_and_whole_sections():
     [
         ({"max_step": 1}, "unknown setting max_step; did you mean max_steps?"),
         ({"optm": {}}, "unknown setting optm; did you mean optim?"),
-        ({"epochs": 2}, "unknown setting epochs; did you mean optim.epochs?"),
+        ({"epochs": 2}, "unknown setting epochs; did you mean num_epochs?"),
         ({"optim": 3}, "optim must be a mapping of settings; got 3"),
         ({"optim": {"epoch": 3}}, "unknown setting optim.epoch; did you mean optim.epochs?"),
         ({"learning_rate": "1e-5"}, "optim.learning_rate must be a number (float) or null; got '1e-5'"),
@@ -320,6 +320,10 @@ def random_plain(chance: random.Random, depth: int = 0) -> Any:
 def random_setting(chance: random.Random, name: str) -> Any:
     if name == "evolve.vary":
         return {random_text(chance): [chance.random(), chance.uniform(1, 2)] for _ in range(3)}
+    if name == "task.weights":
+        return {random_text(chance): chance.random() for _ in range(3)}
+    if name == "task.test_sets":
+        return {f"set-{number}": random_text(chance) for number in range(3)}
     kind, optional = kind_of(TYPES[name])
     if optional and chance.random() < 0.3:
         return None

@@ -58,7 +58,7 @@ def run_artifacts(run: Path) -> Artifacts:
     paths = [
         path
         for path in sorted(run.rglob("*"))
-        if path.name in kept or path.parent.name in ("rollouts", "completions", "eval")
+        if path.name in kept or (path.is_file() and path.parent.name in ("rollouts", "completions", "eval"))
     ]
     files: Artifacts = {path.relative_to(run).as_posix(): path.read_bytes() for path in paths}
     return files | {"metrics": deterministic_metrics(run)}
