@@ -13,7 +13,7 @@ from groupwise.errors import CheckpointError, ConfigError
 from groupwise.tasks import load_task
 from groupwise.training import train
 from groupwise.training.resume import with_epochs
-from small_runs import small_config, task_file, traces
+from tests.support.small_runs import small_config, task_file, traces
 
 KEEP = ("run.save_every=1", "run.keep_last=9")
 
