@@ -152,3 +152,18 @@ def test_what_accelerate_says_of_deepspeed_is_done_or_refused(
         monkeypatch.setenv(f"ACCELERATE_DEEPSPEED_{name}", value)
     with pytest.raises(ConfigError, match=refused):
         as_launched(config)
+
+
+def test_the_deepspeed_file_of_the_agilerl_tutorial_is_accepted(monkeypatch: Any) -> None:
+    """It asks for stage 2 with parameters on the CPU, which DeepSpeed ignores below stage 3."""
+    for name, value in {
+        "USE_DEEPSPEED": "true",
+        "DEEPSPEED_ZERO_STAGE": "2",
+        "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+        "DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu",
+        "DEEPSPEED_ZERO3_INIT": "false",
+    }.items():
+        monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    config = read_config(overrides=[])
+    assert layout_of(config.run) == "zero2"
+    assert as_launched(config).optim.offload

@@ -28,7 +28,7 @@ from groupwise.commands.sft import settings_file, sft, with_task
 from groupwise.commands.weights import convert, merge, quantize
 from groupwise.config import FLAGS, Config, dump_config, read_config
 from groupwise.config.coerce import between
-from groupwise.config.loading import FOREIGN_NAMES
+from groupwise.config.loading import FOREIGN_NAMES, preset_named, presets
 from groupwise.errors import ConfigError, InvariantError, RemoteRankError
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
@@ -117,7 +117,9 @@ def train(
             metavar="TASK|SECTION.KEY=VALUE", help="Built-in task or Python file; settings to override."
         ),
     ] = None,
-    config: Annotated[Path | None, config_option(help="YAML file with settings.")] = None,
+    config: Annotated[
+        Path | None, config_option(help="YAML file with settings, or a preset such as gsm8k-quick.")
+    ] = None,
     resume: Annotated[
         Path | None,
         config_option(metavar="RUN", help="Resume this run; a checkpoint of it: in a new run folder."),
@@ -166,6 +168,7 @@ def train(
     settings = training_config(arguments or [], config=config, resume=resume, flags=flags).resolve()
     from groupwise.model.resolve import local_folder
     from groupwise.tasks import TASKS, load_task, read_task_file, split_functions, task_of, use_functions
+    from groupwise.tracking.terminal import say_loading
     from groupwise.tracking.trackers import tracker_names
 
     name = settings.task.name
@@ -185,6 +188,7 @@ def train(
     own = use_functions(settings, functions)
     tracker_names(settings.track)
     local_folder(settings.model.name)
+    say_loading(f"PyTorch and {settings.model.name}")
     from groupwise.training import train as run_training
 
     run_training(settings, resume=resume, task=loaded, functions=own)
@@ -346,9 +350,19 @@ def tasks() -> None:
 
 
 @app.command()
-def config() -> None:
+def config(
+    preset: Annotated[
+        str | None,
+        typer.Option(show_default=False, help="Print the settings of a preset, such as gsm8k-quick."),
+    ] = None,
+    as_list: Annotated[bool, typer.Option("--list", help="List the presets.")] = False,
+) -> None:
     """Print every setting with its default and documentation, as a YAML file to start from."""
-    print(dump_config(Config()), end="")
+    if as_list:
+        print("\n".join(presets()))
+    else:
+        text = preset_named(preset).read_text(encoding="utf-8") if preset else dump_config(Config())
+        print(text, end="")
 
 
 app.command()(watch)

@@ -1,7 +1,8 @@
-"""Read data files (JSON, JSONL, Parquet) with the location of each row, and write files atomically."""
+"""Read data files (JSON, JSONL, CSV, TSV, Parquet) with each row's location, and write files atomically."""
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import os
@@ -63,6 +64,27 @@ def read_json_lines(path: Path) -> Located:
             yield where, row
 
 
+def read_csv(path: Path, delimiter: str = ",") -> Located:
+    """Read a table with a header line; every value is text."""
+    with open_text(path) as file:
+        reader = csv.DictReader(file, delimiter=delimiter, strict=True)
+        try:
+            for row in reader:
+                where = f"{path}, line {reader.line_num}"
+                if None in row or None in row.values():
+                    raise ConfigError(
+                        f"{where}: the row does not have the {len(reader.fieldnames or ())} values that the "
+                        "header names; put quotes around values that contain the delimiter"
+                    )
+                yield where, {name.lstrip("\ufeff"): value for name, value in row.items()}
+        except csv.Error as error:
+            raise ConfigError(f"{path}, line {reader.line_num}: {error}") from error
+
+
+def read_tsv(path: Path) -> Located:
+    return read_csv(path, delimiter="\t")
+
+
 def read_parquet(path: Path) -> Located:
     import pyarrow
     import pyarrow.parquet
@@ -74,7 +96,25 @@ def read_parquet(path: Path) -> Located:
     return numbered(rows, source=str(path))
 
 
+def rows_of_frame(rows: Any) -> Any:
+    """Return the rows of a pandas or polars data frame, or anything else as it is. NaN becomes None."""
+    if hasattr(rows, "to_dicts"):  # polars
+        return rows.to_dicts()
+    if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # pandas
+        return [{name: plain_cell(cell) for name, cell in row.items()} for row in rows.to_dict("records")]
+    return rows
+
+
+def plain_cell(cell: Any) -> Any:
+    """Return the cell of a data frame as a plain Python value."""
+    if isinstance(cell, float) and cell != cell:
+        return None
+    scalar = type(cell).__module__ == "numpy" and getattr(cell, "shape", None) == ()
+    return cell.item() if scalar else cell
+
+
 def numbered(rows: Any, *, source: str) -> Located:
+    rows = rows_of_frame(rows)
     if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
         raise ConfigError(f"{source}: expected a list of dicts, got {type(rows).__name__}")
     for number, row in enumerate(rows, start=1):
@@ -84,6 +124,8 @@ def numbered(rows: Any, *, source: str) -> Located:
 READERS: dict[str, Callable[[Path], Located]] = {
     "json": read_json,
     "jsonl": read_json_lines,
+    "csv": read_csv,
+    "tsv": read_tsv,
     "parquet": read_parquet,
 }
 

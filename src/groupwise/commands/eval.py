@@ -24,6 +24,7 @@ from groupwise.records import Example, Sampling
 from groupwise.tasks import TASKS, ExampleStream, Task, isolated, load_rows, load_task, without_data
 from groupwise.tasks.code_fingerprint import changed_code, code_of
 from groupwise.tasks.task import correct_rule
+from groupwise.tracking.terminal import say_loading
 
 if TYPE_CHECKING:
     from groupwise.engine.engine import Engine
@@ -202,6 +203,7 @@ def evaluate_command(
         make_writable(folder)
     with ExitStack() as workers:
         jobs = [replace(job, task=workers.enter_context(isolated(job.task))) for job in jobs]
+        say_loading(f"PyTorch and {resolved.description}")
         policy, engine = load_target(resolved, settings(resolved, overrides).resolve())
         return [
             report(

@@ -113,11 +113,13 @@ def evolve(
     )
     from groupwise.model.resolve import local_folder
     from groupwise.tasks import load_task
+    from groupwise.tracking.terminal import say_loading
     from groupwise.tracking.trackers import tracker_names
 
     loaded = load_task(settings.task)  # before torch, so that mistakes are reported immediately
     tracker_names(settings.track)
     local_folder(settings.model.name)
+    say_loading(f"PyTorch and {settings.model.name}")
     from groupwise.evolution.evolve_run import evolve as run_search
 
     run_search(settings, resume=resume, task=loaded)

@@ -69,6 +69,7 @@ def serve(
 
     check_address(host, port)
     front = start_front()  # its imports run while the model loads
+    print(f"loading {named.config.model.name} …", flush=True)
     policy = load_for_generation(named.config.model, rank=named.target.rank, trained=named.target.trained)
     leave_a_core(policy)
     side = EngineEndpoint(policy, front, slots=max_sequences, context=max_context, waiting=queue)
@@ -83,6 +84,7 @@ def serve(
         slots=max_sequences,
         api_key=api_key,
         allowed_hosts=tuple(allowed_host or ()),
+        template_args=named.config.model.chat_template_args,
     )
     port = open_front(front, opening)
     shown = f"[{host}]" if ":" in host else host

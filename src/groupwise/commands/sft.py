@@ -124,12 +124,14 @@ def sft(
     settings = sft_config(arguments or [], config=config, resume=resume, given=given, flags=flags)
     from groupwise.model.resolve import local_folder
     from groupwise.tasks.sft_data import plan_warm_start
+    from groupwise.tracking.terminal import say_loading
     from groupwise.tracking.trackers import tracker_names
 
     tracker_names(settings.track)
     local_folder(settings.model.name)
     # Read the data before torch, so that mistakes in it are reported immediately.
     plan = plan_warm_start(settings, resumed=resume is not None)
+    say_loading(f"PyTorch and {settings.model.name}")
     from groupwise.training.sft_run import run_sft
 
     run_sft(plan, resume=resume)

@@ -29,7 +29,7 @@ from groupwise.config.coerce import (
     shorten,
     write_yaml,
 )
-from groupwise.config.schema import TINY, Config, RolloutConfig, model_defaults, preset_settings
+from groupwise.config.schema import BUILT_IN, TINY, Config, RolloutConfig, preset_settings
 from groupwise.errors import ConfigError
 
 SECTIONS: dict[str, type] = get_type_hints(Config)
@@ -91,7 +91,9 @@ def take_keywords(settings: dict[str, Any], keywords: Mapping[str, object]) -> N
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return the settings in a YAML file by full name."""
+    """Return the settings in a YAML file by full name. A preset needs no path: `gsm8k-quick`."""
+    if not path.exists() and path.name == str(path) and path.name in (known := presets()):
+        path = known[path.name]
     try:
         document = parse_yaml(path.read_text(encoding="utf-8"))
     except BadYaml as error:
@@ -166,6 +168,40 @@ def build(settings: Mapping[str, Any]) -> Config:
             for section, cls in SECTIONS.items()
         }
     )
+
+
+TASK_TOKENS = {"countdown": 512, "gsm8k": 512, "math": 1024, "search_qa": 256, "medquad": 512, "tldr": 512}
+"""Default of rollout.max_tokens by task, for models other than the built-in ones."""
+OTHER_TASKS_TOKENS = 512
+OTHER_MODELS_STEPS = 100
+
+
+def model_defaults(model: str, task: str, *, context: int | None = None) -> dict[str, Any]:
+    """Return the settings whose defaults depend on the model and the task, by full name.
+
+    The defaults of the sections are those of the built-in models. Others think in more tokens and learn over
+    more steps. `context`: the model's context length, half of which a completion may take.
+    """
+    if model in BUILT_IN:
+        return {}
+    tokens = TASK_TOKENS.get(task, OTHER_TASKS_TOKENS)
+    longest = tokens if context is None else max(1, min(tokens, context // 2))
+    return {"rollout.max_tokens": longest, "run.max_steps": OTHER_MODELS_STEPS}
+
+
+def presets() -> dict[str, Path]:
+    """Return the settings files that come with the package, by name."""
+    inside = Path(__file__).parents[1] / "configs"  # in a wheel
+    folder = inside if inside.is_dir() else Path(__file__).parents[3] / "configs"  # in a clone
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def preset_named(name: str) -> Path:
+    """Return the settings file of a preset."""
+    known = presets()
+    if name not in known:
+        raise ConfigError(f"unknown preset {name!r}; the presets are {', '.join(known)}")
+    return known[name]
 
 
 def context_of(model: str) -> int | None:

@@ -1,4 +1,4 @@
-"""The settings around the algorithm: engine, evaluate, sft, evolve, run, track.
+"""The settings around the algorithm: engine, tools, evaluate, sft, evolve, run, track.
 
 The docstring of each field is its user documentation: `groupwise config` prints it.
 """
@@ -49,6 +49,32 @@ class EngineConfig:
         between("engine.max_sequences", self.max_sequences, 1)
         between("engine.block_size", self.block_size, 1)
         between("engine.kv_tokens", self.kv_tokens, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolsConfig:
+    """Multi-turn rollouts of tasks with tools or an environment. Other tasks have a single turn."""
+
+    max_turns: int = 4
+    """Maximum turns of the policy per rollout; `rollout.max_tokens` limits each turn."""
+    max_calls: int = 8
+    """Maximum tool calls per rollout; further calls return an error to the policy."""
+    max_tokens: int = 640
+    """Maximum tokens after the prompt, with tool results and replies. A turn starts only if it fits."""
+    seconds: float = 10.0
+    """Time limit of one tool call, or of one reply of an environment."""
+    result_characters: int = 4000
+    """Maximum length of a tool result or a reply; longer ones are truncated."""
+    overlap: bool | None = None
+    """Run tools while generation continues. None: on a GPU, or if a tool is async. Set it to false for
+    bitwise reproducible runs."""
+
+    def __post_init__(self) -> None:
+        between("tools.max_turns", self.max_turns, 1)
+        between("tools.max_calls", self.max_calls, 0)
+        between("tools.max_tokens", self.max_tokens, 1)
+        between("tools.seconds", self.seconds, 0.001)
+        between("tools.result_characters", self.result_characters, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

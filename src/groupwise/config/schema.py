@@ -19,6 +19,7 @@ from groupwise.config.runtime import (
     EvolveConfig,
     RunConfig,
     SftConfig,
+    ToolsConfig,
     TrackConfig,
 )
 from groupwise.errors import ConfigError
@@ -46,6 +47,8 @@ class ModelConfig:
     """cpu, cuda or cuda:N. None: the GPU if one is available."""
     quantization: str | None = None
     """nf4 (4 bits) or int8: quantize the frozen base weights (QLoRA). None: as stored in the checkpoint."""
+    chat_template_args: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments for the model's chat template, such as `{enable_thinking: false}`."""
     gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass: less memory, about a third more time. None: only if the
     activations do not fit in memory."""
@@ -102,25 +105,6 @@ class LoraConfig:
             raise ConfigError(
                 "lora.targets is empty; name modules, or use all-linear to adapt every linear layer"
             )
-
-
-TASK_TOKENS = {"countdown": 512, "gsm8k": 512, "math": 1024, "search_qa": 256, "medquad": 512, "tldr": 512}
-"""Default of rollout.max_tokens by task, for models other than the built-in ones."""
-OTHER_TASKS_TOKENS = 512
-OTHER_MODELS_STEPS = 100
-
-
-def model_defaults(model: str, task: str, *, context: int | None = None) -> dict[str, Any]:
-    """Return the settings whose defaults depend on the model and the task, by full name.
-
-    The defaults of the sections are those of the built-in models. Others think in more tokens and learn over
-    more steps. `context`: the model's context length, half of which a completion may take.
-    """
-    if model in BUILT_IN:
-        return {}
-    tokens = TASK_TOKENS.get(task, OTHER_TASKS_TOKENS)
-    longest = tokens if context is None else max(1, min(tokens, context // 2))
-    return {"rollout.max_tokens": longest, "run.max_steps": OTHER_MODELS_STEPS}
 
 
 def preset_settings(preset: object) -> dict[str, Any]:
@@ -191,32 +175,6 @@ class OptimConfig:
         return self.epochs * (self.minibatches or 1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolsConfig:
-    """Multi-turn rollouts of tasks with tools or an environment. Other tasks have a single turn."""
-
-    max_turns: int = 4
-    """Maximum turns of the policy per rollout; `rollout.max_tokens` limits each turn."""
-    max_calls: int = 8
-    """Maximum tool calls per rollout; further calls return an error to the policy."""
-    max_tokens: int = 640
-    """Maximum tokens after the prompt, with tool results and replies. A turn starts only if it fits."""
-    seconds: float = 10.0
-    """Time limit of one tool call, or of one reply of an environment."""
-    result_characters: int = 4000
-    """Maximum length of a tool result or a reply; longer ones are truncated."""
-    overlap: bool | None = None
-    """Run tools while generation continues. None: on a GPU, or if a tool is async. Set it to false for
-    bitwise reproducible runs."""
-
-    def __post_init__(self) -> None:
-        between("tools.max_turns", self.max_turns, 1)
-        between("tools.max_calls", self.max_calls, 0)
-        between("tools.max_tokens", self.max_tokens, 1)
-        between("tools.seconds", self.seconds, 0.001)
-        between("tools.result_characters", self.result_characters, 1)
-
-
 __all__ = [
     "NO_TASK",
     "TINY",
@@ -250,7 +208,8 @@ class TaskConfig:
     name: str = "countdown"
     """A built-in task, or the path of a Python file that defines `task`."""
     data: str | None = None
-    """A file (JSON, JSONL, Parquet) or a Hugging Face dataset to use instead of the task's own examples."""
+    """A file (JSON, JSONL, CSV, TSV, Parquet) or a Hugging Face dataset to use instead of the task's own
+    examples."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Column mapping from the task's names to the data's names: `{question: problem}`."""
     test_data: str | None = None

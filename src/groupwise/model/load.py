@@ -6,6 +6,7 @@ import ctypes
 import logging
 import sys
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -32,6 +33,7 @@ from groupwise.model.ops.rotary import use_fused_rotary
 from groupwise.model.ops.swiglu import use_fused_swiglu
 from groupwise.model.policy import Policy
 from groupwise.model.resolve import check_sizes, first_line, model_folder, unloadable
+from groupwise.model.tokenizer import TEMPLATE_ARGS
 
 
 def load_policy(
@@ -47,7 +49,7 @@ def load_policy(
     if device.type == "cpu":
         keep_freed_memory()
     source = model_folder(model.name)
-    tokenizer = load_tokenizer(source)
+    tokenizer = load_tokenizer(source, template_args=model.chat_template_args)
     whole = trained if trained is not None and not lora.r else source
     policy_model = causal_model(whole, dtype, device, quantization=model.quantization)
     check_attention(policy_model, name=model.name)
@@ -196,13 +198,16 @@ def _detach_from_file(model: Any) -> None:
     return_freed_memory()
 
 
-def load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path, *, template_args: Mapping[str, Any] | None = None) -> Any:
+    """Load a tokenizer. `template_args`: arguments for every rendering by its chat template."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except unloadable() as error:
         raise ConfigError(f"cannot load the tokenizer in {folder}: {first_line(error)}") from error
+    setattr(tokenizer, TEMPLATE_ARGS, dict(template_args or {}))
+    return tokenizer
 
 
 def keep_freed_memory() -> None:

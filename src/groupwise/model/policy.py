@@ -66,6 +66,11 @@ class Policy(TokenizerCodec):
             yield f"the weights are quantized; generation uses a dequantized copy of {size}"
         elif self.unpacked_bytes:
             yield f"the weights are quantized; a dequantized copy of {size} for generation does not fit"
+        if self.tokenizer.chat_template is None:
+            yield (
+                "the model has no chat template: prompts are plain text, and the messages of a chat are "
+                "joined by line breaks without roles; an instruction-tuned model usually learns faster"
+            )
 
     @property
     def has_adapter(self) -> bool:

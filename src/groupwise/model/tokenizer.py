@@ -113,6 +113,8 @@ TOOLS_TEXT = (
     '<tool_call>\n{{"name": <function-name>, "arguments": <args-json-object>}}\n</tool_call>'
 )
 """Tool definitions in Hermes format, for chat templates without tool support."""
+TEMPLATE_ARGS = "groupwise_chat_template_args"
+"""Attribute of a tokenizer with the user's arguments for its chat template (`model.chat_template_args`)."""
 STAND_IN = "stand-in turn of the assistant"
 
 
@@ -133,7 +135,7 @@ def render(
     """Return the conversation as text. `add_generation_prompt`: the assistant continues it."""
     prefilled = add_generation_prompt and bool(messages) and messages[-1]["role"] == "assistant"
     rendered: list[Message] = list(messages)
-    extra: dict[str, Any] = {}
+    extra: dict[str, Any] = dict(getattr(tokenizer, TEMPLATE_ARGS, {}))
     if tools and knows_tools(tokenizer):
         extra["tools"] = list(tools)
     elif tools:

@@ -239,8 +239,11 @@ def as_launched(config: Config) -> Config:
             "deepspeed_config_file is not supported; set zero_stage in accelerate's config and the rest in "
             "groupwise's settings"
         )
-    if accelerate_env("DEEPSPEED_OFFLOAD_PARAM_DEVICE") != "none":
-        raise ConfigError("offload_param_device must be none: only the optimizer state can be offloaded")
+    # DeepSpeed offloads parameters in stage 3 only, and ignores the setting in the others.
+    if accelerate_env("DEEPSPEED_OFFLOAD_PARAM_DEVICE") != "none" and zero_stage() == 3:
+        raise ConfigError(
+            "offload_param_device must be none with zero_stage 3: only the optimizer state can be offloaded"
+        )
     device = accelerate_env("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE")
     if device not in ("none", "cpu"):
         raise ConfigError(f"offload_optimizer_device must be none or cpu; got {device}")

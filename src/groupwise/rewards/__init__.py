@@ -7,7 +7,7 @@ Modules in reading order:
     worker        run user functions in a worker process that can be killed
     time_limit    time limits for code that runs in this process
     extraction    extract the answer from a completion: tags, boxes, numbers
-    text_rewards  length, overlap with a reference answer, search and citation rewards
+    text_rewards  exact match, numbers, patterns, length; overlap with a reference answer; search, citations
     llm_judge     LLM-as-a-judge, through an OpenAI-compatible server
     verify/       compare an answer with the ground truth: arithmetic, LaTeX, math-verify
 
@@ -16,7 +16,7 @@ A reward is any function `(rollout, example) -> float`. To add one, name it in a
 
 from groupwise.rewards.extraction import final_answer, is_well_formed, last_box, stated_number
 from groupwise.rewards.runner import RewardFunction, score_group
-from groupwise.rewards.text_rewards import length
+from groupwise.rewards.text_rewards import contains, exact_match, length, matches, same_number
 from groupwise.rewards.verify.arithmetic import Arithmetic, evaluate_expression
 from groupwise.rewards.verify.math_answer import score_boxed, verify_boxed
 from groupwise.rewards.worker import in_process
@@ -24,12 +24,16 @@ from groupwise.rewards.worker import in_process
 __all__ = [
     "Arithmetic",
     "RewardFunction",
+    "contains",
     "evaluate_expression",
+    "exact_match",
     "final_answer",
     "in_process",
     "is_well_formed",
     "last_box",
     "length",
+    "matches",
+    "same_number",
     "score_boxed",
     "score_group",
     "stated_number",

@@ -6,11 +6,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
+from groupwise.config.coerce import between
 from groupwise.errors import ConfigError
 from groupwise.records import Example, Rollout
 from groupwise.rewards.extraction import END_THINK
@@ -22,6 +24,9 @@ Embed = Callable[[Sequence[str]], Any]
 """Maps texts to unit vectors."""
 
 WORD = re.compile(r"\w+")
+NUMBER = re.compile(r"(?<![\w.])-?\d{1,30}(?:,\d{3})*(?:\.\d{1,30})?")
+LONGEST_MATCHED = 10_000
+"""Number of characters of an answer that a regular expression searches."""
 LONGEST = 2000
 """Number of words of a text that are compared."""
 COMMON = 0.1
@@ -151,6 +156,65 @@ def length(*, at_most: int) -> Callable[[Rollout, Example], float]:
         return float(len(rollout.text) <= at_most)
 
     return short_enough
+
+
+def exact_match(column: str = "answer") -> Reward:
+    """Make a reward: 1 if the answer equals the example's column, ignoring case and white space, else 0."""
+
+    def exact(rollout: Rollout, example: Example) -> float:
+        return float(folded(answer_of(rollout)) == folded(example[column]))
+
+    return exact
+
+
+def contains(column: str = "answer") -> Reward:
+    """Make a reward: 1 if the answer contains the example's column as whole words, ignoring case, else 0."""
+
+    def included(rollout: Rollout, example: Example) -> float:
+        wanted = re.escape(folded(example[column]))
+        return float(re.search(rf"(?<!\w){wanted}(?!\w)", folded(answer_of(rollout))) is not None)
+
+    return included
+
+
+def matches(pattern: str) -> Reward:
+    """Make a reward: 1 if the regular expression matches somewhere in the answer, else 0."""
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"matches({pattern!r}) is not a regular expression: {error}") from None
+
+    def matched(rollout: Rollout, example: Example) -> float:
+        return float(compiled.search(answer_of(rollout)[:LONGEST_MATCHED]) is not None)
+
+    return matched
+
+
+def same_number(column: str = "answer", *, tolerance: float = 0.0) -> Reward:
+    """Make a reward: 1 if the last number of the answer equals the number in the example's column, else 0.
+
+    `tolerance`: largest difference that still counts, as a share of the right number.
+    """
+    between("same_number(tolerance=…)", tolerance, 0.0, 1.0)
+
+    def equal(rollout: Rollout, example: Example) -> float:
+        stated, gold = last_number(answer_of(rollout)), last_number(str(example[column]))
+        if gold is None:
+            raise ConfigError(f"the column {column!r} contains no number: {str(example[column])[:60]!r}")
+        return float(stated is not None and abs(stated - gold) <= Fraction(tolerance) * abs(gold))
+
+    return equal
+
+
+def last_number(text: str) -> Fraction | None:
+    """Return the last number in a text: "so 1,080 of them." -> 1080."""
+    found = NUMBER.findall(text[-LONGEST_MATCHED:])
+    return Fraction(found[-1].replace(",", "")) if found else None
+
+
+def folded(value: object) -> str:
+    """Return a value as text without differences of case and white space."""
+    return " ".join(str(value).split()).casefold()
 
 
 CALL = "<tool_call>"

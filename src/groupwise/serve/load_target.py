@@ -45,7 +45,8 @@ class ResolvedModel:
 def find_named(name: str, overrides: Sequence[str]) -> ResolvedModel:
     """Resolve the name of a run, checkpoint, adapter or model, and read its settings."""
     target = find_target(name)
-    config = read_config(target.settings, overrides=overrides)
+    known = {} if target.base is None else {"model": target.base}
+    config = read_config(target.settings, overrides=overrides, defaults=known)
     config = replace(config, model=replace(config.model, name=target.base or config.model.name))
     local_folder(config.model.name)
     return ResolvedModel(target=target, config=config.resolve())

@@ -11,10 +11,10 @@ import hmac
 import os
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -241,6 +241,8 @@ class StartupConfig:
     slots: int
     api_key: str | None
     allowed_hosts: tuple[str, ...] = ()
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments for the chat template."""
 
 
 def start_front() -> Connection:
@@ -290,7 +292,8 @@ def run_front(connection: Connection) -> None:
         startup: StartupConfig = connection.recv()
     except EOFError:
         return
-    codec = TokenizerCodec(load_tokenizer(startup.tokenizer), vocabulary=startup.vocabulary)
+    tokenizer = load_tokenizer(startup.tokenizer, template_args=startup.template_args)
+    codec = TokenizerCodec(tokenizer, vocabulary=startup.vocabulary)
     server = OpenAIServer(
         codec,
         connection,

@@ -84,10 +84,11 @@ def load_examples(
 ) -> list[Example]:
     """Read every example of a source.
 
-    A source is the path of a JSON list (.json), of JSON lines (.jsonl), either gzipped (.gz), or of
-    a Parquet file; the name of a Hugging Face dataset, `owner/name`, `owner/name:subset` or
-    `owner/name:subset@split`; a list or generator of dicts; or a function that returns one.
-    `columns` are checked and renamed to the task's names.
+    A source is the path of a JSON list (.json), of JSON lines (.jsonl), of a table with a header (.csv,
+    .tsv), each possibly gzipped (.gz), or of a Parquet file; the name of a Hugging Face dataset,
+    `owner/name`, `owner/name:subset` or `owner/name:subset@split`; a list or generator of dicts; a pandas or
+    polars data frame; or a function that returns one of these. `columns` are checked and renamed to the
+    task's names.
     """
     name, rows = locate(source, split=split)
     examples = [as_example(row, where=where, columns=columns or {}) for where, row in rows]
@@ -107,7 +108,7 @@ def locate(source: str | Path | Rows | Callable[[], Rows], *, split: str) -> tup
     if kind in READERS:
         return str(path), read_file(path, READERS[kind])
     if path.exists():
-        raise ConfigError(f"cannot read {path}: use a .json, .jsonl, .jsonl.gz or .parquet file")
+        raise ConfigError(f"cannot read {path}: use a .json, .jsonl, .csv, .tsv or .parquet file")
     if isinstance(source, str) and HUB_NAME.fullmatch(source):
         return source, read_hub(source, split=split)
     raise no_such_file(path)

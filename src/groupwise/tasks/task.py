@@ -40,7 +40,8 @@ class Task:
     """Returns a string or chat messages. A final assistant message is a prefill to continue. A task with an
     environment has none: the environment's `reset` returns it."""
     rewards: Mapping[str, RewardFunction] = field(default_factory=dict)
-    """Reward functions by name, in either style that `rewards.runner` describes."""
+    """Reward functions by name, in either style that `rewards.runner` describes. A single function or a list
+    of functions also works: the rewards are then called what the functions are."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """Weight of each reward in the sum. Default: 1. A reward of weight 0 is only a metric."""
     key: Callable[[Example], str] | None = None
@@ -87,6 +88,8 @@ class Task:
     def __post_init__(self) -> None:
         if not self.name:
             raise ConfigError("a task requires a name")
+        if callable(self.rewards) or isinstance(self.rewards, list | tuple):
+            object.__setattr__(self, "rewards", rewards_by_name(self.rewards, task=self.name))
         if self.environment is not None:
             self.set_environment(self.environment)
         if not callable(self.prompt):
@@ -246,6 +249,19 @@ class Task:
 def correct_rule(task: Task) -> str:
     """Return what counts as a correct answer: "the reward answer is at least 1"."""
     return f"the reward {task.accuracy_reward} is at least {task.correct_at:g}"
+
+
+def rewards_by_name(rewards: Any, *, task: str) -> dict[str, RewardFunction]:
+    """Return a function or a list of functions as a dict by function name."""
+    by_name: dict[str, RewardFunction] = {}
+    for function in [rewards] if callable(rewards) else rewards:
+        name = str(getattr(function, "__name__", type(function).__name__))
+        if name in by_name:
+            raise ConfigError(
+                f"task {task}: two rewards are called {name!r}; pass a dict of names and functions"
+            )
+        by_name[name] = function
+    return by_name
 
 
 def as_example(row: Mapping[str, Any]) -> Example:

@@ -352,6 +352,15 @@ def open_display(stream: TextIO | None = None, *, clock: Clock = time.monotonic)
     return PlainDisplay(stream, clock=clock)
 
 
+def say_loading(what: str) -> None:
+    """Tell a person at a terminal what takes the next seconds; anything else that reads the output is spared.
+
+    Call it before heavy imports: torch and transformers alone may take ten seconds.
+    """
+    if sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"loading {printable(what)} …", file=sys.stderr, flush=True)
+
+
 class PlainDisplay:
     """One line per step, without control characters."""
 

@@ -57,6 +57,11 @@ class GRPORun(BaseRun):
         return self.task.split(self.config.task, self.config.run.seed)
 
     def data_notices(self) -> Iterator[str]:
+        rollout, run = self.config.rollout, self.config.run
+        yield (
+            f"{run.max_steps} steps of {rollout.prompts} prompts × {rollout.group_size} completions of at "
+            f"most {rollout.max_tokens} tokens (--max-steps, --batch-size, --group-size, --max-tokens)"
+        )
         if self.split.dropped:
             yield f"{self.split.dropped} examples are left out: each repeats another or is held out"
         if self.too_long:

@@ -151,6 +151,8 @@ class Recorder:
             tracker.log(0, metrics)
 
     def samples(self, step: int, batch: Batch) -> None:
+        if batch.drawn:
+            self.display.note(sample_note(step, batch.drawn[0].rollouts[0]), new=True)
         for tracker in self.trackers:
             tracker.samples(step, sample_rows(batch))
 
@@ -195,6 +197,20 @@ def sample_rows(batch: Batch) -> list[dict[str, Any]]:
         {"prompt": as_text(r), "text": r.transcript, "reward": r.reward, "error": r.error or ""}
         for r in rollouts
     ]
+
+
+SAMPLE_LINES, SAMPLE_WIDTH = 4, 76
+"""Size of the answer on the terminal."""
+
+
+def sample_note(step: int, rollout: Rollout) -> str:
+    """Return the beginning and the end of an answer of a step, to read on the terminal."""
+    scored = f"reward {rollout.reward:.3g}" if rollout.error is None else "not scored"
+    lines = [line for line in rollout.transcript.splitlines() if line.strip()]
+    if len(lines) > SAMPLE_LINES:
+        lines = [*lines[: SAMPLE_LINES - 2], "…", lines[-1]]
+    shown = [line if len(line) <= SAMPLE_WIDTH else f"{line[: SAMPLE_WIDTH - 1]}…" for line in lines]
+    return "\n".join([f"an answer of step {step}, {scored}:", *(f"  {line}" for line in shown)])
 
 
 def history_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:

@@ -87,7 +87,7 @@ def made_in_python(config: Config) -> bool:
 
 
 def next_commands(config: Config, folder: RunFolder, *, done: bool) -> tuple[tuple[str, str], ...]:
-    """Return three commands to try, each with what it does; one where the task is the caller's own."""
+    """Return commands to try, each with what it does; one where the task is the caller's own."""
     if config.run.kind == "sft":
         return after_warm_start(config, folder, done=done)
     if made_in_python(config):
@@ -105,10 +105,23 @@ def next_commands(config: Config, folder: RunFolder, *, done: bool) -> tuple[tup
     again = (same_again(config, folder), "the same with other noise: is the gain real?")
     if not done:
         return (resume, "goes on from here"), look, measure
+    if config.lora.r:
+        return look, *with_adapter(config, folder), again
     if config.optim.schedule != "constant":
         return look, measure, again
     longer = (f"{resume} run.max_steps={2 * config.run.max_steps}", "trains on from here")
     return look, longer, again
+
+
+def with_adapter(config: Config, folder: RunFolder) -> tuple[tuple[str, str], ...]:
+    """Return what to do with an adapter: try it, serve it, or merge it into its model."""
+    adapter = folder.checkpoint_at(config.run.max_steps)
+    merge = command("merge", folder.path, "--output-path", f"{folder.path}-merged")
+    return (
+        (command("chat", folder.path), f"talks to it; the adapter is in {adapter}"),
+        (command("serve", folder.path), "serves it through an OpenAI-compatible API"),
+        (merge, "adds the adapter into its model, as a folder for transformers, vLLM and others"),
+    )
 
 
 def after_warm_start(config: Config, folder: RunFolder, *, done: bool) -> tuple[tuple[str, str], ...]:
