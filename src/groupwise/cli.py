@@ -24,7 +24,7 @@ from groupwise.commands.evolve import evolve
 from groupwise.commands.index import index_app
 from groupwise.commands.runs import compare, report, runs, watch
 from groupwise.commands.serve import serve, serve_rollouts
-from groupwise.commands.sft import settings_file, sft, with_task
+from groupwise.commands.sft import say_loading, settings_file, sft, with_task
 from groupwise.commands.weights import convert, merge, quantize
 from groupwise.config import FLAGS, Config, dump_config, read_config
 from groupwise.config.coerce import between
@@ -168,7 +168,6 @@ def train(
     settings = training_config(arguments or [], config=config, resume=resume, flags=flags).resolve()
     from groupwise.model.resolve import local_folder
     from groupwise.tasks import TASKS, load_task, read_task_file, split_functions, task_of, use_functions
-    from groupwise.tracking.terminal import say_loading
     from groupwise.tracking.trackers import tracker_names
 
     name = settings.task.name

@@ -13,7 +13,7 @@ from groupwise.errors import CheckpointError, ConfigError
 from groupwise.tasks import load_task
 from groupwise.training import train
 from groupwise.training.resume import with_epochs
-from tests.support.small_runs import small_config, task_file, traces
+from tests.support.small_runs import run_artifacts, small_config, task_file
 
 KEEP = ("run.save_every=1", "run.keep_last=9")
 
@@ -47,7 +47,7 @@ def test_a_chosen_checkpoint_continues_in_a_new_folder_and_nothing_later_is_lost
 
 def test_the_branch_ends_with_the_same_bits_as_the_run(run, branched):
     _, made = branched
-    expected, found = traces(run), traces(made)
+    expected, found = run_artifacts(run), run_artifacts(made)
     for name in ("checkpoints/step-000004/model.safetensors", "metrics", "eval/before.json"):
         assert found[name] == expected[name]
 

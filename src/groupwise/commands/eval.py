@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from groupwise.commands.sft import say_loading
 from groupwise.config import Config, read_config
 from groupwise.config.schema import NO_TASK, ToolsConfig
 from groupwise.errors import ConfigError
@@ -24,7 +25,6 @@ from groupwise.records import Example, Sampling
 from groupwise.tasks import TASKS, ExampleStream, Task, isolated, load_rows, load_task, without_data
 from groupwise.tasks.code_fingerprint import changed_code, code_of
 from groupwise.tasks.task import correct_rule
-from groupwise.tracking.terminal import say_loading
 
 if TYPE_CHECKING:
     from groupwise.engine.engine import Engine

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from groupwise.commands.sft import settings_file, with_task
+from groupwise.commands.sft import say_loading, settings_file, with_task
 from groupwise.config import Config, read_config
 from groupwise.errors import ConfigError
 from groupwise.tracking.run_folder import refuse_checkpoint
@@ -113,7 +113,6 @@ def evolve(
     )
     from groupwise.model.resolve import local_folder
     from groupwise.tasks import load_task
-    from groupwise.tracking.terminal import say_loading
     from groupwise.tracking.trackers import tracker_names
 
     loaded = load_task(settings.task)  # before torch, so that mistakes are reported immediately

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,6 +16,7 @@ from groupwise.config import Config, read_config
 from groupwise.config.loading import read_file
 from groupwise.config.schema import NO_TASK
 from groupwise.errors import ConfigError
+from groupwise.tracking.number_format import printable
 from groupwise.tracking.run_folder import RunFolder, refuse_agent, run_of_checkpoint
 
 
@@ -36,6 +39,15 @@ def settings_file(config: Path | None, resume: Path | None) -> Path | None:
     if not (resume / "config.yaml").is_file():
         raise ConfigError(f"{resume} is not a run folder: it has no config.yaml")
     return resume / "config.yaml"
+
+
+def say_loading(what: str) -> None:
+    """Tell a person at a terminal what takes the next seconds; anything else that reads the output is spared.
+
+    Call it before heavy imports: torch and transformers alone may take ten seconds.
+    """
+    if sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"loading {printable(what)} …", file=sys.stderr, flush=True)
 
 
 data_option = partial(typer.Option, show_default=False, rich_help_panel="Configuration and data")
@@ -124,7 +136,6 @@ def sft(
     settings = sft_config(arguments or [], config=config, resume=resume, given=given, flags=flags)
     from groupwise.model.resolve import local_folder
     from groupwise.tasks.sft_data import plan_warm_start
-    from groupwise.tracking.terminal import say_loading
     from groupwise.tracking.trackers import tracker_names
 
     tracker_names(settings.track)

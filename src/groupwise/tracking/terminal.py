@@ -31,18 +31,17 @@ from groupwise.tracking.number_format import duration, number, printable, share,
 
 
 class ShownInterval(Protocol):
-    """A measured value with a 95 % interval; `str` formats it: "41.0 % [36.8, 45.3]"."""
+    """A measured value with a 95 % interval; `str` formats it: "41.0 % [36.8, 45.3]".
+
+    `brief` leaves the interval out, and `gain` is the difference from an earlier value: "+3.1 points".
+    """
 
     @property
     def mean(self) -> float: ...
 
-    def brief(self) -> str:
-        """Return the value without its interval: "41.0 %"."""
-        ...
+    def brief(self) -> str: ...
 
-    def gain(self, since: float) -> str:
-        """Return the difference from an earlier value: "+3.1 points"."""
-        ...
+    def gain(self, since: float) -> str: ...
 
 
 Scores = Mapping[str, ShownInterval]
@@ -350,15 +349,6 @@ def open_display(stream: TextIO | None = None, *, clock: Clock = time.monotonic)
     if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
         return LiveDisplay(stream, clock=clock)
     return PlainDisplay(stream, clock=clock)
-
-
-def say_loading(what: str) -> None:
-    """Tell a person at a terminal what takes the next seconds; anything else that reads the output is spared.
-
-    Call it before heavy imports: torch and transformers alone may take ten seconds.
-    """
-    if sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"loading {printable(what)} …", file=sys.stderr, flush=True)
 
 
 class PlainDisplay:
