@@ -31,10 +31,7 @@ from groupwise.tracking.number_format import duration, number, printable, share,
 
 
 class ShownInterval(Protocol):
-    """A measured value with a 95 % interval; `str` formats it: "41.0 % [36.8, 45.3]".
-
-    `brief` leaves the interval out, and `gain` is the difference from an earlier value: "+3.1 points".
-    """
+    """A measured value; formatted by `str` with its 95 % interval, by `brief` without: "41.0 % [36.8, 45.3]"."""
 
     @property
     def mean(self) -> float: ...
