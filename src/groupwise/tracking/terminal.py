@@ -31,7 +31,7 @@ from groupwise.tracking.number_format import duration, number, printable, share,
 
 
 class ShownInterval(Protocol):
-    """A measured value; formatted by `str` with its 95 % interval, by `brief` without: "41.0 % [36.8, 45.3]"."""
+    """A measured value. `str` shows its 95 % interval, as in "41.0 % [36.8, 45.3]"; `brief` leaves it out."""
 
     @property
     def mean(self) -> float: ...
