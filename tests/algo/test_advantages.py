@@ -12,14 +12,22 @@ from groupwise.algo.advantages import (
     dr_grpo,
     gdpo,
     grpo,
+    maxrl,
     overlong_penalty,
     rloo,
+    scaled_by_batch,
     with_advantages,
     with_overlong_penalty,
 )
-from groupwise.algo.samples import batch_size, keep_top_entropy, to_samples
+from groupwise.algo.samples import (
+    adapted_coefficient,
+    batch_size,
+    keep_top_entropy,
+    mean_entropy,
+    to_samples,
+)
 from groupwise.config import schema
-from groupwise.records import Example, Finish, Group, Rollout, Sample
+from groupwise.records import Example, Finish, Group, Rollout, Sample, Turn
 
 
 def rollout(
@@ -73,6 +81,72 @@ def test_rloo_compares_with_the_mean_of_the_others():
     assert rloo([0, 0, 0, 4]) == pytest.approx([-4 / 3, -4 / 3, -4 / 3, 4])
 
 
+def test_maxrl_divides_by_the_mean_so_that_rare_successes_weigh_most():
+    # one success in four: mean 1/4, (1 - 1/4) / (1/4) = 3; three in four: mean 3/4, 1/4 / (3/4) = 1/3
+    assert maxrl([0, 0, 0, 1]) == pytest.approx([-1, -1, -1, 3])
+    assert maxrl([0, 1, 1, 1]) == pytest.approx([-1, 1 / 3, 1 / 3, 1 / 3])
+    assert maxrl([-1, 1]) == maxrl([-3, 1]) == [0, 0]
+
+
+def turns(reward: float, *each: float, lengths: tuple[int, ...]) -> Rollout:
+    """A rollout with turns of these lengths, an untrained token before each, and these rewards of turns."""
+    trained = [flag for length in lengths for flag in (False, *[True] * length)]
+    zeros = (0.0,) * len(trained)
+    return Rollout(
+        prompt="?",
+        text="",
+        tokens=tuple(range(len(trained))),
+        trained=tuple(trained),
+        logprobs=zeros,
+        entropies=zeros,
+        prompt_length=1,
+        finish="end",
+        reward=reward,
+        turns=tuple(Turn(text="", reward=value) for value in each),
+    )
+
+
+def test_a_turn_is_compared_with_the_same_turn_of_the_others_by_what_came_after_it():
+    members = [
+        turns(3.0, 1.0, 2.0, lengths=(2, 1)),  # returns 3, then 3 - 1 = 2
+        turns(1.0, 1.0, 0.0, lengths=(1, 2)),  # returns 1, then 0
+        turns(2.0, 2.0, lengths=(3,)),  # return 2; it has no second turn
+    ]
+    # first turn: 3, 1, 2 have mean 2 and deviation 1; second: 2 and 0 have mean 1 and deviation sqrt(2)
+    found = with_advantages(group(*members), kind="turn", weights={})
+    root = 1 / math.sqrt(2)
+    assert [member.token_advantages for member in found.rollouts] == [
+        pytest.approx((1.0, 1.0, root)),
+        pytest.approx((-1.0, -root, -root)),
+        None,
+    ]
+    assert found.rollouts[2].advantage == 0.0
+
+
+def test_batch_std_scales_all_groups_alike():
+    easy, hard = group(rollout(1.0), rollout(0.0)), group(rollout(4.0), rollout(0.0))
+    centred = [with_advantages(one, kind="batch_std", weights={}) for one in (easy, hard)]
+    assert [advantages(one) for one in centred] == [[0.5, -0.5], [2.0, -2.0]]
+    same = group(rollout(0.0), rollout(0.0))
+    # 1, 0, 4, 0, 0, 0: mean 5/6, squared deviations sum to 17 - 25/6 = 77/6, over 5: 77/30
+    scale = math.sqrt(77 / 30)
+    scaled = scaled_by_batch(centred, [*centred, same])
+    assert [advantages(one) for one in scaled] == [
+        pytest.approx([0.5 / scale, -0.5 / scale]),
+        pytest.approx([2 / scale, -2 / scale]),
+    ]
+    assert scaled_by_batch([same], [same]) == [same]
+
+
+def test_the_adaptive_entropy_bonus_grows_below_its_target_and_is_off_above():
+    seen, coefficient = [], 0.0
+    for entropy in (0.1, 0.1, 0.3, 0.1, 0.3, 0.3, 0.3):
+        bonus, coefficient = adapted_coefficient(coefficient, entropy, target=0.2, step=0.5)
+        seen.append((bonus, coefficient))
+    assert seen == [(0.0, 0.5), (0.5, 1.0), (0.0, 0.5), (0.5, 1.0), (0.0, 0.5), (0.0, 0.0), (0.0, 0.0)]
+    assert mean_entropy([group(rollout(length=2), rollout(length=1))], mask_truncated=False) == 0.5
+
+
 def test_gdpo_normalises_each_reward_before_weighing_it():
     rewards = [{"right": 0, "short": 30}, {"right": 0, "short": 10}, {"right": 3, "short": 20}]
     # right: mean 1, deviation sqrt(3); short: mean 20, deviation 10
@@ -110,7 +184,8 @@ def test_a_group_without_difference_gets_exact_zeros(kind, rewards):
 def test_advantages_do_not_shrink_with_the_scale_of_small_rewards(kind):
     members = [rollout(reward, rewards={"a": reward}) for reward in (0.0, 0.0, 1e-5)]
     last = advantages(with_advantages(group(*members), kind=kind, weights={}))[-1]
-    expected = {"grpo": 2 / math.sqrt(3), "gdpo": 2 / math.sqrt(3), "dr_grpo": 2e-5 / 3, "rloo": 1e-5}
+    scaled = dict.fromkeys(("grpo", "gdpo", "turn"), 2 / math.sqrt(3))
+    expected = {**scaled, "maxrl": 2.0, "dr_grpo": 2e-5 / 3, "batch_std": 2e-5 / 3, "rloo": 1e-5}
     assert last == pytest.approx(expected[kind], rel=1e-9)
 
 

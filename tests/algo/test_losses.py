@@ -341,3 +341,93 @@ def test_tokens_of_different_lengths_are_refused():
 def test_a_kl_penalty_without_reference_is_refused():
     with pytest.raises(AssertionError, match="reference"):
         policy_loss(tokens([1.0], [1.0]), settings("dapo", beta=0.1))
+
+
+def moved(now: list[float], sampled: list[float], advantages: list[float], sequences: Any = None) -> Tokens:
+    """Tokens with these probabilities now and when they were sampled, from the trainer's old policy."""
+    sampled_T = torch.tensor(sampled, dtype=torch.float64).log()
+    return replace(
+        tokens([1.0] * len(now), advantages, sequences),
+        logprobs_T=torch.tensor(now, dtype=torch.float64).log().requires_grad_(),
+        old_T=sampled_T,
+        sampled_T=sampled_T,
+    )
+
+
+@pytest.mark.parametrize(
+    ("now", "sampled", "advantage", "gradient"),
+    [
+        # |p - q| up to 0.15 stays inside; a ratio of 10 on a rare token does not leave the region.
+        (0.01, 0.001, +1.0, -10.0),
+        (0.50, 0.40, +1.0, -1.25),
+        (0.60, 0.40, +1.0, 0.0),  # rewarded and raised by 0.2: outside
+        (0.20, 0.40, +1.0, -0.5),  # rewarded and lowered: may come back
+        (0.20, 0.40, -1.0, 0.0),  # punished and lowered by 0.2: outside
+        (0.60, 0.40, -1.0, +1.5),  # punished and raised: may come back
+    ],
+)
+def test_dppo_masks_by_the_change_of_probability_in_the_direction_of_the_advantage(
+    now, sampled, advantage, gradient
+):
+    _, gradient_T = loss_and_gradient(moved([now], [sampled], [advantage]), settings("dppo_tv"))
+    assert gradient_T.item() == pytest.approx(gradient)
+
+
+def test_dppo_with_kl_masks_by_the_divergence_of_two_outcomes():
+    # KL(0.4 || 0.5) = 0.4 ln 0.8 + 0.6 ln 1.2 = 0.0201; KL(0.4 || 0.6) = 0.4 ln 2/3 + 0.6 ln 1.5 = 0.0811
+    found = moved([0.5, 0.6], [0.4, 0.4], [1.0, 1.0])
+    _, gradient_T = loss_and_gradient(found, settings("dppo_kl"))
+    assert gradient_T.tolist() == pytest.approx([-1.25, 0.0])
+    _, gradient_T = loss_and_gradient(found, settings("dppo_kl", divergence_limit=0.02))
+    assert gradient_T.tolist() == pytest.approx([0.0, 0.0])
+    _, gradient_T = loss_and_gradient(found, settings("dppo_kl", divergence_limit=0.1))
+    assert gradient_T.tolist() == pytest.approx([-1.25, -1.5])
+
+
+def test_dppo_is_defined_for_tokens_that_were_certain():
+    found = moved([1.0, 1e-30], [1.0, 1.0], [1.0, -1.0])
+    for kind in ("dppo_tv", "dppo_kl"):
+        _, gradient_T = loss_and_gradient(found, settings(kind))
+        assert gradient_T.tolist() == [-1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [
+        (1.0, +2.0, -4.0, -2.0),  # 4 sigmoid(0) = 2; the slope at 1 is that of the plain policy gradient
+        (2.0, +1.0, -2.924234, -1.572895),  # 4 s(1) = 4 * 0.731059; 4 s (1 - s) * ratio = 4 * 0.196612 * 2
+        (1.0, -1.0, +1.904762, +1.0),  # 4 / 1.05 * 0.5
+        (2.0, -1.0, +2.822136, +1.534892),  # s = sigmoid(1.05) = 0.740775: 4 / 1.05 s; 4 s (1 - s) * 2
+    ],
+)
+def test_sapo_gates_softly_and_faster_where_the_advantage_is_negative(ratio, advantage, loss, gradient):
+    value, gradient_T = loss_and_gradient(tokens([ratio], [advantage]), settings("sapo"))
+    assert value == pytest.approx(loss, abs=2e-4)
+    assert gradient_T.item() == pytest.approx(gradient, abs=2e-3)
+
+
+def test_punished_sequences_that_the_policy_has_left_are_dropped():
+    # Mean of log(sampled / now): ln 2 in the first sequence, 0 in the second, ln 2 in the third.
+    found = moved(
+        [0.2, 0.2, 0.5, 0.2, 0.1, 0.1],
+        [0.4, 0.4, 0.5, 0.2, 0.2, 0.2],
+        [-1, -1, -1, -1, 1, 1],
+        [0, 0, 1, 1, 2, 2],
+    )
+    _, gradient_T = loss_and_gradient(found, settings("dapo", clip_low=1.0, off_policy_mask=0.5))
+    assert gradient_T.tolist() == pytest.approx([0.0, 0.0, 1.0, 1.0, -0.5, -0.5])
+    _, metrics = policy_loss(found, settings("dapo", clip_low=1.0, off_policy_mask=0.5))
+    assert metrics["policy/off_policy"] == 2
+    _, gradient_T = loss_and_gradient(found, settings("dapo", clip_low=1.0, off_policy_mask=0.7))
+    assert gradient_T.tolist() == pytest.approx([0.5, 0.5, 1.0, 1.0, -0.5, -0.5])
+
+
+@pytest.mark.parametrize("normalize", ["sequences", "max_tokens", "tokens", "minibatch_tokens"])
+def test_any_loss_can_be_a_mean_over_something_else(normalize):
+    by = {"sequences": "grpo", "max_tokens": "dr_grpo", "tokens": "dapo", "minibatch_tokens": "bnpo"}
+    sizes = {"sequences": 4, "tokens": 12, "max_tokens": 8}
+    published = token_weights(by[normalize], [[3, 1], [4, 2]], **sizes)
+    assert token_weights("cispo", [[3, 1], [4, 2]], normalize=normalize, **sizes) == published
+    assert token_weights("my_module:loss", [[3, 1], [4, 2]], **sizes) == token_weights(
+        "dapo", [[3, 1], [4, 2]], **sizes
+    )

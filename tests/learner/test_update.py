@@ -30,6 +30,7 @@ GRID = [
         ("kl adapters off", True, {"beta": 0.04, "kl": "k3", "correction": "token_mask"}),
         ("entropy", True, {"entropy_bonus": 0.01, "correction": "sequence_mask", "correction_cap": 2.0}),
         ("everything", False, {"beta": 0.04, "kl": "k2", "entropy_bonus": 0.01, "clip_two_sided": 2.0}),
+        ("off-policy mask", False, {"off_policy_mask": 0.02, "divergence_limit": 0.03}),
     ]
 ]
 

@@ -23,7 +23,7 @@ from groupwise.tasks import Task, isolated
 from groupwise.tasks.code_fingerprint import code_of
 from tests.support.codecs import END
 from tests.support.small_models import tiny_tokenizer
-from tests.support.small_runs import KILL, SMALL, Blow, lasting_metrics, run_command, traces
+from tests.support.small_runs import KILL, SMALL, Blow, lasting_metrics, run_artifacts, run_command
 
 from .test_multi_turn import Script, Talk
 
@@ -362,7 +362,7 @@ def test_a_run_with_failures_refills_and_a_curriculum_is_resumed_with_the_same_b
     blow = Blow(".step-000002.tmp-", KILL, nth=2)
     assert run_command(*words, "run.name=killed", blows=[blow]).code == -KILL
     assert run_command("train", "--resume", str(killed)).code == 0
-    assert traces(killed) == traces(whole)
+    assert run_artifacts(killed) == run_artifacts(whole)
     rows = lasting_metrics(whole)
     assert max(row["rollout/turns"] for row in rows) > 1
     assert any(row["reward/environment/mean"] > 0 for row in rows)

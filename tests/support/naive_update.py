@@ -64,7 +64,14 @@ def naive_loss(
             logprob, ratio = now.logprobs[b][i], (now.logprobs[b][i] - old[b][i]).exp()
             if algo.loss == "gspo":
                 ratio = sequence_ratio.detach() * logprob.exp() / logprob.exp().detach()
-            token = weights[i] * surrogate(algo, ratio, logprob, sample.advantages[place])
+            token = weights[i] * surrogate(algo, ratio, logprob, sample.advantages[place], sampled[i])
+            drift = sum(sampled) / len(places) - now.logprobs[b].detach().mean().item()
+            if (
+                algo.off_policy_mask is not None
+                and sample.advantages[place] < 0
+                and drift > algo.off_policy_mask
+            ):
+                token = 0.0 * token
             if reference is not None:
                 token = token + algo.beta * penalty(algo, logprob, reference[b][i], old[b][i])
             token = token - algo.entropy_bonus * now.entropies[b][i]
@@ -72,7 +79,17 @@ def naive_loss(
     return total
 
 
-def surrogate(algo: AlgoConfig, ratio: Tensor, logprob: Tensor, advantage: float) -> Tensor:
+def surrogate(algo: AlgoConfig, ratio: Tensor, logprob: Tensor, advantage: float, sampled: float) -> Tensor:
+    if algo.loss.startswith("dppo"):
+        p, q = math.exp(logprob.detach().item()), math.exp(sampled)
+        divergence, limit = abs(p - q), 0.15
+        if algo.loss == "dppo_kl":
+            divergence, limit = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p)), 0.05
+        outside = divergence > (algo.divergence_limit or limit) and (p > q if advantage > 0 else p < q)
+        return 0.0 * logprob if outside else -min(ratio.detach().item(), 20.0) * advantage * logprob
+    if algo.loss == "sapo":
+        tau = algo.tau_positive if advantage > 0 else algo.tau_negative
+        return -advantage * (4 / tau) / (1 + (-tau * (ratio - 1)).exp())
     if algo.loss == "cispo":
         return -ratio.detach().clamp(max=1 + algo.clip_high) * advantage * logprob
     bounded = ratio.clamp(1 - algo.clip_low, 1 + algo.clip_high)
@@ -113,7 +130,7 @@ def denominator(
     max_tokens: int,
 ) -> float:
     match algo.loss:
-        case "grpo" | "gspo":
+        case "grpo" | "gspo" | "sapo":
             return len(step_samples) * sample.length / minibatches
         case "dr_grpo":
             return len(step_samples) * max_tokens / minibatches

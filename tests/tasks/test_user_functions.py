@@ -18,7 +18,7 @@ from groupwise.config.schema import AlgoConfig
 from groupwise.learner.learner import loss_settings
 from groupwise.records import Group, Rollout
 from groupwise.tasks.user_functions import load_function, name_of, split_functions
-from tests.support.small_runs import LUCK, SMALL, run_command, task_file, traces
+from tests.support.small_runs import LUCK, SMALL, run_artifacts, run_command, task_file
 
 SMALL_KEYWORDS: dict[str, Any] = {
     "max_tokens": 5,
@@ -258,7 +258,7 @@ def test_the_same_function_trains_alike_from_python_and_from_the_shell_and_is_re
     usual = ["algo.clip_low=1", "algo.clip_high=1e9", "algo.advantage=dr_grpo", "run.name=usual"]
     ended = run_command("train", str(task), *SMALL, *place[:1], *usual)
     assert ended.code == 0
-    ours, theirs = traces(run), traces(tmp_path / "usual")
+    ours, theirs = run_artifacts(run), run_artifacts(tmp_path / "usual")
     assert (
         ours["checkpoints/step-000004/model.safetensors"]
         == theirs["checkpoints/step-000004/model.safetensors"]

@@ -12,7 +12,7 @@ import groupwise as gw
 from groupwise.config import read_config
 from groupwise.training.callbacks import HOOKS, Callbacks, RunControl
 from tests.support.process_groups import in_processes
-from tests.support.small_runs import LUCK, SMALL, run_command, small_config, task_file, traces
+from tests.support.small_runs import LUCK, SMALL, run_artifacts, run_command, small_config, task_file
 
 TASK = gw.Task(
     name="lucky",
@@ -129,7 +129,7 @@ def test_a_callback_stops_the_run_after_the_step_and_it_resumes_to_the_same_bits
         gw.train(TASK, resume=run)
     gw.train(TASK, resume=run, callbacks=[])
     assert steps_of(run) == 3
-    ours, theirs = traces(run), traces(whole)
+    ours, theirs = run_artifacts(run), run_artifacts(whole)
     last = "checkpoints/step-000003/model.safetensors"
     assert ours[last] == theirs[last]
 

@@ -32,6 +32,7 @@ VARIANTS = {
         "rollout.refill=1",
         "optim.schedule=linear",
         "rollout.curriculum=2",
+        "algo.target_entropy=9",
     ),
 }
 

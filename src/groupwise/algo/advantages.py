@@ -21,6 +21,15 @@ from groupwise.records import Group, Rollout
 SAME = 1e-6
 """Rewards that differ by no more than this count as equal: 0.1 + 0.2 and 0.3 are one reward."""
 
+Values = float | tuple[float, ...]
+"""The advantage of a rollout: one number, or one per trained token."""
+
+ENVIRONMENT = "environment"
+"""The reward part that is the sum of what the environment gave to the turns."""
+
+BATCH_STD = "batch_std"
+"""reward - mean of the group, divided by the standard deviation of the batch (`scaled_by_batch`)."""
+
 OVERLONG = "overlong"
 """The reward part that holds the penalty for running long."""
 
@@ -53,6 +62,47 @@ def rloo(rewards: Sequence[float]) -> list[float]:
     return [reward - (total - reward) / others for reward in rewards]
 
 
+def maxrl(rewards: Sequence[float]) -> list[float]:
+    """Return (reward - mean) / mean (MaxRL, arXiv 2602.02710).
+
+    With rewards of 0 and 1 this estimates the gradient of the log of the success rate, so rare successes
+    weigh most. A mean of 0 or less has no such meaning: the group gets zeros.
+    """
+    if not differ(rewards) or fmean(rewards) <= SAME:
+        return [0.0] * len(rewards)
+    mean = fmean(rewards)
+    return [(reward - mean) / mean for reward in rewards]
+
+
+def turn_level(rollouts: Sequence[Rollout], weights: Mapping[str, float]) -> list[Values]:
+    """Return, for each turn, its return compared with that of the same turn in the other members.
+
+    The return of a turn is the rollout's reward without what the environment gave for earlier turns. It is
+    normalised as by `grpo`, among the members that have that turn (GTPO, arXiv 2511.14846, undiscounted).
+    """
+    weight = weights.get(ENVIRONMENT, 1.0)
+    lengths = [rollout.turn_lengths for rollout in rollouts]
+    returns = [
+        [
+            rollout.reward - weight * math.fsum(turn.reward for turn in rollout.turns[:number])
+            for number in range(len(own))
+        ]
+        for rollout, own in zip(rollouts, lengths, strict=True)
+    ]
+    advantages: list[list[float]] = [[] for _ in rollouts]
+    for number in range(max(map(len, lengths), default=0)):
+        having = [member for member, own in enumerate(returns) if number < len(own)]
+        normalised = grpo([returns[member][number] for member in having])
+        for member, advantage in zip(having, normalised, strict=True):
+            advantages[member] += [advantage] * lengths[member][number]
+    return [one_or_each(own) for own in advantages]
+
+
+def one_or_each(advantages: Sequence[float]) -> Values:
+    """Return the advantages of tokens as one number where all are equal: such rollouts are cheaper."""
+    return tuple(advantages) if len(set(advantages)) > 1 else float(advantages[0] if advantages else 0.0)
+
+
 def gdpo(rewards: Sequence[Mapping[str, float]], *, weights: Mapping[str, float]) -> list[float]:
     """Return the weighted sum of each named reward's own `grpo` advantage (GDPO, arXiv 2601.05242).
 
@@ -68,8 +118,6 @@ def gdpo(rewards: Sequence[Mapping[str, float]], *, weights: Mapping[str, float]
     return advantages
 
 
-Values = float | tuple[float, ...]
-"""The advantage of a rollout: one number, or one per trained token."""
 Advantage = Callable[[Sequence[Rollout], Mapping[str, float]], Sequence[Values]]
 """The valid members of a group and the weights of the named rewards to one advantage a member."""
 
@@ -78,6 +126,9 @@ ADVANTAGES: dict[str, Advantage] = {
     "dr_grpo": lambda rollouts, weights: dr_grpo([rollout.reward for rollout in rollouts]),
     "rloo": lambda rollouts, weights: rloo([rollout.reward for rollout in rollouts]),
     "gdpo": lambda rollouts, weights: gdpo([rollout.rewards for rollout in rollouts], weights=weights),
+    "maxrl": lambda rollouts, weights: maxrl([rollout.reward for rollout in rollouts]),
+    "turn": turn_level,
+    BATCH_STD: lambda rollouts, weights: dr_grpo([rollout.reward for rollout in rollouts]),
 }
 
 
@@ -132,8 +183,7 @@ def per_token(name: str, rollout: Rollout, value: Any) -> Values:
             f"algo.advantage {name} must return a number, or a list with one per turn ({len(turns)}) or per "
             f"token ({tokens}); got a list of {len(numbers)}"
         )
-    # Rollouts whose tokens all have one advantage stay as cheap as they are.
-    return tuple(map(float, numbers)) if len(set(numbers)) > 1 else float(numbers[0] if numbers else 0.0)
+    return one_or_each(list(map(float, numbers)))
 
 
 def with_advantages(
@@ -161,6 +211,28 @@ def with_advantages(
         return rollout if unchanged else rollout.judged(advantage=advantage)
 
     return replace(group, rollouts=tuple(map(compared_with, group.rollouts)))
+
+
+def scaled_by_batch(groups: Sequence[Group], drawn: Sequence[Group]) -> list[Group]:
+    """Return the groups with each advantage divided by the standard deviation of all rewards in `drawn`.
+
+    One scale for the batch keeps easy and hard prompts in proportion, and does not amplify the noise of a
+    group whose rewards hardly differ (Lite PPO, arXiv 2508.08221).
+    """
+    rewards = [rollout.reward for group in drawn for rollout in group.valid]
+    if not differ(rewards):
+        return list(groups)
+    scale = stdev(rewards)
+    return [
+        replace(
+            group,
+            rollouts=tuple(
+                rollout.judged(advantage=rollout.advantage / scale) if rollout.advantage else rollout
+                for rollout in group.rollouts
+            ),
+        )
+        for group in groups
+    ]
 
 
 def overlong_penalty(length: int, *, max_tokens: int, buffer: int, penalty: float) -> float:

@@ -59,6 +59,13 @@ class LossSettings:
     correction: str
     correction_cap: float
     entropy_bonus: float
+    divergence_limit: float | None = None
+    """Of dppo_tv and dppo_kl; None: what the paper recommends."""
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+    """Of sapo."""
+    off_policy_mask: float | None = None
+    """Drop punished sequences that the policy has moved away from by more than this."""
 
 
 def policy_loss(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, dict[str, Tensor]]:
@@ -76,6 +83,10 @@ def policy_loss(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, dict[st
         cap=settings.correction_cap,
     )
     loss_T = correction_T * surrogate_T
+    if settings.off_policy_mask is not None:
+        dropped_T = off_policy_tokens(tokens, limit=settings.off_policy_mask)
+        loss_T = loss_T.masked_fill(dropped_T, 0.0)
+        metrics = {**metrics, "policy/off_policy": dropped_T.sum()}
     if settings.beta:
         assert tokens.reference_T is not None, "beta > 0 needs the reference policy's log-probs"
         penalty_T = kl_penalty(tokens.logprobs_T, tokens.reference_T, tokens.old_T, kind=settings.kl)
@@ -140,6 +151,67 @@ def capped_reinforce(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, di
     return -ratio_T.clamp(max=cap) * tokens.advantages_T * tokens.logprobs_T, metrics
 
 
+def inside_trust_region(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return REINFORCE weighted by the ratio, on tokens inside a trust region (DPPO, arXiv 2602.04879).
+
+    A token leaves the region when the policy has moved it in the direction of its advantage, and the
+    divergence between the policy and the sampler exceeds `divergence_limit`. The divergence is that of two
+    outcomes, this token or any other: total variation |p - q| (dppo_tv) or KL(q || p) (dppo_kl), where p is
+    the token's probability now and q the one that it was sampled with.
+    """
+    with torch.no_grad():
+        now_T, sampled_T = tokens.logprobs_T.exp(), tokens.sampled_T.exp()
+        if settings.kind == "dppo_tv":
+            divergence_T, default = (now_T - sampled_T).abs(), 0.15
+        else:
+            divergence_T, default = binary_kl(sampled_T, now_T), 0.05
+        limit = default if settings.divergence_limit is None else settings.divergence_limit
+        outward_T = torch.where(tokens.advantages_T > 0, now_T > sampled_T, now_T < sampled_T)
+        masked_T = outward_T & (divergence_T > limit)
+        ratio_T = (tokens.logprobs_T - tokens.old_T).exp().clamp(max=DPPO_RATIO_CAP)
+    metrics = {
+        "policy/ratio": ratio_T.sum(),
+        "policy/clip_low": (masked_T & (tokens.advantages_T < 0)).sum(),
+        "policy/clip_high": (masked_T & (tokens.advantages_T > 0)).sum(),
+    }
+    return -ratio_T.masked_fill(masked_T, 0.0) * tokens.advantages_T * tokens.logprobs_T, metrics
+
+
+DPPO_RATIO_CAP = 20.0
+"""Bound of the ratio, as in the authors' code; tokens that far out are almost always masked."""
+
+
+def binary_kl(q_T: Tensor, p_T: Tensor) -> Tensor:
+    """Return KL between Bernoulli(q) and Bernoulli(p)."""
+    tiny = torch.finfo(q_T.dtype).tiny
+    rest_T = ((1 - q_T).clamp(min=tiny) / (1 - p_T).clamp(min=tiny)).log()
+    return q_T * (q_T.clamp(min=tiny) / p_T.clamp(min=tiny)).log() + (1 - q_T) * rest_T
+
+
+def soft_gate(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return -advantage * 4 / tau * sigmoid(tau * (ratio - 1)) (SAPO, arXiv 2511.20347).
+
+    The gate replaces the clip: its slope is 1 at a ratio of 1 and fades smoothly on both sides, faster for
+    punished tokens (`tau_negative`).
+    """
+    ratio_T = (tokens.logprobs_T - tokens.old_T).exp()
+    tau_T = torch.where(tokens.advantages_T > 0, settings.tau_positive, settings.tau_negative)
+    gate_T = (tau_T * (ratio_T - 1)).sigmoid() * 4 / tau_T
+    return -tokens.advantages_T * gate_T, {"policy/ratio": ratio_T.detach().sum()}
+
+
+@torch.no_grad()
+def off_policy_tokens(tokens: Tokens, *, limit: float) -> Tensor:
+    """Return which tokens are punished and in a sequence that has become too unlikely (arXiv 2512.02556).
+
+    That is one whose mean of log(sampler / policy) exceeds `limit`: off-policy sequence masking, as in
+    DeepSeek-V3.2. Pushing such a sequence down further teaches little and destabilises.
+    """
+    drift_T = tokens.sampled_T - tokens.logprobs_T
+    length_T = sum_by_sequence(torch.ones_like(drift_T), tokens.sequence_T)
+    return (tokens.advantages_T < 0) & (sum_by_sequence(drift_T, tokens.sequence_T) / length_T > limit)
+
+
 Surrogate = Callable[[Tokens, LossSettings], tuple[Tensor, dict[str, Tensor]]]
 
 SURROGATES: dict[str, Surrogate] = {
@@ -149,6 +221,9 @@ SURROGATES: dict[str, Surrogate] = {
     "dr_grpo": clipped_tokens,
     "gspo": clipped_sequences,
     "cispo": capped_reinforce,
+    "dppo_tv": inside_trust_region,
+    "dppo_kl": inside_trust_region,
+    "sapo": soft_gate,
 }
 
 
@@ -247,6 +322,9 @@ NORMALIZATION = {
     "dr_grpo": "max_tokens",
     "dapo": "tokens",
     "cispo": "tokens",
+    "dppo_tv": "tokens",
+    "dppo_kl": "tokens",
+    "sapo": "sequences",
     "bnpo": "minibatch_tokens",
 }
 """What each loss is a mean over, unless algo.normalize says otherwise."""

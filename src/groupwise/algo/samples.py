@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from statistics import fmean
 
 from groupwise.records import Group, Rollout, Sample
 
@@ -73,6 +74,30 @@ def on_tokens(rollout: Rollout) -> tuple[float, ...]:
         return tuple(rollout.advantage if trained else 0.0 for trained in rollout.trained)
     own = iter(rollout.token_advantages)
     return tuple(next(own) if trained else 0.0 for trained in rollout.trained)
+
+
+def mean_entropy(groups: Sequence[Group], *, mask_truncated: bool) -> float:
+    """Return the mean entropy of the batch's trained tokens, as they were sampled."""
+    entropies = [
+        entropy
+        for _, rollout in in_batch(groups, mask_truncated=mask_truncated)
+        for entropy, trained in zip(rollout.entropies, rollout.trained, strict=True)
+        if trained
+    ]
+    return fmean(entropies) if entropies else 0.0
+
+
+def adapted_coefficient(
+    coefficient: float, entropy: float, *, target: float, step: float
+) -> tuple[float, float]:
+    """Return the entropy bonus of this step, and the coefficient for the next.
+
+    Adaptive entropy control as in Skywork-OR1 (arXiv 2505.22312). Below the target the bonus acts and its
+    coefficient grows by `step`; above it the bonus is off and the coefficient shrinks. It is never negative.
+    """
+    if entropy > target:
+        return 0.0, max(0.0, coefficient - step)
+    return coefficient, coefficient + step
 
 
 def keep_top_entropy(samples: Sequence[Sample], *, share: float) -> list[Sample]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupwise.config.coerce import between, finite, is_function_name, one_of
+from groupwise.config.coerce import between, finite, is_function_name, one_of, one_of_or_function
 from groupwise.errors import ConfigError
 
 
@@ -18,7 +18,8 @@ class EngineConfig:
     """The generation engine."""
 
     kind: str = "own"
-    """own (in this process, sharing the policy's weights) or vllm (on the servers below)."""
+    """own (in this process, sharing the policy's weights), vllm (on the servers below), or a function that
+    makes your own engine as module:function or FILE.py:function."""
     servers: tuple[str, ...] = ("http://127.0.0.1:8000",)
     """URLs of vLLM servers started with `groupwise serve-rollouts`."""
     exchange: str | None = None
@@ -40,7 +41,7 @@ class EngineConfig:
     into half of the free memory."""
 
     def __post_init__(self) -> None:
-        one_of("engine.kind", self.kind, ("own", "vllm"))
+        one_of_or_function("engine.kind", self.kind, ("own", "vllm"))
         if not self.servers:
             raise ConfigError("engine.servers needs at least one URL")
         between("engine.requests", self.requests, 1)

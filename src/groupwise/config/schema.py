@@ -309,9 +309,9 @@ class RolloutConfig:
         )
 
 
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "gdpo")
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "gdpo", "maxrl", "turn", "batch_std")
 COMBINATIONS = ("sum", "uniform", "std", "pca", "l2")
-LOSSES = ("grpo", "bnpo", "dapo", "dr_grpo", "gspo", "cispo")
+LOSSES = ("grpo", "bnpo", "dapo", "dr_grpo", "gspo", "cispo", "dppo_tv", "dppo_kl", "sapo")
 NORMALIZATIONS = ("sequences", "max_tokens", "tokens", "minibatch_tokens")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -323,15 +323,15 @@ class AlgoConfig:
 
     advantage: str = "grpo"
     """Baseline and scale: grpo (group mean, std), dr_grpo (mean), rloo (leave-one-out mean), gdpo (each
-    reward normalized separately, then weighted), or your own function as module:function or
-    FILE.py:function."""
+    reward normalized separately, then weighted), maxrl (mean, mean), turn (each turn's return, as
+    grpo), batch_std (mean, std of the batch), or your own function as module:function or FILE.py:function."""
     combine: str = "sum"
     """How several rewards are combined: sum (weighted), uniform, std, pca, l2; see docs/algorithms.md."""
     mean_filter: bool = False
     """Train only on completions whose rewards are all above, or all below, their group means."""
     loss: str = "dapo"
-    """grpo, bnpo, dapo, dr_grpo, gspo, cispo (see docs/algorithms.md), or your own function as
-    module:function or FILE.py:function."""
+    """grpo, bnpo, dapo, dr_grpo, gspo, cispo, dppo_tv, dppo_kl, sapo (see docs/algorithms.md), or your own
+    function as module:function or FILE.py:function."""
     normalize: str | None = None
     """What the loss is a mean over: sequences (then tokens), max_tokens, tokens or minibatch_tokens. None: as
     the loss was published; tokens for a function of your own."""
@@ -341,6 +341,14 @@ class AlgoConfig:
     """Upper clipping range."""
     clip_two_sided: float | None = None
     """Upper bound of the ratio for negative advantages (dual clip). None: unbounded."""
+    divergence_limit: float | None = None
+    """Trust region of dppo_tv and dppo_kl: the largest divergence of a token. None: 0.15 and 0.05."""
+    tau_positive: float = 1.0
+    """sapo: how fast the gate closes on tokens with positive advantage."""
+    tau_negative: float = 1.05
+    """sapo: the same with negative advantage."""
+    off_policy_mask: float | None = None
+    """Drop completions with negative advantage whose mean log(sampler / policy) exceeds this. None: off."""
     beta: float = 0.0
     """Coefficient of the KL penalty against the reference policy. 0: no reference forward pass."""
     kl: str = "k3"
@@ -352,6 +360,11 @@ class AlgoConfig:
     """Maximum importance weight. The mask variants drop weights outside [1/cap, cap]."""
     entropy_bonus: float = 0.0
     """Coefficient of the entropy bonus."""
+    target_entropy: float | None = None
+    """Adapt the coefficient of the entropy bonus so that the mean token entropy stays at this or above.
+    None: the coefficient is fixed."""
+    entropy_step: float = 0.005
+    """How much the adaptive coefficient changes per step."""
     top_entropy: float = 1.0
     """Fraction of tokens, those with the highest entropy, that contribute to the policy gradient. 1: all."""
     mask_truncated: bool = False
@@ -379,6 +392,14 @@ class AlgoConfig:
         between("algo.clip_two_sided", self.clip_two_sided, 1.0)
         between("algo.beta", self.beta, 0.0)
         between("algo.correction_cap", self.correction_cap, 1.0)
+        between("algo.divergence_limit", self.divergence_limit, 0.0)
+        between("algo.tau_positive", self.tau_positive, 1e-6)
+        between("algo.tau_negative", self.tau_negative, 1e-6)
+        between("algo.off_policy_mask", self.off_policy_mask, 0.0)
+        between("algo.target_entropy", self.target_entropy, 0.0)
+        between("algo.entropy_step", self.entropy_step, 0.0)
+        if self.target_entropy is not None and self.entropy_bonus:
+            raise ConfigError("algo.target_entropy adapts the entropy bonus; leave algo.entropy_bonus at 0")
         between("algo.top_entropy", self.top_entropy, 0.01, 1.0)
         between("algo.overlong_buffer", self.overlong_buffer, 0)
         between("algo.max_gap", self.max_gap, 0.0)
@@ -418,10 +439,15 @@ class Config:
             raise ConfigError("rollout.overlap requires a separate generator; set engine.kind=vllm")
         if self.rollout.overlap and self.algo.correction == "none":
             raise ConfigError("rollout.overlap samples from a stale policy; set algo.correction")
-        if self.engine.kind == "vllm" and self.algo.top_entropy < 1:
-            raise ConfigError(
-                "algo.top_entropy needs entropies, which vLLM does not return; use engine.kind=own"
-            )
+        needs_entropies = {
+            "algo.top_entropy": self.algo.top_entropy < 1,
+            "algo.target_entropy": self.algo.target_entropy is not None,
+        }
+        for setting, needed in needs_entropies.items():
+            if needed and self.engine.kind == "vllm":
+                raise ConfigError(
+                    f"{setting} needs entropies, which vLLM does not return; use engine.kind=own"
+                )
         for setting, value, other, limit in (
             (
                 "algo.overlong_buffer",

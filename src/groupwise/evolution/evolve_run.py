@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from types import TracebackType
 
+from groupwise.algo.advantages import BATCH_STD
 from groupwise.config import Config
 from groupwise.errors import ConfigError, InvariantError
 from groupwise.evaluate.held_out import Evaluation
@@ -355,6 +356,10 @@ def evolve(
 def check_supported(config: Config, task: Task) -> None:
     if not config.lora.r:
         raise ConfigError("members of a population are adapters: set lora.r, for example lora.r=16")
+    if config.algo.advantage == BATCH_STD:
+        raise ConfigError("algo.advantage=batch_std requires groupwise train; use dr_grpo in a population")
+    if config.algo.target_entropy is not None:
+        raise ConfigError("members do not adapt their entropy bonus: set algo.entropy_bonus instead")
     if config.run.callbacks:
         raise ConfigError("run.callbacks requires groupwise train; populations have no callbacks")
     if task.is_multi_turn:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from groupwise.algo.advantages import with_advantages
+from groupwise.algo.advantages import BATCH_STD, scaled_by_batch, with_advantages
 from groupwise.config import config_from_keywords, dump_config, read_config
 from groupwise.errors import ConfigError
 from groupwise.evaluate.contamination import prompt_digest
@@ -50,6 +50,8 @@ class Agent:
             raise ConfigError(
                 "an agent learns from one reward per answer: combine and filter rewards in the environment"
             )
+        if algo.target_entropy is not None:
+            raise ConfigError("an agent does not adapt its entropy bonus: set algo.entropy_bonus instead")
         if self.config.engine.kind != "own":
             raise ConfigError("an agent generates with the model it trains: set engine.kind=own")
         self._base = base or SharedBase(self.config)
@@ -95,6 +97,8 @@ class Agent:
             with_advantages(rewarded(group, values), kind=algo.advantage, weights={})
             for group, values in zip(answers, rewards, strict=True)
         ]
+        if algo.advantage == BATCH_STD:
+            groups = scaled_by_batch(groups, groups)
         torch.manual_seed(derive_seed(self.config.run.seed, "update", self.steps))
         self._member.put_in_place()
         if policy.device.type == "cuda":

@@ -23,7 +23,7 @@ from groupwise.algo.losses import (
     token_weights,
     try_loss,
 )
-from groupwise.algo.samples import training_batch
+from groupwise.algo.samples import adapted_coefficient, mean_entropy, training_batch
 from groupwise.config.schema import AlgoConfig, OptimConfig
 from groupwise.errors import ConfigError
 from groupwise.invariants import check_finite, check_gap
@@ -77,6 +77,8 @@ class Learner:
         """Log-probabilities of the trained tokens in the last pass, by group and member."""
         self.optimizer = make_optimizer(policy, optim)
         self.settings = loss_settings(algo)
+        self.entropy_coefficient = 0.0
+        """State of the adaptive entropy bonus (`algo.target_entropy`)."""
 
     def train_on(self, groups: Sequence[Group]) -> dict[str, float]:
         """Train on groups with advantages: every optimizer step of one training step. Return the metrics."""
@@ -91,14 +93,24 @@ class Learner:
         The caller computes the loss of each and makes an optimizer step before it asks for the next.
         """
         algo = self.algo
+        if algo.target_entropy is not None:
+            self._adapt_entropy_bonus(groups, algo.target_entropy)
         samples, sequences, tokens = training_batch(
             groups,
             mask_truncated=algo.mask_truncated,
             # A KL penalty or an entropy bonus gives a gradient to members of zero advantage as well.
-            keep_zero=algo.beta > 0 or algo.entropy_bonus != 0,
+            keep_zero=algo.beta > 0 or self.settings.entropy_bonus != 0,
             top_entropy=algo.top_entropy,
         )
         return self._minibatches(samples, sequences=sequences, tokens=tokens)
+
+    def _adapt_entropy_bonus(self, groups: Sequence[Group], target: float) -> None:
+        """Set the entropy bonus of this step and move the coefficient of the next one."""
+        entropy = mean_entropy(groups, mask_truncated=self.algo.mask_truncated)
+        active, self.entropy_coefficient = adapted_coefficient(
+            self.entropy_coefficient, entropy, target=target, step=self.algo.entropy_step
+        )
+        self.settings = replace(self.settings, entropy_bonus=active)
 
     def update(self, samples: Sequence[Sample], *, sequences: int, tokens: int) -> dict[str, float]:
         """Train on samples: every optimizer step of one training step. Return the metrics.
@@ -154,6 +166,11 @@ class Learner:
             "policy/grad_norm": sum(self._norms) / len(self._norms),
             "policy/updates": float(len(self._norms)),
             "optim/learning_rate": self.rate(self.updates - 1),
+            **(
+                {}
+                if self.algo.target_entropy is None
+                else {"policy/entropy_bonus": self.settings.entropy_bonus}
+            ),
         }
 
     def seen_by_all(self) -> dict[tuple[int, int], list[float]]:
@@ -228,7 +245,7 @@ class Learner:
                 )
 
     def _logprobs(self, policy: Policy, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        entropy_gradient = self.algo.entropy_bonus != 0
+        entropy_gradient = self.settings.entropy_bonus != 0
         return row_logprobs(
             policy, batch, self.sampling, entropy_gradient=entropy_gradient, context=self.context
         )
@@ -332,6 +349,10 @@ def loss_settings(algo: AlgoConfig) -> LossSettings:
         correction=algo.correction,
         correction_cap=algo.correction_cap,
         entropy_bonus=algo.entropy_bonus,
+        divergence_limit=algo.divergence_limit,
+        tau_positive=algo.tau_positive,
+        tau_negative=algo.tau_negative,
+        off_policy_mask=algo.off_policy_mask,
     )
 
 

@@ -25,7 +25,8 @@ from groupwise.tasks.registry import TASK_FILE, run_file, where
 from groupwise.tasks.task import closest
 
 CALLBACKS = "run.callbacks"
-KEYWORDS = {"loss": "algo.loss", "advantage": "algo.advantage"}
+ENGINE = "engine.kind"
+KEYWORDS = {"loss": "algo.loss", "advantage": "algo.advantage", "engine": ENGINE}
 """Keywords of `gw.train` that take a function, with the setting that names it."""
 IN_PYTHON = "python"
 """Stands for the module of a function that cannot be imported."""
@@ -37,6 +38,11 @@ class UserFunctions:
 
     by_setting: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     callbacks: tuple[object, ...] = ()
+
+    @property
+    def engine(self) -> Callable[..., Any] | None:
+        """The function that makes the engine, if it is the user's own."""
+        return self.by_setting.get(ENGINE)
 
     @property
     def code(self) -> dict[str, str]:
@@ -99,7 +105,11 @@ def use_functions(config: Config, given: Mapping[str, Any] | None = None) -> Use
     objects = {
         (setting, name_of(given[setting])): given[setting] for setting in given if setting != CALLBACKS
     }
-    named = {"algo.loss": config.algo.loss, "algo.advantage": config.algo.advantage}
+    named = {
+        "algo.loss": config.algo.loss,
+        "algo.advantage": config.algo.advantage,
+        ENGINE: config.engine.kind,
+    }
     functions = {
         setting: objects.get((setting, name)) or load_function(setting, name)
         for setting, name in named.items()
@@ -131,7 +141,7 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
     """Import the function, or for run.callbacks the class or object, that a setting names."""
     module_name, _, attribute = name.rpartition(":")
     if module_name == IN_PYTHON:
-        keyword = setting.partition(".")[2]
+        keyword = next((key for key, full in KEYWORDS.items() if full == setting), "callbacks")
         raise ConfigError(
             f"{setting}: {attribute} was defined in Python and cannot be imported: resume it from Python "
             f"with groupwise.train(task, resume=RUN, {keyword}=…)"

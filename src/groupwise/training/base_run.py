@@ -5,17 +5,17 @@ from __future__ import annotations
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from groupwise.config import Config
-from groupwise.config.schema import ModelConfig
+from groupwise.config.schema import EngineConfig, ModelConfig
 from groupwise.engine.engine import Engine
 from groupwise.engine.vllm.vllm_engine import VllmEngine
 from groupwise.errors import ConfigError
@@ -48,6 +48,8 @@ from groupwise.training.resume import (
     with_recomputing,
 )
 
+ENGINE_METHODS = ("generate", "ready", "make_room", "release")
+
 
 class BaseRun(ABC):
     """A run from its opening to its last word. Used as a context: leaving it writes the end of the story.
@@ -59,6 +61,8 @@ class BaseRun(ABC):
     """What is measured; None: nothing but the loss."""
     learner: TrainedState
     examiner: Evaluator
+    engine_maker: Callable[..., Any] | None = None
+    """The user's function that makes the engine, if settings name one."""
 
     def __init__(
         self,
@@ -177,6 +181,8 @@ class BaseRun(ABC):
     def _make_engine(self, resources: ExitStack) -> Engine | VllmEngine:
         if self.config.engine.kind == "own":
             return Engine(self.policy, self.config.engine)
+        if self.config.engine.kind != "vllm":
+            return self._make_own_engine(self.config.engine)
         named, own = self.config.engine.exchange, self.folder.path / "serving"
         if not named and self.processes.leader:  # with what a session that was killed left there
             resources.callback(shutil.rmtree, own, ignore_errors=True)
@@ -188,6 +194,19 @@ class BaseRun(ABC):
             say=self.recorder.warn,
         )
         resources.callback(engine.close)
+        return engine
+
+    def _make_own_engine(self, config: EngineConfig) -> Engine:
+        """Make the engine by the user's function."""
+        if self.engine_maker is None:
+            raise ConfigError(f"engine.kind={config.kind} requires groupwise train; set engine.kind=own")
+        engine: Engine = self.engine_maker(self.policy, config)
+        missing = [name for name in ENGINE_METHODS if not callable(getattr(engine, name, None))]
+        if missing:
+            raise ConfigError(
+                f"engine.kind {config.kind} returned {type(engine).__name__}, which has no "
+                f"{', '.join(missing)}; an engine has {', '.join(ENGINE_METHODS)}"
+            )
         return engine
 
     def steps(self) -> Iterator[int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
 
-from groupwise.algo.advantages import with_advantages, with_overlong_penalty
+from groupwise.algo.advantages import BATCH_STD, scaled_by_batch, with_advantages, with_overlong_penalty
 from groupwise.algo.reward_combination import agreeing, with_combined
 from groupwise.config.schema import Config
 from groupwise.errors import InvariantError
@@ -232,6 +232,8 @@ class Collector:
         replaced = len(kept) + len(silent) - self.config.rollout.prompts
         if not self.config.rollout.refill:
             kept, silent = kept + silent, []
+        if self.config.algo.advantage == BATCH_STD:
+            kept = scaled_by_batch(kept, [*kept, *silent])
         return Batch(
             groups=tuple(kept),
             dropped=tuple(silent),

@@ -44,6 +44,7 @@ class GRPORun(BaseRun):
     ) -> None:
         self.task = task
         self.functions = functions or UserFunctions()
+        self.engine_maker = self.functions.engine
         self.told_failures: set[str] = set()
         """Rewards whose first failure was shown."""
         super().__init__(
@@ -86,6 +87,7 @@ class GRPORun(BaseRun):
             processes=self.processes,
             context=self._context(),
         )
+        self.learner.entropy_coefficient = self.state.entropy_coefficient
         self.collector = Collector(
             config,
             task=task,
@@ -185,7 +187,9 @@ class GRPORun(BaseRun):
             update_seconds=ended - self.update_began,
             step_seconds=ended - self.began if self.config.rollout.overlap else None,
         )
-        self.state = replace(self.state, rates=batch.rates)
+        self.state = replace(
+            self.state, rates=batch.rates, entropy_coefficient=self.learner.entropy_coefficient
+        )
         drawn = batch_metrics(
             batch,
             truncated=self.config.rollout.sampling.truncates,

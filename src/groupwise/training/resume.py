@@ -68,6 +68,8 @@ class RunState:
     """Time spent training, over all sessions."""
     rates: Rates = field(default_factory=dict)
     """What the curriculum knows of each kind of example."""
+    entropy_coefficient: float = 0.0
+    """State of the adaptive entropy bonus."""
     data: str | None = None
     """The fingerprint of the examples; None: of a run that began before it was kept."""
     settings: Mapping[str, Any] | None = None
