@@ -92,7 +92,7 @@ def test_a_question_is_answered_before_torch_is_imported(light, words, shown):
         (["train", "--resume", "no"], "no is not a run folder: it has no config.yaml"),
         (
             ["train", "--task", "countdwn"],
-            "unknown task 'countdwn'; did you mean 'countdown'? (or use the path of a .py file)",
+            "unknown task 'countdwn'; did you mean 'countdown'? (or use gym:NAME or the path of a .py file)",
         ),
         (["train", "mine.py"], "no such task file: mine.py"),
         (

@@ -214,7 +214,8 @@ def training_config(
     files = [
         argument
         for argument in arguments
-        if "=" not in argument and (argument.endswith(".py") or argument.isidentifier())
+        if "=" not in argument
+        and (argument.endswith(".py") or argument.isidentifier() or argument.startswith("gym:"))
     ]
     for argument in arguments:
         if argument not in overrides and argument not in files:

@@ -206,7 +206,7 @@ class TaskConfig:
     """The task: its data, prompts and rewards."""
 
     name: str = "countdown"
-    """A built-in task, or the path of a Python file that defines `task`."""
+    """A built-in task, `gym:NAME` of reasoning-gym, or the path of a Python file that defines `task`."""
     data: str | None = None
     """A file (JSON, JSONL, CSV, TSV, Parquet) or a Hugging Face dataset to use instead of the task's own
     examples."""

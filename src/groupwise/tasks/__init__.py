@@ -11,6 +11,7 @@ Modules in reading order:
     sft_data          demonstrations for supervised fine-tuning
     self_test         test rewards against completions with known scores
     builtin/          the built-in tasks
+    external/         tasks, environments and tools from other packages
 
 To add a built-in task, write a function that returns a `Task` in a module of `builtin/`, and add it to
 `registry.TASKS`.

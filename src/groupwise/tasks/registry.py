@@ -1,4 +1,4 @@
-"""Load the task that a configuration names: a built-in task, or one from a user's Python file."""
+"""Load the task that a configuration names: built-in, from reasoning-gym, or from a user's Python file."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +25,7 @@ from groupwise.tasks.builtin.medquad import medquad
 from groupwise.tasks.builtin.search_qa import search_qa
 from groupwise.tasks.builtin.tldr import tldr
 from groupwise.tasks.examples import load_examples, renamed
+from groupwise.tasks.external.reasoning_gym_tasks import PREFIX, reasoning_gym_task
 from groupwise.tasks.task import Task, closest
 
 TASKS: dict[str, Callable[..., Task]] = {
@@ -77,12 +79,14 @@ def leave_task_file(task: Task | None, settings: Mapping[str, Any] | None = None
 def load_task(config: TaskConfig) -> Task:
     """Return the task that the configuration names, with its options and data."""
     if config.name in TASKS:
-        task = built_in(config.name, config.options)
+        task = made_with_options(TASKS[config.name], config.options)
+    elif config.name.startswith(PREFIX):
+        task = made_with_options(partial(reasoning_gym_task, config.name), config.options)
     elif config.name.endswith(".py"):
         return task_of(read_task_file(Path(config.name).expanduser()), config)
     else:
         hint = closest(config.name, TASKS)
-        raise ConfigError(f"unknown task {config.name!r}{hint} (or use the path of a .py file)")
+        raise ConfigError(f"unknown task {config.name!r}{hint} (or use gym:NAME or the path of a .py file)")
     return with_data(task, config)
 
 
@@ -133,8 +137,8 @@ def load_rows(source: str, *, task: Task, config: TaskConfig, split: str = "trai
     return load_examples(source, split=split, columns=columns)
 
 
-def built_in(name: str, options: Mapping[str, Any]) -> Task:
-    make = TASKS[name]
+def made_with_options(make: Callable[..., Task], options: Mapping[str, Any]) -> Task:
+    """Call a function that returns a task; its keyword arguments are the task's options."""
     known = inspect.signature(make).parameters
     for option in options:
         if option not in known:

@@ -1,0 +1,8 @@
+"""Tasks, environments and tools from other packages, each in an extra of its own.
+
+Modules in reading order:
+
+    reasoning_gym_tasks  `gym:NAME`: the procedural datasets of reasoning-gym, with their scorers
+
+Packages are imported when they are used. An adapter has at most 150 lines.
+"""
