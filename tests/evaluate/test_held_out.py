@@ -158,7 +158,7 @@ def test_transcripts_show_prompt_answer_and_verdict():
     first, _, third = transcripts(parroted(), count=3).split("=" * 78 + "\n")
     assert first == "[user] one\n--- answer\nright\n--- right; correct 1; ended by end\n"
     line = correct.__code__.co_firstlineno + 2
-    error = f"reward correct: ValueError: no gold (test_evaluate.py, line {line})"
+    error = f"reward correct: ValueError: no gold ({Path(__file__).name}, line {line})"
     assert third.endswith(f"--- wrong ({error}); no reward; ended by end\n")
     assert transcripts(parroted(), count=1) == first
 

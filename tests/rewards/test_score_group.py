@@ -89,7 +89,7 @@ def test_a_raising_reward_fails_its_rollout_and_no_other():
 
     a, b = score(group("a", "b"), {"correct": correct, "picky": picky})
     line = picky.__code__.co_firstlineno + 2
-    assert a.error == f"reward picky: ValueError: no a (test_rewards_score.py, line {line})"
+    assert a.error == f"reward picky: ValueError: no a (test_score_group.py, line {line})"
     assert a.rewards == {}
     assert (b.error, b.reward) == (None, 2.0)
 
