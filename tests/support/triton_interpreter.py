@@ -7,6 +7,7 @@ once; what a kernel computes stays the same.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
 from triton.language import core
 from triton.runtime import interpreter
