@@ -95,8 +95,16 @@ TELLS_TIME = ("training.log", ".lock", "training_stats.json", "state.json", "che
 def lasting_files(run: Path) -> dict[str, Any]:
     """Return the content of a run that may not depend on how often it was killed."""
     files: dict[str, Any] = {
-        path.relative_to(run).as_posix(): path.read_bytes()
+        path.relative_to(run).as_posix(): content_of(path)
         for path in sorted(run.rglob("*"))
         if path.is_file() and path.name not in (*TELLS_TIME, "metrics.jsonl")
     }
     return files | {"metrics.jsonl": lasting_metrics(run)}
+
+
+def content_of(path: Path) -> Any:
+    """Return the bytes of a file. PEFT writes sets into adapter_config.json, in any order."""
+    if path.name != "adapter_config.json":
+        return path.read_bytes()
+    settings = json.loads(path.read_text())
+    return {name: sorted(value) if isinstance(value, list) else value for name, value in settings.items()}

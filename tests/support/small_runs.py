@@ -105,7 +105,7 @@ def command(words: Sequence[str], signals: Sequence[SignalAt], output: Path) -> 
 
 TOUCHES = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"}
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["groupwise.cli", "groupwise.training", "peft"])
+PROCESSES.set_forkserver_preload(["groupwise.cli", "groupwise.training", "peft", "tests.support.preloaded"])
 
 
 class CommandResult(NamedTuple):

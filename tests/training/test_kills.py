@@ -18,15 +18,16 @@ from typing import NamedTuple
 
 import pytest
 
+from groupwise.tracking.run_files import read_rollouts
 from tests.support.file_events import FileEvent, Observed, Strike, lasting_files, observe
 from tests.support.small_models import small_model, tiny_tokenizer
 from tests.support.small_runs import task_file
 
 ALL = "GROUPWISE_ALL_KILLS" in os.environ
 TINY = (
-    *("run.max_steps=3", "run.save_every=1", "run.keep_last=2", "model.device=cpu"),
+    *("run.max_steps=2", "run.save_every=1", "run.keep_last=1", "model.device=cpu"),
     *("rollout.prompts=2", "rollout.group_size=2", "rollout.max_tokens=4", "rollout.temperature=1.5"),
-    *("evaluate.every=2", "evaluate.samples=1", "evaluate.during=1", "task.held_out=2"),
+    *("evaluate.every=1", "evaluate.samples=1", "evaluate.during=1", "task.held_out=2"),
     *("track.report=false", "track.trackers=[]"),
 )
 
@@ -41,18 +42,22 @@ class Variant(NamedTuple):
 
 
 VARIANTS = {
-    "full": Variant("train", "luck.py", "model", ("lora.r=0", "algo.beta=0.1", "rollout.refill=1"), 30),
-    "lora": Variant("train", "luck.py", "model", ("lora.r=4", "optim.schedule=linear"), 30),
-    "sft": Variant("sft", "countdown", "model", ("lora.r=4", "sft.batch=2"), 24),
+    "full": Variant("train", "luck.py", "model", ("lora.r=0", "algo.beta=0.1", "rollout.refill=1"), 26),
+    "lora": Variant("train", "luck.py", "model", ("lora.r=4", "optim.schedule=linear"), 28),
+    "sft": Variant("sft", "countdown", "model", ("lora.r=4", "sft.batch=2"), 26),
     "evolve": Variant(
         *("evolve", "luck.py", "model"),
         (
             *("lora.r=4", "evolve.population=2", "evolve.every=1", "evolve.certain=false"),
             *("evolve.method=tournament", "evolve.vary={optim.learning_rate: [1e-4, 1e-2]}"),
         ),
-        20,
+        14,
     ),
-    "tools": Variant("train", "search_qa", "tiny-search", ("lora.r=4", "rollout.max_tokens=40"), 16),
+    "tools": Variant(
+        *("train", "search_qa", "tiny-search"),
+        ("lora.r=4", "rollout.max_tokens=24", "rollout.prompts=1", "task.held_out=1", "evaluate.every=0"),
+        10,
+    ),
 }
 
 
@@ -115,6 +120,9 @@ def test_killed_at_every_kind_of_file_operation_and_resumed_it_gives_the_same_bi
     unharmed = runs.proceed()
     assert unharmed.code == 0, unharmed.err
     whole = lasting_files(runs.path)
+    if name == "tools":
+        rows = read_rollouts(runs.path / "rollouts" / "step-000001.parquet")
+        assert any(turn["calls"] for row in rows for turn in row["turns"])
     strikes = list(runs.strikes(unharmed.events))
     kills = 0
     for strike in strikes:

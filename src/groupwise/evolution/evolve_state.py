@@ -205,6 +205,7 @@ class SearchStart:
     def again(cls, path: Path, config: Config) -> SearchStart:
         """Resume from the last checkpoint, after verifying it, or start over if there is none."""
         folder = RunFolder.open(path).absolute()
+        folder.check_paths()
         lock = folder.lock()
         try:
             stored = read_config(folder.config)

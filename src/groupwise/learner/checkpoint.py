@@ -129,12 +129,12 @@ def newest_first(folder: Path) -> dict[int, Path]:
 
 def incompleteness(checkpoint: Path) -> str | None:
     """Return what is missing by a quick check of names and sizes, or None."""
+    if not (checkpoint / CHECKSUMS).is_file():  # not a folder, nor a pipe, which would block
+        return f"{CHECKSUMS} is missing"
     try:
         checksums = json.loads((checkpoint / CHECKSUMS).read_text(encoding="utf-8"))
         expected = {name: entry["bytes"] for name, entry in checksums.items()}
-    except FileNotFoundError:
-        return f"{CHECKSUMS} is missing"
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{CHECKSUMS} cannot be read"
     if STATE not in expected:
         return f"{CHECKSUMS} does not list {STATE}"

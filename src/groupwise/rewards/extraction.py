@@ -12,7 +12,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 from groupwise.rewards.verify.arithmetic import evaluate_expression
-from groupwise.rewards.verify.vocabulary import CHANGING, HARMLESS, SIGN_WORDS
+from groupwise.rewards.verify.vocabulary import CHANGING, HARMLESS, SIGN_WORDS, UNITS
 
 THINK, END_THINK = "<think>", "</think>"
 ANSWER, END_ANSWER = "<answer>", "</answer>"
@@ -167,7 +167,11 @@ MAX_DIGITS = 50
 
 INVISIBLE = dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", "")
 TYPOGRAPHIC = str.maketrans(
-    {"−": "-", "–": "-", "—": "-", "×": "*", "÷": "/", "\u00a0": " ", "\u202f": " ", "’": "'", **INVISIBLE}
+    {
+        **{"−": "-", "–": "-", "—": "-", "×": "*", "÷": "/", "\u00a0": " ", "\u202f": " ", "’": "'"},
+        **{"“": '"', "”": '"'},
+        **INVISIBLE,
+    }
 )
 NUMBER = re.compile(r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+")
 CURRENCY = "[$€£¥₹]"
@@ -182,6 +186,7 @@ DIRECTLY_AFTER = re.compile(r"\s*(?:\\?%)?(?!\s*[!%²³*^/]|\.\.)")
 """The end of a number: not followed by a factorial, power or fraction."""
 RATE = re.compile(r"\s*/\s*(?=[^\W\d_])")
 HYPHEN = re.compile(r"-(?=[^\W\d_])")
+LEFT_OVER = re.compile(r"\bleft over\b", re.IGNORECASE)
 HOW_MANY = re.compile(r"\bhow (?:many|much)((?: [^\W\d_]+){1,2})", re.IGNORECASE)
 LATEX_WORDS = frozenset(("boxed", "text", "mathrm", "textbf", "mathbf", "percent"))
 
@@ -245,6 +250,8 @@ def is_harmless_after(after: str, question: str) -> bool:
     if end is None:
         return False
     rest = after[end.end() :]
+    if (glued := WORD.match(rest)) and len(glued[0]) == 1 and glued[0].casefold() not in UNITS:
+        return False  # "72a"
     return is_harmless(rest[1:] if HYPHEN.match(rest) else rest, question)
 
 
@@ -253,6 +260,7 @@ def is_harmless(beside: str, question: str) -> bool:
     if not beside or beside.isspace():
         return True
     allowed, counted = words_of_question(question)
+    beside = LEFT_OVER.sub("left", beside)
     for word in WORD.findall(beside):
         word = word.casefold()
         if word in CHANGING and word not in counted:

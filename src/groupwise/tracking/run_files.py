@@ -52,13 +52,14 @@ class MetricsFile:
     def truncate_after(self, step: int) -> list[int]:
         """Remove the lines after `step`, which a resumed run writes again, and an incomplete last line.
 
-        Returns the steps up to `step` that have no line. Their metrics are lost.
+        Of several lines of one step, the last stays. Returns the steps up to `step` that have no line. Their
+        metrics are lost.
         """
         lines = complete_lines(self.path) if self.path.exists() else []
-        remaining = [(line, row["step"]) for line, row in lines if row["step"] <= step]
+        remaining = {row["step"]: line for line, row in lines if row["step"] <= step}
         if self.path.exists():
-            write_atomically(self.path, "".join(f"{line}\n" for line, _ in remaining))
-        return sorted(set(range(1, step + 1)) - {number for _, number in remaining})
+            write_atomically(self.path, "".join(f"{line}\n" for line in remaining.values()))
+        return sorted(set(range(1, step + 1)) - remaining.keys())
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -81,7 +82,8 @@ def complete_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            row["step"]
+            if type(row["step"]) is not int:
+                raise TypeError("a step is a whole number")
         except (json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
             if number == len(lines):
                 break

@@ -177,6 +177,18 @@ class RunFolder:
     def plots(self) -> Path:
         return self.path / "plots"
 
+    def check_paths(self) -> None:
+        """Raise ConfigError if anything but a regular file, or a folder, is where a resumed run writes."""
+        files = [self.metrics, self.log, self.stats, self.tokenizer, self.report, self.path / ".lock"]
+        for folder in (self.rollouts, self.updates, self.completions, self.evaluations, self.plots):
+            if folder.is_dir():
+                files += folder.iterdir()
+            elif os.path.lexists(folder):
+                raise ConfigError(f"{folder} is not a folder: move it away and resume again")
+        for file in files:
+            if os.path.lexists(file) and not file.is_file():
+                raise ConfigError(f"{file} is not a regular file: move it away and resume again")
+
     def lock(self) -> IO[str]:
         """Lock the folder for this process. Closing the returned file, or the end of the process, unlocks it.
 
@@ -187,7 +199,8 @@ class RunFolder:
             file = (self.path / ".lock").open("a+", encoding="utf-8")
         except OSError as error:
             raise ConfigError(
-                f"cannot write to {self.path}: {error.strerror}; make it writable, or resume a copy of it"
+                f"cannot write to {self.path}: {error.strerror or error}; make it writable, or resume a copy "
+                "of it"
             ) from error
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -247,6 +247,7 @@ class RunStart:
         """
         parent = run_of_checkpoint(path)
         folder = (RunFolder.open(path) if parent is None else branch(path, parent, config)).absolute()
+        folder.check_paths()
         lock = folder.lock()
         try:
             stored = read_config(folder.config)

@@ -13,7 +13,7 @@ from groupwise.rewards.verify.math_answer import is_simplest, verify_boxed
 from groupwise.tasks.builtin.boxed_math import math
 from groupwise.tasks.builtin.gsm8k import gsm8k
 from groupwise.tasks.self_test import check
-from tests.support import adversarial_gsm8k, adversarial_math, fair_math
+from tests.support import adversarial_gsm8k, adversarial_math, fair_math, further_pairs
 
 
 def misjudged(pairs, *, right):
@@ -27,14 +27,17 @@ def misjudged(pairs, *, right):
 
 
 def test_no_math_answer_that_cheats_is_right():
-    pairs = adversarial_math.cheating()
-    assert len(pairs) > 800
+    pairs = [
+        *adversarial_math.cheating(),
+        *further_pairs.written_out(further_pairs.MATH_CHEATING),
+    ]
+    assert len(pairs) > 1150
     assert misjudged(pairs, right=False) == []
 
 
 def test_fair_math_answers_are_right_however_they_are_written():
-    pairs = fair_math.fair()
-    assert len(pairs) > 490
+    pairs = [*fair_math.fair(), *further_pairs.written_out(further_pairs.MATH_FAIR)]
+    assert len(pairs) > 610
     assert misjudged(pairs, right=True) == []
 
 
@@ -51,14 +54,14 @@ def misread(pairs, *, right):
 
 
 def test_no_word_problem_solution_that_cheats_is_right():
-    pairs = adversarial_gsm8k.cheating()
-    assert len(pairs) > 500
+    pairs = [*adversarial_gsm8k.cheating(), *further_pairs.filled(further_pairs.GSM8K_CHEATING)]
+    assert len(pairs) > 850
     assert misread(pairs, right=False) == []
 
 
 def test_fair_word_problem_solutions_are_right_however_they_are_written():
-    pairs = adversarial_gsm8k.fair()
-    assert len(pairs) > 300
+    pairs = [*adversarial_gsm8k.fair(), *further_pairs.filled(further_pairs.GSM8K_FAIR)]
+    assert len(pairs) > 500
     assert misread(pairs, right=True) == []
 
 

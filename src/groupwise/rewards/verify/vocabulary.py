@@ -54,7 +54,7 @@ UNITS = {
 
 FILLERS = frozenset(
     """
-    a all also altogether an and answer answers are at be been being by can cost costs does each equal
+    a all also altogether an and ans answer answers are at be been being by can cost costs does each equal
     equals exactly final finally find for found from get gets getting gives had has have he hence her
     his how in into is it its left length made make makes many must need needs now obtain of on our
     overall per precisely remain remaining result results she should simply so solution solutions spend
@@ -62,7 +62,8 @@ FILLERS = frozenset(
     values was we were when which will with would you your area volume perimeter probability number
     numbers sum product average mean median mode count amount distance price speed time age width height
     radius angle slope distinct different possible real positive integer integers ordered whole prime
-    respectively correct there's it's
+    respectively correct there's it's deep earn earned earns him long old paid pay pays sold take takes
+    tall took wide
     """.split()  # noqa: SIM905
 )
 """Words of a sentence around a value: `the answer is`, `we get`, `in total`."""

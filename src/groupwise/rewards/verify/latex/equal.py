@@ -14,6 +14,7 @@ from typing import Any
 
 from groupwise.rewards.verify.latex.expressions import Node
 from groupwise.rewards.verify.latex.latex_lexer import (
+    THOUSANDS,
     Malformed,
     is_phrase,
     same_phrase,
@@ -46,6 +47,8 @@ def same_answer(predicted: str, truth: str) -> bool:
         return int(predicted) == int(truth)
     if same_text(predicted, truth):
         return True
+    if "?" in predicted and "?" not in truth:
+        return False
     if is_phrase(truth):
         return same_phrase(predicted, truth)
     try:
@@ -61,10 +64,25 @@ def same_reading(predicted: str, truth: str) -> bool:
         theirs = []  # a truth that is not a formula (`\\text{A5}_{11}`) is compared as words
     if all(item.node is None for item in theirs):
         return same_words(predicted, truth)
+    if len(theirs) > 1 and THOUSANDS.fullmatch(predicted.strip()):
+        predicted = predicted.replace(",", ", ")  # `81,256` for the list `81, 256`
     try:
-        return same_items(read(predicted), theirs)
+        ours = read(predicted)
     except Malformed:
         return False
+    return not other_currency(predicted, ours, truth, theirs) and same_items(ours, theirs)
+
+
+def other_currency(predicted: str, ours: list[ParsedItem], truth: str, theirs: list[ParsedItem]) -> bool:
+    r"""Return whether one answer is in dollars by its sign, and the other in another unit or a percentage."""
+    for text, items in ((truth, ours), (predicted, theirs)):
+        if r"\$" in text and any(units_of(item) - {"dollar"} or is_percent(item) for item in items):
+            return True
+    return False
+
+
+def is_percent(item: ParsedItem) -> bool:
+    return item.node is not None and item.node[0] == "percent"
 
 
 @lru_cache(maxsize=4096)
@@ -153,6 +171,8 @@ def as_words(item: ParsedItem) -> str | None:
 def same_units(ours: ParsedItem, theirs: ParsedItem) -> bool:
     """Return whether units agree. Either side may omit them."""
     our_units, their_units = units_of(ours), units_of(theirs)
+    if (our_units and is_percent(theirs)) or (their_units and is_percent(ours)):
+        return False
     return not our_units or not their_units or our_units == their_units
 
 
@@ -231,6 +251,7 @@ STRUCTURES_SAME = {
     "union": same_members,
     "both": same_members,
     "matrix": same_matrix,
+    "determinant": same_matrix,
     "chain": same_chain,
 }
 STRUCTURES = frozenset(STRUCTURES_SAME)

@@ -325,6 +325,8 @@ class Expressions(TokenCursor, ABC):
         r"""Parse `\sin^2 5x` or `\log_2(8)`. The argument ends before the next sum, relation or function."""
         base = self.exponent() if name == "log" and self.take("_") else None
         power = self.exponent() if self.take("^") else None
+        if power == ("negative", ("number", 1)) and f"arc{name}" in FUNCTIONS:
+            name, power = f"arc{name}", None  # `\sin^{-1}` is the inverse function
         if self.sees("(", "{", "["):
             argument = self.atom()
             if self.sees("^"):

@@ -39,7 +39,9 @@ TYPOGRAPHIC = str.maketrans(
     {
         "−": "-", "–": "-", "×": r"\times ", "÷": r"\div ", "·": r"\cdot ", "⋅": r"\cdot ", "π": r"\pi ",
         "∞": r"\infty ", "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ",
-        "∈": r"\in ", "²": "^2", "³": "^3", "½": r"\frac12 ", "±": r"\pm ", "\u00a0": " ", "√": r"\sqrt ",
+        "∈": r"\in ", "²": "^2", "³": "^3", "±": r"\pm ",
+        "½": r"\frac12 ", "¼": r"\frac14 ", "¾": r"\frac34 ", "⅓": r"\frac13 ", "⅔": r"\frac23 ",
+        "\u00a0": " ", "√": r"\sqrt ",
         "θ": r"\theta ", "α": r"\alpha ", "≈": r"\approx ", "∅": r"\emptyset ",
         "∨": r"\lor ", "∧": r"\land ", "\u200b": "", "\u200c": "", "\u200d": "", "\u2060": "", "\ufeff": "",
     }
@@ -59,8 +61,12 @@ ROOT_SIGN = re.compile(r"√\s*(\d+)")
 REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\s*\{(\d{1,30})\}")
 BRACKETED_LIST = re.compile(r"(?:[(\[]|\\\{)[^()\[\]]*,")
 STYLE = re.compile(
-    r"\\(?:mathbf|mathrm|mathit|mathsf|mathbb|boldsymbol|bm|rm|bf|operatorname)(?![a-zA-Z])\*?"
+    r"\\(?:mathbf|mathrm|mathit|mathsf|mathbb|boldsymbol|bm|rm|bf|operatorname|ensuremath|underline"
+    r"|small|normalsize|large|Large|LARGE|huge|Huge)(?![a-zA-Z])\*?"
 )
+COLOR = re.compile(r"\\(?:textcolor|color)\s*\{[a-zA-Z]+\}")
+OVER = re.compile(r"\{([^{}]*)\\(over|choose)(?![a-zA-Z])([^{}]*)\}")
+REALS = re.compile(r"\\(?:mathbb|Bbb)\s*(?:\{\s*R\s*\}|R(?![a-zA-Z]))|ℝ")
 FRACTION = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
 PHANTOM = re.compile(r"\\[hv]?phantom(?![a-zA-Z])\s*(?:\{[^{}]*\}|\S)")
 MATH_MODES = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
@@ -83,6 +89,8 @@ AND_OR_FIRST = re.compile(r"[\s,;]*\b(and|or)\b[\s,;]*", re.IGNORECASE)
 AND_OR_LAST = re.compile(r"[\s,;]*\b(and|or)\b[\s,;]*$", re.IGNORECASE)
 AND_OR_COMMANDS = {r"\land": "and", r"\wedge": "and", r"\lor": "or", r"\vee": "or"}
 TEXT_WORD = re.compile(r"[^\W\d_]+")
+LABEL = re.compile(r"(?<=[^\W\d_]):(?=\s)")
+"""The colon of `Answer: 5`, unlike that of `8:34`."""
 STARTS_WITH_NUMBER = re.compile(r"\s*-?\s?\.?\d", re.ASCII)
 EQUALS_WORDS = frozenset(("is", "equals"))
 
@@ -94,6 +102,8 @@ def clean(text: str) -> str:
     text = ungroup(ROOT_SIGN.sub(r"\\sqrt{\1}", text).translate(TYPOGRAPHIC))
     text = SPACE.sub(lambda space: space[1] or " ", text)
     text = without_math_mode(trimmed(text))
+    text = REALS.sub(r"(-\\infty,\\infty)", COLOR.sub("", text))
+    text = OVER.sub(as_command, text)
     text = STYLED_WORDS.sub(r"\\text{\1}", AM_PM.sub(r"\1m", text))
     text = SPACING.sub(" ", PHANTOM.sub(" ", text))  # a space: `5\quad6` is not 56
     text = REPEATING.sub(repeating, FRACTION.sub(r"\\frac", STYLE.sub("", text)))
@@ -101,6 +111,12 @@ def clean(text: str) -> str:
     if not BRACKETED_LIST.search(text):
         text = THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
     return trimmed(text)
+
+
+def as_command(infix: re.Match[str]) -> str:
+    r"""Write `{3 \over 4}` as a fraction and `{5 \choose 2}` as a binomial coefficient."""
+    above, name, below = infix.groups()
+    return rf"\{'frac' if name == 'over' else 'binom'}{{{above}}}{{{below}}}"
 
 
 def repeating(decimal: re.Match[str]) -> str:
@@ -232,6 +248,7 @@ def numbers_among_words(value: str) -> Iterator[LatexToken]:
     r"""Read `12 men`, `The answer is 5` and `5 or 6`, where letters are words."""
     position = 0
     value = THOUSANDS.sub(lambda number: number[0].replace(",", ""), value.rstrip())
+    value = LABEL.sub(" ", value)
     while position < len(value):
         word = TEXT_WORD.match(value, position)
         if word is not None:

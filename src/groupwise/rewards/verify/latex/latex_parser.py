@@ -129,7 +129,9 @@ class AnswerParser(Expressions):
             return ("set",)
         items = [self.chain()]
         self.words()
-        while self.separator():
+        while separator := self.separator():
+            if separator == "or" and not is_set:
+                raise Malformed("a choice in brackets")
             items.append(self.chain())
             self.words()
         closing = self.take(")", "]", CLOSES[opening], "}" if opening == "{" else CLOSES[opening])
@@ -165,7 +167,7 @@ class AnswerParser(Expressions):
         self.need(r"\end")
         if self.environment() != name:
             raise Malformed(r"\begin and \end do not match")
-        return ("matrix", *rows)
+        return ("determinant" if name in ("vmatrix", "Vmatrix") else "matrix", *rows)
 
     def environment(self) -> str:
         self.need("{")
