@@ -262,7 +262,7 @@ def nothing(policy: Policy) -> None:
     pass
 
 
-def examine(policy: Policy, folder: Path, deed: Callable[[Policy], None]) -> int:
+def evaluate(policy: Policy, folder: Path, deed: Callable[[Policy], None]) -> int:
     """Evaluate with a real engine that does one thing more; return how many examples were answered."""
     torch.manual_seed(0)
     torch.rand(1)  # the generator's first draw fills its whole state anew; those behind it move only counters
@@ -275,7 +275,7 @@ def examine(policy: Policy, folder: Path, deed: Callable[[Policy], None]) -> int
             deed(policy)
             return engine.generate(requests, sampling)
 
-    examiner = Evaluator(
+    evaluator = Evaluator(
         CONFIG,
         task=task(),
         examples=EXAMPLES,
@@ -283,7 +283,7 @@ def examine(policy: Policy, folder: Path, deed: Callable[[Policy], None]) -> int
         engine=Careless(),
         folder=RunFolder.create(folder, name="run", task="sums", model="small"),
     )
-    return len(examiner.examine(0, learner=learner(policy)).greedy_right)
+    return len(evaluator.evaluate(0, learner=learner(policy)).greedy_right)
 
 
 @pytest.mark.parametrize("deed", [move_a_weight, draw_noise, leave_a_gradient])
@@ -291,8 +291,8 @@ def test_an_evaluation_that_changes_the_training_state_stops_the_run(
     policy: Policy, tmp_path: Path, deed: Callable[[Policy], None]
 ) -> None:
     with pytest.raises(InvariantError, match="evaluation changed the training state"):
-        examine(policy, tmp_path, deed)
+        evaluate(policy, tmp_path, deed)
 
 
 def test_an_evaluation_that_only_looks_passes(policy: Policy, tmp_path: Path) -> None:
-    assert examine(policy, tmp_path, nothing) == 2
+    assert evaluate(policy, tmp_path, nothing) == 2

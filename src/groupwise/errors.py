@@ -48,8 +48,8 @@ class RemoteRankError(GroupwiseError):
 
 
 class CallbackError(ConfigError):
-    """A callback of the user raised. The run ended after the step in hand, with a checkpoint."""
+    """A callback of the user raised. The run ended after the current step, with a checkpoint."""
 
 
 class StopTraining(Exception):
-    """Raised by a callback to end the run after the step in hand."""
+    """Raised by a callback to end the run after the current step."""

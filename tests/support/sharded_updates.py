@@ -92,7 +92,7 @@ def shared_gradients(processes: Processes, loss: str, overrides: tuple[str, ...]
     samples = uneven_samples()
     report = learner.update(samples, sequences=14, tokens=sum(s.length for s in samples) + 9)
     weights = {name: whole_of(policy, name, p.detach()) for name, p in policy.owned().items()}
-    return {"gradients": kept, "weights": weights, "report": report, "seen": learner.seen_by_all()}
+    return {"gradients": kept, "weights": weights, "report": report, "seen": learner.all_logprobs()}
 
 
 def whole_of(policy: Policy, name: str, tensor: torch.Tensor) -> Any:

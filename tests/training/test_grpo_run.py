@@ -210,7 +210,7 @@ def test_too_many_failures_end_the_step_early_and_stop_the_run():
     made = collector(answers, prompts=8, refill=3, max_failed=0.5)
     batch = collect_batch(made, 1, cursor=0)
     assert asked(made) == [order(made, 8)]
-    assert len(batch.drawn) == 5  # ten of sixteen rollouts have failed: more than half, whatever comes
+    assert len(batch.all_groups) == 5  # ten of sixteen rollouts have failed: more than half, whatever comes
     with pytest.raises(InvariantError, match="the first: reward value: ValueError: nine"):
         check_failures(batch, limit=0.5)
 
@@ -366,7 +366,9 @@ def small_disk(most: int) -> Iterator[None]:
 def test_a_full_disk_is_one_sentence_and_the_run_goes_on_once_there_is_room(place):
     config = small_config(place, "evaluate.skip=true", "run.max_steps=1")
     run = place / "run"
-    sentence = f"cannot write {run}: File too large; make room, then groupwise train --resume {run} goes on"
+    sentence = (
+        f"cannot write {run}: File too large; make room, then resume with groupwise train --resume {run}"
+    )
     with small_disk(100_000), pytest.raises(CheckpointError, match=f"^{re.escape(sentence)}$"):
         train(config)
     assert RunReader(RunFolder(run)).state() == "stopped"

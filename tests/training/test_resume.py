@@ -102,7 +102,7 @@ def test_an_interrupt_before_the_first_step_says_that_nothing_is_trained_yet(pla
     assert ended.code == 130
     last = ended.out.partition("stopped ")[2].splitlines()
     assert last[0] == f"before the first step, nothing was trained; the run folder is {run}"
-    assert last[-3:] == ["next", f"  groupwise train --resume {run}", "      begins again"]
+    assert last[-3:] == ["next", f"  groupwise train --resume {run}", "      starts again"]
 
 
 def test_a_request_to_terminate_is_honoured_after_saving(place):
@@ -118,7 +118,7 @@ def test_a_second_interrupt_stops_at_once_and_leaves_the_last_checkpoint_whole(p
     signals = [SignalAt("step-000004.parquet", INTERRUPT), SignalAt(".step-000004.tmp-", INTERRUPT, nth=3)]
     ended = run_command(*words(place, run.name, *VARIANTS["full"]), signals=signals)
     assert ended.code == 130
-    assert f"stopped at once; groupwise train --resume {run} goes on" in ended.out
+    assert f"stopped at once; resume with groupwise train --resume {run}" in ended.out
     assert [path.name for path in sorted(run.glob("checkpoints/step-*"))] == ["step-000002", "step-000003"]
     assert run_command("train", "--resume", str(run)).code == 0
     assert_same(run, uninterrupted["full"])
@@ -249,19 +249,19 @@ def test_a_run_that_lost_its_checkpoints_is_not_emptied(copied, how):
     refusal = ended.err.splitlines()[-1]
     assert refusal == (
         f"error: {copied} has records of 4 steps, but no complete checkpoint in {copied / 'checkpoints'} "
-        "to go on from: put one back, or start a new run by "
+        "to resume from: put one back, or start a new run by "
         f"groupwise train --config {copied / 'config.yaml'} run.name=NEW"
     )
     assert everything(copied) == before
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_says_that_it_begins_again(place):
+def test_a_run_that_was_killed_before_its_first_checkpoint_says_that_it_starts_again(place):
     run = place / "early"
     assert run_command(*words(place, run.name), signals=[SignalAt("step-000002.parquet", KILL)]).code == -KILL
     assert not list(run.glob("checkpoints/*"))
     ended = run_command("train", "--resume", str(run))
     assert ended.code == 0
-    assert "the run was stopped before its first checkpoint: it begins again" in ended.out
+    assert "the run was stopped before its first checkpoint; starting again" in ended.out
 
 
 def test_a_reward_that_was_edited_is_refused_and_invents_no_gain(place, tmp_path):

@@ -142,7 +142,7 @@ def clipped(
 def capped_reinforce(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, dict[str, Tensor]]:
     """Return REINFORCE weighted by the ratio, capped at 1 + clip_high (CISPO, arXiv 2506.13585).
 
-    The cap is on the weight, not on the gradient: every token goes on learning. As in the paper there is
+    The cap is on the weight, not on the gradient: every token keeps its gradient. As in the paper there is
     no lower bound; `clip_low` and `clip_two_sided` are not used.
     """
     ratio_T = (tokens.logprobs_T - tokens.old_T).exp().detach()

@@ -96,7 +96,7 @@ class EvolveRun:
             self._populate(start.checkpoint)
             self.recorder.begin(config, done=self.state.step)
             self.base.policy.save_tokenizer(self.folder.tokenizer)
-            if start.begins_again:
+            if start.starts_again:
                 self.recorder.say("the search was stopped before its first checkpoint; starting again")
             if too_long:
                 self.recorder.say(limit.notice(too_long))
@@ -119,13 +119,13 @@ class EvolveRun:
             self._show_evaluation("before", self.before)
         if self._has_steps_left() and self.state.unselected:
             self.state = replace(self.selector.select(self.state), unselected=False)
-        while self._has_steps_left() and not self.interrupt.asked:
+        while self._has_steps_left() and not self.interrupt.requested:
             yield self.state.step + 1
 
     def collect(self, step: int) -> Mapping[int, Batch]:
         """Generate the rollouts of all members for the same prompts, in one batch."""
         result = self.answers.collect(step, self.population.collectors, cursor=self.state.cursor)
-        tokens = sum(tokens_of(batch.drawn) for batch in result.batches.values())
+        tokens = sum(tokens_of(batch.all_groups) for batch in result.batches.values())
         self.state = replace(self.state, cursor=result.cursor, tokens=self.state.tokens + tokens, step=step)
         for slot, reason in result.diverged.items():
             self._diverged(slot, reason)
@@ -175,7 +175,7 @@ class EvolveRun:
         self.state = replace(self.state, reached=reached, unselected=unselected)
         self.recorder.step(step, metrics)
         self.recorder.display.note(table(self.state, self.rewards), new=measuring)
-        if last or selecting or step % self.config.run.save_every == 0 or self.interrupt.asked:
+        if last or selecting or step % self.config.run.save_every == 0 or self.interrupt.requested:
             self._save()
 
     def _has_steps_left(self) -> bool:
@@ -335,7 +335,7 @@ def evolve(
     functions = functions or use_functions(config)
     try_own_loss(config.algo)
     tracker_names(config.track)
-    start = SearchStart.new(config, task=task.name) if resume is None else SearchStart.again(resume, config)
+    start = SearchStart.new(config, task=task.name) if resume is None else SearchStart.resumed(resume, config)
     if done := start.already_done(config):
         start.lock.close()
         open_display().message(done)

@@ -191,7 +191,7 @@ class SearchStart:
     lock: IO[str]
     state: SearchState
     checkpoint: Path | None
-    begins_again: bool = False
+    starts_again: bool = False
     """Whether a resumed search starts over because it has no checkpoint yet."""
 
     @classmethod
@@ -202,7 +202,7 @@ class SearchStart:
         return cls(folder=folder, lock=folder.lock(), state=SearchState(), checkpoint=None)
 
     @classmethod
-    def again(cls, path: Path, config: Config) -> SearchStart:
+    def resumed(cls, path: Path, config: Config) -> SearchStart:
         """Resume from the last checkpoint, after verifying it, or start over if there is none."""
         folder = RunFolder.open(path).absolute()
         folder.check_paths()
@@ -222,7 +222,7 @@ class SearchStart:
             lock.close()
             raise
         again = checkpoint is None
-        return cls(folder=folder, lock=lock, state=state, checkpoint=checkpoint, begins_again=again)
+        return cls(folder=folder, lock=lock, state=state, checkpoint=checkpoint, starts_again=again)
 
     def already_done(self, config: Config) -> str | None:
         """Return a message if no step is left and the final statistics are written; otherwise None."""

@@ -67,9 +67,9 @@ class RunTrial(tune.Trainable):  # type: ignore[misc]
         number = next(self._steps)
         batch = train_step(run, number)
         report = run.learner.report()
-        rollouts = [rollout for group in batch.drawn for rollout in group.valid]
+        rollouts = [rollout for group in batch.all_groups for rollout in group.valid]
         self._tokens += sum(rollout.length for rollout in rollouts)
-        after = run.examiner.after if number == run.config.run.max_steps else None
+        after = run.evaluator.after if number == run.config.run.max_steps else None
         result = {
             "reward": sum(rollout.reward for rollout in rollouts) / max(1, len(rollouts)),
             "accuracy": sum(map(run.task.is_right, rollouts)) / max(1, len(rollouts)),
@@ -86,7 +86,7 @@ class RunTrial(tune.Trainable):  # type: ignore[misc]
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         run = self._run
-        run.recorder.behind.flush()
+        run.recorder.writer.flush()
         save_state(Path(checkpoint_dir), run.state, policy=run.policy, learner=run.learner)
 
     def load_checkpoint(self, checkpoint: str) -> None:

@@ -73,7 +73,7 @@ class Learner:
         self.total_updates = max_steps * optim.updates
         self.updates = 0
         """Optimizer steps so far; the learning-rate schedule depends on it."""
-        self.seen: dict[tuple[int, int], list[float]] = {}
+        self.last_logprobs: dict[tuple[int, int], list[float]] = {}
         """Log-probabilities of the trained tokens in the last pass, by group and member."""
         self.optimizer = make_optimizer(policy, optim)
         self.settings = loss_settings(algo)
@@ -127,7 +127,7 @@ class Learner:
     def _minibatches(
         self, samples: Sequence[Sample], *, sequences: int, tokens: int
     ) -> Iterator[list[MicroBatchInputs]]:
-        self.seen = {}
+        self.last_logprobs = {}
         self._outputs: list[dict[str, Tensor]] = []
         self._losses: list[float] = []
         self._norms: list[float] = []
@@ -173,9 +173,13 @@ class Learner:
             ),
         }
 
-    def seen_by_all(self) -> dict[tuple[int, int], list[float]]:
-        """Return the union of `seen` over all processes."""
-        return {key: logprobs for seen in self.processes.gather(self.seen) for key, logprobs in seen.items()}
+    def all_logprobs(self) -> dict[tuple[int, int], list[float]]:
+        """Return the union of `last_logprobs` over all processes."""
+        return {
+            key: logprobs
+            for seen in self.processes.gather(self.last_logprobs)
+            for key, logprobs in seen.items()
+        }
 
     @property
     def most_bytes(self) -> int:
@@ -323,7 +327,7 @@ class Learner:
         for part, output in counted:
             each = torch.split(output.logprobs_N.float().cpu(), [sample.length for sample in part.members])
             for sample, own_N in zip(part.members, each, strict=True):
-                self.seen[sample.group, sample.member] = own_N.tolist()
+                self.last_logprobs[sample.group, sample.member] = own_N.tolist()
         return StepOutput(
             sum(float(output.loss) for _, output in counted), merge(output.metrics for _, output in counted)
         )

@@ -1,4 +1,4 @@
-"""What every kind of run shares: its folder and story, held-out accuracy, checkpoints, and an end."""
+"""What every kind of run shares: run folder, policy, engine, held-out accuracy, checkpoints, summary."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ ENGINE_METHODS = ("generate", "ready", "make_room", "release")
 
 
 class BaseRun(ABC):
-    """A run from its opening to its last word. Used as a context: leaving it writes the end of the story.
+    """A run, used as a context manager: entering opens its folder, leaving it writes the summary.
 
-    A kind of run says in `read_data` what it learns from, and in `make_parts` how.
+    A subclass reads its data in `read_data` and creates its learner in `make_parts`.
     """
 
     task: Task | None
-    """What is measured; None: nothing but the loss."""
+    """The task that is evaluated. None: only the loss is measured."""
     learner: TrainedState
-    examiner: Evaluator
+    evaluator: Evaluator
     engine_maker: Callable[..., Any] | None = None
     """The user's function that makes the engine, if settings name one."""
 
@@ -89,7 +89,7 @@ class BaseRun(ABC):
                 code = same_code(start.state.code, self.code())
                 self.state = replace(start.state, data=data, code=code)
                 config, recomputing = settled(config, start)
-            # Free memory may differ from process to process: all do what suits the leader.
+            # Free memory may differ between processes: all use the leader's choice.
             config, recomputing = self.processes.gather((config, recomputing))[0]
             self.config = config
             self.state = replace(self.state, settings=asdict(config))
@@ -104,8 +104,8 @@ class BaseRun(ABC):
                     self.recorder.display.message(line)
                 self._load(start, resources)
             self.processes.lead(self._begin)
-            if start.begins_again:
-                self.recorder.say("the run was stopped before its first checkpoint: it begins again")
+            if start.starts_again:
+                self.recorder.say("the run was stopped before its first checkpoint; starting again")
             if start.parent is not None:
                 self.recorder.say(
                     f"{start.parent} continues after step {start.state.step} in a new folder: "
@@ -115,14 +115,14 @@ class BaseRun(ABC):
             tell(recomputing)
             for notice in (*config.notices(), *self.policy.notices(), *self.data_notices()):
                 self.recorder.say(notice)
-            if self.examiner.before is not None:
-                self.recorder.evaluation("before", self.examiner.before)
+            if self.evaluator.before is not None:
+                self.recorder.evaluation("before", self.evaluator.before)
             self.callbacks.control.policy = self.policy
             self.resources = resources.pop_all()
         self.stopping = False
-        """Whether some process was asked to stop; known alike in all after each step."""
+        """Whether a process received a request to stop. All processes have the same value after each step."""
         alone = self.policy.device.type == "cpu" and not launched
-        self.crowd = CPUContention(threads=torch.get_num_threads()) if alone else None
+        self.contention = CPUContention(threads=torch.get_num_threads()) if alone else None
         self.clock = time.monotonic()
 
     def _open_recorder(self, title: str) -> Recorder:
@@ -145,22 +145,22 @@ class BaseRun(ABC):
 
     @abstractmethod
     def read_data(self) -> Split:
-        """Find out what is learned from, before the model is loaded: mistakes there are found at once."""
+        """Read the data before the model is loaded, so that mistakes in it are reported at once."""
 
     def early_warnings(self) -> Iterable[str]:
-        """Return what can be told to be wrong before the model is loaded."""
+        """Return warnings that are known before the model is loaded."""
         return ()
 
     @abstractmethod
     def data_notices(self) -> Iterator[str]:
-        """Yield what a reader should know of the data."""
+        """Yield notices about the data."""
 
     @abstractmethod
     def make_parts(self) -> None:
-        """Make `learner` and `examiner`, and whatever else a step needs, of the policy and the engine."""
+        """Create `learner`, `evaluator` and the other parts of a step from the policy and the engine."""
 
     def _load(self, start: RunStart, resources: ExitStack) -> None:
-        """Make the policy, the engine and the parts that work with them, as they were at the checkpoint."""
+        """Create the policy, the engine and the parts of a step, and restore them from the checkpoint."""
         config = self.config
         model = on_own_device(config.model, self.processes)
         resources.enter_context(deterministic_kernels(device_of(model.device), on=config.run.deterministic))
@@ -176,7 +176,7 @@ class BaseRun(ABC):
         self.make_parts()
         if start.checkpoint is not None:
             load_learner(start.checkpoint, self.learner, start.state)
-        self.examiner.recall(start.state)
+        self.evaluator.recall(start.state)
 
     def _make_engine(self, resources: ExitStack) -> Engine | VllmEngine:
         if self.config.engine.kind == "own":
@@ -184,7 +184,7 @@ class BaseRun(ABC):
         if self.config.engine.kind != "vllm":
             return self._make_own_engine(self.config.engine)
         named, own = self.config.engine.exchange, self.folder.path / "serving"
-        if not named and self.processes.leader:  # with what a session that was killed left there
+        if not named and self.processes.leader:  # removes what a killed session left there, too
             resources.callback(shutil.rmtree, own, ignore_errors=True)
         engine = VllmEngine(
             self.policy,
@@ -210,59 +210,62 @@ class BaseRun(ABC):
         return engine
 
     def steps(self) -> Iterator[int]:
-        """Yield the steps that are left, measured before and after; a signal or a callback stops early."""
+        """Yield the remaining steps and evaluate before the first. A signal or a callback ends them early."""
         self.callbacks.call("on_run_start", self.state.step)
         self.stopping = self._asked_to_stop()
         if self.state.step == 0 and not self.stopping:
-            self.recorder.baseline(self.examine(0))
+            self.recorder.baseline(self.evaluate(0))
             self.stopping = self._asked_to_stop()
         while self.state.step < self.config.run.max_steps and not self.stopping:
             yield self.state.step + 1
 
     def _asked_to_stop(self) -> bool:
-        """Whether a signal or a callback asked some process to stop; known alike in all."""
-        return self.processes.any(self.interrupt.asked or self.callbacks.stopping)
+        """Whether a signal or a callback requested a stop in any process; equal in all processes."""
+        return self.processes.any(self.interrupt.requested or self.callbacks.stopping)
 
     def end_step(self, step: int, *, cursor: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Log the step; evaluate and save when it is time to. Returns what was measured."""
+        """Log the step; evaluate and save a checkpoint if they are due. Return the evaluation metrics."""
         self.state = replace(self.state, step=step, cursor=cursor, updates=self.learner.updates)
-        measured = self.examine(step)
+        measured = self.evaluate(step)
         self.processes.lead(lambda: self.recorder.step(step, {**metrics, **measured}))
-        self._look_around()
+        self._report_contention()
         run = self.config.run
         best = run.keep_best and step == self.state.best_step
         self.stopping = self._asked_to_stop()
         if step == run.max_steps or step % run.save_every == 0 or best or self.stopping:
             self._save()
-            # A callback that was told of the checkpoint may have asked to stop.
+            # A callback may request a stop when it is notified of the checkpoint.
             self.stopping = self._asked_to_stop() if self.callbacks.present else self.stopping
         return measured
 
-    def _look_around(self) -> None:
-        """After the first step, tell who else computes here."""
-        if self.crowd is not None and (notice := self.crowd.notice()):
+    def _report_contention(self) -> None:
+        """After the first step, report other processes that use the same cores."""
+        if self.contention is not None and (notice := self.contention.notice()):
             self.recorder.say(notice)
-        self.crowd = None
+        self.contention = None
 
-    def examine(self, step: int) -> dict[str, float]:
-        """Measure held-out accuracy if it is time to, without touching the training state."""
-        if not self.examiner.due(step):
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Measure held-out accuracy if an evaluation is due. The training state does not change."""
+        if not self.evaluator.due(step):
             return {}
         self.callbacks.call("before_evaluation", step)
-        result = self.examiner.examine(step, learner=self.learner)
+        result = self.evaluator.evaluate(step, learner=self.learner)
         last = step == self.config.run.max_steps
         self.recorder.evaluation("before" if step == 0 else "after" if last else f"at step {step}", result)
         if step > 0:
             self.state = self.state.with_accuracy(sum(result.averages) / len(result.averages))
-        scores = {**result.metrics(), **(self._examine_test_sets(step) if self.examiner.at_end(step) else {})}
+        scores = {
+            **result.metrics(),
+            **(self._evaluate_test_sets(step) if self.evaluator.at_end(step) else {}),
+        }
         self.callbacks.call("after_evaluation", step, scores)
         return scores
 
-    def _examine_test_sets(self, step: int) -> dict[str, float]:
+    def _evaluate_test_sets(self, step: int) -> dict[str, float]:
         """Measure the further test sets; their metrics carry their names."""
         metrics: dict[str, float] = {}
         when = "before" if step == 0 else "after"
-        for name, result in self.examiner.examine_test_sets(step).items():
+        for name, result in self.evaluator.evaluate_test_sets(step).items():
             self.recorder.say(f"test set {name}, {when}: {result.summary()}")
             own = result.metrics().items()
             metrics |= {key.replace("eval/", f"eval/{name}/", 1): value for key, value in own}
@@ -273,7 +276,7 @@ class BaseRun(ABC):
         self.state = replace(self.state, seconds=self.state.seconds + now - self.clock)
         self.clock = now
         self.callbacks.call("before_checkpoint", self.state.step)
-        # A checkpoint stands for everything before it, rollouts included.
+        # Everything before a checkpoint must be on disk, rollouts included.
         self.processes.lead(self.recorder.flush)
         save_state(
             self.folder.checkpoints,
@@ -302,10 +305,10 @@ class BaseRun(ABC):
             self.resources.__exit__(kind, error, trace)
             return
         with self.resources:
-            self._prune()  # a session killed after its last checkpoint left one too many
+            self._prune()  # a session killed after its last checkpoint may leave one too many
             if (reason := self.callbacks.control.stop_reason) is not None:
                 self.recorder.say(f"a callback stopped the run{f': {reason}' if reason else ''}")
-            before, after = self.examiner.before, self.examiner.after
+            before, after = self.evaluator.before, self.evaluator.after
             self.recorder.end(
                 summary_of(
                     self.config,
@@ -313,10 +316,10 @@ class BaseRun(ABC):
                     folder=self.folder,
                     before=before,
                     after=after,
-                    test_sets=self.examiner.measured,
+                    test_sets=self.evaluator.measured,
                     correct=correct_rule(self.task) if self.task else "",
                 ),
-                stats_of(self.state, before=before, after=after, test_sets=self.examiner.measured),
+                stats_of(self.state, before=before, after=after, test_sets=self.evaluator.measured),
             )
             self.callbacks.call("on_run_end", self.state.step)
             then = resume_words(self.config, self.folder)
@@ -324,14 +327,14 @@ class BaseRun(ABC):
 
 
 def on_own_device(model: ModelConfig, processes: Processes) -> ModelConfig:
-    """Of several processes on a machine with GPUs, each has one of its own."""
+    """Give each process its own GPU if there are several processes and GPUs."""
     if processes.count == 1 or model.device == "cpu" or not torch.cuda.is_available():
         return model
     return replace(model, device=f"cuda:{processes.local_rank}")
 
 
 def settled(config: Config, start: RunStart) -> tuple[Config, str]:
-    """Choose what depends on the memory that is free, and say why; a resumed run keeps what was chosen."""
+    """Choose the settings that depend on free memory, and explain the choice. A resumed run keeps them."""
     config = with_recomputing(as_launched(config), start.recomputing)
     model = replace(config.model, name=str(model_folder(config.model.name)))
     device = device_of(model.device)

@@ -1,7 +1,7 @@
 """Callbacks: the user's code at the stages of a run.
 
-A callback may look at everything and stop the run. One that raises ends the run after the step in hand, with
-a checkpoint. Hooks run in the leader process only.
+A callback may read everything and stop the run. If it raises, the run ends after the current step, with a
+checkpoint. Hooks run in the leader process only.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class RunControl:
         return self.config.run.max_steps
 
     def stop(self, reason: str = "") -> None:
-        """End the run after the step in hand, with a checkpoint; as `raise gw.StopTraining(reason)` does."""
+        """End the run after the current step, with a checkpoint, as `raise gw.StopTraining(reason)` does."""
         self.stop_reason = reason
 
 
 class Callback:
-    """Base class of callbacks: override the hooks that you need. Any object with such methods will do.
+    """Base class of callbacks: override the hooks that you need. Any object with such methods works.
 
     With several processes the leader calls the hooks, on its share of the groups. With rollout.overlap, the
     hooks of rollout and score run in the thread that collects the next batch; never two hooks at a time.
@@ -59,7 +59,7 @@ class Callback:
         """After the last step, however the run ended."""
 
     def before_rollout(self, run: RunControl) -> None:
-        """Before answers are generated; once more for each refill (`rollout.refill`)."""
+        """Before answers are generated, and again for each refill (`rollout.refill`)."""
 
     def after_rollout(self, run: RunControl, groups: Sequence[Group]) -> None:
         """With the answers, not yet scored."""
@@ -93,7 +93,7 @@ HOOKS = tuple(name for name in vars(Callback) if name.startswith(("on_", "before
 
 
 def check_callback(callback: object) -> None:
-    """Refuse an object without hooks, or with a method that looks like a hook and is none."""
+    """Refuse an object without hooks, or with a misspelled hook."""
     name = type(callback).__qualname__
     looks_like_one = [
         method
@@ -108,7 +108,7 @@ def check_callback(callback: object) -> None:
 
 
 class Callbacks:
-    """Calls the hooks of all callbacks, and keeps what they asked for or failed with."""
+    """Calls the hooks of all callbacks, and stores their stop requests and errors."""
 
     def __init__(self, callbacks: Sequence[object], control: RunControl, *, leader: bool = True) -> None:
         self.callbacks = tuple(callbacks) if leader else ()
@@ -120,11 +120,11 @@ class Callbacks:
 
     @property
     def stopping(self) -> bool:
-        """Whether a callback asked to stop, or failed. Only the leader knows."""
+        """Whether a callback requested a stop or failed. Only set in the leader."""
         return self.control.stop_reason is not None or self.failure is not None
 
     def call(self, hook: str, step: int, *arguments: Any) -> None:
-        """Call a hook of every callback. What it raises stops the run after the step in hand."""
+        """Call a hook of every callback. An exception stops the run after the current step."""
         if not self.callbacks:
             return
         with self._lock:
@@ -153,6 +153,6 @@ class Callbacks:
             self.failure.__cause__ = error
 
     def raise_failure(self, then: str) -> None:
-        """Raise what a callback failed with, and say how to resume."""
+        """Raise the error of a callback, with how to resume the run."""
         if self.failure is not None:
             raise CallbackError(f"{self.failure}; {then}") from self.failure.__cause__

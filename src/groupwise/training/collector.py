@@ -32,37 +32,37 @@ from groupwise.training.curriculum import NOTHING_KNOWN, Rates, check_kinds, cho
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What a step trains on, and what was drawn for it in vain."""
+    """The groups that a step trains on, and those that were sampled and dropped."""
 
     groups: tuple[Group, ...]
     dropped: tuple[Group, ...]
-    """Groups without signal, not trained on."""
+    """Groups without a learning signal, which are not trained on."""
     replaced: int
-    """Fresh groups that were drawn in the place of dropped ones."""
+    """Number of groups that were sampled to replace dropped ones."""
     cursor: int
-    """Where in the training data the next step begins."""
+    """Position in the training data where the next step begins."""
     rates: Rates
-    """How often each kind of example succeeds, as far as a curriculum has to know it."""
+    """Success rate of each kind of example, for the curriculum."""
     passed_over: int
-    """Training examples that the curriculum did not ask."""
+    """Training examples that the curriculum skipped."""
     rollout_seconds: float
     reward_seconds: float
     tool_seconds: float = 0.0
-    """Of the rollouts' time, what tools took; beside the generator, the most that they can have taken."""
+    """Part of the rollout time that tools took; an upper bound if they ran beside the engine."""
     judged: Mapping[str, int] = field(default_factory=dict)
-    """What language models as judges cost: calls and tokens, by kind; empty without one."""
+    """Calls and tokens of LLM judges, by kind; empty without a judge."""
     logged: Mapping[str, float] = field(default_factory=dict)
-    """Means of what TRL-style rewards logged by `log_metric`."""
+    """Mean of each metric that TRL-style rewards logged with `log_metric`."""
 
     @property
-    def drawn(self) -> tuple[Group, ...]:
-        """Every group, trained on or not: what the policy's rewards are measured on."""
+    def all_groups(self) -> tuple[Group, ...]:
+        """Return every sampled group, trained on or dropped. Rewards are measured on these."""
         return self.groups + self.dropped
 
 
 @dataclass(slots=True)
 class StageTimes:
-    """Seconds of one process in one round."""
+    """Time that one process spent in one round, in seconds."""
 
     rollout: float = 0.0
     reward: float = 0.0
@@ -71,21 +71,21 @@ class StageTimes:
 
 @dataclass(slots=True, kw_only=True)
 class BatchDraft:
-    """A batch in the making: what the stages of a step hand on to each other."""
+    """A batch under construction: the state that the stages of a step share."""
 
     step: int
     cursor: int
     rates: Rates
     context: RewardContext
     spent: Counter[str]
-    """What judges had cost before this step."""
-    kept: list[Group] = field(default_factory=list)
+    """Calls and tokens of judges before this step."""
+    with_signal: list[Group] = field(default_factory=list)
     """Groups with a learning signal."""
-    silent: list[Group] = field(default_factory=list)
+    without_signal: list[Group] = field(default_factory=list)
     passed_over: int = 0
     rounds: int = 0
     expected: int = 0
-    """Rollouts of the step, when this round is done."""
+    """Number of rollouts of the step after this round."""
     times: StageTimes = field(default_factory=StageTimes)
     rollout_seconds: float = 0.0
     reward_seconds: float = 0.0
@@ -93,11 +93,11 @@ class BatchDraft:
 
     @property
     def groups(self) -> list[Group]:
-        return self.kept + self.silent
+        return self.with_signal + self.without_signal
 
 
 class Collector:
-    """The stages that make a batch, and what does not change between steps."""
+    """Implements the stages that make a batch, and holds what does not change between steps."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Collector:
         self.codec = codec
         self.engine = engine
         self.when_late = when_late
-        """Called when a reward has taken longer than its limit."""
+        """Called when a reward has exceeded its time limit."""
         if config.rollout.curriculum > 1:
             check_kinds(task, split)
         self.tools = task.multi_turn(config.tools)
@@ -135,16 +135,16 @@ class Collector:
         return BatchDraft(step=step, cursor=cursor, rates=rates, context=context, spent=spent)
 
     def needs_groups(self, draft: BatchDraft) -> bool:
-        """Whether to go another round: groups are missing, and neither refills nor failures are used up."""
+        """Whether to sample another round: groups are missing, refills are left, and few rollouts failed."""
         return (
             draft.rounds < 1 + self.config.rollout.refill
-            and len(draft.kept) < self.config.rollout.prompts
+            and len(draft.with_signal) < self.config.rollout.prompts
             and not too_many_failed(draft.groups, limit=self.config.task.max_failed)
         )
 
     def sample_prompts(self, draft: BatchDraft) -> Sequence[Example]:
-        """Take the next training examples; a curriculum chooses among several for each."""
-        missing = self.config.rollout.prompts - len(draft.kept)
+        """Take the next training examples. A curriculum chooses them from several candidates."""
+        missing = self.config.rollout.prompts - len(draft.with_signal)
         candidates, draft.cursor = self.split.take(draft.cursor, missing * self.config.rollout.curriculum)
         examples: Sequence[Example] = candidates
         if len(candidates) != missing:
@@ -168,7 +168,7 @@ class Collector:
                 engine=self.engine,
                 sampling=self.config.rollout.sampling,
                 group_size=self.config.rollout.group_size,
-                # The count tells apart one example drawn in two rounds of a step.
+                # The count distinguishes the seeds of an example that is sampled in two rounds of a step.
                 seed_parts=(self.config.run.seed, "train", draft.step, len(draft.groups)),
                 tools=self.tools,
                 share=self.processes.share,
@@ -181,16 +181,16 @@ class Collector:
         return groups
 
     def score(self, draft: BatchDraft, groups: list[Group]) -> list[Group]:
-        """Reward every rollout of this process; stop early where too many cannot be scored."""
+        """Score every rollout of this process. Stop early if too many cannot be scored."""
         self._tell("before_score", draft, groups)
         started = time.perf_counter()
         enough, failed = self.config.task.max_failed * draft.expected, failures(draft.groups)
         with self.processes.together(), TimeLimits(self.config.task.reward_seconds) as limit:
             for number, group in enumerate(groups):
-                # In place: otherwise scored copies add up until garbage is collected while scoring.
+                # In place, so that memory does not grow with scored copies.
                 groups[number] = scored = self.reward_group(group, limit, draft.context)
                 failed += failures([scored])
-                # Slow failures, such as time-outs, are not waited for once there are too many.
+                # Do not wait for more slow failures, such as timeouts, once there are too many.
                 if failed > enough:
                     del groups[number + 1 :]
                     break
@@ -201,11 +201,11 @@ class Collector:
     def _tell(self, hook: str, draft: BatchDraft, *arguments: Sequence[Group]) -> None:
         """Call a hook of the run's callbacks."""
         if self.callbacks is not None:
-            # A copy: the stages replace the groups of their list one by one.
+            # Pass a copy: the stages replace the groups of their list in place.
             self.callbacks.call(hook, draft.step, *map(tuple, arguments))
 
     def advantages(self, draft: BatchDraft, groups: list[Group]) -> list[Group]:
-        """Compare each rollout with its group."""
+        """Set the advantage of each rollout relative to its group."""
         started = time.perf_counter()
         with self.processes.together():
             for number, group in enumerate(groups):
@@ -214,7 +214,7 @@ class Collector:
         return groups
 
     def add(self, draft: BatchDraft, own: list[Group]) -> None:
-        """Add the groups of all processes to the batch: those with a learning signal, and the others."""
+        """Gather the groups of all processes, and separate those with a learning signal from the others."""
         slowest = self.processes.gather(draft.times)
         draft.rollout_seconds += max(each.rollout for each in slowest)
         draft.reward_seconds += max(each.reward for each in slowest)
@@ -222,21 +222,21 @@ class Collector:
         groups = self.processes.joined(own)
         if self.config.rollout.curriculum > 1:
             draft.rates = updated(draft.rates, groups, task=self.task)
-        draft.kept += [group for group in groups if has_signal(group)]
-        draft.silent += [group for group in groups if not has_signal(group)]
+        draft.with_signal += [group for group in groups if has_signal(group)]
+        draft.without_signal += [group for group in groups if not has_signal(group)]
         draft.rounds += 1
 
     def finish(self, draft: BatchDraft) -> Batch:
-        """Close the batch. Without refills nothing is dropped: silent groups count in the loss's mean."""
-        kept, silent = draft.kept, draft.silent
-        replaced = len(kept) + len(silent) - self.config.rollout.prompts
+        """Return the batch. Without refills no group is dropped: all of them count in the loss's mean."""
+        groups, dropped = draft.with_signal, draft.without_signal
+        replaced = len(groups) + len(dropped) - self.config.rollout.prompts
         if not self.config.rollout.refill:
-            kept, silent = kept + silent, []
+            groups, dropped = groups + dropped, []
         if self.config.algo.advantage == BATCH_STD:
-            kept = scaled_by_batch(kept, [*kept, *silent])
+            groups = scaled_by_batch(groups, [*groups, *dropped])
         return Batch(
-            groups=tuple(kept),
-            dropped=tuple(silent),
+            groups=tuple(groups),
+            dropped=tuple(dropped),
             replaced=replaced,
             cursor=draft.cursor,
             rates=draft.rates,
@@ -249,7 +249,7 @@ class Collector:
         )
 
     def reward_group(self, group: Group, limit: TimeLimit, context: RewardContext | None = None) -> Group:
-        """Reward the rollouts of a group, each reward within the limit, and combine the rewards."""
+        """Score the rollouts of a group within the time limit, and combine their rewards."""
         task, algo = self.task, self.config.algo
         group = score_within(limit, group, rewards=task.rewards, weights=task.weights, context=context)
         group = with_combined(group, kind=algo.combine, weights=task.weights)
@@ -267,22 +267,22 @@ class Collector:
         return with_advantages(group, kind=algo.advantage, weights=task.weights, chosen=chosen)
 
     def shown_reward(self, rollout: Rollout) -> float:
-        """The overall reward to show: `pca` centres each group on 0, so there the weighted sum is shown."""
+        """Return the reward to show: with `algo.combine=pca`, which centres each group, the weighted sum."""
         if self.config.algo.combine == "pca":
             return weighted_sum(rollout.rewards, self.task.weights)
         return rollout.reward
 
 
 def means_of(logged: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    """The mean of each metric over what all processes logged."""
+    """Return the mean of each metric over the values that all processes logged."""
     names = sorted({name for own in logged for name in own})
     return {name: fmean(value for own in logged for value in own.get(name, ())) for name in names}
 
 
 def check_failures(batch: Batch, *, limit: float) -> None:
-    """Stop the run when too many rollouts of a step could not be scored."""
-    if too_many_failed(batch.drawn, limit=limit):
-        share = failures(batch.drawn) / rollouts_in(batch.drawn)
+    """Stop the run if too many rollouts of a step failed."""
+    if too_many_failed(batch.all_groups, limit=limit):
+        share = failures(batch.all_groups) / rollouts_in(batch.all_groups)
         first = first_error(batch)
         raise InvariantError(
             f"{share:.0%} of the rollouts failed (task.max_failed is {limit:g}); the first: {first}"
@@ -290,7 +290,7 @@ def check_failures(batch: Batch, *, limit: float) -> None:
 
 
 def first_error(batch: Batch) -> str | None:
-    return next((r.error for group in batch.drawn for r in group.rollouts if r.error is not None), None)
+    return next((r.error for group in batch.all_groups for r in group.rollouts if r.error is not None), None)
 
 
 def too_many_failed(groups: Sequence[Group], *, limit: float) -> bool:
@@ -306,5 +306,5 @@ def rollouts_in(groups: Sequence[Group]) -> int:
 
 
 def has_signal(group: Group) -> bool:
-    """Whether the group moves the policy: some answer was better than another."""
+    """Whether the group has a learning signal: some advantage is not 0. Groups without one are refilled."""
     return any(rollout.has_signal for rollout in group.rollouts)

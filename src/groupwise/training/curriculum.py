@@ -10,16 +10,16 @@ from groupwise.seeds import derive_seed
 from groupwise.tasks import ExampleStream, Split, Task
 
 Rates = Mapping[str, Sequence[float]]
-"""For each kind of example, answers given and answers right, both fading."""
+"""For each kind of example: counts of scored and of right answers, with exponential decay."""
 NOTHING_KNOWN: Rates = {}
 FADING = 0.9
-"""What an earlier group still counts when the next one of its kind is scored."""
+"""Decay factor of the counts at each group of the same kind."""
 LEAST = 0.05
-"""Weight of a kind that seems to teach nothing: it is asked now and then, since the policy changes."""
+"""Lowest weight of a kind. It is still sampled now and then, because the policy changes."""
 
 
 def check_kinds(task: Task, split: Split) -> None:
-    """Refuse a curriculum where no example is like an earlier one."""
+    """Refuse a curriculum if no two examples are of the same kind."""
     if isinstance(split.train, ExampleStream) and task.difficulty is None:
         raise ConfigError(
             f"rollout.curriculum: task {task.name} makes endless examples and does not say how they are "
@@ -28,13 +28,13 @@ def check_kinds(task: Task, split: Split) -> None:
 
 
 def kind_of(task: Task, example: Example) -> str:
-    """Return what an example is counted as: its difficulty, or itself where the task names none."""
+    """Return the kind of an example: its difficulty, or its fingerprint if the task defines none."""
     named = task.difficulty(example) if task.difficulty else None
     return named if named is not None else example.fingerprint
 
 
 def success(rates: Rates, kind: str) -> float:
-    """Return how often an answer to this kind is right; one half before anything is known."""
+    """Return the estimated success rate of a kind; 0.5 before the first answer."""
     given, right = rates.get(kind, (0.0, 0.0))
     return (right + 1) / (given + 2)
 
@@ -42,7 +42,7 @@ def success(rates: Rates, kind: str) -> float:
 def choose(
     candidates: Sequence[Example], count: int, *, task: Task, rates: Rates, seed_parts: tuple[int | str, ...]
 ) -> list[Example]:
-    """Draw `count` of the candidates without replacement, each by how much its answers will vary.
+    """Sample `count` candidates without replacement, weighted by the expected variance of their answers.
 
     Every candidate draws u^(1/weight) and the largest win (Efraimidis & Spirakis 2006).
     """
@@ -57,7 +57,7 @@ def choose(
 
 
 def updated(rates: Rates, groups: Iterable[Group], *, task: Task) -> dict[str, Sequence[float]]:
-    """Return the rates with these groups counted in; answers that could not be scored count as neither."""
+    """Return the rates with these groups counted. Failed rollouts are not counted."""
     known = dict(rates)
     for group in groups:
         kind = kind_of(task, group.example)

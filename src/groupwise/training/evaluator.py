@@ -1,4 +1,4 @@
-"""Held-out accuracy before, during and after a run, kept in its folder."""
+"""Measure held-out accuracy before, during and after a run, and save it in the run folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BEFORE, AFTER = "before", "after"
 
 
 class Evaluator:
-    """Asks the same held-out questions with the same noise each time, so results can be paired."""
+    """Evaluates the same held-out examples with the same seeds each time, so that results can be paired."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Evaluator:
         """Each test set's evaluations before and after training."""
 
     def recall(self, state: RunState) -> None:
-        """Read back what an earlier session measured."""
+        """Load the evaluations of an earlier session."""
         if state.step > 0:
             self.before = read_evaluation(self.folder, BEFORE)
         if state.step >= self.config.run.max_steps:
@@ -63,7 +63,7 @@ class Evaluator:
             self.measured[name] = (read_evaluation(self.folder, f"{name}/{BEFORE}"), after)
 
     def due(self, step: int) -> bool:
-        """Whether there is something to measure, and now is the time: before, after and every few steps."""
+        """Whether to evaluate now: before the first step, after the last, every `evaluate.every` steps."""
         every = self.config.evaluate.every
         ends = step in (0, self.config.run.max_steps)
         return bool(self.examples) and (ends or (every > 0 and step % every == 0))
@@ -72,7 +72,7 @@ class Evaluator:
         """Whether a step is the first or the last: then the further test sets are measured, too."""
         return step in (0, self.config.run.max_steps)
 
-    def examine_test_sets(self, step: int) -> dict[str, Evaluation]:
+    def evaluate_test_sets(self, step: int) -> dict[str, Evaluation]:
         """Evaluate on the further test sets, and write the results into a folder for each."""
         results: dict[str, Evaluation] = {}
         for name, rows in self.test_sets.items():
@@ -103,7 +103,7 @@ class Evaluator:
             processes=self.processes,
         )
 
-    def examine(self, step: int, *, learner: TrainedState) -> Evaluation:
+    def evaluate(self, step: int, *, learner: TrainedState) -> Evaluation:
         """Evaluate on all held-out examples, or on the first few during the run, and write the result."""
         ends = {0: BEFORE, self.config.run.max_steps: AFTER}
         untouched = fingerprint(self.codec, learner)

@@ -1,4 +1,4 @@
-"""A GRPO run: the parts that the stages of `training.loop` work with, and what surrounds a step."""
+"""A GRPO run: what each stage of `training.loop` does, and the parts it uses."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class GRPORun(BaseRun):
         self.task = task
         self.functions = functions or UserFunctions()
         self.engine_maker = self.functions.engine
-        self.told_failures: set[str] = set()
-        """Rewards whose first failure was shown."""
+        self.reported_failures: set[str] = set()
+        """Names of rewards whose first failure was shown."""
         super().__init__(
             config, title=task.name, start=start, processes=processes, callbacks=self.functions.callbacks
         )
@@ -98,7 +98,7 @@ class GRPORun(BaseRun):
             when_late=self.interrupt.end_hanging_step,
             callbacks=self.callbacks,
         )
-        self.examiner = Evaluator(
+        self.evaluator = Evaluator(
             config,
             task=task,
             examples=split.held_out,
@@ -129,7 +129,7 @@ class GRPORun(BaseRun):
         if step % self.config.track.rollouts_every == 0:
             self.recorder.rollouts(step, batch)
             self.recorder.completions(step, batch, is_perfect=self.task.is_perfect)
-        self._tell_failures()
+        self._report_failures()
         self.recorder.last_error = first_error(batch) or self.recorder.last_error
         check_failures(batch, limit=self.config.task.max_failed)
         if self.config.rollout.overlap and step < self.config.run.max_steps:
@@ -139,14 +139,14 @@ class GRPORun(BaseRun):
                 )
         return batch
 
-    def _tell_failures(self) -> None:
-        """Show each reward's first failure, with its traceback, once."""
-        for name in self.collector.failures.keys() - self.told_failures:
-            self.told_failures.add(name)
-            self.recorder.warn_at_length(f"reward {name} failed: {self.collector.failures[name]}")
+    def _report_failures(self) -> None:
+        """Show the first failure of each reward once, with its traceback."""
+        for name in self.collector.failures.keys() - self.reported_failures:
+            self.reported_failures.add(name)
+            self.recorder.warn_lines(f"reward {name} failed: {self.collector.failures[name]}")
 
     def early_warnings(self) -> Iterator[str]:
-        """Try the rewards on one example: most mistakes in them show before the model loads."""
+        """Call the rewards on one example, to find most mistakes in them before the model loads."""
         if self.state.step == 0 and self.processes.leader:
             (example,), _ = self.split.take(0, 1)
             context = RewardContext(
@@ -157,12 +157,12 @@ class GRPORun(BaseRun):
             for name, failure in failures_on_trial(
                 self.task, example, seconds=seconds, context=context
             ).items():
-                self.told_failures.add(name)
+                self.reported_failures.add(name)
                 yield from f"reward {name} failed on a trial answer: {failure}".splitlines()
 
     def minibatches(self, step: int, batch: Batch) -> Iterator[list[MicroBatchInputs]]:
         """Return the mini-batches that this step trains on."""
-        # Dropout is the only randomness that torch draws by itself: its seed derives from the step, too.
+        # Dropout is the only randomness that torch generates itself: derive its seed from the step.
         others = () if self.processes.leader else (self.processes.rank,)
         torch.manual_seed(derive_seed(self.config.run.seed, "update", step, *others))
         self.update_began = time.perf_counter()
@@ -170,17 +170,17 @@ class GRPORun(BaseRun):
         self.engine.make_room(self.learner.most_bytes)  # the KV cache may hold memory that the update needs
         return self.learner.minibatches(batch.groups)
 
-    def examine(self, step: int) -> dict[str, float]:
-        """Measure held-out accuracy if it is time to; what is being drawn needs the servers' old weights."""
-        if self.examiner.due(step):
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Evaluate if it is due. Wait for prefetching first: it needs the servers' old weights."""
+        if self.evaluator.due(step):
             self.prefetcher.wait()
-        return super().examine(step)
+        return super().evaluate(step)
 
     def log(self, step: int, batch: Batch) -> None:
-        """Log the step; evaluate and save when it is time to."""
+        """Log the step; evaluate and save a checkpoint if they are due."""
         report = self.learner.report()
         if step % self.config.track.rollouts_every == 0:
-            self.recorder.updates(step, self.learner.seen_by_all())
+            self.recorder.updates(step, self.learner.all_logprobs())
         ended = time.perf_counter()
         speed = speed_metrics(
             batch,

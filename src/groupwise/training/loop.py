@@ -1,6 +1,6 @@
 """The training loop: sample prompts → rollout → score → advantage → loss → update → log.
 
-`train` opens a run, `train_step` and `collect_batch` are the seven stages.
+`train` opens a run; `train_step` and `collect_batch` call the seven stages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def train(
     task: Task | None = None,
     functions: UserFunctions | None = None,
 ) -> Path:
-    """Train, and return the run's folder. `resume` goes on, bit for bit, from a run's last checkpoint.
+    """Train and return the run's folder. `resume` continues a run exactly from its last checkpoint.
 
     `functions` are the user's own that the settings name; None: they are loaded here.
     """
@@ -44,7 +44,7 @@ def train(
     try_own_loss(config.algo)
     for callback in functions.callbacks:
         check_callback(callback)
-    tracker_names(config.track)  # a missing one is found before a folder is made
+    tracker_names(config.track)  # report a missing tracker before a folder is created
     with isolated(task) as task, joined_processes() as processes:
         return train_with(processes, config, task, resume, functions)
 
@@ -55,7 +55,7 @@ def train_with(
     """Train as one of these processes."""
     start = RunStart.shared(
         processes,
-        lambda: RunStart.new(config, task=task.name) if resume is None else RunStart.again(resume, config),
+        lambda: RunStart.new(config, task=task.name) if resume is None else RunStart.resumed(resume, config),
     )
     if done := start.already_done(config):
         start.lock.close()
@@ -73,8 +73,8 @@ def train_with(
 
 
 def train_step(run: GRPORun, step: int) -> Batch:
-    """Make one step of GRPO, stage by stage."""
-    batch = run.next_batch(step, collect_batch)  # stages 1 to 4, or the batch that they made ahead
+    """Run one step of GRPO, stage by stage."""
+    batch = run.next_batch(step, collect_batch)  # stages 1 to 4, or a prefetched batch
     for minibatch in run.minibatches(step, batch):
         run.learner.compute_loss(minibatch)  # 5 loss: forward and backward
         run.learner.step()  # 6 update: the optimizer
@@ -83,7 +83,7 @@ def train_step(run: GRPORun, step: int) -> Batch:
 
 
 def collect_batch(collector: Collector, step: int, *, cursor: int, rates: Rates = NOTHING_KNOWN) -> Batch:
-    """Make the batch of a step. Groups without a learning signal are refilled (`rollout.refill`)."""
+    """Collect the batch of a step. Groups without a learning signal are refilled (`rollout.refill`)."""
     draft = collector.begin(step, cursor=cursor, rates=rates)
     while collector.needs_groups(draft):
         prompts = collector.sample_prompts(draft)  # 1 sample prompts

@@ -1,4 +1,4 @@
-"""Everything a run says: on the screen, in its folder and to trackers."""
+"""Log a run: to the terminal, to the files of its folder, and to trackers."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from groupwise.training.collector import Batch
 logger = logging.getLogger(__name__)
 
 SAMPLE_ROWS = 4
-"""Rollouts that trackers get to show at an evaluation."""
+"""Number of rollouts sent to trackers at an evaluation."""
 
 
 class Recorder:
-    """Shows the run from its making on, and writes once `begin` is called."""
+    """Shows the run on the terminal. Writes files only after `begin`."""
 
     def __init__(self, folder: RunFolder, *, title: str, total: int, done: int) -> None:
         self.folder = folder
@@ -50,21 +50,21 @@ class Recorder:
         self.measured = EvaluationFiles(folder).read
         self.trackers: list[Tracker] = []
         self.first: Evaluation | None = None
-        """The first evaluation, which later ones are compared with."""
-        self.told: set[str] = set()
-        """Alarms that were told, by name."""
+        """The first evaluation: the baseline of later ones."""
+        self.shown_alarms: set[str] = set()
+        """Names of alarms that were shown."""
         self.last_error: str | None = None
-        """Why the latest rollout to fail did."""
+        """Error of the most recent failed rollout."""
         self.reports = False
-        self.behind = BackgroundWriter()
+        self.writer = BackgroundWriter()
         self.resources = ExitStack()
-        self.resources.callback(self.behind.close)
+        self.resources.callback(self.writer.close)
         self.display: Display = open_display()
         self.resources.callback(self.display.close)
         self.display.start(total, title, done=done)
 
     def begin(self, config: Config, *, done: int) -> None:
-        """Open the folder's files; forget what a killed session wrote after step `done`: it is made again."""
+        """Open the folder's files. Remove what a killed session wrote after step `done`."""
         by_step = (self.folder.rollouts, self.folder.updates, self.folder.completions)
         for folder in (self.folder.path, self.folder.evaluations, self.folder.plots, *by_step):
             for leftover in folder.glob(".*.tmp-*"):
@@ -94,30 +94,30 @@ class Recorder:
             )
 
     def say(self, sentence: str) -> None:
-        """Say something that a reader of the screen or of the log should know."""
+        """Show a notice on the terminal and log it."""
         self.display.message(sentence)
         logger.info(sentence)
 
     def warn(self, sentence: str) -> None:
-        """Say that something went wrong that the run can do without."""
+        """Show and log a failure that does not stop the run."""
         self.display.message(sentence)
         logger.warning(sentence)
 
-    def warn_at_length(self, text: str) -> None:
-        """Warn in several lines, such as those of a traceback."""
+    def warn_lines(self, text: str) -> None:
+        """Show and log a warning of several lines, such as a traceback."""
         for line in text.splitlines():
             self.display.message(line)
         logger.warning(text)
 
     def rollouts(self, step: int, batch: Batch) -> None:
-        self.behind.submit(write_rollouts, self.folder.rollouts_at(step), step, batch.drawn)
+        self.writer.submit(write_rollouts, self.folder.rollouts_at(step), step, batch.all_groups)
 
     def updates(self, step: int, seen: Mapping[tuple[int, int], Sequence[float]]) -> None:
-        self.behind.submit(write_updates, self.folder.updates_at(step), seen)
+        self.writer.submit(write_updates, self.folder.updates_at(step), seen)
 
     def completions(self, step: int, batch: Batch, *, is_perfect: Callable[[Rollout], bool]) -> None:
         path = self.folder.completions_at(step)
-        self.behind.submit(write_completions, path, batch.drawn, is_perfect=is_perfect)
+        self.writer.submit(write_completions, path, batch.all_groups, is_perfect=is_perfect)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.metrics.append(step, metrics)
@@ -130,15 +130,15 @@ class Recorder:
         self.alarms()
 
     def alarms(self) -> None:
-        """Tell each alarm the first time that it is raised."""
+        """Show each alarm when it is first raised."""
         for alarm in alarms(self.rows(), self.measured()):
-            if alarm.active and alarm.name not in self.told:
-                self.told.add(alarm.name)
+            if alarm.active and alarm.name not in self.shown_alarms:
+                self.shown_alarms.add(alarm.name)
                 reason = f" One of them: {self.last_error}" if alarm.name == "failures" else ""
                 self.warn(f"alarm at step {alarm.last}: {alarm.title}. {alarm.saw}{reason}")
 
     def evaluation(self, when: str, result: Evaluation) -> None:
-        # During a run fewer prompts are asked than before it: only the same ones can be compared.
+        # An evaluation during the run has fewer prompts than the first one: compare the common ones only.
         self.first = self.first or result
         same = self.first.on(result.examples)
         first = same.scores() if same.examples else None
@@ -146,19 +146,19 @@ class Recorder:
         logger.info("evaluation %s: %s", when, result.summary())
 
     def baseline(self, metrics: Mapping[str, float]) -> None:
-        """Tell trackers what the policy could do before training: where every curve begins."""
+        """Send the accuracy before training to trackers as step 0."""
         for tracker in self.trackers:
             tracker.log(0, metrics)
 
     def samples(self, step: int, batch: Batch) -> None:
-        if batch.drawn:
-            self.display.note(sample_note(step, batch.drawn[0].rollouts[0]), new=True)
+        if batch.all_groups:
+            self.display.note(sample_note(step, batch.all_groups[0].rollouts[0]), new=True)
         for tracker in self.trackers:
             tracker.samples(step, sample_rows(batch))
 
     def flush(self) -> None:
-        """Wait until everything that is being written is on the disk."""
-        self.behind.flush()
+        """Wait until all pending writes are on disk."""
+        self.writer.flush()
 
     def end(self, summary: RunSummary, stats: Mapping[str, object]) -> None:
         self.flush()
@@ -166,12 +166,12 @@ class Recorder:
         ended = {**stats, "history": history_of(self.rows()), "alarms": raised}
         if self.reports:
             self.report(ended)
-        # Last: where it is, nothing is left to do. A run killed in its report writes that when it is resumed.
+        # Last, because it marks the run as finished: a run killed before it writes its report on resume.
         write_atomically(self.folder.stats, json.dumps(ended, indent=1))
         self.display.finish(summary)
 
     def report(self, stats: Mapping[str, object]) -> None:
-        """Write report and plots; what goes wrong there does not take the run's result with it."""
+        """Write report and plots. A failure here is logged and does not fail the run."""
         try:
             write_all(self.folder, own=True, stats=stats)
         except Exception as error:
@@ -180,19 +180,19 @@ class Recorder:
             )
 
     def fail(self, error: BaseException, *, kind: str) -> None:
-        """Note why the run did not come to its end."""
+        """Log why the run failed, and say how to resume it."""
         logger.error("stopped by %s: %s", type(error).__name__, error)
         if isinstance(error, KeyboardInterrupt):
             resume = command(kind, "--resume", self.folder.path)
-            self.display.message(f"stopped at once; {resume} goes on")
+            self.display.message(f"stopped at once; resume with {resume}")
 
     def close(self) -> None:
         self.resources.close()
 
 
 def sample_rows(batch: Batch) -> list[dict[str, Any]]:
-    """Return an answer to each of the first prompts, to read."""
-    rollouts = [group.rollouts[0] for group in batch.drawn[:SAMPLE_ROWS]]
+    """Return one rollout of each of the first groups, as examples for trackers."""
+    rollouts = [group.rollouts[0] for group in batch.all_groups[:SAMPLE_ROWS]]
     return [
         {"prompt": as_text(r), "text": r.transcript, "reward": r.reward, "error": r.error or ""}
         for r in rollouts
@@ -226,7 +226,7 @@ def history_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None
 
 
 class NullRecorder(Recorder):
-    """Opens no file, no tracker and no terminal."""
+    """Records nothing: for processes other than the leader."""
 
     def __init__(self) -> None:
         self.display = PlainDisplay(sys.stdout, clock=time.monotonic)
@@ -239,7 +239,7 @@ class NullRecorder(Recorder):
 
     def warn(self, sentence: str) -> None: ...
 
-    def warn_at_length(self, text: str) -> None: ...
+    def warn_lines(self, text: str) -> None: ...
 
     def rollouts(self, step: int, batch: Batch) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run: the policy, the optimizer and where the run stands."""
+"""Save a run in a checkpoint, and resume it: policy, optimizer, and the state of the run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ OPTIMIZER_SETTINGS = "optimizer.json"
 
 
 class TrainedState(Protocol):
-    """Whatever learns: what a checkpoint keeps of it."""
+    """The part of a learner that a checkpoint saves."""
 
     policy: Policy
     optimizer: Optimizer
@@ -54,9 +54,9 @@ class TrainedState(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """Where a run stands after a step; with the weights and the optimizer, all that the next step depends on.
+    """The state of a run after a step. With weights and optimizer, it determines the next step.
 
-    There is no random state: all noise derives from the seed and the step.
+    It has no random state: all randomness derives from the seed and the step.
     """
 
     step: int = 0
@@ -65,17 +65,17 @@ class RunState:
     best_step: int | None = None
     best_accuracy: float = -1.0
     seconds: float = 0.0
-    """Time spent training, over all sessions."""
+    """Training time of all sessions, in seconds."""
     rates: Rates = field(default_factory=dict)
-    """What the curriculum knows of each kind of example."""
+    """Success rates of each kind of example, for the curriculum."""
     entropy_coefficient: float = 0.0
     """State of the adaptive entropy bonus."""
     data: str | None = None
-    """The fingerprint of the examples; None: of a run that began before it was kept."""
+    """Fingerprint of the examples. None in checkpoints of older versions."""
     settings: Mapping[str, Any] | None = None
-    """The run's settings, by section; None: of a run that began before they were kept here."""
+    """Settings of the run, by section. None in checkpoints of older versions."""
     code: Mapping[str, str] | None = None
-    """The fingerprints of the user's functions; None: of a run that began before they were kept."""
+    """Fingerprints of the user's functions. None in checkpoints of older versions."""
 
     def with_accuracy(self, accuracy: float) -> RunState:
         if accuracy <= self.best_accuracy:
@@ -84,7 +84,7 @@ class RunState:
 
 
 def same_data(kept: str | None, fingerprint: str) -> str:
-    """Refuse to go on with other examples: their order would be another, and so would what is held out."""
+    """Refuse to resume with different examples: their order and the held-out set would change."""
     if kept not in (None, fingerprint):
         raise CheckpointError(
             "the examples are not those that the run began with: put them back, or start a new run"
@@ -93,7 +93,7 @@ def same_data(kept: str | None, fingerprint: str) -> str:
 
 
 def same_code(kept: Mapping[str, str] | None, code: Mapping[str, str]) -> Mapping[str, str]:
-    """Refuse to resume with other code: what the run measures could not be compared with what it did."""
+    """Refuse to resume with different code: later measurements would not be comparable with earlier ones."""
     if changed := changed_code(kept, code):
         raise CheckpointError(
             f"this is not the code that the run began with, its code differs in {', '.join(changed)}: put it "
@@ -133,7 +133,7 @@ def save_state(
 
 
 def gathered(shards: FSDPShards, key: str, tensor: Tensor) -> Tensor:
-    """The optimizer's tensor of a divided parameter, whole: key "weight.exp_avg" is of "weight"."""
+    """Gather an optimizer tensor of a sharded parameter: key "weight.exp_avg" belongs to "weight"."""
     name = key.rpartition(".")[0]
     if name not in shards.parts or tensor.shape != shards.parts[name].shape:
         return tensor
@@ -141,7 +141,7 @@ def gathered(shards: FSDPShards, key: str, tensor: Tensor) -> Tensor:
 
 
 def own_part(shards: FSDPShards, key: str, tensor: Tensor) -> Tensor:
-    """Undo `gathered`."""
+    """Shard a gathered tensor again: the inverse of `gathered`."""
     name = key.rpartition(".")[0]
     if name not in shards.parts or tensor.shape != shards.divided[name].shape:
         return tensor
@@ -149,13 +149,13 @@ def own_part(shards: FSDPShards, key: str, tensor: Tensor) -> Tensor:
 
 
 def read_state(checkpoint: Path) -> RunState:
-    """Check every byte of a checkpoint and return its state."""
+    """Verify the checksums of a checkpoint and return its state."""
     stored: dict[str, Any] = verify(checkpoint)
     return RunState(**stored)
 
 
 def load_learner(checkpoint: Path, learner: TrainedState, state: RunState) -> None:
-    """Put the optimizer back as it was."""
+    """Restore the optimizer from a checkpoint."""
     policy = learner.policy
     learner.updates = state.updates
     settings = json.loads((checkpoint / OPTIMIZER_SETTINGS).read_text())
@@ -170,8 +170,8 @@ def load_learner(checkpoint: Path, learner: TrainedState, state: RunState) -> No
 
 
 def fingerprint(policy: Policy, learner: TrainedState) -> tuple[object, ...]:
-    """Return a value that changes when the training state does: bit sums of all tensors, counters, noise."""
-    weights = (getattr(p, "ds_tensor", p) for p in policy.model.parameters())  # as DeepSpeed divides them
+    """Return a hash of the training state: bit sums of all tensors, counters, random state."""
+    weights = (getattr(p, "ds_tensor", p) for p in policy.model.parameters())  # as DeepSpeed shards them
     moments = (tensor for state in learner.optimizer.state.values() for _, tensor in flattened(state))
     sums = tuple(bit_sum(tensor) for tensor in (*weights, *moments))
     gradients = any(p.grad is not None for p in policy.model.parameters())
@@ -180,7 +180,7 @@ def fingerprint(policy: Policy, learner: TrainedState) -> tuple[object, ...]:
 
 
 def bit_sum(tensor: Tensor) -> int:
-    """Return the sum of a tensor's values read as whole numbers: any flipped bit changes it."""
+    """Return the sum of a tensor's bits read as integers: any flipped bit changes it."""
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return int(local(tensor.detach()).view(whole[tensor.element_size()]).sum(dtype=torch.int64))
 
@@ -189,33 +189,33 @@ MAY_CHANGE = (
     *("run.max_steps", "run.save_every", "run.keep_", "run.parallel", "run.callbacks", "evaluate.", "track."),
     *("engine.servers", "engine.exchange", "engine.request", "engine.patience"),
 )
-"""Settings that a resumed run may give anew: none of them changes what a step computes."""
+"""Settings that may change on resume: none of them changes what a step computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStart:
-    """A run's folder, claimed for this process, and where in it to go on. Nothing is written yet."""
+    """A run folder, locked by this process, and the checkpoint to start from. Nothing is written yet."""
 
     folder: RunFolder
     lock: IO[str]
-    """Held until it is closed."""
+    """The folder is locked until this is closed."""
     state: RunState
     checkpoint: Path | None
-    """None: from the very beginning."""
+    """None: start from step 0."""
     recomputing: bool | None = None
-    """model.gradient_checkpointing as it was chosen when the run began."""
-    begins_again: bool = False
-    """Whether an old run begins anew, because it was stopped before its first checkpoint."""
+    """The value of model.gradient_checkpointing that was chosen when the run began."""
+    starts_again: bool = False
+    """Whether the run starts again from step 0, because it was stopped before its first checkpoint."""
     parent: Path | None = None
     """The run that a new folder continues from one of its checkpoints."""
     leads: bool = True
-    """Whether this process claimed the folder; of several, only the leader does."""
+    """Whether this process locked the folder. Only the leader does."""
 
     @classmethod
     def shared(cls, processes: Processes, make: Callable[[], RunStart]) -> RunStart:
-        """Let the leader make the start; the others begin where it does."""
+        """Create the start in the leader and send it to the other processes."""
         own = processes.lead(make)
-        # An open file does not travel.
+        # An open file cannot be pickled.
         found = None if own is None else (own.folder, own.state, own.checkpoint, own.recomputing)
         where = processes.gather(found)[0]
         if own is not None:
@@ -239,8 +239,8 @@ class RunStart:
         return cls(folder=folder, lock=folder.lock(), state=RunState(), checkpoint=None)
 
     @classmethod
-    def again(cls, path: Path, config: Config) -> RunStart:
-        """Go on after the last checkpoint, every byte of it checked, or anew where none was written yet.
+    def resumed(cls, path: Path, config: Config) -> RunStart:
+        """Resume after the last verified checkpoint, or from step 0 if none was written yet.
 
         `path` is a run or one of its checkpoints. From a checkpoint, a copy of the run up to there goes on in
         a new folder.
@@ -266,12 +266,12 @@ class RunStart:
             state=state,
             checkpoint=checkpoint,
             recomputing=stored.model.gradient_checkpointing,
-            begins_again=checkpoint is None,
+            starts_again=checkpoint is None,
             parent=None if parent is None else parent.path,
         )
 
     def already_done(self, config: Config) -> str | None:
-        """Say so when no step is left and the last session told its story to the end."""
+        """Return a message if no step is left and the last session wrote its summary."""
         if self.state.step < config.run.max_steps or steps_in(self.folder.stats) != self.state.step:
             return None
         more = f"run.max_steps={2 * self.state.step}"
@@ -281,7 +281,7 @@ class RunStart:
         )
 
     def withdraw(self) -> None:
-        """Take a new folder back if nothing came of it: a mistake leaves no empty run behind."""
+        """Remove a new folder if the run failed to start, so that no empty run is left."""
         if self.leads and not self.folder.config.exists():
             with suppress(OSError):
                 (self.folder.path / ".lock").unlink(missing_ok=True)
@@ -304,22 +304,22 @@ def with_epochs(config: Config, task: Task) -> Config:
 
 
 def with_recomputing(config: Config, chosen: bool | None) -> Config:
-    """Leave open no more what was chosen already."""
+    """Set model.gradient_checkpointing to the value that was chosen when the run began."""
     if config.model.gradient_checkpointing is not None:
         return config
     return replace(config, model=replace(config.model, gradient_checkpointing=chosen))
 
 
 def command_of(config: Config) -> str:
-    """The command that makes runs of this kind."""
+    """Return the command that makes runs of this kind."""
     return {"grpo": "train", "sft": "sft", "evolve": "evolve"}[config.run.kind]
 
 
 def last_checkpoint(folder: RunFolder, config: Config) -> Path | None:
-    """Return the last complete checkpoint; None: the run was stopped before its first, and begins again.
+    """Return the last complete checkpoint, or None if the run was stopped before its first.
 
     Such a run has recorded no more than `run.save_every` steps. Where there are records of more, its
-    checkpoints are lost: to begin again would empty the records too, which is refused.
+    checkpoints are lost: starting again would also delete the records, so it is refused.
     """
     checkpoint = latest_checkpoint(folder.checkpoints)
     if checkpoint is not None:
@@ -330,7 +330,7 @@ def last_checkpoint(folder: RunFolder, config: Config) -> Path | None:
         steps = f"{recorded} step{'s' * (recorded != 1)}"
         raise CheckpointError(
             f"{folder.path} has records of {steps}, but no complete checkpoint in {folder.checkpoints} "
-            f"to go on from: put one back, or start a new run by {new}"
+            f"to resume from: put one back, or start a new run by {new}"
         )
     return None
 
@@ -364,7 +364,7 @@ def copy_until(parent: RunFolder, folder: RunFolder, *, step: int) -> None:
 
 
 def refuse_edited_settings(saved: Mapping[str, Any] | None, stored: Config, folder: RunFolder) -> None:
-    """Refuse a config.yaml that is not what the checkpoint was trained with; older ones do not tell."""
+    """Refuse a config.yaml that differs from the settings in the checkpoint, if it has settings."""
     if saved is not None:
         refuse_other_settings(
             config_from_keywords(**saved),
@@ -382,8 +382,8 @@ def refuse_other_settings(
     `moved`: the run continues in a folder with another name.
     """
     if stored.run.kind != config.run.kind:
-        raise CheckpointError(f"this run goes on with groupwise {command_of(stored)} --resume")
-    # A search selects by its evaluations.
+        raise CheckpointError(f"resume this run with groupwise {command_of(stored)} --resume")
+    # A search selects by its evaluations, so they may not change.
     around = tuple(name for name in MAY_CHANGE if name != "evaluate." or stored.run.kind != "evolve")
     around += ("run.name:",) if moved else ()
     changed = [line for line in differences(stored, config) if not line.startswith(around)]
@@ -399,7 +399,7 @@ def refuse_other_settings(
 
 
 def steps_in(stats: Path) -> int | None:
-    """Return the steps that the last session to end well says were done."""
+    """Return the number of steps in training_stats.json, which the last session that ended well wrote."""
     try:
         steps: int = json.loads(stats.read_text(encoding="utf-8"))["steps"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -45,7 +45,7 @@ def to_samples(policy: Policy, demonstrations: Sequence[Demonstration], *, longe
 
 
 def check_chats(policy: Policy, demonstrations: Iterable[Demonstration]) -> None:
-    """Refuse a chat that the template cannot write: a step that came upon it would be the run's last."""
+    """Refuse a chat that the template cannot render, before a step would fail on it."""
     for demonstration in demonstrations:
         if isinstance(demonstration.completion, tuple):
             deque(segments(policy, demonstration), maxlen=0)
@@ -68,7 +68,7 @@ def encode(policy: Policy, demonstration: Demonstration) -> tuple[tuple[int, ...
     if sampled is not None and sampled.tokens[: sampled.prompt_length] == prompt:
         return sampled.tokens, sampled.trained
     if sampled is not None and (demonstration.tools or sampled.read_more):
-        # The text is of the last turn alone: training on it would teach not to call the tools.
+        # The text is only the last turn: training on it would teach the policy not to call tools.
         raise ConfigError(
             "the run's answers used tools, and its prompts are not those that this model and task give: "
             "imitate them with the run's own model and task"
@@ -78,7 +78,7 @@ def encode(policy: Policy, demonstration: Demonstration) -> tuple[tuple[int, ...
 
 
 def encode_turns(policy: Policy, demonstration: Demonstration) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    """Lay out turns as the tokens of a rollout: the policy's own are trained, not what it reads."""
+    """Return turns as the tokens of a rollout: those of the policy are trained, those it reads are not."""
     tokens = list(policy.encode(demonstration.prompt, tools=demonstration.tools))
     trained = [False] * len(tokens)
     prefill = prefill_of(demonstration.prompt)
@@ -92,7 +92,7 @@ def encode_turns(policy: Policy, demonstration: Demonstration) -> tuple[tuple[in
 
 
 def segments(policy: Policy, demonstration: Demonstration) -> Iterator[tuple[str, bool]]:
-    """Yield the chat as text, in turns: what the policy is given (False), what it is to write (True).
+    """Yield the chat as text in turns, each with whether the policy writes it (True) or reads it (False).
 
     A template that writes an answer differently once more messages follow (many drop its thinking) makes
     earlier answers impossible to imitate in one sequence: they are then given, and the last is imitated.
@@ -106,7 +106,7 @@ def segments(policy: Policy, demonstration: Demonstration) -> Iterator[tuple[str
     given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     messages = [*given, *demonstration.completion]
     tokenizer, tools = policy.tokenizer, demonstration.tools
-    if not knows_tools(tokenizer):  # such a template would leave the calls out
+    if not knows_tools(tokenizer):  # such a template would drop the calls
         messages = [{"role": m["role"], "content": written(m)} if "tool_calls" in m else m for m in messages]
     whole = render(tokenizer, messages, tools=tools, add_generation_prompt=False)
     ending = policy.tokenizer.eos_token or ""
@@ -145,7 +145,7 @@ def end_token(policy: Policy) -> int:
 
 
 def run_sft(plan: SFTPlan, *, resume: Path | None = None) -> Path:
-    """Imitate demonstrations, and return the run's folder. `resume` goes on, bit for bit."""
+    """Train on demonstrations and return the run's folder. `resume` continues from the last checkpoint."""
     config = plan.config
     tracker_names(config.track)
     with ExitStack() as resources:
@@ -156,14 +156,14 @@ def run_sft(plan: SFTPlan, *, resume: Path | None = None) -> Path:
 
 
 def run_sft_with(processes: Processes, plan: SFTPlan, resume: Path | None) -> Path:
-    """Imitate as one of these processes."""
+    """Train as one of these processes."""
     config = plan.config
     start = RunStart.shared(
         processes,
         lambda: (
             RunStart.new(config, task=f"sft-{plan.title}")
             if resume is None
-            else RunStart.again(resume, config)
+            else RunStart.resumed(resume, config)
         ),
     )
     if done := start.already_done(config):
@@ -182,7 +182,7 @@ def run_sft_with(processes: Processes, plan: SFTPlan, resume: Path | None) -> Pa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SFTBatch:
-    """What one step imitates."""
+    """The demonstrations of one step."""
 
     samples: list[Sample]
     too_long: int
@@ -190,7 +190,7 @@ class SFTBatch:
 
 
 class SFTRun(BaseRun):
-    """Everything a supervised step needs."""
+    """A supervised fine-tuning run."""
 
     learner: SFTLearner
 
@@ -200,7 +200,7 @@ class SFTRun(BaseRun):
         super().__init__(plan.config, title=f"warm start · {plan.title}", start=start, processes=processes)
 
     def read_data(self) -> Split:
-        """The plan has read it, to know how many steps there are."""
+        """Return the data that the plan has already read to count the steps."""
         return self.demonstrations.split
 
     def data_notices(self) -> Iterator[str]:
@@ -219,7 +219,7 @@ class SFTRun(BaseRun):
         held_out = () if task is None else held_out_of(config, task)
         asked = PromptLimit(config, task=task, policy=self.policy).short(held_out) if task else ()
         self.too_long = len(held_out) - len(asked)
-        self.examiner = Evaluator(
+        self.evaluator = Evaluator(
             config,
             task=task,
             examples=asked,
@@ -230,14 +230,14 @@ class SFTRun(BaseRun):
         )
         self.longest = min(config.sft.max_length, self.policy.context_length)
         self.held_out = to_samples(self.policy, self.demonstrations.held_out(), longest=self.longest)
-        # A mistake in the rows is found before anything is written or measured.
+        # Encode early: mistakes in the rows are reported before anything is written or measured.
         self.take(self.state.step + 1)
         size = self.demonstrations.split.size
         if config.sft.data is not None and size is not None and self.state.step == 0:
             check_chats(self.policy, self.demonstrations.take(0, size)[0])
 
     def take(self, step: int) -> SFTBatch:
-        """Encode the next demonstrations; those that are too long are replaced, and counted."""
+        """Encode the next demonstrations. Replace and count those that are too long."""
         wanted, cursor = self.config.sft.batch, self.state.cursor
         samples: list[Sample] = []
         too_long = 0
@@ -258,7 +258,7 @@ class SFTRun(BaseRun):
         return SFTBatch(samples=samples, too_long=too_long, cursor=cursor)
 
     def learn(self, step: int, taken: SFTBatch) -> dict[str, float]:
-        """Update the policy and return what the update says of itself."""
+        """Update the policy and return the metrics of the update."""
         torch.manual_seed(derive_seed(self.config.run.seed, "update", step))
         started = time.perf_counter()
         report = self.learner.update(taken.samples)
@@ -276,14 +276,14 @@ class SFTRun(BaseRun):
         }
 
     def track(self, step: int, taken: SFTBatch, report: dict[str, float]) -> None:
-        """Log the step; evaluate and save when it is time to."""
+        """Log the step; evaluate and save a checkpoint if they are due."""
         self.end_step(step, cursor=taken.cursor, metrics=report)
 
-    def examine(self, step: int) -> dict[str, float]:
+    def evaluate(self, step: int) -> dict[str, float]:
         """Measure the loss on held-out demonstrations beside the accuracy."""
-        measured = super().examine(step)
+        measured = super().evaluate(step)
         if measured and self.policy.device.type == "cuda":
-            self.engine.release()  # imitation needs the memory that the generator's cache took
+            self.engine.release()  # free the KV cache: the loss needs the memory
         every = self.config.evaluate.every
         ends = step in (0, self.config.run.max_steps)
         if not self.held_out or self.config.evaluate.skip or not (ends or (every and step % every == 0)):
@@ -294,4 +294,4 @@ class SFTRun(BaseRun):
 
 
 MOST_TOO_LONG = 10_000
-"""Demonstrations skipped in one step after which they are taken to be all too long."""
+"""Demonstrations skipped in one step before the run assumes that all are too long."""

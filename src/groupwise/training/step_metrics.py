@@ -1,4 +1,4 @@
-"""What a step says about itself: the metrics of its rollouts."""
+"""The metrics of a step: rewards, lengths, signs of degenerate rollouts, speed and memory."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def batch_metrics(
     truncated: bool = False,
     shown_reward: Callable[[Rollout], float] = lambda rollout: rollout.reward,
 ) -> dict[str, float]:
-    """Rewards, lengths and losses of signal, over every rollout drawn."""
-    rollouts = [rollout for group in batch.drawn for rollout in group.rollouts]
+    """Return rewards, lengths and the share of groups without signal, over all sampled rollouts."""
+    rollouts = [rollout for group in batch.all_groups for rollout in group.rollouts]
     valid = [rollout for rollout in rollouts if rollout.error is None]
-    silent = sum(not has_signal(group) for group in batch.drawn)
+    silent = sum(not has_signal(group) for group in batch.all_groups)
     metrics = {
-        "advantage/zero_variance": silent / len(batch.drawn),
+        "advantage/zero_variance": silent / len(batch.all_groups),
         "rollout/groups": float(len(batch.groups)),
         "rollout/replaced": float(batch.replaced),
         "rollout/failed": 1 - len(valid) / len(rollouts),
         "rollout/length": fmean(rollout.length for rollout in rollouts),
         "rollout/length_max": float(max(rollout.length for rollout in rollouts)),
         "rollout/truncated": fmean(rollout.truncated for rollout in rollouts),
-        **signs(batch.drawn, truncated=truncated),
+        **signs(batch.all_groups, truncated=truncated),
     }
     if batch.passed_over:
         metrics["curriculum/passed_over"] = float(batch.passed_over)
@@ -61,11 +61,11 @@ def batch_metrics(
 def speed_metrics(
     batch: Batch, *, update_seconds: float, step_seconds: float | None = None
 ) -> dict[str, float]:
-    """Time and memory; the only metrics that differ when a step is repeated.
+    """Return time and memory: the only metrics that differ when a step is repeated.
 
-    `step_seconds`: of the whole step, where its parts overlap.
+    `step_seconds` is the duration of the whole step; pass it if rollout and update overlap.
     """
-    tokens = sum(rollout.length for group in batch.drawn for rollout in group.rollouts)
+    tokens = sum(rollout.length for group in batch.all_groups for rollout in group.rollouts)
     step = step_seconds or batch.rollout_seconds + batch.reward_seconds + update_seconds
     return {
         "speed/tokens_per_second": tokens / step,
@@ -80,7 +80,7 @@ def speed_metrics(
 
 
 def peak_memory() -> float:
-    """The most memory this process has held, on the GPU when there is one, in GB."""
+    """Return the peak memory of this process in GB, of the GPU if there is one."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
     unit = 1 if sys.platform == "darwin" else 1024
@@ -88,7 +88,7 @@ def peak_memory() -> float:
 
 
 def resident_bytes() -> int:
-    """Memory that this process holds now, where the system tells."""
+    """Return the resident memory of this process; where the system does not report it, the peak."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -97,14 +97,14 @@ def resident_bytes() -> int:
 
 
 LOOP_TOKENS = 16
-"""A completion loops when its last tokens, this many at least, are one segment again and again."""
+"""A completion loops if at least this many of its last tokens repeat one segment."""
 LOOP_TIMES = 4
 
 
 def signs(groups: Sequence[Group], *, truncated: bool = False) -> dict[str, float]:
-    """Return the shares of completions that look wrong whatever their reward.
+    """Return the shares of completions that look degenerate, whatever their reward.
 
-    `truncated`: the sampler was kept from drawing some tokens, as by top-p, and often had but one to draw.
+    `truncated`: top-k, top-p or min-p was used, so the sampler often had only one token to choose from.
     """
     completions = [rollout for group in groups for rollout in group.valid]
     if not completions:
@@ -120,12 +120,12 @@ def signs(groups: Sequence[Group], *, truncated: bool = False) -> dict[str, floa
 
 
 def repeated(groups: Sequence[Group]) -> int:
-    """Count the completions that say what an earlier member of their group said."""
+    """Count the completions whose text equals that of an earlier member of their group."""
     return sum(len(group.valid) - len({r.text for r in group.valid}) for group in groups)
 
 
 def same_answer(groups: Sequence[Group]) -> int:
-    """Count the completions whose whole text was also given to another prompt."""
+    """Count the completions whose whole text also answers another prompt."""
     said: Counter[str] = Counter()
     asked: dict[str, set[str]] = {}
     for group in groups:
@@ -149,9 +149,9 @@ def loops(rollout: Rollout) -> bool:
 
 
 def mask_fault(rollout: Rollout, *, truncated: bool = False) -> str | None:
-    """Say how the mask contradicts what was sampled; None where it does not.
+    """Describe how the training mask contradicts the sampled tokens; None if it does not.
 
-    The sampler leaves a log-probability and an entropy on what it drew and 0.0 on all else. An entropy
+    Sampled tokens have a log-probability and an entropy; all others have 0.0. An entropy
     of exactly 0 also comes from a sampler that had no choice, so one such token proves nothing: a
     segment of them among tokens with entropy does, unless choices were truncated.
     """
@@ -162,7 +162,7 @@ def mask_fault(rollout: Rollout, *, truncated: bool = False) -> str | None:
     if not all(rollout.trained[rollout.prompt_length :]) and any(skipped(rollout)):
         return "a sampled token is not trained"
     silent = rollout.entropies.count(0.0)
-    # The count alone settles nearly every rollout, at no cost.
+    # The count alone decides for nearly every rollout, and is cheap.
     suspect = len(rollout.trained) > silent >= rollout.trained.count(False) + UNSAMPLED
     if suspect and not truncated and max(segments(rollout)) >= UNSAMPLED:
         return "tokens that were not sampled are trained"
@@ -176,11 +176,11 @@ def skipped(rollout: Rollout) -> Iterator[bool]:
 
 
 UNSAMPLED = 8
-"""Trained tokens in a row without log-probability and entropy that cannot have been sampled."""
+"""Number of consecutive trained tokens without log-probability and entropy that is a fault."""
 
 
 def segments(rollout: Rollout) -> Iterator[int]:
-    """Yield the lengths of segments of trained tokens that carry no trace of sampling."""
+    """Yield, at each token, the length of the run of trained tokens that were not sampled."""
     length = 0
     for trained, logprob, entropy in zip(rollout.trained, rollout.logprobs, rollout.entropies, strict=True):
         length = length + 1 if trained and logprob == 0.0 and entropy == 0.0 else 0

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, gently: the step in hand is finished and saved; a second one stops at once."""
+"""Ctrl-C, SIGTERM and full disks. The first signal ends the run after the current step, a second at once."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from groupwise.training.resume import command_of
 
 
 class Interrupt:
-    """While active, the first SIGINT or SIGTERM is held back and sets `asked`; a second one stops at once.
+    """While active, the first SIGINT or SIGTERM is deferred and sets `requested`; a second stops at once.
 
-    A third takes the system's own effect: code that swallows exceptions cannot swallow that.
-    The signal that was held back takes its usual effect on leaving, so that whoever called sees the
-    run as interrupted: a KeyboardInterrupt, or the end of the process.
+    A third has the system's default effect, which code that swallows exceptions cannot prevent. On exit the
+    deferred signal has its usual effect, so that the caller sees an interrupted run: a KeyboardInterrupt, or
+    the end of the process.
     """
 
     def __init__(self, say: Callable[[str], None], *, launched: bool = False) -> None:
-        self.held_back: int | None = None
+        self.deferred: int | None = None
         self._echoes = 1 if launched else 0
-        """A launcher passes on what the terminal has told its processes already."""
+        """Whether a launcher forwards signals that the terminal has sent already."""
         self._say = say
         self._before: dict[int, object] = {}
 
     @property
-    def asked(self) -> bool:
-        return self.held_back is not None
+    def requested(self) -> bool:
+        return self.deferred is not None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self.requested:
             if self._echoes:
                 self._echoes -= 1
                 return
@@ -45,21 +45,21 @@ class Interrupt:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             signal.raise_signal(number)
-        self.held_back = number
-        with suppress(RuntimeError):  # the signal came in the middle of printing another line
+        self.deferred = number
+        with suppress(RuntimeError):  # the signal arrived while another line was printed
             self._say("stopping after this step and saving; Ctrl-C again stops now and loses it")
 
     def end_hanging_step(self) -> None:
-        """Let the signal that was held back take effect now: a call hangs, and others may follow it."""
-        if self.held_back is not None and threading.current_thread() is threading.main_thread():
+        """Act on the deferred signal now, because a call hangs."""
+        if self.deferred is not None and threading.current_thread() is threading.main_thread():
             signal.signal(
-                self.held_back,
-                signal.default_int_handler if self.held_back == signal.SIGINT else signal.SIG_DFL,
+                self.deferred,
+                signal.default_int_handler if self.deferred == signal.SIGINT else signal.SIG_DFL,
             )
-            signal.raise_signal(self.held_back)
+            signal.raise_signal(self.deferred)
 
     def __enter__(self) -> Interrupt:
-        if threading.current_thread() is threading.main_thread():  # elsewhere signals cannot be caught
+        if threading.current_thread() is threading.main_thread():  # other threads cannot catch signals
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._handle)
         return self
@@ -69,25 +69,25 @@ class Interrupt:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-        if self.held_back is not None and error is None:
-            signal.raise_signal(self.held_back)
+        if self.deferred is not None and error is None:
+            signal.raise_signal(self.deferred)
 
 
 FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
-"""What the system calls it. Libraries quote that in errors of many kinds, with and without its number."""
+"""The system's error text. Libraries quote it in errors of many types, with and without its number."""
 
 
 @contextmanager
 def explain_full_disk(folder: RunFolder, config: Config) -> Iterator[None]:
-    """Say in a sentence that nothing more fits into the run's folder, and how to go on."""
+    """Turn errors of a full disk into one sentence that says how to resume the run."""
     try:
         yield
     except RemoteRankError:
-        raise  # the leader of the processes says it
+        raise  # the leader reports it
     except Exception as error:
         reason = next((words for words in FULL if words in str(error)), None)
         if reason is None:
             raise
         resume = command(command_of(config), "--resume", folder.path)
-        then = f"then {resume} goes on" if folder.config.exists() else "and start again"
+        then = f"then resume with {resume}" if folder.config.exists() else "and start again"
         raise CheckpointError(f"cannot write {folder.path}: {reason}; make room, {then}") from error

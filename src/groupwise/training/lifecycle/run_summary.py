@@ -1,4 +1,4 @@
-"""How a run's story ends: the numbers to keep and the words to read."""
+"""The end of a run: training_stats.json, and the summary on the terminal."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def summary_of(
     test_sets: TestSets,
     correct: str,
 ) -> RunSummary:
-    """Return what the terminal shows last."""
+    """Return the summary that the terminal shows last."""
     done = state.step >= config.run.max_steps
     return RunSummary(
         headline=headline(state.step, done=done),
@@ -67,11 +67,11 @@ def summary_of(
 
 
 def beginning(config: Config, folder: RunFolder) -> tuple[str, str]:
-    """All there is to do with a run that has no checkpoint yet."""
+    """Return the commands for a run that has no checkpoint yet."""
     if made_in_python(config):
         words = f"groupwise.train(task, resume={str(folder.path)!r})"
-        return words, "begins again, in the program that defines the task"
-    return command(command_of(config), "--resume", folder.path), "begins again"
+        return words, "starts again, in the program that defines the task"
+    return command(command_of(config), "--resume", folder.path), "starts again"
 
 
 def resume_words(config: Config, folder: RunFolder) -> str:
@@ -82,7 +82,7 @@ def resume_words(config: Config, folder: RunFolder) -> str:
 
 
 def made_in_python(config: Config) -> bool:
-    """Whether the task lives in the caller's program, where no command finds it."""
+    """Whether the task is defined in the caller's program, so that no command can load it."""
     return config.run.kind != "sft" and config.task.name not in TASKS and not config.task.name.endswith(".py")
 
 
@@ -97,14 +97,14 @@ def next_commands(config: Config, folder: RunFolder, *, done: bool) -> tuple[tup
         return (
             (measure,)
             if done
-            else ((resume, "goes on from here, in the program that defines the task"), measure)
+            else ((resume, "continues from here, in the program that defines the task"), measure)
         )
     resume = command("train", "--resume", folder.path)
     look = (command("watch", folder.path), "shows it in the browser: curves, groups, tokens, alarms")
     measure = (command("eval", folder.path), "measures it again on held-out examples")
     again = (same_again(config, folder), "the same with other noise: is the gain real?")
     if not done:
-        return (resume, "goes on from here"), look, measure
+        return (resume, "continues from here"), look, measure
     if config.lora.r:
         return look, *with_adapter(config, folder), again
     if config.optim.schedule != "constant":
@@ -125,9 +125,9 @@ def with_adapter(config: Config, folder: RunFolder) -> tuple[tuple[str, str], ..
 
 
 def after_warm_start(config: Config, folder: RunFolder, *, done: bool) -> tuple[tuple[str, str], ...]:
-    """A warm start is there to be trained on."""
+    """Return the commands for a warm start: continue with GRPO."""
     if not done:
-        return ((command("sft", "--resume", folder.path), "goes on from here"),)
+        return ((command("sft", "--resume", folder.path), "continues from here"),)
     model = folder.checkpoint_at(config.run.max_steps)
     task = [] if config.task.name == NO_TASK else task_words(config)
     if config.lora.r:
@@ -140,7 +140,7 @@ def after_warm_start(config: Config, folder: RunFolder, *, done: bool) -> tuple[
 
 
 def task_words(config: Config) -> list[str]:
-    """Return the words that name the task and its options."""
+    """Return the command-line arguments that name the task and its options."""
     options = (f"task.options.{name}={value}" for name, value in config.task.options.items())
     return ["--task", config.task.name, *options]
 

@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 PROC = Path("/proc")
 WORTH_SAYING = 0.5
-"""Cores that others keep busy."""
+"""Number of cores used by other processes."""
 SECONDS = 1.0
-"""Of looking, at least: anything is busy for a moment."""
+"""Minimum measuring time, because short bursts do not matter."""
 
 
 class CPUUsage(NamedTuple):
-    """Seconds since the machine started: of the clock, of our cores, and of this process and its children."""
+    """Seconds since boot: wall clock, CPU time of our cores, CPU time of this process and its children."""
 
     clock: float
     everyone: float
@@ -27,7 +27,7 @@ class CPUUsage(NamedTuple):
 
 
 class CPUContention:
-    """Looks at who else computes, from when it is made."""
+    """Measures the CPU time of other processes from its creation on."""
 
     def __init__(self, *, threads: int) -> None:
         self._threads, self._cores = threads, our_cores()
@@ -41,14 +41,14 @@ class CPUContention:
 
 
 def our_cores() -> frozenset[int]:
-    """The cores that this process may use."""
+    """Return the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def used(proc: Path = PROC, *, cores: frozenset[int], pid: int) -> CPUUsage | None:
-    """Read what was used so far; None where the system does not tell."""
+    """Read the CPU time used so far; None if the system does not report it."""
     try:
         ticks = 0
         for line in (proc / "stat").read_text().splitlines():
@@ -64,13 +64,13 @@ def used(proc: Path = PROC, *, cores: frozenset[int], pid: int) -> CPUUsage | No
 
 
 def ticks_of_family(proc: Path, pid: int) -> int:
-    """What a process and all that came from it have used."""
+    """Return the CPU time of a process and its descendants."""
     ticks, children = {}, dict[int, list[int]]()
     for stat in proc.glob("[0-9]*/stat"):
         try:
-            fields = stat.read_text().rpartition(")")[2].split()  # the name before may hold anything
+            fields = stat.read_text().rpartition(")")[2].split()  # after the name
         except OSError:
-            continue  # it has ended meanwhile
+            continue  # the process has ended
         number, parent = int(stat.parent.name), int(fields[1])
         ticks[number] = int(fields[11]) + int(fields[12])
         children.setdefault(parent, []).append(number)
@@ -81,7 +81,7 @@ def ticks_of_family(proc: Path, pid: int) -> int:
 
 
 def crowd_notice(before: CPUUsage | None, after: CPUUsage | None, *, threads: int, cores: int) -> str | None:
-    """Say so when others keep so many cores busy that too few are left for these threads."""
+    """Return a notice if other processes leave too few cores for these threads."""
     if before is None or after is None or after.clock < before.clock + SECONDS:
         return None
     everyone, own = after.everyone - before.everyone, after.own - before.own

@@ -1,4 +1,4 @@
-"""The shape of a model, known from its config alone: no weight is loaded, none is even made."""
+"""The shape of a model, read from its config. No weight is loaded or allocated."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LinearShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What memory and time depend on."""
+    """The dimensions that memory and time depend on."""
 
     parameters: int
     linears: tuple[LinearShape, ...]
@@ -42,13 +42,13 @@ class ModelShape:
     head_size: int
     vocabulary: int
     inner_kept: int = 2
-    """Vectors of the inner width that a layer leaves behind for the backward pass."""
+    """Vectors of the MLP width that a layer keeps for the backward pass."""
     tiled: bool = False
-    """Whether a layer that is computed again has its inner width for some tokens at a time."""
+    """Whether a recomputed layer processes its MLP in tiles of tokens."""
     quantization: str | None = None
-    """Of the linear layers: on disk already, or as they are loaded."""
+    """Quantization of the linear layers, on disk or applied when loaded."""
     modules: Mapping[str, int] = field(default_factory=dict)
-    """Parameters of every module by its name, a module before those inside it."""
+    """Number of parameters of every module by name, parents before children."""
     head: str = "lm_head"
     """The name of the output layer."""
 
@@ -65,7 +65,7 @@ class ModelShape:
         return self.key_heads * self.head_size
 
     def adapted(self, lora: LoraConfig) -> list[LinearShape]:
-        """The layers that get adapters: none that is trained whole does."""
+        """Return the layers that get adapters; fully trained modules get none."""
         saved = self.saved(lora)
         linears = [linear for linear in self.linears if not inside(linear.name, saved)]
         if lora.targets == ("all-linear",):
@@ -74,7 +74,7 @@ class ModelShape:
         return [linear for linear in linears if linear.name.rpartition(".")[2] in ends]
 
     def saved(self, lora: LoraConfig) -> list[str]:
-        """The modules of which PEFT trains a copy: all whose names end as one of `lora.modules_to_save`."""
+        """Return the modules that PEFT trains as copies: names that end in one of `lora.modules_to_save`."""
         found: list[str] = []
         for name in self.modules:
             if name.endswith(lora.modules_to_save) and not inside(name, found):
@@ -82,17 +82,17 @@ class ModelShape:
         return found
 
     def saved_size(self, lora: LoraConfig) -> int:
-        """Parameters of those copies."""
+        """Number of parameters of those copies."""
         return sum(self.modules[name] for name in self.saved(lora))
 
     def adapter_size(self, lora: LoraConfig) -> int:
-        """Parameters of the adapters."""
+        """Number of parameters of the adapters."""
         rank = lora.r or 0
         magnitudes = sum(linear.outputs for linear in self.adapted(lora)) if lora.dora else 0
         return sum(rank * (linear.inputs + linear.outputs) for linear in self.adapted(lora)) + magnitudes
 
     def trained_size(self, lora: LoraConfig) -> int:
-        """Parameters that are trained."""
+        """Number of trained parameters."""
         return self.adapter_size(lora) + self.saved_size(lora) if lora.r else self.parameters
 
     def trains_head(self, lora: LoraConfig) -> bool:
@@ -105,7 +105,7 @@ def inside(name: str, modules: Iterable[str]) -> bool:
 
 
 def shape_of(model: ModelConfig) -> ModelShape:
-    """Read a model's config and lay it out without memory."""
+    """Read a model's config and build it on the meta device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = local_folder(model.name)
@@ -147,7 +147,7 @@ def shape_of(model: ModelConfig) -> ModelShape:
 
 
 def has_our_gates(config: Any, names: Collection[str]) -> bool:
-    """Whether layers have a gated SiLU that keeps less."""
+    """Whether the layers use our SwiGLU, which keeps fewer activations."""
     return "gate_proj" in names and getattr(config, "hidden_act", None) in ("silu", "swish")
 
 
@@ -163,5 +163,5 @@ def inner_kept(config: Any, names: Collection[str]) -> int:
 
 
 def parameters_of(module: torch.nn.Module) -> int:
-    """How many numbers a module has; a matrix that is in two places counts once."""
+    """Return the number of parameters of a module; shared ones count once."""
     return sum(parameter.numel() for parameter in module.parameters())

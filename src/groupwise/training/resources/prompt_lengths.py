@@ -1,4 +1,4 @@
-"""Which examples have prompts that leave room for an answer; the others are left out before training."""
+"""Exclude examples whose prompts leave no room for an answer, before training."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from groupwise.rollout.tools import tool_of
 from groupwise.tasks import ExampleStream, Split, Task
 
 APART = 2**40
-"""Between an example of a stream and the one in its place: further than a run comes."""
+"""Index offset between an example of a stream and its replacement; larger than any index of a run."""
 ATTEMPTS = 1000
-"""Examples of a stream in a row after which their prompts are taken to be all too long."""
+"""Consecutive overlong examples of a stream after which the run gives up."""
 
 
 class PromptLimit:
-    """The longest prompt that a run asks: `task.max_prompt_tokens`, or what context and answer leave."""
+    """The prompt length limit: `task.max_prompt_tokens`, or the context length minus the answer length."""
 
     def __init__(self, config: Config, *, task: Task, policy: Policy) -> None:
         self.task, self.policy = task, policy
@@ -36,14 +36,14 @@ class PromptLimit:
         if given is not None and given < self.tokens:
             self.tokens, self.reason, self.remedy = given, "task.max_prompt_tokens allows", "raise it"
         self._template: int | None = None
-        """Most tokens that the chat template adds to a message; known from the first prompt."""
+        """Upper bound on the tokens that the chat template adds to a message, from the first prompt."""
 
     def fits(self, example: Example) -> bool:
-        """Tell whether the prompt of an example is short enough."""
+        """Whether the prompt of an example is short enough."""
         prompt = self.task.ask(example)
         contents = [prompt] if isinstance(prompt, str) else [str(message["content"]) for message in prompt]
         characters = sum(len(content.encode()) for content in contents)
-        # No tokenizer makes more tokens than bytes: most prompts need not be encoded to know that they fit.
+        # A tokenizer never makes more tokens than bytes, so most prompts fit without encoding them.
         if self._template is not None and characters + len(contents) * self._template <= self.tokens:
             return True
         length = len(self.policy.encode(prompt, tools=self.schemas))
@@ -55,9 +55,9 @@ class PromptLimit:
         return tuple(example for example in examples if self.fits(example))
 
     def leave_out(self, split: Split) -> tuple[Split, int]:
-        """Return the split without prompts that are too long, and how many those are.
+        """Return the split without overlong prompts, and their number.
 
-        A stream gives other examples in their place.
+        A stream generates other examples instead.
         """
         held_out = self.short(split.held_out)
         left_out = len(split.held_out) - len(held_out)
@@ -86,7 +86,7 @@ class PromptLimit:
 
 @dataclass(frozen=True, slots=True)
 class ShortPrompts:
-    """A stream in which another example stands for each one whose prompt is too long."""
+    """A stream that replaces each example with an overlong prompt by another."""
 
     stream: ExampleStream
     limit: PromptLimit

@@ -1,4 +1,4 @@
-"""Will it fit: the memory that each part of a step takes at its worst, before anything is loaded.
+"""Estimate the peak memory of each part of a step, and the time of a step, before anything is loaded.
 
 A step has two phases. While generating, the policy is there with copies of its weights and the KV cache;
 while updating, with gradients and what a pass leaves behind. On a GPU the generator gives its memory back in
@@ -24,37 +24,37 @@ from groupwise.training.step_metrics import resident_bytes
 
 BYTES = {"float32": 4, "bfloat16": 2}
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""A weight in nf4: four bits, and for every 64 of them a scale of eight, themselves scaled by 256."""
+"""Bytes of a weight in nf4: 4 bits, an 8-bit scale for every 64 weights, a scale for every 256 scales."""
 FILLED = 0.95
-"""Share of the memory that may be taken: the rest is for what lies between the pieces."""
+"""Share of the memory that may be used; the rest allows for fragmentation."""
 PROMPT_TOKENS = 256
-"""Of a prompt, where nothing is known of it."""
+"""Assumed prompt length if the task is unknown."""
 SMALL_PASS = 1024
-"""Tokens of a pass that is advised where memory is short: smaller ones save little more."""
+"""Tokens per pass that `remedies` suggests; smaller passes save little more."""
 FIRST_USE = 70_000_000
-"""What libraries take on a CPU when first used, besides their code: measured with a model of no size."""
+"""Memory that libraries allocate on first use on a CPU, measured with an empty model."""
 CUDA_CONTEXT = 0
-"""Counted in no figure: torch.cuda.max_memory_allocated leaves the context out, about 0.5 GB."""
+"""Not included: the CUDA context, about 0.5 GB, which torch.cuda.max_memory_allocated does not count."""
 CHUNKS_LEFT = 12
-"""Chunks of logits whose memory a CPU's heap does not use again, being in pieces by then: measured."""
+"""Chunks of logits whose memory the CPU heap does not reuse because of fragmentation, measured."""
 GPU_CHUNK_LOGITS = 1 << 26
 """Logits that `model.fused_logprobs`, which only a GPU can import, holds at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """Where a run would run."""
+    """The device of a run."""
 
     kind: str
     """cpu or cuda."""
     total: int
-    """Bytes of memory there."""
+    """Bytes of memory of the device."""
     program: int
-    """Bytes that the program takes before any model: libraries on a CPU, the context on a GPU."""
+    """Bytes used before any model is loaded: libraries on a CPU, the context on a GPU."""
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceSpec:
-        """The memory of a device that is here."""
+        """Return the memory of a device of this machine."""
         program = resident_bytes() + FIRST_USE if device.type == "cpu" else CUDA_CONTEXT
         return cls(kind=device.type, total=total_memory(device), program=program)
 
@@ -68,12 +68,12 @@ class MemoryPart:
     generating: bool = True
     updating: bool = True
     stays: bool = True
-    """Held from step to step, if no one else needs it."""
+    """Kept from step to step unless other parts need the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Every part, and what they add up to."""
+    """All parts and their totals."""
 
     parts: tuple[MemoryPart, ...]
     place: DeviceSpec
@@ -96,7 +96,7 @@ class MemoryEstimate:
 
 
 def preflight(config: Config, shape: ModelShape, place: DeviceSpec, *, prompt_tokens: int) -> MemoryEstimate:
-    """Predict the memory of a resolved configuration; answers are taken to be as long as they may be."""
+    """Predict the memory of a resolved configuration. Answers are assumed to have the maximum length."""
     assert config.lora.r is not None, "the config is resolved before it is looked at"
     size = BYTES[config.model.dtype or ("float32" if place.kind == "cpu" else "bfloat16")]
     weights = weight_bytes(shape, size)
@@ -115,7 +115,7 @@ def preflight(config: Config, shape: ModelShape, place: DeviceSpec, *, prompt_to
 
 
 def most_bytes(config: Config, shape: ModelShape, size: int, place: DeviceSpec) -> float:
-    """What the learner says that an update may take; the generator keeps its memory where that is free."""
+    """Return the learner's upper bound on an update; the engine keeps its memory if that much is free."""
     recomputed = bool(config.model.gradient_checkpointing)
     each = kept_numbers(shape.width, shape.inner, shape.layers, recomputed=recomputed) * size
     passing = pass_budget(config, shape, size, place) * each
@@ -130,7 +130,7 @@ def weight_bytes(shape: ModelShape, size: int) -> float:
 
 
 def trained_parts(config: Config, shape: ModelShape, size: int) -> Iterator[MemoryPart]:
-    """What training keeps for every trained number; adapters and their optimizer are in float32."""
+    """Return the bytes kept per trained parameter. Adapters and their optimizer are float32."""
     if config.lora.r:
         yield MemoryPart(name="adapters", bytes=4 * shape.adapter_size(config.lora))
         yield MemoryPart(name="saved modules", bytes=shape.saved_size(config.lora) * size)
@@ -142,7 +142,7 @@ def trained_parts(config: Config, shape: ModelShape, size: int) -> Iterator[Memo
 
 
 def trained_bytes(config: Config, shape: ModelShape, size: int) -> int:
-    """Of all trained numbers: modules that are trained whole are in the model's own precision."""
+    """Return the bytes of all trained parameters; fully trained modules have the model's dtype."""
     if not config.lora.r:
         return shape.parameters * size
     return 4 * shape.adapter_size(config.lora) + size * shape.saved_size(config.lora)
@@ -151,7 +151,7 @@ def trained_bytes(config: Config, shape: ModelShape, size: int) -> int:
 def generating_parts(
     config: Config, shape: ModelShape, size: int, place: DeviceSpec, *, prompt_tokens: int, taken: float
 ) -> Iterator[MemoryPart]:
-    """The generator's copies, cache and passes."""
+    """Yield the engine's weight copies, KV cache and passes."""
     rollout, on_cpu = config.rollout, place.kind == "cpu"
     sequences = min(rollout.prompts * rollout.group_size, config.engine.max_sequences)
     groups = min(rollout.prompts, -(-sequences // rollout.group_size))
@@ -166,7 +166,7 @@ def generating_parts(
     yield MemoryPart(name="weight copies", bytes=copies, updating=False)
     each = 2 * shape.layers * shape.key_width * size
     yield MemoryPart(name="KV cache", bytes=tokens * each, updating=False)
-    # One layer of a pass over all sequences: their keys and values side by side, and its vectors.
+    # One layer of a pass over all sequences: keys, values and activations.
     gathered = 2 * (sequences * answer + groups * prompt) * shape.key_width if on_cpu else 0
     width = 6 * shape.width + 3 * shape.inner
     prefill = min(PREFILL_TOKENS, groups * prompt) * width
@@ -175,19 +175,19 @@ def generating_parts(
     else:
         logits = (2 * sequences + groups) * shape.vocabulary * size
     passing = max(gathered + sequences * width, prefill) * size + logits
-    # Adapters are added into a matrix in float32: it, what is added, and the sum.
+    # An adapter is merged in float32: the matrix, the update and the sum.
     folding = 12 * max(linear.size for linear in shape.linears) if config.lora.r and copies else 0
     passing = passing if on_cpu else max(passing, folding)
     yield MemoryPart(name="generating passes", bytes=passing, updating=False, stays=False)
 
 
 def unpacks(config: Config, copies: float, free: float) -> bool:
-    """Whether generation unpacks quantized weights, as the policy decides it."""
+    """Whether generation unpacks quantized weights, by the policy's rule."""
     return copies <= free / 2 if config.engine.unpack is None else config.engine.unpack
 
 
 def copied(config: Config, shape: ModelShape) -> int:
-    """Numbers that generation copies: matrices that it stacks, folds adapters into or unpacks."""
+    """Return the number of weights that generation copies: stacked, merged with adapters or unpacked."""
     if config.lora.r or shape.quantization:
         return shape.linear_size
     stacked = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -203,16 +203,16 @@ def updating_parts(
     gradients = float(trained_bytes(config, shape, size))
     step = config.rollout.prompts * (prompt_tokens + config.rollout.group_size * config.rollout.max_tokens)
     if place.kind != "cpu" and step <= tokens * (config.optim.minibatches or 1):
-        # In a pass that is the only one, activations go as fast as gradients come.
+        # In a single pass, activations are freed as fast as gradients are allocated.
         gradients = max(0.0, gradients - activations)
     yield MemoryPart(name="gradients", bytes=gradients, generating=False)
-    # A layer that is differentiated has its vectors' gradients beside it.
+    # While a layer is differentiated, the gradients of its activations exist as well.
     layer = inner = 0
     inner_tokens: float = tokens
     if config.model.gradient_checkpointing:
         inner = shape.inner_kept * shape.inner
         layer = layer_numbers(shape) - inner
-        # With dropout layers are torch's to compute again, and PEFT's own passes are whole.
+        # With dropout, torch recomputes the layers, and PEFT's own forward pass is not tiled.
         tiled = shape.tiled and not (config.lora.dropout or config.lora.dora)
         inner_tokens = tokens / tile_count(tokens) if tiled else tokens
     if place.kind == "cpu":
@@ -225,14 +225,14 @@ def updating_parts(
     chunk = min(tokens * shape.vocabulary, GPU_CHUNK_LOGITS)
     logits = chunk * (4 + size) + 3 * tokens * shape.width * size
     if shape.trains_head(config.lora):
-        logits += shape.head_params * (4 + size)  # the output layer's gradient, added up in float32
-    # One after the other, and what the one leaves is free for the other.
+        logits += shape.head_params * (4 + size)  # the output layer's gradient, accumulated in float32
+    # The two peaks do not coincide: take the larger.
     name = "logits" if logits > passing else "backward pass"
     yield MemoryPart(name=name, bytes=max(logits, passing), generating=False)
 
 
 def pass_budget(config: Config, shape: ModelShape, size: int, place: DeviceSpec) -> int:
-    """Tokens that a pass may have, as the learner chooses them."""
+    """Return the tokens per pass, as the learner chooses them."""
     recomputed = bool(config.model.gradient_checkpointing)
     each = kept_numbers(shape.width, shape.inner, shape.layers, recomputed=recomputed) * size
     return config.optim.micro_batch_tokens or pass_tokens(
@@ -243,7 +243,7 @@ def pass_budget(config: Config, shape: ModelShape, size: int, place: DeviceSpec)
 def fullest_pass(
     config: Config, shape: ModelShape, size: int, place: DeviceSpec, *, prompt_tokens: int
 ) -> int:
-    """Tokens of the largest pass, packed as `algo.packing` does it: a prompt once, whole answers."""
+    """Return the tokens of the largest pass as `learner.micro_batch` packs it."""
     budget = pass_budget(config, shape, size, place)
     if config.run.kind == "sft":
         return max(budget, config.sft.max_length)
@@ -260,7 +260,7 @@ def fullest_pass(
 
 
 def layer_numbers(shape: ModelShape) -> int:
-    """Numbers that a layer leaves behind for each token: counted in the decoders of Llama and Qwen.
+    """Return the activations that a layer keeps for each token, counted in the decoders of Llama and Qwen.
 
     What enters either norm and what leaves it, queries and what they attend to, keys and values, and
     vectors of the gate.
@@ -270,7 +270,7 @@ def layer_numbers(shape: ModelShape) -> int:
 
 
 def activation_numbers(config: Config, shape: ModelShape) -> int:
-    """Numbers that a whole pass leaves behind for each token."""
+    """Return the activations that a whole pass keeps for each token."""
     ends = 2 * shape.width
     if config.model.gradient_checkpointing:
         return shape.layers * shape.width + ends
@@ -279,7 +279,7 @@ def activation_numbers(config: Config, shape: ModelShape) -> int:
 
 
 def advice(config: Config, shape: ModelShape, found: MemoryEstimate) -> Iterator[str]:
-    """Yield what would make a run that does not fit smaller, the least painful first."""
+    """Yield settings that reduce the memory of a run, the least costly first."""
     room = FILLED * found.place.total
     if found.updating > room:
         if not config.model.gradient_checkpointing:
@@ -300,7 +300,7 @@ def advice(config: Config, shape: ModelShape, found: MemoryEstimate) -> Iterator
 def choose_recomputing(
     config: Config, shape: ModelShape, place: DeviceSpec, *, free: int, prompt_tokens: int = PROMPT_TOKENS
 ) -> tuple[Config, str]:
-    """Settle model.gradient_checkpointing where it is left open, and say why: on where kept ones do not fit.
+    """Choose model.gradient_checkpointing if it is not set, and explain why: on if activations do not fit.
 
     `free`: bytes that the run may take. Generating is not looked at: it keeps no activations.
     """
@@ -317,25 +317,25 @@ def choose_recomputing(
 
 
 SHARE = {"cpu": 0.45, "cuda": 0.4}
-"""Of the rate of one large product, what whole passes reach."""
+"""Share of the rate of one large product that whole passes reach."""
 STEP_SECONDS = {"cpu": 0.002, "cuda": 0.0005}
-"""What a decoding step costs besides its arithmetic."""
+"""Overhead of a decoding step in seconds, besides its arithmetic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRates:
-    """What a device can do."""
+    """The speed of a device."""
 
     kind: str
     flops: float
-    """In a second, of one large product."""
+    """Floating-point operations per second in one large product."""
     bandwidth: float
-    """Bytes read in a second."""
+    """Bytes read per second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Seconds of one step."""
+    """Predicted seconds of one step."""
 
     rollout: float
     update: float
@@ -346,7 +346,7 @@ class StepTime:
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype) -> DeviceRates:
-    """Time one product and one copy: a second or so."""
+    """Time one product and one copy; takes about a second."""
     size = 1024 if device.type == "cpu" else 8192
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     product = seconds_of(lambda: a @ b, device)
@@ -356,7 +356,7 @@ def measure_machine(device: torch.device, dtype: torch.dtype) -> DeviceRates:
 
 
 def seconds_of(work: object, device: torch.device) -> float:
-    """The best of several tries."""
+    """Return the shortest of several timings."""
     assert callable(work)
     best = float("inf")
     for _ in range(6):
@@ -385,7 +385,7 @@ def pace(
     reading = (active * size + cache) / machine.bandwidth
     decoding = steps * (max(2 * active * at_once / rate, reading) + STEP_SECONDS[machine.kind])
     prefill = 2 * shape.linear_size * rollout.prompts * prompt_tokens / rate
-    # Forward and backward; a frozen weight needs no gradient of its own. Both passes of the output layer.
+    # Forward and backward; frozen weights need no gradient. The output layer runs in both passes.
     passes = (4 if config.lora.r else 6) + (2 if config.model.gradient_checkpointing else 0)
     trained = answers * answer_tokens
     tokens = trained + rollout.prompts * prompt_tokens
