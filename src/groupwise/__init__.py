@@ -42,6 +42,7 @@ from groupwise.tasks import (
     use_functions,
     with_data,
 )
+from groupwise.tasks.external.mcp_tools import mcp_tools
 from groupwise.tracking.run_folder import RunFolder, run_of_checkpoint
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ __all__ = [
     "evolve",
     "in_process",
     "load_examples",
+    "mcp_tools",
     "rewards",
     "train",
 ]

@@ -153,12 +153,17 @@ def finished(result: Any, seconds: float) -> Any:
     """Return a result. A coroutine runs on the process's event loop, where connections stay open."""
     if not inspect.isawaitable(result):
         return result
-    future = asyncio.run_coroutine_threadsafe(within(result, seconds), event_loop(os.getpid()))
+    future = asyncio.run_coroutine_threadsafe(within(result, seconds), event_loop_here())
     return future.result(seconds + GRACE_SECONDS)
 
 
 async def within(result: Awaitable[Any], seconds: float) -> Any:
     return await asyncio.wait_for(result, seconds)
+
+
+def event_loop_here() -> asyncio.AbstractEventLoop:
+    """Return the event loop of this process, for connections that stay open."""
+    return event_loop(os.getpid())
 
 
 @cache

@@ -52,6 +52,8 @@ class Tool:
     """Descriptions of parameters, from the docstring."""
     takes_state: bool = False
     """Whether the function takes the rollout's state."""
+    parameters: Mapping[str, Any] | None = None
+    """JSON schema of the arguments, where it does not come from the function's signature."""
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -60,7 +62,11 @@ class Tool:
             name: json_schema(hint) | ({"description": self.notes[name]} if name in self.notes else {})
             for name, hint in self.hints.items()
         }
-        parameters = {"type": "object", "properties": properties, "required": list(self.required)}
+        parameters: Mapping[str, Any] = self.parameters or {
+            "type": "object",
+            "properties": properties,
+            "required": list(self.required),
+        }
         about = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": about}
 
@@ -70,6 +76,8 @@ class Tool:
 
     def refusal(self, arguments: Mapping[str, Any]) -> str | None:
         """Return what is wrong with the arguments of a call, or None. The model reads this text."""
+        if self.parameters is not None:
+            return schema_violation(self.name, arguments, self.parameters)
         for name in self.required:
             if name not in arguments:
                 return f"{self.name} needs the argument {name!r}"
@@ -81,8 +89,22 @@ class Tool:
         return None
 
 
+def schema_violation(name: str, arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> str | None:
+    """Return how arguments violate a JSON schema, or None."""
+    import jsonschema
+
+    error = jsonschema.exceptions.best_match(
+        jsonschema.validators.validator_for(parameters)(parameters).iter_errors(dict(arguments))
+    )
+    return (
+        None if error is None else f"{name}: {error.json_path.removeprefix('$').strip('.')} {error.message}"
+    )
+
+
 def tool_of(function: Callable[..., Any]) -> Tool:
-    """Build a tool from a function's signature and docstring."""
+    """Build a tool from a function's signature and docstring, or return its attribute `tool`."""
+    if isinstance(ready := getattr(function, "tool", None), Tool):
+        return ready
     name = getattr(function, "__name__", "")
     if not name.isidentifier():
         raise ConfigError(f"a tool must be a named function; got {function!r}")

@@ -3,6 +3,7 @@
 Modules in reading order:
 
     reasoning_gym_tasks  `gym:NAME`: the procedural datasets of reasoning-gym, with their scorers
+    mcp_tools            the tools of an MCP server
 
 Packages are imported when they are used. An adapter has at most 150 lines.
 """
