@@ -43,6 +43,7 @@ from groupwise.tasks import (
     with_data,
 )
 from groupwise.tasks.external.mcp_tools import mcp_tools
+from groupwise.tasks.external.text_games import gymnasium, textarena
 from groupwise.tracking.run_folder import RunFolder, run_of_checkpoint
 
 if TYPE_CHECKING:
@@ -74,10 +75,12 @@ __all__ = [
     "Tokens",
     "ToolResult",
     "evolve",
+    "gymnasium",
     "in_process",
     "load_examples",
     "mcp_tools",
     "rewards",
+    "textarena",
     "train",
 ]
 

@@ -1,0 +1,164 @@
+"""Games of TextArena and text environments of Gymnasium, for `Task(environment=…)`.
+
+    games = [{"seed": n} for n in range(1000)]
+    task = gw.Task(name="guess", examples=games, environment=gw.textarena("GuessTheNumber-v0"))
+    task = gw.Task(name="lake", examples=games, environment=gw.gymnasium("FrozenLake-v1", render_mode="ansi"))
+
+The column `seed` of an example is the seed of its game.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from groupwise.errors import ConfigError
+from groupwise.records import Example
+from groupwise.rollout.environment import EnvironmentFactory, Reply
+
+RAW = "-raw"
+"""Suffix of a TextArena game without wrappers: each observation holds only what is new."""
+MAX_MOVES = 1000
+"""Moves of other players in a row after which a game has no end."""
+
+Opponent = Callable[[str], str]
+
+
+def textarena(
+    name: str, *, players: int = 1, opponent: Opponent | None = None, **settings: Any
+) -> EnvironmentFactory:
+    """Return a factory of TextArena games that the policy plays as player 0.
+
+    players: number of players; the others play as `opponent`
+    opponent: returns a move for the text that another player has observed so far
+    settings: keyword arguments of the game
+    """
+    if players > 1 and opponent is None:
+        raise ConfigError(
+            f"{name} with {players} players requires opponent=…, a function from text to a move"
+        )
+    try:
+        import textarena as library
+    except ImportError:
+        raise ConfigError("TextArena games require: pip install 'groupwise[textarena]'") from None
+    raw = name.removesuffix(RAW) + RAW
+    if raw not in library.envs.registration.ENV_REGISTRY:
+        raise ConfigError(f"TextArena has no game {name!r}")
+    return partial(TextArenaGame, partial(library.make, raw, **settings), players, opponent)
+
+
+class TextArenaGame:
+    """One game. The reward is what the game gives player 0 at its end."""
+
+    def __init__(self, make: Callable[[], Any], players: int, opponent: Opponent | None) -> None:
+        self.make, self.players, self.opponent = make, players, opponent
+        self.randomness = random.getstate()
+
+    @contextmanager
+    def own_randomness(self) -> Iterator[None]:
+        """Give the game a state of the module `random` of its own: many games run in one process."""
+        outer = random.getstate()
+        random.setstate(self.randomness)
+        try:
+            yield
+        finally:
+            self.randomness = random.getstate()
+            random.setstate(outer)
+
+    def reset(self, example: Example) -> str:
+        with self.own_randomness():
+            random.seed(example["seed"])
+            self.game = self.make()
+            self.game.reset(num_players=self.players, seed=example["seed"])
+            self.seen: dict[int, list[str]] = {}
+            return self.until_our_turn() or ""
+
+    def reply(self, text: str) -> Reply:
+        with self.own_randomness():
+            done, _ = self.game.step(action=text)
+            observed = None if done else self.until_our_turn()
+            if observed is not None:
+                return Reply(observed)
+            rewards, info = self.game.close()
+        reason = (info or {}).get(0, {}).get("reason", "")
+        return Reply(str(reason), reward=float((rewards or {}).get(0, 0.0)), done=True)
+
+    def until_our_turn(self) -> str | None:
+        """Let the others play; return what player 0 observes, or None if the game has ended."""
+        for _ in range(MAX_MOVES):
+            player, observations = self.game.get_observation()
+            new = [message for sender, message, *_ in observations if sender != player]
+            self.seen.setdefault(player, []).extend(new)
+            if player == 0:
+                return "\n".join(new).strip()
+            assert self.opponent is not None
+            if self.game.step(action=self.opponent("\n".join(self.seen[player])))[0]:
+                return None
+        raise RuntimeError(f"player 0 did not get a turn in {MAX_MOVES} moves")
+
+
+def gymnasium(
+    name: str,
+    *,
+    act: Callable[[str], Any] | None = None,
+    observe: Callable[[Any], str] | None = None,
+    **settings: Any,
+) -> EnvironmentFactory:
+    """Return a factory of Gymnasium environments that are played with text.
+
+    act: returns the action that a text means, or raises ValueError; by default the last number in the text,
+        or the text itself in an environment whose actions are texts
+    observe: returns an observation as text; by default the rendered one with `render_mode="ansi"`, else `str`
+    settings: keyword arguments of the environment
+    """
+    try:
+        import gymnasium as library
+    except ImportError:
+        raise ConfigError("Gymnasium environments require: pip install 'groupwise[gym]'") from None
+    try:
+        library.spec(name)
+    except library.error.Error as error:
+        raise ConfigError(f"Gymnasium has no environment {name!r}: {error}") from error
+    return partial(GymnasiumGame, partial(library.make, name, **settings), act, observe)
+
+
+class GymnasiumGame:
+    """One episode of a Gymnasium environment."""
+
+    def __init__(
+        self, make: Callable[[], Any], act: Callable[[str], Any] | None, observe: Callable[[Any], str] | None
+    ) -> None:
+        self.env = make()
+        self.act, self.observe = act or self.read_action, observe or self.shown
+
+    def reset(self, example: Example) -> str:
+        observation, _ = self.env.reset(seed=example["seed"])
+        return self.observe(observation)
+
+    def reply(self, text: str) -> Reply:
+        try:
+            action = self.act(text)
+        except ValueError as error:
+            return Reply(str(error))
+        observation, reward, terminated, truncated, _ = self.env.step(action)
+        return Reply(self.observe(observation), reward=float(reward), done=bool(terminated or truncated))
+
+    def close(self) -> None:
+        self.env.close()
+
+    def read_action(self, text: str) -> Any:
+        """Return the action that a text means."""
+        space = self.env.action_space
+        if not hasattr(space, "n"):
+            return text.strip()
+        numbers = re.findall(r"\d+", text)
+        if not numbers or not space.start <= int(numbers[-1]) < space.start + space.n:
+            raise ValueError(f"Answer with a number from {space.start} to {space.start + space.n - 1}.")
+        return int(numbers[-1])
+
+    def shown(self, observation: Any) -> str:
+        return str(self.env.render() if self.env.render_mode == "ansi" else observation)
