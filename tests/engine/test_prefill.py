@@ -10,8 +10,8 @@ import pytest
 from groupwise.config.schema import EngineConfig
 from groupwise.engine import prefill
 from groupwise.engine.engine import Engine
-from groupwise.engine.kv_cache import Prefix
 from groupwise.engine.prefill import Forward, Prefill, Segment, next_pass
+from groupwise.engine.scheduler import Prefix
 from groupwise.model.policy import Policy
 from tests.support.generation import SAMPLING, TOOL, assert_same, converse, requests, same_answers
 

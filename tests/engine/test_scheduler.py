@@ -7,8 +7,7 @@ from collections import Counter
 
 import pytest
 
-from groupwise.engine.kv_cache import BlockPool
-from groupwise.engine.scheduler import Scheduler
+from groupwise.engine.scheduler import BlockPool, Scheduler
 from groupwise.records import Completion, Request
 
 Lengths = dict[tuple[int, int], int]

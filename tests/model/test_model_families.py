@@ -1,8 +1,9 @@
-"""Models of many families: each computes what plain transformers computes, or is refused in a sentence."""
+"""Models of many families: each computes what transformers computes, on the fast or the general path."""
 
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,19 @@ import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from groupwise.config.schema import EngineConfig, LoraConfig, ModelConfig
 from groupwise.engine.engine import Engine
 from groupwise.errors import ConfigError
+from groupwise.learner.micro_batch import own_logprobs, pack
 from groupwise.model.adapters.merge_adapters import merge
-from groupwise.model.attention.compatibility import check_attention
+from groupwise.model.attention.compatibility import _unpackable, check_attention
 from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
-from groupwise.records import Request, Sampling
-from tests.support.small_models import SIZES, tiny_tokenizer
+from groupwise.records import Completion, Request, Sample, Sampling
+from tests.support.small_models import SIZES, policy_of, tiny_tokenizer
+from tests.support.tiny_families import tiny_model
 
 GPT2 = {"vocab_size": 272, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 ENDS = {"bos_token_id": None, "eos_token_id": 268, "pad_token_id": 0}
@@ -83,38 +87,121 @@ def test_answers_have_the_log_probabilities_of_plain_transformers(config: Any, t
             assert answer.logprobs == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        (
-            transformers.Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
-            "its 2 layers call replaceable attention 1 times",
-        ),
-        (
-            transformers.GPTJConfig(**GPT2, rotary_dim=4, **ENDS),
-            "its 2 layers call replaceable attention 0 times",
-        ),
-        (transformers.DiffLlamaConfig(**SHAPE), "its 2 layers call replaceable attention 4 times"),
-        (transformers.GPTNeoXConfig(**SHAPE), "keys or values have an unusual shape"),
-        (transformers.MambaConfig(**{**SHAPE, "state_size": 4}), "not supported"),
-    ],
-    ids=[
-        "a convolution",
-        "attention of its own",
-        "attention twice",
-        "other key heads than it says",
-        "a recurrence",
-    ],
-)
-def test_a_model_that_does_not_attend_once_in_each_layer_is_refused(config: Any, reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        check_attention(model_of(config), name="odd")
+FAST = ("mistral", "gemma2", "gpt_oss", "gemma4_text", "deepseek_v3", "granite", "stablelm", "nanochat")
+GENERAL = ("gptj", "bloom", "falcon_h1", "lfm2", "qwen3_next", "mamba2", "nemotron_h", "rwkv", "diffllama")
 
 
-def test_a_cap_on_logits_is_refused_though_small_logits_hardly_show_it() -> None:
-    config = transformers.Gemma2Config(**SHAPE, head_dim=8, attn_logit_softcapping=None)
-    with pytest.raises(ConfigError, match="caps its logits"):
-        check_attention(model_of(config).bfloat16(), name="odd")
+def ragged_samples() -> list[Sample]:
+    """Two groups whose answers differ in length, one of a single token, and reach beyond every window."""
+    draw = random.Random(0)
+    samples = []
+    for group, (prompt, lengths) in enumerate([(14, (1, 5, 12, 12)), (3, (16, 2))]):
+        shared = tuple(draw.randrange(3, 260) for _ in range(prompt))
+        for length in lengths:
+            reply = tuple(draw.randrange(3, 260) for _ in range(length))
+            trained = (False,) * prompt + (True,) * length
+            zeros = (0.0,) * len(trained)
+            samples.append(
+                Sample(
+                    tokens=shared + reply,
+                    trained=trained,
+                    logprobs=zeros,
+                    entropies=zeros,
+                    advantages=zeros,
+                    prefix=prompt,
+                    group=group,
+                )
+            )
+    return samples
+
+
+@pytest.mark.parametrize("family", [*FAST, *GENERAL])
+def test_the_gradient_is_that_of_one_plain_pass_for_each_answer(family: str) -> None:
+    plain, policy, samples = tiny_model(family), policy_of(tiny_model(family)), ragged_samples()
+    assert (policy.general is None) == (family in FAST)
+    batch = pack(samples, device=policy.device)
+    logprobs_N, _ = own_logprobs(policy, batch, Sampling(temperature=0.8), entropy_gradient=False)
+    weights_N = torch.linspace(-1.0, 1.0, len(logprobs_N))
+    (weights_N * logprobs_N).sum().backward()
+    rows = []
+    for sample in samples:
+        logits = plain(torch.tensor([sample.tokens]), use_cache=False).logits[0, sample.prefix - 1 : -1]
+        targets = torch.tensor(sample.tokens[sample.prefix :])
+        rows.append((logits / 0.8).log_softmax(-1).gather(1, targets[:, None])[:, 0])
+    expected_N = torch.cat(rows)
+    assert torch.allclose(logprobs_N, expected_N, atol=2e-4)
+    (weights_N * expected_N).sum().backward()
+    for (name, ours), theirs in zip(policy.model.named_parameters(), plain.parameters(), strict=True):
+        if theirs.grad is None:
+            assert ours.grad is None or not ours.grad.any(), name
+        else:
+            assert ours.grad is not None, name
+            assert (ours.grad - theirs.grad).norm() <= 1e-3 * theirs.grad.norm() + 1e-5, name
+
+
+@pytest.mark.parametrize("family", [*FAST, *GENERAL])
+def test_answers_are_sampled_from_what_the_trainer_computes(family: str) -> None:
+    policy = policy_of(tiny_model(family))
+    asked = [Request(prompt=tuple(range(20, 34)), seeds=(1, 2, 3)), Request(prompt=(40, 50), seeds=(4,))]
+    groups = Engine(policy, EngineConfig(max_sequences=3)).generate(asked, Sampling(max_tokens=12))
+    for request, group in zip(asked, groups, strict=True):
+        samples = [answered(request.prompt, answer) for answer in group]
+        with torch.no_grad():
+            batch = pack(samples, device=policy.device)
+            logprobs_N, _ = own_logprobs(policy, batch, Sampling(), entropy_gradient=False)
+        assert [x for answer in group for x in answer.logprobs] == pytest.approx(
+            logprobs_N.tolist(), abs=1e-3
+        )
+
+
+def answered(prompt: tuple[int, ...], answer: Completion) -> Sample:
+    zeros, count = (0.0,) * len(prompt), len(answer.tokens)
+    return Sample(
+        tokens=prompt + answer.tokens,
+        trained=(False,) * len(prompt) + (True,) * count,
+        logprobs=zeros + answer.logprobs,
+        entropies=zeros + answer.entropies,
+        advantages=(0.0,) * (len(prompt) + count),
+        prefix=len(prompt),
+        group=0,
+    )
+
+
+@pytest.mark.parametrize("family", ["lfm2", "rwkv"])
+def test_the_general_path_does_not_depend_on_slots_or_preemption(family: str) -> None:
+    policy = policy_of(tiny_model(family))
+    asked = [Request(prompt=tuple(range(20, 30)), seeds=(1, 2, 3)), Request(prompt=(40, 50), seeds=(4, 5))]
+    sampling = Sampling(max_tokens=12)
+    free = Engine(policy, EngineConfig()).generate(asked, sampling)
+    tight = Engine(policy, EngineConfig(kv_tokens=32, block_size=4))
+    assert [[a.tokens for a in group] for group in tight.generate(asked, sampling)] == [
+        [a.tokens for a in group] for group in free
+    ]
+    assert tight.preempted > 0
+
+
+def test_padding_would_change_a_recurrent_state() -> None:
+    """Why rows are not padded: states take up padding that a mask does not hide."""
+    model = tiny_model("rwkv")
+    tokens = torch.arange(20, 30)[None]
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.int64), tokens], 1)
+    mask = (torch.arange(13) >= 3).long()[None]
+    with torch.no_grad():
+        alone, beside = model(tokens).logits[0, -1], model(padded, attention_mask=mask).logits[0, -1]
+    assert (alone - beside).abs().max() > 0.01
+
+
+def test_a_model_whose_logits_are_not_those_of_its_output_layer_is_refused() -> None:
+    model = tiny_model("gptj")
+    model.lm_head.register_forward_hook(lambda _module, _inputs, logits: logits.square())
+    with pytest.raises(ConfigError, match="its logits are not those of its output layer"):
+        check_attention(model, name="odd")
+
+
+@pytest.mark.parametrize("family", ["deepseek_v4", "minimax_m3_vl_text"])
+def test_sparse_attention_is_not_taken_for_dense_on_short_rows(family: str) -> None:
+    config = CONFIG_MAPPING[family]().get_text_config()
+    assert _unpackable(config) is not None
 
 
 def test_positions_that_count_otherwise_in_long_rows_bound_the_context(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    Gemma2Config,
+    DogeConfig,
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
@@ -216,22 +216,6 @@ SHAPE = {
 }
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        MistralConfig(**SHAPE, sliding_window=4),
-        Gemma2Config(**SHAPE, attn_logit_softcapping=1.0, final_logit_softcapping=None, sliding_window=4096),
-        Gemma2Config(**SHAPE, attn_logit_softcapping=None, final_logit_softcapping=1.0, sliding_window=4096),
-    ],
-    ids=["short sliding window", "capped scores", "capped logits"],
-)
-def test_a_model_that_computes_something_else_is_refused(config: Any) -> None:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    with pytest.raises(ConfigError, match=r"the model 'odd' .*(not supported|does not support)"):
-        check_attention(model, name="odd")
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rounding_in_half_precision_does_not_refuse_a_model(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -249,12 +233,12 @@ def test_rounding_in_half_precision_does_not_refuse_a_model(
     assert model.config._attn_implementation == "groupwise"
 
 
-def test_another_function_is_refused_in_half_precision_as_well() -> None:
+def test_another_function_leaves_the_fast_path_in_half_precision_as_well() -> None:
     torch.manual_seed(0)
-    config = MistralConfig(**{**SHAPE, "initializer_range": 0.02}, sliding_window=4)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().bfloat16()
-    with pytest.raises(ConfigError, match="in a way that is not supported"):
-        check_attention(model, name="odd")
+    config = DogeConfig(**{**SHAPE, "initializer_range": 0.02}, keep_window_size=4)  # a mask that is learned
+    general = check_attention(AutoModelForCausalLM.from_config(config).bfloat16(), name="odd")
+    assert general is not None
+    assert general.reason == "computes something that packed attention does not"
 
 
 def test_the_float32_excerpt_has_a_layer_of_each_kind_and_leaves_the_model_alone() -> None:
@@ -273,11 +257,14 @@ def test_the_float32_excerpt_has_a_layer_of_each_kind_and_leaves_the_model_alone
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_a_long_sliding_window_bounds_the_context() -> None:
+def test_sliding_windows_of_any_length_do_not_bound_the_context() -> None:
     torch.manual_seed(0)
     config = MistralConfig(**SHAPE, sliding_window=48, max_position_embeddings=4096)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    assert policy_of(model).context_length == 48
+    policy = policy_of(model)
+    assert policy.general is None
+    assert policy.context_length == 4096
+    assert {call.window for call in policy.attention} == {48}
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,8 @@ def small_model(kind: str = "llama", *, key_heads: int = 2, **settings: Any) -> 
 
 def policy_of(model: Any) -> Policy:
     """Return a policy around the model, whose attention becomes ours."""
-    check_attention(model, name="small")
-    return Policy(model, tiny_tokenizer())
+    general = check_attention(model, name="small")
+    return Policy(model, tiny_tokenizer(), general=general)
 
 
 class Scripted(Policy):

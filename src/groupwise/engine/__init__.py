@@ -3,13 +3,13 @@
 Modules in reading order:
 
     engine           Engine: schedule → run → sample → collect, until every sequence has finished
-    scheduler        which sequences run: admission, growth, preemption, release
-    kv_cache         the block pool, shared prompt prefixes, and reusable histories of finished sequences
+    scheduler        which sequences run, and the KV blocks they hold: prompts shared, finished turns kept
     paged_attention  the KV cache tensors and decode attention over their blocks, on any device
     prefill          packed, chunked computation of prompts into the KV cache
     sampler          token sampling from per-sequence seeds, stop strings, prompt log-probabilities
     stacked_weights  projections that share an input as one matmul, with LoRA merged or batched
     cpu_runner       the forward pass on a CPU
+    general_runner   the forward pass of models with their own attention and cache, on any device
     multi_lora       one engine for all LoRA adapters of a population
     cuda/            the decode step as one CUDA graph, with Triton kernels
     serving/         online serving: requests arrive at any time, each with its own sampling settings

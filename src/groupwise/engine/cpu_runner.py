@@ -19,13 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from groupwise.engine.kv_cache import Prefix
 from groupwise.engine.paged_attention import KVCache, PagedLayout
 from groupwise.engine.prefill import Prefill
-from groupwise.engine.scheduler import Scheduler
+from groupwise.engine.scheduler import Prefix, Scheduler
 from groupwise.engine.stacked_weights import MakeWeight, weights_for
 from groupwise.model.adapters.lora_bank import LoRABank
-from groupwise.model.attention.hf_interface import Layout
+from groupwise.model.attention.hf_interface import AttentionVariant, Layout
 from groupwise.model.attention.packed import PackedLayout
 from groupwise.model.ops.rotary import rotate, sine_halves
 from groupwise.model.policy import Policy
@@ -60,6 +59,8 @@ class FusedCPUForward:
         self._layers = [CPULayer(layer, matrix) for layer in decoder.layers]
         self._norm = decoder.norm
         self._key_heads, self._size = policy.key_heads, policy.head_size
+        assert all(layer.plain for layer in policy.attention), "soft caps and sinks are not fused on a CPU"
+        self._variants = [AttentionVariant(window=layer.window) for layer in policy.attention]
 
     def refresh(self) -> None:
         """Copy the policy's current weights."""
@@ -77,7 +78,9 @@ class FusedCPUForward:
             qkv_TN = layer.qkv(_normed(x_TM, layer.before_attention), own_TS)
             qkv_TND = qkv_TN.view(len(x_TM), -1, self._size)
             q_1HTD, k_1KTD, v_1KTD = self._heads(qkv_TND, cos_T1D, halves)
-            mixed_1THD = layout.attend(q_1HTD, k_1KTD, v_1KTD, layer=number, scale=layer.scale)
+            mixed_1THD = layout.attend(
+                q_1HTD, k_1KTD, v_1KTD, layer=number, scale=layer.scale, variant=self._variants[number]
+            )
             x_TM += layer.output(mixed_1THD[0].flatten(1), own_TS)
             gate_TI, up_TI = layer.gate_up(_normed(x_TM, layer.before_mlp), own_TS).chunk(2, dim=1)
             x_TM += layer.down(nn.functional.silu(gate_TI, inplace=True).mul_(up_TI), own_TS)
@@ -106,7 +109,7 @@ def fused_cpu_forward(policy: Policy, members: LoRABank | None = None) -> FusedC
     With `members`, the comparison runs without adapters.
     """
     weight = policy.head_weight
-    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+    if policy.general is not None or weight.device.type != "cpu" or weight.dtype != torch.float32:
         return None
     try:
         fused = FusedCPUForward(policy, members)

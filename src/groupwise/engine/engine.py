@@ -20,9 +20,9 @@ from torch import Tensor
 
 from groupwise.config.schema import EngineConfig
 from groupwise.engine.cpu_runner import Runner
-from groupwise.engine.kv_cache import BlockPool
+from groupwise.engine.general_runner import GeneralRunner, runner_for
 from groupwise.engine.sampler import StopStrings, draw, uniforms
-from groupwise.engine.scheduler import NONE, FutureRequests, Scheduler, Sequence
+from groupwise.engine.scheduler import NONE, BlockPool, FutureRequests, Scheduler, Sequence
 from groupwise.errors import ConfigError
 from groupwise.model.adapters.lora_bank import LoRABank
 from groupwise.model.device import free_memory, total_memory
@@ -71,7 +71,7 @@ class Engine:
         """Sequences the last call preempted for lack of KV blocks. If high, raise engine.kv_tokens."""
         self.occupancy = 1.0
         """Fraction of usable slots that sampled a token, over the decode steps of the last call on a GPU."""
-        self._runner: Runner | None = None
+        self._runner: Runner | GeneralRunner | None = None
         self._graph_runner: GraphRunner | None = None
         self._stop_strings = StopStrings(policy)
         self._end_tokens = np.array(sorted(policy.end_tokens), dtype=np.int64)
@@ -161,7 +161,8 @@ class Engine:
     @property
     def accelerated(self) -> bool:
         """Whether decode steps run as CUDA graphs."""
-        return self.policy.device.type == "cuda" and find_spec("triton") is not None
+        on_gpu = self.policy.device.type == "cuda" and find_spec("triton") is not None
+        return on_gpu and self.policy.general is None
 
     def _run(self, scheduler: Scheduler, sampling: Sampling, sink: CompletionSink) -> None:
         """Run synchronously, on any device."""
@@ -185,7 +186,7 @@ class Engine:
             loop.run()
         self.occupancy = loop.drawn / max(1, loop.offered)
 
-    def _next_logits(self, scheduler: Scheduler, runner: Runner) -> Tensor:
+    def _next_logits(self, scheduler: Scheduler, runner: Runner | GeneralRunner) -> Tensor:
         """Decode running sequences, admit and prefill waiting ones, and return all next-token logits."""
         scheduler.make_room()
         rows = [runner.decode(scheduler)] if scheduler.running else []
@@ -246,12 +247,14 @@ class Engine:
             )
         return min(most, allowed // size)
 
-    def _runner_with(self, pool: BlockPool) -> Runner:
+    def _runner_with(self, pool: BlockPool) -> Runner | GeneralRunner:
         """Return the last call's runner if its cache is large enough, else a new one."""
         runner = self._runner
         if runner is None or runner.blocks < pool.count or runner.members != self._member_count:
             self._runner = runner = None  # free the old cache before allocating the new one
-            runner = Runner(self.policy, blocks=pool.count, block_size=pool.block_size, members=self.members)
+            runner = runner_for(
+                self.policy, blocks=pool.count, block_size=pool.block_size, members=self.members
+            )
         assert self.members is None or runner.fused is not None, "check `MultiLoRAEngine.batched` first"
         self._runner = runner
         return runner

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from groupwise.engine.scheduler import Scheduler
+from groupwise.model.attention.hf_interface import STANDARD, AttentionVariant, merge_sinks
 from groupwise.model.attention.segment_attention import attend, merge
 
 
@@ -29,6 +30,19 @@ class KVCache:
         self.keys = torch.zeros(shape, dtype=like.dtype, device=like.device)
         self.values = torch.zeros(shape, dtype=like.dtype, device=like.device)
         self.block_size = block_size
+
+    def fitted(self, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the same heads in the shape of the cache, for layers with fewer or smaller heads.
+
+        Repeated key heads serve fewer query heads each; zeros at the end of a head change no product.
+        """
+        heads, size = self.keys.shape[-2:]
+        if k_1KTD.shape[1] < heads:
+            k_1KTD, v_1KTD = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k_1KTD, v_1KTD))
+        if k_1KTD.shape[3] < size:
+            more = (0, size - k_1KTD.shape[3])
+            return tuple(torch.nn.functional.pad(x, more) for x in (q_1HTD, k_1KTD, v_1KTD))  # type: ignore[return-value]
+        return q_1HTD, k_1KTD, v_1KTD
 
     def write(self, layer: int, k_NKD: Tensor, v_NKD: Tensor, slots_N: Tensor) -> None:
         """Store keys and values in slots counted in tokens from the start of the pool."""
@@ -72,6 +86,9 @@ class PagedLayout:
     own_mask_R11L: Tensor
     prompt_PB: Tensor
     prompt_mask_P11S: Tensor
+    own_length_R: Tensor
+    """Tokens of each sequence after its prompt, the new one included."""
+    prompt_length_P: Tensor
     grid_PG: Tensor
     """Row of each member of each prompt; an arbitrary row where there is no member."""
     member_R: Tensor
@@ -111,30 +128,67 @@ class PagedLayout:
             own_mask_R11L=_mask(move(new + 1), own.shape[1] * size, like=like),
             prompt_PB=move(prompts),
             prompt_mask_P11S=_mask(move(lengths), prompts.shape[1] * size, like=like),
+            own_length_R=move(new + 1),
+            prompt_length_P=move(lengths),
             grid_PG=move(grid),
             member_R=move(prompt_of * grid.shape[1] + member_of),
             adapter_T=move(scheduler.adapter[slots]),
         )
 
-    def attend(self, q_1HRD: Tensor, k_1KRD: Tensor, v_1KRD: Tensor, *, layer: int, scale: float) -> Tensor:
+    def attend(
+        self,
+        q_1HRD: Tensor,
+        k_1KRD: Tensor,
+        v_1KRD: Tensor,
+        *,
+        layer: int,
+        scale: float,
+        variant: AttentionVariant = STANDARD,
+    ) -> Tensor:
         """Store the new keys and values and return the attention output_1RHD."""
+        before = q_1HRD.shape[3]
+        q_1HRD, k_1KRD, v_1KRD = self.cache.fitted(q_1HRD, k_1KRD, v_1KRD)
         _, key_heads, rows, size = k_1KRD.shape
         self.cache.write(layer, k_1KRD[0].transpose(0, 1), v_1KRD[0].transpose(0, 1), self.slot_mapping_R)
         # Query heads that share a key head become queries of that head, so each key is read once.
         q_RKFD = q_1HRD[0].transpose(0, 1).reshape(rows, key_heads, -1, size)
         k_RKLD, v_RKLD = self.cache.read(layer, self.own_RB)
-        own = attend(q_RKFD, k_RKLD, v_RKLD, causal=False, mask=self.own_mask_R11L, scale=scale)
-        output_RKFD, _ = merge(own, self._attend_prompts(q_RKFD, layer, scale))
-        return output_RKFD.flatten(1, 2)[None]
+        own_mask, prompt_mask = self._masks(q_RKFD.shape[2], variant.window)
+        own = attend(q_RKFD, k_RKLD, v_RKLD, causal=False, mask=own_mask, scale=scale, cap=variant.cap)
+        other = self._attend_prompts(q_RKFD, prompt_mask, layer, scale, variant.cap)
+        output_RKFD, lse_RKF = merge(own, other)
+        output_RHD = output_RKFD.flatten(1, 2)
+        if variant.sinks_H is not None:
+            output_RHD, _ = merge_sinks(output_RHD, lse_RKF.flatten(1), variant.sinks_H)
+        return output_RHD[None, ..., :before]
 
-    def _attend_prompts(self, q_RKFD: Tensor, layer: int, scale: float) -> tuple[Tensor, Tensor]:
+    def _masks(self, per_head: int, window: int | None) -> tuple[Tensor, Tensor]:
+        """Return the masks of own tokens [R, 1, 1, L] and of prompts [P, 1, 1 or G·F, S]."""
+        own, prompt = self.own_mask_R11L, self.prompt_mask_P11S
+        if window is None:
+            return own, prompt
+        # Finite: of a prompt outside of the window no key is left, and a row of -inf would give NaN.
+        outside = max(-1e30, torch.finfo(own.dtype).min / 4)
+        at_RL = torch.arange(own.shape[-1], device=own.device)
+        far_RL = self.own_length_R[:, None] - at_RL > window
+        at_S = torch.arange(prompt.shape[-1], device=own.device)
+        length_PG = self.prompt_length_P[:, None] + _take(self.own_length_R, self.grid_PG)
+        far_PGS = length_PG[:, :, None] - at_S > window
+        own = own.masked_fill(far_RL[:, None, None], outside)
+        hidden = prompt == -torch.inf
+        prompt = torch.zeros_like(prompt).masked_fill(hidden | far_PGS[:, None], outside)
+        return own, prompt.repeat_interleave(per_head, 2)
+
+    def _attend_prompts(
+        self, q_RKFD: Tensor, mask: Tensor, layer: int, scale: float, cap: float | None
+    ) -> tuple[Tensor, Tensor]:
         """Attend to each prompt once, with all members of its group as queries; return in row order."""
         prompts, members = self.grid_PG.shape
         _, key_heads, per_head, _ = q_RKFD.shape
         q_PKGFD = _take(q_RKFD, self.grid_PG).transpose(1, 2)
         k_PKSD, v_PKSD = self.cache.read(layer, self.prompt_PB)
         output, lse = attend(
-            q_PKGFD.flatten(2, 3), k_PKSD, v_PKSD, causal=False, mask=self.prompt_mask_P11S, scale=scale
+            q_PKGFD.flatten(2, 3), k_PKSD, v_PKSD, causal=False, mask=mask, scale=scale, cap=cap
         )
 
         def rows(x: Tensor) -> Tensor:

@@ -17,9 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from groupwise.engine.kv_cache import History, Prefix
 from groupwise.engine.paged_attention import KVCache
-from groupwise.model.attention.packed import Kind, Parts
+from groupwise.engine.scheduler import History, Prefix
+from groupwise.model.attention.hf_interface import STANDARD, AttentionVariant, merge_sinks
+from groupwise.model.attention.packed import Attention, Kind, Parts
 from groupwise.model.attention.segment_attention import (
     PaddedAttention,
     VarlenAttention,
@@ -155,6 +156,7 @@ class PrefillLayout:
     adapter_T: Tensor | None = None
     """LoRA adapter index of each token."""
     _parts: dict[Kind, Parts] = field(default_factory=dict)
+    _windowed: dict[tuple[Kind, int], tuple[Attention, Tensor]] = field(default_factory=dict)
 
     @classmethod
     def build(
@@ -175,23 +177,96 @@ class PrefillLayout:
             adapter_T=to_device(adapter, device) if shared else None,
         )
 
-    def attend(self, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, *, layer: int, scale: float) -> Tensor:
-        q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (q_1HTD, k_1KTD, v_1KTD))
+    def attend(
+        self,
+        q_1HTD: Tensor,
+        k_1KTD: Tensor,
+        v_1KTD: Tensor,
+        *,
+        layer: int,
+        scale: float,
+        variant: AttentionVariant = STANDARD,
+    ) -> Tensor:
+        before = q_1HTD.shape[3]
+        q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in self.cache.fitted(q_1HTD, k_1KTD, v_1KTD))
         self.store(k_TKD, v_TKD, layer=layer)
-        return self.read(q_THD, k_TKD, v_TKD, layer=layer, scale=scale)[None]
+        output_THD = self.read(q_THD, k_TKD, v_TKD, layer=layer, scale=scale, variant=variant)
+        return output_THD[None, ..., :before]
 
     def store(self, k_TKD: Tensor, v_TKD: Tensor, *, layer: int) -> None:
         self.cache.write(layer, k_TKD, v_TKD, self.slot_mapping)
 
-    def read(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, layer: int, scale: float) -> Tensor:
+    def read(
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        *,
+        layer: int,
+        scale: float,
+        variant: AttentionVariant = STANDARD,
+    ) -> Tensor:
         """Compute causal attention within each segment and full attention to the cached tokens before it."""
-        within, across = self._attentions(VarlenAttention if supports_flash(q_THD) else PaddedAttention)
-        output_THD, lse_TH = within.attend(q_THD, k_TKD, v_TKD, scale=scale)
-        if across is not None:
-            behind = slice(int(self.lengths[: -len(self.before)].sum()), None)
-            other = across.attend(q_THD[behind], *self.cache.rows(layer, self.before_slots), scale=scale)
-            output_THD[behind], _ = merge((output_THD[behind], lse_TH[behind]), other)
-        return output_THD
+        flash = supports_flash(q_THD) and variant.cap is None
+        kind: Kind = VarlenAttention if flash else PaddedAttention
+        if variant.window is not None and variant.window < self._longest:
+            output_THD, lse_TH = self._read_window(kind, q_THD, k_TKD, v_TKD, layer, scale, variant)
+        else:
+            within, across = self._attentions(kind)
+            output_THD, lse_TH = within.attend(q_THD, k_TKD, v_TKD, scale=scale, cap=variant.cap)
+            if across is not None:
+                behind = slice(int(self.lengths[: -len(self.before)].sum()), None)
+                cached = self.cache.rows(layer, self.before_slots)
+                other = across.attend(q_THD[behind], *cached, scale=scale, cap=variant.cap)
+                output_THD[behind], lse_TH[behind] = merge((output_THD[behind], lse_TH[behind]), other)
+        return output_THD if variant.sinks_H is None else merge_sinks(output_THD, lse_TH, variant.sinks_H)[0]
+
+    def _read_window(
+        self,
+        kind: Kind,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        layer: int,
+        scale: float,
+        variant: AttentionVariant,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (output_THD, lse_TH) of each segment over the cached tokens in its reach and its own."""
+        assert variant.window is not None
+        attention, keys_S = self._window_keys(kind, variant.window)
+        cached = self.cache.rows(layer, self.before_slots)
+        k_SKD, v_SKD = (
+            torch.cat([old, new]).index_select(0, keys_S)
+            for old, new in zip(cached, (k_TKD, v_TKD), strict=True)
+        )
+        return attention.attend(q_THD, k_SKD, v_SKD, scale=scale, cap=variant.cap)
+
+    def _window_keys(self, kind: Kind, window: int) -> tuple[Attention, Tensor]:
+        """Return the windowed attention and the index of its keys in the cached tokens, then the row."""
+        if (kind, window) not in self._windowed:
+            first = len(self.lengths) - len(self.before)
+            before = np.concatenate([np.zeros(first, dtype=np.int64), self.before])
+            starts = np.cumsum(self.lengths) - self.lengths + before.sum()
+            ends = np.cumsum(before)
+            spans = [
+                np.r_[end - min(int(cached), window - 1) : end, start : start + length]
+                for end, cached, start, length in zip(ends, before, starts, self.lengths, strict=True)
+            ]
+            attention = kind.build(
+                self.lengths,
+                np.array([len(span) for span in spans], dtype=np.int64),
+                causal=True,
+                device=self.device,
+                window=window,
+            )
+            self._windowed[kind, window] = attention, to_device(np.concatenate(spans), self.device)
+        return self._windowed[kind, window]
+
+    @property
+    def _longest(self) -> int:
+        """Length of the longest prompt after this pass."""
+        first = len(self.lengths) - len(self.before)
+        return int(max((self.lengths[first:] + self.before).max(initial=0), self.lengths.max()))
 
     def _attentions(self, kind: Kind) -> Parts:
         """Return the attentions within and across segments; built once and shared by all layers."""

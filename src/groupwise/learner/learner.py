@@ -233,9 +233,15 @@ class Learner:
         else:
             shares = shares_of_samples(minibatch, self.processes.count)
         passes = [
-            [[share[i] for i in indices] for indices in micro_batches(own, budget=self.micro_batch_tokens)]
+            [
+                [share[i] for i in indices]
+                for indices in micro_batches(
+                    [minibatch[i] for i in share],
+                    budget=self.micro_batch_tokens,
+                    shared=self.policy.general is None,
+                )
+            ]
             for share in shares
-            for own in [[minibatch[i] for i in share]]
         ]
         for indices in passes[self.processes.rank]:
             yield MicroBatchInputs.build(

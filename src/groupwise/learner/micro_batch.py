@@ -20,7 +20,6 @@ from groupwise.invariants import check_targets
 from groupwise.model.attention.packed import PackedLayout
 from groupwise.model.attention.ulysses import UlyssesContext, UlyssesLayout
 from groupwise.model.device import to_device
-from groupwise.model.ops.logprobs import token_logprobs
 from groupwise.model.policy import Policy
 from groupwise.records import Sample, Sampling
 
@@ -47,18 +46,19 @@ class MicroBatch:
     """Index of the sample that each trained token belongs to."""
 
 
-def micro_batches(samples: Sequence[Sample], *, budget: int) -> list[list[int]]:
+def micro_batches(samples: Sequence[Sample], *, budget: int, shared: bool = True) -> list[list[int]]:
     """Split samples into micro-batches of at most `budget` tokens, as lists of their indices.
 
     Members of a group stay adjacent, and a shared prompt counts once in each micro-batch that
-    holds it. A sample larger than the budget gets a micro-batch of its own.
+    holds it. A sample larger than the budget gets a micro-batch of its own. Without `shared`, every
+    sample's prompt is computed with it.
     """
     batches: list[list[int]] = []
     size, group = 0, None
     for index in sorted(range(len(samples)), key=lambda i: samples[i].group):
         sample = samples[index]
         own = len(sample.tokens) - sample.prefix
-        cost = own if sample.group == group else own + sample.prefix
+        cost = own if shared and sample.group == group else own + sample.prefix
         if not batches or size + cost > budget:
             batches.append([])
             size, cost = 0, own + sample.prefix
@@ -151,14 +151,8 @@ def own_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """`row_logprobs` of a row that one process computes."""
     hidden_TM = policy.hidden(batch.tokens_T, batch.positions_T, batch.layout)
-    return token_logprobs(
-        hidden_TM.index_select(0, batch.predictor_N),
-        policy.head_weight,
-        policy.head_bias,
-        batch.targets_N,
-        sampling,
-        entropy_gradient=entropy_gradient,
-    )
+    hidden_NM = hidden_TM.index_select(0, batch.predictor_N)
+    return policy.token_logprobs(hidden_NM, batch.targets_N, sampling, entropy_gradient=entropy_gradient)
 
 
 def spread_logprobs(
@@ -171,10 +165,8 @@ def spread_logprobs(
     hidden_TM = policy.hidden(batch.tokens_T[own], batch.positions_T[own], layout)
     inside_N = (batch.predictor_N >= own.start) & (batch.predictor_N < own.stop)
     index_n = inside_N.nonzero()[:, 0]
-    logprobs_n, entropy_n = token_logprobs(
+    logprobs_n, entropy_n = policy.token_logprobs(
         hidden_TM.index_select(0, batch.predictor_N[index_n] - own.start),
-        policy.head_weight,
-        policy.head_bias,
         batch.targets_N[index_n],
         sampling,
         entropy_gradient=entropy_gradient,

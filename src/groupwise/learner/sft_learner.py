@@ -126,7 +126,7 @@ def mean_loss(
     """Return the summed negative log-likelihood divided by `tokens`; `backward` accumulates its gradient."""
     losses = [
         pass_loss(policy, [samples[i] for i in indices], tokens=tokens, backward=backward)
-        for indices in micro_batches(samples, budget=micro_batch_tokens)
+        for indices in micro_batches(samples, budget=micro_batch_tokens, shared=policy.general is None)
     ]
     total = sum(map(float, losses))  # after all passes are issued, so the GPU stays busy
     check_finite("the loss", total)

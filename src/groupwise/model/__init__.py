@@ -4,6 +4,7 @@ Modules in reading order:
 
     load          loads a policy by model name, with or without LoRA
     policy        Policy: the model interface of engine and learner
+    general_forward  the general path: own attention and cache, each answer a row of its own
     resolve       finds or downloads a model's folder, validates it, and writes new ones atomically
     tokenizer     encoding and decoding, chat templates, tool calls in a template
     device        device selection, free memory, pinned transfers

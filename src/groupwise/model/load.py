@@ -52,7 +52,7 @@ def load_policy(
     tokenizer = load_tokenizer(source, template_args=model.chat_template_args)
     whole = trained if trained is not None and not lora.r else source
     policy_model = causal_model(whole, dtype, device, quantization=model.quantization)
-    check_attention(policy_model, name=model.name)
+    general = check_attention(policy_model, name=model.name)
     use_fused_ops(policy_model)
     if lora.r:
         if model.name not in (*BUILT_IN, SMOLLM2) and not Path(model.name).expanduser().is_dir():
@@ -62,9 +62,10 @@ def load_policy(
     frozen = None
     if reference and not lora.r:
         frozen = causal_model(source, dtype, device).requires_grad_(False).eval()
-        frozen.set_attn_implementation(hf_interface.NAME)
+        if general is None:
+            frozen.set_attn_implementation(hf_interface.NAME)
         use_fused_ops(frozen)
-    policy = Policy(policy_model, tokenizer, reference=frozen)
+    policy = Policy(policy_model, tokenizer, reference=frozen, general=general)
     if model.gradient_checkpointing:
         recompute_layers(policy)
     return policy

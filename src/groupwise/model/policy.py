@@ -15,10 +15,14 @@ from groupwise.files import let_read
 from groupwise.model.adapters.lora import base_of, effective_weight, is_adapted
 from groupwise.model.adapters.quantization import is_quantized
 from groupwise.model.attention.hf_interface import Layout
+from groupwise.model.attention.packed import PackedLayout
 from groupwise.model.device import free_memory, kept_numbers
-from groupwise.model.ops.equivalence import draws_noise
-from groupwise.model.ops.logits import float_logits
+from groupwise.model.general_forward import GeneralPath, own_forward, text_decoder, unpacked_hidden
+from groupwise.model.ops.equivalence import RecordedAttention, draws_noise, recorded_attention
+from groupwise.model.ops.logits import capped, float_logits
+from groupwise.model.ops.logprobs import token_logprobs
 from groupwise.model.tokenizer import TokenizerCodec
+from groupwise.records import Sampling
 
 if TYPE_CHECKING:
     from groupwise.model.distributed.deepspeed_zero import ZeroEngine
@@ -30,12 +34,23 @@ T = TypeVar("T")
 class Policy(TokenizerCodec):
     """A model and its tokenizer, with the interface that the engine and the learner need."""
 
-    def __init__(self, model: Any, tokenizer: Any, *, reference: Any | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        reference: Any | None = None,
+        general: GeneralPath | None = None,
+    ) -> None:
         self.model = model
         """A `PreTrainedModel`, or a `PeftModel` around one."""
+        self.general = general
+        """Set if the model computes its own attention; None: packed attention, the fast path."""
         self._causal = model.get_base_model() if self.has_adapter else model
-        self._decoder = self._causal.get_decoder()
+        self._config = self._causal.config.get_text_config()
+        self._decoder = text_decoder(self._causal)
         self._head: nn.Linear = self._causal.get_output_embeddings()
+        self.logit_scale, self.logit_cap = logit_scale(self._config), logit_cap(self._config)
         super().__init__(tokenizer, vocabulary=self._head.weight.shape[0])
         self._frozen = reference
         self.anchor: Mapping[str, Tensor] | None = None
@@ -61,6 +76,8 @@ class Policy(TokenizerCodec):
 
     def notices(self) -> Iterator[str]:
         """Yield notices for the user about choices made for this policy."""
+        if self.general is not None:
+            yield str(self.general)
         size = f"{self.unpacked_bytes / 1e9:.2f} GB"
         if self.unpacked_bytes and self.unpacks:
             yield f"the weights are quantized; generation uses a dequantized copy of {size}"
@@ -90,7 +107,7 @@ class Policy(TokenizerCodec):
 
     @property
     def heads(self) -> int:
-        return int(self._causal.config.num_attention_heads)
+        return self.attention[0].heads
 
     @property
     def device(self) -> torch.device:
@@ -111,23 +128,30 @@ class Policy(TokenizerCodec):
 
     @property
     def layers(self) -> int:
-        return int(self._causal.config.num_hidden_layers)
+        return int(self._config.num_hidden_layers)
+
+    @cached_property
+    def attention(self) -> list[RecordedAttention]:
+        """What each layer's attention is called with, on the fast path."""
+        return recorded_attention(self)
 
     @property
     def key_heads(self) -> int:
-        config = self._causal.config
-        return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+        """Key heads in the cache: the most that a layer has."""
+        return max(layer.key_heads for layer in self.attention)
 
     @property
     def head_size(self) -> int:
-        config = self._causal.config
-        return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        """Head size in the cache: the largest that a layer has."""
+        return max(layer.size for layer in self.attention)
 
     @property
     def context_length(self) -> int:
-        """Longest supported sequence: up to the position limit and within any sliding window or chunk."""
-        config = self._causal.config
-        limits = ["max_position_embeddings", "sliding_window", "attention_chunk_size"]
+        """Longest supported sequence: up to the position limit, and within an attention chunk."""
+        config = self._config
+        limits = ["max_position_embeddings"]
+        if self.general is None:  # packed attention does not know of chunks
+            limits.append("attention_chunk_size")
         # Beyond its original length, longrope changes the angles of all sequences in a packed row.
         if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
             limits.append("original_max_position_embeddings")
@@ -136,9 +160,8 @@ class Policy(TokenizerCodec):
     @property
     def activation_bytes(self) -> int:
         """Upper estimate of the activation memory per token."""
-        config = self._causal.config
-        width = int(config.hidden_size)
-        inner = int(getattr(config, "intermediate_size", None) or 4 * width)
+        width = int(self._config.hidden_size)
+        inner = inner_size(self._config)
         recomputed = self.model.is_gradient_checkpointing
         return (
             kept_numbers(width, inner, self.layers, recomputed=recomputed) * self.head_weight.element_size()
@@ -150,15 +173,39 @@ class Policy(TokenizerCodec):
         return draws_noise(self)
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout) -> Tensor:
-        """Return the last hidden states_TM of one packed row."""
+        """Return the last hidden states_TM of one packed row, scaled like the model's logits."""
+        if self.general is not None:
+            assert isinstance(layout, PackedLayout), "the general path caches nothing in layouts"
+            return self._scaled(unpacked_hidden(self._decoder, tokens_T, layout))
         output = self._decoder(
             input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, layout=layout
         )
-        hidden_TM: Tensor = output.last_hidden_state[0]
-        return hidden_TM
+        return self._scaled(output.last_hidden_state[0])
+
+    def own_hidden(self, tokens_BL: Tensor, *, cache: Any) -> tuple[Tensor, Any]:
+        """Return the last hidden states_BLM by the model's own attention, and its cache: `own_forward`."""
+        hidden_BLM, cache = own_forward(self._decoder, tokens_BL, cache=cache)
+        return self._scaled(hidden_BLM), cache
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        return hidden if self.logit_scale == 1.0 else hidden * self.logit_scale
 
     def logits(self, hidden_NM: Tensor) -> Tensor:
-        return float_logits(hidden_NM, self.head_weight, self.head_bias)
+        return capped(float_logits(hidden_NM, self.head_weight, self.head_bias), self.logit_cap)
+
+    def token_logprobs(
+        self, hidden_NM: Tensor, tokens_N: Tensor, sampling: Sampling, *, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return (logprobs_N, entropy_N) of tokens, each from the hidden state before it."""
+        return token_logprobs(
+            hidden_NM,
+            self.head_weight,
+            self.head_bias,
+            tokens_N,
+            sampling,
+            entropy_gradient=entropy_gradient,
+            cap=self.logit_cap,
+        )
 
     @contextmanager
     def reference(self) -> Iterator[Policy]:
@@ -171,7 +218,7 @@ class Policy(TokenizerCodec):
                 yield self
         else:
             assert self._frozen is not None, "full fine-tuning with a KL penalty needs a frozen copy"
-            yield Policy(self._frozen, self.tokenizer)
+            yield Policy(self._frozen, self.tokenizer, general=self.general)
 
     @contextmanager
     def without_adapter(self) -> Iterator[Policy]:
@@ -278,6 +325,31 @@ def place(parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor])
     """Point parameters to these tensors, without copying."""
     for name, parameter in parameters.items():
         parameter.data = weights[name]
+
+
+def logit_scale(config: Any) -> float:
+    """Return the factor between a model's output layer and its logits."""
+    for name in ("logit_scale", "lm_head_multiplier"):
+        if isinstance(value := getattr(config, name, None), float | int):
+            return float(value)
+    for name in ("logits_scaling", "logits_mup_width_multiplier"):
+        if value := getattr(config, name, None):
+            return 1.0 / float(value)
+    if base := getattr(config, "dim_model_base", None):
+        return float(base) / float(config.hidden_size)
+    return 1.0
+
+
+def logit_cap(config: Any) -> float | None:
+    """Return a model's soft cap on its logits."""
+    names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    return next((float(cap) for name in names if (cap := getattr(config, name, None))), None)
+
+
+def inner_size(config: Any) -> int:
+    """Return the width of a layer's MLP, the largest if layers differ."""
+    inner = getattr(config, "intermediate_size", None) or 4 * int(config.hidden_size)
+    return int(max(inner) if isinstance(inner, list | tuple) else inner)
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -14,8 +14,8 @@ import torch
 from groupwise.config.schema import EngineConfig
 from groupwise.engine import prefill, sampler
 from groupwise.engine.engine import Engine
-from groupwise.engine.kv_cache import BlockPool, Prefix
 from groupwise.engine.sampler import Alternatives
+from groupwise.engine.scheduler import BlockPool, Prefix
 from groupwise.engine.scheduler import Sequence as Member
 from groupwise.engine.serving.serving_engine import Busy, ServingEngine, StreamChunk
 from groupwise.engine.serving.serving_scheduler import CPUSteps, DecodeSteps, Job, ServingScheduler

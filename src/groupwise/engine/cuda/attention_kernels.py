@@ -22,10 +22,14 @@ from groupwise.engine.cuda.kernel_launch import let_next_start, wait_for_previou
 @triton.jit
 def _attend_segment(
     q, best, total, acc,
-    KEYS, VALUES, table, begin, end, head, scale,
+    KEYS, VALUES, table, begin, end, head, scale, low,
     KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Continue an online softmax over the tokens [begin, end) of a block table."""
+    """Continue an online softmax over the tokens [begin, end) of a block table.
+
+    WINDOW: a query's window begins at its `low`. CAP: soft cap on scores in base 2; 0 for none.
+    """
     dims, offsets = tl.arange(0, DIM), tl.arange(0, BLOCK)
     for start in range(begin, end, BLOCK):
         at = start + offsets
@@ -36,9 +40,17 @@ def _attend_segment(
         mask = live[:, None] & (dims[None, :] < SIZE)
         k = tl.load(KEYS + where, mask=mask, other=0.0)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if CAP > 0.0:
+            # tanh(x) = 1 - 2 / (exp(2 x) + 1), with 2 / ln 2 = 2.885390…
+            score = CAP * (1.0 - 2.0 / (tl.exp2(score * (2.8853900817779268 / CAP)) + 1.0))
         score = tl.where(live[None, :], score, float("-inf"))
+        if WINDOW > 0:
+            score = tl.where(at[None, :] >= low[:, None], score, float("-inf"))
         new_best = tl.maximum(best, tl.max(score, 1))
-        shrink, p = tl.exp2(best - new_best), tl.exp2(score - new_best[:, None])
+        safe = new_best
+        if WINDOW > 0:  # all keys so far may be outside of the window: -inf minus -inf is NaN
+            safe = tl.where(new_best == float("-inf"), 0.0, new_best)
+        shrink, p = tl.exp2(best - safe), tl.exp2(score - safe[:, None])
         v = tl.load(VALUES + where, mask=mask, other=0.0)
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
@@ -48,10 +60,11 @@ def _attend_segment(
 
 @triton.jit(do_not_specialize=["table_width", "splits", "tiles"])
 def attend_prompts(
-    Q, KEYS, VALUES, SHARE, LSE, TILES, PROMPT_TABLE,
+    Q, KEYS, VALUES, SHARE, LSE, TILES, PROMPT_TABLE, LENGTH,
     scale, q_row, q_head, table_width, splits, tiles,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, MEMBERS: tl.constexpr, TILE: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    BLOCK: tl.constexpr, MEMBERS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Programs iterate over the tiles (members of one prompt), each for one key head and prompt split.
 
@@ -74,6 +87,10 @@ def attend_prompts(
         end = tl.minimum(begin + chunk, length)
 
         used = row >= 0
+        low = row
+        if WINDOW > 0:
+            low = length + tl.load(LENGTH + row, mask=used, other=0) - WINDOW
+            begin = tl.maximum(begin, tl.min(tl.where(used, low, length), 0))
         mask = used[:, None] & (dims[None, :] < SIZE)
         where = row[:, None] * q_row + query_head[:, None] * q_head + dims[None, :]
         q = tl.load(Q + where, mask=mask, other=0.0)
@@ -82,8 +99,8 @@ def attend_prompts(
         acc = tl.zeros([TILE, DIM], tl.float32)
         best, total, acc = _attend_segment(
             q, best, total, acc,
-            KEYS, VALUES, PROMPT_TABLE + slot * table_width, begin, end, head, scale,
-            KEY_HEADS, SIZE, DIM, PAGE, BLOCK,
+            KEYS, VALUES, PROMPT_TABLE + slot * table_width, begin, end, head, scale, low,
+            KEY_HEADS, SIZE, DIM, PAGE, BLOCK, WINDOW, CAP,
         )  # fmt: skip
         some = total > 0
         total = tl.where(some, total, 1.0)
@@ -96,10 +113,11 @@ def attend_prompts(
 
 @triton.jit(do_not_specialize=["table_width", "splits", "own_splits"])
 def attend_own(
-    Q, KEYS, VALUES, SHARE, LSE, OUT, OWN_SHARE, OWN_LSE, ROWS, LENGTH, TABLE,
+    Q, KEYS, VALUES, SHARE, LSE, OUT, OWN_SHARE, OWN_LSE, ROWS, LENGTH, TABLE, SINKS,
     scale, q_row, q_head, table_width, splits, own_splits,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, PADDED: tl.constexpr, WHOLE: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    BLOCK: tl.constexpr, LEAST: tl.constexpr, PADDED: tl.constexpr, WHOLE: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
     """One program per (row, key head, split of the row's own tokens).
 
@@ -118,6 +136,10 @@ def attend_own(
     GROUPED: tl.constexpr = HEADS // KEY_HEADS
     lanes, dims = tl.arange(0, PADDED), tl.arange(0, DIM)
     used = lanes < GROUPED
+    low = lanes
+    if WINDOW > 0:
+        begin = tl.maximum(begin, length - WINDOW)
+        low = lanes * 0 + begin
     query_head = head * GROUPED + lanes
     mask = used[:, None] & (dims[None, :] < SIZE)
     share = (row * HEADS + query_head) * own_splits + split
@@ -133,14 +155,16 @@ def attend_own(
     acc = tl.zeros([PADDED, DIM], tl.float32)
     best, total, acc = _attend_segment(
         q, best, total, acc,
-        KEYS, VALUES, TABLE + slot * table_width, begin, end, head, scale,
-        KEY_HEADS, SIZE, DIM, PAGE, BLOCK,
+        KEYS, VALUES, TABLE + slot * table_width, begin, end, head, scale, low,
+        KEY_HEADS, SIZE, DIM, PAGE, BLOCK, WINDOW, CAP,
     )  # fmt: skip
     wait_for_previous()
     if WHOLE:
         best, total, acc = _add_shares(
             best, total, acc, SHARE, LSE, row * HEADS + query_head, splits, used, mask, SIZE, DIM
         )
+        if SINK:
+            best, total, acc = _add_sinks(best, total, acc, SINKS + query_head, used)
     acc = acc / total[:, None]
     if WHOLE:
         where = (row * HEADS + query_head)[:, None] * SIZE + dims[None, :]
@@ -172,10 +196,19 @@ def _add_shares(
     return best, total, acc
 
 
+@triton.jit
+def _add_sinks(best, total, acc, sinks, used):
+    """Continue an online softmax with the score of each head's attention sink, which has no value."""
+    score = tl.load(sinks, mask=used, other=0.0).to(tl.float32) * 1.4426950408889634
+    new_best = tl.maximum(best, score)
+    shrink = tl.exp2(best - new_best)
+    return new_best, total * shrink + tl.exp2(score - new_best), acc * shrink[:, None]
+
+
 @triton.jit(do_not_specialize=["splits", "own_splits"])
 def join_shares(
-    SHARE, LSE, OWN_SHARE, OWN_LSE, OUT, splits, own_splits,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
+    SHARE, LSE, OWN_SHARE, OWN_LSE, OUT, SINKS, splits, own_splits,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
     """One program per row: merge the prompt's shares and the row's own into the output."""
     wait_for_previous()
@@ -191,6 +224,8 @@ def join_shares(
     best, total, acc = _add_shares(
         best, total, acc, OWN_SHARE, OWN_LSE, first, own_splits, used, mask, SIZE, DIM
     )
+    if SINK:
+        best, total, acc = _add_sinks(best, total, acc, SINKS + heads, used)
     output = acc / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(OUT + first[:, None] * SIZE + dims[None, :], output.to(OUT.dtype.element_ty), mask=mask)
 

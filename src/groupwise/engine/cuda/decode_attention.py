@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import log2
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from groupwise.engine.cuda import attention_kernels as kernels
 from groupwise.engine.cuda.kernel_launch import launch, padded
 from groupwise.engine.paged_attention import KVCache
 from groupwise.engine.sampler import MOST_ALTERNATIVES, likeliest
+from groupwise.model.attention.hf_interface import STANDARD, AttentionVariant
 
 
 class StepState:
@@ -196,11 +198,23 @@ class DecodeLayout:
             side=side,
         )
 
-    def attend(self, q_1HRD: Tensor, k_1KRD: Tensor, v_1KRD: Tensor, *, layer: int, scale: float) -> Tensor:
+    def attend(
+        self,
+        q_1HRD: Tensor,
+        k_1KRD: Tensor,
+        v_1KRD: Tensor,
+        *,
+        layer: int,
+        scale: float,
+        variant: AttentionVariant = STANDARD,
+    ) -> Tensor:
         """Store the new keys and values and return the attention output_1RHD."""
+        before = q_1HRD.shape[3]
+        q_1HRD, k_1KRD, v_1KRD = self.cache.fitted(q_1HRD, k_1KRD, v_1KRD)
         self.store(k_1KRD[0].transpose(0, 1), v_1KRD[0].transpose(0, 1), layer=layer)
         q_RHD = q_1HRD[0].transpose(0, 1)
-        return self.read(q_RHD, k_1KRD, v_1KRD, layer=layer, scale=scale)[None]
+        output_RHD = self.read(q_RHD, k_1KRD, v_1KRD, layer=layer, scale=scale, variant=variant)
+        return output_RHD[None, ..., :before]
 
     @property
     def slot_mapping(self) -> Tensor:
@@ -225,43 +239,55 @@ class DecodeLayout:
             num_warps=1,
         )  # fmt: skip
 
-    def read(self, q_RHD: Tensor, _k: Tensor, _v: Tensor, *, layer: int, scale: float) -> Tensor:
+    def read(
+        self,
+        q_RHD: Tensor,
+        _k: Tensor,
+        _v: Tensor,
+        *,
+        layer: int,
+        scale: float,
+        variant: AttentionVariant = STANDARD,
+    ) -> Tensor:
         """Return the attention output_RHD over the cached keys and values."""
         assert q_RHD.stride(2) == 1, "the head dimension must be contiguous"
         output_RHD = torch.empty(q_RHD.shape, dtype=q_RHD.dtype, device=q_RHD.device)
         scale *= log2(np.e)
         if self.own_splits == 1:
-            self._read_prompts(q_RHD, layer, scale)
-            self._read_own(q_RHD, output_RHD, layer, scale)
+            self._read_prompts(q_RHD, layer, scale, variant)
+            self._read_own(q_RHD, output_RHD, layer, scale, variant)
             return output_RHD
         # Both kernels are independent until their partial outputs are merged.
         with self._on_side_stream():
-            self._read_prompts(q_RHD, layer, scale)
-        self._read_own(q_RHD, output_RHD, layer, scale)
+            self._read_prompts(q_RHD, layer, scale, variant)
+        self._read_own(q_RHD, output_RHD, layer, scale, variant)
         self._wait()
         heads, size = q_RHD.shape[1:]
         share, lse, own_share, own_lse = self._parts(size)
         launch(
             kernels.join_shares,
             (self.rows,),
-            share, lse, own_share, own_lse, output_RHD, self.splits, self.own_splits,
+            share, lse, own_share, own_lse, output_RHD,
+            q_RHD if variant.sinks_H is None else variant.sinks_H,
+            self.splits, self.own_splits,
             HEADS=heads,
             SIZE=size,
             DIM=padded(size),
             PADDED=padded(heads, least=1),
+            SINK=variant.sinks_H is not None,
             early=self.side is None,
             num_warps=4,
         )  # fmt: skip
         return output_RHD
 
-    def _read_prompts(self, q_RHD: Tensor, layer: int, scale: float) -> None:
+    def _read_prompts(self, q_RHD: Tensor, layer: int, scale: float, variant: AttentionVariant) -> None:
         state, keys, values = self.state, self.cache.keys[layer], self.cache.values[layer]
-        shape = self._shape(q_RHD)
+        shape = self._shape(q_RHD, variant)
         share, lse, _, _ = self._parts(shape["SIZE"])
         launch(
             kernels.attend_prompts,
             (min(self.rows, TILE_PROGRAMS), shape["KEY_HEADS"], self.splits),
-            q_RHD, keys, values, share, lse, state.tiles, state.prompt_table,
+            q_RHD, keys, values, share, lse, state.tiles, state.prompt_table, state.row_length,
             scale, q_RHD.stride(0), q_RHD.stride(1), state.prompt_width, self.splits, state.slots,
             **shape,
             BLOCK=PROMPT_BLOCK,
@@ -272,27 +298,31 @@ class DecodeLayout:
             num_stages=2,
         )  # fmt: skip
 
-    def _read_own(self, q_RHD: Tensor, output_RHD: Tensor, layer: int, scale: float) -> None:
+    def _read_own(
+        self, q_RHD: Tensor, output_RHD: Tensor, layer: int, scale: float, variant: AttentionVariant
+    ) -> None:
         state, keys, values = self.state, self.cache.keys[layer], self.cache.values[layer]
-        shape = self._shape(q_RHD)
+        shape = self._shape(q_RHD, variant)
         share, lse, own_share, own_lse = self._parts(shape["SIZE"])
         launch(
             kernels.attend_own,
             (self.rows, shape["KEY_HEADS"], self.own_splits),
             q_RHD, keys, values, share, lse, output_RHD, own_share, own_lse,
             state.rows, state.row_length, state.table,
+            q_RHD if variant.sinks_H is None else variant.sinks_H,
             scale, q_RHD.stride(0), q_RHD.stride(1), state.own_width, self.splits, self.own_splits,
             **shape,
             BLOCK=BLOCK,
             LEAST=LEAST,
             PADDED=padded(self.heads // shape["KEY_HEADS"]),
             WHOLE=self.own_splits == 1,
+            SINK=variant.sinks_H is not None,
             early=self.side is None,
             num_warps=2,
             num_stages=2,
         )  # fmt: skip
 
-    def _shape(self, q_RHD: Tensor) -> dict[str, int]:
+    def _shape(self, q_RHD: Tensor, variant: AttentionVariant) -> dict[str, Any]:
         _, heads, size = q_RHD.shape
         return {
             "HEADS": heads,
@@ -300,6 +330,8 @@ class DecodeLayout:
             "SIZE": size,
             "DIM": padded(size),
             "PAGE": self.cache.block_size,
+            "WINDOW": variant.window or 0,
+            "CAP": (variant.cap or 0.0) * log2(np.e),
         }
 
     @contextmanager

@@ -25,13 +25,14 @@ from torch import Tensor, nn
 from groupwise.engine.cuda import layer_kernels as kernels
 from groupwise.engine.cuda.decode_attention import DecodeLayout
 from groupwise.engine.cuda.kernel_launch import launch, padded
-from groupwise.engine.kv_cache import Prefix
 from groupwise.engine.paged_attention import KVCache
 from groupwise.engine.prefill import PrefillLayout, Segment
+from groupwise.engine.scheduler import Prefix
 from groupwise.engine.stacked_weights import MakeWeight, OwnColumns, StackedWeight, one_rank, rank_of, rows_of
 from groupwise.model.adapters.lora import base_of, is_adapted
 from groupwise.model.adapters.lora_bank import LoRABank
 from groupwise.model.adapters.quantization import plain_weight
+from groupwise.model.attention.hf_interface import AttentionVariant
 from groupwise.model.ops.equivalence import float32_excerpt
 from groupwise.model.ops.rotary import rotate, sine_halves
 from groupwise.model.policy import Policy
@@ -199,6 +200,11 @@ class FusedForward:
         self._layers = [FusedLayer(layer, matrix) for layer in decoder.layers]
         self._norm = Norm.of(decoder.norm)
         self._key_heads, self._size = policy.key_heads, policy.head_size
+        assert all(call.plain for call in policy.attention), "soft caps and sinks cannot be fused"
+        assert len({(call.key_heads, call.size) for call in policy.attention}) == 1, (
+            "layers with different heads cannot be fused"
+        )
+        self._variants = [AttentionVariant(window=call.window) for call in policy.attention]
 
     def refresh(self) -> None:
         """Copy the policy's current weights."""
@@ -218,7 +224,8 @@ class FusedForward:
             heads = qkv_TN.shape[1] // self._size - 2 * self._key_heads
             qkv_TND = qkv_TN.view(len(qkv_TN), -1, self._size)
             parts = torch.split(qkv_TND, [heads, self._key_heads, self._key_heads], dim=1)
-            mixed_THD = layout.read(*parts, layer=number, scale=layer.scale)
+            variant = self._variants[number]
+            mixed_THD = layout.read(*parts, layer=number, scale=layer.scale, variant=variant)
             delta_TM = layer.output(mixed_THD.flatten(1), own_T)
             h_TM = _add_norm(x_TM, delta_TM, layer.before_mlp)
             delta_TM = layer.down(_silu_and_multiply(layer.gate_up(h_TM, own_T)), own_T)

@@ -19,10 +19,9 @@ from groupwise.engine.cuda import sampling_kernels as kernels
 from groupwise.engine.cuda.decode_attention import DecodeLayout, StepState, members_of_a_tile, own_splits
 from groupwise.engine.cuda.fused_layers import fused_forward
 from groupwise.engine.cuda.kernel_launch import EARLY, launch, padded
-from groupwise.engine.kv_cache import Prefix
 from groupwise.engine.paged_attention import KVCache
 from groupwise.engine.prefill import Prefill, PrefillLayout
-from groupwise.engine.scheduler import Scheduler
+from groupwise.engine.scheduler import Prefix, Scheduler
 from groupwise.model.adapters.lora_bank import LoRABank
 from groupwise.model.device import to_device
 from groupwise.model.ops.logits import scaled_logits

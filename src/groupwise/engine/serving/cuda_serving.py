@@ -105,6 +105,7 @@ class StaticRow:
             longest_q=self.size,
             longest_k=self.size,
             causal=True,
+            window=None,
         )
         parts: dict[Kind, Parts] = {VarlenAttention: (varlen, None)}
         nothing = np.zeros(0, dtype=np.int64)
@@ -128,8 +129,10 @@ class PrefillGraphs(Prefill):
         super().__init__(policy, cache)
         self._idle_block = idle_block
         query_THD = policy.head_weight.new_empty(0, policy.heads, policy.head_size)
-        self._possible = (supports_flash(query_THD) or not query_THD.is_cuda) and can_be_captured(policy)
-        """Needs varlen attention: padded attention needs the lengths on the host."""
+        standard = all(call.plain and (call.window or SIZES[-1]) >= SIZES[-1] for call in policy.attention)
+        supported = standard and (supports_flash(query_THD) or not query_THD.is_cuda)
+        self._possible = supported and can_be_captured(policy)
+        """Needs varlen attention without a window: others need the lengths on the host."""
         self._rows: dict[int, StaticRow] = {}
         self._pool: Any = None
 

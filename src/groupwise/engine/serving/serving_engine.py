@@ -16,8 +16,8 @@ from importlib.util import find_spec
 
 import torch
 
-from groupwise.engine.kv_cache import BlockPool
 from groupwise.engine.sampler import Alternatives
+from groupwise.engine.scheduler import BlockPool
 from groupwise.engine.scheduler import Sequence as Member
 from groupwise.engine.serving.serving_scheduler import CPUSteps, DecodeSteps, Job, ServingScheduler
 from groupwise.model.ops.equivalence import in_mode
@@ -145,7 +145,8 @@ class ServingEngine:
 
     def _steps(self, stack: ExitStack) -> DecodeSteps:
         ends = self.policy.end_tokens
-        if self.policy.device.type == "cuda" and find_spec("triton") is not None:
+        on_gpu = self.policy.device.type == "cuda" and find_spec("triton") is not None
+        if on_gpu and self.policy.general is None:
             from groupwise.engine.serving.cuda_serving import CUDASteps
 
             graph = CUDASteps(self.policy, self.scheduler, ends)

@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from groupwise.engine.cpu_runner import Runner
-from groupwise.engine.kv_cache import BlockPool, Prefix
+from groupwise.engine.general_runner import runner_for
 from groupwise.engine.sampler import Alternatives, PromptLogprobs, StopStrings, draw, likeliest, uniforms
-from groupwise.engine.scheduler import Scheduler, Sequence
+from groupwise.engine.scheduler import BlockPool, Prefix, Scheduler, Sequence
 from groupwise.model.ops.logits import scaled_logits
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Finish, Request, Sampling
@@ -214,7 +213,7 @@ class CPUSteps:
 
     def __init__(self, policy: Policy, scheduler: ServingScheduler, end_tokens: frozenset[int]) -> None:
         self.scheduler, self._finish_check = scheduler, FinishCheck(policy, scheduler, end_tokens)
-        self.runner = Runner(policy, blocks=scheduler.pool.count, block_size=scheduler.pool.block_size)
+        self.runner = runner_for(policy, blocks=scheduler.pool.count, block_size=scheduler.pool.block_size)
         self.known = scheduler.length
 
     def advance(self) -> list[tuple[Sequence, Completion]]:

@@ -24,7 +24,6 @@ import torch
 from groupwise.errors import ConfigError, GroupwiseError, InvariantError
 from groupwise.model.attention.packed import PackedLayout
 from groupwise.model.ops.equivalence import in_mode
-from groupwise.model.ops.logprobs import token_logprobs
 from groupwise.model.policy import Policy
 from groupwise.records import Sampling
 
@@ -186,13 +185,8 @@ class WeightCheck:
         positions_T = torch.arange(LENGTH - 1, device=tokens_T.device)
         with in_mode(self.policy.model, training=False):
             hidden_TM = self.policy.hidden(tokens_T[:-1], positions_T, layout)
-        logprobs_N, _ = token_logprobs(
-            hidden_TM,
-            self.policy.head_weight,
-            self.policy.head_bias,
-            tokens_T[1:],
-            Sampling(),
-            entropy_gradient=False,
+        logprobs_N, _ = self.policy.token_logprobs(
+            hidden_TM, tokens_T[1:], Sampling(), entropy_gradient=False
         )
         self.now = logprobs_N.float().cpu().tolist()
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from groupwise.config.schema import LoraConfig
 from groupwise.errors import ConfigError
 from groupwise.model.adapters.quantization import plain_weight
+from groupwise.model.general_forward import text_decoder
 from groupwise.model.resolve import ADAPTER, adapter_settings, first_line, unloadable
 
 
@@ -31,12 +32,14 @@ def with_adapter(model: Any, lora: LoraConfig, trained: Path | None) -> Any:
     if trained is not None:
         return load_adapter(model, trained, trainable=True)
     check_lora_targets(model, lora)
-    targets: str | list[str] = "all-linear" if lora.targets == ("all-linear",) else list(lora.targets)
+    everything = lora.targets == ("all-linear",)
+    targets: str | list[str] = "all-linear" if everything else list(lora.targets)
     settings = peft.LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=targets,
+        exclude_modules=(unadaptable(model) or None) if everything else None,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         modules_to_save=list(lora.modules_to_save) or None,
@@ -47,6 +50,32 @@ def with_adapter(model: Any, lora: LoraConfig, trained: Path | None) -> Any:
         return peft.get_peft_model(model, settings)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"lora.targets {list(lora.targets)}: {first_line(error)}") from error
+
+
+MAMBA = {"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"}
+"""Families whose kernels read the weights of some linear layers themselves; PEFT refuses to adapt those."""
+
+
+def unadaptable(model: Any) -> list[str]:
+    """Return the linear layers that `all-linear` leaves out.
+
+    They are layers with another forward pass (routers that return tuples, grouped projections), Mamba's
+    output projections, and everything outside of a multimodal model's language part.
+    """
+    text = {id(module) for module in text_decoder(model).modules()}
+    mamba = model.config.model_type in MAMBA
+
+    def left_out(name: str, linear: torch.nn.Linear) -> bool:
+        own = type(linear).__module__.startswith("transformers.models.")
+        reads = mamba and name.rpartition(".")[2] == "out_proj"
+        return own or reads or id(linear) not in text
+
+    head = model.get_output_embeddings()
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not head and left_out(name, module)
+    ]
 
 
 def load_adapter(model: Any, folder: Path, *, trainable: bool = False) -> Any:

@@ -6,5 +6,5 @@ Modules in reading order:
     packed             attention over a packed training row, with each group's prompt computed once
     segment_attention  attention over segments of a row; partial results merge exactly by log-sum-exp
     ulysses            sequence parallelism: one row over several processes
-    compatibility      checks in float32 that a model computes the same function with this attention
+    compatibility      chooses a model's path: packed attention if it computes the same in float32, or its own
 """

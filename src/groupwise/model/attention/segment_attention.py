@@ -90,22 +90,37 @@ class PaddedAttention:
     queries: SegmentGrid
     keys: SegmentGrid
     causal: bool
-    """Causal attention; queries and keys are the same segments."""
+    """Causal attention; without a window, queries and keys are the same segments."""
+    window: int | None
+    """Sliding window of causal attention; a segment's last query is at its last key."""
+    ends: tuple[tuple[Tensor, Tensor], ...]
+    """With a window, the query and key lengths [B, 1] of each block's segments."""
 
     @classmethod
     def build(
-        cls, queries: Integers, keys: Integers, *, causal: bool, device: torch.device
+        cls,
+        queries: Integers,
+        keys: Integers,
+        *,
+        causal: bool,
+        device: torch.device,
+        window: int | None = None,
     ) -> PaddedAttention:
         """Build the attention of consecutive segments with these lengths."""
         blocks = similar_sizes(np.stack([queries, keys], axis=1))
         grid = SegmentGrid.build(queries, blocks, device=device)
+        ends = ((queries[block, None], keys[block, None]) for block in blocks if window is not None)
         return cls(
             queries=grid,
-            keys=grid if causal else SegmentGrid.build(keys, blocks, device=device),
+            keys=grid if causal and window is None else SegmentGrid.build(keys, blocks, device=device),
             causal=causal,
+            window=window,
+            ends=tuple((to_device(q, device), to_device(k, device)) for q, k in ends),
         )
 
-    def attend(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, scale: float, cap: float | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return (output_THD, lse_TH)."""
         operands = zip(
             self.queries.scatter(q_THD),
@@ -114,7 +129,8 @@ class PaddedAttention:
             self._masks(q_THD.dtype),
             strict=True,
         )
-        parts = [attend(q, k, v, causal=self.causal, mask=m, scale=scale) for q, k, v, m in operands]
+        causal = self.causal and self.window is None
+        parts = [attend(q, k, v, causal=causal, mask=m, scale=scale, cap=cap) for q, k, v, m in operands]
         outputs, lses = zip(*parts, strict=True)
         return self.queries.gather(outputs), self.queries.gather(lses)
 
@@ -128,21 +144,38 @@ class PaddedAttention:
         lse_TH: Tensor,
         *,
         scale: float,
+        cap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq_THD, dk_SKD, dv_SKD), given the merged output and lse over these and other keys."""
         grad, q, output = map(self.queries.scatter, (grad_THD, q_THD, output_THD))
         k, v, lse = self.keys.scatter(k_SKD), self.keys.scatter(v_SKD), self.queries.scatter_lse(lse_TH)
         blocks = zip(grad, q, k, v, output, lse, strict=True)
         parts = [
-            attend_backward(*block, causal=self.causal, mask=mask, scale=scale)
+            attend_backward(
+                *block, causal=self.causal and self.window is None, mask=mask, scale=scale, cap=cap
+            )
             for block, mask in zip(blocks, self._masks(q_THD.dtype), strict=True)
         ]
         dq, dk, dv = zip(*parts, strict=True)
         return self.queries.gather(dq), self.keys.gather(dk), self.keys.gather(dv)
 
     def _masks(self, dtype: torch.dtype) -> Sequence[Tensor | None]:
-        """Return the padding masks; causal attention needs none because padding is at the end."""
+        """Return the masks; causal attention without a window needs none because padding is at the end."""
+        if self.window is not None:
+            return [self._window_mask(block, dtype) for block in range(len(self.ends))]
         return [None] * len(self.keys.shapes) if self.causal else self.keys.masks(dtype)
+
+    def _window_mask(self, block: int, dtype: torch.dtype) -> Tensor:
+        """Return the additive mask [B, 1, Q, S] of a block with a sliding window."""
+        (_, longest_q), (_, longest_k) = self.queries.shapes[block], self.keys.shapes[block]
+        queries_B1, keys_B1 = self.ends[block]
+        device = queries_B1.device
+        # Padding queries are at the last key: a row without keys would give NaN.
+        at_BQ = torch.minimum(torch.arange(longest_q, device=device) + keys_B1 - queries_B1, keys_B1 - 1)
+        distance_BQS = at_BQ[:, :, None] - torch.arange(longest_k, device=device)
+        hidden_BQS = (distance_BQS < 0) | (distance_BQS >= self.window)
+        mask_BQS = torch.zeros(hidden_BQS.shape, dtype=dtype, device=device)
+        return mask_BQS.masked_fill_(hidden_BQS, -torch.inf)[:, None]
 
 
 def similar_sizes(sizes_SX: Integers) -> list[Integers]:
@@ -174,10 +207,18 @@ class VarlenAttention:
     longest_q: int
     longest_k: int
     causal: bool
+    window: int | None
+    """Sliding window of causal attention; a segment's last query is at its last key."""
 
     @classmethod
     def build(
-        cls, queries: Integers, keys: Integers, *, causal: bool, device: torch.device
+        cls,
+        queries: Integers,
+        keys: Integers,
+        *,
+        causal: bool,
+        device: torch.device,
+        window: int | None = None,
     ) -> VarlenAttention:
         """Build the attention of consecutive segments with these lengths."""
 
@@ -188,16 +229,20 @@ class VarlenAttention:
         starts_q = starts(queries)
         return cls(
             starts_q=starts_q,
-            starts_k=starts_q if causal else starts(keys),
+            starts_k=starts_q if causal and window is None else starts(keys),
             longest_q=int(queries.max()),
             longest_k=int(keys.max()),
             causal=causal,
+            window=window,
         )
 
-    def attend(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, scale: float, cap: float | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return (output_THD, lse_TH)."""
+        assert cap is None, "the flash-attention kernel has no soft cap"
         output_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
-            q_THD, k_SKD, v_SKD, *self._segments, 0.0, self.causal, False, scale=scale
+            q_THD, k_SKD, v_SKD, *self._segments, 0.0, self.causal, False, scale=scale, **self._window
         )
         return output_THD, lse_HT.T
 
@@ -211,8 +256,10 @@ class VarlenAttention:
         lse_TH: Tensor,
         *,
         scale: float,
+        cap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq_THD, dk_SKD, dv_SKD), given the merged output and lse over these and other keys."""
+        assert cap is None, "the flash-attention kernel has no soft cap"
         no_dropout = torch.empty(2, dtype=torch.uint64, device=q_THD.device)
         dq_THD, dk_SKD, dv_SKD = torch.ops.aten._flash_attention_backward(
             grad_THD,
@@ -227,8 +274,13 @@ class VarlenAttention:
             no_dropout,
             no_dropout,
             scale=scale,
+            **self._window,
         )
         return dq_THD, dk_SKD, dv_SKD
+
+    @property
+    def _window(self) -> dict[str, int]:
+        return {} if self.window is None else {"window_size_left": self.window - 1, "window_size_right": 0}
 
     @property
     def _segments(self) -> tuple[Tensor, Tensor, int, int]:
@@ -240,11 +292,18 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def attend(
-    q_BHQD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, causal: bool, mask: Tensor | None, scale: float
+    q_BHQD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    *,
+    causal: bool,
+    mask: Tensor | None,
+    scale: float,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (output_BHQD, lse_BHQ); `mask` is added to the scores, `causal` requires Q == S."""
-    if q_BHQD.device.type != "cpu":
-        return plain_attend(q_BHQD, k_BKSD, v_BKSD, causal=causal, mask=mask, scale=scale)
+    if q_BHQD.device.type != "cpu" or cap is not None:
+        return plain_attend(q_BHQD, k_BKSD, v_BKSD, causal=causal, mask=mask, scale=scale, cap=cap)
     output_BHQD, lse_BHQ = _flash(q_BHQD, k_BKSD, v_BKSD, 0.0, causal, attn_mask=mask, scale=scale)
     return output_BHQD, lse_BHQ
 
@@ -260,6 +319,7 @@ def attend_backward(
     causal: bool,
     mask: Tensor | None,
     scale: float,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v.
 
@@ -268,8 +328,8 @@ def attend_backward(
     A query whose lse is +inf has weight 0 everywhere.
     """
     tensors = (grad_BHQD, q_BHQD, k_BKSD, v_BKSD, output_BHQD, lse_BHQ)
-    if q_BHQD.device.type != "cpu":
-        return plain_attend_backward(*tensors, causal=causal, mask=mask, scale=scale)
+    if q_BHQD.device.type != "cpu" or cap is not None:
+        return plain_attend_backward(*tensors, causal=causal, mask=mask, scale=scale, cap=cap)
     dq_BHQD, dk_BKSD, dv_BKSD = _flash_backward(*tensors, 0.0, causal, attn_mask=mask, scale=scale)
     return dq_BHQD, dk_BKSD, dv_BKSD
 
@@ -282,10 +342,17 @@ def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Ten
 
 
 def plain_attend(
-    q_BHQD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, causal: bool, mask: Tensor | None, scale: float
+    q_BHQD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    *,
+    causal: bool,
+    mask: Tensor | None,
+    scale: float,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attend` on any device."""
-    scores_BHQS = _scores(q_BHQD, k_BKSD, causal=causal, mask=mask, scale=scale)
+    """`attend` on any device, with a soft cap on scores if asked for."""
+    scores_BHQS, _ = _scores(q_BHQD, k_BKSD, causal=causal, mask=mask, scale=scale, cap=cap)
     lse_BHQ = torch.logsumexp(scores_BHQS, -1)
     weights_BHQS = (scores_BHQS - lse_BHQ[..., None]).exp().to(v_BKSD.dtype)
     return weights_BHQS @ _per_query_head(v_BKSD, q_BHQD), lse_BHQ
@@ -302,25 +369,41 @@ def plain_attend_backward(
     causal: bool,
     mask: Tensor | None,
     scale: float,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`attend_backward` on any device."""
-    scores_BHQS = _scores(q_BHQD, k_BKSD, causal=causal, mask=mask, scale=scale)
+    scores_BHQS, slope_BHQS = _scores(q_BHQD, k_BKSD, causal=causal, mask=mask, scale=scale, cap=cap)
     weights_BHQS = (scores_BHQS - lse_BHQ[..., None]).exp()
-    delta_BHQ = (grad_BHQD * output_BHQD).sum(-1, dtype=torch.float32)
-    dweights_BHQS = (grad_BHQD @ _per_query_head(v_BKSD, q_BHQD).transpose(-1, -2)).float()
-    dscores_BHQS = (weights_BHQS * (dweights_BHQS - delta_BHQ[..., None]) * scale).to(q_BHQD.dtype)
+    delta_BHQ = (grad_BHQD * output_BHQD).sum(-1, dtype=weights_BHQS.dtype)
+    dweights_BHQS = _wide(grad_BHQD @ _per_query_head(v_BKSD, q_BHQD).transpose(-1, -2))
+    dscores_BHQS = weights_BHQS * (dweights_BHQS - delta_BHQ[..., None]) * scale
+    if slope_BHQS is not None:
+        dscores_BHQS *= slope_BHQS
+    dscores_BHQS = dscores_BHQS.to(q_BHQD.dtype)
     dq_BHQD = dscores_BHQS @ _per_query_head(k_BKSD, q_BHQD)
     dk_BHSD = dscores_BHQS.transpose(-1, -2) @ q_BHQD
     dv_BHSD = weights_BHQS.to(grad_BHQD.dtype).transpose(-1, -2) @ grad_BHQD
     return dq_BHQD, _per_key_head(dk_BHSD, k_BKSD), _per_key_head(dv_BHSD, k_BKSD)
 
 
-def _scores(q_BHQD: Tensor, k_BKSD: Tensor, *, causal: bool, mask: Tensor | None, scale: float) -> Tensor:
-    scores_BHQS = (q_BHQD @ _per_query_head(k_BKSD, q_BHQD).transpose(-1, -2)).float() * scale
+def _scores(
+    q_BHQD: Tensor, k_BKSD: Tensor, *, causal: bool, mask: Tensor | None, scale: float, cap: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the masked scores and, with a cap, its derivative."""
+    scores_BHQS = _wide(q_BHQD @ _per_query_head(k_BKSD, q_BHQD).transpose(-1, -2)) * scale
+    slope_BHQS = None
+    if cap is not None:
+        tanh_BHQS = torch.tanh(scores_BHQS / cap)
+        scores_BHQS, slope_BHQS = cap * tanh_BHQS, 1 - tanh_BHQS.square()
     if causal:
         later_QS = torch.ones(scores_BHQS.shape[-2:], dtype=torch.bool, device=scores_BHQS.device).triu(1)
         scores_BHQS = scores_BHQS.masked_fill(later_QS, float("-inf"))
-    return scores_BHQS if mask is None else scores_BHQS + mask
+    return scores_BHQS if mask is None else scores_BHQS + mask, slope_BHQS
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Return half precision as float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _per_query_head(x_BKSD: Tensor, q_BHQD: Tensor) -> Tensor:

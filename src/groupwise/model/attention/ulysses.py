@@ -9,7 +9,7 @@ Axes: T tokens of the row, H query heads, K key heads, D head size, N trained to
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from groupwise.errors import ConfigError
-from groupwise.model.attention.hf_interface import Layout
+from groupwise.model.attention.hf_interface import STANDARD, AttentionVariant, Layout
 from groupwise.model.policy import Policy
 
 
@@ -30,6 +30,11 @@ class UlyssesContext:
 
     def check(self, policy: Policy) -> None:
         """Raise ConfigError if the model's heads cannot be divided evenly among processes."""
+        if policy.general is not None:
+            raise ConfigError(
+                f"run.parallel=context requires the fast path, but the model {policy.general.reason}; use "
+                "run.parallel=data"
+            )
         if policy.key_heads % self.count or policy.heads % self.count:
             raise ConfigError(
                 f"run.parallel=context divides attention heads among processes: {policy.heads} query heads "
@@ -59,11 +64,22 @@ class UlyssesLayout:
     tokens: int
     context: UlyssesContext
 
-    def attend(self, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, *, layer: int, scale: float) -> Tensor:
+    def attend(
+        self,
+        q_1HTD: Tensor,
+        k_1KTD: Tensor,
+        v_1KTD: Tensor,
+        *,
+        layer: int,
+        scale: float,
+        variant: AttentionVariant = STANDARD,
+    ) -> Tensor:
         """Return the attention output_1THD of this process's segment."""
         lengths = self.context.segments(self.tokens)
         mine = [exchange_heads(x, 2, lengths, 1, self._heads(x)) for x in (q_1HTD, k_1KTD, v_1KTD)]
-        output_1THD = self.row.attend(*mine, layer=layer, scale=scale)
+        if variant.sinks_H is not None:
+            variant = replace(variant, sinks_H=variant.sinks_H.chunk(self.context.count)[self.context.rank])
+        output_1THD = self.row.attend(*mine, layer=layer, scale=scale, variant=variant)
         heads = [output_1THD.shape[2]] * self.context.count
         return exchange_heads(output_1THD, 2, heads, 1, lengths)
 

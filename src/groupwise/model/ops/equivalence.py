@@ -9,12 +9,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from groupwise.model.adapters.quantization import is_quantized_model
+from groupwise.model.attention.hf_interface import STANDARD, AttentionVariant
 from groupwise.model.attention.packed import PackedLayout
 
 if TYPE_CHECKING:
@@ -132,6 +134,61 @@ def _kind(layer: nn.Module) -> Kind:
 
 
 TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedAttention:
+    """What one call of attention was given."""
+
+    layer: int
+    heads: int
+    key_heads: int
+    size: int
+    window: int | None
+    plain: bool
+    """Whether its scores have neither a soft cap nor sinks."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingLayout:
+    """A layout that records the calls of attention."""
+
+    layout: PackedLayout
+    calls: list[RecordedAttention] = field(default_factory=list)
+
+    def attend(
+        self,
+        q_1HTD: Tensor,
+        k_1KTD: Tensor,
+        v_1KTD: Tensor,
+        *,
+        layer: int,
+        scale: float,
+        variant: AttentionVariant = STANDARD,
+    ) -> Tensor:
+        assert k_1KTD.shape == v_1KTD.shape, "keys and values have different shapes"
+        assert q_1HTD.shape[1] % k_1KTD.shape[1] == 0, "key heads do not divide the query heads"
+        self.calls.append(
+            RecordedAttention(
+                layer=layer,
+                heads=q_1HTD.shape[1],
+                key_heads=k_1KTD.shape[1],
+                size=k_1KTD.shape[3],
+                window=variant.window,
+                plain=variant.cap is None and variant.sinks_H is None,
+            )
+        )
+        return self.layout.attend(q_1HTD, k_1KTD, v_1KTD, layer=layer, scale=scale, variant=variant)
+
+
+@torch.no_grad()
+def recorded_attention(policy: Policy) -> list[RecordedAttention]:
+    """Return the calls of attention in a short forward pass."""
+    positions_T = torch.arange(TOKENS, device=policy.device)
+    layout = RecordingLayout(PackedLayout.build([(TOKENS, ())], device=policy.device))
+    with in_mode(policy.model, training=False):
+        policy.hidden(positions_T % len(policy.head_weight), positions_T, layout)
+    return layout.calls
 
 
 @torch.no_grad()

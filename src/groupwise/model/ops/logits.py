@@ -24,6 +24,11 @@ def float_logits(hidden_NM: Tensor, weight_VM: Tensor, bias_V: Tensor | None) ->
     return logits_NV if bias_V is None else logits_NV.add_(bias_V)
 
 
+def capped(logits_NV: Tensor, cap: float | None) -> Tensor:
+    """Return the logits with a model's soft cap: cap · tanh(logit / cap)."""
+    return logits_NV if cap is None else cap * torch.tanh(logits_NV / cap)
+
+
 def chunks(tokens_N: Tensor, weight_VM: Tensor, logits: int) -> list[slice]:
     """Split tokens into slices with at most `logits` logits each."""
     size = max(1, logits // weight_VM.shape[0])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from groupwise.model.device import has_kernels
-from groupwise.model.ops.logits import chunks, float_logits, scaled_logits
+from groupwise.model.ops.logits import capped, chunks, float_logits, scaled_logits
 from groupwise.records import Sampling
 
 CHUNK_LOGITS = 1 << 23
@@ -31,12 +31,14 @@ def token_logprobs(
     sampling: Sampling,
     *,
     entropy_gradient: bool,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (logprobs_N, entropy_N) of `tokens_N` under the sampling distribution.
 
     The log-probabilities carry a gradient; the entropy carries one only with `entropy_gradient`.
+    `cap`: the model's soft cap on logits.
     """
-    if has_kernels(hidden_NM) and not sampling.truncates and not entropy_gradient:
+    if has_kernels(hidden_NM) and not (sampling.truncates or entropy_gradient or cap):
         from groupwise.model.ops.triton_kernels import FusedTokenLogprobs
 
         logprobs_N, entropy_N = FusedTokenLogprobs.apply(  # type: ignore[no-untyped-call]
@@ -44,7 +46,7 @@ def token_logprobs(
         )
     else:
         logprobs_N, entropy_N = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden_NM, weight_VM, bias_V, tokens_N, sampling, entropy_gradient
+            hidden_NM, weight_VM, bias_V, tokens_N, sampling, entropy_gradient, cap
         )
     return logprobs_N, entropy_N
 
@@ -59,6 +61,7 @@ class _TokenLogprobs(torch.autograd.Function):
         tokens_N: Tensor,
         sampling: Sampling,
         entropy_gradient: bool,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor]:
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         frozen_head = need_hidden and not (need_weight or need_bias or entropy_gradient)
@@ -67,7 +70,7 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy_N, normaliser_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
         slope_NM = torch.empty_like(hidden_NM) if frozen_head else None
         for part in chunks(tokens_N, weight_VM, CHUNK_LOGITS):
-            logits_CV = _logits(hidden_NM[part], weight_VM, bias_V, tokens_N[part], sampling)
+            logits_CV, capped_CV = _logits(hidden_NM[part], weight_VM, bias_V, tokens_N[part], sampling, cap)
             largest_C1 = logits_CV.amax(-1, keepdim=True)
             logits_CV.sub_(largest_C1)
             unscaled_CV = logits_CV.exp()
@@ -78,8 +81,12 @@ class _TokenLogprobs(torch.autograd.Function):
             entropy_N[part] = total_C1[:, 0].log() - mean_C
             normaliser_N[part] = (largest_C1 + total_C1.log())[:, 0]
             if slope_NM is not None:
-                expected_CM = unscaled_CV.div_(total_C1).to(weight_VM.dtype) @ weight_VM
-                slope_NM[part] = (weight_VM[tokens_N[part]] - expected_CM) / temperature
+                probs_CV, chosen_CM = unscaled_CV.div_(total_C1), weight_VM[tokens_N[part]]
+                if capped_CV is not None:
+                    probs_CV.mul_(capped_CV)
+                    chosen_CM = chosen_CM * capped_CV.gather(1, tokens_N[part, None]).to(weight_VM.dtype)
+                expected_CM = probs_CV.to(weight_VM.dtype) @ weight_VM
+                slope_NM[part] = (chosen_CM - expected_CM) / temperature
         if slope_NM is not None:
             ctx.save_for_backward(slope_NM)
         else:
@@ -87,6 +94,7 @@ class _TokenLogprobs(torch.autograd.Function):
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy_N)
         ctx.frozen_head, ctx.sampling, ctx.entropy_gradient = frozen_head, sampling, entropy_gradient
+        ctx.cap = cap
         return logprobs_N, entropy_N
 
     @staticmethod
@@ -94,14 +102,16 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_logprobs_N, grad_entropy_N = grads
         if ctx.frozen_head:
             (slope_NM,) = ctx.saved_tensors
-            return (grad_logprobs_N[:, None] * slope_NM).to(slope_NM.dtype), None, None, None, None, None
+            return (grad_logprobs_N[:, None] * slope_NM).to(slope_NM.dtype), *(None,) * 6
         hidden_NM, weight_VM, bias_V, tokens_N, normaliser_N, entropy_N = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         dhidden = torch.empty_like(hidden_NM) if need_hidden else None
         dweight = torch.zeros_like(weight_VM, dtype=torch.float32) if need_weight else None
         dbias = torch.zeros_like(bias_V, dtype=torch.float32) if need_bias else None
         for part in chunks(tokens_N, weight_VM, CHUNK_LOGITS):
-            logits_CV = _logits(hidden_NM[part], weight_VM, bias_V, tokens_N[part], ctx.sampling)
+            logits_CV, capped_CV = _logits(
+                hidden_NM[part], weight_VM, bias_V, tokens_N[part], ctx.sampling, ctx.cap
+            )
             logprobs_CV = logits_CV.sub_(normaliser_N[part, None])
             dlogits_CV = _dlogits(
                 logprobs_CV,
@@ -110,7 +120,10 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_entropy_N[part] if ctx.entropy_gradient else None,
                 entropy_N[part],
                 ctx.sampling,
-            ).to(weight_VM.dtype)
+            )
+            if capped_CV is not None:
+                dlogits_CV.mul_(capped_CV)
+            dlogits_CV = dlogits_CV.to(weight_VM.dtype)
             if dhidden is not None:
                 dhidden[part] = dlogits_CV @ weight_VM
             if dweight is not None:
@@ -121,9 +134,7 @@ class _TokenLogprobs(torch.autograd.Function):
             dhidden,
             None if dweight is None else dweight.to(weight_VM.dtype),
             None if dbias is None else dbias.to(bias_V.dtype),
-            None,
-            None,
-            None,
+            *(None,) * 4,
         )
 
 
@@ -152,9 +163,20 @@ def _dlogits(
 
 
 def _logits(
-    hidden_CM: Tensor, weight_VM: Tensor, bias_V: Tensor | None, tokens_C: Tensor, sampling: Sampling
-) -> Tensor:
-    return scaled_logits(float_logits(hidden_CM, weight_VM, bias_V), sampling, keep_N=tokens_C)
+    hidden_CM: Tensor,
+    weight_VM: Tensor,
+    bias_V: Tensor | None,
+    tokens_C: Tensor,
+    sampling: Sampling,
+    cap: float | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the logits of the sampling distribution and, with a cap, the derivative of the capped logits."""
+    logits_CV = float_logits(hidden_CM, weight_VM, bias_V)
+    slope_CV = None
+    if cap is not None:
+        logits_CV = capped(logits_CV, cap)
+        slope_CV = 1 - (logits_CV / cap).square()
+    return scaled_logits(logits_CV, sampling, keep_N=tokens_C), slope_CV
 
 
 def _finite(logits_CV: Tensor, sampling: Sampling) -> Tensor:

@@ -9,6 +9,7 @@ Axes: N tokens, M hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from types import MethodType
 from typing import Any
 
@@ -40,6 +41,8 @@ def _forward_gpu(module: Any, x: Tensor) -> Tensor:
 
 
 def _is_plain(module: Any, fused: Callable[[Any, Tensor], Tensor]) -> bool:
+    if len(signature(module.forward).parameters) != 1:  # Mamba's norm also takes a gate
+        return False
     width, device = len(module.weight), module.weight.device
     x_NM = torch.linspace(-2.0, 3.0, 2 * width, device=device).view(2, -1)
     return computes_the_same(module, x_NM, lambda one, x: one(x), fused)
