@@ -69,6 +69,7 @@ class Scripted(Policy):
 
     def __init__(self, policy: Policy, script: list[int]) -> None:
         super().__init__(policy.model, policy.tokenizer)
+        self.attention = policy.attention
         self.script_P = torch.tensor(script)
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: Any) -> Tensor:

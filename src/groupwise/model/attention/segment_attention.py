@@ -162,10 +162,10 @@ class PaddedAttention:
     def _masks(self, dtype: torch.dtype) -> Sequence[Tensor | None]:
         """Return the masks; causal attention without a window needs none because padding is at the end."""
         if self.window is not None:
-            return [self._window_mask(block, dtype) for block in range(len(self.ends))]
+            return [self._window_mask(block, self.window, dtype) for block in range(len(self.ends))]
         return [None] * len(self.keys.shapes) if self.causal else self.keys.masks(dtype)
 
-    def _window_mask(self, block: int, dtype: torch.dtype) -> Tensor:
+    def _window_mask(self, block: int, window: int, dtype: torch.dtype) -> Tensor:
         """Return the additive mask [B, 1, Q, S] of a block with a sliding window."""
         (_, longest_q), (_, longest_k) = self.queries.shapes[block], self.keys.shapes[block]
         queries_B1, keys_B1 = self.ends[block]
@@ -173,7 +173,7 @@ class PaddedAttention:
         # Padding queries are at the last key: a row without keys would give NaN.
         at_BQ = torch.minimum(torch.arange(longest_q, device=device) + keys_B1 - queries_B1, keys_B1 - 1)
         distance_BQS = at_BQ[:, :, None] - torch.arange(longest_k, device=device)
-        hidden_BQS = (distance_BQS < 0) | (distance_BQS >= self.window)
+        hidden_BQS = (distance_BQS < 0) | (distance_BQS >= window)
         mask_BQS = torch.zeros(hidden_BQS.shape, dtype=dtype, device=device)
         return mask_BQS.masked_fill_(hidden_BQS, -torch.inf)[:, None]
 
