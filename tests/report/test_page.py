@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import threading
@@ -283,7 +284,7 @@ def test_the_page_follows_a_run_that_trains(visit: Visit, address: str, runs: Pa
         assert "step 2" in page.locator(".state").inner_text()
         MetricsFile(run.metrics).append(3, {**healthy(3), "reward/mean": 1.987})
         expect(page.locator(".state")).to_contain_text("step 3 of 2")
-        expect(page.locator(".figures")).to_contain_text("1.99")
+        expect(page.locator(".figures")).to_contain_text("1.987")
     finally:
         shutil.rmtree(run.path)
         time.sleep(1.2)  # the server forgets it before the next test lists runs
@@ -496,3 +497,48 @@ def test_the_theme_can_be_chosen_and_stays(visit: Visit, address: str) -> None:
     page.reload()
     page.wait_for_selector(".view")
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+
+
+def test_discrete_rewards_are_bars_whose_parts_can_be_hidden(visit: Visit, address: str) -> None:
+    page = visit.open(f"{address}#rewards?run=learns")
+    page.wait_for_selector(".card canvas")
+    labels = page.locator(".legend .entry")
+    assert labels.all_inner_texts() == ["reward 1.00\n66.7 %", "reward 2.00\n33.3 %"]
+    assert "Each bar is a step" in page.inner_text(".note")
+    blue = "c => c.getContext('2d').getImageData(c.width / 2, c.height * 0.7, 1, 1).data.slice(0, 3).join()"
+    before = page.eval_on_selector(".card canvas", blue)
+    labels.first.click()
+    assert page.eval_on_selector(".card canvas", blue) != before
+
+
+def test_the_held_out_reward_has_a_figure_and_a_chart(
+    visit: Visit, address: str, runs: Path, tmp_path: Path
+) -> None:
+    stored = runs / "learns" / "eval" / "after.json"
+    record = json.loads(stored.read_text())
+    reward = {"eval/reward": 1.5, "eval/reward_low": 1.25, "eval/reward_high": 1.75}
+    stored.write_text(json.dumps({**record, **reward}))
+    try:
+        page = visit.open(f"{address}#curves?run=learns")
+        figure = page.locator(".figure", has_text="held-out reward")
+        assert "1.500" in figure.inner_text()
+        assert "95 % interval 1.250 – 1.750" in figure.inner_text()
+        assert page.locator(".card .title", has_text="Held-out reward").count() == 1
+    finally:
+        stored.write_text(json.dumps(record))
+
+
+def test_every_chart_is_drawn_without_scrolling(visit: Visit, address: str) -> None:
+    page = visit.open(f"{address}#curves?run=learns")
+    cards = page.locator(".card").count()
+    page.wait_for_selector(f":nth-match(.card canvas, {cards})")
+
+
+@pytest.mark.parametrize("visit", [(390, "light")], indirect=True)
+def test_a_phone_shows_the_curve_first_and_says_tap(visit: Visit, address: str) -> None:
+    page = visit.open(f"{address}#curves?run=learns")
+    page.wait_for_selector(".card")
+    chart, figures = (page.locator(one).first.bounding_box() for one in (".card", ".figures"))
+    assert chart["y"] + chart["height"] < figures["y"]
+    assert page.locator(".touch").is_visible()
+    assert "tap" in page.inner_text(".touch")

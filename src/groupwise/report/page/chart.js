@@ -4,7 +4,7 @@ import uPlot from "./vendor/uplot/uPlot.esm.js";
 import { h, fill, css, save } from "./dom.js";
 import { number, tick } from "./format.js";
 
-// A line: { label, steps, values, colour, dash, band: { low, high }, stacked, faint, show }
+// A line: { label, steps, values, colour, dash, band: { low, high }, stacked, unseen (its values are drawn otherwise) }
 
 export function chart(title, lines, options = {}) {
   const format = options.format ?? number;
@@ -194,11 +194,11 @@ function prepare(lines, options) {
     columns.push(safe(smooth(values, weight)));
     series.push({
       label: line.label,
-      stroke: line.colour,
+      stroke: line.unseen ? "transparent" : line.colour,
       width: line.thin ? 1 : 1.75,
       dash: line.dash ?? undefined,
       spanGaps: true,
-      points: { show: line.steps.length <= 40, size: 5, fill: line.colour, stroke: css("--surface") },
+      points: { show: !line.unseen && line.steps.length <= 40, size: 5, fill: line.colour, stroke: css("--surface") },
       fill: line.stacked ? alpha(line.colour, 0.35) : undefined,
     });
     if (line.stacked && series.length > 2) bands.push({ series: [series.length - 1, series.length - 2], fill: alpha(line.colour, 0.35) });
@@ -231,7 +231,7 @@ function settings(prepared, options) {
       x: { time: false, range: options.xRange ?? ((_, a, b) => (a === b ? [a - 1, b + 1] : [a, b])) },
       y: {
         distr: prepared.log ? 3 : 1,
-        range: prepared.log ? undefined : options.range ?? niceRange,
+        range: prepared.log ? undefined : options.range ?? (options.stacked ? fromZero : niceRange),
       },
     },
     axes: [
@@ -248,6 +248,8 @@ function settings(prepared, options) {
 }
 
 const WHOLE = [1, 2, 5].flatMap((first) => [0, 1, 2, 3, 4, 5, 6].map((power) => first * 10 ** power)).sort((a, b) => a - b);
+
+const fromZero = (_, low, high) => [0, high ? 1.06 * high : 1];
 
 function niceRange(_, low, high) {
   if (low === null || high === null) return [0, 1];

@@ -6,29 +6,33 @@ import { get, of } from "./source.js";
 import { chart } from "./chart.js";
 
 const share = (value) => percent(value, Math.abs(value) < 0.1 && value !== 0 ? 1 : 0);
+const shareTick = (value) => percent(value, value !== 0 && Math.abs(value) < 0.05 ? 1 : 0);
 const seconds = (value) => `${number(value)} s`;
 const nats = (value) => number(value);
+const points = (value) => `${value > 0 ? "+" : value < 0 ? "−" : ""}${Math.abs(100 * value).toFixed(1)}`; // likewise
+const reward = (value) => value.toFixed(3); // as the terminal shows it
 
 // Sections of charts: title, metrics with their labels, and value formats.
 const CHARTS = {
   "Learning": [
     { title: "Held-out accuracy", evaluations: true, format: (v) => percent(v), tick: (v) => percent(v, 0), wide: true },
-    { title: "Reward", metrics: [["reward/mean", "mean of all answers"]], wide: true },
-    { title: "Reward by part", parts: true },
-    { title: "Groups without signal", metrics: [["advantage/zero_variance", "share of groups"]], format: share, tick: (v) => percent(v, 0), about: "Share of groups whose answers all got the same reward; they give no gradient" },
+    { title: "Reward", metrics: [["reward/mean", "mean of all answers"]], wide: true, format: reward },
+    { title: "Reward by part", parts: true, format: reward },
+    { title: "Held-out reward", heldOutReward: true, format: reward, about: "Mean reward of sampled answers to held-out prompts" },
+    { title: "Groups without signal", metrics: [["advantage/zero_variance", "share of groups"]], format: share, tick: shareTick, about: "Share of groups whose answers all got the same reward; they give no gradient" },
   ],
   "Health": [
     { title: "Entropy", metrics: [["policy/entropy", "nats per token"]], format: nats },
     { title: "KL", metrics: [["policy/kl", "from the reference"], ["policy/kl_old", "from the sampling policy"]], format: nats },
-    { title: "Clipped tokens", metrics: [["policy/clip_low", "below"], ["policy/clip_high", "above"]], format: share, tick: (v) => percent(v, Math.abs(v) < 0.02 ? 1 : 0), about: "Share of tokens whose ratio was clipped" },
+    { title: "Clipped tokens", metrics: [["policy/clip_low", "below"], ["policy/clip_high", "above"]], format: share, tick: shareTick, about: "Share of tokens whose ratio was clipped" },
     { title: "Sampler–trainer gap", metrics: [["policy/gap", "mean |Δ log-prob|"]], format: nats },
     { title: "Gradient norm", metrics: [["policy/grad_norm", "before clipping"]] },
     { title: "Loss", metrics: [["policy/loss", "mean over updates"]] },
   ],
   "Answers": [
     { title: "Length", metrics: [["rollout/length", "mean tokens"], ["rollout/length_max", "longest"]] },
-    { title: "Failures", metrics: [["rollout/truncated", "truncated"], ["rollout/looping", "looping"], ["rollout/failed", "not scored"]], format: share, tick: (v) => percent(v, 0) },
-    { title: "Identical answers", metrics: [["rollout/repeated", "within a group"], ["rollout/same_answer", "across prompts"]], format: share, tick: (v) => percent(v, 0) },
+    { title: "Failures", metrics: [["rollout/truncated", "truncated"], ["rollout/looping", "looping"], ["rollout/failed", "not scored"]], format: share, tick: shareTick },
+    { title: "Identical answers", metrics: [["rollout/repeated", "within a group"], ["rollout/same_answer", "across prompts"]], format: share, tick: shareTick },
   ],
   "Speed": [
     { title: "Tokens per second", metrics: [["speed/tokens_per_second", "whole step"], ["speed/rollout_tokens_per_second", "rollout"]] },
@@ -104,7 +108,7 @@ export async function curves(root, app) {
     const lines = [];
     for (const run of runs) {
       const one = data.get(run.id);
-      const list = spec.evaluations ? scores(one) : names(spec).filter(([name]) => hasValues(one.values[name]));
+      const list = spec.evaluations ? scores(one) : spec.heldOutReward ? heldOutReward(one) : names(spec).filter(([name]) => hasValues(one.values[name]));
       list.forEach(([name, label, ready], index) => {
         lines.push({
           label: single ? label : list.length > 1 ? `${run.name} · ${label}` : run.name,
@@ -156,6 +160,7 @@ export async function curves(root, app) {
       h("label", { for: "smoothing" }, "Smoothing"), smoothing,
       h("label", { for: "log" }, log, " Log scale"),
       h("span", { class: "quiet hint" }, "drag to zoom, double-click to reset"),
+      h("span", { class: "quiet touch" }, "tap a chart for its values, a name to hide its line"),
     ),
     body,
     app.chosen().map((run) => settingsOf(run, app.chosen().length > 1)),
@@ -171,6 +176,8 @@ export async function curves(root, app) {
     }
   };
   window.addEventListener("beforeprint", drawAll);
+  // Then the rest, so that a screenshot of the whole page shows every chart.
+  const rest = setTimeout(drawAll, 1200);
 
   return {
     async refresh(run) {
@@ -184,6 +191,7 @@ export async function curves(root, app) {
     },
     leave() {
       window.removeEventListener("beforeprint", drawAll);
+      clearTimeout(rest);
       waiting.disconnect();
       for (const one of charts) one.leave();
     },
@@ -220,6 +228,13 @@ function scores(one) {
   });
 }
 
+function heldOutReward(one) {
+  const having = one.evaluations.filter((each) => each.reward);
+  const column = (index) => having.map((each) => each.reward[index]);
+  if (!having.length) return [];
+  return [["reward", "sampled answers", { steps: having.map((each) => each.step), values: column(0), band: { low: column(1), high: column(2) } }]];
+}
+
 // The key figures of a run
 
 function summaryOf(run, one, app) {
@@ -230,12 +245,17 @@ function summaryOf(run, one, app) {
   for (const name of Object.keys(final?.scores ?? {})) {
     const [value, low, high] = final.scores[name];
     const before = first !== final ? first.scores[name]?.[0] : undefined;
-    figures.push(figure(name, percent(value), `95 % interval ${percent(low)} – ${percent(high)}`, before === undefined ? "" : `${signed(100 * (value - before))} points since the first evaluation`));
+    figures.push(figure(name, percent(value), `95 % interval ${percent(low)} – ${percent(high)}`, before === undefined ? "" : `${points(value - before)} points since the first evaluation`));
   }
-  const reward = one.values["reward/mean"];
-  if (hasValues(reward)) {
-    const known = reward.filter((value) => value !== null);
-    figures.push(figure("reward", number(known.at(-1)), "", `${number(known[0])} at the first step`));
+  if (final?.reward) {
+    const [value, low, high] = final.reward;
+    const before = first !== final ? first.reward?.[0] : undefined;
+    figures.push(figure("held-out reward", reward(value), `95 % interval ${reward(low)} – ${reward(high)}`, before === undefined ? "" : `${reward(before)} at the first evaluation`));
+  }
+  const trained = one.values["reward/mean"];
+  if (hasValues(trained)) {
+    const known = trained.filter((value) => value !== null);
+    figures.push(figure("reward", reward(known.at(-1)), "", `${reward(known[0])} at the first step`));
   }
   return h(
     "div",
@@ -253,6 +273,7 @@ const HINTS = [
   [/^pass@/, "Share of held-out prompts where at least one of k samples is correct"],
   [/^format$/, "Mean share of k sampled answers in the requested format"],
   [/^reward$/, "Mean reward of the last step"],
+  [/^held-out reward$/, "Mean reward of sampled answers to held-out prompts, at the last evaluation"],
 ];
 
 const figure = (name, value, interval, change) =>

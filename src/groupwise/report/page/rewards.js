@@ -1,7 +1,7 @@
 // Rewards: their distribution over steps, and over the groups of a step.
 
 import { h, fill, css, debounce } from "./dom.js";
-import { fromDifference, number, plural } from "./format.js";
+import { fromDifference, number, percent, plural } from "./format.js";
 import { get, of, carries } from "./source.js";
 import { alpha, chart } from "./chart.js";
 
@@ -19,9 +19,11 @@ export async function rewards(root, app) {
       fill(top, h("p", { class: "quiet" }, "No rollouts stored yet."));
       return;
     }
-    heatmapChart = heatmap(data, choose);
+    const few = data.bins.length <= FEW && data.bins.every(([low, high]) => low === high);
+    heatmapChart = few ? bars(data, choose) : heatmap(data, choose);
     const note = data.of > data.steps.length ? ` Shown: ${data.steps.length} of ${data.of} steps.` : "";
-    fill(top, heatmapChart.card, h("p", { class: "quiet note" }, `The stronger the colour, the more answers of the step got that reward. Click a step to see its groups.${note}`));
+    const meaning = few ? "Each bar is a step; its parts are the shares of answers with each reward." : "The stronger the colour, the more answers of the step got that reward.";
+    fill(top, heatmapChart.card, h("p", { class: "quiet note" }, `${meaning} ${TOUCH ? "Tap" : "Click"} a step to see its groups.${note}`));
     heatmapChart.draw();
   }
 
@@ -82,6 +84,64 @@ export function nearest(steps, step) {
   return steps.reduce((best, one) => (Math.abs(one - step) < Math.abs(best - step) ? one : best), steps[0]);
 }
 
+// Up to this number of distinct rewards, a step is a bar of shares instead of a column of a heat map.
+const FEW = 7;
+const TOUCH = matchMedia("(hover: none)").matches;
+
+const half = (steps, s) => (steps.length > 1 ? (steps[Math.min(Math.max(s, 0) + 1, steps.length - 1)] - steps[Math.min(Math.max(s, 0), steps.length - 2)]) / 2 : 0.5);
+const aroundSteps = (steps) => (_, a, b) => (a === b ? [a - 1, b + 1] : [a - half(steps, 0), b + half(steps, steps.length - 2)]);
+
+const chooseOnClick = (choose) => (plot) => {
+  plot.over.addEventListener("click", () => {
+    const index = plot.cursor.idx;
+    if (index !== null && index !== undefined) choose(plot.data[0][index]);
+  });
+};
+
+function bars(data, choose) {
+  const { steps, bins, counts } = data;
+  const totals = steps.map((_, s) => counts.reduce((sum, row) => sum + row[s], 0));
+  const shares = counts.map((row) => row.map((count, s) => count / (totals[s] || 1)));
+  const colour = (b) => css(`--series-${(b % 7) + 1}`);
+  const label = (value) => `reward ${number(value)}`;
+
+  const drawBars = (plot) => {
+    const draw = plot.ctx;
+    const shown = new Set(plot.series.map((one) => one.label)); // the legend hides some
+    draw.save();
+    draw.beginPath();
+    draw.rect(plot.bbox.left, plot.bbox.top, plot.bbox.width, plot.bbox.height);
+    draw.clip();
+    steps.forEach((step, s) => {
+      const left = plot.valToPos(step - 0.84 * half(steps, s - 1), "x", true);
+      const right = plot.valToPos(step + 0.84 * half(steps, s), "x", true);
+      let below = 0;
+      bins.forEach(([value], b) => {
+        if (!shown.has(label(value))) return;
+        const top = plot.valToPos(below + shares[b][s], "y", true);
+        draw.fillStyle = colour(b);
+        draw.fillRect(left, top, Math.max(right - left, 1), plot.valToPos(below, "y", true) - top);
+        below += shares[b][s];
+      });
+    });
+    draw.restore();
+  };
+
+  return chart(
+    "Rewards by step",
+    bins.map(([value], b) => ({ label: label(value), steps, values: shares[b], colour: colour(b), unseen: true })),
+    {
+      height: 260,
+      wide: true,
+      format: (value) => percent(value),
+      tick: (value) => percent(value, 0),
+      xRange: aroundSteps(steps),
+      range: () => [0, 1],
+      hooks: { drawAxes: [drawBars], ready: [chooseOnClick(choose)] },
+    },
+  );
+}
+
 function heatmap(data, choose) {
   const { steps, bins, counts, mean, quantiles } = data;
   const low = bins[0][0];
@@ -100,8 +160,8 @@ function heatmap(data, choose) {
     draw.rect(plot.bbox.left, plot.bbox.top, plot.bbox.width, plot.bbox.height);
     draw.clip();
     steps.forEach((step, s) => {
-      const left = plot.valToPos(s === 0 ? step - half(0) : step - half(s - 1), "x", true);
-      const right = plot.valToPos(s === steps.length - 1 ? step + half(s - 1) : step + half(s), "x", true);
+      const left = plot.valToPos(step - half(steps, s - 1), "x", true);
+      const right = plot.valToPos(step + half(steps, s === steps.length - 1 ? s - 1 : s), "x", true);
       bins.forEach((bin, b) => {
         const share = counts[b][s] / (totals[s] || 1);
         if (!share) return;
@@ -113,9 +173,7 @@ function heatmap(data, choose) {
     });
     draw.restore();
   };
-  const half = (s) => (steps.length > 1 ? (steps[Math.min(Math.max(s, 0) + 1, steps.length - 1)] - steps[Math.min(Math.max(s, 0), steps.length - 2)]) / 2 : 0.5);
-
-  const one = chart(
+  return chart(
     "Rewards by step",
     [
       { label: "mean", steps, values: mean, colour: css("--series-2") },
@@ -124,22 +182,11 @@ function heatmap(data, choose) {
     {
       height: 260,
       wide: true,
-      xRange: (_, a, b) => (a === b ? [a - 1, b + 1] : [a - half(0), b + half(steps.length - 2)]),
+      xRange: aroundSteps(steps),
       range: () => [low - gap * 0.5, high + gap * 0.5],
-      hooks: {
-        drawAxes: [cells],
-        ready: [
-          (plot) => {
-            plot.over.addEventListener("click", () => {
-              const index = plot.cursor.idx;
-              if (index !== null && index !== undefined) choose(plot.data[0][index]);
-            });
-          },
-        ],
-      },
+      hooks: { drawAxes: [cells], ready: [chooseOnClick(choose)] },
     },
   );
-  return one;
 }
 
 function measure(group) {
