@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from tests.support.small_runs import PROCESSES, lasting_metrics
+from tests.support.small_runs import PROCESSES, deterministic_metrics
 
 OPERATIONS = frozenset(
     (
@@ -99,7 +99,7 @@ def lasting_files(run: Path) -> dict[str, Any]:
         for path in sorted(run.rglob("*"))
         if path.is_file() and path.name not in (*TELLS_TIME, "metrics.jsonl")
     }
-    return files | {"metrics.jsonl": lasting_metrics(run)}
+    return files | {"metrics.jsonl": deterministic_metrics(run)}
 
 
 def content_of(path: Path) -> Any:
