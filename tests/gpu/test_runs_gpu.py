@@ -21,7 +21,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from tests.support.small_models import SIZES, tiny_tokenizer
-from tests.support.small_runs import traces
+from tests.support.small_runs import run_artifacts, task_file
 
 SMALL = (
     *("track.trackers=[]", "track.report=false", "evaluate.skip=true", "rollout.max_tokens=48"),
@@ -60,7 +60,7 @@ def test_a_deterministic_run_that_is_killed_and_resumed_ends_with_the_same_bits(
     groupwise(*words, "run.name=whole")
     killed_after(tmp_path / "killed", 3, *words, "run.name=killed")
     groupwise("train", "--resume", str(tmp_path / "killed"))
-    whole, killed = traces(tmp_path / "whole"), traces(tmp_path / "killed")
+    whole, killed = run_artifacts(tmp_path / "whole"), run_artifacts(tmp_path / "killed")
     assert whole.keys() == killed.keys()
     assert [name for name in whole if whole[name] != killed[name]] == []
 
@@ -72,7 +72,7 @@ def test_a_deterministic_run_with_tools_gives_the_same_bits_again(tmp_path: Path
     )
     groupwise(*words, "run.name=one")
     groupwise(*words, "run.name=two")
-    one, two = traces(tmp_path / "one"), traces(tmp_path / "two")
+    one, two = run_artifacts(tmp_path / "one"), run_artifacts(tmp_path / "two")
     assert [name for name in one if one[name] != two[name]] == []
 
 
@@ -119,7 +119,7 @@ def served(model: str, prompt: str) -> str:
                 break
         assert address is not None
         body = json.dumps({"model": "x", "prompt": prompt, "max_tokens": 8, "temperature": 0})
-        for _ in range(100):
+        for _ in range(400):
             try:
                 request = urllib.request.Request(
                     f"{address}/v1/completions", body.encode(), {"Content-Type": "application/json"}
@@ -155,13 +155,12 @@ def test_every_family_trains_in_bfloat16(config: Any, lora: int, tmp_path: Path,
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     run_here(
-        "train",
+        *("train", str(task_file(tmp_path))),
         *("--model", str(tmp_path / "model"), f"run.output_dir={tmp_path}", "run.name=run", *SMALL),
         *("run.max_steps=2", f"lora.r={lora}", "rollout.max_tokens=16", "algo.max_gap=1.0"),
-        "rollout.refill=false",
     )
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert len(rows) == 2
+    assert [row["policy/updates"] for row in rows] == [1.0, 1.0]
 
 
 def run_here(*words: str) -> None:
@@ -188,9 +187,8 @@ def test_a_quantized_model_trains_adapters(kind: str, tmp_path: Path):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     run_here(
-        "train",
+        *("train", str(task_file(tmp_path))),
         *("--model", str(tmp_path / "model"), f"run.output_dir={tmp_path}", "run.name=run", *SMALL),
         *("run.max_steps=2", "lora.r=4", f"model.quantization={kind}", "algo.max_gap=1.0"),
-        "rollout.refill=false",
     )
     assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 2
