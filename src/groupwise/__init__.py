@@ -44,6 +44,7 @@ from groupwise.tasks import (
 )
 from groupwise.tasks.external.mcp_tools import mcp_tools
 from groupwise.tasks.external.text_games import gymnasium, textarena
+from groupwise.tasks.external.verifiers_tasks import verifiers_task
 from groupwise.tracking.run_folder import RunFolder, run_of_checkpoint
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ __all__ = [
     "rewards",
     "textarena",
     "train",
+    "verifiers_task",
 ]
 
 

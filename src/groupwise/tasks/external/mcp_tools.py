@@ -96,15 +96,7 @@ class McpServer:
 
         call.__name__ = tool.name
         call.in_process = True  # type: ignore[attr-defined]  # the connection belongs to this process
-        call.tool = Tool(  # type: ignore[attr-defined]
-            name=tool.name,
-            description=tool.description or tool.name,
-            function=call,
-            hints={},
-            required=(),
-            notes={},
-            parameters=tool.inputSchema,
-        )
+        call.tool = Tool.of_schema(call, tool.name, tool.description, tool.inputSchema)  # type: ignore[attr-defined]
         return call
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
