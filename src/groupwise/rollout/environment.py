@@ -219,7 +219,8 @@ class EnvironmentExecutor:
         self.characters = characters
         """Maximum length of a reply; longer ones are truncated."""
         own = make.make if isinstance(make, IsolatedEnvironment) else make
-        self.asynchronous = inspect.iscoroutinefunction(getattr(own, "reply", None))
+        inner = getattr(own, "func", own)  # unwrap functools.partial
+        self.asynchronous = inspect.iscoroutinefunction(getattr(inner, "reply", None))
         self._here = LiveEnvironments(own)
 
     @property

@@ -39,7 +39,7 @@ def verifiers_task(taskset: Any, *, env: Any = None, limit: int = 1000) -> Task:
     rows = [{"task": number, "prompt": messages_of(task)} for number, task in enumerate(tasks)]
     about: dict[str, Any] = {"name": type(taskset).__name__, "examples": rows}
     if env is not None:
-        player = env.__new__(env) if isinstance(env, type) else env
+        player: Any = object.__new__(env) if isinstance(env, type) else env
         return Task(**about, environment=partial(VerifiersEpisode, player, tasks))
     toolsets = type(tasks[0]).toolsets(tasks[0].config)
     return Task(
@@ -103,7 +103,7 @@ async def score_conversation(tasks: Sequence[Any], rollout: Rollout, example: Ex
 
 def tools_of(toolset: Any) -> list[Callable[..., Any]]:
     """Return the tools of a toolset, with the schemas that its MCP server would advertise."""
-    from mcp.server import MCPServer
+    from mcp.server.mcpserver import MCPServer
     from verifiers.v1.mcp.server import _call_state
     from verifiers.v1.utils.decorators import discover_decorated
 
