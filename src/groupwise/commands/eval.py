@@ -25,6 +25,7 @@ from groupwise.records import Example, Sampling
 from groupwise.tasks import TASKS, ExampleStream, Task, isolated, load_rows, load_task, without_data
 from groupwise.tasks.code_fingerprint import changed_code, code_of
 from groupwise.tasks.task import correct_rule
+from groupwise.tasks.user_functions import of_task
 
 if TYPE_CHECKING:
     from groupwise.engine.engine import Engine
@@ -446,7 +447,7 @@ def report(
         "length": result.length,
         **({"strategies": strategies} if strategies else {}),
     }
-    edited = changed_code(target.code, code_of(job.task))
+    edited = changed_code(of_task(target.code), code_of(job.task))
     if before is not None and edited and job.task.name not in TASKS:
         about["edited"] = edited
     elif before is not None and not edited and (changes := compare(before, result)):

@@ -32,6 +32,13 @@ IN_PYTHON = "python"
 """Stands for the module of a function that cannot be imported."""
 
 
+def of_task(code: Mapping[str, str] | None) -> Mapping[str, str] | None:
+    """Return the fingerprints of a task's own code: those of functions that settings name are left out."""
+    if code is None:
+        return None
+    return {part: fingerprint for part, fingerprint in code.items() if part not in KEYWORDS.values()}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserFunctions:
     """The functions of the user in one run, by the setting that names each."""
