@@ -296,9 +296,15 @@ class Sample:
     """Samples with the same number share their first `prefix` tokens."""
     member: int = 0
     """Index of the rollout in its group."""
+    supervised: tuple[float, ...] = ()
+    """The weight of each token in a cross-entropy loss beside the policy loss; empty: none."""
+    hint: tuple[int, ...] = ()
+    """The prompt that the policy as its own teacher reads in place of the prefix; empty: none."""
 
     def __post_init__(self) -> None:
         same_length(self, "tokens", "trained", "logprobs", "entropies", "advantages")
+        if self.supervised:
+            same_length(self, "tokens", "supervised")
         if not 0 < self.prefix < len(self.tokens):
             raise ValueError(f"prefix must lie inside the {len(self.tokens)} tokens, got {self.prefix}")
         if any(self.trained[: self.prefix]):

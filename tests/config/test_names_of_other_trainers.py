@@ -46,7 +46,7 @@ def test_a_misspelt_keyword_is_not_followed_by_our_own_code():
     with pytest.raises(ConfigError) as caught:
         gw.train("countdown", max_stepz=3)
     frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
-    assert frames[1:] == ["train", "config_from_keywords"]
+    assert frames[1:] == ["train", "prepare", "config_from_keywords"]
 
 
 def test_steps_and_epochs_cannot_both_be_given():

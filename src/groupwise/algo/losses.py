@@ -34,6 +34,8 @@ class Tokens:
     """Under the reference policy; needed when beta > 0."""
     entropy_T: Tensor | None
     """Of the policy as it is now; needed when entropy_bonus > 0."""
+    teacher_T: Tensor | None = None
+    """Under the teacher; NaN where it has none. Needed when distill > 0."""
     advantages_T: Tensor
     weights_T: Tensor
     """The weight of the token's sequence, from `token_weights`."""
@@ -66,12 +68,14 @@ class LossSettings:
     """Of sapo."""
     off_policy_mask: float | None = None
     """Drop punished sequences that the policy has moved away from by more than this."""
+    distill: float = 0.0
+    """Weight of the KL divergence from the teacher."""
 
 
 def policy_loss(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the weighted sum of the token losses and the diagnostics, as sums over tokens.
 
-    token loss = correction * surrogate + beta * KL - entropy_bonus * entropy
+    token loss = correction * surrogate + beta * KL - entropy_bonus * entropy + distill * KL from the teacher
     """
     surrogate = SURROGATES.get(settings.kind) or CUSTOM_LOSSES[settings.kind]
     surrogate_T, metrics = surrogate(tokens, settings)
@@ -91,6 +95,14 @@ def policy_loss(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, dict[st
         assert tokens.reference_T is not None, "beta > 0 needs the reference policy's log-probs"
         penalty_T = kl_penalty(tokens.logprobs_T, tokens.reference_T, tokens.old_T, kind=settings.kl)
         loss_T = loss_T + settings.beta * penalty_T
+    if settings.distill and tokens.teacher_T is not None:
+        known_T = ~tokens.teacher_T.isnan()
+        teacher_T = torch.where(known_T, tokens.teacher_T, tokens.logprobs_T.detach())
+        # k2 has the gradient of k3 without its exponential, which overflows far from the teacher.
+        distance_T = kl_penalty(tokens.logprobs_T, teacher_T, tokens.old_T, kind="k2")
+        loss_T = loss_T + settings.distill * torch.where(known_T, distance_T, 0.0)
+        gap_T = torch.where(known_T, (tokens.logprobs_T - teacher_T).detach(), 0.0)
+        metrics = {**metrics, "policy/teacher_kl": gap_T.sum(), "policy/taught": known_T.sum()}
     if settings.entropy_bonus:
         assert tokens.entropy_T is not None, "entropy_bonus > 0 needs the policy's entropies"
         loss_T = loss_T - settings.entropy_bonus * tokens.entropy_T
@@ -391,12 +403,12 @@ def combine(name: str, left: Tensor, right: Tensor) -> Tensor:
 
 
 def averages(total: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return merged metrics as means per token, extremes as they are; nothing when there were no tokens."""
+    """Return merged metrics as means per token, extremes and sums as they are; nothing without tokens."""
     tokens = float(total.get("policy/tokens", 0.0))
     if not tokens:
         return {}
     return {
-        name: float(value) if name.endswith(("_max", "_min")) else float(value) / tokens
+        name: float(value) if name.endswith(("_max", "_min", "_sum")) else float(value) / tokens
         for name, value in total.items()
         if name != "policy/tokens"
     }

@@ -76,6 +76,25 @@ def on_tokens(rollout: Rollout) -> tuple[float, ...]:
     return tuple(next(own) if trained else 0.0 for trained in rollout.trained)
 
 
+def predicting_results(samples: Sequence[Sample], *, weight: float) -> list[Sample]:
+    """Return the samples with a cross-entropy loss on what came between turns (ECHO, arXiv 2605.24517).
+
+    These are the tokens after the prompt that the policy did not sample: tool results or an environment's
+    replies, with the chat template's text around them. The loss is `weight` times their mean over the step.
+    """
+    read = [
+        [not trained and place >= sample.prefix for place, trained in enumerate(sample.trained)]
+        for sample in samples
+    ]
+    total = sum(map(sum, read))
+    if not total:
+        return list(samples)
+    return [
+        replace(sample, supervised=tuple(weight / total if flag else 0.0 for flag in own))
+        for sample, own in zip(samples, read, strict=True)
+    ]
+
+
 def mean_entropy(groups: Sequence[Group], *, mask_truncated: bool) -> float:
     """Return the mean entropy of the batch's trained tokens, as they were sampled."""
     entropies = [

@@ -365,6 +365,15 @@ class AlgoConfig:
     None: the coefficient is fixed."""
     entropy_step: float = 0.005
     """How much the adaptive coefficient changes per step."""
+    teacher: str | None = None
+    """On-policy distillation: a model with the same tokenizer (ID, folder or run), the URL of a vLLM server,
+    or `self`: the policy shown a better answer of the group. None: no teacher."""
+    distill: float = 1.0
+    """Coefficient of the KL divergence from the teacher."""
+    echo: float = 0.0
+    """Coefficient of the cross-entropy on tool results and an environment's replies (ECHO). 0: off."""
+    sft_weight: float = 0.0
+    """Coefficient of the cross-entropy on a worked answer to each prompt of the step. 0: off."""
     top_entropy: float = 1.0
     """Fraction of tokens, those with the highest entropy, that contribute to the policy gradient. 1: all."""
     mask_truncated: bool = False
@@ -398,6 +407,9 @@ class AlgoConfig:
         between("algo.off_policy_mask", self.off_policy_mask, 0.0)
         between("algo.target_entropy", self.target_entropy, 0.0)
         between("algo.entropy_step", self.entropy_step, 0.0)
+        between("algo.distill", self.distill, 0.0)
+        between("algo.echo", self.echo, 0.0)
+        between("algo.sft_weight", self.sft_weight, 0.0)
         if self.target_entropy is not None and self.entropy_bonus:
             raise ConfigError("algo.target_entropy adapts the entropy bonus; leave algo.entropy_bonus at 0")
         between("algo.top_entropy", self.top_entropy, 0.01, 1.0)
@@ -447,6 +459,13 @@ class Config:
             if needed and self.engine.kind == "vllm":
                 raise ConfigError(
                     f"{setting} needs entropies, which vLLM does not return; use engine.kind=own"
+                )
+        if (self.algo.teacher or "").startswith(("http://", "https://")):
+            sampling = self.rollout.sampling
+            if sampling.temperature != 1.0 or sampling.truncates:
+                raise ConfigError(
+                    "a server as algo.teacher scores at temperature 1 without truncation; set "
+                    "rollout.temperature=1 and leave top_p, top_k and min_p off"
                 )
         for setting, value, other, limit in (
             (

@@ -50,6 +50,10 @@ class Agent:
             raise ConfigError(
                 "an agent learns from one reward per answer: combine and filter rewards in the environment"
             )
+        if algo.teacher is not None or algo.sft_weight:
+            raise ConfigError(
+                "an agent learns from rewards alone; leave algo.teacher and algo.sft_weight off"
+            )
         if algo.target_entropy is not None:
             raise ConfigError("an agent does not adapt its entropy bonus: set algo.entropy_bonus instead")
         if self.config.engine.kind != "own":

@@ -23,7 +23,12 @@ from groupwise.algo.losses import (
     token_weights,
     try_loss,
 )
-from groupwise.algo.samples import adapted_coefficient, mean_entropy, training_batch
+from groupwise.algo.samples import (
+    adapted_coefficient,
+    mean_entropy,
+    predicting_results,
+    training_batch,
+)
 from groupwise.config.schema import AlgoConfig, OptimConfig
 from groupwise.errors import ConfigError
 from groupwise.invariants import check_finite, check_gap
@@ -35,8 +40,10 @@ from groupwise.learner.micro_batch import (
     micro_batches,
     pass_tokens,
     row_logprobs,
+    supervised_logprobs,
 )
 from groupwise.learner.optimizer import clipped_step, learning_rate, make_optimizer
+from groupwise.learner.teacher import SelfTeacher, Teacher, hints_for
 from groupwise.model.attention.ulysses import UlyssesContext
 from groupwise.model.device import total_memory
 from groupwise.model.policy import Policy
@@ -61,12 +68,15 @@ class Learner:
         max_steps: int,
         processes: Processes | None = None,
         context: UlyssesContext | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         self.policy = policy
+        self.teacher = teacher
         self.context = context
         """Set for sequence parallelism: all processes share every row. None: each computes its own rows."""
         self.processes = processes or Processes()
         self.algo = algo
+        self._check_supported()
         self.optim = optim
         self.sampling = sampling
         self.micro_batch_tokens = optim.micro_batch_tokens or default_micro_batch_tokens(policy)
@@ -80,6 +90,13 @@ class Learner:
         self.entropy_coefficient = 0.0
         """State of the adaptive entropy bonus (`algo.target_entropy`)."""
 
+    def _check_supported(self) -> None:
+        supervised = self.algo.echo > 0 or self.algo.sft_weight > 0
+        if self.context is not None and (supervised or self.teacher is not None):
+            raise ConfigError("run.parallel=context excludes algo.teacher, algo.echo and algo.sft_weight")
+        if isinstance(self.teacher, SelfTeacher) and self.policy.is_sharded:
+            raise ConfigError("algo.teacher=self does not work with a sharded policy; set run.parallel=ddp")
+
     def train_on(self, groups: Sequence[Group]) -> dict[str, float]:
         """Train on groups with advantages: every optimizer step of one training step. Return the metrics."""
         for minibatch in self.minibatches(groups):
@@ -87,10 +104,13 @@ class Learner:
             self.step()
         return self.report()
 
-    def minibatches(self, groups: Sequence[Group]) -> Iterator[list[MicroBatchInputs]]:
+    def minibatches(
+        self, groups: Sequence[Group], demonstrations: Sequence[Sample] = ()
+    ) -> Iterator[list[MicroBatchInputs]]:
         """Return the mini-batches of one training step, `optim.epochs` times over.
 
         The caller computes the loss of each and makes an optimizer step before it asks for the next.
+        `demonstrations` are supervised samples that go with the groups of the same number.
         """
         algo = self.algo
         if algo.target_entropy is not None:
@@ -99,10 +119,18 @@ class Learner:
             groups,
             mask_truncated=algo.mask_truncated,
             # A KL penalty or an entropy bonus gives a gradient to members of zero advantage as well.
-            keep_zero=algo.beta > 0 or self.settings.entropy_bonus != 0,
+            keep_zero=algo.beta > 0
+            or self.settings.entropy_bonus != 0
+            or self.teacher is not None
+            or algo.echo > 0,
             top_entropy=algo.top_entropy,
         )
-        return self._minibatches(samples, sequences=sequences, tokens=tokens)
+        if isinstance(self.teacher, SelfTeacher):
+            hints = hints_for(groups, self.policy)
+            samples = [replace(one, hint=hints.get((one.group, one.member), ())) for one in samples]
+        if algo.echo:
+            samples = predicting_results(samples, weight=algo.echo)
+        return self._minibatches([*samples, *demonstrations], sequences=sequences, tokens=tokens)
 
     def _adapt_entropy_bonus(self, groups: Sequence[Group], target: float) -> None:
         """Set the entropy bonus of this step and move the coefficient of the next one."""
@@ -150,7 +178,7 @@ class Learner:
         self._outputs.append(total)
         self._losses.append(sum(each.loss for each in everyone))
         check_finite("the loss", self._losses[-1])
-        check_gap(averages(total)["policy/gap"], limit=self.algo.max_gap)
+        check_gap(averages(total).get("policy/gap", 0.0), limit=self.algo.max_gap)
 
     def step(self) -> None:
         """Make one optimizer step with the gradient of the last mini-batch."""
@@ -160,8 +188,11 @@ class Learner:
         """Return the metrics of this training step's updates."""
         if not self._norms:
             return {"policy/updates": 0.0}
+        metrics = averages(merge(self._outputs))
+        if "policy/cross_entropy_sum" in metrics:
+            metrics["policy/cross_entropy"] = metrics.pop("policy/cross_entropy_sum") / self.optim.epochs
         return {
-            **averages(merge(self._outputs)),
+            **metrics,
             "policy/loss": sum(self._losses) / len(self._losses),
             "policy/grad_norm": sum(self._norms) / len(self._norms),
             "policy/updates": float(len(self._norms)),
@@ -202,16 +233,20 @@ class Learner:
     ) -> list[list[MicroBatchInputs]]:
         """Split samples into packed mini-batches and compute their old and reference log-probabilities."""
         divided = split_groups(samples, self.optim.minibatches or 1)
+        self._minibatch_count = len(divided)
         weights = token_weights(
             self.algo.loss,
-            [[sample.length for sample in minibatch] for minibatch in divided],
+            [[sample.length for sample in minibatch if sample.length] for minibatch in divided],
             sequences=sequences,
             tokens=tokens,
             max_tokens=self.sampling.max_tokens,
             normalize=self.algo.normalize,
         )
         prepared: list[list[MicroBatchInputs]] = []
-        for minibatch, sample_weights in zip(divided, weights, strict=True):
+        for minibatch, own_weights in zip(divided, weights, strict=True):
+            each = iter(own_weights)
+            # A demonstration has no trained token, and so no weight in the policy loss.
+            sample_weights = [next(each) if sample.length else 0.0 for sample in minibatch]
             # Before the first update the old policy equals the current one, unless dropout makes it differ.
             old_pass = bool(prepared) or self.optim.epochs > 1 or self.policy.noisy
             parts: list[MicroBatchInputs] = []
@@ -221,6 +256,7 @@ class Learner:
                         part,
                         old_N=self._fixed_logprobs(self.policy, part.batch) if old_pass else None,
                         reference_N=self._reference_logprobs(part.batch) if self.algo.beta else None,
+                        teacher_N=None if self.teacher is None else self._teacher_logprobs(part),
                     )
                 )
             prepared.append(parts)
@@ -269,6 +305,13 @@ class Learner:
         finally:
             self.policy.model.train()
 
+    def _teacher_logprobs(self, part: MicroBatchInputs) -> Tensor:
+        assert self.teacher is not None
+        try:
+            return self.teacher.logprobs(part)
+        finally:
+            self.policy.model.train()
+
     def _reference_logprobs(self, batch: MicroBatch) -> Tensor:
         with self.policy.reference() as reference:
             return self._fixed_logprobs(reference, batch)
@@ -306,8 +349,32 @@ class Learner:
 
     def _backward(self, part: MicroBatchInputs) -> PassOutput:
         batch = part.batch
-        logprobs_N, entropy_N = self._logprobs(self.policy, batch)
-        loss, metrics = policy_loss(
+        cross_entropy: Tensor | None = None
+        if batch.supervised is None:
+            logprobs_N, entropy_N = self._logprobs(self.policy, batch)
+        else:
+            logprobs_N, entropy_N, cross_entropy = supervised_logprobs(
+                self.policy, batch, self.sampling, entropy_gradient=self.settings.entropy_bonus != 0
+            )
+        loss, metrics = self._policy_loss(part, logprobs_N, entropy_N)
+        if cross_entropy is not None:
+            # The weights are those of the whole step; a mini-batch counts as if it were all of it.
+            loss = loss + (0.0 if part.idle else self._minibatch_count) * cross_entropy
+            metrics["policy/cross_entropy_sum"] = 0.0 * cross_entropy if part.idle else cross_entropy
+        self.policy.backward(loss)
+        return PassOutput(
+            loss=loss.detach(),
+            metrics={name: value.detach() for name, value in metrics.items()},
+            logprobs_N=logprobs_N.detach(),
+        )
+
+    def _policy_loss(
+        self, part: MicroBatchInputs, logprobs_N: Tensor, entropy_N: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        batch = part.batch
+        if not len(logprobs_N):  # demonstrations alone
+            return logprobs_N.sum(), {}
+        return policy_loss(
             Tokens(
                 logprobs_T=logprobs_N,
                 old_T=logprobs_N.detach() if part.old_N is None else part.old_N,
@@ -317,14 +384,9 @@ class Learner:
                 advantages_T=batch.advantages_N,
                 weights_T=part.weights_N,
                 sequence_T=batch.sequence_N,
+                teacher_T=part.teacher_N,
             ),
             self.settings,
-        )
-        self.policy.backward(loss)
-        return PassOutput(
-            loss=loss.detach(),
-            metrics={name: value.detach() for name, value in metrics.items()},
-            logprobs_N=logprobs_N.detach(),
         )
 
     def _collect(self, parts: Sequence[MicroBatchInputs], outputs: Sequence[PassOutput]) -> StepOutput:
@@ -333,7 +395,8 @@ class Learner:
         for part, output in counted:
             each = torch.split(output.logprobs_N.float().cpu(), [sample.length for sample in part.members])
             for sample, own_N in zip(part.members, each, strict=True):
-                self.last_logprobs[sample.group, sample.member] = own_N.tolist()
+                if sample.length:
+                    self.last_logprobs[sample.group, sample.member] = own_N.tolist()
         return StepOutput(
             sum(float(output.loss) for _, output in counted), merge(output.metrics for _, output in counted)
         )
@@ -363,6 +426,7 @@ def loss_settings(algo: AlgoConfig) -> LossSettings:
         tau_positive=algo.tau_positive,
         tau_negative=algo.tau_negative,
         off_policy_mask=algo.off_policy_mask,
+        distill=0.0 if algo.teacher is None else algo.distill,
     )
 
 

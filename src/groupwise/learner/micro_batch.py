@@ -25,6 +25,15 @@ from groupwise.records import Sample, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedTokens:
+    """Tokens to predict, with the weight of each in a sum of cross-entropies at temperature 1."""
+
+    predictor_X: Tensor
+    targets_X: Tensor
+    weights_X: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """The packed tensors of one forward and backward pass.
 
@@ -44,6 +53,8 @@ class MicroBatch:
     advantages_N: Tensor
     sequence_N: Tensor
     """Index of the sample that each trained token belongs to."""
+    supervised: SupervisedTokens | None = None
+    """Tokens with a cross-entropy loss; None if there are none."""
 
 
 def micro_batches(samples: Sequence[Sample], *, budget: int, shared: bool = True) -> list[list[int]]:
@@ -84,6 +95,16 @@ def pack(samples: Sequence[Sample], *, device: torch.device) -> MicroBatch:
         return np.fromiter(values, dtype)
 
     trained_A = answers("trained", np.bool_)
+    supervised = None
+    if any(sample.supervised for sample in samples):
+        weights = ((s.supervised or (0.0,) * len(s.tokens))[s.prefix :] for s in samples)
+        weights_A = np.fromiter(chain.from_iterable(weights), np.float32)
+        wanted_A = weights_A != 0.0
+        supervised = SupervisedTokens(
+            predictor_X=to_device(predictor_A[wanted_A], device),
+            targets_X=to_device(answers("tokens", np.int64)[wanted_A], device),
+            weights_X=to_device(weights_A[wanted_A], device),
+        )
 
     move = partial(to_device, device=device)
 
@@ -99,6 +120,7 @@ def pack(samples: Sequence[Sample], *, device: torch.device) -> MicroBatch:
         sampled_N=move(answers("logprobs", np.float32)[trained_A]),
         advantages_N=move(answers("advantages", np.float32)[trained_A]),
         sequence_N=move(sequence_A[trained_A]),
+        supervised=supervised,
     )
 
 
@@ -155,6 +177,32 @@ def own_logprobs(
     return policy.token_logprobs(hidden_NM, batch.targets_N, sampling, entropy_gradient=entropy_gradient)
 
 
+def supervised_logprobs(
+    policy: Policy, batch: MicroBatch, sampling: Sampling, *, entropy_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (logprobs_N, entropy_N) and the weighted cross-entropy of the row's supervised tokens."""
+    tokens = batch.supervised
+    assert tokens is not None, "the row has no supervised tokens"
+
+    def compute() -> tuple[Tensor, Tensor, Tensor]:
+        hidden_TM = policy.hidden(batch.tokens_T, batch.positions_T, batch.layout)
+        logprobs_N, entropy_N = policy.token_logprobs(
+            hidden_TM.index_select(0, batch.predictor_N),
+            batch.targets_N,
+            sampling,
+            entropy_gradient=entropy_gradient,
+        )
+        own_X, _ = policy.token_logprobs(
+            hidden_TM.index_select(0, tokens.predictor_X),
+            tokens.targets_X,
+            Sampling(),
+            entropy_gradient=False,
+        )
+        return logprobs_N, entropy_N, -(tokens.weights_X * own_X).sum()
+
+    return policy.computing(compute)
+
+
 def spread_logprobs(
     policy: Policy, batch: MicroBatch, sampling: Sampling, *, entropy_gradient: bool, context: UlyssesContext
 ) -> tuple[Tensor, Tensor]:
@@ -209,6 +257,7 @@ class MicroBatchInputs:
     batch: MicroBatch
     old_N: Tensor | None = None
     reference_N: Tensor | None = None
+    teacher_N: Tensor | None = None
     idle: bool = False
     """Runs only to keep sharded processes in step; has weight 0 and does not count in metrics."""
 
@@ -235,7 +284,10 @@ class MicroBatchInputs:
             part = MicroBatchInputs.build(self.members[members], self.weights[members], device=device)
             old_N = None if self.old_N is None else self.old_N[tokens]
             return replace(
-                part, old_N=old_N, reference_N=None if self.reference_N is None else self.reference_N[tokens]
+                part,
+                old_N=old_N,
+                reference_N=None if self.reference_N is None else self.reference_N[tokens],
+                teacher_N=None if self.teacher_N is None else self.teacher_N[tokens],
             )
 
         if not middle:

@@ -222,9 +222,13 @@ class Collector:
         groups = self.processes.joined(own)
         if self.config.rollout.curriculum > 1:
             draft.rates = updated(draft.rates, groups, task=self.task)
-        draft.with_signal += [group for group in groups if has_signal(group)]
-        draft.without_signal += [group for group in groups if not has_signal(group)]
+        draft.with_signal += [group for group in groups if self.teaches(group)]
+        draft.without_signal += [group for group in groups if not self.teaches(group)]
         draft.rounds += 1
+
+    def teaches(self, group: Group) -> bool:
+        """Whether the policy learns from a group; from a teacher it learns whatever the rewards are."""
+        return has_signal(group) or self.config.algo.teacher not in (None, "self")
 
     def finish(self, draft: BatchDraft) -> Batch:
         """Return the batch. Without refills no group is dropped: all of them count in the loss's mean."""

@@ -1,0 +1,165 @@
+"""Teachers for on-policy distillation: who tells how likely the policy's own tokens should have been.
+
+A teacher returns the log-probability of every trained token of a micro-batch, NaN where it has none to give.
+
+    ModelTeacher    another model with the same tokenizer, in this process
+    ServerTeacher   a vLLM server that returns the log-probabilities of prompts
+    SelfTeacher     the policy itself, shown a better answer of the group (SDPO, arXiv 2601.20802)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from groupwise.algo.advantages import SAME
+from groupwise.engine.vllm.vllm_client import ServerRefused, ServerUnavailable, VllmServer
+from groupwise.errors import ConfigError, InvariantError
+from groupwise.learner.micro_batch import MicroBatchInputs, pack, row_logprobs
+from groupwise.model.ops.equivalence import in_mode
+from groupwise.model.policy import Policy
+from groupwise.records import Group, Message, Rollout, Sample, Sampling
+
+SELF = "self"
+"""The name of the policy as its own teacher."""
+SHOWN_ANSWER = "\n\nA right answer to this is:\n{answer}\n\nAnswer in your own words."
+"""What is added to the prompt for the self-teacher."""
+
+
+class Teacher(Protocol):
+    """Scores the trained tokens of a micro-batch."""
+
+    def logprobs(self, part: MicroBatchInputs) -> Tensor: ...
+
+
+def is_server(name: str) -> bool:
+    return name.startswith(("http://", "https://"))
+
+
+class ModelTeacher:
+    """Another model in this process, under the distribution that the policy sampled from."""
+
+    def __init__(self, model: Policy, sampling: Sampling, *, student: Policy, name: str) -> None:
+        if model.tokenizer.get_vocab() != student.tokenizer.get_vocab():
+            raise ConfigError(
+                f"algo.teacher {name} has another tokenizer than the policy; choose a teacher that shares it"
+            )
+        self.model, self.sampling = model, sampling
+
+    @torch.no_grad()
+    def logprobs(self, part: MicroBatchInputs) -> Tensor:
+        with in_mode(self.model.model, training=False):
+            return row_logprobs(self.model, part.batch, self.sampling, entropy_gradient=False)[0]
+
+
+class ServerTeacher:
+    """A vLLM server. Its log-probabilities are at temperature 1."""
+
+    def __init__(self, address: str, *, seconds: float, together: int = 16) -> None:
+        self.server = VllmServer(address.rstrip("/"))
+        self.seconds, self.together = seconds, together
+        models = self._request("/v1/models", None)
+        self.model = models["data"][0]["id"]
+
+    def logprobs(self, part: MicroBatchInputs) -> Tensor:
+        with ThreadPoolExecutor(self.together) as pool:
+            each = list(pool.map(self._score, part.members))
+        return torch.tensor([value for own in each for value in own], device=part.batch.targets_N.device)
+
+    def _score(self, sample: Sample) -> list[float]:
+        body = {
+            "model": self.model,
+            "prompt": list(sample.tokens),
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "prompt_logprobs": 0,
+        }
+        entries = self._request("/v1/completions", body)["choices"][0]["prompt_logprobs"]
+        return [
+            float(entry[str(token)]["logprob"])
+            for token, trained, entry in zip(sample.tokens, sample.trained, entries, strict=True)
+            if trained
+        ]
+
+    def _request(self, path: str, body: object) -> Any:
+        try:
+            return self.server.request(path, body, seconds=self.seconds)
+        except (ServerRefused, ServerUnavailable) as error:
+            raise InvariantError(f"the teacher {self.server.address} did not answer: {error}") from error
+
+
+class SelfTeacher:
+    """The policy before the update, which reads a better answer of the group along with the prompt."""
+
+    def __init__(self, policy: Policy, sampling: Sampling) -> None:
+        self.policy, self.sampling = policy, sampling
+
+    @torch.no_grad()
+    def logprobs(self, part: MicroBatchInputs) -> Tensor:
+        device = part.batch.targets_N.device
+        scores = [torch.full((sample.length,), float("nan"), device=device) for sample in part.members]
+        shown = [number for number, sample in enumerate(part.members) if sample.hint]
+        if shown:
+            rows = [hinted(part.members[number], group=number) for number in shown]
+            with in_mode(self.policy.model, training=False):
+                batch = pack(rows, device=device)
+                logprobs_N, _ = row_logprobs(self.policy, batch, self.sampling, entropy_gradient=False)
+            for number, own_N in zip(
+                shown, torch.split(logprobs_N, [row.length for row in rows]), strict=True
+            ):
+                scores[number] = own_N
+        return torch.cat(scores)
+
+
+def hinted(sample: Sample, *, group: int) -> Sample:
+    """Return the sample with the prompt that shows a better answer."""
+    own = slice(sample.prefix, None)
+    zeros = (0.0,) * len(sample.hint)
+    return replace(
+        sample,
+        tokens=(*sample.hint, *sample.tokens[own]),
+        trained=(False,) * len(sample.hint) + sample.trained[own],
+        logprobs=(*zeros, *sample.logprobs[own]),
+        entropies=(*zeros, *sample.entropies[own]),
+        advantages=(*zeros, *sample.advantages[own]),
+        supervised=(),
+        prefix=len(sample.hint),
+        group=group,
+        hint=(),
+    )
+
+
+def hints_for(groups: Sequence[Group], policy: Policy) -> dict[tuple[int, int], tuple[int, ...]]:
+    """Return, by group and member, the prompt that shows a failed answer's better peer.
+
+    The peer is the first answer with the highest reward of the group; every answer with a lower reward counts
+    as failed. Prompts that do not fit the context with the answer are left out.
+    """
+    hints: dict[tuple[int, int], tuple[int, ...]] = {}
+    for number, group in enumerate(groups):
+        best = max(group.valid, key=lambda rollout: rollout.reward, default=None)
+        failed = [r for r in group.valid if best is not None and r.reward < best.reward - SAME]
+        if best is None or not failed:
+            continue
+        prompt = policy.encode(shown_answer(best))
+        for rollout in failed:
+            own = len(rollout.tokens) - rollout.prompt_length
+            if len(prompt) + own <= policy.context_length:
+                hints[number, rollout.member] = prompt
+    return hints
+
+
+def shown_answer(best: Rollout) -> str | list[Message]:
+    """Return the prompt of a rollout with its answer shown at the end of the last user message."""
+    added = SHOWN_ANSWER.format(answer=best.text)
+    if isinstance(best.prompt, str):
+        return best.prompt + added
+    messages: list[Message] = [dict(message) for message in best.prompt]
+    asked = max(n for n, message in enumerate(messages) if message["role"] != "assistant")
+    shown: Mapping[str, Any] = {**messages[asked], "content": f"{messages[asked]['content']}{added}"}
+    return [*messages[:asked], shown, *messages[asked + 1 :]]

@@ -1,0 +1,313 @@
+"""Teachers, cross-entropy on what the policy reads, and supervised samples: the naive gradient, by hand."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+import torch
+
+import groupwise as gw
+from groupwise.algo.losses import Tokens, policy_loss
+from groupwise.algo.samples import predicting_results
+from groupwise.config.schema import AlgoConfig
+from groupwise.learner.learner import Learner, loss_settings
+from groupwise.learner.micro_batch import MicroBatchInputs
+from groupwise.learner.teacher import (
+    ModelTeacher,
+    SelfTeacher,
+    ServerTeacher,
+    Teacher,
+    hints_for,
+    shown_answer,
+)
+from groupwise.records import Group, Rollout, Sample, Sampling
+from tests.support.naive_update import Gradients, gradients, measure, naive_loss
+from tests.support.small_models import policy_of, tiny_tokenizer
+from tests.support.update_parity import (
+    OPTIM,
+    SAMPLING,
+    assert_same_gradients,
+    policy_and_plain,
+    settings,
+    shaken,
+    some_samples,
+)
+
+
+def gradient_of(policy: Any, samples: Sequence[Sample], algo: AlgoConfig, **changes: Any) -> Gradients:
+    """The gradient of one optimizer step on samples, demonstrations among them."""
+    teacher: Teacher | None = changes.pop("teacher", None)
+    optim = replace(OPTIM, **changes)
+    learner = Learner(policy, algo=algo, optim=optim, sampling=SAMPLING, max_steps=1, teacher=teacher)
+    seen: list[Gradients] = []
+    learner.optimizer.register_step_pre_hook(lambda *_: seen.append(gradients(policy.model)))
+    trained = [sample for sample in samples if sample.length]
+    learner.update(samples, sequences=len(trained), tokens=sum(sample.length for sample in trained))
+    return seen[0]
+
+
+def naive(plain: Any, samples: Sequence[Sample], algo: AlgoConfig, extra: Any) -> Gradients:
+    """The naive policy loss plus `extra`, a function of what the model measures."""
+    trained = [sample for sample in samples if sample.length]
+    now = measure(plain, trained, SAMPLING)
+    loss = naive_loss(
+        now,
+        old=[values.detach() for values in now.logprobs],
+        reference=None,
+        samples=trained,
+        algo=algo,
+        step_samples=trained,
+        minibatches=1,
+        max_tokens=SAMPLING.max_tokens,
+    )
+    (loss + extra(now)).backward()
+    return gradients(plain)
+
+
+def test_distilling_from_a_model_has_the_gradient_of_the_reverse_kl():
+    policy, plain, _ = policy_and_plain(lora=False)
+    samples = some_samples(plain)
+    other = shaken(copy.deepcopy(plain).float(), seed=7)
+    algo = settings("dapo", teacher="other", distill=0.3)
+    teacher = ModelTeacher(policy_of(copy.deepcopy(other)), SAMPLING, student=policy, name="other")
+    with torch.no_grad():
+        target = measure(other.double(), samples, SAMPLING).logprobs
+    tokens = sum(sample.length for sample in samples)
+
+    def distance(now: Any) -> torch.Tensor:
+        # The gradient of KL(policy || teacher) by tokens of the policy: (log p - log t) * grad log p.
+        pairs = zip(now.logprobs, target, strict=True)
+        return 0.3 * sum(((own - other).detach() * own).sum() for own, other in pairs) / tokens
+
+    wanted = naive(plain, samples, algo, distance)
+    assert_same_gradients(gradient_of(policy, samples, algo, teacher=teacher), wanted)
+
+
+def test_the_policy_teaches_itself_on_the_answers_that_have_a_hint():
+    policy, plain, _ = policy_and_plain(lora=False)
+    samples = some_samples(plain)
+    hint = (5, 9, 14, 20)
+    samples = [replace(one, hint=hint if number % 2 else ()) for number, one in enumerate(samples)]
+    algo = settings("dapo", teacher="self", distill=0.5)
+    shown = [
+        replace(
+            one,
+            tokens=(*hint, *one.tokens[one.prefix :]),
+            trained=(False,) * 4 + one.trained[one.prefix :],
+            logprobs=(0.0,) * (len(one.tokens) - one.prefix + 4),
+            entropies=(0.0,) * (len(one.tokens) - one.prefix + 4),
+            advantages=(0.0,) * (len(one.tokens) - one.prefix + 4),
+            prefix=4,
+        )
+        for one in samples
+        if one.hint
+    ]
+    with torch.no_grad():
+        target = iter(measure(plain, shown, SAMPLING).logprobs)
+    tokens = sum(sample.length for sample in samples)
+
+    def distance(now: Any) -> torch.Tensor:
+        hinted = [own for own, one in zip(now.logprobs, samples, strict=True) if one.hint]
+        return 0.5 * sum(((own - next(target)).detach() * own).sum() for own in hinted) / tokens
+
+    wanted = naive(plain, samples, algo, distance)
+    got = gradient_of(policy, samples, algo, teacher=SelfTeacher(policy, SAMPLING))
+    assert_same_gradients(got, wanted)
+
+
+def demonstration(group: int, prompt: Sequence[int], answer: Sequence[int], weight: float) -> Sample:
+    length = len(prompt) + len(answer)
+    return Sample(
+        tokens=(*prompt, *answer),
+        trained=(False,) * length,
+        logprobs=(0.0,) * length,
+        entropies=(0.0,) * length,
+        advantages=(0.0,) * length,
+        prefix=len(prompt),
+        group=group,
+        member=-1,
+        supervised=(0.0,) * len(prompt) + (weight,) * len(answer),
+    )
+
+
+@pytest.mark.parametrize("budget", [1, 45, 100_000])
+def test_supervised_tokens_add_their_cross_entropy_at_temperature_1(budget):
+    """Tool results inside answers (ECHO) and a demonstration beside them, in one step."""
+    policy, plain, _ = policy_and_plain(lora=False)
+    samples = predicting_results(some_samples(plain), weight=0.2)
+    first = samples[0]
+    samples += [demonstration(0, first.tokens[: first.prefix], (40, 41, 42), 0.1 / 3)]
+    algo = settings("dapo")
+
+    def cross_entropy(now: Any) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for one in samples:
+            logprobs = plain(input_ids=torch.tensor([one.tokens])).logits[0].log_softmax(-1)
+            for place, weight in enumerate(one.supervised):
+                if weight:
+                    total = total - weight * logprobs[place - 1, one.tokens[place]]
+        return total
+
+    wanted = naive(plain, samples, algo, cross_entropy)
+    assert_same_gradients(gradient_of(policy, samples, algo, micro_batch_tokens=budget), wanted)
+
+
+def test_a_step_of_demonstrations_alone_is_supervised_learning():
+    policy, plain, _ = policy_and_plain(lora=False)
+    learner = Learner(policy, algo=AlgoConfig(), optim=OPTIM, sampling=SAMPLING, max_steps=1)
+    samples = [demonstration(0, (5, 6), (7, 8), 0.5)]
+    report = learner.update(samples, sequences=1, tokens=1)
+    logprobs = plain(input_ids=torch.tensor([[5, 6, 7, 8]])).logits[0].log_softmax(-1)
+    expected = -(logprobs[1, 7] + logprobs[2, 8]) / 2
+    assert report["policy/loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_the_teacher_pulls_by_the_difference_of_log_probabilities_where_it_has_one():
+    logprobs_T = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64, requires_grad=True)
+    fixed_T = logprobs_T.detach()
+    zeros_T = torch.zeros(3, dtype=torch.float64)
+    tokens = Tokens(
+        logprobs_T=logprobs_T,
+        old_T=fixed_T,
+        sampled_T=fixed_T,
+        reference_T=None,
+        entropy_T=None,
+        teacher_T=torch.tensor([-1.5, math.nan, -1.0], dtype=torch.float64),
+        advantages_T=zeros_T,
+        weights_T=torch.ones_like(zeros_T),
+        sequence_T=torch.zeros(3, dtype=torch.int64),
+    )
+    how = loss_settings(AlgoConfig(teacher="other", distill=2.0, correction="none"))
+    loss, metrics = policy_loss(tokens, how)
+    # log p - log t: 0.5, unknown, -2; times the coefficient 2. The values are halves of squares.
+    assert loss.item() == pytest.approx(2 * (0.125 + 2.0))
+    assert torch.autograd.grad(loss, logprobs_T)[0].tolist() == pytest.approx([1.0, 0.0, -4.0])
+    assert (metrics["policy/teacher_kl"].item(), metrics["policy/taught"].item()) == (-1.5, 2)
+
+
+def test_what_comes_between_turns_is_predicted_and_nothing_else():
+    zeros = (0.0,) * 6
+    sample = Sample(
+        tokens=(1, 2, 3, 4, 5, 6),
+        trained=(False, False, True, False, False, True),
+        logprobs=zeros,
+        entropies=zeros,
+        advantages=zeros,
+        prefix=2,
+        group=0,
+    )
+    (echo,) = predicting_results([sample], weight=0.5)
+    assert echo.supervised == (0.0, 0.0, 0.0, 0.25, 0.25, 0.0)
+    single = replace(sample, trained=(False, False, True, True, True, True))
+    assert predicting_results([single], weight=0.5) == [single]
+
+
+def answer(member: int, reward: float, text: str, prompt: Any = "1 + 1") -> Rollout:
+    return Rollout(
+        prompt=prompt, text=text, tokens=(5, 6, 7), trained=(False, True, True), logprobs=(0.0,) * 3,
+        entropies=(0.0,) * 3, prompt_length=1, finish="end", member=member, reward=reward,
+    )  # fmt: skip
+
+
+def test_failed_answers_are_shown_the_first_best_one_of_their_group(small_policy):
+    groups = [
+        Group(
+            example=gw.Example({}), rollouts=(answer(0, 0.0, "3"), answer(1, 1.0, "2"), answer(2, 1.0, "two"))
+        ),
+        Group(example=gw.Example({}), rollouts=(answer(0, 0.5, "a"), answer(1, 0.5, "b"))),
+    ]
+    hints = hints_for(groups, small_policy)
+    assert list(hints) == [(0, 0)]
+    assert small_policy.decode(hints[0, 0]).count("A right answer to this is:\n2\n") == 1
+    chat = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "It is"}]
+    shown = shown_answer(answer(0, 1.0, "2", prompt=chat))
+    assert [message["role"] for message in shown] == ["user", "assistant"]
+    assert shown[0]["content"].startswith("1 + 1\n\nA right answer to this is:\n2\n")
+
+
+class Scorer(BaseHTTPRequestHandler):
+    """Answers as a vLLM server does: the log-probability of token t in a prompt is -t / 100."""
+
+    def do_GET(self) -> None:
+        self.answer({"data": [{"id": "teacher"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert (body["model"], body["prompt_logprobs"]) == ("teacher", 0)
+        scores = [None, *({str(t): {"logprob": -t / 100}} for t in body["prompt"][1:])]
+        self.answer({"choices": [{"prompt_logprobs": scores}]})
+
+    def answer(self, content: Any) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(content).encode())
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def scorer() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), Scorer)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_server_scores_the_trained_tokens_of_every_sample(scorer):
+    _, plain, _ = policy_and_plain(lora=False)
+    samples = some_samples(plain, groups=1)
+    part = MicroBatchInputs.build(samples, [1.0] * len(samples), device=torch.device("cpu"))
+    scores = ServerTeacher(scorer, seconds=5).logprobs(part)
+    trained = [t for one in samples for t, flag in zip(one.tokens, one.trained, strict=True) if flag]
+    assert scores.tolist() == pytest.approx([-t / 100 for t in trained])
+    with pytest.raises(gw.InvariantError, match=r"the teacher http://127\.0\.0\.1:9 did not answer"):
+        ServerTeacher("http://127.0.0.1:9", seconds=1)
+
+
+def test_a_server_needs_the_plain_distribution():
+    with pytest.raises(
+        gw.ConfigError, match=r"scores at temperature 1 without truncation; set rollout\.temp"
+    ):
+        gw.train("countdown", algo={"teacher": "http://127.0.0.1:9"})
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(small_policy):
+    other = copy.copy(small_policy)
+    other.tokenizer = copy.deepcopy(tiny_tokenizer())
+    other.tokenizer.add_tokens(["<new>"])
+    with pytest.raises(gw.ConfigError, match=r"algo\.teacher other has another tokenizer than the policy"):
+        ModelTeacher(other, Sampling(), student=small_policy, name="other")
+
+
+SMALL: dict[str, Any] = {
+    "max_steps": 2,
+    "batch_size": 2,
+    "group_size": 6,
+    "max_tokens": 40,
+    "no_trackio": True,
+    "skip_evaluation": True,
+    "model": {"device": "cpu"},
+    "track": {"report": False},
+}
+
+
+def test_a_run_learns_from_a_teacher_from_itself_and_from_worked_answers_at_once(tmp_path):
+    algo = {"teacher": "tiny", "distill": 0.1, "sft_weight": 0.2}
+    result = gw.train("countdown", algo=algo, output_dir=tmp_path, run_name="a", **SMALL)
+    metrics = result.metrics
+    # The teacher is what the policy was before: they differ after the first update only.
+    assert (metrics["policy/taught"] == 1.0).all()
+    assert metrics["policy/cross_entropy"].between(0, 2).all()
+    assert (metrics["rollout/groups"] == 2).all()
+    result = gw.train("countdown", algo={"teacher": "self"}, output_dir=tmp_path, run_name="b", **SMALL)
+    assert result.metrics["policy/taught"].dropna().between(0.01, 1.0).all()
