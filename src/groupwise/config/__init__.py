@@ -2,10 +2,11 @@
 
 Modules in reading order:
 
-    schema   the sections of the algorithm: model, lora, task, rollout, tools, algo, optim; `Config`
-    runtime  the sections around it: engine, evaluate, sft, evolve, run, track
-    coerce   YAML parsing, range checks, and conversion to the type that a setting declares
-    loading  defaults < YAML file < flags < overrides; writes settings back with their documentation
+    schema     what is learned: model, lora, task, rollout, tools, optim; `Config`, which joins all sections
+    algorithm  advantages and the loss: algo
+    runtime    the sections around it: engine, evaluate, sft, evolve, run, track
+    coerce     YAML parsing, range checks, and conversion to the type that a setting declares
+    loading    defaults < YAML file < flags < overrides; writes settings back with their documentation
 
 To add a setting, add a field with a docstring to its section. A test checks that the setting is used.
 """

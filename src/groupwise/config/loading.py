@@ -17,7 +17,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from groupwise.config import runtime, schema
+from groupwise.config import algorithm, runtime, schema
 from groupwise.config.coerce import (
     BadYaml,
     between,
@@ -377,7 +377,7 @@ def comment(text: str) -> list[str]:
 def documentation() -> dict[str, dict[str, str]]:
     """Return the docstrings of the section classes: class -> setting -> text; "" is the class docstring."""
     described: dict[str, dict[str, str]] = {}
-    sources = (inspect.getsource(module) for module in (schema, runtime))
+    sources = (inspect.getsource(module) for module in (schema, algorithm, runtime))
     for node in chain.from_iterable(ast.parse(source).body for source in sources):
         if isinstance(node, ast.ClassDef):
             described[node.name] = {"": ast.get_docstring(node) or ""}
