@@ -24,7 +24,7 @@ from groupwise.tasks import Task, isolated
 from groupwise.tasks.code_fingerprint import code_of
 from tests.support.codecs import END
 from tests.support.small_models import tiny_tokenizer
-from tests.support.small_runs import KILL, SMALL, Blow, lasting_metrics, run_artifacts, run_command
+from tests.support.small_runs import KILL, SMALL, SignalAt, deterministic_metrics, run_artifacts, run_command
 
 from .test_multi_turn import Script, Talk
 
@@ -361,11 +361,11 @@ def test_a_run_with_failures_refills_and_a_curriculum_is_resumed_with_the_same_b
     whole, killed = place / "whole", place / "killed"
     ended = run_command(*words, "run.name=whole")
     assert ended.code == 0, ended.err
-    blow = Blow(".step-000002.tmp-", KILL, nth=2)
-    assert run_command(*words, "run.name=killed", blows=[blow]).code == -KILL
+    blow = SignalAt(".step-000002.tmp-", KILL, nth=2)
+    assert run_command(*words, "run.name=killed", signals=[blow]).code == -KILL
     assert run_command("train", "--resume", str(killed)).code == 0
     assert run_artifacts(killed) == run_artifacts(whole)
-    rows = lasting_metrics(whole)
+    rows = deterministic_metrics(whole)
     assert max(row["rollout/turns"] for row in rows) > 1
     assert any(row["reward/environment/mean"] > 0 for row in rows)
     from groupwise.tracking.run_files import read_rollouts
@@ -388,4 +388,4 @@ def test_the_example_in_the_docs_is_the_file_and_it_runs(tmp_path):
     words = ["train", str(example), f"run.output_dir={tmp_path}", "run.name=run", *SMALL, "run.max_steps=1"]
     ended = run_command(*words, "rollout.stop=['1', '2', '3', '4', '5', '6']", "tools.max_tokens=120")
     assert ended.code == 0, ended.err
-    assert lasting_metrics(tmp_path / "run")[0]["rollout/turns"] > 1
+    assert deterministic_metrics(tmp_path / "run")[0]["rollout/turns"] > 1
