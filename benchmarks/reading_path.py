@@ -5,10 +5,11 @@ of examples with one reward, a KL penalty, no tools, no tracker, no evaluation a
 
 - A module counts if the step executes more than two of its lines. Two lines or fewer are a question that is
   answered with no, such as "was Ctrl-C pressed?".
-- **Algorithm**: the layers that hold the stages and what they exchange: records, tasks, rollout, rewards,
-  algo, learner, training. The reward function itself and the built-in tasks do not count.
+- **Algorithm**: the layers that hold the stages: tasks, rollout, rewards, algo, learner, training. The reward
+  function itself, the built-in tasks and the layers below (records, config, tracking, …) do not count.
 - **With the CPU engine**: also the modules of `engine`, and those of `model` that the engine calls directly.
-- Lines are all lines of these modules, whether a step executes them or not.
+- "lines" are all lines of these modules. "read" are the lines of the functions and methods that the step
+  executes, with their docstrings: a reader who follows the calls passes through these.
 
 Run: python benchmarks/reading_path.py
 """
@@ -16,6 +17,7 @@ Run: python benchmarks/reading_path.py
 from __future__ import annotations
 
 import argparse
+import ast
 import sys
 import tempfile
 import threading
@@ -36,7 +38,7 @@ from groupwise.training.loop import train
 ROOT = Path(str(groupwise.__file__)).parent
 LOOP = "training/loop.py"
 STEP = 2
-ALGORITHM = ("records.py", "tasks", "rollout", "rewards", "algo", "learner", "training")
+ALGORITHM = ("tasks", "rollout", "rewards", "algo", "learner", "training")
 TASKS_OWN = ("tasks/builtin/", "rewards/text_rewards.py", "rewards/extraction.py", "rewards/verify/")
 QUESTION = 2
 """Executed lines up to which a module only answers a question."""
@@ -146,31 +148,56 @@ def lines_of(module: str) -> int:
     return len((ROOT / module).read_text(encoding="utf-8").splitlines())
 
 
-def table(modules: list[str], trace: Trace) -> str:
-    rows = [f"  {module:38}{lines_of(module):6}{len(trace.lines[module]):10}" for module in modules]
-    return "\n".join(rows)
+def read_in(module: str, executed: set[int]) -> int:
+    """Return the lines of the functions and methods of a module that have an executed line."""
+    tree = ast.parse((ROOT / module).read_text(encoding="utf-8"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    spans = [range(node.lineno, (node.end_lineno or node.lineno) + 1) for node in functions]
+    return len({line for span in spans if executed & set(span) for line in span})
 
 
-def summary(trace: Trace) -> dict[str, tuple[int, int]]:
-    """Return files and lines of the algorithm, and of the algorithm with the CPU engine."""
+@dataclass(frozen=True)
+class Count:
+    """How much there is to read."""
+
+    files: int
+    lines: int
+    read: int
+
+
+def count(modules: list[str], trace: Trace) -> Count:
+    return Count(
+        files=len(modules),
+        lines=sum(map(lines_of, modules)),
+        read=sum(read_in(module, trace.lines[module]) for module in modules),
+    )
+
+
+def counts(trace: Trace) -> dict[str, Count]:
+    """Count the algorithm, and the algorithm with the CPU engine."""
     stages = algorithm(trace)
-    both = stages + cpu_engine(trace)
     return {
-        "the algorithm": (len(stages), sum(map(lines_of, stages))),
-        "with the CPU engine": (len(both), sum(map(lines_of, both))),
+        "the algorithm": count(stages, trace),
+        "with the CPU engine": count(stages + cpu_engine(trace), trace),
     }
+
+
+def table(modules: list[str], trace: Trace) -> str:
+    return "\n".join(
+        f"  {module:38}{lines_of(module):6}{read_in(module, trace.lines[module]):6}" for module in modules
+    )
 
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None).parse_args()
     trace = trace_step()
-    print(f"  {'module':38}{'lines':>6}{'executed':>10}")
+    print(f"  {'module':38}{'lines':>6}{'read':>6}")
     print(table(algorithm(trace), trace))
     print("\n  the CPU engine")
     print(table(cpu_engine(trace), trace))
     print()
-    for name, (files, lines) in summary(trace).items():
-        print(f"{name}: {files} files, {lines:,} lines")
+    for name, total in counts(trace).items():
+        print(f"{name}: {total.files} files, {total.lines:,} lines, {total.read:,} read")
 
 
 if __name__ == "__main__":

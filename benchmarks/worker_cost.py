@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from machine import machine, markdown
 
+from groupwise.isolation.time_limit import TimeLimits
 from groupwise.records import Example, Group, Rollout
 from groupwise.rewards.runner import score_within
-from groupwise.rewards.time_limit import TimeLimits
 from groupwise.tasks import Task, isolated
 
 

@@ -27,8 +27,8 @@ from groupwise.errors import (
     RolloutError,
     StopTraining,
 )
+from groupwise.isolation.worker import in_process
 from groupwise.records import Example, Rollout
-from groupwise.rewards.worker import in_process
 from groupwise.rollout.environment import Environment, Reply
 from groupwise.rollout.tools import ToolResult
 from groupwise.tasks import (

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from groupwise.algo.importance import importance_weights, sum_by_sequence
-from groupwise.algo.kl import KL_ESTIMATORS, kl_penalty
+from groupwise.algo.divergence import KL_ESTIMATORS, importance_weights, kl_penalty, sum_by_sequence
 from groupwise.config import schema
 
 

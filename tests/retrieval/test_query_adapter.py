@@ -9,14 +9,14 @@ import torch
 from groupwise.retrieval.documents import Document, RetrievalQuestion
 from groupwise.retrieval.embed import unit
 from groupwise.retrieval.index_storage import Manifest
-from groupwise.retrieval.query_adapter import (
+from groupwise.retrieval.ranking import (
     SHARPNESS,
+    BM25Index,
     adapt_queries,
     contrastive_loss,
     split_questions,
     train_adapter,
 )
-from groupwise.retrieval.ranking import BM25Index
 from groupwise.retrieval.search_index import Index
 
 

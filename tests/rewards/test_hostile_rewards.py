@@ -26,8 +26,8 @@ from typing import Any
 import pytest
 
 import groupwise as gw
+from groupwise.isolation import worker as workers
 from groupwise.records import Example, Group, Rollout
-from groupwise.rewards import worker as workers
 from groupwise.rewards.runner import score_group
 from groupwise.rollout.tool_calls import ParsedToolCall
 from groupwise.rollout.tool_executor import ToolExecutor
@@ -498,7 +498,7 @@ def test_no_process_outlives_the_worker():
 SWALLOWS = """
 import time
 import groupwise as gw
-from groupwise.rewards import time_limit
+from groupwise.isolation import time_limit
 time_limit.GRACE_SECONDS = 0.5
 
 @gw.in_process

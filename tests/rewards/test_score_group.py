@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from groupwise.errors import ConfigError
+from groupwise.isolation.time_limit import TimeLimitReached, TimeLimits, time_limit
 from groupwise.records import Call, Example, Group, Rollout, Turn
 from groupwise.rewards import length, score_group
-from groupwise.rewards.time_limit import TimeLimitReached, TimeLimits, time_limit
 
 
 def rollout(text="hi", *, prompt="q", error=None, member=0):

@@ -16,7 +16,7 @@ from groupwise.tasks.builtin.boxed_math import math
 from groupwise.tasks.builtin.countdown import countdown
 from groupwise.tasks.builtin.gsm8k import gsm8k
 from groupwise.training import train
-from groupwise.training.curriculum import check_kinds, choose, kind_of, success, updated
+from groupwise.training.prompt_selection import check_kinds, choose, kind_of, success, updated
 from tests.support.small_runs import LUCK, deterministic_metrics, small_config, task_file
 
 TASK = Task(

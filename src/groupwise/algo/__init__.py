@@ -5,8 +5,7 @@ Modules in reading order:
     reward_combination  several rewards of one rollout → one number
     advantages          rewards of a group → one advantage per rollout
     samples             rollouts with advantages → token sequences to train on
-    kl                  estimators of the KL divergence from the reference policy
-    importance          weights that correct the gap between sampler and trainer
+    divergence          KL estimates, and importance weights for the gap between sampler and trainer
     losses              advantages and log-probabilities → (sum of the loss, metrics)
 
 To add an advantage, write a function and enter it in `advantages.ADVANTAGES`. To add a loss, write a

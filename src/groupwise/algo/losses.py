@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.algo.importance import importance_weights, sum_by_sequence
-from groupwise.algo.kl import k3, kl_penalty
+from groupwise.algo.divergence import importance_weights, k3, kl_penalty, sum_by_sequence
 from groupwise.errors import ConfigError
 
 

@@ -26,7 +26,6 @@ from groupwise.engine.scheduler import NONE, BlockPool, FutureRequests, Schedule
 from groupwise.errors import ConfigError
 from groupwise.model.adapters.lora_bank import LoRABank
 from groupwise.model.device import free_memory, total_memory
-from groupwise.model.ops.equivalence import in_mode
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Finish, Request, Sampling
 
@@ -125,7 +124,7 @@ class Engine:
         slots = min(self.config.max_sequences, sum(len(request.seeds) for request in requests))
         pool = BlockPool(self._blocks(requests, sampling, slots, future), block_size=self.config.block_size)
         scheduler = Scheduler(requests, slots=slots, pool=pool, max_tokens=sampling.max_tokens, future=future)
-        with in_mode(self.policy.model, training=False), freeze_gc():
+        with self.policy.in_eval_mode(), freeze_gc():
             run = self._run_ahead if self.accelerated else self._run
             run(scheduler, sampling, sink)
         scheduler.drop_histories()

@@ -23,6 +23,7 @@ from groupwise.errors import ConfigError, InvariantError
 from groupwise.evaluate.held_out import Evaluation, compare, evaluate, read_evaluation, write_evaluation
 from groupwise.evolution.search_space import Values, applied
 from groupwise.invariants import check_disjoint
+from groupwise.isolation.time_limit import TimeLimits
 from groupwise.learner.checkpoint import load_optimizer, optimizer_tensors
 from groupwise.learner.learner import Learner
 from groupwise.model.adapters.lora_bank import LoRABank, Weights
@@ -30,7 +31,6 @@ from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Example, Group, Request, Sampling
 from groupwise.rewards.runner import score_group
-from groupwise.rewards.time_limit import TimeLimits
 from groupwise.rollout.collect import groups_from_completions, prompts_and_requests
 from groupwise.seeds import derive_seed
 from groupwise.tasks import Split, Task

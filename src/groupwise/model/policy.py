@@ -18,7 +18,7 @@ from groupwise.model.attention.hf_interface import Layout
 from groupwise.model.attention.packed import PackedLayout
 from groupwise.model.device import free_memory, kept_numbers
 from groupwise.model.general_forward import GeneralPath, own_forward, text_decoder, unpacked_hidden
-from groupwise.model.ops.equivalence import RecordedAttention, draws_noise, recorded_attention
+from groupwise.model.ops.equivalence import RecordedAttention, draws_noise, in_mode, recorded_attention
 from groupwise.model.ops.logits import capped, float_logits
 from groupwise.model.ops.logprobs import token_logprobs
 from groupwise.model.tokenizer import TokenizerCodec
@@ -171,6 +171,12 @@ class Policy(TokenizerCodec):
     def noisy(self) -> bool:
         """Whether training mode draws random numbers, such as for dropout."""
         return draws_noise(self)
+
+    @contextmanager
+    def in_eval_mode(self) -> Iterator[None]:
+        """Switch dropout off inside this context, and restore every module's mode afterwards."""
+        with in_mode(self.model, training=False):
+            yield
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout) -> Tensor:
         """Return the last hidden states_TM of one packed row, scaled like the model's logits."""

@@ -5,8 +5,7 @@ Modules in reading order:
     documents      read documents and questions; split documents into chunks
     fetch          fetch web pages politely
     embed          embeddings: texts → vectors
-    ranking        the BM25 index, top-k selection, and fusion of dense and sparse rankings
-    query_adapter  train a linear query adapter on questions of the corpus
+    ranking        the BM25 index, top-k selection, fusion of dense and sparse rankings, the query adapter
     index_storage  the files of an index: manifest, chunks, vectors, questions
     search_index   Index: build, add, delete, search; retrieval metrics
 

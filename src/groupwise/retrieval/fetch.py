@@ -24,7 +24,7 @@ from urllib.parse import urljoin, urlsplit
 from urllib.robotparser import RobotFileParser
 
 from groupwise.errors import ConfigError
-from groupwise.rewards.worker import Worker, WorkerLost, cannot_fork
+from groupwise.isolation.worker import Worker, WorkerLost, cannot_fork
 
 AGENT = "groupwise-index"
 REDIRECTS = 5

@@ -37,8 +37,19 @@ from groupwise.retrieval.index_storage import (
     store_named,
     write_manifest,
 )
-from groupwise.retrieval.query_adapter import FEWEST, GRID, adapt_queries, split_questions, train_adapter
-from groupwise.retrieval.ranking import BM25Index, Ranking, fuse, load_postings, nearest_chunks, save_postings
+from groupwise.retrieval.ranking import (
+    FEWEST,
+    GRID,
+    BM25Index,
+    Ranking,
+    adapt_queries,
+    fuse,
+    load_postings,
+    nearest_chunks,
+    save_postings,
+    split_questions,
+    train_adapter,
+)
 
 RETURNED = 5
 """Default number of chunks that a search returns."""

@@ -4,8 +4,6 @@ Modules in reading order:
 
     runner        score the rollouts of a group: both styles of reward function, failures, isolation
     trl_style     reward functions in the style of TRL: recognize them, make their arguments
-    worker        run user functions in a worker process that can be killed
-    time_limit    time limits for code that runs in this process
     extraction    extract the answer from a completion: tags, boxes, numbers
     text_rewards  exact match, numbers, patterns, length; overlap with a reference answer; search, citations
     llm_judge     LLM-as-a-judge, through an OpenAI-compatible server
@@ -14,12 +12,12 @@ Modules in reading order:
 A reward is any function `(rollout, example) -> float`. To add one, name it in a task's `rewards`.
 """
 
+from groupwise.isolation.worker import in_process
 from groupwise.rewards.extraction import final_answer, is_well_formed, last_box, stated_number
 from groupwise.rewards.runner import RewardFunction, score_group
 from groupwise.rewards.text_rewards import contains, exact_match, length, matches, same_number
 from groupwise.rewards.verify.arithmetic import Arithmetic, evaluate_expression
 from groupwise.rewards.verify.math_answer import score_boxed, verify_boxed
-from groupwise.rewards.worker import in_process
 
 __all__ = [
     "Arithmetic",

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any, SupportsFloat, TypeVar
 
 from groupwise.errors import RolloutError
+from groupwise.isolation.time_limit import AnyLimit, TimeLimit, TimeLimitReached, TimeLimits, Watched, is_ours
+from groupwise.isolation.worker import Job, UnmovableError, Worker, WorkerLost, described
 from groupwise.records import Example, Group, Rollout
-from groupwise.rewards.time_limit import AnyLimit, TimeLimit, TimeLimitReached, TimeLimits, Watched, is_ours
 from groupwise.rewards.trl_style import TEXT_COMPLETIONS, batch_arguments, is_trl_style
-from groupwise.rewards.worker import Job, UnmovableError, Worker, WorkerLost, described
 from groupwise.tracking.run_log import LOGGER
 
 RewardFunction = Callable[..., Any]

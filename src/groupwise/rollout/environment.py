@@ -33,10 +33,10 @@ from itertools import count
 from typing import Any, Protocol
 
 from groupwise.errors import ConfigError, RolloutError
+from groupwise.isolation.time_limit import TimeLimitReached, TimeLimits, Watched
+from groupwise.isolation.worker import Job, UnmovableError, Worker, WorkerLost, described
 from groupwise.records import Example, Message, Rollout
 from groupwise.rewards.runner import BadValueError, as_reward, as_rollout_error
-from groupwise.rewards.time_limit import TimeLimitReached, TimeLimits, Watched
-from groupwise.rewards.worker import Job, UnmovableError, Worker, WorkerLost, described
 from groupwise.tracking.run_log import LOGGER
 
 GRACE_SECONDS = 1.0

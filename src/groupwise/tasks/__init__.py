@@ -2,8 +2,8 @@
 
 Modules in reading order:
 
-    task              Task, and the keys that identify equal prompts
-    examples          load rows as examples; split them into training and held-out examples
+    task              Task; the split into training and held-out examples; keys of equal prompts
+    examples          load rows as examples
     registry          load a task by name or from a user's file
     isolate           run user code in a worker; try the rewards before a model loads
     code_fingerprint  detect changes to the user's code since a run began
@@ -17,7 +17,7 @@ To add a built-in task, write a function that returns a `Task` in a module of `b
 `registry.TASKS`.
 """
 
-from groupwise.tasks.examples import Column, ExampleStream, Split, load_examples
+from groupwise.tasks.examples import Column, ExampleStream, load_examples
 from groupwise.tasks.isolate import isolated
 from groupwise.tasks.registry import (
     TASKS,
@@ -29,7 +29,7 @@ from groupwise.tasks.registry import (
     with_data,
     without_data,
 )
-from groupwise.tasks.task import Task
+from groupwise.tasks.task import Split, Task
 from groupwise.tasks.user_functions import UserFunctions, split_functions, use_functions
 
 __all__ = [

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from groupwise.errors import ConfigError
+from groupwise.isolation.time_limit import TimeLimits
+from groupwise.isolation.worker import Job, Worker, cannot_fork, is_movable
 from groupwise.records import Example, Group, Rollout, Turn
 from groupwise.rewards.runner import IsolatedReward, RewardContext, reward_job, score_within
-from groupwise.rewards.time_limit import TimeLimits
-from groupwise.rewards.worker import Job, Worker, cannot_fork, is_movable
 from groupwise.rollout.environment import (
     JOB,
     EnvironmentExecutor,

@@ -2,20 +2,20 @@
 
 Modules in reading order:
 
-    loop            the seven stages of a step
-    grpo_run        what each stage does in a GRPO run
-    collector       sample prompts, rollout, score, advantage; which groups are refilled
-    curriculum      choose prompts by how often their kind succeeds
-    prefetch        collect the next batch while this one trains
-    base_run        what every run has: folder, policy, engine, evaluation, checkpoints
-    resume          where a run starts: new, or after its last checkpoint
-    evaluator       held-out accuracy before, during and after
-    recorder        metrics and files, terminal, trackers
-    step_metrics    the metrics of a step
-    sft_run         supervised warm start
-    callbacks       the user's hooks at the stages of a run
-    lifecycle/      how a run ends: interruptions, the closing figures
-    resources/      will it fit, how long will it take, do other processes use the same cores
+    loop              the seven stages of a step
+    grpo_run          what each stage does in a GRPO run
+    collector         sample prompts, rollout, score, advantage; which groups are refilled
+    prompt_selection  exclude overlong prompts; choose prompts by how often their kind succeeds
+    prefetch          collect the next batch while this one trains
+    base_run          what every run has: folder, policy, engine, evaluation, checkpoints
+    resume            where a run starts: new, or after its last checkpoint
+    evaluator         held-out accuracy before, during and after
+    recorder          metrics and files, terminal, trackers
+    step_metrics      the metrics of a step
+    sft_run           supervised warm start
+    callbacks         the user's hooks at the stages of a run
+    lifecycle/        how a run ends: interruptions, the closing figures
+    resources/        will it fit, how long will it take, do other processes use the same cores
 """
 
 from groupwise.training.loop import train

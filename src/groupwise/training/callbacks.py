@@ -125,20 +125,21 @@ class Callbacks:
 
     def call(self, hook: str, step: int, *arguments: Any) -> None:
         """Call a hook of every callback. An exception stops the run after the current step."""
-        if not self.callbacks:
+        for callback in self.callbacks:
+            self._call(callback, hook, step, arguments)
+
+    def _call(self, callback: object, hook: str, step: int, arguments: tuple[Any, ...]) -> None:
+        method = getattr(callback, hook, None)
+        if method is None:
             return
         with self._lock:
             self.control.step = step
-            for callback in self.callbacks:
-                method = getattr(callback, hook, None)
-                if method is None:
-                    continue
-                try:
-                    method(self.control, *arguments)
-                except StopTraining as request:
-                    self.control.stop(str(request))
-                except Exception as error:
-                    self._failed(callback, hook, error)
+            try:
+                method(self.control, *arguments)
+            except StopTraining as request:
+                self.control.stop(str(request))
+            except Exception as error:
+                self._failed(callback, hook, error)
 
     def _failed(self, callback: object, hook: str, error: Exception) -> None:
         logger.error("callback %s failed in %s", type(callback).__qualname__, hook, exc_info=error)

@@ -19,15 +19,15 @@ from groupwise.algo.reward_combination import agreeing, with_combined
 from groupwise.config.schema import Config
 from groupwise.errors import InvariantError
 from groupwise.invariants import check_disjoint
+from groupwise.isolation.time_limit import TimeLimit, TimeLimits
 from groupwise.parallel.processes import Processes
 from groupwise.records import Example, Group, Rollout
 from groupwise.rewards.llm_judge import spent_by_judges
 from groupwise.rewards.runner import RewardContext, TrainerState, score_within, weighted_sum
-from groupwise.rewards.time_limit import TimeLimit, TimeLimits
 from groupwise.rollout.collect import Generate, PromptCodec, collect
 from groupwise.tasks import Split, Task
 from groupwise.training.callbacks import Callbacks
-from groupwise.training.curriculum import NOTHING_KNOWN, Rates, check_kinds, choose, updated
+from groupwise.training.prompt_selection import NOTHING_KNOWN, Rates, check_kinds, choose, updated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

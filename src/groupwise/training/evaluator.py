@@ -64,9 +64,11 @@ class Evaluator:
 
     def due(self, step: int) -> bool:
         """Whether to evaluate now: before the first step, after the last, every `evaluate.every` steps."""
+        return bool(self.examples) and (self.at_end(step) or self._at_interval(step))
+
+    def _at_interval(self, step: int) -> bool:
         every = self.config.evaluate.every
-        ends = step in (0, self.config.run.max_steps)
-        return bool(self.examples) and (ends or (every > 0 and step % every == 0))
+        return every > 0 and step % every == 0
 
     def at_end(self, step: int) -> bool:
         """Whether a step is the first or the last: then the further test sets are measured, too."""

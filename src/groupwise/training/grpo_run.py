@@ -29,7 +29,7 @@ from groupwise.training.base_run import BaseRun, on_own_device
 from groupwise.training.collector import Batch, Collector, check_failures, first_error
 from groupwise.training.evaluator import Evaluator
 from groupwise.training.prefetch import BatchPrefetcher, CollectBatch
-from groupwise.training.resources.prompt_lengths import PromptLimit
+from groupwise.training.prompt_selection import PromptLimit
 from groupwise.training.resume import RunStart
 from groupwise.training.sft_run import encode
 from groupwise.training.step_metrics import batch_metrics, speed_metrics

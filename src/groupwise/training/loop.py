@@ -16,9 +16,9 @@ from groupwise.tracking.terminal import open_display
 from groupwise.tracking.trackers import tracker_names
 from groupwise.training.callbacks import check_callback
 from groupwise.training.collector import Batch, Collector
-from groupwise.training.curriculum import NOTHING_KNOWN, Rates
 from groupwise.training.grpo_run import GRPORun
 from groupwise.training.lifecycle.interrupt import explain_full_disk
+from groupwise.training.prompt_selection import NOTHING_KNOWN, Rates
 from groupwise.training.resume import RunStart, command_of, with_epochs
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from groupwise.training.collector import Batch, Collector
-from groupwise.training.curriculum import Rates
+from groupwise.training.prompt_selection import Rates
 
 
 class BatchPrefetcher:

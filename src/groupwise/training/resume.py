@@ -38,7 +38,7 @@ from groupwise.tasks.code_fingerprint import changed_code
 from groupwise.tracking.run_files import last_step
 from groupwise.tracking.run_folder import RunFolder, run_of_checkpoint, step_of
 from groupwise.tracking.terminal import command, headline
-from groupwise.training.curriculum import Rates
+from groupwise.training.prompt_selection import Rates
 
 OPTIMIZER = "optimizer.safetensors"
 OPTIMIZER_SETTINGS = "optimizer.json"

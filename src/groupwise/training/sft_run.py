@@ -26,7 +26,7 @@ from groupwise.tracking.trackers import tracker_names
 from groupwise.training.base_run import BaseRun
 from groupwise.training.evaluator import Evaluator
 from groupwise.training.lifecycle.interrupt import explain_full_disk
-from groupwise.training.resources.prompt_lengths import PromptLimit
+from groupwise.training.prompt_selection import PromptLimit
 from groupwise.training.resume import RunStart
 from groupwise.training.step_metrics import peak_memory
 

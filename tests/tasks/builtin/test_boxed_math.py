@@ -12,9 +12,9 @@ import pytest
 
 from groupwise.config.schema import TaskConfig
 from groupwise.errors import ConfigError
+from groupwise.isolation.time_limit import TimeLimitReached, time_limit
 from groupwise.records import Example
 from groupwise.rewards.extraction import last_box
-from groupwise.rewards.time_limit import TimeLimitReached, time_limit
 from groupwise.rewards.verify import math_verify_worker
 from groupwise.rewards.verify.math_answer import (
     LENIENT,

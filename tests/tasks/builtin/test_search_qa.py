@@ -19,7 +19,7 @@ from groupwise.tasks.builtin.search_qa import QUESTIONS, QuestionStream, make_wo
 from groupwise.tasks.self_test import check
 from groupwise.tasks.sft_data import turns_of
 from groupwise.tracking.run_files import read_rollouts
-from groupwise.training.curriculum import check_kinds, kind_of
+from groupwise.training.prompt_selection import check_kinds, kind_of
 from tests.support.small_runs import run_command
 
 

@@ -12,7 +12,7 @@ from groupwise.records import Example
 from groupwise.tasks import Task
 from groupwise.tracking.run_files import read_rollouts
 from groupwise.training import train
-from groupwise.training.resources.prompt_lengths import PromptLimit
+from groupwise.training.prompt_selection import PromptLimit
 from tests.support.small_runs import LUCK, run_command, small_config, task_file
 
 LONG = LUCK.replace("range(24)", "range(40)").replace(

@@ -20,7 +20,6 @@ from groupwise.engine.sampler import Alternatives
 from groupwise.engine.scheduler import BlockPool
 from groupwise.engine.scheduler import Sequence as Member
 from groupwise.engine.serving.serving_scheduler import CPUSteps, DecodeSteps, Job, ServingScheduler
-from groupwise.model.ops.equivalence import in_mode
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Finish
 
@@ -133,7 +132,7 @@ class ServingEngine:
         try:
             if self.policy.device.type == "cuda":
                 torch.cuda.set_device(self.policy.device)  # the current device is per thread
-            with torch.inference_mode(), in_mode(self.policy.model, training=False), ExitStack() as stack:
+            with torch.inference_mode(), self.policy.in_eval_mode(), ExitStack() as stack:
                 steps = self._steps(stack)
                 while self._process_queue():
                     self._deliver(self._advance(steps))

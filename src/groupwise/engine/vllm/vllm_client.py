@@ -23,7 +23,6 @@ import torch
 
 from groupwise.errors import ConfigError, GroupwiseError, InvariantError
 from groupwise.model.attention.packed import PackedLayout
-from groupwise.model.ops.equivalence import in_mode
 from groupwise.model.policy import Policy
 from groupwise.records import Sampling
 
@@ -183,7 +182,7 @@ class WeightCheck:
         tokens_T = torch.tensor(self.tokens, device=self.policy.device)
         layout = PackedLayout.build([(1, (LENGTH - 2,))], device=tokens_T.device)
         positions_T = torch.arange(LENGTH - 1, device=tokens_T.device)
-        with in_mode(self.policy.model, training=False):
+        with self.policy.in_eval_mode():
             hidden_TM = self.policy.hidden(tokens_T[:-1], positions_T, layout)
         logprobs_N, _ = self.policy.token_logprobs(
             hidden_TM, tokens_T[1:], Sampling(), entropy_gradient=False

@@ -31,7 +31,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from groupwise.rewards.time_limit import is_ours
+from groupwise.isolation.time_limit import is_ours
 
 GRACE_SECONDS = 1.0
 """How long after its time limit a call may still run before the worker is killed."""
