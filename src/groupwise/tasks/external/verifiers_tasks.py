@@ -17,9 +17,9 @@ from itertools import islice
 from typing import Any
 
 from groupwise.errors import ConfigError
+from groupwise.isolation.worker import in_process
 from groupwise.records import Example, Message, Rollout, Turn
 from groupwise.rewards.runner import completed
-from groupwise.rewards.worker import in_process
 from groupwise.rollout.environment import Reply, event_loop_here
 from groupwise.rollout.tools import Tool
 from groupwise.tasks.task import Task
