@@ -1,5 +1,6 @@
 # make train   install on first use, then train the built-in model on Countdown (about five minutes)
 # make test    install with the development tools, then run every test
+# make test-fast  run the tests that need no process, run, GPU kernel or browser (about a minute)
 # make test-gpu  run the tests of kernels, engine, learner and commands on one CUDA device
 # make check   formatting, lint, types and architecture
 # make docs    build the documentation into site/
@@ -10,13 +11,16 @@ BIN := .venv/bin
 EXTRAS_core :=
 EXTRAS_dev := [dev]
 
-.PHONY: train test test-gpu check docs
+.PHONY: train test test-fast test-gpu check docs
 
 train: .venv/installed-core
 	$(BIN)/groupwise train
 
 test: .venv/installed-dev
-	$(BIN)/python -m pytest -n logical --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+
+test-fast: .venv/installed-dev
+	$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow"
 
 test-gpu: .venv/installed-dev
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -n 4 --dist worksteal --timeout 400 tests/gpu

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,3 +25,54 @@ def small_policy() -> Any:
     from tests.support.small_models import policy_of, small_model
 
     return policy_of(small_model())
+
+
+SLOW_FILES = (
+    "model/distributed/test_deepspeed_zero.py",
+    "evolution/test_evolve_run.py",
+    "rewards/test_hostile_rewards.py",
+    "report/test_page.py",
+    "parallel/test_processes.py",
+    "training/test_resume.py",
+    "engine/cuda/test_cuda_engine.py",
+    "evaluate/test_eval_suite.py",
+    "serve/test_openai_server.py",
+    "engine/vllm/test_vllm_engine.py",
+    "engine/test_multi_lora.py",
+    "engine/serving/test_serving_engine.py",
+    "model/test_remote_code.py",
+    "evolution/test_ray_tune.py",
+    "training/test_grpo_run.py",
+    "training/test_sft_run.py",
+    "test_api.py",
+    "test_cli.py",
+    "model/adapters/test_merge_adapters.py",
+    "model/adapters/test_lora.py",
+    "tasks/test_custom_tasks.py",
+    "tasks/builtin/test_search_qa.py",
+    "gym/test_agent.py",
+    "learner/test_optimizer.py",
+    "training/resources/test_prompt_lengths.py",
+    "report/test_static_report.py",
+    "report/test_watch_server.py",
+)
+"""Files that start processes, train runs, interpret GPU kernels or open a browser, the longest first.
+
+`make test` starts with them, so that no worker begins a long file at the end. `make test-fast` leaves them
+out: they have the marker `slow`.
+"""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {Path(__file__).parent / name: number for number, name in enumerate(SLOW_FILES)}
+    for item in items:
+        if item.path in order:
+            item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: order.get(item.path, len(order)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Return one worker more than there are cores: some tests wait for time limits and servers."""
+    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1) + 1

@@ -421,3 +421,38 @@ print("imported")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stdout == "imported\n", done.stderr
+
+
+# The tests follow the source.
+
+TESTS = Path(__file__).parent
+TEST_FILES = {path.relative_to(TESTS).as_posix(): path for path in sorted(TESTS.rglob("test_*.py"))}
+NOT_MIRRORED = {"support", "gpu"}
+"""Folders of tests without a folder of the same name in the source."""
+
+
+def test_a_folder_of_tests_has_the_name_of_a_package():
+    folders = {Path(name).parent for name in TEST_FILES if Path(name).parts[0] not in NOT_MIRRORED}
+    assert [str(folder) for folder in sorted(folders) if not (ROOT / folder).is_dir()] == []
+
+
+def test_a_folder_of_tests_has_at_most_15_files():
+    folders = Counter(Path(name).parent for name in TEST_FILES)
+    assert {str(folder): count for folder, count in folders.items() if count > 15} == {}
+
+
+def test_no_test_module_imports_another():
+    names = {path.stem for path in TEST_FILES.values()}
+    for file, path in TEST_FILES.items():
+        for line, name in imported(file, ast.walk(ast.parse(path.read_text(encoding="utf-8")))):
+            assert not names & set(name.split(".")[:-1]), f"{file}:{line} imports {name}"
+
+
+def test_files_that_are_listed_as_slow_exist():
+    listed = ast.parse((TESTS / "conftest.py").read_text(encoding="utf-8"))
+    slow = next(
+        ast.literal_eval(node.value)
+        for node in listed.body
+        if isinstance(node, ast.Assign) and last_name(node.targets[0]) == "SLOW_FILES"
+    )
+    assert [name for name in slow if name not in TEST_FILES] == []

@@ -23,10 +23,9 @@ from groupwise.rollout.collect import collect
 from groupwise.tasks import Task, isolated
 from groupwise.tasks.code_fingerprint import code_of
 from tests.support.codecs import END
+from tests.support.scripted_rollouts import ScriptedEngine, ToolCodec
 from tests.support.small_models import tiny_tokenizer
 from tests.support.small_runs import KILL, SMALL, SignalAt, deterministic_metrics, run_artifacts, run_command
-
-from .test_multi_turn import Script, Talk
 
 
 class Echo:
@@ -59,7 +58,7 @@ def talked(engine: Any, task: Task, *, size: int = 2, example: Any = None, **lim
     (group,) = collect(
         [Example(example or {"q": "a"})],
         ask=task.ask,
-        codec=Talk(),
+        codec=ToolCodec(),
         engine=engine,
         sampling=sampling,
         group_size=size,
@@ -72,7 +71,7 @@ def talked(engine: Any, task: Task, *, size: int = 2, example: Any = None, **lim
 @pytest.mark.parametrize("overlap", [False, True])
 def test_replies_are_appended_and_masked_and_rewards_belong_to_turns(overlap):
     task = task_with()
-    group = talked(Script("one", "two!", "bye"), task, overlap=overlap)
+    group = talked(ScriptedEngine("one", "two!", "bye"), task, overlap=overlap)
     rollout = group.rollouts[0]
     text = "".join(map(chr, rollout.tokens)).replace(chr(END), "$")
     assert text == "say aone$|one|two!$|one two!|bye$"
@@ -87,7 +86,7 @@ def test_replies_are_appended_and_masked_and_rewards_belong_to_turns(overlap):
 
 
 def test_a_completion_in_trl_style_holds_the_environments_replies_as_user_messages():
-    rollout = talked(Script("one", "bye"), task_with(Messages)).rollouts[0]
+    rollout = talked(ScriptedEngine("one", "bye"), task_with(Messages)).rollouts[0]
     prompt, completion = as_trl(rollout)
     assert prompt == [{"role": "user", "content": "say a"}]
     assert [(m["role"], m["content"]) for m in completion] == [
@@ -114,14 +113,14 @@ class Messages(Echo):
     ],
 )
 def test_the_last_turn_is_judged_and_the_stream_ends_with_the_policys_tokens(lines, limits, finish, rewards):
-    (rollout,) = talked(Script(*lines), task_with(), size=1, **limits).rollouts
+    (rollout,) = talked(ScriptedEngine(*lines), task_with(), size=1, **limits).rollouts
     assert (rollout.finish, [turn.reward for turn in rollout.turns]) == (finish, rewards)
     assert rollout.trained[-1]
 
 
 def test_each_rollout_has_an_environment_of_its_own_that_is_closed_once():
     Echo.closed.clear()
-    talked(Script("one", "bye"), task_with(), size=3)
+    talked(ScriptedEngine("one", "bye"), task_with(), size=3)
     assert Echo.closed == ["", *["one-bye"] * 3]  # the first one was asked for the prompt only
 
 
@@ -142,10 +141,10 @@ def test_tools_and_an_environment_share_a_rollout():
         return query.upper()
 
     lines = ('<tool_call>{"name": "look", "arguments": {"query": "x"}}</tool_call>', "one", "bye")
-    (rollout,) = talked(Script(*lines), task_with(tools=[look]), size=1, turn_tokens=99).rollouts
+    (rollout,) = talked(ScriptedEngine(*lines), task_with(tools=[look]), size=1, turn_tokens=99).rollouts
     assert [len(turn.calls) for turn in rollout.turns] == [1, 0, 0]
     assert [turn.observation for turn in rollout.turns] == ["", "one", "the end"]
-    (rollout,) = talked(Script(lines[0]), task_with(), size=1, turn_tokens=99, max_turns=1).rollouts
+    (rollout,) = talked(ScriptedEngine(lines[0]), task_with(), size=1, turn_tokens=99, max_turns=1).rollouts
     assert rollout.turns[0].observation == lines[0]  # without tools, it is text like any other
 
 
@@ -161,9 +160,9 @@ def test_an_asynchronous_environment_keeps_one_event_loop(overlap):
             assert asyncio.get_running_loop() is self.loop
             return super().reply(text)
 
-    group = talked(Script("one", "bye"), task_with(Later), overlap=overlap)
+    group = talked(ScriptedEngine("one", "bye"), task_with(Later), overlap=overlap)
     assert [turn.reward for turn in group.rollouts[1].turns] == [0.3, 1.0]
-    group = talked(Script("slow"), task_with(Later), overlap=overlap, seconds=0.05)
+    group = talked(ScriptedEngine("slow"), task_with(Later), overlap=overlap, seconds=0.05)
     assert [one.error for one in group.rollouts] == ["environment: reply took longer than 0.05 s"] * 2
 
 
@@ -247,7 +246,7 @@ def test_a_prompt_that_differs_between_rollouts_fails_them():
         def reset(self, example: Example) -> str:
             return f"{time.monotonic_ns()}"
 
-    group = talked(Script("one"), task_with(Moody))
+    group = talked(ScriptedEngine("one"), task_with(Moody))
     assert all("derive all randomness from the example" in str(one.error) for one in group.rollouts)
 
 
@@ -279,7 +278,7 @@ def test_a_reset_that_fails_in_a_rollout_fails_that_rollout():
             if Third.made == 3:
                 raise OSError("no connection")
 
-    group = talked(Script("one"), task_with(Third), size=3, max_turns=1)
+    group = talked(ScriptedEngine("one"), task_with(Third), size=3, max_turns=1)
     reason = "environment: reset: OSError: no connection (test_environment.py, line"
     assert [str(one.error).startswith(reason) for one in group.rollouts] == [False, True, False]
     assert [one.error for one in group.rollouts][::2] == [None, None]
@@ -361,8 +360,8 @@ def test_a_run_with_failures_refills_and_a_curriculum_is_resumed_with_the_same_b
     whole, killed = place / "whole", place / "killed"
     ended = run_command(*words, "run.name=whole")
     assert ended.code == 0, ended.err
-    blow = SignalAt(".step-000002.tmp-", KILL, nth=2)
-    assert run_command(*words, "run.name=killed", signals=[blow]).code == -KILL
+    at = SignalAt(".step-000002.tmp-", KILL, nth=2)
+    assert run_command(*words, "run.name=killed", signals=[at]).code == -KILL
     assert run_command("train", "--resume", str(killed)).code == 0
     assert run_artifacts(killed) == run_artifacts(whole)
     rows = deterministic_metrics(whole)

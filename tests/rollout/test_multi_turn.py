@@ -15,42 +15,13 @@ from groupwise.config.schema import EngineConfig, ToolsConfig
 from groupwise.engine.engine import Engine
 from groupwise.errors import ConfigError, RolloutError
 from groupwise.model.tokenizer import first_difference, knows_tools
-from groupwise.records import Completion, Example, Request, Sampling
+from groupwise.records import Example, Sampling
 from groupwise.rollout.collect import Tools, collect
 from groupwise.rollout.tools import tool_of
 from groupwise.tasks import Task
-from tests.support.codecs import END, CharacterCodec
+from tests.support.codecs import END
+from tests.support.scripted_rollouts import ScriptedEngine, ToolCodec
 from tests.support.small_models import small_model, tiny_tokenizer
-
-
-class Talk(CharacterCodec):
-    """One token a letter; a result is shown between bars."""
-
-    def encode(self, prompt: object, *, tools: Any = ()) -> tuple[int, ...]:
-        return tuple(map(ord, str(prompt)))
-
-    def encode_all_results(
-        self, turns: Any, *, prefill: str, ended: bool, role: str = "tool"
-    ) -> list[tuple[int, ...]]:
-        assert ended
-        return [tuple(map(ord, "".join(f"|{result}|" for result in results))) for results in turns]
-
-
-class Script:
-    """Says its lines one after the other, to everybody."""
-
-    def __init__(self, *lines: str) -> None:
-        self.lines = [(*map(ord, line), END) for line in lines]
-        self.asked: list[list[Request]] = []
-
-    def generate(self, requests: Any, sampling: Sampling) -> list[list[Completion]]:
-        line = self.lines[len(self.asked)][: sampling.max_tokens]
-        self.asked.append(list(requests))
-        finish = "end" if line[-1] == END else "length"
-        one = Completion(
-            tokens=line, logprobs=(-0.5,) * len(line), entropies=(0.1,) * len(line), finish=finish
-        )
-        return [[one] * len(request.seeds) for request in requests]
 
 
 def look(query: str) -> str:
@@ -72,7 +43,7 @@ def talked(
     (group,) = collect(
         [Example({"q": "a"})],
         ask=lambda example: "ask",
-        codec=codec or Talk(),
+        codec=codec or ToolCodec(),
         engine=engine,
         sampling=sampling,
         group_size=size,
@@ -84,7 +55,7 @@ def talked(
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_stream_is_appended_and_its_mask_covers_what_was_sampled(overlap):
-    rollout, twin = talked(Script(call("x"), "done"), overlap=overlap)
+    rollout, twin = talked(ScriptedEngine(call("x"), "done"), overlap=overlap)
     text = "".join(map(chr, rollout.tokens)).replace(chr(END), "$")
     assert text == f"ask{call('x')}$|X|done$"
     read = "".join(c for c, trained in zip(text, rollout.trained, strict=True) if not trained)
@@ -95,7 +66,7 @@ def test_a_stream_is_appended_and_its_mask_covers_what_was_sampled(overlap):
 
 
 def test_a_later_turn_is_asked_with_the_whole_stream_and_noise_of_its_own():
-    engine = Script(call("x"), "done")
+    engine = ScriptedEngine(call("x"), "done")
     talked(engine)
     (first,), second = engine.asked
     assert len(second) == 2  # the members have parted ways
@@ -111,7 +82,7 @@ def test_each_rollout_has_a_state_of_its_own_that_its_tools_share(overlap):
         state.append(query)
         return f"{len(state)} so far"
 
-    script = Script(call("x") + call("y"), call("z"), "done")
+    script = ScriptedEngine(call("x") + call("y"), call("z"), "done")
     settings = {"turn_tokens": 200, "max_tokens": 900, "overlap": overlap}
     first, second = talked(script, tool=look, state=lambda example: [example["q"]], **settings)
     assert [c.result for c in first.calls] == ["2 so far", "3 so far", "4 so far"]
@@ -131,14 +102,14 @@ def test_the_policy_neither_sees_nor_sets_the_state():
 
 
 def test_a_malformed_call_costs_a_turn_and_is_not_drawn_again():
-    (rollout,) = talked(Script("<tool_call>oops</tool_call>", "sorry"), size=1)
+    (rollout,) = talked(ScriptedEngine("<tool_call>oops</tool_call>", "sorry"), size=1)
     assert len(rollout.turns) == 2
     assert rollout.calls[0].error
     assert rollout.error is None
 
 
 def test_the_last_turn_makes_no_call_and_the_stream_ends_in_sampled_tokens():
-    (rollout,) = talked(Script(call("x"), call("y")), size=1, max_turns=2)
+    (rollout,) = talked(ScriptedEngine(call("x"), call("y")), size=1, max_turns=2)
     assert [len(turn.calls) for turn in rollout.turns] == [1, 0]
     assert rollout.trained[-1]
 
@@ -146,19 +117,21 @@ def test_the_last_turn_makes_no_call_and_the_stream_ends_in_sampled_tokens():
 def test_no_turn_begins_without_room_for_it():
     line = call("x")
     needed = len(line) + 1 + len("|X|") + 100
-    fits, short = (talked(Script(line, "done"), size=1, max_tokens=room)[0] for room in (needed, needed - 1))
+    fits, short = (
+        talked(ScriptedEngine(line, "done"), size=1, max_tokens=room)[0] for room in (needed, needed - 1)
+    )
     assert (len(fits.turns), fits.finish) == (2, "end")
     assert (len(short.turns), short.finish, short.trained[-1]) == (1, "length", True)
 
 
 def test_a_turn_that_ran_out_of_tokens_ends_the_rollout():
-    (rollout,) = talked(Script(call("x"), "done"), size=1, turn_tokens=5)
+    (rollout,) = talked(ScriptedEngine(call("x"), "done"), size=1, turn_tokens=5)
     assert (len(rollout.turns), rollout.finish) == (1, "length")
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_tool_that_is_out_of_order_fails_the_rollout(overlap):
-    (rollout,) = talked(Script(call("gone"), "done"), size=1, overlap=overlap)
+    (rollout,) = talked(ScriptedEngine(call("gone"), "done"), size=1, overlap=overlap)
     assert rollout.error == "tool: no connection"
 
 
@@ -169,7 +142,7 @@ def test_a_tool_in_a_thread_that_hangs_is_left_behind():
         return ""
 
     line = call("x").replace("look", "hang")
-    (rollout,) = talked(Script(line, "done"), size=1, tool=hang, overlap=True, seconds=0.05)
+    (rollout,) = talked(ScriptedEngine(line, "done"), size=1, tool=hang, overlap=True, seconds=0.05)
     assert rollout.calls[0].error == "hang took longer than 0.05 s"
     assert rollout.text == "done"
 
@@ -187,7 +160,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_that_of_the_next_turn():
             time.sleep(0.05)  # the late answer is there before this one
         return f"about {query}"
 
-    script = Script(call("first"), call("second"), "done")
+    script = ScriptedEngine(call("first"), call("second"), "done")
     (rollout,) = talked(script, size=1, tool=look, overlap=True, seconds=1.0, max_turns=3)
     assert [one.error for one in rollout.calls] == ["look took longer than 1 s", None]
     assert rollout.calls[1].result == "about second"
@@ -195,14 +168,14 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_that_of_the_next_turn():
 
 def test_half_an_emoji_in_a_call_is_refused_and_in_an_answer_replaced():
     half = call("x").replace('"x"', '"\\ud83d"')
-    (rollout,) = talked(Script(half, "done"), size=1)
+    (rollout,) = talked(ScriptedEngine(half, "done"), size=1)
     assert rollout.calls[0].error == "the text of a call must be Unicode"
 
     def look(query: str) -> str:
         """Look."""
         return "smile \ud83d"
 
-    (rollout,) = talked(Script(call("x"), "done"), size=1, tool=look)
+    (rollout,) = talked(ScriptedEngine(call("x"), "done"), size=1, tool=look)
     assert rollout.calls[0].result == "smile ?"
 
 

@@ -17,7 +17,7 @@ from tests.support.small_runs import deterministic_metrics, small_config, task_f
 
 PYTHON = os.environ.get("GROUPWISE_VLLM_PYTHON")
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.vllm,
     pytest.mark.timeout(900),
     pytest.mark.skipif(
         PYTHON is None, reason="no vLLM: set GROUPWISE_VLLM_PYTHON to test with a real server"

@@ -1,0 +1,38 @@
+"""An engine that says given lines, and a codec that shows tool results between bars."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from groupwise.records import Completion, Request, Sampling
+from tests.support.codecs import END, CharacterCodec
+
+
+class ToolCodec(CharacterCodec):
+    """One token a letter; a result is shown between bars."""
+
+    def encode(self, prompt: object, *, tools: Any = ()) -> tuple[int, ...]:
+        return tuple(map(ord, str(prompt)))
+
+    def encode_all_results(
+        self, turns: Any, *, prefill: str, ended: bool, role: str = "tool"
+    ) -> list[tuple[int, ...]]:
+        assert ended
+        return [tuple(map(ord, "".join(f"|{result}|" for result in results))) for results in turns]
+
+
+class ScriptedEngine:
+    """Says its lines one after the other, to everybody."""
+
+    def __init__(self, *lines: str) -> None:
+        self.lines = [(*map(ord, line), END) for line in lines]
+        self.asked: list[list[Request]] = []
+
+    def generate(self, requests: Any, sampling: Sampling) -> list[list[Completion]]:
+        line = self.lines[len(self.asked)][: sampling.max_tokens]
+        self.asked.append(list(requests))
+        finish = "end" if line[-1] == END else "length"
+        one = Completion(
+            tokens=line, logprobs=(-0.5,) * len(line), entropies=(0.1,) * len(line), finish=finish
+        )
+        return [[one] * len(request.seeds) for request in requests]
