@@ -16,7 +16,7 @@ from groupwise.config.schema import ToolsConfig
 from groupwise.records import Example, Sampling
 from groupwise.rollout.collect import collect
 from groupwise.tasks import isolated
-from tests.rollout.test_multi_turn import Script, Talk
+from tests.support.scripted_rollouts import ScriptedEngine, ToolCodec
 
 pytest.importorskip("openenv.core", reason="openenv is not installed")
 
@@ -76,8 +76,8 @@ def played(url: str, *lines: str):
         (group,) = collect(
             [Example({"seed": 2})],
             ask=task.ask,
-            codec=Talk(),
-            engine=Script(*lines),
+            codec=ToolCodec(),
+            engine=ScriptedEngine(*lines),
             sampling=Sampling(max_tokens=20),
             group_size=3,
             seed_parts=(0,),

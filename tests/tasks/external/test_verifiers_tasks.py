@@ -13,7 +13,7 @@ from groupwise.records import Example, Sampling
 from groupwise.rewards.runner import score_group
 from groupwise.rollout.collect import collect
 from groupwise.tasks import isolated
-from tests.rollout.test_multi_turn import Script, Talk
+from tests.support.scripted_rollouts import ScriptedEngine, ToolCodec
 
 vf = pytest.importorskip("verifiers.v1", reason="verifiers is not installed")
 
@@ -80,8 +80,8 @@ def played(task: Any, *lines: str) -> Any:
     (group,) = collect(
         [Example(dict(task.examples[1]))],
         ask=task.ask,
-        codec=Talk(),
-        engine=Script(*lines),
+        codec=ToolCodec(),
+        engine=ScriptedEngine(*lines),
         sampling=Sampling(max_tokens=200),
         group_size=2,
         seed_parts=(0,),
