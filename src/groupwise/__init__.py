@@ -171,6 +171,8 @@ def result_of(folder: Path) -> RunResult:
 
 def with_task(config: Config, task: Task | str) -> tuple[Config, Task]:
     """Return the settings with the task's name, and the task, loaded where only that is given."""
+    if not isinstance(task, Task | str):
+        raise ConfigError(f"a task is a gw.Task, a name or a file; got {type(task).__name__}")
     name = task.name if isinstance(task, Task) else task
     config = replace(config, task=replace(config.task, name=name))
     return config, with_data(task, config.task) if isinstance(task, Task) else load_task(config.task)

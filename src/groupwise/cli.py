@@ -10,7 +10,8 @@ import io
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = app(args=arguments, prog_name="groupwise", standalone_mode=False)
     except USAGE_ERROR as error:
-        return fail(usage_message(error), code=2)
+        return fail(usage_message(error, sys.argv[1:] if arguments is None else arguments), code=2)
     except ConfigError as error:
         return fail(str(error), code=2, notes=getattr(error, "__notes__", ()))
     except InvariantError as error:
@@ -71,15 +72,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code if isinstance(code, int) else 0
 
 
-def usage_message(error: Exception) -> str:
-    """Return the parser's message; for an option of another trainer, what it is called here."""
-    name = str(getattr(error, "option_name", "")).removeprefix("--").replace("-", "_")
-    setting = FOREIGN_NAMES.get(name)
-    if setting is None:
-        message: str = error.format_message()  # type: ignore[attr-defined]
+def usage_message(error: Any, arguments: Sequence[str]) -> str:
+    """Return what is wrong with the command line, and what to do. The parser's own messages do not say it."""
+    command = error.ctx.command_path if getattr(error, "ctx", None) is not None else "groupwise"
+    if (option := getattr(error, "option_name", None)) is not None:
+        return unknown_option(str(option), getattr(error, "possibilities", None) or (), command)
+    parameter = getattr(error, "param", None)
+    if parameter is None:
+        message = str(error.format_message())
+        sentence = message[:1].lower() + message[1:].rstrip(".")
+        return sentence if "?" in sentence else f"{sentence}; see {command} --help"
+    name = next((one for one in reversed(parameter.opts) if one.startswith("--")), None)
+    if type(error).__name__ == "MissingParameter":
+        wanted = name or parameter.metavar or parameter.name
+        return f"{command} requires {wanted}; see {command} --help"
+    message = str(error.format_message())
+    kind = next((kind for word, kind in KINDS.items() if f"valid {word}" in message), None)
+    if name is None or kind is None:
         return message
-    flag = next((f"--{flag.replace('_', '-')}" for flag in FLAGS if FLAGS[flag] == setting), None)
-    return f"no such option: --{name.replace('_', '-')}; use {flag or f'{setting}=VALUE'}"
+    given = next((value for flag, value in pairs(arguments) if flag == name), None)
+    return f"{name} must be {kind}" + (f"; got {given!r}" if given is not None else "")
+
+
+KINDS = {"number": "a number", "float": "a number", "integer": "a whole number", "boolean": "true or false"}
+"""What the parser's kinds of values are called."""
+
+
+def pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield each option with its value: `--seed 3` and `--seed=3`."""
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        flag, equals, value = argument.partition("=")
+        yield flag, value if equals else following
+
+
+def unknown_option(option: str, possibilities: Sequence[str], command: str) -> str:
+    """Return the message for an option that does not exist; of another trainer's, what it is called here."""
+    setting = FOREIGN_NAMES.get(option.removeprefix("--").replace("-", "_"))
+    if setting is not None:
+        flag = next((f"--{flag.replace('_', '-')}" for flag in FLAGS if FLAGS[flag] == setting), None)
+        return f"no such option: {option}; use {flag or f'{setting}=VALUE'}"
+    likely = next((one for one in possibilities if option.lstrip("-") in one), None)
+    similar = [likely] if likely else get_close_matches(option, possibilities, n=1, cutoff=0.6)
+    return f"no such option: {option}; " + (
+        f"did you mean {similar[0]}?" if similar else f"see {command} --help"
+    )
 
 
 def fail(sentence: str, *, code: int, notes: Sequence[str] = ()) -> int:

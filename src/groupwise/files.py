@@ -32,6 +32,32 @@ def no_such_file(path: Path) -> ConfigError:
     return ConfigError(f"no such file: {path}" + ("" if path.is_absolute() else f" in {Path.cwd()}"))
 
 
+def hub_reason(error: Exception) -> str:
+    """Return in a few words why something could not be loaded from the Hugging Face Hub."""
+    names = {kind.__name__ for one in causes(error) for kind in type(one).__mro__}
+    if "GatedRepoError" in names:
+        return "access to it is restricted; accept its terms on the Hub and log in with `hf auth login`"
+    if names & {"RepositoryNotFoundError", "DatasetNotFoundError"} and "OfflineModeIsEnabled" not in names:
+        return "the Hub has nothing of this name, or it is private (log in with `hf auth login`)"
+    text = " ".join(map(str, causes(error)))
+    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") or "OfflineMode" in text:
+        return "downloads are off (HF_HUB_OFFLINE is set)"
+    if names & {"LocalEntryNotFoundError", "ConnectionError", "ConnectError", "TimeoutException"} or (
+        "couldn't connect" in text.lower() or "couldn't reach" in text.lower()
+    ):
+        return "the Hugging Face Hub cannot be reached"
+    return str(error).strip().partition("\n")[0][:300] or type(error).__name__
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and the errors that caused it."""
+    for _ in range(10):
+        if error is None:
+            return
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 def open_text(path: Path) -> IO[str]:
     return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
 
@@ -43,7 +69,7 @@ def read_json(path: Path) -> Located:
         except UnicodeDecodeError:
             raise
         except ValueError as error:
-            raise ConfigError(f"{path}: not JSON: {error}") from error
+            raise ConfigError(f"{path} is not valid JSON{where_in(error)}") from error
         except RecursionError as error:
             raise ConfigError(f"{path}: the JSON is nested too deeply to be read") from error
     return numbered(rows, source=str(path))
@@ -56,9 +82,11 @@ def read_json_lines(path: Path) -> Located:
                 continue
             where = f"{path}, line {number}"
             try:
-                row = json.loads(line)
+                row = json.loads(line.strip())
             except ValueError as error:
-                raise ConfigError(f"{where}: not JSON: {error}") from error
+                raise ConfigError(
+                    f"{where} is not valid JSON{where_in(error)}; each line must be one JSON object"
+                ) from error
             except RecursionError as error:
                 raise ConfigError(f"{where}: the JSON is nested too deeply to be read") from error
             yield where, row
@@ -83,6 +111,14 @@ def read_csv(path: Path, delimiter: str = ",") -> Located:
 
 def read_tsv(path: Path) -> Located:
     return read_csv(path, delimiter="\t")
+
+
+def where_in(error: ValueError) -> str:
+    """Return the place of a JSON error: ": column 5" or ": line 3, column 5"."""
+    if not isinstance(error, json.JSONDecodeError):
+        return ""
+    line = f"line {error.lineno}, " if "\n" in error.doc.rstrip() else ""
+    return f": {line}column {error.colno}"
 
 
 def read_parquet(path: Path) -> Located:

@@ -490,7 +490,7 @@ def test_the_command_builds_searches_and_measures(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("option", "text", "fault"),
     [
-        ("--documents", '{"id": ', "line 1: not JSON: "),
+        ("--documents", '{"id": ', "line 1 is not valid JSON: "),
         ("--documents", '{"id": "1", "text": "\\ud83d"}', "line 1: the text is not valid Unicode"),
         ("--documents", "[1]", "line 1: expected a dict of columns, got list"),
         ("--documents", '\n{"id": 5, "text": 7}', "line 2: `text` must be text; got 7"),

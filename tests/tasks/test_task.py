@@ -220,7 +220,7 @@ def test_examples_may_come_from_lists_generators_and_functions():
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("bad.jsonl", b'{"a": 1}\n\n{"a": \n', "bad.jsonl, line 3: not JSON"),
+        ("bad.jsonl", b'{"a": 1}\n\n{"a": \n', "bad.jsonl, line 3 is not valid JSON"),
         ("bad.jsonl", b'{"a": 1}\n[1]\n', "bad.jsonl, line 2: expected a dict of columns, got list"),
         ("bad.jsonl", b"\n", "bad.jsonl: there are no examples"),
         ("bad.jsonl", b'{"a": "\xff"}\n', "cannot read"),
@@ -230,7 +230,7 @@ def test_examples_may_come_from_lists_generators_and_functions():
             "bad.jsonl, line 2: the text is not valid Unicode",
         ),
         ("bad.jsonl.gz", b"not gzip", "cannot read"),
-        ("bad.json", b"[1", "bad.json: not JSON"),
+        ("bad.json", b"[1", "bad.json is not valid JSON: column 3"),
         ("deep.json", b"[" * 100_000, "deep.json: the JSON is nested too deeply"),
         ("deep.jsonl", b'{"a": 1}\n' + b"[" * 100_000, "deep.jsonl, line 2: the JSON is nested too deeply"),
         ("bad.json", b'{"a": 1}', "bad.json: expected a list of dicts, got dict"),

@@ -42,21 +42,21 @@ class Variant(NamedTuple):
 
 
 VARIANTS = {
-    "full": Variant("train", "luck.py", "model", ("lora.r=0", "algo.beta=0.1", "rollout.refill=1"), 26),
-    "lora": Variant("train", "luck.py", "model", ("lora.r=4", "optim.schedule=linear"), 28),
-    "sft": Variant("sft", "countdown", "model", ("lora.r=4", "sft.batch=2"), 26),
+    "full": Variant("train", "luck.py", "model", ("lora.r=0", "algo.beta=0.1", "rollout.refill=1"), 20),
+    "lora": Variant("train", "luck.py", "model", ("lora.r=4", "optim.schedule=linear"), 34),
+    "sft": Variant("sft", "countdown", "model", ("lora.r=4", "sft.batch=2"), 32),
     "evolve": Variant(
         *("evolve", "luck.py", "model"),
         (
             *("lora.r=4", "evolve.population=2", "evolve.every=1", "evolve.certain=false"),
             *("evolve.method=tournament", "evolve.vary={optim.learning_rate: [1e-4, 1e-2]}"),
         ),
-        14,
+        9,
     ),
     "tools": Variant(
         *("train", "search_qa", "tiny-search"),
         ("lora.r=4", "rollout.max_tokens=24", "rollout.prompts=1", "task.held_out=1", "evaluate.every=0"),
-        10,
+        6,
     ),
 }
 

@@ -36,6 +36,8 @@ def settings_file(config: Path | None, resume: Path | None) -> Path | None:
     if (run := run_of_checkpoint(resume)) is not None:
         return run.config
     refuse_agent(resume)
+    if not resume.is_dir():
+        raise ConfigError(f"there is no run folder {resume}; `groupwise runs` lists the runs")
     if not (resume / "config.yaml").is_file():
         raise ConfigError(f"{resume} is not a run folder: it has no config.yaml")
     return resume / "config.yaml"

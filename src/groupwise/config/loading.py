@@ -230,7 +230,7 @@ def closest(name: str, *, others: Sequence[str] = ()) -> str | None:
         return similar[0]
     section, dot, rest = name.partition(".")
     key = rest.partition(".")[0] if dot else name
-    if not dot and (known := FOREIGN_NAMES.get(name)) is not None:
+    if (known := FOREIGN_NAMES.get(key)) is not None and (not dot or known.startswith(f"{section}.")):
         # Where flags are allowed, a flag is the shorter way to say it.
         return next((flag for flag in FLAGS if flag in others and FLAGS[flag] == known), known)
     key_of = {full: full.partition(".")[2] for full in TYPES}

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 from groupwise.config.schema import BUILT_IN, SMOLLM2
 from groupwise.errors import ConfigError
-from groupwise.files import let_read
+from groupwise.files import hub_reason, let_read
 
 FOLDERS = {name: Path(__file__).parent / name.replace("-", "_") for name in BUILT_IN}
 TINY_FOLDER = FOLDERS["tiny"]
@@ -210,9 +210,11 @@ def _snapshot(name: str, *, weights: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=["*/*"]))
     except (OSError, ValueError) as error:
+        if len(Path(name).parts) > 1 and (parent := Path(name).parent).is_dir():
+            raise ConfigError(f"model.name: there is no folder {name} in {parent.resolve()}") from error
         raise ConfigError(
             f"model.name: {name} is neither a folder nor in the Hugging Face cache, "
-            f"and cannot be downloaded: {first_line(error)}"
+            f"and cannot be downloaded: {hub_reason(error)}; check the name, or give a folder"
         ) from error
 
 

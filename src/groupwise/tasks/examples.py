@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from groupwise.errors import ConfigError
-from groupwise.files import READERS, Located, no_such_file, numbered, read_file
+from groupwise.files import READERS, Located, hub_reason, no_such_file, numbered, read_file
 from groupwise.records import Example, is_unicode
 
 
@@ -131,6 +131,12 @@ def as_example(row: object, *, where: str, columns: Columns | None = None) -> Ex
     return Example(read_columns(row, columns or {}, where=where))
 
 
+FILE_SUFFIXES = frozenset(
+    (".txt", ".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".gz", ".xlsx", ".py", ".yaml")
+)
+"""Endings of file names, which names of Hugging Face datasets do not have."""
+
+
 def read_hub(source: str, *, split: str) -> Located:
     """Read a split of a Hugging Face dataset."""
     try:
@@ -139,14 +145,16 @@ def read_hub(source: str, *, split: str) -> Located:
         raise ConfigError(
             f"no file {source!r}; to load it as a Hugging Face dataset: pip install datasets"
         ) from None
+    if Path(source).suffix.lower() in FILE_SUFFIXES:
+        raise no_such_file(Path(source))
     name, _, chosen_split = source.partition("@")
     name, _, subset = name.partition(":")
     try:
         rows = datasets.load_dataset(name, subset or None, split=chosen_split or split)
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
-            f"no file {source!r}, and loading it as a Hugging Face dataset failed: {reason}"
+            f"no file {source!r}, and it cannot be loaded as a Hugging Face dataset: {hub_reason(error)}; "
+            "check the name, or give a file"
         ) from error
     return numbered(rows, source=source)
 

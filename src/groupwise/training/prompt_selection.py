@@ -124,6 +124,8 @@ class PromptLimit:
 
         A stream generates other examples instead.
         """
+        if self.tokens <= 0:
+            raise self.refusal()
         held_out = self.short(split.held_out)
         left_out = len(split.held_out) - len(held_out)
         if isinstance(split.train, ExampleStream):
@@ -135,6 +137,8 @@ class PromptLimit:
         return replace(split, train=train, held_out=held_out, size=len(train)), left_out
 
     def refusal(self) -> ConfigError:
+        if self.tokens <= 0:
+            return ConfigError(f"{self.reason} no room for a prompt: {self.remedy}")
         return ConfigError(
             f"every prompt has more than {max(0, self.tokens)} tokens, the most that {self.reason}: "
             f"{self.remedy}"

@@ -72,7 +72,9 @@ class VllmServer:
             message = f"{self.address}{path} returned {error.code}: {detail}"
             raise ServerRefused(error.code, message) from error
         except (OSError, HTTPException) as error:
-            raise ServerUnavailable(f"{path}: {error or type(error).__name__}") from error
+            reason = getattr(error, "reason", None) or error
+            told = getattr(reason, "strerror", None) or reason or type(error).__name__
+            raise ServerUnavailable(f"{path}: {told}") from error
         self.answered = time.monotonic()
         try:
             return json.loads(text)

@@ -10,6 +10,7 @@ import torch
 
 from groupwise.config.schema import LoraConfig, ModelConfig
 from groupwise.errors import ConfigError
+from groupwise.files import hub_reason
 from groupwise.model.adapters.quantization import quantization_kind
 from groupwise.model.resolve import first_line, local_folder, model_folder, unloadable
 
@@ -119,7 +120,8 @@ def shape_of(model: ModelConfig) -> ModelShape:
                 config, trust_remote_code=False
             )
     except unloadable() as error:
-        raise ConfigError(f"cannot read the config of {model.name}: {first_line(error)}") from error
+        reason = first_line(error) if folder is not None else hub_reason(error)
+        raise ConfigError(f"cannot read the config of {model.name}: {reason}; check the name") from error
     head = laid_out.get_output_embeddings()
     linears = tuple(
         LinearShape(name=name, inputs=module.in_features, outputs=module.out_features)
