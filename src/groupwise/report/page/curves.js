@@ -1,7 +1,7 @@
 // Curves: charts of learning progress, training health, answers and speed.
 
 import { h, fill, css } from "./dom.js";
-import { number, percent, signed } from "./format.js";
+import { number, percent } from "./format.js";
 import { get, of } from "./source.js";
 import { chart } from "./chart.js";
 

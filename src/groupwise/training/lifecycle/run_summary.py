@@ -43,8 +43,8 @@ def summary_of(
     folder: RunFolder,
     before: Evaluation | None,
     after: Evaluation | None,
-    test_sets: TestSets,
-    correct: str,
+    test_sets: TestSets | None = None,
+    correct: str = "",
 ) -> RunSummary:
     """Return the summary that the terminal shows last."""
     done = state.step >= config.run.max_steps
@@ -56,7 +56,7 @@ def summary_of(
         after=after.scores() if after else {},
         test_sets={
             name: (one.scores() if one else {}, other.scores())
-            for name, (one, other) in test_sets.items()
+            for name, (one, other) in (test_sets or {}).items()
             if other
         },
         correct=correct,
