@@ -26,7 +26,7 @@ from groupwise.commands.index import index_app
 from groupwise.commands.runs import compare, report, runs, watch
 from groupwise.commands.serve import serve, serve_rollouts
 from groupwise.commands.sft import say_loading, settings_file, sft, with_task
-from groupwise.commands.weights import convert, merge, quantize
+from groupwise.commands.weights import convert, export, merge, push, quantize
 from groupwise.config import FLAGS, Config, dump_config, read_config
 from groupwise.config.coerce import between
 from groupwise.config.loading import FOREIGN_NAMES, preset_named, presets
@@ -270,6 +270,8 @@ app.command()(doctor)
 app.command()(merge)
 app.command()(quantize)
 app.command()(convert)
+app.command()(export)
+app.command()(push)
 app.command(epilog="Set any other setting as section.key=value, such as model.dtype=bfloat16.")(serve)
 app.command(name="serve-rollouts")(serve_rollouts)
 

