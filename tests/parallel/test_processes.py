@@ -141,7 +141,7 @@ def close(one: Path, other: Path) -> None:
     for ours, theirs in zip(deterministic_metrics(one), deterministic_metrics(other), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
     last = sorted((one / "checkpoints").iterdir())[-1].name
-    for name in ("model.safetensors", "optimizer.safetensors"):
+    for name in ("model.safetensors", "training/optimizer.safetensors"):
         a, b = (load_file(run / "checkpoints" / last / name) for run in (one, other))
         assert a.keys() == b.keys()
         # As a whole: Adam makes a full step of a gradient that is all rounding.

@@ -316,3 +316,23 @@ def test_a_mistake_leaves_no_empty_run_behind(place):
     ended = run_command(*words(place, "nothing", "model.name=/no/such/model"))
     assert (ended.code, ended.err.count("\n")) == (2, 1)
     assert not (place / "nothing").exists()
+
+
+def test_only_weights_lie_beside_the_config_and_checkpoints_of_the_old_layout_resume(copied, uninterrupted):
+    """vLLM takes every *.safetensors file of a folder for weights."""
+    checkpoint = sorted((copied / "checkpoints").iterdir())[0]
+    names = sorted(path.name for path in checkpoint.glob("*.safetensors"))
+    assert len(names) == 1
+    assert names[0] in ("model.safetensors", "adapter_model.safetensors")
+    for later in sorted((copied / "checkpoints").iterdir())[1:]:
+        shutil.rmtree(later)
+    for path in list((checkpoint / "training").iterdir()):
+        path.rename(checkpoint / path.name)
+    (checkpoint / "training").rmdir()
+    sums = json.loads((checkpoint / "checksums.json").read_text())
+    moved = {name.removeprefix("training/"): entry for name, entry in sums.items()}
+    (checkpoint / "checksums.json").write_text(json.dumps(moved))
+    assert run_command("train", "--resume", str(copied)).code == 0
+    ours, theirs = (sorted((run / "checkpoints").iterdir())[-1] for run in (copied, uninterrupted["lora"]))
+    for name in (names[0], "training/optimizer.safetensors"):
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes()

@@ -6,7 +6,6 @@ member has its own group size, temperature and reward weights.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,7 +23,12 @@ from groupwise.evaluate.held_out import Evaluation, compare, evaluate, read_eval
 from groupwise.evolution.search_space import Values, applied
 from groupwise.invariants import check_disjoint
 from groupwise.isolation.time_limit import TimeLimits
-from groupwise.learner.checkpoint import load_optimizer, optimizer_tensors
+from groupwise.learner.checkpoint import (
+    load_optimizer,
+    optimizer_tensors,
+    read_optimizer,
+    write_optimizer,
+)
 from groupwise.learner.learner import Learner
 from groupwise.model.adapters.lora_bank import LoRABank, Weights
 from groupwise.model.load import load_policy
@@ -36,9 +40,10 @@ from groupwise.seeds import derive_seed
 from groupwise.tasks import Split, Task
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.training.collector import Batch, Collector, check_failures, has_signal
-from groupwise.training.resume import OPTIMIZER, OPTIMIZER_SETTINGS
 
-REFERENCE = "reference.safetensors"
+REFERENCE = "training/reference.safetensors"
+OLD_REFERENCE = "reference.safetensors"
+"""Where earlier versions put it."""
 
 
 class SharedBase:
@@ -103,11 +108,9 @@ class Member:
         self.put_in_place()
         self.base.policy.save(folder, tokenizer=tokenizer)
         tensors, settings = optimizer_tensors(self.learner.optimizer, self.base.policy.trainable())
-        save_file(tensors, folder / OPTIMIZER)
-        (folder / OPTIMIZER_SETTINGS).write_text(
-            json.dumps({**settings, "updates": self.learner.updates}), encoding="utf-8"
-        )
-        (folder / REFERENCE).unlink(missing_ok=True)  # from an earlier save
+        write_optimizer(folder, tensors, {**settings, "updates": self.learner.updates})
+        for earlier in (REFERENCE, OLD_REFERENCE):
+            (folder / earlier).unlink(missing_ok=True)
         if self.reference is not None:
             save_file(self.reference, folder / REFERENCE)
 
@@ -116,15 +119,14 @@ class Member:
         device = str(self.base.policy.device)
         for name, tensor in stored_weights(folder, self.base).items():
             self.weights[name].copy_(tensor)
-        settings: dict[str, Any] = json.loads((folder / OPTIMIZER_SETTINGS).read_text(encoding="utf-8"))
+        tensors, settings = read_optimizer(folder, device=device)
         load_optimizer(
-            self.learner.optimizer,
-            self.base.policy.trainable(),
-            tensors=load_file(folder / OPTIMIZER, device=device),
-            settings=settings,
+            self.learner.optimizer, self.base.policy.trainable(), tensors=tensors, settings=settings
         )
         self.learner.updates = settings["updates"]
         reference = folder / REFERENCE
+        if not reference.is_file():
+            reference = folder / OLD_REFERENCE
         self.reference = dict(load_file(reference, device=device)) if reference.is_file() else None
 
     def drop(self) -> None:

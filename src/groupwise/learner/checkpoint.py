@@ -1,7 +1,8 @@
 """Atomic checkpoints with checksums, and optimizer state as named tensors.
 
     checkpoints/step-000010/
-      …               files of the caller: safetensors and JSON
+      …               files of the caller: the model or adapter, in Hugging Face layout
+      training/       optimizer state; in a folder, because loaders take every *.safetensors for weights
       state.json      step, data cursor, and other small state
       checksums.json  size and SHA-256 of every other file; written last
 
@@ -33,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 STATE = "state.json"
 CHECKSUMS = "checksums.json"
+TRAINING = "training"
+OPTIMIZER = "optimizer.safetensors"
+OPTIMIZER_SETTINGS = "optimizer.json"
 
 
 def write_checkpoint(
@@ -205,6 +209,27 @@ def optimizer_tensors(
         {**group, "params": [names[index] for index in group["params"]]} for group in saved["param_groups"]
     ]
     return tensors, {"groups": groups}
+
+
+def write_optimizer(folder: Path, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> None:
+    """Write what `optimizer_tensors` returned into a checkpoint's folder."""
+    from safetensors.torch import save_file
+
+    (folder / TRAINING).mkdir(exist_ok=True)
+    save_file(dict(tensors), folder / TRAINING / OPTIMIZER)
+    (folder / TRAINING / OPTIMIZER_SETTINGS).write_text(json.dumps(settings), encoding="utf-8")
+    for name in (OPTIMIZER, OPTIMIZER_SETTINGS):  # where earlier versions put them
+        (folder / name).unlink(missing_ok=True)
+
+
+def read_optimizer(folder: Path, *, device: str = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read what `write_optimizer` wrote; older checkpoints have it beside the model."""
+    from safetensors.torch import load_file
+
+    if (folder / TRAINING / OPTIMIZER).is_file():
+        folder = folder / TRAINING
+    settings: dict[str, Any] = json.loads((folder / OPTIMIZER_SETTINGS).read_text(encoding="utf-8"))
+    return load_file(folder / OPTIMIZER, device=device), settings
 
 
 def load_optimizer(

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -25,8 +24,10 @@ from groupwise.learner.checkpoint import (
     load_optimizer,
     newest_first,
     optimizer_tensors,
+    read_optimizer,
     verify,
     write_checkpoint,
+    write_optimizer,
 )
 from groupwise.learner.cpu_adamw import CPUAdamW
 from groupwise.model.distributed.deepspeed_zero import without_masters
@@ -39,9 +40,6 @@ from groupwise.tracking.run_files import last_step
 from groupwise.tracking.run_folder import RunFolder, run_of_checkpoint, step_of
 from groupwise.tracking.terminal import command, headline
 from groupwise.training.prompt_selection import Rates
-
-OPTIMIZER = "optimizer.safetensors"
-OPTIMIZER_SETTINGS = "optimizer.json"
 
 
 class TrainedState(Protocol):
@@ -124,8 +122,7 @@ def save_state(
 
     def write(target: Path) -> None:
         policy.save(target, gathered=whole)
-        save_file(tensors, target / OPTIMIZER)
-        (target / OPTIMIZER_SETTINGS).write_text(json.dumps(settings))
+        write_optimizer(target, tensors, settings)
 
     (processes or Processes()).lead(
         lambda: write_checkpoint(folder, step=state.step, write=write, state=asdict(state))
@@ -158,12 +155,12 @@ def load_learner(checkpoint: Path, learner: TrainedState, state: RunState) -> No
     """Restore the optimizer from a checkpoint."""
     policy = learner.policy
     learner.updates = state.updates
-    settings = json.loads((checkpoint / OPTIMIZER_SETTINGS).read_text())
     if policy.zero is not None:
-        policy.zero.load_optimizer_state(load_file(checkpoint / OPTIMIZER), settings)
+        policy.zero.load_optimizer_state(*read_optimizer(checkpoint))
         return
     device = "cpu" if isinstance(learner.optimizer, CPUAdamW) else str(policy.device)
-    tensors = without_masters(load_file(checkpoint / OPTIMIZER, device=device))
+    stored, settings = read_optimizer(checkpoint, device=device)
+    tensors = without_masters(stored)
     if (shards := policy.shards) is not None:
         tensors = {key: own_part(shards, key, tensor) for key, tensor in sorted(tensors.items())}
     load_optimizer(learner.optimizer, policy.owned(), tensors=tensors, settings=settings)
