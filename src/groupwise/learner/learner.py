@@ -49,7 +49,7 @@ from groupwise.model.device import total_memory
 from groupwise.model.policy import Policy
 from groupwise.parallel.processes import Processes, shares_of_samples, sum_gradients
 from groupwise.records import Group, Sample, Sampling
-from groupwise.tracking.run_log import LOGGER
+from groupwise.tracking.run_folder import LOGGER
 
 GPU_LOGITS_BYTES = 2 << 30
 """Upper bound on the memory of a chunk of logits and its gradient on a GPU."""

@@ -30,7 +30,7 @@ from groupwise.isolation.time_limit import AnyLimit, TimeLimit, TimeLimitReached
 from groupwise.isolation.worker import Job, UnmovableError, Worker, WorkerLost, described
 from groupwise.records import Example, Group, Rollout
 from groupwise.rewards.trl_style import TEXT_COMPLETIONS, batch_arguments, is_trl_style
-from groupwise.tracking.run_log import LOGGER
+from groupwise.tracking.run_folder import LOGGER
 
 RewardFunction = Callable[..., Any]
 Outcome = float | None | RolloutError

@@ -3,8 +3,8 @@
 Modules in reading order:
 
     collect        generate one group of rollouts per example
-    multi_turn     multi-turn rollouts: some wait for tools while the engine continues the others
-    trajectory     the token stream of one rollout: append-only
+    multi_turn     multi-turn rollouts: some wait for tools while the engine continues the others;
+                   the token stream of one rollout
     tools          turn a typed Python function into a tool
     tool_calls     parse tool calls in a completion
     tool_executor  call tools with a time limit, in this process or in a worker

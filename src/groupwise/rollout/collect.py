@@ -15,9 +15,8 @@ from groupwise.errors import RolloutError
 from groupwise.invariants import check_stream_exact, check_token_exact
 from groupwise.records import Completion, Example, Group, Message, Request, Rollout, Sampling
 from groupwise.rollout.environment import EnvironmentExecutor, EnvironmentFactory
-from groupwise.rollout.multi_turn import ConversationLimits, Conversations
+from groupwise.rollout.multi_turn import ConversationLimits, Conversations, Trajectory
 from groupwise.rollout.tool_executor import ToolExecutor
-from groupwise.rollout.trajectory import Trajectory
 from groupwise.seeds import derive_seed
 
 Prompt = str | Sequence[Message]

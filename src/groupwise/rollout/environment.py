@@ -37,7 +37,7 @@ from groupwise.isolation.time_limit import TimeLimitReached, TimeLimits, Watched
 from groupwise.isolation.worker import Job, UnmovableError, Worker, WorkerLost, described
 from groupwise.records import Example, Message, Rollout
 from groupwise.rewards.runner import BadValueError, as_reward, as_rollout_error
-from groupwise.tracking.run_log import LOGGER
+from groupwise.tracking.run_folder import LOGGER
 
 GRACE_SECONDS = 1.0
 """How long after its time limit a coroutine may take to stop."""

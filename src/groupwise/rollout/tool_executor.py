@@ -21,7 +21,7 @@ from groupwise.records import Call
 from groupwise.rewards.runner import completed, readable
 from groupwise.rollout.tool_calls import ParsedToolCall
 from groupwise.rollout.tools import STATE, Tool, ToolResult, tool_of
-from groupwise.tracking.run_log import LOGGER
+from groupwise.tracking.run_folder import LOGGER
 
 IN_WORKER = "in_worker"
 """Name of the attribute that holds the function which calls a tool in its worker."""

@@ -12,7 +12,7 @@ from ipaddress import ip_address
 from socket import SO_ERROR, SOL_SOCKET
 from typing import Any
 
-from groupwise.tracking.run_log import LOGGER
+from groupwise.tracking.run_folder import LOGGER
 
 HEAD_LIMIT = 32 * 1024
 BODY_LIMIT = 16 * 1024 * 1024

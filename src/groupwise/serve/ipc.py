@@ -19,7 +19,7 @@ from groupwise.engine.serving.serving_engine import Busy, ServingEngine, StreamC
 from groupwise.engine.serving.serving_scheduler import Job
 from groupwise.model.policy import Policy
 from groupwise.records import Finish
-from groupwise.tracking.run_log import LOGGER
+from groupwise.tracking.run_folder import LOGGER
 
 
 class WireChunk(NamedTuple):

@@ -23,7 +23,7 @@ from groupwise.rollout.tool_executor import isolated_tool, tool_job
 from groupwise.rollout.tools import tool_of
 from groupwise.tasks.self_test import gold_of
 from groupwise.tasks.task import Task
-from groupwise.tracking.run_log import LOGGER
+from groupwise.tracking.run_folder import LOGGER
 
 
 def failures_on_trial(

@@ -2,9 +2,8 @@
 
 Modules in reading order:
 
-    run_folder     the paths in a run folder, and its lock
+    run_folder     the paths in a run folder, its lock, and training.log
     run_files      metrics.jsonl, rollouts and updates as Parquet, completions; the background writer
-    run_log        training.log
     terminal       the live panel, plain log lines and the final summary
     number_format  format numbers, durations and sparklines
     trackers       trackio, Weights & Biases, TensorBoard

@@ -1,10 +1,17 @@
-"""The folder of a run: its paths, its creation, and the lock that admits one training process."""
+"""The folder of a run: its paths, its creation, the lock that admits one training process, and training.log.
+
+training.log has the messages of the `groupwise` logger with timestamps.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -253,3 +260,33 @@ def short(name: str) -> str:
     """Return the last part of a task or model name: "Qwen/Qwen2.5-0.5B" -> "Qwen2.5-0.5B"."""
     last = Path(name).name.removesuffix(".py")
     return re.sub(r"[^\w.-]+", "-", last).strip("-.") or "run"
+
+
+LOGGER = logging.getLogger("groupwise")
+
+
+class LogFile(logging.FileHandler):
+    """A file handler that ignores OS errors: a full disk is reported when the run writes its other files."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+
+@contextmanager
+def log_to(path: Path) -> Iterator[logging.Logger]:
+    """Log to a file, and not to the terminal, inside the block."""
+    handler = LogFile(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    level_before = LOGGER.level
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.INFO)
+    # A reward that calls `logging.warning(…)` adds a terminal handler to the root logger.
+    propagated, LOGGER.propagate = LOGGER.propagate, False
+    try:
+        yield LOGGER
+    finally:
+        LOGGER.propagate = propagated
+        LOGGER.setLevel(level_before)
+        LOGGER.removeHandler(handler)
+        handler.close()

@@ -3,10 +3,9 @@
 Modules in reading order:
 
     loop              the seven stages of a step
-    grpo_run          what each stage does in a GRPO run
+    grpo_run          what each stage does in a GRPO run; prefetching of the next batch
     collector         sample prompts, rollout, score, advantage; which groups are refilled
     prompt_selection  exclude overlong prompts; choose prompts by how often their kind succeeds
-    prefetch          collect the next batch while this one trains
     base_run          what every run has: folder, policy, engine, evaluation, checkpoints
     resume            where a run starts: new, or after its last checkpoint
     evaluator         held-out accuracy before, during and after

@@ -28,7 +28,7 @@ from groupwise.seeds import derive_seed
 from groupwise.tasks import Split, Task
 from groupwise.tasks.code_fingerprint import code_of
 from groupwise.tasks.task import correct_rule
-from groupwise.tracking.run_log import LOGGER
+from groupwise.tracking.run_folder import LOGGER
 from groupwise.training.callbacks import Callbacks, RunControl
 from groupwise.training.evaluator import Evaluator
 from groupwise.training.lifecycle.interrupt import Interrupt

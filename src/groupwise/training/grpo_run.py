@@ -1,11 +1,18 @@
-"""A GRPO run: what each stage of `training.loop` does, and the parts it uses."""
+"""A GRPO run: what each stage of `training.loop` does, and the parts it uses.
+
+With `rollout.overlap`, a thread collects the next batch while this one trains. The prefetched batch is
+sampled with the weights from before the current update, so it is one update off-policy. `algo.correction` weighs its
+tokens by the ratio of the two policies, and `algo.max_stale_gap` bounds how far they may differ.
+"""
 
 from __future__ import annotations
 
 import random
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
@@ -28,8 +35,7 @@ from groupwise.tasks.sft_data import of_task
 from groupwise.training.base_run import BaseRun, on_own_device
 from groupwise.training.collector import Batch, Collector, check_failures, first_error
 from groupwise.training.evaluator import Evaluator
-from groupwise.training.prefetch import BatchPrefetcher, CollectBatch
-from groupwise.training.prompt_selection import PromptLimit
+from groupwise.training.prompt_selection import PromptLimit, Rates
 from groupwise.training.resume import RunStart
 from groupwise.training.sft_run import encode
 from groupwise.training.step_metrics import batch_metrics, speed_metrics
@@ -273,3 +279,48 @@ class GRPORun(BaseRun):
         measured = self.end_step(step, cursor=batch.cursor, metrics=metrics)
         if measured:
             self.recorder.samples(step, batch)
+
+
+class BatchPrefetcher:
+    """Collects at most one batch at a time, in a thread that mostly waits for inference servers."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._batch: Batch | None = None
+        self._error: BaseException | None = None
+
+    def start(self, collect: Callable[[], Batch]) -> None:
+        """Start collecting a batch. The previous one must have been taken."""
+        assert self._thread is None, "the previous batch has not been taken"
+
+        def work() -> None:
+            try:
+                self._batch = collect()
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=work, daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the batch is complete. Servers may then receive new weights."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def take(self) -> Batch | None:
+        """Return the prefetched batch, or None if none was started. Raise the error of the thread, if any."""
+        if self._thread is None:
+            return None
+        self.wait()
+        self._thread = None
+        batch, error = self._batch, self._error
+        self._batch = self._error = None
+        if error is not None:
+            raise error
+        return batch
+
+
+class CollectBatch(Protocol):
+    """Runs stages 1 to 4: see `training.loop.collect_batch`."""
+
+    def __call__(self, collector: Collector, step: int, *, cursor: int, rates: Rates) -> Batch: ...

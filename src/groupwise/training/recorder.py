@@ -28,8 +28,7 @@ from groupwise.tracking.run_files import (
     write_rollouts,
     write_updates,
 )
-from groupwise.tracking.run_folder import RunFolder
-from groupwise.tracking.run_log import log_to
+from groupwise.tracking.run_folder import RunFolder, log_to
 from groupwise.tracking.terminal import Display, PlainDisplay, RunSummary, command, open_display
 from groupwise.tracking.trackers import Tracker, open_trackers
 from groupwise.training.collector import Batch

@@ -36,7 +36,7 @@ from groupwise.model.attention.hf_interface import AttentionVariant
 from groupwise.model.ops.equivalence import float32_excerpt
 from groupwise.model.ops.rotary import rotate, sine_halves
 from groupwise.model.policy import Policy
-from groupwise.tracking.run_log import LOGGER
+from groupwise.tracking.run_folder import LOGGER
 
 ROWS, COLUMNS = 64, 128
 """Tile of one program: rows and outputs."""

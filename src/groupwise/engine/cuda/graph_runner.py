@@ -28,7 +28,7 @@ from groupwise.model.device import to_device
 from groupwise.model.ops.logits import scaled_logits
 from groupwise.model.policy import Policy
 from groupwise.records import Sampling
-from groupwise.tracking.run_log import LOGGER
+from groupwise.tracking.run_folder import LOGGER
 
 
 def can_be_captured(policy: Policy) -> bool:

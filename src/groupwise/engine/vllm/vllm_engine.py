@@ -33,7 +33,7 @@ from groupwise.errors import ConfigError
 from groupwise.model.policy import Policy
 from groupwise.parallel.processes import Processes
 from groupwise.records import Completion, Finish, Request, Sampling
-from groupwise.tracking.run_log import LOGGER
+from groupwise.tracking.run_folder import LOGGER
 
 OLDEST = (0, 28)
 """Oldest supported vLLM version."""
