@@ -1,8 +1,8 @@
 """A GRPO run: what each stage of `training.loop` does, and the parts it uses.
 
-With `rollout.overlap`, a thread collects the next batch while this one trains. The prefetched batch is
-sampled with the weights from before the current update, so it is one update off-policy. `algo.correction` weighs its
-tokens by the ratio of the two policies, and `algo.max_stale_gap` bounds how far they may differ.
+With `rollout.overlap`, a thread collects the next batch while this one trains. That batch is sampled from the
+policy before the current update: it is one update off-policy. `algo.correction` weighs its tokens by the
+ratio of the two policies, and `algo.max_stale_gap` bounds how far they may differ.
 """
 
 from __future__ import annotations
