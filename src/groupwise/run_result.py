@@ -120,6 +120,8 @@ class RunResult(os.PathLike[str]):
     ) -> Any:
         """Answer prompts with the trained policy: a string for each, or `samples` strings for each.
 
+        A `rollout.logits_processor` of the run is not applied.
+
         A prompt is a string or a list of messages, as a task gives it. A single prompt gets a single answer.
         Sampling is greedy unless a temperature is given; the rest is as in training.
         """

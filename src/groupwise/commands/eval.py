@@ -25,7 +25,7 @@ from groupwise.records import Example, Sampling
 from groupwise.tasks import TASKS, ExampleStream, Task, isolated, load_rows, load_task, without_data
 from groupwise.tasks.code_fingerprint import changed_code, code_of
 from groupwise.tasks.task import correct_rule
-from groupwise.tasks.user_functions import of_task
+from groupwise.tasks.user_functions import load_function, of_task
 
 if TYPE_CHECKING:
     from groupwise.engine.engine import Engine
@@ -371,6 +371,10 @@ def load_target(target: Target, config: Config) -> tuple[Policy, Engine]:
     from groupwise.model.load import load_policy
 
     policy = load_policy(config.model, replace(config.lora, r=target.rank), trained=target.trained)
+    if (name := config.rollout.logits_processor) is not None:
+        from groupwise.model.ops.logits import LogitsProcessor
+
+        policy.logits_processor = LogitsProcessor(name, load_function("rollout.logits_processor", name))
     return policy, Engine(policy, config.engine)
 
 

@@ -21,7 +21,7 @@ from groupwise.config.algorithm import (
     NORMALIZATIONS,
     AlgoConfig,
 )
-from groupwise.config.coerce import between, finite, one_of
+from groupwise.config.coerce import between, finite, is_function_name, one_of
 from groupwise.config.runtime import (
     EngineConfig,
     EvaluateConfig,
@@ -286,6 +286,9 @@ class RolloutConfig:
     """0: off."""
     stop: tuple[str, ...] = ()
     """Stop strings: generation of a completion ends at any of them."""
+    logits_processor: str | None = None
+    """A sampling rule of your own, on a CPU: (tokens so far, logits) to logits, as module:function or
+    FILE.py:function. The trained log-probabilities account for it."""
     refill: int = 1
     """Per step, how many times groups with zero variance may be replaced by groups from new prompts."""
     overlap: bool = False
@@ -296,6 +299,11 @@ class RolloutConfig:
     curriculum."""
 
     def __post_init__(self) -> None:
+        if self.logits_processor is not None and not is_function_name(self.logits_processor):
+            raise ConfigError(
+                "rollout.logits_processor must be module:function or FILE.py:function; got "
+                f"{self.logits_processor!r}"
+            )
         between("rollout.prompts", self.prompts, 1)
         between("rollout.group_size", self.group_size, 2)
         between("rollout.max_tokens", self.max_tokens, 1)
@@ -357,6 +365,8 @@ class Config:
             raise ConfigError("rollout.overlap requires a separate generator; set engine.kind=vllm")
         if self.rollout.overlap and self.algo.correction == "none":
             raise ConfigError("rollout.overlap samples from a stale policy; set algo.correction")
+        if self.rollout.logits_processor is not None and self.engine.kind == "vllm":
+            raise ConfigError("rollout.logits_processor requires groupwise's own engine; set engine.kind=own")
         needs_entropies = {
             "algo.top_entropy": self.algo.top_entropy < 1,
             "algo.target_entropy": self.algo.target_entropy is not None,

@@ -200,6 +200,8 @@ class Engine:
         slots = scheduler.slots()
         at = scheduler.length[slots]
         noise = uniforms(scheduler.seed[slots], at.astype(np.uint64))
+        if self.policy.logits_processor is not None:
+            logits_RV = self.policy.logits_processor(scheduler.contexts(), logits_RV)
         temperature = scheduler.temperatures(slots, sampling.temperature)
         if not sampling.greedy and (temperature != np.float32(sampling.temperature)).any():
             logits_RV = logits_RV.float() / torch.from_numpy(temperature).to(logits_RV.device)[:, None]

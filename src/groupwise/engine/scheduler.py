@@ -10,6 +10,7 @@ over hundreds of sequences costs a handful of numpy operations.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
@@ -204,6 +205,11 @@ class Scheduler:
         if self._slots is None:
             self._slots = np.array([sequence.slot for sequence in self.running], dtype=np.int64)
         return self._slots
+
+    def contexts(self) -> Iterator[list[int]]:
+        """Yield the tokens of every running sequence so far, prompt included, in order."""
+        for sequence, slot in zip(self.running, self.slots(), strict=True):
+            yield [*sequence.prefix.tokens, *self.tokens[slot, : self.length[slot]].tolist()]
 
     @property
     def vacant(self) -> int:

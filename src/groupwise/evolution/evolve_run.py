@@ -360,6 +360,8 @@ def check_supported(config: Config, task: Task) -> None:
         raise ConfigError("algo.advantage=batch_std requires groupwise train; use dr_grpo in a population")
     if config.algo.teacher is not None or config.algo.sft_weight:
         raise ConfigError("algo.teacher and algo.sft_weight require groupwise train, not a population")
+    if config.rollout.logits_processor is not None:
+        raise ConfigError("rollout.logits_processor requires groupwise train, not a population")
     if config.algo.target_entropy is not None:
         raise ConfigError("members do not adapt their entropy bonus: set algo.entropy_bonus instead")
     if config.run.callbacks:

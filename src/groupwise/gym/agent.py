@@ -54,6 +54,8 @@ class Agent:
             raise ConfigError(
                 "an agent learns from rewards alone; leave algo.teacher and algo.sft_weight off"
             )
+        if self.config.rollout.logits_processor is not None:
+            raise ConfigError("an agent has no rollout.logits_processor: use groupwise train")
         if algo.target_entropy is not None:
             raise ConfigError("an agent does not adapt its entropy bonus: set algo.entropy_bonus instead")
         if self.config.engine.kind != "own":

@@ -5,7 +5,7 @@ Axes: T tokens of the packed row, S samples, A tokens after the prompts, N train
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby
@@ -20,6 +20,7 @@ from groupwise.invariants import check_targets
 from groupwise.model.attention.packed import PackedLayout
 from groupwise.model.attention.ulysses import UlyssesContext, UlyssesLayout
 from groupwise.model.device import to_device
+from groupwise.model.ops.logits import entropy, scaled_logits
 from groupwise.model.policy import Policy
 from groupwise.records import Sample, Sampling
 
@@ -55,6 +56,14 @@ class MicroBatch:
     """Index of the sample that each trained token belongs to."""
     supervised: SupervisedTokens | None = None
     """Tokens with a cross-entropy loss; None if there are none."""
+    samples: Sequence[Sample] = ()
+
+    def contexts(self) -> Iterator[tuple[int, ...]]:
+        """Yield the tokens before each trained token, prompt included."""
+        for sample in self.samples:
+            for place, trained in enumerate(sample.trained):
+                if trained:
+                    yield sample.tokens[:place]
 
 
 def micro_batches(samples: Sequence[Sample], *, budget: int, shared: bool = True) -> list[list[int]]:
@@ -121,6 +130,7 @@ def pack(samples: Sequence[Sample], *, device: torch.device) -> MicroBatch:
         advantages_N=move(answers("advantages", np.float32)[trained_A]),
         sequence_N=move(sequence_A[trained_A]),
         supervised=supervised,
+        samples=samples,
     )
 
 
@@ -173,8 +183,22 @@ def own_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """`row_logprobs` of a row that one process computes."""
     hidden_TM = policy.hidden(batch.tokens_T, batch.positions_T, batch.layout)
+    return trained_logprobs(policy, batch, hidden_TM, sampling, entropy_gradient=entropy_gradient)
+
+
+def trained_logprobs(
+    policy: Policy, batch: MicroBatch, hidden_TM: Tensor, sampling: Sampling, *, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Return (logprobs_N, entropy_N) of a row from its hidden states."""
     hidden_NM = hidden_TM.index_select(0, batch.predictor_N)
-    return policy.token_logprobs(hidden_NM, batch.targets_N, sampling, entropy_gradient=entropy_gradient)
+    rule = policy.logits_processor
+    if rule is None:
+        return policy.token_logprobs(hidden_NM, batch.targets_N, sampling, entropy_gradient=entropy_gradient)
+    # A rule in Python is far slower than the logits are large: it is meant for small models.
+    processed_NV = rule(batch.contexts(), policy.logits(hidden_NM))
+    logprobs_NV = scaled_logits(processed_NV, sampling, keep_N=batch.targets_N).log_softmax(-1)
+    entropy_N = entropy(logprobs_NV if entropy_gradient else logprobs_NV.detach())
+    return logprobs_NV.gather(1, batch.targets_N[:, None])[:, 0], entropy_N
 
 
 def supervised_logprobs(
@@ -186,11 +210,8 @@ def supervised_logprobs(
 
     def compute() -> tuple[Tensor, Tensor, Tensor]:
         hidden_TM = policy.hidden(batch.tokens_T, batch.positions_T, batch.layout)
-        logprobs_N, entropy_N = policy.token_logprobs(
-            hidden_TM.index_select(0, batch.predictor_N),
-            batch.targets_N,
-            sampling,
-            entropy_gradient=entropy_gradient,
+        logprobs_N, entropy_N = trained_logprobs(
+            policy, batch, hidden_TM, sampling, entropy_gradient=entropy_gradient
         )
         own_X, _ = policy.token_logprobs(
             hidden_TM.index_select(0, tokens.predictor_X),

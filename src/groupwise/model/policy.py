@@ -19,7 +19,7 @@ from groupwise.model.attention.packed import PackedLayout
 from groupwise.model.device import free_memory, kept_numbers
 from groupwise.model.general_forward import GeneralPath, own_forward, text_decoder, unpacked_hidden
 from groupwise.model.ops.equivalence import RecordedAttention, draws_noise, in_mode, recorded_attention
-from groupwise.model.ops.logits import capped, float_logits
+from groupwise.model.ops.logits import LogitsProcessor, capped, float_logits
 from groupwise.model.ops.logprobs import token_logprobs
 from groupwise.model.tokenizer import TokenizerCodec
 from groupwise.records import Sampling
@@ -60,6 +60,8 @@ class Policy(TokenizerCodec):
         """Set when FSDP shards the decoder's layers."""
         self.zero: ZeroEngine | None = None
         """Set when DeepSpeed shards the policy or its optimizer state."""
+        self.logits_processor: LogitsProcessor | None = None
+        """A sampling rule of the user, for the sampler and the trained log-probabilities."""
         self.version = 0
         """Incremented by every update; external engines compare it to detect stale weights."""
 
@@ -224,7 +226,9 @@ class Policy(TokenizerCodec):
                 yield self
         else:
             assert self._frozen is not None, "full fine-tuning with a KL penalty needs a frozen copy"
-            yield Policy(self._frozen, self.tokenizer, general=self.general)
+            frozen = Policy(self._frozen, self.tokenizer, general=self.general)
+            frozen.logits_processor = self.logits_processor
+            yield frozen
 
     @contextmanager
     def without_adapter(self) -> Iterator[Policy]:

@@ -26,7 +26,13 @@ from groupwise.tasks.task import closest
 
 CALLBACKS = "run.callbacks"
 ENGINE = "engine.kind"
-KEYWORDS = {"loss": "algo.loss", "advantage": "algo.advantage", "engine": ENGINE}
+LOGITS_PROCESSOR = "rollout.logits_processor"
+KEYWORDS = {
+    "loss": "algo.loss",
+    "advantage": "algo.advantage",
+    "engine": ENGINE,
+    "logits_processor": LOGITS_PROCESSOR,
+}
 """Keywords of `gw.train` that take a function, with the setting that names it."""
 IN_PYTHON = "python"
 """Stands for the module of a function that cannot be imported."""
@@ -50,6 +56,11 @@ class UserFunctions:
     def engine(self) -> Callable[..., Any] | None:
         """The function that makes the engine, if it is the user's own."""
         return self.by_setting.get(ENGINE)
+
+    @property
+    def logits_processor(self) -> Callable[..., Any] | None:
+        """The user's sampling rule, if there is one."""
+        return self.by_setting.get(LOGITS_PROCESSOR)
 
     @property
     def code(self) -> dict[str, str]:
@@ -116,6 +127,7 @@ def use_functions(config: Config, given: Mapping[str, Any] | None = None) -> Use
         "algo.loss": config.algo.loss,
         "algo.advantage": config.algo.advantage,
         ENGINE: config.engine.kind,
+        LOGITS_PROCESSOR: config.rollout.logits_processor or "",
     }
     functions = {
         setting: objects.get((setting, name)) or load_function(setting, name)

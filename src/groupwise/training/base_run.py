@@ -286,12 +286,12 @@ class BaseRun(ABC):
             processes=self.processes,
         )
         self._prune()
+        self.callbacks.call("after_checkpoint", self.state.step, self.folder.checkpoint_at(self.state.step))
 
     def _prune(self) -> None:
         best = self.state.best_step if self.config.run.keep_best else None
         keep = self.config.run.keep_last
         self.processes.lead(lambda: prune(self.folder.checkpoints, keep_last=keep, best=best))
-        self.callbacks.call("after_checkpoint", self.state.step, self.folder.checkpoint_at(self.state.step))
 
     def __enter__(self) -> Self:
         return self

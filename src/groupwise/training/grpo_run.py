@@ -24,6 +24,7 @@ from groupwise.learner.micro_batch import MicroBatchInputs
 from groupwise.learner.teacher import SELF, ModelTeacher, SelfTeacher, ServerTeacher, Teacher, is_server
 from groupwise.model.attention.ulysses import UlyssesContext
 from groupwise.model.load import load_for_generation
+from groupwise.model.ops.logits import LogitsProcessor
 from groupwise.parallel.processes import Processes, layout_of
 from groupwise.records import Group, Rollout, Sample
 from groupwise.rewards.runner import RewardContext, TrainerState
@@ -109,6 +110,7 @@ class GRPORun(BaseRun):
 
     def make_parts(self) -> None:
         config, task = self.config, self.task
+        self._use_logits_processor()
         self.prompt_limit = PromptLimit(config, task=task, policy=self.policy)
         self.split, self.too_long = self.prompt_limit.leave_out(self.split)
         split = self.split
@@ -146,6 +148,18 @@ class GRPORun(BaseRun):
             folder=self.folder,
             processes=self.processes,
         )
+
+    def _use_logits_processor(self) -> None:
+        """Give the user's sampling rule to the policy, from which sampler and trainer take it."""
+        rule, name = self.functions.logits_processor, self.config.rollout.logits_processor
+        if rule is None or name is None:
+            return
+        if self.policy.device.type != "cpu":
+            raise ConfigError(
+                "rollout.logits_processor runs Python code at every token, which a CUDA graph cannot; set "
+                "model.device=cpu"
+            )
+        self.policy.logits_processor = LogitsProcessor(name, rule)
 
     def _teacher(self) -> Teacher | None:
         """Load the teacher of on-policy distillation, if settings name one."""
@@ -271,7 +285,7 @@ class GRPORun(BaseRun):
         )
         drawn = batch_metrics(
             batch,
-            truncated=self.config.rollout.sampling.truncates,
+            truncated=self.config.rollout.sampling.truncates or self.policy.logits_processor is not None,
             shown_reward=self.collector.shown_reward,
         )
         metrics = {**drawn, **report, **speed}

@@ -8,11 +8,14 @@ anyway and only has to store the sums unrounded.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from groupwise.errors import ConfigError
 from groupwise.records import Sampling
 
 
@@ -66,6 +69,43 @@ def scaled_logits(logits_NV: Tensor, sampling: Sampling, *, keep_N: Tensor | Non
     if keep_N is not None:
         allowed_NV.scatter_(1, keep_N[:, None], True)
     return logits_NV.masked_fill(~allowed_NV, float("-inf"))
+
+
+class LogitsProcessor:
+    """A sampling rule of the user: (tokens so far, logits of the next token) to logits, before temperature.
+
+    The sampler and the trainer apply the same rule, so it must depend on its arguments alone. A logit of -inf
+    excludes a token.
+    """
+
+    def __init__(self, name: str, function: Callable[[list[int], Tensor], Any]) -> None:
+        self.name, self.function = name, function
+
+    def __call__(self, contexts: Iterable[Sequence[int]], logits_NV: Tensor) -> Tensor:
+        """Apply the rule to each row; `contexts` has the tokens before each, prompt included."""
+        rows = zip(contexts, logits_NV.float(), strict=True)
+        return torch.stack([self._checked(list(context), row_V) for context, row_V in rows])
+
+    def _checked(self, context: list[int], row_V: Tensor) -> Tensor:
+        try:
+            # A copy: a rule that writes in place must not change what the engine has cached.
+            processed_V = self.function(context, row_V.clone())
+        except Exception as error:
+            raise ConfigError(
+                f"rollout.logits_processor {self.name} raised {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(processed_V, Tensor) or processed_V.shape != row_V.shape:
+            got = tuple(processed_V.shape) if isinstance(processed_V, Tensor) else type(processed_V).__name__
+            raise ConfigError(
+                f"rollout.logits_processor {self.name} must return logits of shape {tuple(row_V.shape)}; "
+                f"got {got}"
+            )
+        if bool(processed_V.isnan().any()) or not bool(processed_V.isfinite().any()):
+            raise ConfigError(
+                f"rollout.logits_processor {self.name} returned NaN, or excluded every token, after "
+                f"{len(context)} tokens"
+            )
+        return processed_V
 
 
 def entropy(logprobs_NV: Tensor) -> Tensor:
