@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,23 +21,68 @@ from groupwise.errors import CheckpointError, ConfigError, InvariantError
 from groupwise.tasks import TASKS
 from groupwise.tracking import trackers
 
+LIGHT_SERVER = """
+import json, os, sys
+from groupwise import cli
 
-@pytest.fixture
-def light(tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run the command in a process where importing torch or transformers raises."""
-    poison = tmp_path / "poison"
-    poison.mkdir()
+for line in sys.stdin:
+    words = json.loads(line)
+    if not (child := os.fork()):
+        for descriptor, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+        sys.exit(cli.main(words))
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(json.dumps([code, open("out").read(), open("err").read()]), flush=True)
+"""
+"""Answers each command in a fork of one process, which has imported what the command line imports."""
+
+
+@pytest.fixture(scope="module")
+def without_torch(tmp_path_factory) -> dict[str, str]:
+    """The environment of a process where importing torch or transformers raises."""
+    poison = tmp_path_factory.mktemp("poison")
     for name in ("torch", "transformers"):
         (poison / f"{name}.py").write_text(f"raise RuntimeError('{name} was imported')\n")
-    environment = os.environ | {"PYTHONPATH": str(poison), "COLUMNS": "110", "NO_COLOR": "1"}
+    paths = os.pathsep.join(filter(None, (str(poison), os.environ.get("PYTHONPATH"))))
+    return os.environ | {"PYTHONPATH": paths, "COLUMNS": "110", "NO_COLOR": "1"}
+
+
+@pytest.fixture
+def light(tmp_path, without_torch) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run the command in a process of its own, without torch."""
 
     def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "groupwise", *words]
         return subprocess.run(
-            command, env=environment | variables, cwd=tmp_path, capture_output=True, text=True, timeout=60
+            command, env=without_torch | variables, cwd=tmp_path, capture_output=True, text=True, timeout=60
         )
 
     return run
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory, without_torch) -> Iterator[Callable[..., tuple[int, str, str]]]:
+    """Run the command in a fork of one process without torch; return its exit code and what it printed."""
+    server = subprocess.Popen(
+        [sys.executable, "-c", LIGHT_SERVER],
+        env=without_torch,
+        cwd=tmp_path_factory.mktemp("empty"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+    words_to, answers_from = server.stdin, server.stdout
+
+    def run(*words: str) -> tuple[int, str, str]:
+        print(json.dumps(words), file=words_to, flush=True)
+        code, out, err = json.loads(answers_from.readline())
+        return code, out, err
+
+    with server:
+        yield run
+        words_to.close()
 
 
 @pytest.fixture
@@ -57,8 +102,9 @@ def raising(error: BaseException) -> SimpleNamespace:
     return SimpleNamespace(train=train)
 
 
-def test_the_poison_works(light):
+def test_the_poison_works(light, answered):
     assert "torch was imported" in light("train", "--max-steps", "1").stderr
+    assert "torch was imported" in answered("train", "--max-steps", "1")[2]
 
 
 @pytest.mark.parametrize(
@@ -73,10 +119,10 @@ def test_the_poison_works(light):
         (["tasks"], "countdown"),
     ],
 )
-def test_a_question_is_answered_before_torch_is_imported(light, words, shown):
-    answer = light(*words)
-    assert (answer.returncode, answer.stderr) == (0, "")
-    assert shown in answer.stdout
+def test_a_question_is_answered_before_torch_is_imported(answered, words, shown):
+    code, out, err = answered(*words)
+    assert (code, err) == (0, "")
+    assert shown in out
 
 
 @pytest.mark.parametrize(
@@ -118,9 +164,8 @@ def test_a_question_is_answered_before_torch_is_imported(light, words, shown):
         (["eval", "tiny", "--data", "/no/no.jsonl"], "no such file: /no/no.jsonl"),
     ],
 )
-def test_a_mistake_gets_one_sentence_before_torch_is_imported(light, words, sentence):
-    answer = light(*words)
-    assert (answer.returncode, answer.stdout, answer.stderr) == (2, "", f"error: {sentence}\n")
+def test_a_mistake_gets_one_sentence_before_torch_is_imported(answered, words, sentence):
+    assert answered(*words) == (2, "", f"error: {sentence}\n")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,7 @@ def test_the_example_loop_of_twenty_lines_runs(tmp_path, monkeypatch, capsys):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gw, "PromptEnv", partial(gw.PromptEnv, held_out=4))
     agent = module.main(2, 2)
     assert agent.steps == 2
     assert (tmp_path / "agent" / "model.safetensors").is_file()
