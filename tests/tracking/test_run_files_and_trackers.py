@@ -15,6 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from groupwise.config.schema import TrackConfig
@@ -303,8 +305,10 @@ def test_rollouts_come_back_with_every_token_and_reward(tmp_path: Path) -> None:
             {
                 "text": "hm",
                 "calls": [{"name": "add", "arguments": {"a": 3}, "result": "7", "found": [], "error": None}],
+                "observation": "",
+                "reward": 0.0,
             },
-            {"text": "é 7", "calls": []},
+            {"text": "é 7", "calls": [], "observation": "", "reward": 0.0},
         ],
         "tokens": [5, 6, 7, 2],
         "trained": [False, False, True, True],
@@ -320,6 +324,30 @@ def test_rollouts_come_back_with_every_token_and_reward(tmp_path: Path) -> None:
         "example": {"answer": 7, "numbers": [3, 4]},
     }
     assert (rows[1]["prompt"], rows[1]["error"], rows[1]["rewards"]) == ("text?", "correct raised", {})
+
+
+def test_datasets_loads_rollouts_as_they_are(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    path = tmp_path / "step-000001.parquet"
+    write_rollouts(path, 1, [group()])
+    rows = datasets.load_dataset(
+        "parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    assert rows[0]["rewards"] == {"correct": 1.0, "short": 0.1}
+    assert rows[0]["tokens"] == [5, 6, 7, 2]
+
+
+def test_rollouts_without_any_reward_and_those_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "step-000001.parquet"
+    write_rollouts(path, 1, [group(rewards={})])
+    assert [row["rewards"] for row in read_rollouts(path)] == [{}, {}]
+    write_rollouts(path, 1, [group()])
+    table = pq.read_table(path)
+    at = table.schema.get_field_index("rewards")
+    pairs = [list((rewards or {}).items()) for rewards in table["rewards"].to_pylist()]
+    as_map = pa.array(pairs, pa.map_(pa.string(), pa.float64()))
+    pq.write_table(table.set_column(at, "rewards", as_map), path)
+    assert [row["rewards"] for row in read_rollouts(path)] == [{"correct": 1.0, "short": 0.1}, {}]
 
 
 def test_the_same_rollouts_give_the_same_bytes(tmp_path: Path) -> None:

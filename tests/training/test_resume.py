@@ -279,18 +279,6 @@ def test_a_reward_that_was_edited_is_refused_and_invents_no_gain(place, tmp_path
     assert run_command("train", "--resume", str(run), "run.max_steps=4").code == 0
 
 
-def test_a_checkpoint_is_not_resumed_but_a_copy_of_its_run_without_the_later_ones(copied, uninterrupted):
-    before = everything(copied)
-    checkpoint = copied / "checkpoints" / "step-000003"
-    ended = run_command("train", "--resume", str(checkpoint))
-    assert (ended.code, ended.err.count("\n")) == (2, 1)
-    assert f"{checkpoint} is a checkpoint of {copied}: --resume {copied} continues" in ended.err
-    assert everything(copied) == before
-    shutil.rmtree(copied / "checkpoints" / "step-000004")  # as the sentence says
-    assert run_command("train", "--resume", str(copied)).code == 0
-    assert_same(copied, uninterrupted["lora"])
-
-
 def test_a_run_in_use_is_not_resumed(copied):
     with (copied / ".lock").open("a+") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)

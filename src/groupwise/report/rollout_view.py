@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from groupwise.tracking.run_files import read_update
+from groupwise.tracking.run_files import read_update, reward_parts
 from groupwise.tracking.run_folder import RunFolder, step_of
 
 UNFINISHED = "\ufffd"
@@ -293,8 +293,7 @@ def prompt_excerpt(prompt: str) -> str:
 
 
 def tidy(row: Record) -> Record:
-    if "rewards" in row:
-        row["rewards"] = dict(row["rewards"])
+    row["rewards"] = reward_parts(row.get("rewards"))
     return row
 
 

@@ -123,7 +123,7 @@ ROLLOUT_SCHEMA = pa.schema(
         "entropies": pa.list_(pa.float32()),
         "prompt_length": pa.int32(),
         "length": pa.int32(),  # tokens the policy chose
-        "rewards": pa.map_(pa.string(), pa.float64()),
+        "rewards": pa.struct({}),  # one field per reward, as the file needs
         "reward": pa.float64(),
         "advantage": pa.float64(),
         "finish": pa.string(),
@@ -150,7 +150,7 @@ def write_rollouts(path: Path, step: int, groups: Sequence[Group]) -> None:
 
     Each Parquet row group holds only a few groups, so that one can be read without most of the others.
     """
-    table = pa.Table.from_pydict(columns(step, groups), schema=ROLLOUT_SCHEMA)
+    table = pa.Table.from_pydict(columns(step, groups), schema=schema_for(groups))
     members = max((len(group.rollouts) for group in groups), default=1)
     buffer = pa.BufferOutputStream()
     pq.write_table(
@@ -164,13 +164,28 @@ def write_rollouts(path: Path, step: int, groups: Sequence[Group]) -> None:
     write_atomically(path, buffer.getvalue().to_pybytes())
 
 
+def schema_for(groups: Sequence[Group]) -> pa.Schema:
+    """Return the schema of a file. `rewards` is a struct: not every reader of Parquet knows maps."""
+    names = dict.fromkeys(name for group in groups for rollout in group.rollouts for name in rollout.rewards)
+    at = ROLLOUT_SCHEMA.get_field_index("rewards")
+    if not names:  # every rollout failed, and Parquet has no empty struct
+        return ROLLOUT_SCHEMA.remove(at)
+    return ROLLOUT_SCHEMA.set(at, pa.field("rewards", pa.struct({name: pa.float64() for name in names})))
+
+
+def reward_parts(stored: Mapping[str, float | None] | Sequence[tuple[str, float]] | None) -> dict[str, float]:
+    """Return the rewards of a row by name; files of earlier versions hold them as pairs."""
+    pairs = stored.items() if isinstance(stored, Mapping) else stored or ()
+    return {name: value for name, value in pairs if value is not None}
+
+
 def read_rollouts(path: Path) -> list[dict[str, Any]]:
     """Return the rows of one file, with prompt, example, rewards and turns as Python values."""
     rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
     for row in rows:
         row["prompt"] = json.loads(row["prompt"])
         row["example"] = json.loads(row["example"])
-        row["rewards"] = dict(row["rewards"])
+        row["rewards"] = reward_parts(row.get("rewards"))
         row["turns"] = json.loads(row["turns"])
     return rows
 
@@ -197,7 +212,7 @@ def columns(step: int, groups: Sequence[Group]) -> dict[str, list[Any]]:
         "prompt": [written[id(rollout.prompt)] for rollout in rollouts],
         "length": [rollout.length for rollout in rollouts],
         "turns": [as_json([asdict(turn) for turn in rollout.turns]) for rollout in rollouts],
-        "rewards": [list(rollout.rewards.items()) for rollout in rollouts],
+        "rewards": [dict(rollout.rewards) or None for rollout in rollouts],
         "example": [examples[number] for number, _ in numbered],
         **{name: [getattr(rollout, name) for rollout in rollouts] for name in COPIED},
     }
