@@ -11,6 +11,7 @@ import pytest
 
 import groupwise
 from groupwise.config import Config
+from groupwise.records import Rollout
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src/groupwise"
@@ -54,6 +55,7 @@ def test_settings_exist(page: str) -> None:
     for section, key in re.findall(r"(?<![\w./-])([a-z_]+)\.([a-z_0-9]+)(?![\w(/.-])", words):
         if section in SECTIONS and key not in {"py", "md", "json", "yaml"}:
             known = {field.name for field in fields(getattr(config, section))}
+            known |= set(dir(Rollout)) if section == "rollout" else set()  # a reward's argument
             if key not in known:
                 unknown.append(f"{section}.{key}")
     assert unknown == []
