@@ -29,6 +29,7 @@ GPT2 = {"vocab_size": 272, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions
 ENDS = {"bos_token_id": None, "eos_token_id": 268, "pad_token_id": 0}
 SHAPE = {**SIZES, **ENDS, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+SLIDING = ["sliding_attention", "full_attention"]
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
 
 
@@ -66,6 +67,12 @@ def shaken(policy: Policy) -> Policy:
         ),
         transformers.GraniteConfig(**SHAPE, attention_multiplier=0.3, residual_multiplier=0.4),
         transformers.Olmo2Config(**SHAPE),
+        transformers.MistralConfig(**SHAPE, sliding_window=6),
+        transformers.Gemma3TextConfig(**SHAPE, head_dim=8, sliding_window=6, layer_types=SLIDING),
+        transformers.Gemma2Config(**SHAPE, head_dim=8, sliding_window=6, layer_types=SLIDING),
+        transformers.GptOssConfig(
+            **SHAPE, head_dim=8, sliding_window=6, layer_types=SLIDING, num_local_experts=4
+        ),
         transformers.Phi3Config(**SHAPE),
         transformers.GPTNeoXConfig(**{**SHAPE, "num_key_value_heads": None}),
     ],

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from groupwise.model.resolve import auto_class
 
 VOCABULARY = 272
 LAYERS = 2
@@ -51,17 +51,18 @@ SLIDING = ["sliding_attention", "full_attention"]
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1}
 EXPERTS = {"expert_ffn_hidden_size": 16, "zero_expert_num": 2}
 IDS = {"bos_token_id": 1}
+INDEX = {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 64}
 SPECIAL: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"layer_types": SLIDING},
     "cwm": {**IDS, "layer_types": SLIDING},
-    "dots1": {"layer_types": ["full_attention"] * 2, "first_k_dense_replace": 1},
+    "dots1": {"layer_types": ["full_attention"] * 2, "n_shared_experts": 1},
     "exaone_moe": {"layer_types": SLIDING},
     "gemma3n_text": {
         "layer_types": [*SLIDING, *SLIDING],
         "num_hidden_layers": 4,
         "num_kv_shared_layers": 2,
         "intermediate_size": 48,
-        "activation_sparsity_pattern": 0.0,
+        "activation_sparsity_pattern": [0.0] * 4,
         "altup_num_inputs": 2,
     },
     "gemma4_text": {"layer_types": SLIDING, "global_head_dim": 16, "final_logit_softcapping": 30.0},
@@ -74,8 +75,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "bloom": {"num_key_value_heads": None},
     "cohere2": {"layer_types": SLIDING},
     "deepseek_v4": {"o_groups": 2, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4},
-    "deepseek_v32": {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 4},
-    "glm_moe_dsa": {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 4},
+    "deepseek_v32": INDEX,
+    "glm_moe_dsa": INDEX,
+    "emu3": IDS,
     "exaone4": {"layer_types": SLIDING},
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
     "gemma2": {"layer_types": SLIDING},
@@ -90,11 +92,16 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
     "kimi_linear": {"layer_types": LINEAR},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_vl": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": EXPERTS,
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "minimax": {"layer_types": LINEAR, "block_size": 8},
-    "mllama": {"cross_attention_layers": []},
+    "mllama": {**IDS, "cross_attention_layers": []},
+    "qwen2_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+    "qwen2_5_vl": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    },
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "full_attention", "moe", "mlp"],
         "mamba_num_heads": 8,
@@ -111,10 +118,38 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3_next": {"layer_types": LINEAR},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 12},
     "rwkv": {"attention_hidden_size": 32, "context_length": 256},
-    "zamba": {"attention_head_dim": 16, "attention_hidden_size": 64, "n_mamba_heads": 2, "mamba_dt_rank": 4},
-    "zamba2": {"mamba_headdim": 8, "n_mamba_heads": 8, "adapter_rank": 4},
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        "num_hidden_layers": 4,
+        "attention_head_dim": 16,
+        "attention_hidden_size": 64,
+        "n_mamba_heads": 2,
+        "mamba_dt_rank": 4,
+    },
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"],
+        "mamba_headdim": 8,
+        "n_mamba_heads": 8,
+        "adapter_rank": 4,
+    },
 }
 """What makes a family tiny, or itself: a layer of every kind, and the scales of its published models."""
+
+
+VISION: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "embed_dim", "intermediate_size", "out_hidden_size"), 32),
+    **dict.fromkeys(("num_hidden_layers", "depth", "num_layers"), 1),
+    **dict.fromkeys(("num_attention_heads", "num_heads"), 2),
+    **dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 32),
+    "head_dim": 16,
+    "image_size": 28,
+    "patch_size": 14,
+    "num_position_embeddings": 16,
+    "position_embedding_size": 16,
+    "deepstack_visual_indexes": [0],
+    "fullatt_block_indexes": [0],
+}
+"""The vision part of a vision-language model, which no test computes."""
 
 
 def tiny_config(family: str) -> Any:
@@ -122,24 +157,36 @@ def tiny_config(family: str) -> Any:
     kind: Any = CONFIG_MAPPING[family]
     default = kind()
     text = default.get_text_config()
-    known = text.to_dict()
+    if text is default:
+        return kind(**text_settings(family, default))
+    parts = {name: part for name, part in vars(default).items() if hasattr(part, "to_dict")}
+    tiny = {
+        name: {
+            "model_type": part.model_type,
+            **(
+                text_settings(family, part)
+                if part is text
+                else {key: value for key, value in VISION.items() if key in part.to_dict()}
+            ),
+        }
+        for name, part in parts.items()
+    }
+    return kind(**tiny, **({"mm_tokens_per_image": 4} if hasattr(default, "mm_tokens_per_image") else {}))
+
+
+def text_settings(family: str, config: Any) -> dict[str, Any]:
+    known = config.to_dict()
     settings = {name: value for name, value in SIZES.items() if name in known}
+    if not known.get("sliding_window"):
+        settings.pop("sliding_window", None)
     if "kv_lora_rank" in known:  # multi-head latent attention has as many key heads as query heads
         settings["num_key_value_heads"] = 4
-    settings |= SPECIAL.get(family, {})
-    if text is default:
-        return kind(**settings)
-    for name, value in settings.items():
-        setattr(text, name, value)
-    return default
+    return settings | SPECIAL.get(family, SPECIAL.get(f"{family}_text", {}))
 
 
 def tiny_model(family: str) -> Any:
     """Return a random model of a family in float32, the same on every call."""
     config = tiny_config(family)
-    auto: Any = AutoModelForCausalLM
-    if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        auto = AutoModelForImageTextToText
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return auto.from_config(config).eval()
+        return auto_class(config).from_config(config).eval()

@@ -178,6 +178,7 @@ def look_ahead(
         "model": config.model.name,
         "parameters": shape.parameters,
         "trained": shape.trained_size(config.lora),
+        "path": shape.path,
         "parts_gb": {part.name: part.bytes / 1e9 for part in estimate.parts},
         "generating_gb": estimate.generating / 1e9,
         "updating_gb": estimate.updating / 1e9,
@@ -207,6 +208,8 @@ def device_spec(kind: str, memory_gb: float | None) -> DeviceSpec:
 def preflight_lines(ahead: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield f"{ahead['model']}: {ahead['parameters']:,} parameters, {ahead['trained']:,} of them trained"
+    if ahead["path"] == "general":
+        yield "slower general path, without shared prompts: the estimates below are for the fast path"
     for name, size in ahead["parts_gb"].items():
         yield f"  {name:<20}{size:8.2f} GB"
     yield f"  {'while generating':<20}{ahead['generating_gb']:8.2f} GB"

@@ -42,6 +42,8 @@ class GeneralPath:
 def text_decoder(model: Any) -> Any:
     """Return the decoder of a causal model, or that of a multimodal model's language part."""
     decoder = model.get_decoder()
+    if not hasattr(decoder, "get_output_embeddings"):  # another part that is called decoder
+        decoder = model.base_model
     while decoder.get_output_embeddings() is not None and hasattr(decoder, "model"):
         decoder = decoder.model
     return decoder

@@ -26,13 +26,21 @@ from groupwise.model.adapters.quantization import (
 from groupwise.model.attention import hf_interface
 from groupwise.model.attention.compatibility import check_attention
 from groupwise.model.device import device_of, return_freed_memory
+from groupwise.model.general_forward import text_decoder
 from groupwise.model.ops.checkpointing import recompute_layers
 from groupwise.model.ops.lora_linear import use_fused_lora
 from groupwise.model.ops.rmsnorm import use_fused_rmsnorm
 from groupwise.model.ops.rotary import use_fused_rotary
 from groupwise.model.ops.swiglu import use_fused_swiglu
 from groupwise.model.policy import Policy
-from groupwise.model.resolve import check_sizes, first_line, model_folder, unloadable
+from groupwise.model.resolve import (
+    auto_class,
+    check_config,
+    check_sizes,
+    first_line,
+    model_folder,
+    unloadable,
+)
 from groupwise.model.tokenizer import TEMPLATE_ARGS
 
 
@@ -53,7 +61,7 @@ def load_policy(
     whole = trained if trained is not None and not lora.r else source
     policy_model = causal_model(whole, dtype, device, quantization=model.quantization)
     general = check_attention(policy_model, name=model.name)
-    use_fused_ops(policy_model)
+    use_fused_ops(policy_model, packed=general is None)
     if lora.r:
         if model.name not in (*BUILT_IN, SMOLLM2) and not Path(model.name).expanduser().is_dir():
             policy_model.name_or_path = model.name  # adapter files then name the base as the user did
@@ -64,7 +72,7 @@ def load_policy(
         frozen = causal_model(source, dtype, device).requires_grad_(False).eval()
         if general is None:
             frozen.set_attn_implementation(hf_interface.NAME)
-        use_fused_ops(frozen)
+        use_fused_ops(frozen, packed=general is None)
     policy = Policy(policy_model, tokenizer, reference=frozen, general=general)
     if model.gradient_checkpointing:
         recompute_layers(policy)
@@ -78,10 +86,14 @@ def load_for_generation(model: ModelConfig, *, rank: int, trained: Path | None) 
     return policy
 
 
-def use_fused_ops(model: Any) -> None:
-    """Replace the forward passes of known modules by fused ones that take less time and memory."""
+def use_fused_ops(model: Any, *, packed: bool = True) -> None:
+    """Replace the forward passes of known modules by fused ones that take less time and memory.
+
+    `packed`: whether the model computes packed attention.
+    """
     use_fused_rmsnorm(model)
-    use_fused_rotary(model)
+    if packed:
+        use_fused_rotary(model)
     use_fused_swiglu(model)
 
 
@@ -117,9 +129,8 @@ def causal_model(
     `dtype` None keeps the dtype on disk. Weights are read from safetensors or, with `pickled`, from pickles
     that may contain tensors only.
     """
-    from transformers import AutoModelForCausalLM
-
     check_sizes(folder)
+    config = check_config(folder, name=str(folder))
     options: dict[str, Any] = {}
     stored = quantization_of(folder)
     if quantization and stored and quantization != stored:
@@ -133,7 +144,7 @@ def causal_model(
     if quantization and not stored:
         options["quantization_config"] = settings_for(quantization, dtype)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class(config).from_pretrained(
             str(folder),
             dtype=dtype or "auto",
             use_safetensors=not pickled,
@@ -156,6 +167,7 @@ def causal_model(
             f"the weights in {folder} lack {len(lacking)} of the model's tensors, such as {lacking[0]}; "
             "download or save the model again"
         )
+    freeze_other_modalities(model)
     dequantize_in_forward(model)
     _make_savable(model)
     if not options:
@@ -163,6 +175,16 @@ def causal_model(
     if device.type == "cpu":
         _detach_from_file(model)
     return model
+
+
+def freeze_other_modalities(model: Any) -> None:
+    """Freeze what a text-only pass does not compute: the vision part of a vision-language model."""
+    if model.config.get_text_config() is model.config:
+        return
+    text = {id(p) for part in (text_decoder(model), model.get_output_embeddings()) for p in part.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in text:
+            parameter.requires_grad_(False)
 
 
 def _make_savable(model: Any) -> None:

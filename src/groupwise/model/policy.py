@@ -149,11 +149,14 @@ class Policy(TokenizerCodec):
 
     @property
     def context_length(self) -> int:
-        """Longest supported sequence: up to the position limit, and within an attention chunk."""
+        """Longest supported sequence: up to the position limit, and within chunks that are not masked."""
         config = self._config
         limits = ["max_position_embeddings"]
         if self.general is None:  # packed attention does not know of chunks
             limits.append("attention_chunk_size")
+            kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+            if "sliding_attention" in kinds and all(call.window is None for call in self.attention):
+                limits.append("sliding_window")  # a window that attention is not told of
         # Beyond its original length, longrope changes the angles of all sequences in a packed row.
         if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
             limits.append("original_max_position_embeddings")

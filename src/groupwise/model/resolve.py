@@ -181,7 +181,8 @@ def _cached(name: str) -> Path | None:
 
 
 def _downloaded(name: str) -> Path:
-    folder = _snapshot(name, weights="*.safetensors")
+    check_config(_snapshot(name, wanted=["config.json"]), name=name)
+    folder = _snapshot(name, wanted=[*SMALL_FILES, "*.safetensors"])
     lacking = missing_files(folder)
     if lacking:
         raise ConfigError(
@@ -194,7 +195,7 @@ def _downloaded(name: str) -> Path:
 def pickled_folder(name: str) -> Path:
     """Return the folder of a model that has only pickled weights, which the user trusts."""
     path = Path(name).expanduser()
-    folder = path if path.is_dir() else _snapshot(name, weights=PICKLED)
+    folder = path if path.is_dir() else _snapshot(name, wanted=[*SMALL_FILES, PICKLED])
     if next(folder.glob("*.safetensors"), None):
         raise ConfigError(f"{name} already has safetensors weights; use it without converting")
     if not next(folder.glob(PICKLED), None):
@@ -202,11 +203,13 @@ def pickled_folder(name: str) -> Path:
     return folder
 
 
-def _snapshot(name: str, *, weights: str) -> Path:
-    """Download a model's files, with weights of one format."""
+SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+
+
+def _snapshot(name: str, *, wanted: list[str]) -> Path:
+    """Download a model's files that match one of the patterns."""
     from huggingface_hub import snapshot_download
 
-    wanted = ["*.json", weights, "*.jinja", "*.model", "*.txt"]
     try:
         return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=["*/*"]))
     except (OSError, ValueError) as error:
@@ -216,6 +219,57 @@ def _snapshot(name: str, *, weights: str) -> Path:
             f"model.name: {name} is neither a folder nor in the Hugging Face cache, "
             f"and cannot be downloaded: {hub_reason(error)}; check the name, or give a folder"
         ) from error
+
+
+def check_config(folder: Path | str, *, name: str) -> Any:
+    """Return a model's config, or raise ConfigError if no model of its kind can be trained."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    except unloadable() as error:
+        raise ConfigError(f"cannot read the config of {name}: {first_line(error)}") from error
+    if reason := refusal(config):
+        raise ConfigError(f"the model {name!r} is not supported: it is {reason}; choose another model")
+    return config
+
+
+def refusal(config: Any) -> str | None:
+    """Return what a model is that cannot be trained, None for a decoder."""
+    from transformers.models.auto import modeling_auto as auto
+
+    kind = type(config)
+    if config.is_encoder_decoder:
+        return "an encoder-decoder model, and groupwise trains decoder-only models"
+    if kind in auto.MODEL_FOR_MASKED_LM_MAPPING:
+        return "an encoder (a masked language model), and groupwise trains decoder-only models"
+    if kind not in auto.MODEL_FOR_CAUSAL_LM_MAPPING and kind not in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return f"of the type {config.model_type}, which has no causal language model in transformers"
+    try:
+        config.get_text_config()
+    except ValueError:
+        return "a model of several modalities without one text decoder"
+    return None
+
+
+def auto_class(config: Any) -> Any:
+    """Return the class that loads a config's model; of a vision-language model, with its vision part."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    # A class for the text part alone is of use if what it saves can be loaded again.
+    causal = all(type(c) in MODEL_FOR_CAUSAL_LM_MAPPING for c in (config, config.get_text_config()))
+    return AutoModelForCausalLM if causal else AutoModelForImageTextToText
+
+
+FAMILIES = Path(__file__).parent / "families.json"
+"""The path of each family's tiny random model, by model type: `benchmarks/families.py` writes it."""
+
+
+def known_path(config: Any) -> str | None:
+    """Return the path that a model of this family takes, `fast` or `general`; None: not known."""
+    path: str | None = json.loads(FAMILIES.read_text(encoding="utf-8")).get(config.model_type)
+    return path
 
 
 def _advice(name: str) -> str:

@@ -324,6 +324,13 @@ def divide(policy: Policy, layout: str) -> None:
     """Shard a policy over the processes of this run, by fsdp, zero1, zero2 or zero3."""
     if policy.unpacked_bytes:
         raise ConfigError("quantized weights cannot be sharded; set run.parallel=ddp")
+    if policy.general is not None:
+        # Sharded layers need all processes in every pass, and rows of equal length differ among them.
+        raise ConfigError(
+            f"run.parallel={layout} requires the fast path, but the model {policy.general.reason}; set "
+            "run.parallel=ddp"
+        )
+    assert policy.attention, "record attention before layers are sharded"
     policy.noisy = draws_noise(policy)  # can only be tested before sharding
     if layout == "fsdp":
         policy.shards = FSDPShards(policy.model, policy.decoder, device=policy.device)

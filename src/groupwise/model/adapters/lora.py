@@ -66,7 +66,7 @@ def unadaptable(model: Any) -> list[str]:
     mamba = model.config.model_type in MAMBA
 
     def left_out(name: str, linear: torch.nn.Linear) -> bool:
-        own = type(linear).__module__.startswith("transformers.models.")
+        own = type(linear).__module__.startswith("transformers.models.") and not is_linear(linear)
         reads = mamba and name.rpartition(".")[2] == "out_proj"
         return own or reads or id(linear) not in text
 
@@ -76,6 +76,18 @@ def unadaptable(model: Any) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and module is not head and left_out(name, module)
     ]
+
+
+@torch.no_grad()
+def is_linear(module: torch.nn.Linear) -> bool:
+    """Whether a subclass of Linear computes no more than its weight and bias."""
+    x_2I = torch.ones(2, module.in_features, dtype=module.weight.dtype, device=module.weight.device)
+    try:
+        y_2O = module(x_2I)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    expected_2O = torch.nn.functional.linear(x_2I, module.weight, module.bias)
+    return isinstance(y_2O, Tensor) and torch.allclose(y_2O, expected_2O, rtol=1e-2, atol=1e-3)
 
 
 def load_adapter(model: Any, folder: Path, *, trainable: bool = False) -> Any:

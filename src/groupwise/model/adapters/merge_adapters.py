@@ -81,7 +81,7 @@ def merge(
     tokenizer = load_tokenizer(adapter if (adapter / "tokenizer.json").is_file() else source)
     model = causal_model(source, chosen, where, quantization=quantization)
     adapted = load_adapter(model, adapter).eval()
-    texts_T = _prompt_tokens(tokenizer, adapted.config.vocab_size, device=where)
+    texts_T = _prompt_tokens(tokenizer, adapted.config.get_text_config().vocab_size, device=where)
     compared, expected = _expected(adapted, texts_T, chosen)
     own = _logits(adapted, texts_T, chosen) if compared != chosen else []
     with adapted.disable_adapter():

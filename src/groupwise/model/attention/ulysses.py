@@ -33,7 +33,7 @@ class UlyssesContext:
         if policy.general is not None:
             raise ConfigError(
                 f"run.parallel=context requires the fast path, but the model {policy.general.reason}; use "
-                "run.parallel=data"
+                "run.parallel=ddp"
             )
         if policy.key_heads % self.count or policy.heads % self.count:
             raise ConfigError(

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from groupwise.model.attention.hf_interface import Layout
+from groupwise.model.attention.hf_interface import AttentionVariant, Layout
 from groupwise.model.attention.packed import PackedLayout
 from groupwise.model.device import has_kernels
-from groupwise.model.ops.equivalence import computes_the_same
+from groupwise.model.ops.equivalence import RecordingLayout, computes_the_same
 from groupwise.model.ops.lora_linear import project
 
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling", "layer_idx")
@@ -31,6 +31,7 @@ def use_fused_rotary(model: nn.Module) -> None:
         return
     for module in model.modules():
         if all(hasattr(module, part) for part in PARTS) and _is_plain(module, like.device):
+            module.packed_window = _window(module, like.device)  # type: ignore[assignment]
             module.forward = MethodType(_forward, module)
 
 
@@ -99,18 +100,36 @@ def _forward(
     cos_T1D, sin_T1D = (x_1TD[0, :, None] for x_1TD in position_embeddings)
     rotated = [_Rotate.apply(x_TND, cos_T1D, sin_T1D) for x_TND in (q_TND, k_TND)]  # type: ignore[no-untyped-call]
     q_1HTD, k_1KTD, v_1KTD = (x_TND.transpose(0, 1)[None] for x_TND in (*rotated, v_TND))
-    mixed_1THD = layout.attend(q_1HTD, k_1KTD, v_1KTD, layer=module.layer_idx, scale=module.scaling)
+    variant = AttentionVariant(window=getattr(module, "packed_window", None))
+    mixed_1THD = layout.attend(
+        q_1HTD, k_1KTD, v_1KTD, layer=module.layer_idx, scale=module.scaling, variant=variant
+    )
     return module.o_proj(mixed_1THD.flatten(2)), None
 
 
-def _is_plain(module: Any, device: torch.device) -> bool:
+def _arguments(module: Any, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
+    """Return the input and the other arguments of a short pass through an attention module."""
     tokens = 6
     layout = PackedLayout.build([(4, (2,))], device=device)
     width = getattr(module.q_proj, "in_features", 0)
     x_1TM = torch.linspace(-2.0, 3.0, tokens * width, device=device).sin().view(1, tokens, width)
     angles = torch.linspace(0.0, 5.0, tokens * module.head_dim // 2, device=device)
     angles_1TD = angles.view(1, tokens, -1).repeat(1, 1, 2)
-    arguments: Any = {"position_embeddings": (angles_1TD.cos(), angles_1TD.sin()), "layout": layout}
+    return x_1TM, {"position_embeddings": (angles_1TD.cos(), angles_1TD.sin()), "layout": layout}
+
+
+@torch.no_grad()
+def _window(module: Any, device: torch.device) -> int | None:
+    """Return the sliding window that the module gives to its attention, longer than the short pass or not."""
+    x_1TM, arguments = _arguments(module, device)
+    layout = RecordingLayout(arguments["layout"])
+    module(x_1TM.to(module.q_proj.weight.dtype), attention_mask=None, **(arguments | {"layout": layout}))
+    # A module that still has transformers' attention does not call the layout.
+    return layout.calls[0].window if layout.calls else getattr(module, "sliding_window", None)
+
+
+def _is_plain(module: Any, device: torch.device) -> bool:
+    x_1TM, arguments = _arguments(module, device)
     return computes_the_same(
         module,
         x_1TM,

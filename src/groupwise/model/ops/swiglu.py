@@ -37,7 +37,8 @@ PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn")
 def use_fused_swiglu(model: nn.Module) -> None:
     """Replace the forward pass of every plain SwiGLU block; leave other modules unchanged."""
     for module in model.modules():
-        if all(hasattr(module, part) for part in PARTS) and _is_plain(module):
+        linears = all(isinstance(getattr(module, part, None), nn.Module) for part in PARTS[:3])
+        if linears and hasattr(module, PARTS[3]) and _is_plain(module):
             module.forward = MethodType(_forward, module)
 
 

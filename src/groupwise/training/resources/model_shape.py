@@ -12,7 +12,16 @@ from groupwise.config.schema import LoraConfig, ModelConfig
 from groupwise.errors import ConfigError
 from groupwise.files import hub_reason
 from groupwise.model.adapters.quantization import quantization_kind
-from groupwise.model.resolve import first_line, local_folder, model_folder, unloadable
+from groupwise.model.policy import inner_size
+from groupwise.model.resolve import (
+    auto_class,
+    check_config,
+    first_line,
+    known_path,
+    local_folder,
+    model_folder,
+    unloadable,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +59,8 @@ class ModelShape:
     """Quantization of the linear layers, on disk or applied when loaded."""
     modules: Mapping[str, int] = field(default_factory=dict)
     """Number of parameters of every module by name, parents before children."""
+    path: str | None = None
+    """Path that the model takes, `fast` or `general`; None: not known before it is loaded."""
     head: str = "lm_head"
     """The name of the output layer."""
 
@@ -107,18 +118,15 @@ def inside(name: str, modules: Iterable[str]) -> bool:
 
 def shape_of(model: ModelConfig) -> ModelShape:
     """Read a model's config and build it on the meta device."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     folder = local_folder(model.name)
     name = str(folder or (model_folder(model.name) if "/" not in model.name else model.name))
+    whole = check_config(name, name=model.name)
     try:
-        config: Any = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        stored = quantization_kind(getattr(config, "quantization_config", None), model=model.name)
-        config.quantization_config = None
+        stored = quantization_kind(getattr(whole, "quantization_config", None), model=model.name)
+        whole.quantization_config = None
+        config = whole.get_text_config()
         with torch.device("meta"):
-            laid_out: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, trust_remote_code=False
-            )
+            laid_out: Any = auto_class(whole).from_config(whole, trust_remote_code=False)
     except unloadable() as error:
         reason = first_line(error) if folder is not None else hub_reason(error)
         raise ConfigError(f"cannot read the config of {model.name}: {reason}; check the name") from error
@@ -128,24 +136,35 @@ def shape_of(model: ModelConfig) -> ModelShape:
         for name, module in laid_out.named_modules()
         if isinstance(module, torch.nn.Linear) and module is not head
     )
-    width, heads = int(config.hidden_size), int(config.num_attention_heads)
+    # A model without attention has a state instead of keys and values; it is taken for one head.
+    width, heads = int(config.hidden_size), int(getattr(config, "num_attention_heads", None) or 1)
     names = {name.rpartition(".")[2] for name, _ in laid_out.named_modules()}
     return ModelShape(
         parameters=parameters_of(laid_out),
         linears=linears,
         layers=int(config.num_hidden_layers),
         width=width,
-        inner=int(getattr(config, "intermediate_size", None) or 4 * width),
+        inner=inner_size(config),
         heads=heads,
-        key_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-        head_size=int(getattr(config, "head_dim", None) or width // heads),
+        key_heads=int(layer_setting(config, "num_key_value_heads") or heads),
+        head_size=int(layer_setting(config, "head_dim") or width // heads),
         vocabulary=int(config.vocab_size),
         inner_kept=inner_kept(config, names),
         tiled=has_our_gates(config, names) and not any(map(reads_block, names)),
         quantization=stored or model.quantization,
         modules={name: parameters_of(module) for name, module in laid_out.named_modules() if name},
+        path=known_path(whole),
         head=next((name for name, module in laid_out.named_modules() if module is head), ""),
     )
+
+
+def layer_setting(config: Any, name: str) -> int | None:
+    """Return a setting of attention, the largest where layers differ."""
+    try:
+        value = getattr(config, name, None)
+    except RuntimeError:  # transformers does not name one value for layers that differ
+        value = max(getattr(layer, name) for layer in config.per_layer_config)
+    return int(value) if value else None
 
 
 def has_our_gates(config: Any, names: Collection[str]) -> bool:
