@@ -31,7 +31,7 @@ def use_fused_rotary(model: nn.Module) -> None:
         return
     for module in model.modules():
         if all(hasattr(module, part) for part in PARTS) and _is_plain(module, like.device):
-            module.packed_window = _window(module, like.device)  # type: ignore[assignment]
+            module.packed_window = _window(module, like)  # type: ignore[assignment]
             module.forward = MethodType(_forward, module)
 
 
@@ -119,11 +119,11 @@ def _arguments(module: Any, device: torch.device) -> tuple[Tensor, dict[str, Any
 
 
 @torch.no_grad()
-def _window(module: Any, device: torch.device) -> int | None:
+def _window(module: Any, like: Tensor) -> int | None:
     """Return the sliding window that the module gives to its attention, longer than the short pass or not."""
-    x_1TM, arguments = _arguments(module, device)
+    x_1TM, arguments = _arguments(module, like.device)
     layout = RecordingLayout(arguments["layout"])
-    module(x_1TM.to(module.q_proj.weight.dtype), attention_mask=None, **(arguments | {"layout": layout}))
+    module(x_1TM.to(like.dtype), attention_mask=None, **(arguments | {"layout": layout}))
     # A module that still has transformers' attention does not call the layout.
     return layout.calls[0].window if layout.calls else getattr(module, "sliding_window", None)
 
