@@ -25,10 +25,9 @@ from groupwise.model.policy import Policy
 from groupwise.model.resolve import FAMILIES, check_config, known_path, model_folder
 from groupwise.parallel.processes import divide
 from groupwise.records import Request, Sampling
-from tests.model.test_model_families import ragged_samples
 from tests.support.small_models import policy_of, tiny_tokenizer
 from tests.support.small_runs import KILL, SMALL, SignalAt, run_artifacts, run_command, task_file
-from tests.support.tiny_families import tiny_config, tiny_model
+from tests.support.tiny_families import ragged_samples, tiny_config, tiny_model
 
 
 def saved(family: str, folder: Path) -> Path:

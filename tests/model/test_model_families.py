@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sample, Sampling
 from tests.support.small_models import SIZES, policy_of, tiny_tokenizer
-from tests.support.tiny_families import tiny_model
+from tests.support.tiny_families import ragged_samples, tiny_model
 
 GPT2 = {"vocab_size": 272, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 ENDS = {"bos_token_id": None, "eos_token_id": 268, "pad_token_id": 0}
@@ -96,30 +95,6 @@ def test_answers_have_the_log_probabilities_of_plain_transformers(config: Any, t
 
 FAST = ("mistral", "gemma2", "gpt_oss", "gemma4_text", "deepseek_v3", "granite", "stablelm", "nanochat")
 GENERAL = ("gptj", "bloom", "falcon_h1", "lfm2", "qwen3_next", "mamba2", "nemotron_h", "rwkv", "diffllama")
-
-
-def ragged_samples() -> list[Sample]:
-    """Two groups whose answers differ in length, one of a single token, and reach beyond every window."""
-    draw = random.Random(0)
-    samples = []
-    for group, (prompt, lengths) in enumerate([(14, (1, 5, 12, 12)), (3, (16, 2))]):
-        shared = tuple(draw.randrange(3, 260) for _ in range(prompt))
-        for length in lengths:
-            reply = tuple(draw.randrange(3, 260) for _ in range(length))
-            trained = (False,) * prompt + (True,) * length
-            zeros = (0.0,) * len(trained)
-            samples.append(
-                Sample(
-                    tokens=shared + reply,
-                    trained=trained,
-                    logprobs=zeros,
-                    entropies=zeros,
-                    advantages=zeros,
-                    prefix=prompt,
-                    group=group,
-                )
-            )
-    return samples
 
 
 @pytest.mark.parametrize("family", [*FAST, *GENERAL])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from groupwise.model.resolve import auto_class
+from groupwise.records import Sample
 
 VOCABULARY = 272
 LAYERS = 2
@@ -190,3 +192,27 @@ def tiny_model(family: str) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return auto_class(config).from_config(config).eval()
+
+
+def ragged_samples() -> list[Sample]:
+    """Two groups whose answers differ in length, one of a single token, and reach beyond every window."""
+    draw = random.Random(0)
+    samples = []
+    for group, (prompt, lengths) in enumerate([(14, (1, 5, 12, 12)), (3, (16, 2))]):
+        shared = tuple(draw.randrange(3, 260) for _ in range(prompt))
+        for length in lengths:
+            reply = tuple(draw.randrange(3, 260) for _ in range(length))
+            trained = (False,) * prompt + (True,) * length
+            zeros = (0.0,) * len(trained)
+            samples.append(
+                Sample(
+                    tokens=shared + reply,
+                    trained=trained,
+                    logprobs=zeros,
+                    entropies=zeros,
+                    advantages=zeros,
+                    prefix=prompt,
+                    group=group,
+                )
+            )
+    return samples
