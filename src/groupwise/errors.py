@@ -11,6 +11,7 @@
     │   ├── CheckpointError
     │   └── CallbackError
     ├── InvariantError
+    │   └── ServersGoneError
     ├── RolloutError
     └── RemoteRankError     on ranks other than 0, if rank 0 reports the error
 """
@@ -32,6 +33,10 @@ class CheckpointError(ConfigError):
 
 class InvariantError(GroupwiseError):
     """A check in `invariants` failed. The run stops, because continuing would train on a bug."""
+
+
+class ServersGoneError(InvariantError):
+    """No rollout server responds any more. The training state is intact, and the run saves it."""
 
 
 class RolloutError(GroupwiseError):

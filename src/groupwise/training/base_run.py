@@ -18,7 +18,7 @@ from groupwise.config import Config
 from groupwise.config.schema import EngineConfig, ModelConfig
 from groupwise.engine.engine import Engine
 from groupwise.engine.vllm.vllm_engine import VllmEngine
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, ServersGoneError
 from groupwise.learner.checkpoint import prune
 from groupwise.model.device import deterministic_kernels, device_of, free_memory
 from groupwise.model.load import load_policy
@@ -293,6 +293,16 @@ class BaseRun(ABC):
         keep = self.config.run.keep_last
         self.processes.lead(lambda: prune(self.folder.checkpoints, keep_last=keep, best=best))
 
+    def _save_intact_state(self, error: BaseException) -> None:
+        """Save the last step if the run ends because all servers are gone: nothing is wrong with its state.
+
+        Several processes do not: those that wait for another one's answer could not take part.
+        """
+        unsaved = self.state.step > 0 and not self.folder.checkpoint_at(self.state.step).is_dir()
+        if isinstance(error, ServersGoneError) and unsaved and self.processes.count == 1:
+            self._save()
+            self.recorder.say(f"saved a checkpoint after step {self.state.step}")
+
     def __enter__(self) -> Self:
         return self
 
@@ -300,6 +310,7 @@ class BaseRun(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
+            self._save_intact_state(error)
             self.recorder.fail(error, kind=command_of(self.config))
             self.callbacks.call("on_run_end", self.state.step)
             self.resources.__exit__(kind, error, trace)

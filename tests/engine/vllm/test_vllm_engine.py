@@ -426,6 +426,26 @@ def test_what_goes_wrong_ahead_stops_the_run(server: StandIn, tmp_path: Path) ->
         train(config)
 
 
+def test_a_run_whose_servers_are_gone_saves_its_last_step(server: StandIn, tmp_path: Path) -> None:
+    task_file(tmp_path)
+    over = ("engine.kind=vllm", f"engine.servers=[{server.address}]", "lora.r=4", "engine.patience=0.1")
+    config = small_config(tmp_path, *over, "run.save_every=100", "evaluate.skip=true")
+    metrics, asked = tmp_path / "run" / "metrics.jsonl", server.complete
+
+    def die_after_the_first_step(body: dict[str, Any]) -> Any:
+        if metrics.exists() and "\n" in metrics.read_text():
+            server.mood = "dead"
+        return asked(body)
+
+    server.complete = die_after_the_first_step  # type: ignore[method-assign]
+    with pytest.raises(InvariantError, match="no rollout server has responded"):
+        train(config)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
+    server.mood, server.complete = "well", asked  # type: ignore[method-assign]
+    train(config, resume=tmp_path / "run")
+    assert [row["step"] for row in deterministic_metrics(tmp_path / "run")] == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize(
     "setting",
     [

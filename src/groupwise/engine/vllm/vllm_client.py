@@ -21,7 +21,7 @@ from urllib.request import Request, urlopen
 import numpy as np
 import torch
 
-from groupwise.errors import ConfigError, GroupwiseError, InvariantError
+from groupwise.errors import ConfigError, GroupwiseError, InvariantError, ServersGoneError
 from groupwise.model.attention.packed import PackedLayout
 from groupwise.model.policy import Policy
 from groupwise.records import Sampling
@@ -152,7 +152,7 @@ class VllmServers:
 
 
 def all_unavailable(seconds: float, server: VllmServer, error: Exception) -> GroupwiseError:
-    return InvariantError(
+    return ServersGoneError(
         f"no rollout server has responded for {seconds:g} s (engine.patience); the last attempt was "
         f"{server.address}: {error}; start a server (groupwise serve-rollouts) and resume with --resume"
     )
