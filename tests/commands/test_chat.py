@@ -139,7 +139,6 @@ def test_a_conversation_by_keyboard(capsys, monkeypatch):
         (["/nowhere/at/all"], "neither a folder with a run"),
         (["tiny", "--temperature", "-1"], "--temperature must be at least 0"),
         (["tiny", "--prompt", "a", "--task", "math"], "--task requires --example or --tools"),
-        (["tiny-search", "--tools", "--strategy", "single"], "--tools and --strategy are mutually exclusive"),
     ],
 )
 def test_mistakes_are_answered_in_a_sentence(words, message, capsys):
@@ -164,7 +163,8 @@ def test_calls_and_results_are_remembered_as_what_they_are():
     asked = held_out_example(config, "search_qa", number=1)
     streaming = StreamingAnswers(policy, Sampling(max_tokens=60, temperature=0.0), seed=0)
     kit = tools_of(config, asked.task, None)
-    talk = ToolChatSession(ToolAnswers(streaming, kit, limits=config.tools), system=system_of(asked))
+    answers = ToolAnswers(streaming, kit, limits=config.tools)
+    talk = ToolChatSession(answers, kit, system=system_of(asked))
     "".join(talk.ask(str(asked.messages[-1]["content"])))
     assert [m["role"] for m in talk.messages] == ["system", "user", "assistant", "tool", "assistant"]
     assert talk.messages[2]["content"].count("<tool_call>") == 1
@@ -234,3 +234,16 @@ def test_an_answer_whose_generator_fails_ends_with_the_reason(small_policy, monk
     monkeypatch.setattr(streaming._engine, "_advance", broken)
     with pytest.raises(RuntimeError, match="out of luck"):
         list(streaming.write((40, 41)))
+
+
+def test_a_strategy_answers_with_the_tools_of_the_task(capsys):
+    assert cli.main([*TOOLS, "--example", "1", "--strategy", "self-consistency:2"]) == 0
+    shown = capsys.readouterr().out
+    assert "[search] 1. " in shown
+    assert "--- correct" in shown or "--- incorrect" in shown
+
+
+def test_a_strategy_answers_without_tools(capsys):
+    words = ["chat", "tiny", "--prompt", "1 + 1", "--max-tokens", "4", "--strategy", "best-of:2"]
+    assert cli.main([*words, "model.device=cpu"]) == 0
+    assert capsys.readouterr().out.strip()

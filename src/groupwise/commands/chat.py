@@ -58,8 +58,6 @@ def chat(
     between("--example", example, 1)
     if prompt is not None and example is not None:
         raise ConfigError("--prompt and --example are mutually exclusive; give only one of them")
-    if tools and strategy is not None:
-        raise ConfigError("--tools and --strategy are mutually exclusive; give only one of them")
     if task and not (example or tools):
         raise ConfigError("--task requires --example or --tools")
     from groupwise.serve.load_target import find_named, held_out_example, tools_of
@@ -78,7 +76,10 @@ def chat(
     sampling = sampling_for(policy, temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens)
     with ExitStack() as stack:
         if strategy is not None:
-            answering = strategist(strategy, policy, sampling, config=config, seed=seed)
+            prompted = task_prompt if tools else None
+            answering = strategist(
+                strategy, policy, sampling, config=config, seed=seed, prompted=prompted, session=tool_session
+            )
         else:
             answering = streamer(policy, sampling, stack, config=config, tool_session=tool_session, seed=seed)
         if example and task_prompt:
@@ -86,7 +87,7 @@ def chat(
             text = show(answering(task_prompt.messages))
             print(task_prompt.verdict(text, seconds=config.task.reward_seconds, kit=tool_session))
             return
-        session = conversation(answering, system=system, task_prompt=task_prompt)
+        session = conversation(answering, tool_session, system=system, task_prompt=task_prompt)
         if prompt is not None:
             show(session.ask(readable(sys.stdin.read() if prompt == "-" else prompt)))
         else:
@@ -122,22 +123,42 @@ def streamer(
     return streaming if tool_session is None else ToolAnswers(streaming, tool_session, limits=config.tools)
 
 
-def conversation(answering: Answering, *, system: str | None, task_prompt: TaskPrompt | None) -> ChatSession:
+def conversation(
+    answering: Answering, tools: ToolSession | None, *, system: str | None, task_prompt: TaskPrompt | None
+) -> ChatSession:
     """Start a conversation; with tools, the system message is that of the task."""
-    from groupwise.serve.chat_session import ChatSession, ToolAnswers, ToolChatSession
+    from groupwise.serve.chat_session import ChatSession, ToolChatSession
     from groupwise.serve.load_target import system_of
 
-    if isinstance(answering, ToolAnswers):
+    if tools is not None:
         assert task_prompt is not None, "tools belong to a task"
-        return ToolChatSession(answering, system=system or system_of(task_prompt))
+        return ToolChatSession(answering, tools, system=system or system_of(task_prompt))
     return ChatSession(answering, system=system)
 
 
-def strategist(strategy: str, policy: Policy, sampling: Sampling, *, config: Config, seed: int) -> Answering:
+def strategist(
+    strategy: str,
+    policy: Policy,
+    sampling: Sampling,
+    *,
+    config: Config,
+    seed: int,
+    prompted: TaskPrompt | None,
+    session: ToolSession | None,
+) -> Answering:
+    """Return the source of responses by a strategy; `prompted`: the example whose task has the tools."""
     from groupwise.serve.chat_session import by_strategy
 
-    drawn = replace(sampling, temperature=sampling.temperature or 0.7)  # greedy samples would all be equal
-    return by_strategy(strategy, policy, drawn, engine=config.engine, seed=seed)
+    return by_strategy(
+        strategy,
+        policy,
+        replace(sampling, temperature=sampling.temperature or 0.7),  # greedy samples would all be equal
+        engine=config.engine,
+        seed=seed,
+        tools=prompted.task.multi_turn(config.tools) if prompted else None,
+        session=session,
+        examples=[prompted.example] if prompted else (),
+    )
 
 
 def converse(session: ChatSession, *, title: str) -> None:

@@ -6,7 +6,6 @@ import queue
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from typing import Any
 
 from groupwise.config.schema import EngineConfig, ToolsConfig
@@ -14,8 +13,10 @@ from groupwise.engine.engine import Engine
 from groupwise.engine.serving.serving_engine import ServingEngine, StreamChunk
 from groupwise.engine.serving.serving_scheduler import Job
 from groupwise.errors import ConfigError, RolloutError
+from groupwise.evaluate.strategies import Sampler, plain_judge, strategy_named
 from groupwise.model.policy import Policy
-from groupwise.records import Finish, Message, Sampling, Turn
+from groupwise.records import Example, Finish, Message, Sampling, Turn
+from groupwise.rollout.collect import Tools
 from groupwise.rollout.tool_calls import read_calls
 from groupwise.rollout.tool_executor import ToolExecutor
 from groupwise.seeds import derive_seed
@@ -128,20 +129,32 @@ class StreamingAnswers:
 
 
 def by_strategy(
-    name: str, policy: Policy, sampling: Sampling, *, engine: EngineConfig, seed: int
+    name: str,
+    policy: Policy,
+    sampling: Sampling,
+    *,
+    engine: EngineConfig,
+    seed: int,
+    tools: Tools | None = None,
+    session: ToolSession | None = None,
+    examples: Sequence[Example] = (),
 ) -> Answering:
-    """Answer with a test-time strategy; each answer is yielded in one part."""
-    try:
-        strategies: Any = import_module("groupwise.evaluate.strategies")
-    except ModuleNotFoundError:
-        raise ConfigError("this version has no test-time strategies: omit --strategy") from None
-    strategy = strategies.strategy_named(name)
+    """Answer with a test-time strategy; each answer is yielded in one part.
+
+    `tools`: what the policy may call; the turns of the chosen answer are kept in `session`. `examples`: the
+    example of the prompt, for tools with a state.
+    """
+    strategy = strategy_named(name, tools=tools is not None)
     generate = Engine(policy, engine)
 
     def answering(messages: Sequence[Message]) -> Iterator[str]:
-        draws = strategies.Draws(codec=policy, engine=generate, sampling=sampling, seed=seed)
-        (result,) = strategy([list(messages)], draws, strategies.plain_judge())
-        yield result.rollout.text
+        sampler = Sampler(
+            codec=policy, engine=generate, sampling=sampling, seed=seed, tools=tools, examples=examples
+        )
+        (result,) = strategy([list(messages)], sampler, plain_judge())
+        if session is not None:
+            session.turns = list(result.rollout.turns)
+        yield result.rollout.transcript if tools is not None else result.rollout.text
 
     return answering
 
@@ -155,6 +168,15 @@ class ToolSession:
     """The state that the tools operate on, or None."""
     turns: list[Turn] = field(default_factory=list)
     """Turns of the last answer."""
+
+    @property
+    def messages(self) -> list[Message]:
+        """The last answer as chat messages: assistant turns and tool results."""
+        messages: list[Message] = []
+        for turn in self.turns:
+            messages.append({"role": "assistant", "content": turn.text})
+            messages += [{"role": "tool", "name": call.name, "content": call.result} for call in turn.calls]
+        return messages
 
 
 class ToolAnswers:
@@ -186,22 +208,13 @@ class ToolAnswers:
             glue = codec.encode_results(results, prefill="", ended=finish == "end")
             tokens = (*tokens, *generated, *glue)
 
-    @property
-    def messages(self) -> list[Message]:
-        """The last answer as chat messages: assistant turns and tool results."""
-        messages: list[Message] = []
-        for turn in self._session.turns:
-            messages.append({"role": "assistant", "content": turn.text})
-            messages += [{"role": "tool", "name": call.name, "content": call.result} for call in turn.calls]
-        return messages
-
 
 class ToolChatSession(ChatSession):
     """A chat session that stores tool calls and results as separate messages."""
 
-    def __init__(self, answering: ToolAnswers, *, system: str | None = None) -> None:
+    def __init__(self, answering: Answering, tools: ToolSession, *, system: str | None = None) -> None:
         super().__init__(answering, system=system)
-        self._with_tools = answering
+        self._tools = tools
 
     def _answer_messages(self, text: str) -> list[Message]:
-        return self._with_tools.messages
+        return self._tools.messages
