@@ -311,3 +311,49 @@ def test_a_run_learns_from_a_teacher_from_itself_and_from_worked_answers_at_once
     assert (metrics["rollout/groups"] == 2).all()
     result = gw.train("countdown", algo={"teacher": "self"}, output_dir=tmp_path, run_name="b", **SMALL)
     assert result.metrics["policy/taught"].dropna().between(0.01, 1.0).all()
+
+
+class Sum:
+    """Two turns: the first is rewarded for being short, the second for its last character."""
+
+    def reset(self, example: gw.Example) -> str:
+        self.turn = 0
+        return f"{example['n']} + 1 ="
+
+    def reply(self, text: str) -> gw.Reply:
+        self.turn += 1
+        if self.turn == 1:
+            return gw.Reply("And twice that?", reward=float(len(text) % 2))
+        return gw.Reply("", reward=float(sum(map(ord, text)) % 2), done=True)
+
+
+def test_turns_get_advantages_of_their_own_and_replies_are_predicted(tmp_path):
+    task = gw.Task(name="sums", examples=[{"n": n} for n in range(12)], environment=Sum)
+    stops = {"rollout": {"stop": list("0123456789"), "refill": 0}}
+    settings = {**SMALL, **stops, "max_tokens": 12, "temperature": 1.5, "task.held_out": 2}
+    algo = {"advantage": "turn", "echo": 0.3}
+    result = gw.train(task, algo=algo, output_dir=tmp_path, run_name="run", **settings)
+    rollouts = result.rollouts()
+    assert (rollouts["turns"].map(len) == 2).any()
+    each = rollouts["token_advantages"].dropna()
+    assert len(each)
+    assert all(
+        len(own) == length for own, length in zip(each, rollouts.loc[each.index, "length"], strict=True)
+    )
+    assert (result.metrics["policy/cross_entropy"] > 0).all()
+    trained = [dict.fromkeys(own) for own in each]
+    assert max(map(len, trained)) == 2  # one value a turn
+
+
+def test_members_of_a_population_learn_by_a_loss_of_the_user(tmp_path):
+    seen: list[int] = []
+
+    def own(tokens: gw.Tokens, settings: gw.LossSettings) -> torch.Tensor:
+        seen.append(len(tokens.logprobs_T))
+        return -tokens.logprobs_T * tokens.advantages_T
+
+    settings = {**SMALL, "max_steps": 1, "task.held_out": 2, "skip_evaluation": False}
+    searched = {"population": 2, "every": 1}
+    result = gw.evolve("countdown", loss=own, evolve=searched, output_dir=tmp_path, lora_r=4, **settings)
+    assert seen
+    assert result.config.algo.loss.startswith("python:")

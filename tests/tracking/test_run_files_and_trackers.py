@@ -319,6 +319,7 @@ def test_rollouts_come_back_with_every_token_and_reward(tmp_path: Path) -> None:
         "rewards": {"correct": 1.0, "short": 0.1},
         "reward": 1.02,
         "advantage": -0.3,
+        "token_advantages": None,
         "finish": "end",
         "error": None,
         "example": {"answer": 7, "numbers": [3, 4]},

@@ -126,6 +126,7 @@ ROLLOUT_SCHEMA = pa.schema(
         "rewards": pa.struct({}),  # one field per reward, as the file needs
         "reward": pa.float64(),
         "advantage": pa.float64(),
+        "token_advantages": pa.list_(pa.float32()),  # of each trained token; null if all are equal
         "finish": pa.string(),
         "error": pa.string(),
         "example": pa.string(),  # JSON: the columns

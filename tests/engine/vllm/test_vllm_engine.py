@@ -12,6 +12,7 @@ import pytest
 import torch
 from stand_in_vllm import StandIn
 
+import groupwise as gw
 from groupwise.config import read_config
 from groupwise.config.schema import EngineConfig, LoraConfig, ModelConfig
 from groupwise.engine.engine import Engine
@@ -23,6 +24,7 @@ from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sampling
 from groupwise.seeds import derive_seed
+from groupwise.tasks import UserFunctions
 from groupwise.training import train
 from tests.support.process_groups import in_processes, needs_deepspeed
 from tests.support.small_runs import (
@@ -408,6 +410,38 @@ def test_with_overlap_each_batch_is_drawn_with_the_weights_before_the_last_updat
     assert rows[0]["policy/gap"] < 1e-4
     assert all(1e-4 < row["policy/gap"] < 0.5 for row in rows[1:])
     assert all(row["policy/correction"] != 1.0 for row in rows[1:])
+
+
+class Ahead(gw.Callback):
+    """Notes the steps of rollouts and updates with their thread, and stops ahead of step 3."""
+
+    def __init__(self) -> None:
+        self.rollouts: dict[int, bool] = {}
+        self.updates: list[int] = []
+
+    def after_rollout(self, run: gw.RunControl, groups: Any) -> None:
+        self.rollouts[run.step] = threading.current_thread() is threading.main_thread()
+        if run.step == 3:
+            raise gw.StopTraining("ahead")
+
+    def after_update(self, run: gw.RunControl, metrics: Any) -> None:
+        self.updates.append(run.step)
+
+
+def test_with_overlap_hooks_of_the_next_batch_run_beside_the_update_and_may_stop_it(
+    server: StandIn, tmp_path: Path
+) -> None:
+    task_file(tmp_path)
+    over = ("engine.kind=vllm", f"engine.servers=[{server.address}]", "lora.r=4", "evaluate.skip=true")
+    config = small_config(tmp_path, *over, "rollout.overlap=true", "rollout.refill=0")
+    ahead = Ahead()
+    run = train(config, functions=UserFunctions(callbacks=(ahead,)))
+    assert ahead.rollouts == {1: True, 2: False, 3: False}
+    # The batch of step 3 may be there before step 2 ends, or after.
+    assert ahead.updates in ([1, 2], [1, 2, 3])
+    assert [row["step"] for row in deterministic_metrics(run)] == ahead.updates
+    train(config, resume=run)
+    assert [row["step"] for row in deterministic_metrics(run)] == [1, 2, 3, 4]
 
 
 def test_what_goes_wrong_ahead_stops_the_run(server: StandIn, tmp_path: Path) -> None:
