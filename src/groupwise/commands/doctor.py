@@ -86,8 +86,9 @@ def template_report(model: str) -> int:
     """Print whether the chat template is append-only, as multi-turn rollouts require."""
     from groupwise.model.resolve import model_folder
     from groupwise.model.tokenizer import template_verdict
+    from groupwise.rollout.tool_calls import read_calls
 
-    fine, sentence = template_verdict(model_folder(model))
+    fine, sentence = template_verdict(model_folder(model), read=read_calls)
     print(f"{model}: {sentence}")
     return 0 if fine else 1
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -60,15 +60,22 @@ class TokenizerCodec:
         return self.encode_all_results([results], prefill=prefill, ended=ended)[0]
 
     def encode_all_results(
-        self, turns: Sequence[Sequence[str]], *, prefill: str, ended: bool, role: str = "tool"
+        self,
+        turns: Sequence[Sequence[str]],
+        *,
+        prefill: str,
+        ended: bool,
+        role: str = "tool",
+        names: Sequence[Sequence[str]] | None = None,
     ) -> list[tuple[int, ...]]:
         """`encode_results` for several turns, tokenized in one batch.
 
-        `role`: who speaks between the turns, the tools or the user (an environment).
+        `role`: who speaks between the turns, the tools or the user (an environment). `names`: the tools.
         """
-        before = "" if ended else self.tokenizer.eos_token
+        before = "" if ended else closing_token(self.tokenizer)
         texts = [
-            before + between_turns(self.tokenizer, results, prefill=prefill, role=role) for results in turns
+            before + between_turns(self.tokenizer, results, prefill=prefill, role=role, names=called)
+            for results, called in zip(turns, names or [()] * len(turns), strict=True)
         ]
         batch = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         return [self._checked(ids) for ids in batch]
@@ -98,31 +105,132 @@ class TokenizerCodec:
         )
         return text
 
+    @cached_property
+    def tool_format(self) -> str:
+        """The format of tool calls that the chat template writes; `rollout.tool_calls` lists them."""
+        return tool_format_of(self.tokenizer)
+
+    def decode_calls(self, tokens: Sequence[int]) -> str:
+        """Return the text of a turn with special tokens, which delimit calls in some formats."""
+        if self.tool_format == "hermes":
+            return self.decode(tokens)
+        kept, special = list(tokens), set(self.tokenizer.all_special_ids)
+        if kept and kept[-1] in special:  # the end of the turn
+            kept.pop()
+        text: str = self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
     def save_tokenizer(self, path: Path) -> None:
         """Write the tokenizer in the format of the `tokenizers` library."""
         if (fast := getattr(self.tokenizer, "backend_tokenizer", None)) is not None:
             write_atomically(path, fast.to_str())
 
 
+OPEN_CALL = "<tool_call>"
 TOOLS_TEXT = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     "You are provided with function signatures within <tools></tools> XML tags:\n"
     "<tools>\n{tools}\n</tools>\n\n"
+)
+"""Tool definitions, for chat templates that do not write them."""
+HERMES_CALL = (
     "For each function call, return a json object with function name and arguments within "
     "<tool_call></tool_call> XML tags:\n"
-    '<tool_call>\n{{"name": <function-name>, "arguments": <args-json-object>}}\n</tool_call>'
+    '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
 )
-"""Tool definitions in Hermes format, for chat templates without tool support."""
+"""How to call a tool, for chat templates without tool support."""
 TEMPLATE_ARGS = "groupwise_chat_template_args"
 """Attribute of a tokenizer with the user's arguments for its chat template (`model.chat_template_args`)."""
 STAND_IN = "stand-in turn of the assistant"
+TOOL_FORMATS = {
+    "gemma": ("<start_function_call>", "<|tool_call>"),
+    "harmony": ("to=functions.",),
+    "deepseek": ("<｜tool▁calls▁begin｜>",),
+    "mistral": ("[TOOL_CALLS]",),
+    "qwen_xml": ("<function=",),
+    "pythonic": ("<|python_start|>", "[func_name1("),
+    "llama": ('"parameters": ',),
+}
+"""Text in a chat template by which its format of tool calls is known; Hermes otherwise."""
+TURN_ENDS = (
+    *("<|call|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<end_of_turn>", "<turn|>", "<|im_end|>", "<|end|>"),
+    *("</s>", "<｜end▁of▁sentence｜>", "<start_function_response>"),
+)
+"""Tokens other than the tokenizer's end token that end a turn of an assistant."""
 
 
 def knows_tools(tokenizer: Any) -> bool:
     """Whether the chat template supports tools and tool results."""
-    template = tokenizer.chat_template
-    text = template if isinstance(template, str) else json.dumps(template)
+    text = template_text(tokenizer)
     return "tools" in text and "tool" in text.replace("tools", "")
+
+
+def template_text(tokenizer: Any) -> str:
+    """Return the chat template, or all of them."""
+    template = tokenizer.chat_template
+    return template if isinstance(template, str) else json.dumps(template, ensure_ascii=False)
+
+
+def tool_format_of(tokenizer: Any) -> str:
+    """Return the format of tool calls that a chat template writes."""
+    text = template_text(tokenizer)
+    if "tool_call" not in text and not knows_tools(tokenizer):
+        return "hermes"
+    if OPEN_CALL in text and TOOL_FORMATS["qwen_xml"][0] not in text:
+        return "hermes"
+    marked = (name for name, marks in TOOL_FORMATS.items() if any(mark in text for mark in marks))
+    return next(marked, "hermes")
+
+
+def written_calls(tokenizer: Any, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """Return the turn of an assistant that makes these calls, as the chat template writes it."""
+    question: list[Message] = [{"role": "user", "content": "Hm?"}]
+    whole = render(tokenizer, [*question, calling_turn(tokenizer, calls)], add_generation_prompt=False)
+    opening = render(tokenizer, question)
+    return whole.removeprefix(opening)
+
+
+def calling_turn(tokenizer: Any, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Return an assistant message with calls, as the chat template expects it.
+
+    Mistral's templates require ids of nine characters; DeepSeek's require arguments as text and no content.
+    """
+    as_text = tool_format_of(tokenizer) == "deepseek"
+    made = []
+    for number, (name, arguments) in enumerate(calls):
+        function = {"name": name, "arguments": json.dumps(dict(arguments)) if as_text else arguments}
+        made.append({"id": f"call{number:05d}", "type": "function", "function": function})
+    return {"role": "assistant", "content": None if as_text else "", "tool_calls": made}
+
+
+def with_results(
+    tokenizer: Any, calls: Sequence[tuple[str, Mapping[str, Any]]], results: Sequence[str]
+) -> list[Message]:
+    """Return a question, a turn with calls, and their results."""
+    turn = calling_turn(tokenizer, calls)
+    return [
+        {"role": "user", "content": "Hm?"},
+        turn,
+        *(
+            {"role": "tool", "name": name, "tool_call_id": call["id"], "content": result}
+            for (name, _), call, result in zip(calls, turn["tool_calls"], results, strict=True)
+        ),
+    ]
+
+
+def closing_token(tokenizer: Any) -> str:
+    """Return the token that the chat template writes at the end of a turn, else the tokenizer's end token."""
+    eos: str = tokenizer.eos_token
+    if tokenizer.chat_template is None:
+        return eos
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": STAND_IN}]
+    tail = render(tokenizer, messages, add_generation_prompt=False).partition(STAND_IN)[2]
+    return turn_end(tokenizer, tail) or eos
+
+
+def turn_end(tokenizer: Any, tail: str) -> str | None:
+    """Return the token that ends a turn, given the text that follows the turn."""
+    return next((end for end in (tokenizer.eos_token, *TURN_ENDS) if tail.startswith(end)), None)
 
 
 def render(
@@ -139,8 +247,8 @@ def render(
     if tools and knows_tools(tokenizer):
         extra["tools"] = list(tools)
     elif tools:
-        rendered = with_tools_text(rendered, tools)
-    if not knows_tools(tokenizer):
+        rendered = with_tools_text(rendered, tools, example_call(tokenizer))
+    if not knows_tools(tokenizer) and tool_format_of(tokenizer) == "hermes":
         rendered = as_user_turns(rendered)
     try:
         text: str = tokenizer.apply_chat_template(
@@ -158,9 +266,20 @@ def render(
     return text
 
 
-def with_tools_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+def example_call(tokenizer: Any) -> str:
+    """Return what a call looks like, for templates that write calls but no tool definitions."""
+    if tool_format_of(tokenizer) == "hermes":
+        return HERMES_CALL
+    call = turn_text(tokenizer, written_calls(tokenizer, [("<function-name>", {"<argument>": "<value>"})]))
+    return f"For each function call, write:\n{call.strip()}"
+
+
+def with_tools_text(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], example: str
+) -> list[Message]:
     """Append the tool definitions to the system message."""
-    text = TOOLS_TEXT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    definitions = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    text = TOOLS_TEXT.format(tools=definitions) + example
     if messages and messages[0]["role"] == "system":
         system = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
         return [system, *messages[1:]]
@@ -182,13 +301,22 @@ def as_user_turns(messages: Sequence[Message]) -> list[Message]:
     return merged
 
 
-def between_turns(tokenizer: Any, results: Sequence[str], *, prefill: str = "", role: str = "tool") -> str:
+def between_turns(
+    tokenizer: Any,
+    results: Sequence[str],
+    *,
+    prefill: str = "",
+    role: str = "tool",
+    names: Sequence[str] = (),
+) -> str:
     """Return the text between a turn's end token and the next turn: tool results and template text.
 
     Without a chat template, each text stands on lines of its own.
     """
     if tokenizer.chat_template is None:
         return "".join(f"\n{result}\n" for result in results) + prefill
+    if names and role == "tool":
+        return after_calls(tokenizer, results, names) + prefill
     name = {"name": "tool"} if role == "tool" else {}
     messages: list[Message] = [
         {"role": "user", "content": "?"},
@@ -196,13 +324,33 @@ def between_turns(tokenizer: Any, results: Sequence[str], *, prefill: str = "", 
         *({"role": role, **name, "content": result} for result in results),
     ]
     tail = render(tokenizer, messages).partition(STAND_IN)[2]
-    end: str = tokenizer.eos_token
-    if not tail.startswith(end):
+    end = turn_end(tokenizer, tail)
+    if end is None:
         raise ConfigError(
-            f"the chat template ends an assistant turn with {tail[:20]!r}, not with the end token {end!r}; "
-            "this template cannot be used for tools and environments"
+            f"the chat template ends an assistant turn with {tail[:20]!r}, not with the end token "
+            f"{tokenizer.eos_token!r}; this template cannot be used for tools and environments"
         )
     return tail.removeprefix(end) + prefill
+
+
+def after_calls(tokenizer: Any, results: Sequence[str], names: Sequence[str]) -> str:
+    """Return the text after the end token of a turn that called tools, up to the next turn.
+
+    Templates of these formats render results only after the calls that they belong to.
+    """
+    messages = with_results(tokenizer, [(name or "tool", {"value": STAND_IN}) for name in names], results)
+    try:
+        tail = render(tokenizer, messages).rpartition(STAND_IN)[2]
+    except ConfigError:
+        if len(names) == 1:
+            raise
+        return between_turns(tokenizer, results)  # a template of one call a turn
+    ends = [end for end in (tokenizer.eos_token, *TURN_ENDS) if end in tail]
+    if not ends:
+        raise ConfigError(
+            "the chat template does not end a turn that calls tools; it cannot be used for tools"
+        )
+    return tail.partition(min(ends, key=tail.index))[2]
 
 
 def first_difference(tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] = ()) -> str | None:
@@ -218,7 +366,7 @@ def first_difference(tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] = ())
     tokens = list(tokenizer(grown, add_special_tokens=False)["input_ids"])
     messages = list(opening)
     for number, turn in enumerate(turns):
-        written = turn + tokenizer.eos_token
+        written = turn + closing_token(tokenizer)
         messages.append({"role": "assistant", "content": turn})
         if number < len(results):
             written += between_turns(tokenizer, results[number])
@@ -237,7 +385,50 @@ def first_difference(tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] = ())
     return None
 
 
-def template_verdict(folder: Path) -> tuple[bool, str]:
+ReadCalls = Callable[[str, str], Sequence[Any]]
+"""Parses the calls in a turn's text; the second argument is the format."""
+
+
+def calls_difference(tokenizer: Any, read: ReadCalls) -> str | None:
+    """Return why calls that the template writes are not understood or continued turn by turn, or None."""
+    calls: list[tuple[str, dict[str, Any]]] = [("search", {"query": "a b", "limit": 3}), ("add", {"x": 1})]
+    try:
+        turn = written_calls(tokenizer, calls)
+    except ConfigError:  # a template of one call a turn
+        calls = calls[:1]
+        turn = written_calls(tokenizer, calls)
+    style = tool_format_of(tokenizer)
+    parsed = [(call.name, dict(call.arguments)) for call in read(turn_text(tokenizer, turn), style)]
+    expected = calls
+    if style == "qwen_xml":  # every argument is text
+        expected = [(name, {key: str(value) for key, value in rest.items()}) for name, rest in calls]
+    if parsed != expected:
+        return f"a call is written as {turn[:200]!r}, which is not understood as format {style}"
+    if style == "hermes":
+        return None
+    names, results = [name for name, _ in calls], ["first", "second"][: len(calls)]
+    messages = with_results(tokenizer, calls, results)
+    grown = render(tokenizer, messages[:1]) + turn + after_calls(tokenizer, results, names)
+    whole = render(tokenizer, messages)
+    at = next((i for i, (a, b) in enumerate(zip(grown, whole, strict=False)) if a != b), None)
+    if at is None and len(grown) == len(whole):
+        after = after_calls(tokenizer, results, names)
+        texts = (grown.removesuffix(after), after, whole)
+        before, between, at_once = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
+        return None if [*before, *between] == list(at_once) else "in the tokens between two turns"
+    at = min(len(grown), len(whole)) if at is None else at
+    around = slice(max(0, at - 20), at + 40)
+    return f"after calls, at character {at}: turn by turn {grown[around]!r}, at once {whole[around]!r}"
+
+
+def turn_text(tokenizer: Any, turn: str) -> str:
+    """Return a rendered turn without its end token."""
+    for end in (tokenizer.eos_token, *TURN_ENDS):
+        turn = turn.rstrip("\n").removesuffix(end)
+    return turn
+
+
+def template_verdict(folder: Path, *, read: ReadCalls) -> tuple[bool, str]:
     """Return whether a model's chat template supports conversations with tools turn by turn, and why."""
     from transformers import AutoTokenizer
 
@@ -247,9 +438,15 @@ def template_verdict(folder: Path) -> tuple[bool, str]:
         raise ConfigError(f"cannot load the tokenizer in {folder}: {first_line(error)}") from error
     if tokenizer.chat_template is None:
         return False, "the model has no chat template; tools and conversations are not supported"
-    style = "the template's own format" if knows_tools(tokenizer) else "Hermes format, as user turns"
+    own = knows_tools(tokenizer) or tool_format_of(tokenizer) != "hermes"
+    style = (
+        f"the template's own format, {tool_format_of(tokenizer)}" if own else "Hermes format, as user turns"
+    )
     try:
-        difference = first_difference(tokenizer)
+        plain = tool_format_of(tokenizer) == "hermes"
+        difference = first_difference(tokenizer) if plain else None
+        if own and difference is None:
+            difference = calls_difference(tokenizer, read)
     except ConfigError as error:
         return False, str(error)
     if difference is None:

@@ -88,6 +88,9 @@ class Trajectory:
         self.logprobs += logprobs
         self.entropies += entropies
 
+HERMES = "hermes"
+"""The format of tool calls that needs no special tokens; see `tool_calls` for the others."""
+
 
 class ToolCodec(Protocol):
     """Converts between text and tokens, for conversations of several turns."""
@@ -127,6 +130,8 @@ class ContextMessages:
     prefill: str
     ended: bool
     """Whether the previous turn ended with its end token."""
+    names: tuple[str, ...] = ()
+    """Names of the tools that were called."""
 
 
 Answer = tuple[Call, ...] | Reply | RolloutError
@@ -174,7 +179,7 @@ class Conversations:
         stream = self.streams[key[0]][key[1]]
         stream.append_completion(completion)
         text = self.codec.decode(completion.tokens)
-        parsed_calls = read_calls(text) if self.toolbox.tools and completion.finish != "length" else []
+        parsed_calls = self._calls(completion, text)
         stream.turns.append(Turn(text=text))
         if stream.episode is None and (not parsed_calls or self._is_last(stream)):
             return
@@ -191,6 +196,15 @@ class Conversations:
             started = time.perf_counter()
             self._append_results([(key, self._answer(key, parsed_calls))])
             self.toolbox.spend(time.perf_counter() - started)
+
+    def _calls(self, completion: Completion, text: str) -> list[ParsedToolCall]:
+        """Return the tool calls of a turn, in the format of the chat template."""
+        if not self.toolbox.tools or completion.finish == "length":
+            return []
+        style = getattr(self.codec, "tool_format", HERMES)
+        if style == HERMES:
+            return read_calls(text)
+        return read_calls(self.codec.decode_calls(completion.tokens), style)  # type: ignore[attr-defined]
 
     def _is_last(self, stream: Trajectory) -> bool:
         """Whether the limits end the rollout after its current turn."""
@@ -286,7 +300,8 @@ class Conversations:
                 stream.turns[-1] = Turn(text=text, calls=answer)
                 results, role = tuple(call.result for call in answer), "tool"
             prefill = prefill_of(stream.prompt_messages)
-            pending.append((key, ContextMessages(results, role, prefill, stream.finish == "end")))
+            names = tuple(call.name for call in stream.turns[-1].calls)
+            pending.append((key, ContextMessages(results, role, prefill, stream.finish == "end", names)))
         self._encode([messages for _, messages in pending])
         for key, messages in pending:
             self._next_turn(key, self._encoded[messages])
@@ -311,7 +326,10 @@ class Conversations:
             role, prefill, ended = kind
             same_kind = [one for one in new if (one.role, one.prefill, one.ended) == kind]
             texts = [one.results for one in same_kind]
-            tokens = self.codec.encode_all_results(texts, prefill=prefill, ended=ended, role=role)
+            extra: dict[str, Any] = {}
+            if getattr(self.codec, "tool_format", HERMES) != HERMES:
+                extra["names"] = [one.names for one in same_kind]
+            tokens = self.codec.encode_all_results(texts, prefill=prefill, ended=ended, role=role, **extra)
             self._encoded.update(zip(same_kind, tokens, strict=True))
 
 

@@ -10,7 +10,7 @@ import inspect
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
 from typing import Any
 
@@ -199,6 +199,8 @@ class ToolExecutor:
         tool = self.tools.get(call.name)
         if tool is None:
             return failed_call(call, f"there is no tool {call.name!r}, only {', '.join(self.tools)}")
+        if call.untyped:
+            call = replace(call, arguments=tool.typed(call.arguments), untyped=False)
         problem = tool.refusal(call.arguments)
         if problem is not None:
             return failed_call(call, problem)

@@ -96,6 +96,14 @@ class Tool:
     def asynchronous(self) -> bool:
         return inspect.iscoroutinefunction(self.function)
 
+    def typed(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Read arguments that are all text as JSON, where the schema does not ask for text."""
+        properties = self.schema["function"]["parameters"].get("properties", {})
+        return {
+            name: value if accepts_text(properties.get(name, {})) else json_or_text(value)
+            for name, value in arguments.items()
+        }
+
     def refusal(self, arguments: Mapping[str, Any]) -> str | None:
         """Return what is wrong with the arguments of a call, or None. The model reads this text."""
         if self.parameters is not None:
@@ -109,6 +117,21 @@ class Tool:
             if not fits(value, self.hints[name]):
                 return f"{self.name}: {name} must be {json.dumps(json_schema(self.hints[name]))}"
         return None
+
+
+def accepts_text(schema: Mapping[str, Any]) -> bool:
+    """Whether a JSON schema accepts any text."""
+    kinds = schema.get("type", "string" if not schema.get("anyOf") else ())
+    return "string" in ([kinds] if isinstance(kinds, str) else kinds) or any(
+        accepts_text(one) for one in schema.get("anyOf", ())
+    )
+
+
+def json_or_text(value: Any) -> Any:
+    try:
+        return json.loads(value)
+    except (TypeError, ValueError, RecursionError):
+        return value
 
 
 def schema_violation(name: str, arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> str | None:

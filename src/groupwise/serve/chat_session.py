@@ -193,7 +193,9 @@ class ToolAnswers:
             generated, finish = yield from self._streaming.write(tokens)
             text = codec.decode(generated)
             turns.append(Turn(text=text))
-            parsed_calls = read_calls(text) if finish != "length" else []
+            parsed_calls = (
+                read_calls(codec.decode_calls(generated), codec.tool_format) if finish != "length" else []
+            )
             if not parsed_calls or len(turns) == self._limits.max_turns:
                 return
             allowed = self._limits.max_calls - used

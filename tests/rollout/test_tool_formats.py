@@ -1,0 +1,186 @@
+"""Formats of tool calls: found from the chat template, written by it, and read back."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from groupwise.model.tokenizer import (
+    TokenizerCodec,
+    calls_difference,
+    render,
+    tool_format_of,
+    turn_text,
+    written_calls,
+)
+from groupwise.rollout.tool_calls import READERS, ParsedToolCall, read_calls
+from groupwise.rollout.tool_executor import ToolExecutor
+from tests.support.small_models import tiny_tokenizer
+
+BOTH = [ParsedToolCall("search", {"query": "a b", "limit": 3}), ParsedToolCall("add", {"x": 1})]
+TEXTS = {
+    "hermes": '<tool_call>{"name": "search", "arguments": {"query": "a b", "limit": 3}}</tool_call>\n'
+    '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>',
+    "llama": '<|python_tag|>{"name": "search", "parameters": {"query": "a b", "limit": 3}}; '
+    '{"name": "add", "parameters": {"x": 1}}',
+    "pythonic": '[search(query="a b", limit=3), add(x=1)]',
+    "mistral": '[TOOL_CALLS][{"name": "search", "arguments": {"query": "a b", "limit": 3}, "id": "1"}, '
+    '{"name": "add", "arguments": {"x": 1}}]',
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>search\n```json\n"
+    '{"query": "a b", "limit": 3}\n```<｜tool▁call▁end｜>\n'
+    '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"x": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "harmony": "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>commentary "
+    'to=functions.search <|constrain|>json<|message|>{"query": "a b", "limit": 3}<|call|>'
+    '<|start|>assistant to=functions.add<|channel|>commentary<|message|>{"x": 1}',
+    "gemma": "<start_function_call>call:search{query:<escape>a b<escape>,limit:3}<end_function_call>"
+    "<start_function_call>call:add{x:1}<end_function_call>",
+}
+
+
+@pytest.mark.parametrize("style", TEXTS)
+def test_parallel_calls_are_read_in_every_format(style):
+    assert read_calls(TEXTS[style], style) == BOTH
+    assert read_calls(f"<think>{TEXTS[style]}</think>\nNo.", style) == []
+    assert read_calls("The answer is 7.", style) == []
+
+
+@pytest.mark.parametrize(
+    ("style", "text", "calls"),
+    [
+        ("mistral", '[TOOL_CALLS]search[ARGS]{"query": "a"}[TOOL_CALLS]add[ARGS]{"x": 1}', ["search", "add"]),
+        ("gemma", '<|tool_call>call:search{query:<|"|>a{b:c<|"|>}<tool_call|>', ["search"]),
+        ("pythonic", "<|python_start|>[search(query='a')]<|python_end|>", ["search"]),
+        ("llama", '{"name": "search", "parameters": {"query": "a"}}', ["search"]),
+    ],
+)
+def test_variants_of_a_format(style, text, calls):
+    parsed = read_calls(text, style)
+    assert [call.name for call in parsed] == calls
+    assert all(call.error is None for call in parsed)
+
+
+@pytest.mark.parametrize(
+    ("style", "text"),
+    [
+        ("hermes", "<tool_call>{"),
+        ("qwen_xml", "<function=search><parameter=query>a"),
+        ("llama", '{"name": "x", "parameters": oops}'),
+        ("pythonic", "[search(a)]"),
+        ("pythonic", "[search(query=open('x'))]"),
+        ("mistral", "[TOOL_CALLS]oops"),
+        ("deepseek", "<｜tool▁call▁begin｜>add<｜tool▁sep｜>oops<｜tool▁call▁end｜>"),
+        ("harmony", "to=functions.add<|message|>oops"),
+        ("gemma", "<start_function_call>call:add{x:oops}<end_function_call>"),
+    ],
+)
+def test_a_malformed_call_is_an_error_that_the_policy_reads(style, text):
+    (call,) = read_calls(text, style)
+    assert call.error
+
+
+@pytest.mark.parametrize("style", READERS)
+def test_text_of_any_kind_is_read_in_linear_time(style):
+    for piece in ("<tool_call>", "[TOOL_CALLS]", "[", "to=functions.", "<function=", "{", '{"name"', "a:{,"):
+        read_calls(piece * 20_000, style)
+
+
+def test_untyped_arguments_are_read_as_the_types_of_the_tool():
+    def search(query: str, limit: int = 5, exact: bool = False) -> str:
+        """Search."""
+        return f"{query!r} {limit!r} {exact!r}"
+
+    text = (
+        "<tool_call>\n<function=search>\n<parameter=query>\n12\n</parameter>\n<parameter=limit>\n3\n</parameter>\n"
+        "<parameter=exact>\ntrue\n</parameter>\n</function>\n</tool_call>"
+    )
+    box = ToolExecutor.of([search], seconds=1.0, characters=100)
+    (call,) = box.answer(read_calls(text, "qwen_xml"), allowed=1)
+    assert call.result == "'12' 3 True"
+    (call,) = box.answer(read_calls(text.replace("\n3\n", "\nmany\n"), "qwen_xml"), allowed=1)
+    assert "limit must be" in str(call.error)
+
+
+ROLES = (
+    "{%- for m in messages -%}{%- if m.role == 'tool' -%}"
+    "<|im_start|>tool {{ m.name }}\n{{ m.content }}<|im_end|>\n"
+    "{%- elif m.tool_calls -%}<|im_start|>assistant\nCALLS<|im_end|>\n"
+    "{%- else -%}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{%- endif -%}{%- endfor -%}"
+    "{%- if tools -%}{{ tools | length }} tools{%- endif -%}"
+    "{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}"
+)
+EACH = "{%- for c in m.tool_calls -%}ONE{%- endfor -%}"
+ARGUMENTS = "{{ c.function.arguments | tojson }}"
+NAME = "{{ c.function.name }}"
+WRITERS = {
+    "hermes": EACH.replace(
+        "ONE", f'<tool_call>\n{{"name": "{NAME}", "arguments": {ARGUMENTS}}}\n</tool_call>'
+    ),
+    "qwen_xml": EACH.replace(
+        "ONE",
+        f"<tool_call>\n<function={NAME}>\n"
+        "{% for k, v in c.function.arguments.items() %}<parameter={{ k }}>\n"
+        "{{ v }}\n</parameter>\n{% endfor %}</function>\n</tool_call>",
+    ),
+    "llama": EACH.replace(
+        "ONE", f'{{"name": "{NAME}", "parameters": {ARGUMENTS}}}{{{{ "" if loop.last else "; " }}}}'
+    ),
+    "mistral": "[TOOL_CALLS]["
+    + EACH.replace(
+        "ONE", f'{{"name": "{NAME}", "arguments": {ARGUMENTS}}}{{{{ "" if loop.last else ", " }}}}'
+    )
+    + "]",
+    "deepseek": "<｜tool▁calls▁begin｜>"
+    + EACH.replace(
+        "ONE", f"<｜tool▁call▁begin｜>{NAME}<｜tool▁sep｜>{{{{ c.function.arguments }}}}<｜tool▁call▁end｜>"
+    )
+    + "<｜tool▁calls▁end｜>",
+    "harmony": EACH.replace("ONE", f"<|channel|>commentary to=functions.{NAME} json<|message|>{ARGUMENTS}"),
+    "gemma": EACH.replace(
+        "ONE",
+        f"<start_function_call>call:{NAME}{{{{ '{{' }}}}{{% for k, v in c.function.arguments.items() %}}"
+        "{{ k }}:{% if v is string %}<escape>{{ v }}<escape>{% else %}{{ v }}{% endif %}"
+        "{{ '' if loop.last else ',' }}{% endfor %}{{ '}' }}<end_function_call>",
+    ),
+}
+"""Minimal chat templates, each of which writes calls in one format."""
+
+
+def tokenizer_of(style: str):
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.chat_template = ROLES.replace("CALLS", WRITERS[style]).replace(
+        "<|im_end|>", tokenizer.eos_token
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("style", WRITERS)
+def test_a_template_is_recognized_and_what_it_writes_is_read_back_and_continued(style):
+    tokenizer = tokenizer_of(style)
+    assert tool_format_of(tokenizer) == style
+    assert calls_difference(tokenizer, read_calls) is None
+    turn = written_calls(tokenizer, [("search", {"query": "a b", "limit": 3}), ("add", {"x": 1})])
+    assert turn.endswith(f"{tokenizer.eos_token}\n") or turn.endswith(tokenizer.eos_token)
+    assert [call.name for call in read_calls(turn_text(tokenizer, turn), style)] == ["search", "add"]
+
+
+def test_results_stand_under_the_names_of_the_tools_that_were_called():
+    tokenizer = tokenizer_of("harmony")
+    codec = TokenizerCodec(tokenizer, vocabulary=10_000)
+    (tokens,) = codec.encode_all_results([["R1", "R2"]], prefill="", ended=True, names=[["search", "add"]])
+    text = tokenizer.decode(tokens)
+    assert text.index("tool search\nR1") < text.index("tool add\nR2")
+    assert codec.tool_format == "harmony"
+
+
+def test_a_template_that_writes_calls_but_no_definitions_gets_them_with_its_own_example():
+    tokenizer = tokenizer_of("deepseek")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{%- if tools -%}{{ tools | length }} tools{%- endif -%}", ""
+    )
+    text = render(tokenizer, [{"role": "user", "content": "Hi"}], tools=[{"name": "search"}])
+    assert '{"name": "search"}' in text
+    assert (
+        "For each function call, write:\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜><function-name>" in text
+    )
+    assert "json object" not in text
