@@ -88,6 +88,7 @@ class Trajectory:
         self.logprobs += logprobs
         self.entropies += entropies
 
+
 HERMES = "hermes"
 """The format of tool calls that needs no special tokens; see `tool_calls` for the others."""
 
