@@ -42,7 +42,7 @@ from groupwise.learner.micro_batch import (
     row_logprobs,
     supervised_logprobs,
 )
-from groupwise.learner.optimizer import clipped_step, learning_rate, make_optimizer
+from groupwise.learner.optimizer import clipped_step, make_optimizer, scheduled_rate
 from groupwise.learner.teacher import SelfTeacher, Teacher, hints_for
 from groupwise.model.attention.ulysses import UlyssesContext
 from groupwise.model.device import total_memory
@@ -198,7 +198,7 @@ class Learner:
             "policy/loss": sum(self._losses) / len(self._losses),
             "policy/grad_norm": sum(self._norms) / len(self._norms),
             "policy/updates": float(len(self._norms)),
-            "optim/learning_rate": self.rate(self.updates - 1),
+            "optim/learning_rate": scheduled_rate(self.optim, self.updates - 1, total=self.total_updates),
             **(
                 {}
                 if self.algo.target_entropy is None
@@ -219,16 +219,6 @@ class Learner:
         """Upper bound on an update's memory besides weights: activations, logits, gradients, moments."""
         weights = 16 * self.policy.trained_numbers
         return self.micro_batch_tokens * self.policy.activation_bytes + GPU_LOGITS_BYTES + weights
-
-    def rate(self, update: int) -> float:
-        assert self.optim.learning_rate is not None
-        return learning_rate(
-            update,
-            peak=self.optim.learning_rate,
-            kind=self.optim.schedule,
-            warmup=self.optim.warmup_steps,
-            total=self.total_updates,
-        )
 
     def _prepare(
         self, samples: Sequence[Sample], *, sequences: int, tokens: int
@@ -406,7 +396,7 @@ class Learner:
     def _step(self) -> float:
         """Run one optimizer step and return the gradient norm before clipping."""
         sum_gradients(self.processes, self.policy)
-        rate = self.rate(self.updates)
+        rate = scheduled_rate(self.optim, self.updates, total=self.total_updates)
         norm = clipped_step(self.policy, self.optimizer, rate=rate, max_grad_norm=self.optim.max_grad_norm)
         self.updates += 1
         return norm

@@ -81,6 +81,14 @@ def clip(policy: Policy, limit: float) -> float:
     return float(norm)
 
 
+def scheduled_rate(optim: OptimConfig, update: int, *, total: int) -> float:
+    """Return the learning rate of optimizer step `update` (from 0) of `total` by the settings."""
+    assert optim.learning_rate is not None, "the config must be resolved first"
+    return learning_rate(
+        update, peak=optim.learning_rate, kind=optim.schedule, warmup=optim.warmup_steps, total=total
+    )
+
+
 def learning_rate(update: int, *, peak: float, kind: str, warmup: int, total: int) -> float:
     """Return the learning rate of optimizer step `update` (from 0) of `total`.
 

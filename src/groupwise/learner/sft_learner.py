@@ -11,7 +11,7 @@ from groupwise.config.schema import OptimConfig
 from groupwise.invariants import check_finite
 from groupwise.learner.learner import default_micro_batch_tokens
 from groupwise.learner.micro_batch import micro_batches, pack, row_logprobs
-from groupwise.learner.optimizer import clipped_step, learning_rate, make_optimizer
+from groupwise.learner.optimizer import clipped_step, make_optimizer, scheduled_rate
 from groupwise.model.policy import Policy
 from groupwise.parallel.processes import Processes, shares_of_samples, sum_gradients
 from groupwise.records import Sample, Sampling
@@ -60,20 +60,10 @@ class SFTLearner:
         self.policy.model.train()
         loss = self._mean_loss(samples, backward=True)
         sum_gradients(self.processes, self.policy)
-        rate = self.rate(self.updates)
+        rate = scheduled_rate(self.optim, self.updates, total=self.total_updates)
         norm = clipped_step(self.policy, self.optimizer, rate=rate, max_grad_norm=self.optim.max_grad_norm)
         self.updates += 1
         return {"sft/loss": loss, "policy/grad_norm": norm, "optim/learning_rate": rate}
-
-    def rate(self, update: int) -> float:
-        assert self.optim.learning_rate is not None
-        return learning_rate(
-            update,
-            peak=self.optim.learning_rate,
-            kind=self.optim.schedule,
-            warmup=self.optim.warmup_steps,
-            total=self.total_updates,
-        )
 
     @torch.no_grad()
     def loss(self, samples: Sequence[Sample]) -> float:

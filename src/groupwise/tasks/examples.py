@@ -42,6 +42,14 @@ def text(value: Any) -> str:
     return str(value)
 
 
+def question_and_answer(read_answer: Callable[[Any], Any]) -> Columns:
+    """Return the columns of a task with questions and gold answers, by their usual names."""
+    return {
+        "question": Column(read=text, names=("question", "problem"), judges=False),
+        "answer": Column(read=read_answer, names=("answer", "ground_truth", "solution")),
+    }
+
+
 def renamed(columns: Columns, names: Mapping[str, str], *, task: str) -> Columns:
     """Return the columns with the names that they have in the user's data, `ours: theirs`."""
     result = dict(columns)

@@ -401,14 +401,14 @@ def in_notebook() -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
-class NotebookDisplay(PlainDisplay):
-    """A panel in the output of a notebook's cell, redrawn after every step; messages are printed."""
+class PanelDisplay:
+    """A display that shows the progress of the run in a panel, and redraws it after every change."""
 
-    def start(self, total_steps: int, title: str, *, done: int = 0) -> None:
-        self.progress = Progress(title=title, total=total_steps, step=done, now=self.clock())
-        from IPython.display import display
+    clock: Clock
+    progress: Progress | None
 
-        self.handle = display(self.panel(), raw=True, display_id=True)
+    def refresh(self) -> None:
+        raise NotImplementedError
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         assert self.progress is not None, "start comes before update"
@@ -425,6 +425,16 @@ class NotebookDisplay(PlainDisplay):
         self.progress.note = text
         self.refresh()
 
+
+class NotebookDisplay(PanelDisplay, PlainDisplay):
+    """A panel in the output of a notebook's cell, redrawn after every step; messages are printed."""
+
+    def start(self, total_steps: int, title: str, *, done: int = 0) -> None:
+        self.progress = Progress(title=title, total=total_steps, step=done, now=self.clock())
+        from IPython.display import display
+
+        self.handle = display(self.panel(), raw=True, display_id=True)
+
     def refresh(self) -> None:
         if not self.closed and self.handle is not None:
             self.handle.update(self.panel(), raw=True)
@@ -440,7 +450,7 @@ class NotebookDisplay(PlainDisplay):
         return {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
 
 
-class LiveDisplay:
+class LiveDisplay(PanelDisplay):
     """A panel at the bottom of the terminal, redrawn once a second and after every step."""
 
     def __init__(self, stream: TextIO, *, clock: Clock) -> None:
@@ -460,24 +470,9 @@ class LiveDisplay:
         )
         self.live.start()
 
-    def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        assert self.progress is not None, "start comes before update"
-        self.progress.advance(step, metrics, now=self.clock())
-        self.refresh()
-
-    def evaluation(self, name: str, scores: Scores, *, first: Scores | None = None) -> None:
-        assert self.progress is not None, "start comes before evaluation"
-        self.progress.evaluated(scores, first=first, now=self.clock())
-        self.refresh()
-
     def message(self, text: str) -> None:
         with suppress(OSError):
             self.console.print(Text(printable(text)), soft_wrap=True)
-
-    def note(self, text: str, *, new: bool) -> None:
-        assert self.progress is not None, "start comes before note"
-        self.progress.note = text
-        self.refresh()
 
     def finish(self, summary: RunSummary) -> None:
         self.close()

@@ -31,7 +31,7 @@ from groupwise.rewards.verify.math_answer import (
     verify_boxed,
 )
 from groupwise.tasks.builtin.gsm8k import between, pick
-from groupwise.tasks.examples import Column, text
+from groupwise.tasks.examples import question_and_answer, text
 from groupwise.tasks.task import Task, question_key
 
 HELD_OUT_ONE_IN = 8
@@ -179,10 +179,7 @@ def math(
         key=question_key,
         accuracy="correct",
         format="boxed",
-        columns={
-            "question": Column(read=text, names=("question", "problem"), judges=False),
-            "answer": Column(read=gold_answer, names=("answer", "ground_truth", "solution")),
-        },
+        columns=question_and_answer(gold_answer),
         predicted=last_box,
         alike=alike,
         difficulty=difficulty,

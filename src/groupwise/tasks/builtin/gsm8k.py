@@ -29,7 +29,7 @@ from groupwise.rewards.extraction import (
     tags_once,
 )
 from groupwise.rewards.runner import RewardFunction
-from groupwise.tasks.examples import Column, text
+from groupwise.tasks.examples import question_and_answer, text
 from groupwise.tasks.task import Task, question_key
 
 NAMES = ("Ana", "Ben", "Chen", "Dara", "Elif", "Femi", "Gita", "Hugo", "Ines", "Jonas", "Kofi", "Lena")
@@ -233,10 +233,7 @@ def gsm8k(
         key=question_key,
         accuracy="correct",
         format="format",
-        columns={
-            "question": Column(read=text, names=("question", "problem"), judges=False),
-            "answer": Column(read=gold_answer, names=("answer", "ground_truth", "solution")),
-        },
+        columns=question_and_answer(gold_answer),
         predicted=solution_of,
         alike=same_number,
         ends_thinking=END,
