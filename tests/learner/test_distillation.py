@@ -30,6 +30,7 @@ from groupwise.learner.teacher import (
 )
 from groupwise.records import Group, Rollout, Sample, Sampling
 from tests.support.naive_update import Gradients, gradients, measure, naive_loss
+from tests.support.process_groups import in_processes
 from tests.support.small_models import policy_of, tiny_tokenizer
 from tests.support.update_parity import (
     OPTIM,
@@ -357,3 +358,23 @@ def test_members_of_a_population_learn_by_a_loss_of_the_user(tmp_path):
     result = gw.evolve("countdown", loss=own, evolve=searched, output_dir=tmp_path, lora_r=4, **settings)
     assert seen
     assert result.config.algo.loss.startswith("python:")
+
+
+def small_training(folder: str, name: str) -> list[tuple[float, float, float]]:
+    """Train with a teacher and worked answers; return loss, cross-entropy and distance of each step."""
+    from groupwise.config import config_from_keywords
+    from groupwise.training import train
+
+    algo = {"teacher": "tiny", "distill": 0.1, "sft_weight": 0.2, "advantage": "dr_grpo"}
+    keywords = {**SMALL, "output_dir": folder, "run_name": name, "optim": {"micro_batch_tokens": 120}}
+    run = train(config_from_keywords(task="countdown", algo=algo, **keywords))
+    metrics = gw.RunResult(run).metrics
+    names = ("policy/loss", "policy/cross_entropy", "policy/teacher_kl")
+    return [tuple(float(metrics.loc[step, name]) for name in names) for step in (1, 2)]
+
+
+def test_two_processes_distill_and_imitate_as_one(tmp_path):
+    alone = small_training(str(tmp_path), "alone")
+    together, _ = in_processes(2, small_training, str(tmp_path), "together")
+    for one, two in zip(alone, together, strict=True):
+        assert two == pytest.approx(one, rel=1e-3, abs=1e-5)
