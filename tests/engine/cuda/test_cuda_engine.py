@@ -30,6 +30,7 @@ from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sampling
 from tests.support.generation import EmulatedGPUEngine, assert_same, converse, requests, same_answers
 from tests.support.small_models import SIZES, policy_of, small_model, tiny_tokenizer
+from tests.support.tiny_families import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
@@ -72,6 +73,17 @@ def test_every_family_writes_what_the_cpu_writes_fused_or_not(config, fused):
     gpu, _ = both(policy_of(model), requests((3, 17), (2, 1)), Sampling(max_tokens=2))
     assert gpu._graph_runner is not None
     assert gpu._graph_runner.fused == fused
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss", "gemma4_text"])
+def test_windows_caps_sinks_and_uneven_heads_write_what_the_cpu_writes(family, monkeypatch):
+    for name, value in {"PROMPT_BLOCK": 4, "LEAST": 4, "BLOCK": 4}.items():
+        monkeypatch.setattr(decode_attention, name, value)
+    gpu, _ = both(
+        policy_of(tiny_model(family)), requests((14, 5), (2, 1)), Sampling(max_tokens=6), block_size=4
+    )
+    assert gpu._graph_runner is not None
+    assert gpu._graph_runner.fused == (family == "mistral")
 
 
 def test_a_model_that_is_not_fused_runs_as_it_is(small_policy, monkeypatch):

@@ -50,8 +50,10 @@ class Layout(Protocol):
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_positional: Any, **options: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *masks: Any, **options: Any
 ) -> tuple[Tensor, None]:
+    mask = masks[0] if masks else options.get("attention_mask")
+    assert mask is None, "attention with a mask or bias of its own"
     layout: Layout = options.get("layout") or getattr(module, "layout")  # noqa: B009
     layer, scale = int(getattr(module, "layer_idx")), options.get("scaling")  # noqa: B009
     window = options.get("sliding_window")
