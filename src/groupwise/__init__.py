@@ -119,8 +119,8 @@ def train(
 
     Settings are the command line's flags by name (`model=`, `max_steps=`, `learning_rate=`, …), whole
     sections (`optim={"epochs": 2}`) or full names (`**{"task.held_out": 8}`). `loss` and `advantage` also
-    take functions of your own, and `callbacks` a list of `Callback` (docs/extending.md). `resume` goes on
-    with the run in that folder, which keeps its settings, or after one of its checkpoints in a new folder;
+    take functions of your own, and `callbacks` a list of `Callback` (docs/extending.md). `resume` continues
+    the run in that folder, which keeps its settings, or after one of its checkpoints in a new folder;
     its task must be given again only if it was defined in Python.
     """
     leave_task_file(task if isinstance(task, Task) else None, settings)

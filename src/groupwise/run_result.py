@@ -1,6 +1,6 @@
 """The result of a run: its folder, its metrics as tables, and the trained policy ready to generate.
 
-Everything is read from the folder when it is asked for, so any run can be opened: `RunResult("runs/my-run")`.
+Everything is read from the folder on demand, so any run can be opened: `RunResult("runs/my-run")`.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class RunResult(os.PathLike[str]):
         return hash(self.folder)
 
     def __getattr__(self, name: str) -> Any:
-        # Code that was written for the path, such as `run.name` or `run.glob(…)`, goes on working.
+        # Code that was written for the path, such as `run.name` or `run.glob(…)`, keeps working.
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.folder, name)

@@ -16,7 +16,7 @@ from groupwise import cli
 from groupwise.commands.eval import evaluate_command, kind_lines, report_lines
 from groupwise.config import read_config
 from groupwise.errors import ConfigError
-from groupwise.evaluate.contamination import asked_in_training, unseen
+from groupwise.evaluate.contamination import prompts_in_training, unseen
 from groupwise.evaluate.held_out import question_result
 from groupwise.evaluate.intervals import ballots, majority
 from groupwise.evaluate.target import BENCHMARKS, benchmark_named, source_of
@@ -144,14 +144,14 @@ def test_rows_of_a_stream_that_were_drawn_are_left_out():
     fresh = Example({"numbers": [99, 1, 1], "target": 97})
 
     def left(rows: Sequence[Example], *, cursor: int) -> list[Example]:
-        asked = asked_in_training(trained, cursor=cursor, task=task, named="countdown")
-        return unseen(rows, task=task, asked=asked)
+        asked = prompts_in_training(trained, cursor=cursor, task=task, named="countdown")
+        return unseen(rows, task=task, trained=asked)
 
     assert left([*drawn, fresh], cursor=5) == [fresh]
     assert left(drawn, cursor=4) == [drawn[4]]
     with pytest.raises(ConfigError, match="the model was trained on every one of these examples"):
         left(drawn, cursor=5)
-    assert asked_in_training(trained, cursor=5, task=gsm8k(), named="gsm8k") == set()
+    assert prompts_in_training(trained, cursor=5, task=gsm8k(), named="gsm8k") == set()
 
 
 SUMS = """import groupwise as gw

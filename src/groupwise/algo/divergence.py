@@ -42,8 +42,8 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3"
 def kl_penalty(logprobs_T: Tensor, reference_T: Tensor, old_T: Tensor, *, kind: str) -> Tensor:
     """Return token penalties whose expected gradient is that of KL(policy || reference), off-policy too.
 
-    The tokens came from the old policy; r = exp(log-prob - old) makes up for that. An unbiased value
-    times r is an unbiased value under the distribution that was drawn from, which does not move, so its
+    The tokens were sampled from the old policy; r = exp(log-prob - old) corrects for that. An unbiased value
+    times r is an unbiased value under the sampling distribution, which is fixed, so its
     gradient is unbiased too: r (d + 1) for k1 and r d for k3, per unit of log-prob. k2's gradient d is
     right as it is and needs r only as a weight. So k2 and k3 pull alike and differ in the value they show;
     k1 adds noise of mean 0.
@@ -67,7 +67,7 @@ def importance_weights(
 
     A sequence's weight is the product of its tokens' because that is the ratio of the probabilities
     of drawing the whole sequence: unbiased, at a variance that grows with length. A mean in the
-    exponent would be the ratio of nothing that was drawn.
+    exponent would not be the ratio of any probability.
     """
     if kind == "none":
         return torch.ones_like(old_T), {}

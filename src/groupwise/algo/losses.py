@@ -4,7 +4,7 @@
 of `policy_loss` over its micro-batches, whatever they are, as long as no sequence is cut in two.
 """
 
-# Axes: T trained tokens of one micro-batch laid flat (no padding).
+# Axes: T trained tokens of one micro-batch flattened (no padding).
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Tokens:
     old_T: Tensor
     """By the trainer, before the first update of this step."""
     sampled_T: Tensor
-    """By the sampler, when the token was drawn."""
+    """By the sampler, when the token was sampled."""
     reference_T: Tensor | None
     """Under the reference policy; needed when beta > 0."""
     entropy_T: Tensor | None
@@ -317,7 +317,7 @@ def divergences(tokens: Tokens) -> dict[str, Tensor]:
         "policy/gap": gap_T.sum(),
         "policy/gap_max": gap_T.max(),
         "policy/gap_kl": k3(tokens.sampled_T - tokens.old_T).sum(),  # KL(sampler || trainer)
-        # k3 with old as the drawn-from policy: KL(old || now).
+        # k3 with the old policy as the sampling policy: KL(old || now).
         "policy/kl_old": k3(tokens.old_T - tokens.logprobs_T).sum(),
     }
     if tokens.reference_T is not None:

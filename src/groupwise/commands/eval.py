@@ -18,7 +18,7 @@ from groupwise.commands.sft import say_loading
 from groupwise.config import Config, read_config
 from groupwise.config.schema import NO_TASK, ToolsConfig
 from groupwise.errors import ConfigError
-from groupwise.evaluate.contamination import TrainingRecord, asked_in_training, lineage_of_target, unseen
+from groupwise.evaluate.contamination import TrainingRecord, lineage_of_target, prompts_in_training, unseen
 from groupwise.evaluate.intervals import Difference, Interval, MeanReward
 from groupwise.evaluate.target import Target, benchmark_named, find_target, source_of
 from groupwise.records import Example, Sampling
@@ -319,8 +319,8 @@ def prepare_job(
     )
     if not rows:
         raise ConfigError(f"task {task.name} has no held-out examples; pass some with --data FILE")
-    asked, unchecked = trained_on(config, target, task=task, data=data)
-    remaining = unseen(rows, task=task, asked=asked) if asked else rows
+    trained, unchecked = trained_on(config, target, task=task, data=data)
+    remaining = unseen(rows, task=task, trained=trained) if trained else rows
     return EvalJob(
         name=name or task.name,
         task=task,
@@ -339,21 +339,21 @@ def trained_on(
     config: Config, target: Target, *, task: Task, data: str | None
 ) -> tuple[set[str], str | None]:
     """Return the training prompts that the rows may repeat, or the reason why they are unknown."""
-    asked: set[str] = set()
+    trained: set[str] = set()
     try:
         lineage = lineage_of_target(target)
     except ConfigError as error:
-        return asked, str(error)
+        return trained, str(error)
     unchecked: str | None = None
     for record in lineage:
         try:
-            asked |= asked_by(record, config, task=task, data=data)
+            trained |= trained_by(record, config, task=task, data=data)
         except ConfigError as error:
             unchecked = unchecked or str(error)
-    return asked, unchecked
+    return trained, unchecked
 
 
-def asked_by(record: TrainingRecord, config: Config, *, task: Task, data: str | None) -> set[str]:
+def trained_by(record: TrainingRecord, config: Config, *, task: Task, data: str | None) -> set[str]:
     """Return the prompts of one training that the rows may repeat."""
     if record.prompts is not None:
         return set(record.prompts)
@@ -363,7 +363,7 @@ def asked_by(record: TrainingRecord, config: Config, *, task: Task, data: str | 
     same = replace(config.task, held_out=count) == trained.task and config.run.seed == trained.run.seed
     if not data and same:
         return set()
-    return asked_in_training(trained, cursor=record.cursor, task=task, named=config.task.name)
+    return prompts_in_training(trained, cursor=record.cursor, task=task, named=config.task.name)
 
 
 def load_target(target: Target, config: Config) -> tuple[Policy, Engine]:

@@ -183,7 +183,7 @@ class Engine:
             runner.refresh()
             loop = DecodeLoop(scheduler, runner, sampling, self.policy.end_tokens, self._stop_strings, sink)
             loop.run()
-        self.occupancy = loop.drawn / max(1, loop.offered)
+        self.occupancy = loop.sampled / max(1, loop.offered)
 
     def _next_logits(self, scheduler: Scheduler, runner: Runner | GeneralRunner) -> Tensor:
         """Decode running sequences, admit and prefill waiting ones, and return all next-token logits."""

@@ -39,7 +39,7 @@ class TrainingRecord:
     """The run or the agent, for messages."""
     settings: Config
     cursor: int = 0
-    """Number of examples that the run had drawn."""
+    """Number of examples that the run had used."""
     prompts: tuple[str, ...] | None = None
     """Digests of the prompts that an agent learned from; None for a run."""
 
@@ -117,24 +117,24 @@ def prompt_digest(prompt: Any) -> str:
     return hashlib.sha256(prompt_key(prompt).encode()).hexdigest()[:32]
 
 
-def unseen(rows: Sequence[Example], *, task: Task, asked: set[str]) -> list[Example]:
+def unseen(rows: Sequence[Example], *, task: Task, trained: set[str]) -> list[Example]:
     """Return the rows of a task whose key and prompt do not occur in training."""
 
     def names(row: Example) -> tuple[str, ...]:
         prompt = task.ask(row)
         return task.key_of(row), prompt_key(prompt), prompt_digest(prompt)
 
-    left = [row for row in rows if asked.isdisjoint(names(row))]
+    left = [row for row in rows if trained.isdisjoint(names(row))]
     if not left:
         raise ConfigError("the model was trained on every one of these examples: use others")
     return left
 
 
-def asked_in_training(trained: Config, *, cursor: int, task: Task, named: str) -> set[str]:
+def prompts_in_training(trained: Config, *, cursor: int, task: Task, named: str) -> set[str]:
     """Return the keys of the examples that a run trained on, if the task `named` could ask them again.
 
-    `trained` are the run's settings, and `cursor` is the number of examples it has drawn. For finite data all
-    training rows count as drawn; for demonstrations, their prompts. Raises ConfigError if the run's task or
+    `trained` are the run's settings, and `cursor` is the number of examples it has used. For finite data all
+    training rows count as used; for demonstrations, their prompts. Raises ConfigError if the run's task or
     data cannot be loaded any more.
     """
     name = trained.task.name
@@ -146,8 +146,8 @@ def asked_in_training(trained: Config, *, cursor: int, task: Task, named: str) -
         return set()  # the tasks have no prompts in common
     own = given or load_task(trained.task)
     split = own.split(trained.task, trained.run.seed)
-    drawn = split.take(0, cursor)[0] if isinstance(split.train, ExampleStream) else split.train
-    return {own.key_of(example) for example in drawn}
+    used = split.take(0, cursor)[0] if isinstance(split.train, ExampleStream) else split.train
+    return {own.key_of(example) for example in used}
 
 
 def shares_key(trained: Config, task: Task) -> bool:

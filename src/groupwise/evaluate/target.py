@@ -32,7 +32,7 @@ class Target:
     """Rank of the adapter; 0 if `trained` is a full model."""
     run: RunFolder | None = None
     cursor: int = 0
-    """Number of training examples that the run had drawn."""
+    """Number of training examples that the run had used."""
     code: Mapping[str, str] | None = None
     """Fingerprints of the task's functions at training time, if they were saved."""
     agent: Path | None = None

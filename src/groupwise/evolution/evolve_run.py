@@ -323,7 +323,7 @@ def evolve(
     task: Task | None = None,
     functions: UserFunctions | None = None,
 ) -> Path:
-    """Run a search and return its folder. `resume` continues bit for bit from the last checkpoint."""
+    """Run a search and return its folder. `resume` continues exactly from the last checkpoint."""
     if task is not None:
         leave_task_file(task)
     if config.run.kind != "evolve":

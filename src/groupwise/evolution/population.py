@@ -115,7 +115,7 @@ class Member:
             save_file(self.reference, folder / REFERENCE)
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote, bit for bit."""
+        """Restore exactly what `save` wrote."""
         device = str(self.base.policy.device)
         for name, tensor in stored_weights(folder, self.base).items():
             self.weights[name].copy_(tensor)

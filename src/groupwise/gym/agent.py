@@ -158,7 +158,7 @@ class Agent:
 
     @classmethod
     def load(cls, folder: str | Path, *, base: SharedBase | None = None) -> Agent:
-        """Load a saved agent; it continues bit for bit as the saved one would have."""
+        """Load a saved agent; it continues exactly as the saved one would have."""
         path = Path(folder)
         if not (path / AGENT).is_file():
             raise ConfigError(f"{path} is not a saved agent: it has no {AGENT}")

@@ -4,7 +4,7 @@ Modules in reading order:
 
     learner      log-probabilities, loss, backward pass, optimizer step
     micro_batch  samples packed into rows without padding, under a token budget
-    teacher      who scores the policy's tokens in on-policy distillation
+    teacher      models that score the policy's tokens in on-policy distillation
     optimizer    AdamW variants, gradient clipping, learning-rate schedules
     cpu_adamw    AdamW with its moments in main memory
     sft_learner  the same for supervised fine-tuning

@@ -239,7 +239,7 @@ def load_optimizer(
     tensors: Mapping[str, Tensor],
     settings: Mapping[str, Any],
 ) -> None:
-    """Restore, bit for bit, the state that `optimizer_tensors` returned."""
+    """Restore exactly the state that `optimizer_tensors` returned."""
     names = parameter_names(optimizer, parameters)
     saved_names = [name for group in settings["groups"] for name in group["params"]]
     if saved_names != names:

@@ -1,4 +1,4 @@
-"""Teachers for on-policy distillation: who tells how likely the policy's own tokens should have been.
+"""Teachers for on-policy distillation: models that score the policy's own tokens.
 
 A teacher returns the log-probability of every trained token of a micro-batch, NaN where it has none to give.
 

@@ -156,7 +156,7 @@ class Policy(TokenizerCodec):
             limits.append("attention_chunk_size")
             kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
             if "sliding_attention" in kinds and all(call.window is None for call in self.attention):
-                limits.append("sliding_window")  # a window that attention is not told of
+                limits.append("sliding_window")  # a window that the attention call does not receive
         # Beyond its original length, longrope changes the angles of all sequences in a packed row.
         if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
             limits.append("original_max_position_embeddings")
@@ -254,7 +254,7 @@ class Policy(TokenizerCodec):
     def merged_adapters(self) -> Iterator[None]:
         """Merge the adapters into their base weights inside this context, which makes generation faster.
 
-        The originals are kept and restored bit for bit. Nothing is merged in half precision, where rounding
+        The originals are kept and restored exactly. Nothing is merged in half precision, where rounding
         would lose part of a small adapter.
         """
         layers = [module for module in self.model.modules() if is_adapted(module)]

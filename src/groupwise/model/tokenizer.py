@@ -70,7 +70,7 @@ class TokenizerCodec:
     ) -> list[tuple[int, ...]]:
         """`encode_results` for several turns, tokenized in one batch.
 
-        `role`: who speaks between the turns, the tools or the user (an environment). `names`: the tools.
+        `role` writes between the turns: the tools, or the user (an environment). `names`: the tools.
         """
         before = "" if ended else closing_token(self.tokenizer)
         texts = [

@@ -291,7 +291,7 @@ def as_reply(result: dict[str, Any]) -> Reply:
 
 
 class Openings:
-    """The prompts of a task with an environment: what `reset` returns, asked once for each example."""
+    """The prompts of a task with an environment: what `reset` returns, called once for each example."""
 
     def __init__(self, make: EnvironmentFactory) -> None:
         self._executor = EnvironmentExecutor(make, seconds=OPENING_SECONDS)

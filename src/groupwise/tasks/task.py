@@ -250,8 +250,8 @@ class Task:
         """Return the rows that no test set contains, so that none of them is trained on."""
         if not self.test_sets:
             return rows
-        asked = {self.key_of(as_example(row)) for test_set in self.test_sets.values() for row in test_set}
-        outside = [row for row in rows if self.key_of(row) not in asked]
+        tested = {self.key_of(as_example(row)) for test_set in self.test_sets.values() for row in test_set}
+        outside = [row for row in rows if self.key_of(row) not in tested]
         if not outside:
             raise ConfigError("no training examples left: the test sets contain every one")
         return outside

@@ -283,12 +283,12 @@ class GRPORun(BaseRun):
         self.state = replace(
             self.state, rates=batch.rates, entropy_coefficient=self.learner.entropy_coefficient
         )
-        drawn = batch_metrics(
+        rollouts = batch_metrics(
             batch,
             truncated=self.config.rollout.sampling.truncates or self.policy.logits_processor is not None,
             shown_reward=self.collector.shown_reward,
         )
-        metrics = {**drawn, **report, **speed}
+        metrics = {**rollouts, **report, **speed}
         self.callbacks.call("after_update", step, metrics)
         measured = self.end_step(step, cursor=batch.cursor, metrics=metrics)
         if measured:

@@ -239,7 +239,7 @@ class RunStart:
     def resumed(cls, path: Path, config: Config) -> RunStart:
         """Resume after the last verified checkpoint, or from step 0 if none was written yet.
 
-        `path` is a run or one of its checkpoints. From a checkpoint, a copy of the run up to there goes on in
+        `path` is a run or one of its checkpoints. From a checkpoint, a copy of the run continues in
         a new folder.
         """
         parent = run_of_checkpoint(path)

@@ -217,12 +217,12 @@ class SFTRun(BaseRun):
             self.policy, optim=config.optim, max_steps=config.run.max_steps, processes=self.processes
         )
         held_out = () if task is None else held_out_of(config, task)
-        asked = PromptLimit(config, task=task, policy=self.policy).short(held_out) if task else ()
-        self.too_long = len(held_out) - len(asked)
+        examples = PromptLimit(config, task=task, policy=self.policy).short(held_out) if task else ()
+        self.too_long = len(held_out) - len(examples)
         self.evaluator = Evaluator(
             config,
             task=task,
-            examples=asked,
+            examples=examples,
             codec=self.policy,
             engine=self.engine,
             folder=self.folder,

@@ -126,14 +126,14 @@ def repeated(groups: Sequence[Group]) -> int:
 
 def same_answer(groups: Sequence[Group]) -> int:
     """Count the completions whose whole text also answers another prompt."""
-    said: Counter[str] = Counter()
-    asked: dict[str, set[str]] = {}
+    count: Counter[str] = Counter()
+    prompts_of: dict[str, set[str]] = {}
     for group in groups:
         prompt = str(group.rollouts[0].prompt)
         for rollout in group.valid:
-            said[rollout.text] += 1
-            asked.setdefault(rollout.text, set()).add(prompt)
-    return sum(said[text] for text, prompts in asked.items() if len(prompts) > 1)
+            count[rollout.text] += 1
+            prompts_of.setdefault(rollout.text, set()).add(prompt)
+    return sum(count[text] for text, prompts in prompts_of.items() if len(prompts) > 1)
 
 
 def loops(rollout: Rollout) -> bool:

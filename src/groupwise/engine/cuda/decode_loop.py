@@ -56,7 +56,7 @@ class DecodeLoop:
     end_tokens: frozenset[int]
     stop_strings: StopStrings
     sink: CompletionSink
-    drawn: int = 0
+    sampled: int = 0
     """Tokens sampled in decode steps."""
     offered: int = 0
     """Tokens that full slots would have sampled, while enough sequences were left."""
@@ -131,7 +131,7 @@ class DecodeLoop:
         scheduler = self.scheduler
         still = scheduler.tenant[issued.slots] == issued.tenant
         slots, at = issued.slots[still], issued.at[still]
-        self.drawn += int((at > 0).sum())
+        self.sampled += int((at > 0).sum())
         done, tokens, *floats = issued.status.numpy()[:, slots]
         logprobs, entropies = (numbers.view(np.float32) for numbers in floats)
         check_finite("the entropy of the policy", float(entropies.sum()))

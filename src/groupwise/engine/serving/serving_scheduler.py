@@ -58,7 +58,7 @@ class ServingScheduler(Scheduler):
         """Number of top log-probabilities to return."""
         self.unsent: defaultdict[Sequence, list[Alternatives]] = defaultdict(list)
         """Alternatives of tokens that have not been sent yet, for sequences that requested them."""
-        self.drawn: list[Sampling] = [Sampling()] * slots
+        self.sampling: list[Sampling] = [Sampling()] * slots
         """Sampling settings without the temperature; `settings` holds one number per distinct value."""
         self.settings = np.zeros(slots, dtype=np.int64)
         self._known: dict[Sampling, int] = {}
@@ -114,17 +114,17 @@ class ServingScheduler(Scheduler):
             self.limit[slot], self.stops[slot] = sampling.max_tokens, bool(sampling.stop)
             # Logits are divided by each row's own temperature, so it does not split the batch.
             temperature = 0.0 if sampling.greedy else 1.0
-            self.drawn[slot] = replace(sampling, stop=(), max_tokens=self.context, temperature=temperature)
-            self.settings[slot] = self._number_of(self.drawn[slot])
+            self.sampling[slot] = replace(sampling, stop=(), max_tokens=self.context, temperature=temperature)
+            self.settings[slot] = self._number_of(self.sampling[slot])
         return joined
 
-    def _number_of(self, drawn: Sampling) -> int:
+    def _number_of(self, sampling: Sampling) -> int:
         """Return one number per distinct settings; the table is cleared when it grows too large."""
-        if drawn not in self._known:
+        if sampling not in self._known:
             if len(self._known) >= MOST_SETTINGS:
                 self._known.clear()
-            self._known[drawn] = next(self._next_number)
-        return self._known[drawn]
+            self._known[sampling] = next(self._next_number)
+        return self._known[sampling]
 
     def _begin(self, job: Job) -> None:
         number = self._numbers.pop()
@@ -196,7 +196,7 @@ class ServingScheduler(Scheduler):
         numbers_N = self.settings[slots_N]
         for number in np.unique(numbers_N):
             indices = np.flatnonzero(numbers_N == number)
-            yield self.drawn[slots_N[indices[0]]], indices
+            yield self.sampling[slots_N[indices[0]]], indices
 
 
 class DecodeSteps(Protocol):

@@ -73,8 +73,8 @@ class VllmServer:
             raise ServerRefused(error.code, message) from error
         except (OSError, HTTPException) as error:
             reason = getattr(error, "reason", None) or error
-            told = getattr(reason, "strerror", None) or reason or type(error).__name__
-            raise ServerUnavailable(f"{path}: {told}") from error
+            cause = getattr(reason, "strerror", None) or reason or type(error).__name__
+            raise ServerUnavailable(f"{path}: {cause}") from error
         self.answered = time.monotonic()
         try:
             return json.loads(text)

@@ -46,7 +46,7 @@ def check_attention(model: Any, *, name: str) -> GeneralPath | None:
         try:
             with _short_windows(exact):
                 reason = _difference_to_packed(model, exact, tokens_T, limit, own=own)
-            if reason == DIFFERS:  # of windows that attention is not told of, the context stays inside
+            if reason == DIFFERS:  # the context stays inside windows that attention does not know
                 reason = _difference_to_packed(model, exact, tokens_T, limit, own=own)
         except FAILURES as error:
             reason = f"does not support packed attention ({first_line(error)})"

@@ -351,7 +351,7 @@ def plain_attend(
     scale: float,
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attend` on any device, with a soft cap on scores if asked for."""
+    """`attend` on any device, with an optional soft cap on scores."""
     scores_BHQS, _ = _scores(q_BHQD, k_BKSD, causal=causal, mask=mask, scale=scale, cap=cap)
     lse_BHQ = torch.logsumexp(scores_BHQS, -1)
     weights_BHQS = (scores_BHQS - lse_BHQ[..., None]).exp().to(v_BKSD.dtype)

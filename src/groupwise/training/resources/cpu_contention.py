@@ -1,4 +1,4 @@
-"""Others on the same cores: threads of a product wait for each other, and so for whoever runs in between.
+"""CPU contention: the threads of a matrix product wait for each other, and so for other busy processes.
 
 On two cores, with one other process busy, two threads draw a third of what one thread alone draws. The number
 of threads is not changed here: sums of floats depend on it, and a run is to be repeatable.
