@@ -20,7 +20,7 @@ test: .venv/installed-dev
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 test-fast: .venv/installed-dev
-	$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -n logical --dist loadfile -m "not slow"
 
 test-gpu: .venv/installed-dev
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -n 4 --dist worksteal --timeout 400 tests/gpu

@@ -28,32 +28,35 @@ def small_policy() -> Any:
 
 
 SLOW_FILES = (
-    "model/distributed/test_deepspeed_zero.py",
+    "training/test_kills.py",
     "evolution/test_evolve_run.py",
+    "model/distributed/test_deepspeed_zero.py",
     "rewards/test_hostile_rewards.py",
-    "report/test_page.py",
     "parallel/test_processes.py",
     "training/test_resume.py",
     "engine/cuda/test_cuda_engine.py",
+    "training/test_damage.py",
+    "report/test_page.py",
     "evaluate/test_eval_suite.py",
     "serve/test_openai_server.py",
+    "model/test_remote_code.py",
+    "tasks/test_custom_tasks.py",
+    "test_api.py",
+    "training/test_grpo_run.py",
     "engine/vllm/test_vllm_engine.py",
     "engine/test_multi_lora.py",
     "engine/serving/test_serving_engine.py",
-    "model/test_remote_code.py",
     "evolution/test_ray_tune.py",
-    "training/test_grpo_run.py",
-    "training/test_sft_run.py",
-    "test_api.py",
-    "test_cli.py",
-    "model/adapters/test_merge_adapters.py",
-    "model/adapters/test_lora.py",
-    "tasks/test_custom_tasks.py",
-    "tasks/builtin/test_search_qa.py",
-    "gym/test_agent.py",
-    "learner/test_optimizer.py",
-    "training/resources/test_prompt_lengths.py",
     "report/test_static_report.py",
+    "training/test_sft_run.py",
+    "model/adapters/test_merge_adapters.py",
+    "test_cli.py",
+    "learner/test_optimizer.py",
+    "gym/test_agent.py",
+    "model/adapters/test_lora.py",
+    "training/resources/test_prompt_lengths.py",
+    "tasks/builtin/test_search_qa.py",
+    "tasks/external/test_reasoning_gym_tasks.py",
     "report/test_watch_server.py",
 )
 """Files that start processes, train runs, interpret GPU kernels or open a browser, the longest first.
@@ -73,6 +76,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """Return one worker more than there are cores: some tests wait for time limits and servers."""
-    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1) + 1
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return a worker for each core; with `-n auto` one more, as slow tests wait for limits and servers."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores + 1 if config.option.numprocesses == "auto" else cores
