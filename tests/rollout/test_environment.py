@@ -21,7 +21,7 @@ from groupwise.rewards.runner import score_group
 from groupwise.rewards.trl_style import as_trl
 from groupwise.rollout.collect import collect
 from groupwise.tasks import Task, isolated
-from groupwise.tasks.code_fingerprint import code_of
+from groupwise.tasks.user_code import code_of
 from tests.support.codecs import END
 from tests.support.scripted_rollouts import ScriptedEngine, ToolCodec
 from tests.support.small_models import tiny_tokenizer

@@ -17,7 +17,7 @@ from groupwise.config import read_config
 from groupwise.config.schema import AlgoConfig
 from groupwise.learner.learner import loss_settings
 from groupwise.records import Group, Rollout
-from groupwise.tasks.user_functions import load_function, name_of, split_functions
+from groupwise.tasks.user_code import load_function, name_of, split_functions
 from tests.support.small_runs import LUCK, SMALL, run_artifacts, run_command, task_file
 
 SMALL_KEYWORDS: dict[str, Any] = {

@@ -23,9 +23,8 @@ from groupwise.evaluate.intervals import Difference, Interval, MeanReward
 from groupwise.evaluate.target import Target, benchmark_named, find_target, source_of
 from groupwise.records import Example, Sampling
 from groupwise.tasks import TASKS, ExampleStream, Task, isolated, load_rows, load_task, without_data
-from groupwise.tasks.code_fingerprint import changed_code, code_of
 from groupwise.tasks.task import correct_rule
-from groupwise.tasks.user_functions import load_function, of_task
+from groupwise.tasks.user_code import changed_code, code_of, load_function, of_task
 
 if TYPE_CHECKING:
     from groupwise.engine.engine import Engine

@@ -41,7 +41,7 @@ from groupwise.learner.checkpoint import prune, write_checkpoint
 from groupwise.learner.learner import try_own_loss
 from groupwise.model.device import deterministic_kernels, device_of
 from groupwise.tasks import Task, UserFunctions, isolated, leave_task_file, load_task, use_functions
-from groupwise.tasks.code_fingerprint import code_of
+from groupwise.tasks.user_code import code_of
 from groupwise.tracking.terminal import open_display
 from groupwise.tracking.trackers import tracker_names
 from groupwise.training.collector import Batch

@@ -27,7 +27,7 @@ from groupwise.records import Example, Group, Request, Rollout, Sampling
 from groupwise.rollout.collect import as_rollout
 from groupwise.seeds import derive_seed
 from groupwise.tasks.task import Prompt
-from groupwise.tasks.user_functions import split_functions, use_functions
+from groupwise.tasks.user_code import split_functions, use_functions
 from groupwise.tracking.run_folder import AGENT, SETTINGS, is_agent
 
 Experiences = tuple[Sequence[Sequence[Rollout]], Any]

@@ -6,8 +6,7 @@ Modules in reading order:
     examples          load rows as examples
     registry          load a task by name or from a user's file
     isolate           run user code in a worker; try the rewards before a model loads
-    code_fingerprint  detect changes to the user's code since a run began
-    user_functions    losses, advantages and other functions that settings name by import path
+    user_code         functions that settings name by import path; fingerprints of the user's code
     sft_data          demonstrations for supervised fine-tuning
     self_test         test rewards against completions with known scores
     builtin/          the built-in tasks
@@ -30,7 +29,7 @@ from groupwise.tasks.registry import (
     without_data,
 )
 from groupwise.tasks.task import Split, Task
-from groupwise.tasks.user_functions import UserFunctions, split_functions, use_functions
+from groupwise.tasks.user_code import UserFunctions, split_functions, use_functions
 
 __all__ = [
     "TASKS",

@@ -26,8 +26,8 @@ from groupwise.model.resolve import model_folder
 from groupwise.parallel.processes import DIVIDING, Processes, as_launched, divide, layout_of
 from groupwise.seeds import derive_seed
 from groupwise.tasks import Split, Task
-from groupwise.tasks.code_fingerprint import code_of
 from groupwise.tasks.task import correct_rule
+from groupwise.tasks.user_code import code_of
 from groupwise.tracking.run_folder import LOGGER
 from groupwise.training.callbacks import Callbacks, RunControl
 from groupwise.training.evaluator import Evaluator

@@ -30,9 +30,9 @@ from groupwise.records import Group, Rollout, Sample
 from groupwise.rewards.runner import RewardContext, TrainerState
 from groupwise.seeds import derive_seed
 from groupwise.tasks import Split, Task, UserFunctions
-from groupwise.tasks.code_fingerprint import code_of
 from groupwise.tasks.isolate import failures_on_trial
 from groupwise.tasks.sft_data import of_task
+from groupwise.tasks.user_code import code_of
 from groupwise.training.base_run import BaseRun, on_own_device
 from groupwise.training.collector import Batch, Collector, check_failures, first_error
 from groupwise.training.evaluator import Evaluator

@@ -35,7 +35,7 @@ from groupwise.model.distributed.fsdp import FSDPShards, local
 from groupwise.model.policy import Policy
 from groupwise.parallel.processes import Processes
 from groupwise.tasks import Task
-from groupwise.tasks.code_fingerprint import changed_code
+from groupwise.tasks.user_code import changed_code
 from groupwise.tracking.run_files import last_step
 from groupwise.tracking.run_folder import RunFolder, run_of_checkpoint, step_of
 from groupwise.tracking.terminal import command, headline

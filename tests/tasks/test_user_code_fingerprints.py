@@ -8,7 +8,7 @@ import pytest
 
 from groupwise.config.schema import TaskConfig
 from groupwise.tasks import TASKS, isolated, load_task
-from groupwise.tasks.code_fingerprint import changed_code, code_of
+from groupwise.tasks.user_code import changed_code, code_of
 
 TASK = """import zlib
 import time
