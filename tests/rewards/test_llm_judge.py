@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 
 import pytest
 
 from groupwise.errors import ConfigError, RolloutError
 from groupwise.records import Example, Group, Rollout
 from groupwise.rewards.llm_judge import LLMJudge, judged, spent_by_judges
+from groupwise.rewards.runner import RewardContext
+from groupwise.rewards.score_ahead import score_ahead
 from groupwise.training.collector import Batch
 from groupwise.training.step_metrics import batch_metrics
 
@@ -113,3 +115,63 @@ def test_a_steps_metrics_say_what_the_judge_cost(server):
     )  # fmt: skip
     metrics = batch_metrics(batch)
     assert (metrics["judge/calls"], metrics["judge/prompt_tokens"]) == (1.0, 50.0)
+
+
+def test_the_calls_of_a_batch_run_at_the_same_time_and_a_busy_server_is_asked_again(monkeypatch):
+    monkeypatch.setattr("groupwise.rewards.llm_judge.PAUSE_SECONDS", 0.01)
+    together = threading.Barrier(4)  # answers only when four calls have arrived
+    refused: list[str] = []
+    prompts: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            prompt = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][0][
+                "content"
+            ]
+            if prompt not in refused:
+                refused.append(prompt)
+                self.send_response(429)
+                self.end_headers()
+                return
+            together.wait(10)
+            prompts.append(prompt)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"choices": [{"message": {"content": "<grade>8</grade>"}}]}')
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=running.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{running.server_port}/v1"
+    reward = judged(url=url, model="m", golds=lambda example: ["gold"], rubric="Be kind.")
+    example = Example({"question": "q"})
+    texts = ("a", "b", "c", "d", "a")
+    rollouts = tuple(
+        Rollout(
+            prompt="?",
+            text=f"<answer>{text}</answer>",
+            tokens=(1,),
+            trained=(True,),
+            logprobs=(0.0,),
+            entropies=(0.0,),
+            prompt_length=0,
+            finish="end",
+        )
+        for text in texts
+    )
+    context = RewardContext()
+    score_ahead(
+        [Group(example=example, rollouts=rollouts)],
+        rewards={"judge": reward},
+        seconds=10.0,
+        concurrency=8,
+        context=context,
+    )
+    running.shutdown()
+    running.server_close()
+    assert list(context.ready.values()) == [0.8] * 5
+    assert len(prompts) == 4  # equal answers are graded once, also at the same time
+    assert all("Be kind." in prompt for prompt in prompts)
+    assert reward.judge.spent["calls"] == 4

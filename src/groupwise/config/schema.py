@@ -248,6 +248,10 @@ class TaskConfig:
     1."""
     reward_seconds: float = 5.0
     """Time limit of one reward call. A rollout whose reward times out counts as failed."""
+    reward_concurrency: int = 64
+    """Calls of an async reward that run at the same time."""
+    reward_workers: int = 1
+    """Processes that score rewards at the same time, for slow Python rewards. Each keeps its own state."""
     max_failed: float = 0.5
     """Stop the run if more than this fraction of a step's rollouts fail."""
 
@@ -256,6 +260,8 @@ class TaskConfig:
         between("task.held_out", self.held_out, 0)
         between("task.max_prompt_tokens", self.max_prompt_tokens, 1)
         between("task.reward_seconds", self.reward_seconds, 0.001, 86400.0)
+        between("task.reward_concurrency", self.reward_concurrency, 1)
+        between("task.reward_workers", self.reward_workers, 1, 256)
         between("task.max_failed", self.max_failed, 0.0, 1.0)
         for name, weight in self.weights.items():
             finite(f"task.weights.{name}", weight)

@@ -4,6 +4,7 @@ Modules in reading order:
 
     runner        score the rollouts of a group: both styles of reward function, failures, isolation
     trl_style     reward functions in the style of TRL: recognize them, make their arguments
+    score_ahead   run the rewards of a batch at the same time: async rewards, several workers
     extraction    extract the answer from a completion: tags, boxes, numbers
     text_rewards  exact match, numbers, patterns, length; overlap with a reference answer; search, citations
     llm_judge     LLM-as-a-judge, through an OpenAI-compatible server

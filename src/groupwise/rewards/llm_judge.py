@@ -1,7 +1,8 @@
 """LLM-as-a-judge reward through any OpenAI-compatible server.
 
 The cost is bounded: grades are cached, on disk if `cache` is set, answers are truncated, and
-`LLMJudge.spent` counts calls and tokens. If the server does not answer, the rollout fails; it does not
+`LLMJudge.spent` counts calls and tokens. The calls of a batch run at the same time, as many as
+`task.reward_concurrency`. If the server does not answer after a few attempts, the rollout fails; it does not
 get a reward of 0.
 """
 
@@ -11,10 +12,13 @@ import hashlib
 import json
 import os
 import re
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +33,9 @@ PROMPT = (
     "Reply with the grade in this form and nothing else: <grade>0</grade>\n\n"
     "<question>\n{question}\n</question>\n\n<reference>\n{reference}\n</reference>\n\n<answer>\n{answer}\n</answer>"
 )
+RUBRIC = "\n\nGrade by these criteria:\n<criteria>\n{rubric}\n</criteria>"
+PAUSE_SECONDS = 0.5
+"""Pause before a second attempt; each further one waits twice as long."""
 GRADE = re.compile(r"<grade>\s*(10|[0-9])\s*</grade>", re.ASCII)
 """Must match the whole reply: a number in other text may be a scale or a quotation."""
 
@@ -47,28 +54,46 @@ class LLMJudge:
     seconds: float = 60.0
     cache: Path | None = None
     """Folder of the on-disk cache. None: grades are cached in memory only."""
+    rubric: str = ""
+    """Criteria to grade by."""
+    attempts: int = 3
+    """Attempts of a call that the server refuses for now (429, 5xx) or that gets no answer."""
     spent: dict[str, int] = field(
         default_factory=lambda: {"calls": 0, "prompt_tokens": 0, "completion_tokens": 0}
     )
-    _grades: dict[str, float] = field(default_factory=dict)
+    _grades: dict[str, Future[float]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def grade(self, question: str, reference: str, answer: str) -> float:
         """Return a grade from 0 to 1, from the cache if possible."""
         prompt = PROMPT.format(
             question=question, reference=reference[: self.characters], answer=answer[: self.characters]
         )
+        prompt += RUBRIC.format(rubric=self.rubric) if self.rubric else ""
         name = hashlib.sha256(f"{self.model}\n{prompt}".encode()).hexdigest()[:32]
-        if name not in self._grades:
+        with self._lock:
+            known = name in self._grades
+            future = self._grades.setdefault(name, Future())
+        if known:  # another thread may be asking right now
+            return future.result()
+        try:
             grade = self._read_cache(name)
             if grade is None:
                 grade = self._request_grade(prompt)
                 self._write_cache(name, grade)
-            self._grades[name] = grade
-        return self._grades[name]
+        except BaseException as error:
+            with self._lock:
+                del self._grades[name]
+            future.set_exception(error)
+            raise
+        future.set_result(grade)
+        return grade
 
     def _request_grade(self, prompt: str) -> float:
-        if self.spent["calls"] >= self.most_calls:
-            raise RolloutError(f"the judge has reached its limit of {self.most_calls} calls")
+        with self._lock:
+            if self.spent["calls"] >= self.most_calls:
+                raise RolloutError(f"the judge has reached its limit of {self.most_calls} calls")
+            self.spent["calls"] += 1
         body = {"model": self.model, "temperature": 0, "messages": [{"role": "user", "content": prompt}]}
         headers = {"Content-Type": "application/json"}
         if self.key:
@@ -77,21 +102,35 @@ class LLMJudge:
             f"{self.url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers
         )
         try:
-            with urllib.request.urlopen(request, timeout=self.seconds) as response:
-                reply = json.loads(response.read(1_000_000))
+            reply = self._answer(request)
             content = str(reply["choices"][0]["message"]["content"])
         except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            with self._lock:
+                self.spent["calls"] -= 1  # counts answers
             raise RolloutError(f"the judge did not answer: {error}") from error
-        self.spent["calls"] += 1
-        for kind, count in (reply.get("usage") or {}).items():
-            if kind in self.spent:
-                self.spent[kind] += int(count)
+        with self._lock:
+            for kind, count in (reply.get("usage") or {}).items():
+                if kind in self.spent:
+                    self.spent[kind] += int(count)
         grade = GRADE.fullmatch(content.strip())
         if grade is None:
             raise RolloutError(
                 f"the judge must reply with <grade>0</grade> to <grade>10</grade>; got {content[:60]!r}"
             )
         return int(grade[1]) / 10
+
+    def _answer(self, request: urllib.request.Request) -> Any:
+        """Return the server's answer, after a few attempts if it is busy or cannot be reached."""
+        for attempt in range(1, self.attempts + 1):
+            try:
+                with urllib.request.urlopen(request, timeout=self.seconds) as response:
+                    return json.loads(response.read(1_000_000))
+            except OSError as error:
+                code = getattr(error, "code", None)
+                if attempt == self.attempts or not (code is None or code == 429 or code >= 500):
+                    raise
+            time.sleep(PAUSE_SECONDS * 2 ** (attempt - 1))
+        raise AssertionError("the last attempt returns or raises")
 
     def _read_cache(self, name: str) -> float | None:
         try:
@@ -118,17 +157,22 @@ def judged(
     golds: Callable[[Example], Sequence[str]],
     key_variable: str = "OPENAI_API_KEY",
     cache: Path | None = None,
+    rubric: str = "",
 ) -> Callable[[Rollout, Example], float]:
-    """Make a reward from a judge. The API key comes from the environment, never from settings."""
+    """Make a reward from a judge. The API key comes from the environment, never from settings.
+
+    rubric: criteria to grade by, beside agreement with the reference
+    """
     if not url.startswith(("http://", "https://")):
         raise ConfigError(
             f"the judge's URL must be an http(s) URL such as http://localhost:8000/v1; got {url!r}"
         )
-    judge = LLMJudge(url, model, key=os.environ.get(key_variable), cache=cache)
+    judge = LLMJudge(url, model, key=os.environ.get(key_variable), cache=cache, rubric=rubric)
 
     def verdict(rollout: Rollout, example: Example) -> float:
         answer = answer_of(rollout)
         return judge.grade(str(example["question"]), golds(example)[0], answer) if answer else 0.0
 
     verdict.judge = judge  # type: ignore[attr-defined]
+    verdict.waits = True  # type: ignore[attr-defined]
     return verdict

@@ -70,6 +70,8 @@ class RewardContext:
     """The first failure of each reward, with its traceback."""
     when_late: Callable[[], None] = lambda: None
     """Callback for each call that exceeded its time limit or terminated its worker."""
+    ready: dict[tuple[str, int], Outcome] = field(default_factory=dict)
+    """Outcomes of `score_ahead`, by the reward's name and the id of the rollout."""
 
     def log_metric(self, name: str, value: SupportsFloat) -> None:
         """Log a number, as TRL's `log_metric` does. Ignore NaN and inf."""
@@ -239,6 +241,8 @@ class IsolatedReward:
     function: RewardFunction
     worker: Worker | None
     """None if its arguments cannot be pickled: the function then runs in this process."""
+    others: tuple[Worker, ...] = ()
+    """Further workers, which score other groups at the same time (`task.reward_workers`)."""
 
     def __call__(self, *arguments: Any, **columns: Any) -> Any:
         return self.function(*arguments, **columns)
@@ -329,9 +333,13 @@ def score_within(
     for name, function in rewards.items():
         if not members:
             break
-        outcomes = score_rollouts(
-            function, list(members.values()), group.example, limit=limit, context=context
-        )
+        keys = [(name, id(rollout)) for rollout in members.values()]
+        if all(key in context.ready for key in keys):
+            outcomes = [context.ready[key] for key in keys]
+        else:
+            outcomes = score_rollouts(
+                function, list(members.values()), group.example, limit=limit, context=context
+            )
         for index, outcome in zip(list(members), outcomes, strict=True):
             if isinstance(outcome, RolloutError):
                 errors[index] = f"reward {name}: {outcome}"

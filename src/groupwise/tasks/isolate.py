@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from groupwise.isolation.time_limit import TimeLimits
 from groupwise.isolation.worker import Job, Worker, cannot_fork, is_movable
 from groupwise.records import Example, Group, Rollout, Turn
 from groupwise.rewards.runner import IsolatedReward, RewardContext, reward_job, score_within
+from groupwise.rewards.score_ahead import ASYNC_JOB, async_job
 from groupwise.rollout.environment import (
     JOB,
     EnvironmentExecutor,
@@ -68,12 +69,14 @@ def trial_rollout(task: Task, example: Example) -> Rollout:
 
 
 @contextmanager
-def isolated(task: Task) -> Iterator[Task]:
+def isolated(task: Task, *, workers: int = 1) -> Iterator[Task]:
     """Yield the task with its rewards, tools and environment in a worker process, where possible.
 
     Enter before CUDA is initialized, because the worker is forked. Functions of this package, functions
     marked `in_process`, tools that take a `state` and asynchronous environments stay in this process. If the
     process must not fork, all functions stay.
+
+    `workers`: processes that score rewards at the same time. Tools and the environment use the first one.
     """
     rewards = {name: function for name, function in task.rewards.items() if is_movable(function)}
     tools = [
@@ -90,9 +93,11 @@ def isolated(task: Task) -> Iterator[Task]:
         yield task
         return
     jobs: dict[str, Job] = {f"reward {name}": reward_job(function) for name, function in rewards.items()}
+    jobs |= {f"{ASYNC_JOB}reward {name}": async_job(function) for name, function in rewards.items()}
     jobs |= {f"tool {tool_of(function).name}": tool_job(function) for function in tools}
     jobs |= {} if environment is None else {JOB: environment_job(environment)}
-    with Worker(jobs) as worker:
+    with Worker(jobs) as worker, ExitStack() as pool:
+        others = tuple(pool.enter_context(Worker(jobs)) for _ in range(workers - 1)) if rewards else ()
 
         def moved(function: Callable[..., Any]) -> Callable[..., Any]:
             return isolated_tool(function, worker) if function in tools else function
@@ -100,7 +105,9 @@ def isolated(task: Task) -> Iterator[Task]:
         yield replace(
             task,
             rewards={
-                name: IsolatedReward(f"reward {name}", function, worker) if name in rewards else function
+                name: IsolatedReward(f"reward {name}", function, worker, others)
+                if name in rewards
+                else function
                 for name, function in task.rewards.items()
             },
             tools=[moved(function) for function in task.tools],

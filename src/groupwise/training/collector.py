@@ -24,6 +24,7 @@ from groupwise.parallel.processes import Processes
 from groupwise.records import Example, Group, Rollout
 from groupwise.rewards.llm_judge import spent_by_judges
 from groupwise.rewards.runner import RewardContext, TrainerState, score_within, weighted_sum
+from groupwise.rewards.score_ahead import score_ahead
 from groupwise.rollout.collect import Generate, PromptCodec, collect
 from groupwise.tasks import Split, Task
 from groupwise.training.callbacks import Callbacks
@@ -186,6 +187,13 @@ class Collector:
         started = time.perf_counter()
         enough, failed = self.config.task.max_failed * draft.expected, failures(draft.groups)
         with self.processes.together(), TimeLimits(self.config.task.reward_seconds) as limit:
+            score_ahead(
+                groups,
+                rewards=self.task.rewards,
+                seconds=limit.seconds,
+                concurrency=self.config.task.reward_concurrency,
+                context=draft.context,
+            )
             for number, group in enumerate(groups):
                 # In place, so that memory does not grow with scored copies.
                 groups[number] = scored = self.reward_group(group, limit, draft.context)
@@ -194,6 +202,7 @@ class Collector:
                 if failed > enough:
                     del groups[number + 1 :]
                     break
+        draft.context.ready.clear()
         draft.times.reward = time.perf_counter() - started
         self._tell("after_score", draft, groups)
         return groups

@@ -45,7 +45,10 @@ def train(
     for callback in functions.callbacks:
         check_callback(callback)
     tracker_names(config.track)  # report a missing tracker before a folder is created
-    with isolated(task) as task, joined_processes() as processes:
+    with (
+        isolated(task, workers=config.task.reward_workers) as task,
+        joined_processes() as processes,
+    ):
         return train_with(processes, config, task, resume, functions)
 
 
