@@ -61,6 +61,10 @@ VARIANTS = {
 }
 
 
+SECOND_STEP = FileEvent("open", "a", "/metrics.jsonl")
+"""Its second time is in the second step."""
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("kills")
@@ -94,14 +98,21 @@ class Runs:
         return observe([self.variant.command, *task, *at, *settings], self.path, strike)
 
     def strikes(self, events: dict[FileEvent, int]) -> Iterator[Strike]:
-        """Yield the kills to try: another part of the kinds for each variant, the nth of each in turn."""
-        kinds = sorted(events)
-        rng = random.Random(self.name)
-        rng.shuffle(kinds)
-        count = len(kinds) if ALL else self.variant.kills
-        for number, kind in enumerate(kinds[:count]):
-            nths = range(1, events[kind] + 1) if ALL else [min(events[kind], 1 + number % 2)]
-            yield from (Strike(kind, nth) for nth in nths)
+        """Yield the kills to try, in the order in which a run comes by them; another part for each variant.
+
+        One half strikes the first step. Then a kill in the second step begins the other half, which strikes
+        there, after a checkpoint.
+        """
+        if ALL:
+            for kind, count in events.items():
+                yield from (Strike(kind, nth) for nth in range(1, count + 1))
+            return
+        order = list(events)
+        chosen = random.Random(self.name).sample(order, self.variant.kills - 1)
+        later = [kind for kind in chosen[::2] if events[kind] > 1]
+        yield from (Strike(kind, 1) for kind in sorted(set(chosen) - set(later), key=order.index))
+        yield Strike(SECOND_STEP, 2)
+        yield from (Strike(kind, 1) for kind in sorted(later, key=order.index))
 
     def finish(self, whole: dict[str, object]) -> None:
         """Resume until the end, compare with the run that was never killed, and begin another."""
