@@ -18,7 +18,9 @@ from groupwise.config import read_config
 from groupwise.evaluate.target import find_target
 from groupwise.evolution.evolve_run import EvolveRun
 from groupwise.evolution.evolve_state import SearchStart, SearchState, summary_of
+from groupwise.report.rollout_view import RolloutView
 from groupwise.tasks import load_task
+from groupwise.tracking.run_files import read_rollouts
 from groupwise.tracking.run_folder import RunFolder
 from tests.support.small_runs import INTERRUPT, KILL, SMALL, SignalAt, run_artifacts, run_command, task_file
 
@@ -202,7 +204,7 @@ def test_a_search_is_measured_talked_to_and_merged_by_its_best_member(whole, tmp
 
 def test_a_search_has_no_answers_to_imitate(whole, capsys):
     assert cli.main(["sft", "--from-run", str(whole)]) == 2
-    assert "is an evolve run, which records no completions" in capsys.readouterr().err
+    assert "is an evolve run, whose completions come from several members" in capsys.readouterr().err
 
 
 def search_in(folder: Path, *more: str) -> EvolveRun:
@@ -281,3 +283,15 @@ def test_what_a_population_cannot_do_is_refused_in_a_sentence(place, given, part
     assert (ended.code, ended.err.count("\n")) == (2, 1)
     assert part in ended.err
     assert not (place / "refused").exists()
+
+
+def test_a_search_records_the_answers_of_every_member_for_the_page(whole):
+    folder = RunFolder(whole)
+    view = RolloutView(folder)
+    assert view.steps() == [1, 2, 3, 4]
+    rows = read_rollouts(folder.rollouts_at(1))
+    members = {row["example"]["population_member"] for row in rows}
+    assert members == {0, 1, 2}
+    # 3 prompts for each of 3 members, refilled groups besides; 4 answers in each.
+    assert len({row["group"] for row in rows}) >= 9
+    assert len(rows) == 4 * len({row["group"] for row in rows})

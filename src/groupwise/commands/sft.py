@@ -182,7 +182,8 @@ def sft_config(
     own = read_config(RunFolder.open(read.sft.from_run).config)
     if own.run.kind == "evolve":
         raise ConfigError(
-            f"{read.sft.from_run} is an evolve run, which records no completions; use a groupwise train run"
+            f"{read.sft.from_run} is an evolve run, whose completions come from several members; "
+            "use a groupwise train run"
         )
     named = "model" in given or any(argument.startswith("model.name=") for argument in arguments)
     if named or (config is not None and "model.name" in read_file(config)):

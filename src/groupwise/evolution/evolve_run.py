@@ -40,6 +40,7 @@ from groupwise.files import write_atomically
 from groupwise.learner.checkpoint import prune, write_checkpoint
 from groupwise.learner.learner import try_own_loss
 from groupwise.model.device import deterministic_kernels, device_of
+from groupwise.records import Example, Group
 from groupwise.tasks import Task, UserFunctions, isolated, leave_task_file, load_task, use_functions
 from groupwise.tasks.user_code import code_of
 from groupwise.tracking.terminal import open_display
@@ -129,7 +130,17 @@ class EvolveRun:
         self.state = replace(self.state, cursor=result.cursor, tokens=self.state.tokens + tokens, step=step)
         for slot, reason in result.diverged.items():
             self._diverged(slot, reason)
+        if step % self.config.track.rollouts_every == 0:
+            self.recorder.rollouts(step, self._groups_by_member(result.batches))
         return result.batches
+
+    def _groups_by_member(self, batches: Mapping[int, Batch]) -> list[Group]:
+        """Return the groups of all members, each example with the name of the member that answered it."""
+        return [
+            replace(group, example=Example({**group.example, "population_member": self.state.at(slot).name}))
+            for slot, batch in batches.items()
+            for group in batch.all_groups
+        ]
 
     def learn(self, step: int, batches: Mapping[int, Batch]) -> dict[int, dict[str, float]]:
         """Update one member after the other; return the metrics of each update, by slot."""
@@ -278,6 +289,7 @@ class EvolveRun:
         now = time.monotonic()
         self.state = replace(self.state, seconds=self.state.seconds + now - self.clock)
         self.clock = now
+        self.recorder.flush()
         self._write_log({})
         state = {name: value for name, value in self.state.to_json().items() if name != "step"}
         write_checkpoint(

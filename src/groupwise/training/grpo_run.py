@@ -220,7 +220,7 @@ class GRPORun(BaseRun):
             with self.engine.ready():
                 batch = collect(self.collector, step, cursor=self.state.cursor, rates=self.state.rates)
         if step % self.config.track.rollouts_every == 0:
-            self.recorder.rollouts(step, batch)
+            self.recorder.rollouts(step, batch.all_groups)
             self.recorder.completions(step, batch, is_perfect=self.task.is_perfect)
         self._report_failures()
         self.recorder.last_error = first_error(batch) or self.recorder.last_error

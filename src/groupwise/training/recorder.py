@@ -15,7 +15,7 @@ from groupwise.config import Config, dump_config
 from groupwise.evaluate.held_out import Evaluation, as_text
 from groupwise.files import write_atomically
 from groupwise.learner.checkpoint import remove_leftovers
-from groupwise.records import Rollout
+from groupwise.records import Group, Rollout
 from groupwise.report.alarms import alarms
 from groupwise.report.history import EvaluationFiles, MetricsTail
 from groupwise.report.static_report import write_all
@@ -108,8 +108,8 @@ class Recorder:
             self.display.message(line)
         logger.warning(text)
 
-    def rollouts(self, step: int, batch: Batch) -> None:
-        self.writer.submit(write_rollouts, self.folder.rollouts_at(step), step, batch.all_groups)
+    def rollouts(self, step: int, groups: Sequence[Group]) -> None:
+        self.writer.submit(write_rollouts, self.folder.rollouts_at(step), step, groups)
 
     def updates(self, step: int, seen: Mapping[tuple[int, int], Sequence[float]]) -> None:
         self.writer.submit(write_updates, self.folder.updates_at(step), seen)
@@ -240,7 +240,7 @@ class NullRecorder(Recorder):
 
     def warn_lines(self, text: str) -> None: ...
 
-    def rollouts(self, step: int, batch: Batch) -> None: ...
+    def rollouts(self, step: int, groups: Sequence[Group]) -> None: ...
 
     def updates(self, step: int, seen: Mapping[tuple[int, int], Sequence[float]]) -> None: ...
 
