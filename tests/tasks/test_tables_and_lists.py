@@ -72,7 +72,7 @@ def right(rollout: gw.Rollout, example: gw.Example) -> float:
 
 def test_a_list_of_functions_is_named_by_them():
     task = gw.Task(name="t", examples=[{}], prompt=lambda row: "?", rewards=[right, gw.rewards.exact_match()])
-    assert [*task.rewards] == ["right", "exact"]
+    assert [*task.rewards] == ["right", "exact_match"]
     assert [*gw.Task(name="t", examples=[{}], prompt=lambda row: "?", rewards=right).rewards] == ["right"]
 
 

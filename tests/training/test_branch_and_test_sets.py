@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,9 @@ from groupwise.config import config_from_keywords
 from groupwise.config.schema import TaskConfig
 from groupwise.errors import CheckpointError, ConfigError
 from groupwise.tasks import load_task
+from groupwise.tracking.run_folder import RunFolder
 from groupwise.training import train
+from groupwise.training.lifecycle.run_summary import next_commands
 from groupwise.training.resume import with_epochs
 from tests.support.small_runs import run_artifacts, small_config, task_file
 
@@ -88,3 +91,12 @@ def test_epochs_of_an_endless_task_are_refused():
     config = config_from_keywords(num_epochs=2)
     with pytest.raises(ConfigError, match="the examples of countdown are endless"):
         with_epochs(config, load_task(TaskConfig(name="countdown")))
+
+
+def test_after_a_run_with_adapters_the_next_commands_name_the_adapter():
+    for task in ("countdown", "defined in Python"):
+        config = config_from_keywords(lora_r=4, max_steps=3, **{"task.name": task})
+        lines = next_commands(config, RunFolder(Path("runs/x")), done=True)
+        commands = [line.split()[1] for line, _ in lines]
+        assert {"chat", "serve", "merge"} <= set(commands)
+        assert any("runs/x/checkpoints/step-000003" in purpose for _, purpose in lines)

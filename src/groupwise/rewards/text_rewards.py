@@ -155,7 +155,7 @@ def length(*, at_most: int) -> Callable[[Rollout, Example], float]:
     def short_enough(rollout: Rollout, example: Example) -> float:
         return float(len(rollout.text) <= at_most)
 
-    return short_enough
+    return named(short_enough, "length")
 
 
 def exact_match(column: str = "answer") -> Reward:
@@ -164,7 +164,7 @@ def exact_match(column: str = "answer") -> Reward:
     def exact(rollout: Rollout, example: Example) -> float:
         return float(folded(answer_of(rollout)) == folded(example[column]))
 
-    return exact
+    return named(exact, "exact_match")
 
 
 def contains(column: str = "answer") -> Reward:
@@ -174,7 +174,7 @@ def contains(column: str = "answer") -> Reward:
         wanted = re.escape(folded(example[column]))
         return float(re.search(rf"(?<!\w){wanted}(?!\w)", folded(answer_of(rollout))) is not None)
 
-    return included
+    return named(included, "contains")
 
 
 def matches(pattern: str) -> Reward:
@@ -187,7 +187,7 @@ def matches(pattern: str) -> Reward:
     def matched(rollout: Rollout, example: Example) -> float:
         return float(compiled.search(answer_of(rollout)[:LONGEST_MATCHED]) is not None)
 
-    return matched
+    return named(matched, "matches")
 
 
 def same_number(column: str = "answer", *, tolerance: float = 0.0) -> Reward:
@@ -203,7 +203,13 @@ def same_number(column: str = "answer", *, tolerance: float = 0.0) -> Reward:
             raise ConfigError(f"the column {column!r} contains no number: {str(example[column])[:60]!r}")
         return float(stated is not None and abs(stated - gold) <= Fraction(tolerance) * abs(gold))
 
-    return equal
+    return named(equal, "same_number")
+
+
+def named(reward: Reward, name: str) -> Reward:
+    """Return the reward under the name that it has in a list of rewards."""
+    reward.__name__ = name
+    return reward
 
 
 def last_number(text: str) -> Fraction | None:

@@ -187,8 +187,12 @@ class RunFolder:
     def check_paths(self) -> None:
         """Raise ConfigError if anything but a regular file, or a folder, is where a resumed run writes."""
         files = [self.metrics, self.log, self.stats, self.tokenizer, self.report, self.path / ".lock"]
+        named = {folder for folder in self.evaluations.glob("*") if folder.is_dir()}  # one for each test set
+        files += [file for folder in named for file in folder.iterdir()]
         for folder in (self.rollouts, self.updates, self.completions, self.evaluations, self.plots):
-            if folder.is_dir():
+            if folder == self.evaluations and folder.is_dir():
+                files += set(folder.iterdir()) - named
+            elif folder.is_dir():
                 files += folder.iterdir()
             elif os.path.lexists(folder):
                 raise ConfigError(f"{folder} is not a folder: move it away and resume again")

@@ -94,11 +94,9 @@ def next_commands(config: Config, folder: RunFolder, *, done: bool) -> tuple[tup
         words = command("eval", folder.path, "--task", "FILE.py")
         measure = (words, "measures it again; FILE.py is the file that defines the task")
         resume = f"groupwise.train(task, resume={str(folder.path)!r})"
-        return (
-            (measure,)
-            if done
-            else ((resume, "continues from here, in the program that defines the task"), measure)
-        )
+        if done:
+            return measure, *(with_adapter(config, folder) if config.lora.r else ())
+        return (resume, "continues from here, in the program that defines the task"), measure
     resume = command("train", "--resume", folder.path)
     look = (command("watch", folder.path), "shows it in the browser: curves, groups, tokens, alarms")
     measure = (command("eval", folder.path), "measures it again on held-out examples")
