@@ -25,6 +25,7 @@ from groupwise.model.policy import Policy
 from groupwise.model.resolve import FAMILIES, check_config, known_path, model_folder
 from groupwise.parallel.processes import divide
 from groupwise.records import Request, Sampling
+from tests.support.generation import converse, requests, same_answers
 from tests.support.small_models import policy_of, tiny_tokenizer
 from tests.support.small_runs import KILL, SMALL, SignalAt, run_artifacts, run_command, task_file
 from tests.support.tiny_families import ragged_samples, tiny_config, tiny_model
@@ -187,3 +188,14 @@ def test_the_documentation_has_the_table() -> None:
     for path in ("fast", "general"):
         own = [f"`{family}`" for family, of in json.loads(FAMILIES.read_text()).items() if of == path]
         assert f"| {path} ({len(own)}) | {', '.join(own)} |" in text
+
+
+def test_the_next_turn_of_a_conversation_is_computed_again() -> None:
+    policy = policy_of(tiny_model("lfm2"))
+    one, other = (
+        converse(
+            Engine(policy, EngineConfig(block_size=4)), requests((5, 9), (2, 1)), turns=3, reuse_cache=reuse
+        )
+        for reuse in (True, False)
+    )
+    same_answers(one, other)
