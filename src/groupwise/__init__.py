@@ -43,8 +43,7 @@ from groupwise.tasks import (
     with_data,
 )
 from groupwise.tasks.external.mcp_tools import mcp_tools
-from groupwise.tasks.external.openenv_server import openenv
-from groupwise.tasks.external.text_games import gymnasium, textarena
+from groupwise.tasks.external.text_environments import gymnasium, openenv, textarena
 from groupwise.tasks.external.verifiers_tasks import verifiers_task
 from groupwise.tracking.run_folder import RunFolder, run_of_checkpoint
 

@@ -261,7 +261,7 @@ class TaskConfig:
         between("task.max_prompt_tokens", self.max_prompt_tokens, 1)
         between("task.reward_seconds", self.reward_seconds, 0.001, 86400.0)
         between("task.reward_concurrency", self.reward_concurrency, 1)
-        between("task.reward_workers", self.reward_workers, 1, 256)
+        between("task.reward_workers", self.reward_workers, 1)
         between("task.max_failed", self.max_failed, 0.0, 1.0)
         for name, weight in self.weights.items():
             finite(f"task.weights.{name}", weight)

@@ -4,8 +4,7 @@ Modules in reading order:
 
     reasoning_gym_tasks  `gym:NAME`: the procedural datasets of reasoning-gym, with their scorers
     mcp_tools            the tools of an MCP server
-    text_games           games of TextArena, and text environments of Gymnasium
-    openenv_server       environments that an OpenEnv server hosts
+    text_environments    TextArena, text environments of Gymnasium, OpenEnv servers
     verifiers_tasks      tasksets of verifiers, with their toolsets and environments
 
 Packages are imported when they are used. An adapter has at most 150 lines.
