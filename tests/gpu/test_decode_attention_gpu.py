@@ -13,7 +13,8 @@ from torch import Tensor
 from groupwise.engine.cuda import decode_attention
 from groupwise.engine.cuda.decode_attention import DecodeLayout, StepState, members_of_a_tile
 from groupwise.engine.paged_attention import KVCache
-from tests.support.cuda_checks import DEVICE, assert_near, assert_repeatable
+from groupwise.model.attention.hf_interface import STANDARD, AttentionVariant
+from tests.support.cuda_checks import DEVICE, HALF, assert_near, assert_repeatable
 
 PAGE = 16
 Groups = list[tuple[int, list[int]]]
@@ -31,6 +32,7 @@ class Batch:
     dtype: torch.dtype
     own_splits: int
     idle_rows: int = 0
+    variant: AttentionVariant = STANDARD
 
     def __post_init__(self) -> None:
         own = [length for _, members in self.groups for length in members]
@@ -85,7 +87,9 @@ class Batch:
     def attend(self) -> Tensor:
         self.layout.shares.fill_(torch.nan)  # what is not written must not be read
         scale = self.size**-0.5
-        output_RHD = self.layout.read(self.q_RHD, self.q_RHD, self.q_RHD, layer=0, scale=scale)
+        output_RHD = self.layout.read(
+            self.q_RHD, self.q_RHD, self.q_RHD, layer=0, scale=scale, variant=self.variant
+        )
         return output_RHD[: len(self.tables)]
 
     def expected(self) -> Tensor:
@@ -100,7 +104,14 @@ class Batch:
             k_HLD = keys[places].transpose(0, 1).repeat_interleave(shared, 0)
             v_HLD = values[places].transpose(0, 1).repeat_interleave(shared, 0)
             scores_HL = (k_HLD @ q_HD[:, :, None]).squeeze(-1) * self.size**-0.5
-            rows.append((scores_HL.softmax(-1)[:, None] @ v_HLD).squeeze(1))
+            if self.variant.cap is not None:
+                scores_HL = self.variant.cap * torch.tanh(scores_HL / self.variant.cap)
+            if self.variant.window is not None:
+                scores_HL[:, : max(0, len(places) - self.variant.window)] = -torch.inf
+            if self.variant.sinks_H is not None:
+                scores_HL = torch.cat([scores_HL, self.variant.sinks_H.float()[:, None]], dim=1)
+            weights_HL = scores_HL.softmax(-1)[:, : len(places)]
+            rows.append((weights_HL[:, None] @ v_HLD).squeeze(1))
         return torch.stack(rows)
 
 
@@ -123,8 +134,8 @@ RAGGED: Groups = [(37, [1, 16, 17, 63]), (1, [5]), (128, [33] * 9), (200, [2, 12
 @pytest.mark.parametrize("own_splits", [1, 4])
 @pytest.mark.parametrize(("heads", "key_heads", "size"), SHAPES)
 def test_decode_attention_is_softmax_for_every_head_size_and_ratio(heads, key_heads, size, own_splits):
-    batch = Batch(RAGGED, heads, key_heads, size, torch.bfloat16, own_splits)
-    assert_near(batch.attend(), batch.expected(), torch.bfloat16)
+    batch = Batch(RAGGED, heads, key_heads, size, HALF, own_splits)
+    assert_near(batch.attend(), batch.expected(), HALF)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -147,31 +158,49 @@ def test_decode_attention_is_softmax_in_other_precisions(dtype, own_splits):
 )
 @pytest.mark.parametrize("own_splits", [1, 4, 16])
 def test_decode_attention_is_softmax_for_every_length(groups: Groups, own_splits: int):
-    batch = Batch(groups, 12, 2, 128, torch.bfloat16, own_splits)
-    assert_near(batch.attend(), batch.expected(), torch.bfloat16)
+    batch = Batch(groups, 12, 2, 128, HALF, own_splits)
+    assert_near(batch.attend(), batch.expected(), HALF)
+
+
+@pytest.mark.parametrize("own_splits", [1, 4])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        AttentionVariant(window=1),
+        AttentionVariant(window=50),
+        AttentionVariant(window=500),
+        AttentionVariant(cap=2.0),
+        AttentionVariant(sinks_H=torch.linspace(-3.0, 3.0, 12, device=DEVICE)),
+        AttentionVariant(window=40, cap=3.0, sinks_H=torch.linspace(-3.0, 3.0, 12, device=DEVICE)),
+    ],
+    ids=["window of 1", "short window", "long window", "cap", "sinks", "all"],
+)
+def test_windows_soft_caps_and_sinks_are_those_of_softmax(variant: AttentionVariant, own_splits: int):
+    batch = Batch(RAGGED, 12, 2, 64, HALF, own_splits, variant=variant)
+    assert_near(batch.attend(), batch.expected(), HALF)
 
 
 def test_idle_rows_change_nothing():
-    alone = Batch(RAGGED, 12, 2, 128, torch.bfloat16, 1)
-    beside = Batch(RAGGED, 12, 2, 128, torch.bfloat16, 1, idle_rows=7)
+    alone = Batch(RAGGED, 12, 2, 128, HALF, 1)
+    beside = Batch(RAGGED, 12, 2, 128, HALF, 1, idle_rows=7)
     beside.cache.keys[:, :-1].copy_(alone.cache.keys[:, :-1])
     beside.cache.values[:, :-1].copy_(alone.cache.values[:, :-1])
     beside.q_RHD[: len(alone.q_RHD)].copy_(alone.q_RHD)
     assert torch.isfinite(beside.attend()).all()
-    assert_near(beside.attend(), alone.expected(), torch.bfloat16)
+    assert_near(beside.attend(), alone.expected(), HALF)
 
 
 @pytest.mark.parametrize("own_splits", [1, 4])
 @pytest.mark.parametrize(("heads", "key_heads", "size"), [(9, 3, 64), (12, 2, 128), (8, 4, 256)])
 def test_decode_attention_gives_the_same_bits_every_time(heads, key_heads, size, own_splits):
-    batch = Batch([(300, [70] * 8), (40, [9, 90, 17])], heads, key_heads, size, torch.bfloat16, own_splits)
+    batch = Batch([(300, [70] * 8), (40, [9, 90, 17])], heads, key_heads, size, HALF, own_splits)
     assert_repeatable(lambda: [batch.attend()])
 
 
 def test_new_keys_are_stored_where_the_table_says():
-    batch = Batch(RAGGED, 12, 4, 80, torch.bfloat16, 1)
+    batch = Batch(RAGGED, 12, 4, 80, HALF, 1)
     rows = len(batch.tables)
-    k_RKD, v_RKD = torch.randn(2, rows, 4, 80, device=DEVICE).to(torch.bfloat16)
+    k_RKD, v_RKD = torch.randn(2, rows, 4, 80, device=DEVICE).to(HALF)
     places = [mine[-1] * PAGE + 3 for _, mine in batch.tables]
     batch.state.slot_mapping[:rows] = torch.tensor(places, device=DEVICE)
     before = batch.cache.keys.clone(), batch.cache.values.clone()

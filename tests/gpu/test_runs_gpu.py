@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
 from tests.support.small_models import SIZES, tiny_tokenizer
 from tests.support.small_runs import run_artifacts, task_file
+from tests.support.tiny_families import tiny_model
 
 SMALL = (
     *("track.trackers=[]", "track.report=false", "evaluate.skip=true", "rollout.max_tokens=48"),
@@ -134,25 +134,16 @@ def served(model: str, prompt: str) -> str:
         process.wait(60)
 
 
-SHAPE = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 1024, "initializer_range": 0.2}
-ENDS = {"bos_token_id": None, "eos_token_id": 268, "pad_token_id": 0}
-FAMILIES = [
-    transformers.LlamaConfig(**SHAPE, **ENDS),
-    transformers.Qwen2Config(**SHAPE, **ENDS),
-    transformers.Qwen3Config(**SHAPE, **ENDS, head_dim=16),
-    transformers.Phi3Config(**SHAPE, **ENDS),
-    transformers.Olmo2Config(**SHAPE, **ENDS),
-    transformers.MixtralConfig(**SHAPE, **ENDS, num_local_experts=4),
-    transformers.GPTNeoXConfig(**{**SHAPE, **ENDS, "num_key_value_heads": None}),
-    transformers.Gemma3TextConfig(**SHAPE, **ENDS, head_dim=16),
-]
+FAMILIES = (
+    *("llama", "qwen2", "qwen3", "phi3", "olmo2", "gpt_neox", "gemma3_text", "gemma2", "gpt_oss", "mixtral"),
+    *("deepseek_v3", "qwen3_moe", "falcon", "lfm2", "qwen3_next", "mamba2"),
+)
 
 
-@pytest.mark.parametrize("config", FAMILIES, ids=lambda config: config.model_type)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("lora", [0, 4])
-def test_every_family_trains_in_bfloat16(config: Any, lora: int, tmp_path: Path, capsys):
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+def test_every_family_trains_in_bfloat16(family: str, lora: int, tmp_path: Path):
+    tiny_model(family).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     run_here(
         *("train", str(task_file(tmp_path))),
@@ -161,6 +152,9 @@ def test_every_family_trains_in_bfloat16(config: Any, lora: int, tmp_path: Path,
     )
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["policy/updates"] for row in rows] == [1.0, 1.0]
+
+
+ENDS = {"bos_token_id": None, "eos_token_id": 268, "pad_token_id": 0}
 
 
 def run_here(*words: str) -> None:
@@ -183,7 +177,7 @@ def test_a_population_trains(tmp_path: Path):
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_a_quantized_model_trains_adapters(kind: str, tmp_path: Path):
     pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
-    config = transformers.LlamaConfig(**{**SHAPE, **ENDS, "hidden_size": 128, "intermediate_size": 256})
+    config = transformers.LlamaConfig(**{**SIZES, "hidden_size": 128, "intermediate_size": 256}, **ENDS)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     run_here(

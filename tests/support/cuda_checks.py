@@ -14,6 +14,8 @@ DEVICE = torch.device(os.environ.get("GROUPWISE_TEST_DEVICE", "cuda"))
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 if DEVICE.type == "cpu":
     DTYPES = [torch.float32]  # the interpreter truncates bfloat16 where a GPU rounds
+HALF = DTYPES[-1]
+"""The precision that models are trained in."""
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 """Relative error that rounding of the inputs and of the output may cause."""
 REPETITIONS = 200 if DEVICE.type == "cuda" else 2
