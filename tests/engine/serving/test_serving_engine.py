@@ -51,8 +51,7 @@ def alone(policy: Policy, job: Job) -> list[Completion]:
 def graph_steps(policy: Policy, scheduler: ServingScheduler) -> DecodeSteps:
     """The GPU's way, its kernels interpreted."""
     pytest.importorskip("triton")
-    import interpreted  # noqa: F401  (before any kernel is imported)
-
+    import tests.support.triton_interpreter  # noqa: F401  (before any kernel is imported)
     from groupwise.engine.serving.cuda_serving import CUDASteps
 
     steps = CUDASteps(policy, scheduler, policy.end_tokens)
