@@ -57,7 +57,7 @@ MISTAKES = {
     "one prompt are all equal; got -1.0",
     "train rollout.max_tokens=100000": "the model's context of 1024 and rollout.max_tokens=100000 leave no "
     "room for a prompt: lower rollout.max_tokens, shorten the prompts or use a model with a longer context",
-    "train model.device=gpu": "model.device must be cpu, cuda or cuda:N; got 'gpu'",
+    "train model.device=gpu": "model.device must be cpu, cuda, cuda:N or mps; got 'gpu'",
     "train model.dtype=fp8": "model.dtype must be one of float32, bfloat16; got 'fp8'",
     "train optim.kind=adam": "optim.kind must be one of adamw, adamw8bit; got 'adam'",
     "train run.name=a/b": "run.name must be a plain folder name; got 'a/b'",

@@ -102,7 +102,7 @@ def test_an_override_becomes_the_type_its_setting_declares(override, value):
         ("run.keep_best=1", "run.keep_best must be true or false; got 1"),
         ("optim.eps=small", "optim.eps must be a number (float); got 'small'"),
         ("optim.eps=.nan", "optim.eps must be a number (float); got nan"),
-        ("model.device=foo", "model.device must be cpu, cuda or cuda:N; got 'foo'"),
+        ("model.device=foo", "model.device must be cpu, cuda, cuda:N or mps; got 'foo'"),
         ("lora.r=x", "lora.r must be a whole number (int) or null; got 'x'"),
         ("lora.targets=[1, 2]", "lora.targets must be a list of strings; got [1, 2]"),
         ("task.options=3", "task.options must be a mapping of plain values; got 3"),

@@ -199,3 +199,10 @@ def test_the_next_turn_of_a_conversation_is_computed_again() -> None:
         for reuse in (True, False)
     )
     same_answers(one, other)
+
+
+def test_a_device_of_another_maker_is_a_name_that_must_exist_here() -> None:
+    settings = ModelConfig(name="tiny", device="mps")
+    if not torch.backends.mps.is_available():
+        with pytest.raises(ConfigError, match=r"model.device=mps does not exist"):
+            load_policy(settings, LoraConfig(r=0))

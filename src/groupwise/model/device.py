@@ -27,6 +27,8 @@ def device_of(name: str | None) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= count:
         available = f"this machine has cuda:0 to cuda:{count - 1}" if count else "torch finds no GPU"
         raise ConfigError(f"model.device={name} does not exist: {available}; choose another device")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("model.device=mps does not exist on this machine; choose another device")
     return device
 
 
@@ -78,7 +80,8 @@ def _available() -> int:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+        return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
 
 

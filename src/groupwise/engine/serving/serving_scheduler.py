@@ -16,7 +16,15 @@ import torch
 from numpy.typing import NDArray
 
 from groupwise.engine.general_runner import runner_for
-from groupwise.engine.sampler import Alternatives, PromptLogprobs, StopStrings, draw, likeliest, uniforms
+from groupwise.engine.sampler import (
+    Alternatives,
+    PromptLogprobs,
+    StopStrings,
+    draw,
+    likeliest,
+    noise_on,
+    uniforms,
+)
 from groupwise.engine.scheduler import BlockPool, Prefix, Scheduler, Sequence
 from groupwise.model.ops.logits import scaled_logits
 from groupwise.model.policy import Policy
@@ -232,8 +240,8 @@ class CPUSteps:
         for sampling, indices in scheduler.by_settings(running):
             slots = running[indices]
             at = scheduler.length[slots]
-            noise = torch.from_numpy(uniforms(scheduler.seed[slots], at.astype(np.uint64)))
-            drawn = draw(logits_RV[indices], sampling, noise.to(logits_RV.device))
+            noise = uniforms(scheduler.seed[slots], at.astype(np.uint64))
+            drawn = draw(logits_RV[indices], sampling, noise_on(logits_RV.device, noise))
             tokens, logprobs, entropies = (x.cpu().numpy() for x in drawn)
             scheduler.tokens[slots, at] = tokens
             scheduler.logprobs[slots, at] = logprobs
