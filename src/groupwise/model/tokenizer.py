@@ -86,7 +86,10 @@ class TokenizerCodec:
         `most`: reject a text that must have more tokens; encoding a huge text takes minutes.
         """
         if most is not None and len(text) > most * self.longest:
-            raise ConfigError(f"a prompt of {len(text)} characters cannot fit the context of {most} tokens")
+            raise ConfigError(
+                f"a prompt of {len(text)} characters cannot fit the context of {most} tokens; shorten it, or "
+                "use a model with a longer context"
+            )
         return self._checked(self.tokenizer(text, add_special_tokens=special)["input_ids"])
 
     def _checked(self, ids: Sequence[int]) -> tuple[int, ...]:
