@@ -53,6 +53,8 @@ SLOW_FILES = (
     "test_cli.py",
     "learner/test_optimizer.py",
     "gym/test_agent.py",
+    "training/test_callbacks.py",
+    "rollout/test_environment.py",
     "model/adapters/test_lora.py",
     "training/resources/test_prompt_lengths.py",
     "tasks/builtin/test_search_qa.py",
