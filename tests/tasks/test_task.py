@@ -236,7 +236,7 @@ def test_examples_may_come_from_lists_generators_and_functions():
         ("bad.json", b'{"a": 1}', "bad.json: expected a list of dicts, got dict"),
         ("bad.json", b'[{"a": 1}, 2]', "bad.json, row 2"),
         ("bad.parquet", b"not parquet", "cannot read"),
-        ("bad.csv", b"a,b\n1,2\n", "use a .json, .jsonl, .jsonl.gz or .parquet file"),
+        ("bad.xlsx", b"", "use a .json, .jsonl, .csv, .tsv or .parquet file"),
     ],
 )
 def test_a_bad_file_is_named_with_the_line_or_row(tmp_path, name, content, message):
@@ -260,7 +260,7 @@ def test_a_dataset_without_its_library_gets_one_line(monkeypatch):
 
 
 def test_options_of_a_built_in_task_are_strict():
-    assert set(TASKS) == {"countdown", "gsm8k", "math", "medquad", "search_qa"}
+    assert set(TASKS) == {"countdown", "gsm8k", "math", "medquad", "search_qa", "tldr"}
     with pytest.raises(ConfigError, match=r"unknown setting task.options.larges; did you mean 'largest'\?"):
         load_task(TaskConfig(options={"larges": 20}))
     with pytest.raises(ConfigError, match=r"unknown task 'contdown'; did you mean 'countdown'\?"):
