@@ -20,5 +20,6 @@ class Guess:
 games = [{"game": n, "number": n * 7 % 9 + 1} for n in range(200)]
 task = gw.Task(name="guess", examples=games, environment=Guess)
 if __name__ == "__main__":
-    turns = {"max_tokens": 6, "stop": list("123456789"), "temperature": 1.0}
-    gw.train(task, max_steps=40, tools={"max_turns": 4, "max_tokens": 120}, rollout=turns)
+    turns = {"max_tokens": 6, "stop": list("123456789"), "temperature": 1.0, "prompts": 12, "refill": 0}
+    tools = {"max_turns": 4, "max_tokens": 120}
+    gw.train(task, max_steps=40, learning_rate=3e-4, tools=tools, rollout=turns)
