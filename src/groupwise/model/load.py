@@ -130,9 +130,9 @@ def causal_model(
     that may contain tensors only.
     """
     check_sizes(folder)
-    config = check_config(folder, name=str(folder))
     options: dict[str, Any] = {}
     stored = quantization_of(folder)
+    config = check_config(folder, name=str(folder))
     if quantization and stored and quantization != stored:
         raise ConfigError(
             f"the weights in {folder} are already quantized to {stored}; remove "

@@ -154,8 +154,9 @@ class Policy(TokenizerCodec):
         limits = ["max_position_embeddings"]
         if self.general is None:  # packed attention does not know of chunks
             limits.append("attention_chunk_size")
-            kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
-            if "sliding_attention" in kinds and all(call.window is None for call in self.attention):
+            slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+            window = getattr(config, "sliding_window", None)
+            if window and slides and all(call.window is None for call in self.attention):
                 limits.append("sliding_window")  # a window that the attention call does not receive
         # Beyond its original length, longrope changes the angles of all sequences in a packed row.
         if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
