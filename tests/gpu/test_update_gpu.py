@@ -43,8 +43,9 @@ def test_gradients_are_those_of_the_naive_update(loss, lora, checkpointing):
 
 def big_policy(dtype: torch.dtype = torch.bfloat16) -> Policy:
     model = small_model("qwen2").to(DEVICE, dtype)
+    policy = policy_of(model)
     use_fused_ops(model)
-    return policy_of(model)
+    return policy
 
 
 def many_samples(count: int, length: int) -> list[Sample]:

@@ -37,7 +37,9 @@ def _forward_cpu(module: Any, x: Tensor) -> Tensor:
 
 
 def _forward_gpu(module: Any, x: Tensor) -> Tensor:
-    return nn.functional.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
+    # Some models keep the residual stream in float32, and torch's kernel needs one dtype.
+    weight = module.weight.float() if x.dtype == torch.float32 else module.weight
+    return nn.functional.rms_norm(x, weight.shape, weight, module.variance_epsilon)
 
 
 def _is_plain(module: Any, fused: Callable[[Any, Tensor], Tensor]) -> bool:
