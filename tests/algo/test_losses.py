@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from groupwise.algo.losses import (
+    NORMALIZATION,
     SURROGATES,
     LossSettings,
     Tokens,
@@ -82,7 +83,7 @@ def loss_and_gradient(found: Tokens, how: LossSettings) -> tuple[float, Tensor]:
 
 
 def test_every_loss_of_the_settings_exists():
-    assert set(SURROGATES) == set(schema.LOSSES)
+    assert set(SURROGATES) == set(NORMALIZATION) == set(schema.LOSSES)
 
 
 @pytest.mark.parametrize("kind", CLIPPED)

@@ -8,6 +8,7 @@ Modules in reading order:
     divergence          KL estimates, and importance weights for the gap between sampler and trainer
     losses              advantages and log-probabilities → (sum of the loss, metrics)
 
-To add an advantage, write a function and enter it in `advantages.ADVANTAGES`. To add a loss, write a
-surrogate and enter it in `losses.SURROGATES`. docs/algorithms.md has every formula.
+To add an advantage, write a function and enter it in `advantages.ADVANTAGES` and `config.algorithm`. To add a
+loss, write a surrogate and enter it in `losses.SURROGATES`, `losses.NORMALIZATION` and `config.algorithm`.
+docs/algorithms.md has every formula.
 """

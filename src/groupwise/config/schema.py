@@ -296,7 +296,8 @@ class RolloutConfig:
     """A sampling rule of your own, on a CPU: (tokens so far, logits) to logits, as module:function or
     FILE.py:function. The trained log-probabilities account for it."""
     refill: int = 1
-    """Per step, how many times groups with zero variance may be replaced by groups from new prompts."""
+    """Per step, how many times groups without a learning signal may be replaced by groups from new prompts. A
+    group has no signal if all its advantages are 0, as when all its rewards are equal."""
     overlap: bool = False
     """Sample the next step's completions during the update, one update off-policy. Requires
     engine.kind=vllm."""

@@ -329,7 +329,7 @@ class MemberRollouts:
                 collector = collectors[slot]
                 with TimeLimits(collector.config.task.reward_seconds) as limit:
                     for unscored in member_groups:
-                        group = collector.compare_group(collector.reward_group(unscored, limit))
+                        group = collector.group_advantages(collector.reward_group(unscored, limit))
                         (with_signal if has_signal(group) else without_signal)[slot].append(group)
             reward_seconds += time.perf_counter() - started
         share = 1 / len(collectors)

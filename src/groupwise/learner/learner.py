@@ -1,7 +1,7 @@
 """The GRPO update: samples in, new weights and metrics out.
 
-`Learner.update` splits samples into mini-batches and micro-batches, computes the loss and its gradient, and
-steps the optimizer.
+`training.loop` calls `minibatches`, then `compute_loss` and `step` for each. Agents and populations call
+`train_on`, which does all three.
 """
 
 from __future__ import annotations

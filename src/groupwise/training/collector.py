@@ -1,8 +1,8 @@
 """Stages 1 to 4 of a step: sample prompts, roll out, score, compute advantages.
 
-`training.loop.collect_batch` calls the stages in order. It repeats them while groups without a learning
-signal are refilled (`rollout.refill`). Beside them: the curriculum that chooses prompts, and the prefetcher
-that collects the next batch while this one trains.
+`training.loop.collect_batch` calls the stages in order. It repeats them with new prompts to replace groups
+without a learning signal (`rollout.refill`): `needs_groups` and `teaches` decide. `prompt_selection` has the
+curriculum that chooses prompts.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class Collector:
         started = time.perf_counter()
         with self.processes.together():
             for number, group in enumerate(groups):
-                groups[number] = self.compare_group(group)
+                groups[number] = self.group_advantages(group)
         draft.times.reward += time.perf_counter() - started
         return groups
 
@@ -236,7 +236,11 @@ class Collector:
         draft.rounds += 1
 
     def teaches(self, group: Group) -> bool:
-        """Whether the policy learns from a group; from a teacher it learns whatever the rewards are."""
+        """Whether the policy learns from a group. The others are replaced (`rollout.refill`).
+
+        From a teacher model it learns whatever the rewards are. The teacher `self` needs a better answer in
+        the group, so there a signal is required.
+        """
         return has_signal(group) or self.config.algo.teacher not in (None, "self")
 
     def finish(self, draft: BatchDraft) -> Batch:
@@ -273,8 +277,8 @@ class Collector:
             penalty=algo.overlong_penalty,
         )
 
-    def compare_group(self, group: Group) -> Group:
-        """Set the advantage of each rollout relative to its group."""
+    def group_advantages(self, group: Group) -> Group:
+        """Return the group with the advantages of its rollouts, as `algo.advantage` defines them."""
         task, algo = self.task, self.config.algo
         chosen = partial(agreeing, weights=task.weights) if algo.mean_filter else list
         return with_advantages(group, kind=algo.advantage, weights=task.weights, chosen=chosen)
@@ -319,5 +323,5 @@ def rollouts_in(groups: Sequence[Group]) -> int:
 
 
 def has_signal(group: Group) -> bool:
-    """Whether the group has a learning signal: some advantage is not 0. Groups without one are refilled."""
+    """Whether the group has a learning signal: some advantage is not 0."""
     return any(rollout.has_signal for rollout in group.rollouts)

@@ -108,7 +108,7 @@ def save_state(
     learner: TrainedState,
     processes: Processes | None = None,
 ) -> None:
-    """Write a checkpoint that Hugging Face tools load as a model (or adapter) and `load_state` as a run.
+    """Write a checkpoint that Hugging Face tools load as a model or adapter, and `RunStart.resumed` as a run.
 
     It does not depend on how many processes there are: all must come by here, and the leader writes.
     """
@@ -237,7 +237,9 @@ class RunStart:
 
     @classmethod
     def resumed(cls, path: Path, config: Config) -> RunStart:
-        """Resume after the last verified checkpoint, or from step 0 if none was written yet.
+        """Find and verify the newest complete checkpoint, or start at step 0 if none was written yet.
+
+        `BaseRun._load` then restores weights and optimizer from it. A damaged checkpoint is refused.
 
         `path` is a run or one of its checkpoints. From a checkpoint, a copy of the run continues in
         a new folder.
