@@ -57,7 +57,7 @@ FAULTS = (
     ),
     Fault(
         "a norm does not wait for the kernel before it",
-        "engine/cuda/layer_kernels.py",
+        "engine/cuda/fused_layers.py",
         "    wait_for_previous()\n    token = tl.program_id(0).to(tl.int64)\n    at = tl.arange(0, PADDED)",
         "    token = tl.program_id(0).to(tl.int64)\n    at = tl.arange(0, PADDED)",
         "test_generation_kernels_gpu.py",
@@ -65,7 +65,7 @@ FAULTS = (
     ),
     Fault(
         "keys stored under the wrong head",
-        "engine/cuda/layer_kernels.py",
+        "engine/cuda/fused_layers.py",
         "to = KEYS + (place * KEY_HEADS + heads[:, None] - HEADS) * SIZE + low[None, :]",
         "to = KEYS + (place * KEY_HEADS + (heads[:, None] - HEADS) // 2 * 2) * SIZE + low[None, :]",
         "test_generation_kernels_gpu.py",

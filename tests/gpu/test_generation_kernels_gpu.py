@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from groupwise.engine import sampler
-from groupwise.engine.cuda import fused_layers, layer_kernels, sampling_kernels
+from groupwise.engine.cuda import fused_layers, sampling_kernels
 from groupwise.engine.cuda.kernel_launch import launch, padded
 from groupwise.records import Sampling
 from tests.support.cuda_checks import DEVICE, DTYPES, assert_near, assert_repeatable, relative
@@ -28,7 +28,7 @@ def test_the_residual_sum_and_its_norm_are_those_of_torch(tokens, size, dtype):
     out = torch.full_like(x, torch.nan)
     total = (x.float() + delta[:, :size].float()).to(dtype)
     launch(
-        layer_kernels.add_norm,
+        fused_layers.add_norm,
         (tokens,),
         x, delta, weight, out, 1e-6, delta.stride(0),
         ADD=True, SIZE=size, PADDED=padded(size, least=1), early=True, num_warps=4,
@@ -45,7 +45,7 @@ def test_the_gated_activation_is_that_of_torch(size, dtype):
     gate_up = random(33, 2 * size, dtype=dtype)
     out = torch.full((33, size), torch.nan, dtype=dtype, device=DEVICE)
     launch(
-        layer_kernels.silu_and_multiply,
+        fused_layers.silu_and_multiply,
         (33, -(-size // 1024)),
         gate_up, out, gate_up.stride(0),
         SIZE=size, BLOCK=1024, early=True, num_warps=4,
@@ -81,7 +81,7 @@ def test_queries_and_keys_are_rotated_and_stored(heads, key_heads, size, with_no
         return torch.cat([low * c - high * s, high * c + low * s], dim=-1)
 
     launch(
-        layer_kernels.rotate_and_store,
+        fused_layers.rotate_and_store,
         (tokens,),
         qkv, cos, sin, q_weight, k_weight, keys, values, places, 1.0, 1e-6, qkv.stride(0),
         HEADS=heads, KEY_HEADS=key_heads, SIZE=size, HALF=padded(size // 2, least=1),

@@ -7,7 +7,6 @@ Modules in reading order:
     fused_layers       a decoder layer as four matrix products and four small kernels, with batched LoRA
     decode_attention   the device state of a decode step, and attention over the paged cache
     attention_kernels  Triton kernels for that attention
-    layer_kernels      Triton kernels between the matrix products
     sampling_kernels   Triton kernels that gather a step's inputs and sample its tokens
     kernel_launch      kernel launches, with programmatic dependent launch where the GPU supports it
 """

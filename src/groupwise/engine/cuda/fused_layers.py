@@ -4,6 +4,10 @@ For several adapters, their A matrices are appended as rows to the base weight, 
 own. A kernel then adds (x·A)·B with each row's own adapter. Rows of one adapter are adjacent, so a block of
 rows reads few adapters. `fused_forward` falls back to the model's own layers where results differ.
 
+Each kernel between the matrix products rounds to the model's dtype exactly where the training forward pass
+does (`model.ops` and torch's RMSNorm: once, at the end). Sampler and trainer then differ only in the order of
+sums. Rounding elsewhere would add differences as large as bfloat16 rounding itself.
+
 Axes: T rows, I inputs, O outputs, R rank, S = members × rank.
 """
 
@@ -22,9 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from groupwise.engine.cuda import layer_kernels as kernels
 from groupwise.engine.cuda.decode_attention import DecodeLayout
-from groupwise.engine.cuda.kernel_launch import launch, padded
+from groupwise.engine.cuda.kernel_launch import launch, let_next_start, padded, wait_for_previous
 from groupwise.engine.paged_attention import KVCache
 from groupwise.engine.prefill import PrefillLayout, Segment
 from groupwise.engine.scheduler import Prefix
@@ -37,6 +40,101 @@ from groupwise.model.ops.equivalence import float32_excerpt
 from groupwise.model.ops.rotary import rotate, sine_halves
 from groupwise.model.policy import Policy
 from groupwise.tracking.run_folder import LOGGER
+
+
+@triton.jit
+def add_norm(
+    X, DELTA, WEIGHT, OUT, eps, delta_stride,
+    ADD: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """One program per token: add a layer's output to the residual stream and apply RMSNorm."""
+    wait_for_previous()
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, PADDED)
+    mask = at < SIZE
+    kind = OUT.dtype.element_ty
+    x = tl.load(X + token * SIZE + at, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(DELTA + token * delta_stride + at, mask=mask, other=0.0).to(tl.float32)
+        x = x.to(kind).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
+    if ADD:  # after the reduction, because by then all warps have read X
+        tl.store(X + token * SIZE + at, x.to(kind), mask=mask)
+    weight = tl.load(WEIGHT + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(OUT + token * SIZE + at, (x * scale * weight).to(kind), mask=mask)
+
+
+@triton.jit
+def rotate_and_store(
+    QKV, COS, SIN, Q_NORM, K_NORM, KEYS, VALUES, PLACES, turn_scale, eps, stride,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr,
+    PADDED: tl.constexpr, PADDED_KEYS: tl.constexpr, NORMED: tl.constexpr,
+):  # fmt: skip
+    """One program per token: apply RoPE to its queries and keys in place, and store keys and values.
+
+    COS and SIN cover half a head: both halves rotate by the same angles.
+    """
+    let_next_start()
+    wait_for_previous()
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.load(PLACES + token)
+    kind = QKV.dtype.element_ty
+    heads, low = tl.arange(0, PADDED), tl.arange(0, HALF)
+    inside = low < SIZE // 2
+    mask = (heads[:, None] < HEADS + KEY_HEADS) & inside[None, :]
+    base = QKV + token * stride + heads[:, None] * SIZE + low[None, :]
+    first = tl.load(base, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(base + SIZE // 2, mask=mask, other=0.0).to(tl.float32)
+    is_key = heads[:, None] >= HEADS
+    if NORMED:
+        square = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        scale = (1.0 / tl.sqrt(square / SIZE + eps))[:, None]
+        weight_1 = tl.where(
+            is_key,
+            tl.load(K_NORM + low, mask=inside, other=0.0)[None, :].to(tl.float32),
+            tl.load(Q_NORM + low, mask=inside, other=0.0)[None, :].to(tl.float32),
+        )
+        weight_2 = tl.where(
+            is_key,
+            tl.load(K_NORM + SIZE // 2 + low, mask=inside, other=0.0)[None, :].to(tl.float32),
+            tl.load(Q_NORM + SIZE // 2 + low, mask=inside, other=0.0)[None, :].to(tl.float32),
+        )
+        first = (first * scale * weight_1).to(kind).to(tl.float32)
+        second = (second * scale * weight_2).to(kind).to(tl.float32)
+    turn = token * (SIZE // 2) + low
+    cos = (tl.load(COS + turn, mask=inside, other=0.0) * turn_scale).to(kind).to(tl.float32)[None, :]
+    sin = (tl.load(SIN + turn, mask=inside, other=0.0) * turn_scale).to(kind).to(tl.float32)[None, :]
+    if NORMED:  # the training pass rotates these with transformers' code, which rounds every product
+        turned_1 = (first * cos).to(kind).to(tl.float32) - (second * sin).to(kind).to(tl.float32)
+        turned_2 = (second * cos).to(kind).to(tl.float32) + (first * sin).to(kind).to(tl.float32)
+    else:
+        turned_1 = first * cos - second * sin
+        turned_2 = second * cos + first * sin
+    tl.store(base, turned_1.to(kind), mask=mask)
+    tl.store(base + SIZE // 2, turned_2.to(kind), mask=mask)
+    to = KEYS + (place * KEY_HEADS + heads[:, None] - HEADS) * SIZE + low[None, :]
+    tl.store(to, turned_1.to(kind), mask=mask & is_key)
+    tl.store(to + SIZE // 2, turned_2.to(kind), mask=mask & is_key)
+
+    keys, dims = tl.arange(0, PADDED_KEYS), tl.arange(0, 2 * HALF)
+    kept = (keys[:, None] < KEY_HEADS) & (dims[None, :] < SIZE)
+    value = QKV + token * stride + (HEADS + KEY_HEADS + keys[:, None]) * SIZE
+    v = tl.load(value + dims[None, :], mask=kept, other=0.0)
+    tl.store(VALUES + (place * KEY_HEADS + keys[:, None]) * SIZE + dims[None, :], v, mask=kept)
+
+
+@triton.jit
+def silu_and_multiply(GATE_UP, OUT, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """One program per (token, segment): SiLU of the first half times the second half."""
+    wait_for_previous()
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < SIZE
+    kind = OUT.dtype.element_ty
+    gate = tl.load(GATE_UP + token * stride + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(GATE_UP + token * stride + SIZE + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(OUT + token * SIZE + at, (gate * tl.sigmoid(gate) * up).to(kind), mask=mask)
+
 
 ROWS, COLUMNS = 64, 128
 """Tile of one program: rows and outputs."""
@@ -243,7 +341,7 @@ class FusedForward:
         heads = qkv_TN.shape[1] // self._size - 2 * self._key_heads
         q_norm, k_norm = layer.q_norm or layer.before_mlp, layer.k_norm or layer.before_mlp
         launch(
-            kernels.rotate_and_store,
+            rotate_and_store,
             (len(qkv_TN),),
             qkv_TN, cos_TC, sin_TC, q_norm.weight, k_norm.weight,
             layout.cache.keys[number], layout.cache.values[number], layout.slot_mapping,
@@ -265,7 +363,7 @@ def _add_norm(x_TM: Tensor, delta_TM: Tensor | None, norm: Norm) -> Tensor:
     out_TM = torch.empty_like(x_TM)
     size = x_TM.shape[1]
     launch(
-        kernels.add_norm,
+        add_norm,
         (len(x_TM),),
         x_TM, x_TM if delta_TM is None else delta_TM, norm.weight, out_TM, norm.eps,
         size if delta_TM is None else delta_TM.stride(0),
@@ -282,7 +380,7 @@ def _silu_and_multiply(gate_up_TN: Tensor) -> Tensor:
     size, block = gate_up_TN.shape[1] // 2, 1024
     out_TN = torch.empty(len(gate_up_TN), size, dtype=gate_up_TN.dtype, device=gate_up_TN.device)
     launch(
-        kernels.silu_and_multiply,
+        silu_and_multiply,
         (len(out_TN), -(-size // block)),
         gate_up_TN, out_TN, gate_up_TN.stride(0),
         SIZE=size,
