@@ -135,7 +135,7 @@ def test_a_question_is_answered_before_torch_is_imported(answered, words, shown)
         (["train", "--beta=-1"], "algo.beta must be at least 0; got -1.0"),
         (["train", "optim.beta1=1.5"], "optim.beta1 must be at least 0 and less than 1; got 1.5"),
         (["train", "--config", "no.yaml"], "cannot read settings from no.yaml: No such file or directory"),
-        (["train", "--resume", "no"], "no is not a run folder: it has no config.yaml"),
+        (["train", "--resume", "no"], "there is no run folder no; `groupwise runs` lists the runs"),
         (
             ["train", "--task", "countdwn"],
             "unknown task 'countdwn'; did you mean 'countdown'? (or use gym:NAME or the path of a .py file)",

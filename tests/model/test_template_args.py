@@ -32,7 +32,9 @@ def test_the_setting_reaches_the_policy():
 
 def test_a_model_without_a_chat_template_gets_a_notice():
     def notices(template):
-        bare = SimpleNamespace(unpacked_bytes=0, tokenizer=SimpleNamespace(chat_template=template))
+        bare = SimpleNamespace(
+            unpacked_bytes=0, general=None, tokenizer=SimpleNamespace(chat_template=template)
+        )
         return list(Policy.notices(bare))
 
     assert notices("{{ messages }}") == []

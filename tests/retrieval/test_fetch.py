@@ -42,7 +42,7 @@ PAGES = {
     "/gone": (404, "text/html", "404"),
     "/image": (200, "image/png", "png"),
     "/large": (200, "text/html", "x" * 20_000),
-    "/tables": (200, "text/html", ARTICLE + "<table><tr><td>a</td></tr></table>" * 10_000),
+    "/tables": (200, "text/html", ARTICLE + "<table><tr><td>a</td></tr></table>" * 40_000),
     "/404-facts": (200, "text/html", ARTICLE.replace("night", "404")),
 }
 
@@ -233,7 +233,7 @@ def test_a_page_that_never_ends_is_given_up(site, tmp_path):
 
 def test_a_page_whose_text_takes_too_long_to_extract_is_given_up_alone(site, tmp_path):
     root, _ = site
-    policy = replace(HERE, largest=1_000_000, extract_seconds=0.3)
+    policy = replace(HERE, largest=3_000_000, extract_seconds=0.3)
     result = fetch_pages([root + "/tables", root + "/fox"], PageCache(tmp_path), policy)
     assert result.problems == {
         root + "/tables": "extracting its text took more than 0.3 s or too much memory"

@@ -162,7 +162,7 @@ def test_eight_clients_at_once_each_get_their_own_stream(port, tiny):
 
 
 def test_a_text_with_tokens_that_the_model_does_not_have_is_refused_and_others_are_answered():
-    policy = Policy(small_model(), with_more_tokens())
+    policy = Policy(policy_of(small_model()).model, with_more_tokens())
     with serving(policy) as (_, port):
         for path, body in (
             ("/v1/completions", {"prompt": "1 <more>"}),

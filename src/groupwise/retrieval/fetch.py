@@ -148,7 +148,7 @@ def fetch_pages(
 class TextExtractor:
     """Extracts text in a worker process that is killed when a page takes too long.
 
-    The time can grow with the square of a page's size: 340 kB of small tables take 9 s. Where processes
+    The time can grow with the square of a page's size, as with many small tables. Where processes
     cannot be forked, text is extracted in this process, without a limit.
     """
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from groupwise.config.schema import TaskConfig
 from groupwise.errors import ConfigError
 from groupwise.records import Example, Group, Rollout, Turn
-from groupwise.rewards.extraction import END, END_SOLUTION, SOLUTION, START
+from groupwise.rewards.extraction import END, END_SOLUTION, END_THINK, SOLUTION, START
 from groupwise.rewards.runner import score_group
 from groupwise.tasks.examples import Column, ExampleStream, load_examples, renamed
 from groupwise.tasks.registry import NEEDS_FIRST, TASKS, load_task
@@ -45,6 +45,10 @@ def boxed(answer: str, truth: str, expected: float) -> Case:
 def searched(answer: str, expected: float) -> Case:
     text = f"<think> flute</think>\n<answer> {answer}</answer>"
     return Case(text, {"answer": "flute", "documents": ["Mara Velk"]}, expected)
+
+
+def summary(text: str, expected: float, *, thinking: str = f"short\n{END_THINK}\n") -> Case:
+    return Case(thinking + text, {"text": "…", "answer": "Ada plays the flute."}, expected)
 
 
 CASES: Mapping[str, tuple[Case, ...]] = {
@@ -87,6 +91,12 @@ CASES: Mapping[str, tuple[Case, ...]] = {
         searched("Flute", 1.0),
         searched("harp", 0.0),
         searched("flute</answer><answer> harp", 0.0),
+    ),
+    "tldr": (
+        summary("Ada plays the flute.", 3.8),  # similarity 1 times 4, minus 4 / 20
+        summary("ada plays the flute", 3.8),
+        summary("", 0.0),
+        summary("Ada plays the flute.", -96.0, thinking=""),  # it does not end its thinking
     ),
 }
 
