@@ -370,7 +370,7 @@ def token_weights(
     assert len(lengths) <= sequences, "the batch holds fewer sequences than are computed of it"
     assert sum(lengths) <= tokens, "the batch holds fewer tokens than are computed of it"
     count = len(minibatches)
-    match normalize or ("tokens" if kind in CUSTOM_LOSSES else NORMALIZATION[kind]):
+    match normalize or NORMALIZATION.get(kind, "tokens"):
         case "sequences":
             return [[count / (sequences * length) for length in minibatch] for minibatch in minibatches]
         case "max_tokens":
