@@ -60,6 +60,17 @@ SLOW_FILES = (
     "tasks/builtin/test_search_qa.py",
     "tasks/external/test_reasoning_gym_tasks.py",
     "report/test_watch_server.py",
+    "test_combinations.py",
+    "learner/test_distillation.py",
+    "tasks/test_user_functions.py",
+    "retrieval/test_fetch.py",
+    "rewards/test_llm_judge.py",
+    "engine/test_engine.py",
+    "tasks/builtin/test_boxed_math.py",
+    "evaluate/test_held_out.py",
+    "model/test_general_path.py",
+    "test_extending.py",
+    "model/test_model_families.py",
 )
 """Files that start processes, train runs, interpret GPU kernels or open a browser, the longest first.
 
