@@ -90,8 +90,8 @@ FAULTS = (
 )
 
 
-def caught(fault: Fault) -> tuple[bool, str]:
-    """Return whether the suite fails with this fault, and its last line."""
+def outcome(fault: Fault) -> tuple[str, str]:
+    """Return whether the suite catches this fault, and its last line."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         for name in ("src", "tests", "benchmarks"):
@@ -114,7 +114,14 @@ def caught(fault: Fault) -> tuple[bool, str]:
             check=False,
         )
         lines = [line for line in ended.stdout.splitlines() if line.strip()]
-        return ended.returncode == 1, lines[-1] if lines else ended.stderr[-200:]
+        last = lines[-1] if lines else ""
+        match ended.returncode:
+            case 0:
+                return "missed", last
+            case 1:
+                return "caught", last
+            case code:
+                return f"did not run (exit code {code})", (ended.stderr.strip() or last)[-200:]
 
 
 def main() -> None:
@@ -125,13 +132,10 @@ def main() -> None:
         print("\n".join(fault.name for fault in FAULTS))
         return
     with ThreadPoolExecutor(max_workers=3) as pool:
-        results = list(pool.map(caught, FAULTS))
-    rows = [
-        [fault.name, "caught" if found else "missed", line]
-        for fault, (found, line) in zip(FAULTS, results, strict=True)
-    ]
+        results = list(pool.map(outcome, FAULTS))
+    rows = [[fault.name, *result] for fault, result in zip(FAULTS, results, strict=True)]
     print(markdown(("fault", "suite", "last line"), rows))
-    sys.exit(0 if all(found for found, _ in results) else 1)
+    sys.exit(0 if all(verdict == "caught" for verdict, _ in results) else 1)
 
 
 if __name__ == "__main__":
