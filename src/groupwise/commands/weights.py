@@ -348,7 +348,7 @@ def shared_start(one: Sequence[int], other: Sequence[int]) -> int:
     )
 
 
-PRIVATE_FILES = ("optimizer.*", "state.json", "checksums.json", ".*")
+PRIVATE_FILES = ("training/*", "optimizer.*", "state.json", "checksums.json", ".*")
 """Files of a checkpoint that only resuming needs."""
 
 
