@@ -210,7 +210,7 @@ def test_closing_gives_the_terminal_back_and_may_happen_twice(live: FakeTerminal
 def test_colours_are_left_out_when_the_user_says_so(
     live: FakeTerminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    colour = re.compile(r"\x1b\[[0-9;]*\b3[0-9]\b")
+    colour = re.compile(r"\x1b\[(?:[0-9;]*;)?3[0-9][;m]")
     show(live).finish(SUMMARY)
     assert colour.search(live.getvalue())
     monkeypatch.setenv("NO_COLOR", "1")
