@@ -32,9 +32,9 @@ from groupwise.records import Example, Rollout
 from groupwise.rollout.environment import Environment, Reply
 from groupwise.rollout.tools import ToolResult
 from groupwise.tasks import (
-    TASKS,
     Task,
     UserFunctions,
+    is_loadable,
     leave_task_file,
     load_examples,
     load_task,
@@ -153,7 +153,7 @@ def prepare(
     config = config_from_keywords(run.config if run else None, **named)
     if task is None and run is not None:
         task = config.task.name
-        if task not in TASKS and not task.endswith(".py"):
+        if not is_loadable(task):
             raise ConfigError(
                 f"the task {task!r} of {run.path} was defined in Python: give it to train again"
             )

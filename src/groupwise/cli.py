@@ -203,11 +203,18 @@ def train(
     flags = {name: context.params[name] for name in FLAGS if context.params[name] not in (None, (), [])}
     settings = training_config(arguments or [], config=config, resume=resume, flags=flags).resolve()
     from groupwise.model.resolve import local_folder
-    from groupwise.tasks import TASKS, load_task, read_task_file, split_functions, task_of, use_functions
+    from groupwise.tasks import (
+        is_loadable,
+        load_task,
+        read_task_file,
+        split_functions,
+        task_of,
+        use_functions,
+    )
     from groupwise.tracking.trackers import tracker_names
 
     name = settings.task.name
-    if resume is not None and name not in TASKS and not name.endswith(".py"):
+    if resume is not None and not is_loadable(name):
         raise resumed_in_python(name, resume)
     # Load the task before torch, so that mistakes are reported immediately.
     functions: Mapping[str, Any] = {}

@@ -17,7 +17,7 @@ from groupwise.commands.eval import evaluate_command, kind_lines, report_lines
 from groupwise.config import read_config
 from groupwise.errors import ConfigError
 from groupwise.evaluate.contamination import prompts_in_training, unseen
-from groupwise.evaluate.held_out import question_result
+from groupwise.evaluate.held_out import Evaluation, kind_summary, question_result
 from groupwise.evaluate.intervals import ballots, majority
 from groupwise.evaluate.target import BENCHMARKS, benchmark_named, source_of
 from groupwise.records import Example, Group, Rollout
@@ -72,12 +72,25 @@ def test_a_question_is_broken_down():
 
 
 def test_kinds_of_questions_are_set_beside_each_other_the_easiest_first():
-    rows = [{"kind": "hard", "right": 0}, {"kind": "easy", "right": 4}, {"kind": "hard", "right": 1}]
-    assert list(kind_lines(rows, samples=4)) == [
-        "    easy                        100.0 % of 1",
-        "    hard                         12.5 % of 2",
-    ]
-    assert list(kind_lines(rows[:1], samples=4)) == []
+    kinds = ("hard", "easy", "hard", None)
+    after = Evaluation(
+        examples=("a", "b", "c", "d"), greedy_right=(False, True, False, True), sampled_right=(0, 4, 1, 4),
+        samples=4, failed=0, length=3.0, kinds=kinds,
+    )  # fmt: skip
+    before = replace(after, sampled_right=(0, 4, 0, 0))
+    summary = kind_summary(before, after)
+    assert {kind: (one["avg@4"]["mean"], one["prompts"]) for kind, one in summary.items()} == {
+        "easy": (1.0, 1),
+        "hard": (0.125, 2),
+    }
+    assert "change" not in summary["easy"]  # one example has no interval
+    assert summary["hard"]["change"]["mean"] == 0.125
+    lines = list(kind_lines({"samples": 4, "kinds": summary}))
+    assert lines[0] == "  avg@4 by kind of question"
+    assert lines[1].startswith("    easy  100.0")
+    assert lines[1].endswith("of 1")
+    assert "+12.5 points" in lines[2]
+    assert list(kind_lines({"samples": 4, "kinds": {"hard": summary["hard"]}})) == []
 
 
 def test_every_benchmark_has_a_task_that_says_how_to_vote_and_what_the_format_is():

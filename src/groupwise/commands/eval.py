@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from groupwise.commands.sft import say_loading
@@ -22,7 +21,16 @@ from groupwise.evaluate.contamination import TrainingRecord, lineage_of_target, 
 from groupwise.evaluate.intervals import Difference, Interval, MeanReward
 from groupwise.evaluate.target import Target, benchmark_named, find_target, source_of
 from groupwise.records import Example, Sampling
-from groupwise.tasks import TASKS, ExampleStream, Task, isolated, load_rows, load_task, without_data
+from groupwise.tasks import (
+    TASKS,
+    ExampleStream,
+    Task,
+    is_loadable,
+    isolated,
+    load_rows,
+    load_task,
+    without_data,
+)
 from groupwise.tasks.task import correct_rule
 from groupwise.tasks.user_code import changed_code, code_of, load_function, of_task
 
@@ -33,7 +41,7 @@ if TYPE_CHECKING:
     from groupwise.model.policy import Policy
 
 
-MOST_KINDS = 20
+MOST_KINDS = 40
 """The breakdown by kind of question is shown only up to this many kinds."""
 
 
@@ -128,18 +136,21 @@ def question_lines(report: Mapping[str, Any]) -> Iterator[str]:
         f"  {len(right)} questions: {always} always correct, "
         f"{len(right) - always - never} sometimes, {never} never"
     )
-    yield from kind_lines(questions, samples=report["samples"])
+    yield from kind_lines(report)
 
 
-def kind_lines(questions: Sequence[Mapping[str, Any]], *, samples: int) -> Iterator[str]:
-    """Yield the accuracy for each kind of question, easiest first."""
-    kinds: dict[str, list[float]] = {}
-    for question in questions:
-        if question["kind"] is not None:
-            kinds.setdefault(question["kind"], []).append(question["right"] / samples)
-    if 1 < len(kinds) <= MOST_KINDS:
-        for kind, shares in sorted(kinds.items(), key=lambda item: -fmean(item[1])):
-            yield f"    {kind:<28}{100 * fmean(shares):>5.1f} % of {len(shares)}"
+def kind_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the accuracy for each kind of question, easiest first, and its change since training began."""
+    kinds, metric = report.get("kinds", {}), f"avg@{report['samples']}"
+    if not 1 < len(kinds) <= MOST_KINDS:
+        return
+    width = 2 + max(map(len, kinds))
+    yield f"  {metric} by kind of question"
+    for kind, result in kinds.items():
+        line = f"    {kind:<{width}}{Interval(**result[metric])!s:<22} of {result['prompts']:<5}"
+        if "change" in result:
+            line += str(Difference(**result["change"]))
+        yield line.rstrip()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,11 +311,6 @@ def fits_task(config: Config, data: str) -> bool:
     return True
 
 
-def is_loadable(task: str) -> bool:
-    """Whether a task can be loaded by name. A task that was defined in Python cannot."""
-    return task in TASKS or task.endswith(".py")
-
-
 def prepare_job(
     name: str | None, config: Config, target: Target, *, data: str | None, options: EvalOptions
 ) -> EvalJob:
@@ -426,6 +432,7 @@ def report(
     from groupwise.evaluate.held_out import (
         cannot_save,
         compare,
+        kind_summary,
         read_evaluation,
         unused_name,
         write_evaluation,
@@ -455,6 +462,7 @@ def report(
         about["edited"] = edited
     elif before is not None and not edited and (changes := compare(before, result)):
         about["change"] = {name: asdict(change) for name, change in changes.items()}
+    about["kinds"] = kind_summary(before if "change" in about else None, result)
     if (folder := folder_for(target, options)) is not None:
         # An unused name: earlier results are not overwritten.
         model = Path(target.description).name

@@ -22,7 +22,7 @@ from groupwise.files import write_atomically
 from groupwise.learner.checkpoint import STATE
 from groupwise.model.resolve import ADAPTER, adapter_base
 from groupwise.records import Example
-from groupwise.tasks import TASKS, ExampleStream, Task, load_task, with_data, without_data
+from groupwise.tasks import TASKS, ExampleStream, Task, is_loadable, load_task, with_data, without_data
 from groupwise.tasks.sft_data import plan_warm_start
 from groupwise.tasks.task import prompt_key
 from groupwise.tracking.run_folder import AGENT, RunFolder, is_agent
@@ -138,7 +138,7 @@ def prompts_in_training(trained: Config, *, cursor: int, task: Task, named: str)
     data cannot be loaded any more.
     """
     name = trained.task.name
-    defined_in_python = name not in TASKS and not name.endswith(".py")
+    defined_in_python = not is_loadable(name)
     given = with_data(task, trained.task) if defined_in_python and name == task.name else None
     if trained.run.kind == "sft":
         return imitated(trained, cursor=cursor, task=given)

@@ -63,6 +63,8 @@ class Evaluation:
     0."""
     spreads: Mapping[str, float] = field(default_factory=dict)
     """Standard deviation of each reward, and of their sum (""), over all sampled answers."""
+    kinds: tuple[str | None, ...] = ()
+    """The difficulty class of each example, such as the dataset that it is from."""
     answers: tuple[Group, ...] = ()
     """The greedy answers; not stored in JSON."""
     questions: tuple[QuestionResult, ...] = ()
@@ -109,9 +111,19 @@ class Evaluation:
             formatted=(),
             rewards={},
             totals=tuple(self.totals[index] for index in indices) if self.totals else (),
+            kinds=tuple(self.kinds[index] for index in indices) if self.kinds else (),
             answers=(),
             questions=(),
         )
+
+    def by_kind(self) -> dict[str, Evaluation]:
+        """Return the evaluation of each difficulty class, the easiest first; empty if there are none."""
+        examples: dict[str, list[str]] = {}
+        for example, kind in zip(self.examples, self.kinds, strict=False):
+            if kind is not None:
+                examples.setdefault(kind, []).append(example)
+        parts = {kind: self.on(some) for kind, some in examples.items()}
+        return dict(sorted(parts.items(), key=lambda part: -fmean(part[1].averages)))
 
     def details(self) -> dict[str, Interval]:
         """Return the accuracy of majority votes, and the share of answers in the requested format."""
@@ -180,6 +192,7 @@ class Evaluation:
             rewards={name: tuple(values) for name, values in record.get("rewards", {}).items()},
             totals=tuple(record.get("totals", ())),
             spreads=record.get("spreads", {}),
+            kinds=tuple(question.get("kind") for question in record.get("questions", ())),
         )
 
 
@@ -242,6 +255,7 @@ def evaluate(
         rewards=mean_rewards(sampled),
         totals=tuple(fmean(total_reward(rollout) for rollout in group.rollouts) for group in sampled),
         spreads=reward_spreads(rollouts),
+        kinds=tuple(question_result.kind for question_result in questions),
         answers=tuple(greedy),
         questions=tuple(questions),
     )
@@ -291,6 +305,21 @@ def compare(before: Evaluation, after: Evaluation) -> dict[str, Difference]:
             if name in before.rewards:
                 changes[f"reward/{name}"] = change(before.rewards[name], after.rewards[name])
     return changes
+
+
+def kind_summary(before: Evaluation | None, result: Evaluation) -> dict[str, dict[str, Any]]:
+    """Return accuracy, prompts and change since `before` of each difficulty class, the easiest first."""
+    metric = f"avg@{result.samples}"
+    earlier = before.by_kind() if before else {}
+    summary: dict[str, dict[str, Any]] = {}
+    for kind, part in result.by_kind().items():
+        changes = compare(earlier[kind], part) if kind in earlier else {}
+        summary[kind] = {
+            metric: asdict(part.intervals()[metric]),
+            "prompts": len(part.examples),
+            **({"change": asdict(changes[metric])} if metric in changes else {}),
+        }
+    return summary
 
 
 def transcripts(result: Evaluation, *, count: int) -> str:

@@ -20,6 +20,7 @@ from groupwise.tasks.examples import Column, ExampleStream, load_examples
 from groupwise.tasks.isolate import isolated
 from groupwise.tasks.registry import (
     TASKS,
+    is_loadable,
     leave_task_file,
     load_rows,
     load_task,
@@ -38,6 +39,7 @@ __all__ = [
     "Split",
     "Task",
     "UserFunctions",
+    "is_loadable",
     "isolated",
     "leave_task_file",
     "load_examples",

@@ -90,6 +90,11 @@ def load_task(config: TaskConfig) -> Task:
     return with_data(task, config)
 
 
+def is_loadable(name: str) -> bool:
+    """Whether a task can be loaded by name. A task that was defined in Python cannot."""
+    return name in TASKS or name.endswith(".py") or name.startswith(PREFIX)
+
+
 def task_of(file: TaskFile, config: TaskConfig) -> Task:
     """Return the task of a file, with the data of the configuration."""
     if config.options:

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from groupwise.commands.eval import evaluate_command
 from groupwise.config.schema import TaskConfig
 from groupwise.errors import ConfigError
 from groupwise.records import Example, Group, Rollout
@@ -94,3 +95,12 @@ def test_a_run_on_two_datasets_with_a_curriculum(tmp_path):
     ended = run_command("train", "gym:chain_sum,count_bits", *SMALL, *place, "run.max_steps=1")
     assert ended.code == 0, ended.err
     assert "reward/score/mean" in deterministic_metrics(tmp_path / "run")[0]
+    assert "FILE.py" not in ended.out  # its name suffices
+    report = evaluate_command(str(tmp_path / "run"), samples=1)[0]
+    assert {kind: one["prompts"] for kind, one in report["kinds"].items()} == {
+        "chain_sum": 2,
+        "count_bits": 2,
+    }
+    assert all("change" in one for one in report["kinds"].values())
+    resumed = run_command("train", "--resume", str(tmp_path / "run"), "run.max_steps=2")
+    assert (resumed.code, len(deterministic_metrics(tmp_path / "run"))) == (0, 2), resumed.err

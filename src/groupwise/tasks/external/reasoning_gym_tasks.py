@@ -129,10 +129,15 @@ class GymScorer:
 
     def __init__(self, datasets: Mapping[str, Any]) -> None:
         self.datasets = datasets
+        self._item = lru_cache(maxsize=256)(self._generate)  # the rollouts of a group share their item
 
     def __call__(self, rollout: Rollout, example: Example) -> float:
-        dataset = self.datasets[example["dataset"]]
-        return float(dataset.score_answer(stated_answer(rollout.text), dataset[example["position"]]))
+        name, position = example["dataset"], example["position"]
+        answer = stated_answer(rollout.text)
+        return float(self.datasets[name].score_answer(answer, self._item(name, position)))
+
+    def _generate(self, name: str, position: int) -> Any:
+        return self.datasets[name][position]
 
 
 def stated_answer(text: str) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from groupwise.config import Config
 from groupwise.config.schema import NO_TASK
 from groupwise.evaluate.held_out import Evaluation
-from groupwise.tasks import TASKS
+from groupwise.tasks import is_loadable
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.tracking.terminal import RunSummary, command, headline
 from groupwise.training.resume import RunState, command_of
@@ -83,7 +83,7 @@ def resume_words(config: Config, folder: RunFolder) -> str:
 
 def made_in_python(config: Config) -> bool:
     """Whether the task is defined in the caller's program, so that no command can load it."""
-    return config.run.kind != "sft" and config.task.name not in TASKS and not config.task.name.endswith(".py")
+    return config.run.kind != "sft" and not is_loadable(config.task.name)
 
 
 def next_commands(config: Config, folder: RunFolder, *, done: bool) -> tuple[tuple[str, str], ...]:
