@@ -256,6 +256,52 @@ def test_an_echoed_prompt_comes_first_with_its_own_logprobs(port, tiny):
     assert unscored["choices"][0]["logprobs"] is None
 
 
+def test_several_prompts_are_answered_in_order_and_as_if_alone(port):
+    texts, settings = ["1 2 3", "4 + 4", "7"], {"max_tokens": 6, "temperature": 0, "logprobs": 1}
+    alone = [ask(port, "/v1/completions", {"prompt": text, **settings})[1]["choices"][0] for text in texts]
+    for n in (1, 2):
+        asked = {"prompt": texts, "n": n, "echo": True, **settings}
+        status, answer = ask(port, "/v1/completions", asked)
+        assert (status, [choice["index"] for choice in answer["choices"]]) == (200, list(range(3 * n)))
+        expected = [
+            text + choice["text"] for text, choice in zip(texts, alone, strict=True) for _ in range(n)
+        ]
+        assert [choice["text"] for choice in answer["choices"]] == expected
+        for number, choice in enumerate(answer["choices"]):
+            scores = choice["logprobs"]["token_logprobs"]
+            assert scores[0] is None
+            drawn = alone[number // n]["logprobs"]["token_logprobs"]
+            assert scores[-len(drawn) :] == pytest.approx(drawn, abs=1e-5)
+        assert answer["usage"]["completion_tokens"] == sum(
+            n * len(choice["logprobs"]["tokens"]) for choice in alone
+        )
+        _, parts = ask(port, "/v1/completions", {**asked, "stream": True})
+        streamed = ["" for _ in expected]
+        for part in parts:
+            streamed[part["choices"][0]["index"]] += part["choices"][0]["text"]
+        assert streamed == expected
+
+
+def test_several_prompts_are_text_or_token_ids(port, tiny):
+    asked = {"max_tokens": 5, "temperature": 1.2, "seed": 7}
+    ids = [list(tiny.encode_text(text)) for text in ("1 2 3", "4 + 4")]
+    _, by_text = ask(port, "/v1/completions", {"prompt": ["1 2 3", "4 + 4"], **asked})
+    _, by_ids = ask(port, "/v1/completions", {"prompt": ids, **asked})
+    assert [c["text"] for c in by_text["choices"]] == [c["text"] for c in by_ids["choices"]]
+    assert by_ids["usage"]["prompt_tokens"] == sum(map(len, ids))
+
+
+def test_a_request_with_more_prompts_than_may_wait_is_served_bit_by_bit(tiny):
+    with serving(tiny, slots=2, waiting=1) as (engine, port):
+        texts = [f"{number} + 1" for number in range(9)]
+        asked = {"max_tokens": 4, "temperature": 0}
+        status, answer = ask(port, "/v1/completions", {"prompt": texts, **asked})
+        alone = [ask(port, "/v1/completions", {"prompt": text, **asked})[1] for text in texts]
+        assert status == 200
+        assert [c["text"] for c in answer["choices"]] == [one["choices"][0]["text"] for one in alone]
+        assert engine.load == (0, 0)
+
+
 def test_offsets_say_where_each_token_begins_in_the_text(one_token):
     with serving(scripted("né ab")) as (_, port):
         _, answer = ask(port, "/v1/completions", {"prompt": [40], "logprobs": 0, "temperature": 0})
@@ -309,8 +355,13 @@ def test_tokens_of_a_vocabulary_with_marked_spaces_keep_them():
         ("/v1/completions", {"prompt": "a", "logprobs": True}, 400, "logprobs must be of type int"),
         ("/v1/chat/completions", chat("a", echo=True), 400, "echo requires plain completions"),
         ("/v1/completions", {"prompt": "a", "top_logprobs": 1}, 400, "top_logprobs requires a chat"),
-        ("/v1/completions", {"prompt": ["a", "b"]}, 400, "prompt must be one non-empty string"),
-        ("/v1/completions", {"prompt": [10**6]}, 400, "one list of this model's token ids"),
+        ("/v1/completions", {"prompt": ["a", ""]}, 400, "prompt must be a non-empty string, a list of"),
+        ("/v1/completions", {"prompt": [[1, 2], 3]}, 400, "prompt must be a non-empty string, a list of"),
+        ("/v1/completions", {"prompt": [1, "a"]}, 400, "prompt must be a non-empty string, a list of"),
+        ("/v1/completions", {"prompt": []}, 400, "prompt must be a non-empty string, a list of"),
+        ("/v1/completions", {"prompt": [10**6]}, 400, "a list of this model's token ids"),
+        ("/v1/completions", {"prompt": ["a"] * 1025}, 400, "has 1025 entries; send at most 1024"),
+        ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 999}, 400, "exceed the context of 512"),
         ("/v1/embeddings", {"input": "a"}, 404, "no such endpoint: POST"),
         ("/v1/chat/completions", chat("a", stop=["\ud800"]), 400, "half of a surrogate pair"),
         ("/v1/completions", {"prompt": "\ud800"}, 400, "half of a surrogate pair"),
@@ -620,9 +671,9 @@ MADE = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
 )
 def test_a_stream_with_tools_adds_up_to_the_answer_in_one_piece(text):
     job = Job(prompt=(1,), seeds=(0,), sampling=Sampling())
-    usual: dict[str, Any] = {"stream": True, "usage": False, "logprobs": False, "echo": "", "silent": False}
+    usual: dict[str, Any] = {"stream": True, "usage": False, "logprobs": False, "silent": False}
     decode: Callable[[Any], str] = lambda tokens: "".join(map(chr, tokens))  # noqa: E731
-    asked = CompletionRequest(chat=True, job=job, tools=True, **usual)
+    asked = CompletionRequest(chat=True, jobs=(job,), echo=("",), tools=True, **usual)
     telling = ResponseBuilder(asked, model="small", decode=decode, pieces=TokenTable(tiny_tokenizer()))
     deltas = []
     for place, letter in enumerate(text, 1):

@@ -107,7 +107,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 """Unsupported parameters, with the values that are accepted because they have no effect."""
 
-MOST_ANSWERS = 32
+MOST_ANSWERS, MOST_PROMPTS = 32, 1024
 COLDEST = 1e-4
 """Temperatures below this decode greedily: only the most likely token has any probability left, and smaller
 divisors overflow the logits."""
@@ -118,17 +118,23 @@ class CompletionRequest:
     """A parsed request for one or more completions."""
 
     chat: bool
-    job: Job
+    jobs: tuple[Job, ...]
+    """One for each prompt."""
     stream: bool
     usage: bool
     """Whether the stream ends with token counts (`stream_options.include_usage`)."""
     logprobs: bool
-    echo: str
-    """Text that each completion begins with: the prompt, or an empty string."""
+    echo: tuple[str, ...]
+    """Text that the completions of each prompt begin with: the prompt, or an empty string."""
     silent: bool
     """Whether only the prompt is returned (`echo` with `max_tokens=0`)."""
     tools: bool
     """Whether to parse tool calls in the completions."""
+
+    @property
+    def count(self) -> int:
+        """The number of completions."""
+        return sum(len(job.seeds) for job in self.jobs)
 
 
 def parse_completion_request(
@@ -147,7 +153,7 @@ def parse_completion_request(
     if choice not in (None, "auto", "none"):
         raise HTTPError(400, "tool_choice must be auto or none; tool calls cannot be forced")
     tools = typed(body, "tools", list, []) if chat and choice != "none" else []
-    prompt = chat_tokens(body, codec, tools, context) if chat else plain_tokens(body, codec, context)
+    prompts = [chat_tokens(body, codec, tools, context)] if chat else plain_prompts(body, codec, context)
     count = typed(body, "n", int, 1)
     if not 1 <= count <= MOST_ANSWERS:
         raise HTTPError(400, f"n must be between 1 and {MOST_ANSWERS}")
@@ -157,19 +163,23 @@ def parse_completion_request(
     silent = echo and body.get("max_tokens") == 0
     if silent:
         body = {**body, "max_tokens": 1}  # one token is sampled, but not returned
-    return CompletionRequest(
-        chat=chat,
-        job=Job(
+    jobs = (
+        Job(
             prompt=prompt,
-            seeds=tuple(derive_seed(seed, "serve", member) for member in range(count)),
+            seeds=tuple(derive_seed(seed, "serve", number * count + member) for member in range(count)),
             sampling=read_sampling(body, chat=chat, room=context - len(prompt)),
             alternatives=alternatives or 0,
             scores_prompt=echo and alternatives is not None,
-        ),
+        )
+        for number, prompt in enumerate(prompts)
+    )
+    return CompletionRequest(
+        chat=chat,
+        jobs=tuple(jobs),
         stream=typed(body, "stream", bool, False),
         usage=bool(typed(body, "stream_options", dict, {}).get("include_usage")),
         logprobs=alternatives is not None,
-        echo=codec.decode(prompt) if echo else "",
+        echo=tuple(codec.decode(prompt) if echo else "" for prompt in prompts),
         silent=silent,
         tools=bool(tools),
     )
@@ -251,10 +261,17 @@ def read_message(message: Any) -> Message:
     return {key: value for key, value in message.items() if value is not None} | {"content": content or ""}
 
 
-def plain_tokens(body: Mapping[str, Any], codec: TokenizerCodec, context: int) -> tuple[int, ...]:
+def plain_prompts(body: Mapping[str, Any], codec: TokenizerCodec, context: int) -> list[tuple[int, ...]]:
+    """Return the tokens of each prompt: a string, token ids, or a list of strings or of token ids."""
     prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
-        prompt = prompt[0]
+    several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    prompts = prompt if isinstance(prompt, list) and several else [prompt]
+    if len(prompts) > MOST_PROMPTS:
+        raise HTTPError(400, f"prompt has {len(prompts)} entries; send at most {MOST_PROMPTS} per request")
+    return [plain_tokens(prompt, codec, context) for prompt in prompts]
+
+
+def plain_tokens(prompt: Any, codec: TokenizerCodec, context: int) -> tuple[int, ...]:
     if isinstance(prompt, str) and prompt:
         try:
             return codec.encode_text(prompt, most=context)
@@ -264,7 +281,9 @@ def plain_tokens(body: Mapping[str, Any], codec: TokenizerCodec, context: int) -
         tokens = [token for token in prompt if type(token) is int and 0 <= token < codec.vocabulary]
         if len(tokens) == len(prompt):
             return tuple(tokens)
-    raise HTTPError(400, "prompt must be one non-empty string or one list of this model's token ids")
+    raise HTTPError(
+        400, "prompt must be a non-empty string, a list of this model's token ids, or a list of either"
+    )
 
 
 def typed(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:

@@ -30,6 +30,8 @@ class ChoiceBuilder:
     offsets: list[int] = field(default_factory=lambda: [0])
     """Text offsets of the positions reported so far, and of the next one."""
     finish: Finish | None = None
+    echo: str = ""
+    """The prompt, if its text precedes the answer."""
 
     def add(self, part: WireChunk) -> None:
         self.tokens += part.tokens
@@ -55,11 +57,14 @@ class ResponseBuilder:
         prefix = "chatcmpl" if request.chat else "cmpl"
         self.id, self.created = f"{prefix}-{secrets.token_hex(12)}", int(time.time())
         showable = streamable_length if request.tools else len
-        stop = request.job.sampling.stop
-        first: list[Position] = [((request.job.prompt[0], None),)] if request.job.scores_prompt else []
         self.choices = [
-            ChoiceBuilder(TextStream(decode, stop=stop, showable=showable), positions=first.copy())
-            for _ in request.job.seeds
+            ChoiceBuilder(
+                TextStream(decode, stop=job.sampling.stop, showable=showable),
+                positions=[((job.prompt[0], None),)] if job.scores_prompt else [],
+                echo=echo,
+            )
+            for job, echo in zip(request.jobs, request.echo, strict=True)
+            for _ in job.seeds
         ]
 
     @property
@@ -67,7 +72,7 @@ class ResponseBuilder:
         return all(choice.finish is not None for choice in self.choices)
 
     def take(self, chunks: Sequence[WireChunk]) -> Iterator[dict[str, Any]]:
-        """Consume engine output and yield the stream chunks that report it."""
+        """Consume engine output and yield the stream chunks that report it; `member` is a choice's index."""
         for index, choice in enumerate(self.choices):
             mine = [part for part in chunks if part.member == index]
             if self.request.silent:
@@ -79,7 +84,7 @@ class ResponseBuilder:
                 for part in mine:
                     choice.add(part)
                 text = choice.stream.push(choice.tokens[known:], choice.finish)
-                text = text if known else self.request.echo + text
+                text = text if known else choice.echo + text
                 yield from self._parts(index, choice, text, self._logprobs(choice, reported))
 
     def first(self) -> Iterator[dict[str, Any]]:
@@ -132,7 +137,7 @@ class ResponseBuilder:
         logprobs = self._logprobs(choice)
         rest = {"index": index, "logprobs": logprobs, "finish_reason": self._reason(choice, calls)}
         if not self.request.chat:
-            return {"text": self.request.echo + choice.stream.text, **rest}
+            return {"text": choice.echo + choice.stream.text, **rest}
         content = read_answer(choice.stream.text)[0] if calls else choice.stream.text
         message: dict[str, Any] = {"role": "assistant", "content": content or None if calls else content}
         if calls:
@@ -187,7 +192,7 @@ class ResponseBuilder:
         return logprobs
 
     def usage(self) -> dict[str, int]:
-        prompt = len(self.request.job.prompt)
+        prompt = sum(len(job.prompt) for job in self.request.jobs)
         generated = sum(len(choice.tokens) for choice in self.choices)
         return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 

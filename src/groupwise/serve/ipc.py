@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import count
+from itertools import accumulate, count
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -136,7 +137,7 @@ class EngineEndpoint:
 
 
 class Listener:
-    """Queue of the chunks of one job, read by the request's handler."""
+    """Queue of the chunks of a request's jobs, read by the request's handler."""
 
     def __init__(self) -> None:
         self.chunks: list[WireChunk] = []
@@ -174,15 +175,15 @@ class FrontendEndpoint:
         self._loop = asyncio.get_running_loop()
         threading.Thread(target=self._read, name="groupwise-link", daemon=True).start()
 
-    async def submit(self, job: Job) -> tuple[int, Listener]:
-        """Submit a job.
+    async def submit(self, job: Job, listener: Listener) -> int:
+        """Submit a job whose chunks go to `listener`, and return its number.
 
         Raises `Busy` if too many jobs are waiting, ValueError if the job can never run, and RuntimeError if
         the engine has failed.
         """
         if self.failure is not None:
             raise RuntimeError(self.failure)
-        number, listener = next(self._numbers), Listener()
+        number = next(self._numbers)
         self._submitted[number] = self._loop.create_future()
         self._listeners[number] = listener
         self._connection.send(("submit", number, job))
@@ -193,7 +194,7 @@ class FrontendEndpoint:
             raise
         finally:
             del self._submitted[number]
-        return number, listener
+        return number
 
     def forget(self, number: int, *, ended: bool = False) -> None:
         """Stop listening to a job, and cancel it unless it has ended."""
@@ -239,3 +240,48 @@ class FrontendEndpoint:
             self._settle(number, RuntimeError(reason))
         for listener in self._listeners.values():
             listener.fail(reason)
+
+
+class Submission:
+    """The jobs of one request. Those that do not fit in the queue wait here until others have ended."""
+
+    def __init__(self, link: FrontendEndpoint, jobs: Sequence[Job]) -> None:
+        self._link = link
+        self._listener = Listener()
+        first = accumulate((len(job.seeds) for job in jobs), initial=0)
+        self._unsent = deque(zip(first, jobs, strict=False))
+        self._first: dict[int, int] = {}
+        """By job number: the index of its first completion among those of the request."""
+        self._unfinished: dict[int, int] = {}
+
+    async def start(self) -> None:
+        """Submit the jobs; raise the errors of `FrontendEndpoint.submit` if not even one is accepted."""
+        while self._unsent:
+            first, job = self._unsent[0]
+            try:
+                number = await self._link.submit(job, self._listener)
+            except Busy:
+                if self._unfinished:
+                    return
+                raise
+            self._unsent.popleft()
+            self._first[number], self._unfinished[number] = first, len(job.seeds)
+
+    async def take(self) -> list[WireChunk]:
+        """Return the chunks that have arrived; `member` counts the completions of all jobs."""
+        chunks = await self._listener.take()
+        for chunk in chunks:
+            self._unfinished[chunk.job] -= chunk.finish is not None
+        for number in [number for number, left in self._unfinished.items() if not left]:
+            del self._unfinished[number]
+            self._link.forget(number, ended=True)
+        if self._unsent:
+            await self.start()
+        return [chunk._replace(member=self._first[chunk.job] + chunk.member) for chunk in chunks]
+
+    def close(self) -> None:
+        """Cancel the jobs that have not ended."""
+        self._unsent.clear()
+        for number in self._unfinished:
+            self._link.forget(number)
+        self._unfinished.clear()

@@ -11,9 +11,9 @@ import hmac
 import os
 import signal
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
@@ -41,7 +41,7 @@ from groupwise.serve.http_server import (
     is_loopback,
     serve_connection,
 )
-from groupwise.serve.ipc import FrontendEndpoint, Listener, WireChunk
+from groupwise.serve.ipc import FrontendEndpoint, Submission
 
 SHORT_BODY = 32 * 1024
 """Largest body in bytes that is tokenized within a few milliseconds."""
@@ -164,51 +164,56 @@ class OpenAIServer:
         encoder = self._encoder if len(request.body) <= SHORT_BODY else self._long_encoder
         read = partial(self._read, request, chat=chat)
         completion = await asyncio.get_running_loop().run_in_executor(encoder, read)
-        try:
-            number, listener = await self.link.submit(completion.job)
-        except Busy:
-            raise HTTPError(
-                429, "too many requests are waiting; try again later", headers={"Retry-After": "1"}
-            ) from None
-        except ValueError as error:
-            raise HTTPError(400, str(error)) from None
-        except (RuntimeError, OSError) as error:
-            raise HTTPError(500, f"the engine failed: {error}") from None
-        self._open += len(completion.job.seeds)
+        submission = Submission(self.link, completion.jobs)
+        with submission_errors():
+            await submission.start()
+        self._open += completion.count
         response = ResponseBuilder(
             completion, model=self.model, decode=self.codec.decode, pieces=self._pieces
         )
         if completion.stream:
-            return self._stream(completion, response, number, listener)
+            return self._stream(completion, response, submission)
         try:
             while not response.done:
-                for _ in response.take(await next_chunks(listener)):
+                with submission_errors():
+                    chunks = await submission.take()
+                for _ in response.take(chunks):
                     pass
             return HTTPReply(body=response.whole())
         finally:
-            self._forget(completion, response, number)
+            self._forget(completion, submission)
 
     async def _stream(
-        self, completion: CompletionRequest, response: ResponseBuilder, number: int, listener: Listener
+        self, completion: CompletionRequest, response: ResponseBuilder, submission: Submission
     ) -> Events:
         try:
             if first := list(response.first()):
                 yield first
             while not response.done:
-                parts = list(response.take(await next_chunks(listener)))
+                with submission_errors():
+                    chunks = await submission.take()
+                parts = list(response.take(chunks))
                 yield [*parts, response.last()] if response.done and completion.usage else parts
         finally:
-            self._forget(completion, response, number)
+            self._forget(completion, submission)
 
-    def _forget(self, completion: CompletionRequest, response: ResponseBuilder, number: int) -> None:
-        self._open -= len(completion.job.seeds)
-        self.link.forget(number, ended=response.done)
+    def _forget(self, completion: CompletionRequest, submission: Submission) -> None:
+        self._open -= completion.count
+        submission.close()
 
 
-async def next_chunks(listener: Listener) -> list[WireChunk]:
+@contextmanager
+def submission_errors() -> Iterator[None]:
+    """Turn the errors of a submission into responses."""
     try:
-        return await listener.take()
-    except RuntimeError as error:
+        yield
+    except Busy:
+        raise HTTPError(
+            429, "too many requests are waiting; try again later", headers={"Retry-After": "1"}
+        ) from None
+    except ValueError as error:
+        raise HTTPError(400, str(error)) from None
+    except (RuntimeError, OSError) as error:
         raise HTTPError(500, f"the engine failed: {error}") from None
 
 
