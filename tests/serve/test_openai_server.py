@@ -191,6 +191,30 @@ def test_logprobs_are_those_of_the_tokens(port, tiny):
     assert len(plain["choices"][0]["logprobs"]["token_logprobs"]) == plain["usage"]["completion_tokens"] == 16
 
 
+def test_token_ids_come_where_vllm_puts_them_whole_and_streamed(port, tiny):
+    settings = {"max_tokens": 9, "seed": 3, "return_token_ids": True, "n": 2}
+    _, whole = ask(port, "/v1/chat/completions", chat("7 + 5", **settings))
+    request = Request(prompt=tiny.encode("7 + 5"), seeds=tuple(derive_seed(3, "serve", n) for n in (0, 1)))
+    (completions,) = Engine(tiny, EngineConfig()).generate([request], Sampling(max_tokens=9))
+    sampled = [list(completion.tokens) for completion in completions]
+    assert whole["prompt_token_ids"] == list(request.prompt)
+    assert [choice["token_ids"] for choice in whole["choices"]] == sampled
+    _, parts = ask(port, "/v1/chat/completions", chat("7 + 5", stream=True, **settings))
+    assert [part["prompt_token_ids"] for part in parts if "prompt_token_ids" in part] == [
+        list(request.prompt)
+    ]
+    streamed: dict[int, list[int]] = {0: [], 1: []}
+    for part in parts:
+        streamed[part["choices"][0]["index"]] += part["choices"][0].get("token_ids", [])
+    assert streamed == {0: sampled[0], 1: sampled[1]}
+    body = {"model": "small", "prompt": list(request.prompt), **settings}
+    _, plain = ask(port, "/v1/completions", body)
+    assert all(choice["prompt_token_ids"] == list(request.prompt) for choice in plain["choices"])
+    assert [choice["token_ids"] for choice in plain["choices"]] == sampled
+    _, without = ask(port, "/v1/completions", body | {"return_token_ids": False})
+    assert "token_ids" not in without["choices"][0]
+
+
 def test_the_likeliest_tokens_come_with_each_in_a_stream_as_in_one_piece(port):
     asked = chat("2 + 2", max_tokens=9, seed=1, logprobs=True, top_logprobs=3, temperature=1.5, top_k=50)
     _, answer = ask(port, "/v1/chat/completions", asked)

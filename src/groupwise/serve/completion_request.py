@@ -130,6 +130,8 @@ class CompletionRequest:
     """Whether only the prompt is returned (`echo` with `max_tokens=0`)."""
     tools: bool
     """Whether to parse tool calls in the completions."""
+    token_ids: bool = False
+    """Whether to return the ids of prompt and completion (`return_token_ids`, as vLLM names it)."""
 
     @property
     def count(self) -> int:
@@ -182,6 +184,7 @@ def parse_completion_request(
         echo=tuple(codec.decode(prompt) if echo else "" for prompt in prompts),
         silent=silent,
         tools=bool(tools),
+        token_ids=typed(body, "return_token_ids", bool, False),
     )
 
 

@@ -30,6 +30,7 @@ class ChoiceBuilder:
     offsets: list[int] = field(default_factory=lambda: [0])
     """Text offsets of the positions reported so far, and of the next one."""
     finish: Finish | None = None
+    prompt: tuple[int, ...] = ()
     echo: str = ""
     """The prompt, if its text precedes the answer."""
 
@@ -61,6 +62,7 @@ class ResponseBuilder:
             ChoiceBuilder(
                 TextStream(decode, stop=job.sampling.stop, showable=showable),
                 positions=[((job.prompt[0], None),)] if job.scores_prompt else [],
+                prompt=job.prompt,
                 echo=echo,
             )
             for job, echo in zip(request.jobs, request.echo, strict=True)
@@ -85,23 +87,31 @@ class ResponseBuilder:
                     choice.add(part)
                 text = choice.stream.push(choice.tokens[known:], choice.finish)
                 text = text if known else choice.echo + text
-                yield from self._parts(index, choice, text, self._logprobs(choice, reported))
+                yield from self._parts(
+                    index, choice, text, self._logprobs(choice, reported), self._token_ids(choice, known)
+                )
 
     def first(self) -> Iterator[dict[str, Any]]:
         """Yield the first chunk of every choice of a chat, which carries the role."""
         if self.request.chat:
             for index in range(len(self.choices)):
-                yield self._part(index, {"delta": {"role": "assistant", "content": ""}}, None)
+                part = self._part(index, {"delta": {"role": "assistant", "content": ""}}, None)
+                yield {**part, **(self._prompt_ids(self.choices[0]) if index == 0 else {})}
 
     def _parts(
-        self, index: int, choice: ChoiceBuilder, text: str, logprobs: Mapping[str, Any] | None
+        self,
+        index: int,
+        choice: ChoiceBuilder,
+        text: str,
+        logprobs: Mapping[str, Any] | None,
+        ids: Mapping[str, Any],
     ) -> Iterator[dict[str, Any]]:
         calls = self._calls(choice) if choice.finish is not None else []
         if choice.finish is not None and self.request.tools:
             text += self._withheld(choice)
         body = {"delta": {"content": text}} if self.request.chat else {"text": text}
-        if text or logprobs or choice.finish is None:
-            yield self._part(index, body, None, logprobs=logprobs)
+        if text or logprobs or ids or choice.finish is None:
+            yield self._part(index, {**body, **ids}, None, logprobs=logprobs)
         for number, call in enumerate(calls):
             yield self._part(index, {"delta": {"tool_calls": [{"index": number, **call}]}}, None)
         if choice.finish is not None:
@@ -129,8 +139,22 @@ class ResponseBuilder:
     def whole(self) -> dict[str, Any]:
         """Return the complete response."""
         kind = "chat.completion" if self.request.chat else "text_completion"
-        choices = [self._choice(index, choice) for index, choice in enumerate(self.choices)]
-        return {**self._head(kind), "choices": choices, "usage": self.usage()}
+        choices = [
+            {**self._choice(index, choice), **self._token_ids(choice)}
+            for index, choice in enumerate(self.choices)
+        ]
+        prompt = self._prompt_ids(self.choices[0]) if self.request.chat else {}
+        return {**self._head(kind), "choices": choices, "usage": self.usage(), **prompt}
+
+    def _token_ids(self, choice: ChoiceBuilder, start: int = 0) -> dict[str, Any]:
+        """Return the ids of the tokens from `start` on; for a plain completion, the prompt's come first."""
+        if not self.request.token_ids:
+            return {}
+        prompt = {} if start or self.request.chat else self._prompt_ids(choice)
+        return {**prompt, "token_ids": choice.tokens[start:]}
+
+    def _prompt_ids(self, choice: ChoiceBuilder) -> dict[str, Any]:
+        return {"prompt_token_ids": list(choice.prompt)} if self.request.token_ids else {}
 
     def _choice(self, index: int, choice: ChoiceBuilder) -> dict[str, Any]:
         calls = self._calls(choice)
