@@ -33,9 +33,8 @@ from random_qwen import SHAPES
 
 from groupwise.config.schema import EngineConfig, OptimConfig
 from groupwise.engine.engine import Engine
-from groupwise.engine.multi_lora import MultiLoRAEngine
+from groupwise.engine.multi_lora import LoRABank, MultiLoRAEngine
 from groupwise.learner.optimizer import clipped_step, make_optimizer
-from groupwise.model.adapters.lora_bank import LoRABank
 from groupwise.model.load import keep_quiet
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sampling

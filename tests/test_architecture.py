@@ -59,7 +59,6 @@ KNOWS_NOTHING_OF = {
     "serve": {"training", "learner"},
     "engine/engine": {"engine/cuda"},
     "engine/cpu_runner": {"engine/cuda"},
-    "engine/stacked_weights": {"engine/cuda"},
 }
 """What docs/design.md says that a layer does not know; of a module, lazy imports are allowed."""
 WITHOUT_TORCH = {

@@ -14,8 +14,7 @@ import tests.support.triton_interpreter  # noqa: F401  (before any kernel is imp
 from groupwise.config.schema import EngineConfig
 from groupwise.engine.cuda.fused_layers import MultiLoRAGraphWeight
 from groupwise.engine.engine import Engine
-from groupwise.engine.multi_lora import MultiLoRAEngine
-from groupwise.model.adapters.lora_bank import LoRABank
+from groupwise.engine.multi_lora import LoRABank, MultiLoRAEngine
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sampling
 from tests.support.generation import EmulatedGPUEngine, assert_same, requests

@@ -13,10 +13,9 @@ import torch
 
 from groupwise.config.schema import EngineConfig
 from groupwise.engine.engine import Engine
-from groupwise.engine.multi_lora import MultiLoRAEngine
+from groupwise.engine.multi_lora import LoRABank, MultiLoRAEngine
 from groupwise.engine.sampler import pick, uniforms
 from groupwise.errors import InvariantError
-from groupwise.model.adapters.lora_bank import LoRABank
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sampling
 from groupwise.seeds import derive_seed

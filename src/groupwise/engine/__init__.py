@@ -7,10 +7,9 @@ Modules in reading order:
     paged_attention  the KV cache tensors and decode attention over their blocks, on any device
     prefill          packed, chunked computation of prompts into the KV cache
     sampler          token sampling from per-sequence seeds, stop strings, prompt log-probabilities
-    stacked_weights  projections that share an input as one matmul, with LoRA merged or batched
-    cpu_runner       the forward pass on a CPU
+    cpu_runner       the forward pass on a CPU, with projections that share an input as one matmul
     general_runner   the forward pass of models with their own attention and cache, on any device
-    multi_lora       one engine for all LoRA adapters of a population
+    multi_lora       several LoRA adapters of one policy, and one engine for all of them
     cuda/            the decode step as one CUDA graph, with Triton kernels
     serving/         online serving: requests arrive at any time, each with its own sampling settings
     vllm/            generation on vLLM servers

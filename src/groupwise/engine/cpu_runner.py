@@ -5,14 +5,19 @@ RMSNorm, rotary attention and SwiGLU (Llama, Qwen2, Mistral, SmolLM …) run as 
 little between them. `fused_cpu_forward` compares the result with the original module; a model that differs
 generates with the original module.
 
+Stacking projections, merging an adapter and dequantizing each need a copy. The copies keep their addresses
+(CUDA graphs depend on them) and are refreshed before each call. The values of the policy's weights never
+change.
+
 Axes: T tokens, M hidden size, H query heads, K key heads, D head size, I inner size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -22,14 +27,100 @@ from torch import Tensor, nn
 from groupwise.engine.paged_attention import KVCache, PagedLayout
 from groupwise.engine.prefill import Prefill
 from groupwise.engine.scheduler import Prefix, Scheduler
-from groupwise.engine.stacked_weights import MakeWeight, weights_for
-from groupwise.model.adapters.lora_bank import LoRABank
+from groupwise.model.adapters.lora import base_of, effective_weight, is_adapted
+from groupwise.model.adapters.quantization import is_quantized
 from groupwise.model.attention.hf_interface import AttentionVariant, Layout
 from groupwise.model.attention.packed import PackedLayout
 from groupwise.model.ops.rotary import rotate, sine_halves
 from groupwise.model.policy import Policy
 
+if TYPE_CHECKING:
+    from groupwise.engine.multi_lora import LoRABank
+
 CHECKED_TOKENS = 24
+
+
+class Product(Protocol):
+    """Linear layers that share an input, as one matmul; `own` selects the adapter of each row."""
+
+    def __call__(self, x_TI: Tensor, own: Tensor | None = None, /) -> Tensor: ...
+
+    def refresh(self) -> None: ...
+
+
+class MakeWeight(Protocol):
+    """Builds a `Product` from linear layers that share an input."""
+
+    def __call__(self, *parts: Any) -> Product: ...
+
+
+class StackedWeight:
+    """One or more linear layers that share an input, as one matmul with adapters merged."""
+
+    def __init__(self, *parts: Any, like: Tensor) -> None:
+        self._parts = parts
+        base = [base_of(part) for part in parts]
+        quantized = [is_quantized(part) for part in base]
+        assert all(type(part) is nn.Linear for part in base) or all(quantized), (
+            "only plain linear layers can be stacked"
+        )
+        self._copied = len(parts) > 1 or any(is_adapted(part) for part in parts) or any(quantized)
+        self.weight: Tensor = base[0].weight
+        self.bias: Tensor | None = base[0].bias
+        if self._copied:
+            rows = sum(part.out_features for part in base)
+            self.weight = torch.empty(rows, base[0].in_features, dtype=like.dtype, device=like.device)
+            if self.bias is not None:
+                self.bias = torch.empty(rows, dtype=like.dtype, device=like.device)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Copy the policy's current weights."""
+        if not self._copied:
+            return
+        start = 0
+        for part in self._parts:
+            base = base_of(part)
+            rows = slice(start, start + base.out_features)
+            self.weight[rows].copy_(effective_weight(part))
+            if self.bias is not None:
+                self.bias[rows].copy_(base.bias)
+            start = rows.stop
+
+    def __call__(self, x_TN: Tensor, _own: Tensor | None = None) -> Tensor:
+        return nn.functional.linear(x_TN, self.weight, self.bias)
+
+
+def rows_of(parts: list[Any]) -> list[slice]:
+    """Return the row range of each layer in the stacked weight."""
+    rows, start = [], 0
+    for part in parts:
+        rows.append(slice(start, start + part.out_features))
+        start += part.out_features
+    return rows
+
+
+def rank_of(layer: Any) -> int:
+    (name,) = layer.active_adapters
+    return int(layer.r[name])
+
+
+def one_rank(policy: Policy) -> int:
+    """Return the LoRA rank, which must be the same in every layer."""
+    ranks = {rank_of(layer) for layer in policy.model.modules() if is_adapted(layer)}
+    assert len(ranks) == 1, "all layers must have the same LoRA rank"
+    return ranks.pop()
+
+
+OwnColumns = Callable[[Any], Tensor | None]
+"""Maps a layout to the adapter selection of its rows; None: no adapters."""
+
+
+def weights_for(policy: Policy, members: LoRABank | None) -> tuple[MakeWeight, OwnColumns]:
+    """Return the weight factory of a policy (adapter merged, or all members batched) and the row selector."""
+    if members is not None:
+        return members.cpu_weights()
+    return partial(StackedWeight, like=policy.head_weight), lambda layout: None
 
 
 class CPULayer:

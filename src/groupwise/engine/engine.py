@@ -24,13 +24,13 @@ from groupwise.engine.general_runner import GeneralRunner, runner_for
 from groupwise.engine.sampler import StopStrings, draw, noise_on, uniforms
 from groupwise.engine.scheduler import NONE, BlockPool, FutureRequests, Scheduler, Sequence
 from groupwise.errors import ConfigError
-from groupwise.model.adapters.lora_bank import LoRABank
 from groupwise.model.device import free_memory, total_memory
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Finish, Request, Sampling
 
 if TYPE_CHECKING:
     from groupwise.engine.cuda.graph_runner import GraphRunner
+    from groupwise.engine.multi_lora import LoRABank
 
 
 class CompletionSink(Protocol):

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,9 +20,11 @@ from torch import Tensor
 
 from groupwise.engine.cpu_runner import Runner
 from groupwise.engine.scheduler import Prefix, Scheduler
-from groupwise.model.adapters.lora_bank import LoRABank
 from groupwise.model.general_forward import copied_rows, kept_rows
 from groupwise.model.policy import Policy
+
+if TYPE_CHECKING:
+    from groupwise.engine.multi_lora import LoRABank
 
 Stay = tuple[int, int]
 """A slot and how many sequences have left it: a sequence's stay there."""

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from groupwise.config.schema import Config
-from groupwise.engine.multi_lora import MultiLoRAEngine
+from groupwise.engine.multi_lora import LoRABank, MultiLoRAEngine, Weights
 from groupwise.errors import ConfigError, InvariantError
 from groupwise.evaluate.held_out import Evaluation, compare, evaluate, read_evaluation, write_evaluation
 from groupwise.evolution.search_space import Values, applied
@@ -30,7 +30,6 @@ from groupwise.learner.checkpoint import (
     write_optimizer,
 )
 from groupwise.learner.learner import Learner
-from groupwise.model.adapters.lora_bank import LoRABank, Weights
 from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Example, Group, Request, Sampling

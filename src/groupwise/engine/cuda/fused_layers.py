@@ -19,27 +19,29 @@ import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from groupwise.engine.cpu_runner import MakeWeight, OwnColumns, StackedWeight, one_rank, rank_of, rows_of
 from groupwise.engine.cuda.decode_attention import DecodeLayout
 from groupwise.engine.cuda.kernel_launch import launch, let_next_start, padded, wait_for_previous
 from groupwise.engine.paged_attention import KVCache
 from groupwise.engine.prefill import PrefillLayout, Segment
 from groupwise.engine.scheduler import Prefix
-from groupwise.engine.stacked_weights import MakeWeight, OwnColumns, StackedWeight, one_rank, rank_of, rows_of
 from groupwise.model.adapters.lora import base_of, is_adapted
-from groupwise.model.adapters.lora_bank import LoRABank
 from groupwise.model.adapters.quantization import plain_weight
 from groupwise.model.attention.hf_interface import AttentionVariant
 from groupwise.model.ops.equivalence import float32_excerpt
 from groupwise.model.ops.rotary import rotate, sine_halves
 from groupwise.model.policy import Policy
 from groupwise.tracking.run_folder import LOGGER
+
+if TYPE_CHECKING:
+    from groupwise.engine.multi_lora import LoRABank
 
 
 @triton.jit

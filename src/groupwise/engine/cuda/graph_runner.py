@@ -9,7 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,12 +23,14 @@ from groupwise.engine.cuda.kernel_launch import EARLY, launch, padded
 from groupwise.engine.paged_attention import KVCache
 from groupwise.engine.prefill import Prefill, PrefillLayout
 from groupwise.engine.scheduler import Prefix, Scheduler
-from groupwise.model.adapters.lora_bank import LoRABank
 from groupwise.model.device import to_device
 from groupwise.model.ops.logits import scaled_logits
 from groupwise.model.policy import Policy
 from groupwise.records import Sampling
 from groupwise.tracking.run_folder import LOGGER
+
+if TYPE_CHECKING:
+    from groupwise.engine.multi_lora import LoRABank
 
 
 def can_be_captured(policy: Policy) -> bool:

@@ -3,7 +3,6 @@
 Modules in reading order:
 
     lora            adds PEFT adapters to a model, and computes the merged weight of a layer
-    lora_bank       several adapters of one policy, one of them active
     merge_adapters  merges an adapter into its model and verifies the result
     quantization    bitsandbytes weights, dequantized for each matmul; `groupwise quantize`
 """
