@@ -28,7 +28,7 @@ from shared_prefix import batch
 from groupwise.config.schema import AlgoConfig, EngineConfig, OptimConfig
 from groupwise.engine.engine import Engine
 from groupwise.learner.learner import Learner
-from groupwise.model.distributed import deepspeed_zero
+from groupwise.model import sharding
 from groupwise.parallel.processes import divide
 from groupwise.records import Request, Sample, Sampling
 
@@ -98,7 +98,7 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo")
     shape, groups, length = ("quick", 2, 16) if given.quick else ("1.5b", 8, 256)
     if given.quick:
-        deepspeed_zero.KEPT_WHOLE = 0
+        sharding.KEPT_WHOLE = 0
     found: dict[str, dict[str, Any]] = {}
     for name, lora in (("all weights", 0), ("adapters", 16)):
         rows = []

@@ -32,7 +32,7 @@ from groupwise.rewards.extraction import stated_number
 from groupwise.rewards.runner import score_group
 from groupwise.rewards.verify.latex import equal
 from groupwise.rewards.verify.math_answer import verify_boxed
-from groupwise.rewards.verify.math_verify_pool import comparer
+from groupwise.rewards.verify.math_verify_process import comparer
 from groupwise.tasks import load_examples
 from groupwise.tasks.builtin.boxed_math import math
 from groupwise.tasks.builtin.gsm8k import gold_number, gsm8k

@@ -30,7 +30,7 @@ def small_policy() -> Any:
 SLOW_FILES = (
     "training/test_kills.py",
     "evolution/test_evolve_run.py",
-    "model/distributed/test_deepspeed_zero.py",
+    "model/test_deepspeed_zero.py",
     "rewards/test_hostile_rewards.py",
     "parallel/test_processes.py",
     "training/test_resume.py",

@@ -12,7 +12,7 @@ from groupwise.config import read_config
 from groupwise.config.schema import LOSSES
 from groupwise.errors import InvariantError
 from groupwise.learner.learner import Learner
-from groupwise.model.distributed import deepspeed_zero
+from groupwise.model import sharding
 from groupwise.model.policy import Policy
 from groupwise.parallel.processes import Processes, divide, joined_processes
 from groupwise.records import Sampling
@@ -56,7 +56,7 @@ EXPOSED = ("optim.epochs=2", "optim.beta1=0", "optim.max_grad_norm=0")
 def zero_gradients(layout: str) -> dict[str, Any]:
     """Return for each case the gradient of each optimizer step, and what the update says of itself."""
     torch.set_num_threads(1)
-    deepspeed_zero.KEPT_WHOLE = 0  # all weights of these models are small
+    sharding.KEPT_WHOLE = 0  # all weights of these models are small
     with joined_processes() as processes:
         found = {name: gradient(processes, layout, name) for name in CASES}
         return found if processes.count == 1 else {**found, "error": not_finite(processes, layout)}

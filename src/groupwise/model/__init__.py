@@ -8,8 +8,8 @@ Modules in reading order:
     resolve       finds or downloads a model's folder, validates it, and writes new ones atomically
     tokenizer     encoding and decoding, chat templates, tool calls in a template
     device        device selection, free memory, pinned transfers
+    sharding      a policy sharded over processes: FSDP2 and DeepSpeed ZeRO
     attention/    packed attention behind transformers' AttentionInterface
     ops/          fused operations, log-probabilities, gradient checkpointing
     adapters/     LoRA, merging, quantization
-    distributed/  FSDP2 and DeepSpeed ZeRO
 """

@@ -25,8 +25,7 @@ from groupwise.model.tokenizer import TokenizerCodec
 from groupwise.records import Sampling
 
 if TYPE_CHECKING:
-    from groupwise.model.distributed.deepspeed_zero import ZeroEngine
-    from groupwise.model.distributed.fsdp import FSDPShards
+    from groupwise.model.sharding import FSDPShards, ZeroEngine
 
 T = TypeVar("T")
 

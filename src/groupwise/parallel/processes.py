@@ -21,10 +21,9 @@ import torch
 from groupwise.config import Config
 from groupwise.config.schema import RunConfig
 from groupwise.errors import ConfigError, GroupwiseError, InvariantError, RemoteRankError
-from groupwise.model.distributed.deepspeed_zero import ZeroEngine
-from groupwise.model.distributed.fsdp import FSDPShards
 from groupwise.model.ops.equivalence import draws_noise
 from groupwise.model.policy import Policy
+from groupwise.model.sharding import FSDPShards, ZeroEngine
 from groupwise.records import Sample
 
 if TYPE_CHECKING:

@@ -30,9 +30,8 @@ from groupwise.learner.checkpoint import (
     write_optimizer,
 )
 from groupwise.learner.cpu_adamw import CPUAdamW
-from groupwise.model.distributed.deepspeed_zero import without_masters
-from groupwise.model.distributed.fsdp import FSDPShards, local
 from groupwise.model.policy import Policy
+from groupwise.model.sharding import FSDPShards, local, without_masters
 from groupwise.parallel.processes import Processes
 from groupwise.tasks import Task
 from groupwise.tasks.user_code import changed_code

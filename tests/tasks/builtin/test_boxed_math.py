@@ -15,7 +15,7 @@ from groupwise.errors import ConfigError
 from groupwise.isolation.time_limit import TimeLimitReached, time_limit
 from groupwise.records import Example
 from groupwise.rewards.extraction import last_box
-from groupwise.rewards.verify import math_verify_worker
+from groupwise.rewards.verify import math_verify_process
 from groupwise.rewards.verify.math_answer import (
     LENIENT,
     MathScores,
@@ -23,7 +23,7 @@ from groupwise.rewards.verify.math_answer import (
     score_boxed_batch,
     verify_boxed,
 )
-from groupwise.rewards.verify.math_verify_pool import SECONDS, MathVerifyPool
+from groupwise.rewards.verify.math_verify_process import SECONDS, MathVerifyPool
 from groupwise.tasks import load_task
 from groupwise.tasks.builtin.boxed_math import math
 from groupwise.tasks.self_test import check
@@ -166,8 +166,8 @@ def test_a_comparison_that_hangs_costs_its_time_limit_and_the_next_one_works():
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_time_in_which_others_compute_does_not_count(monkeypatch):
-    monkeypatch.setattr(math_verify_worker, "compare", lambda *_: True)
-    child = math_verify_worker.WorkerFork(0.2)
+    monkeypatch.setattr(math_verify_process, "compare", lambda *_: True)
+    child = math_verify_process.WorkerFork(0.2)
     try:
         os.kill(child.pid, signal.SIGSTOP)
         threading.Timer(0.4, os.kill, (child.pid, signal.SIGCONT)).start()
@@ -189,7 +189,7 @@ def test_an_interrupted_question_does_not_leave_its_reply_to_the_next():
 
 
 def test_math_verify_is_asked_for_by_name(monkeypatch):
-    monkeypatch.setattr("groupwise.rewards.verify.math_verify_pool.find_spec", lambda name: None)
+    monkeypatch.setattr("groupwise.rewards.verify.math_verify_process.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'groupwise\[math\]'"):
         math()
 

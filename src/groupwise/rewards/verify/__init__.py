@@ -2,10 +2,9 @@
 
 Modules in reading order:
 
-    arithmetic          exact arithmetic on untrusted text
-    math_answer         judge a boxed answer, and whether it is fully worked out
-    vocabulary          words that may accompany a value without changing it
-    math_verify_pool    compare by math-verify, in a process that can be killed
-    math_verify_worker  that process
-    latex/              a parser for mathematical answers with bounded time and memory
+    arithmetic           exact arithmetic on untrusted text
+    math_answer          judge a boxed answer, and whether it is fully worked out
+    vocabulary           words that may accompany a value without changing it
+    math_verify_process  compare by math-verify, in a process that can be killed
+    latex/               a parser for mathematical answers with bounded time and memory
 """

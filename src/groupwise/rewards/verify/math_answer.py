@@ -26,7 +26,7 @@ from groupwise.rewards.verify.latex.latex_lexer import (
     says_more,
 )
 from groupwise.rewards.verify.latex.latex_parser import ParsedItem, parse_answer
-from groupwise.rewards.verify.math_verify_pool import comparer
+from groupwise.rewards.verify.math_verify_process import comparer
 
 LITERALS = frozenset(
     {"number", "name", "constant", "percent", "degrees", "based", "infinity", "tuple", "set"}

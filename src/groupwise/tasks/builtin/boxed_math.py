@@ -17,7 +17,7 @@ from groupwise.config.coerce import one_of
 from groupwise.errors import RolloutError
 from groupwise.records import Example, Message, Rollout
 from groupwise.rewards.extraction import last_box
-from groupwise.rewards.verify import math_verify_pool
+from groupwise.rewards.verify import math_verify_process
 from groupwise.rewards.verify.latex.equal import same_answer
 from groupwise.rewards.verify.latex.latex_lexer import Unfamiliar
 from groupwise.rewards.verify.math_answer import (
@@ -159,7 +159,7 @@ def math(
     answer. `right`, `wrong` and `no_answer` override each score.
     """
     one_of("task.options.scoring", scoring, tuple(SCORINGS))
-    math_verify_pool.require()
+    math_verify_process.require()
     preset = SCORINGS[scoring]
     scores = MathScores(
         right=preset.right if right is None else right,

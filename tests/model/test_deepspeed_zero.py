@@ -14,8 +14,8 @@ from groupwise.config.schema import LoraConfig
 from groupwise.errors import ConfigError
 from groupwise.learner.learner import Learner
 from groupwise.learner.sft_learner import SFTLearner, worked_sample
+from groupwise.model import sharding
 from groupwise.model.adapters.lora import with_adapter
-from groupwise.model.distributed import deepspeed_zero
 from groupwise.model.ops.lora_linear import use_fused_lora
 from groupwise.parallel.processes import Processes, divide, joined_processes
 from tests.support.process_groups import in_processes, needs_deepspeed
@@ -41,7 +41,7 @@ def test_the_gradient_of_two_processes_is_that_of_one(layout: str) -> None:
 
 
 def divided_run(config: Any, resume: Path | None = None, environment: dict[str, str] | None = None) -> str:
-    deepspeed_zero.KEPT_WHOLE = 0
+    sharding.KEPT_WHOLE = 0
     return trained(config, resume, environment)
 
 
@@ -127,7 +127,7 @@ def half_precision_with(processes: Processes, layout: str) -> tuple[float, float
     state, settings = processes.gather(divided(learner).optimizer_state())[0]
     resumed, rounded = (half_learner(processes, layout, saved) for _ in range(2))
     divided(resumed).load_optimizer_state(state, settings)
-    divided(rounded).load_optimizer_state(deepspeed_zero.without_masters(state), settings)
+    divided(rounded).load_optimizer_state(sharding.without_masters(state), settings)
     return master_sum(processes, learner), master_sum(processes, resumed), master_sum(processes, rounded)
 
 
@@ -140,7 +140,7 @@ def half_learner(processes: Processes, layout: str, saved: dict[str, torch.Tenso
     return learner_of(policy, processes)
 
 
-def divided(learner: Learner) -> deepspeed_zero.ZeroEngine:
+def divided(learner: Learner) -> sharding.ZeroEngine:
     assert learner.policy.zero is not None
     return learner.policy.zero
 
@@ -149,9 +149,7 @@ def master_sum(processes: Processes, learner: Learner) -> float:
     """Update once more and add up the float32 weights."""
     updated(learner)
     tensors, _ = processes.gather(divided(learner).optimizer_state())[0]
-    return sum(
-        float(t.double().abs().sum()) for key, t in tensors.items() if key.endswith(deepspeed_zero.MASTER)
-    )
+    return sum(float(t.double().abs().sum()) for key, t in tensors.items() if key.endswith(sharding.MASTER))
 
 
 @pytest.mark.parametrize("layout", ["fsdp", pytest.param("zero3", marks=needs_deepspeed)])
@@ -164,7 +162,7 @@ def test_who_has_nothing_to_imitate_goes_along(layout: str) -> None:
 def imitation_loss(layout: str) -> list[float]:
     """Return the loss of one demonstration before and after a step on it."""
     torch.set_num_threads(1)
-    deepspeed_zero.KEPT_WHOLE = 0
+    sharding.KEPT_WHOLE = 0
     with joined_processes() as processes:
         config = read_config(overrides=["optim.learning_rate=1e-2"]).resolve()
         torch.manual_seed(0)
@@ -180,7 +178,7 @@ def imitation_loss(layout: str) -> list[float]:
 
 
 def test_deepspeed_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepspeed_zero, "find_spec", lambda name: None)
+    monkeypatch.setattr(sharding, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"zero2 requires DeepSpeed: pip install 'groupwise\[deepspeed\]'"):
         divide(policy_of(small_model()), "zero2")
 
