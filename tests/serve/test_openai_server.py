@@ -364,8 +364,13 @@ def test_tokens_of_a_vocabulary_with_marked_spaces_keep_them():
         ("/v1/chat/completions", chat("a", temperature=-1), 400, "temperature must be a number between"),
         ("/v1/chat/completions", chat("a", max_tokens=9999), 400, "exceed the context of 512"),
         ("/v1/chat/completions", chat("a", max_tokens=True), 400, "max_tokens"),
-        ("/v1/chat/completions", chat("a", presence_penalty=1), 400, "presence_penalty is not supported"),
-        ("/v1/chat/completions", chat("a", repetition_penalty=2), 400, "repetition_penalty is not supported"),
+        ("/v1/chat/completions", chat("a", presence_penalty=3), 400, "must be a number between -2 and 2"),
+        ("/v1/chat/completions", chat("a", frequency_penalty="1"), 400, "frequency_penalty must be a number"),
+        ("/v1/chat/completions", chat("a", repetition_penalty=0), 400, "must be a number between 0.01 and"),
+        ("/v1/chat/completions", chat("a", logit_bias={"x": 1}), 400, "keys of logit_bias must be token ids"),
+        ("/v1/chat/completions", chat("a", logit_bias={"999999": 1}), 400, "token ids below"),
+        ("/v1/chat/completions", chat("a", logit_bias={"5": 101}), 400, "logit_bias of token 5 must be a"),
+        ("/v1/chat/completions", chat("a", logit_bias=[1]), 400, "logit_bias must be of type dict"),
         ("/v1/chat/completions", chat("a", guided_json={}), 400, "guided_json is not supported"),
         ("/v1/chat/completions", chat("a", n=0), 400, "n must be between"),
         (
@@ -441,6 +446,19 @@ def test_a_request_that_the_server_fails_at_is_answered_500_and_the_next_one_as_
         patch.setattr(OpenAIServer, "_health", lambda _: 1 // 0)
         assert ask(port, "/health", None)[0] == 500
     assert ask(port, "/health", None)[0] == 200
+
+
+def test_penalties_and_biases_change_what_is_written(port, tiny):
+    asked = {"prompt": "3 4 5", "max_tokens": 12, "temperature": 0}
+    (letter,) = tiny.encode_text("z")
+    _, biased = ask(port, "/v1/completions", {**asked, "logit_bias": {str(letter): 100}})
+    assert biased["choices"][0]["text"] == "z" * 12
+    both = {"logit_bias": {str(letter): 100}, "frequency_penalty": 2, "presence_penalty": 2}
+    _, answer = ask(port, "/v1/completions", {**asked, **both, "max_tokens": 60})
+    assert answer["choices"][0]["text"].count("z") < 60
+    _, plain = ask(port, "/v1/completions", asked)
+    neutral = {"logit_bias": {}, "frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1}
+    assert ask(port, "/v1/completions", {**asked, **neutral})[1]["choices"] == plain["choices"]
 
 
 def test_stop_strings_end_an_answer_and_are_not_part_of_it(port, tiny):

@@ -1,4 +1,4 @@
-"""Token sampling: inverse-CDF draws, stop strings, and log-probabilities of prompts.
+"""Token sampling: inverse-CDF draws, penalties, stop strings, and log-probabilities of prompts.
 
 The noise of a draw depends only on the sequence's seed and the token's position, not on the batch.
 
@@ -88,6 +88,36 @@ def _locate(weights_NK: Tensor, noise_N: Tensor) -> tuple[Tensor, Tensor]:
     weight_N1 = weights_NK.double().gather(1, index_N1)
     rest_N1 = (aim_N1 - (mass_NK.gather(1, index_N1) - weight_N1)) / weight_N1
     return index_N1.squeeze(1), rest_N1.squeeze(1).clamp(0.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Penalties:
+    """Changes of the logits before temperature, as OpenAI's API and vLLM define them, in vLLM's order."""
+
+    bias: tuple[tuple[int, float], ...] = ()
+    """Tokens, and what is added to the logit of each."""
+    repetition: float = 1.0
+    """Divides the logits above 0 of tokens in the prompt or completion, and multiplies those below 0."""
+    frequency: float = 0.0
+    """Subtracted from a token's logit for each of its occurrences in the completion."""
+    presence: float = 0.0
+    """Subtracted once from the logits of tokens in the completion."""
+
+    def apply(self, logits_V: Tensor, prompt: Sequence[int], completion: NDArray[np.int64]) -> Tensor:
+        """Return the changed logits of the next token."""
+        logits_V = logits_V.float().clone()
+        if self.bias:
+            tokens, values = zip(*self.bias, strict=True)
+            logits_V[list(tokens)] += torch.tensor(values, device=logits_V.device)
+        if self.repetition != 1.0:
+            seen = sorted({*prompt, *completion.tolist()})
+            logits = logits_V[seen]
+            logits_V[seen] = torch.where(logits > 0, logits / self.repetition, logits * self.repetition)
+        tokens_N, counts_N = (
+            torch.from_numpy(x).to(logits_V.device) for x in np.unique(completion, return_counts=True)
+        )
+        logits_V[tokens_N] -= counts_N * self.frequency + self.presence
+        return logits_V
 
 
 class StopStrings:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.engine.sampler import MOST_ALTERNATIVES
+from groupwise.engine.sampler import MOST_ALTERNATIVES, Penalties
 from groupwise.engine.serving.serving_scheduler import Job
 from groupwise.errors import ConfigError
 from groupwise.model.tokenizer import TokenizerCodec, knows_tools
@@ -81,16 +81,12 @@ def streamable_length(text: str) -> int:
 
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
-    "logit_bias": (None, {}),
     "response_format": (None, {"type": "text"}),
     "best_of": (None, 1),
     "suffix": (None, ""),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     # vLLM's extensions:
-    "repetition_penalty": (None, 1),
     "length_penalty": (None, 1),
     "min_tokens": (None, 0),
     "ignore_eos": (None, False),
@@ -107,7 +103,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 """Unsupported parameters, with the values that are accepted because they have no effect."""
 
-MOST_ANSWERS, MOST_PROMPTS = 32, 1024
+MOST_ANSWERS, MOST_PROMPTS, MOST_BIASES = 32, 1024, 1024
 COLDEST = 1e-4
 """Temperatures below this decode greedily: only the most likely token has any probability left, and smaller
 divisors overflow the logits."""
@@ -161,6 +157,7 @@ def parse_completion_request(
         raise HTTPError(400, f"n must be between 1 and {MOST_ANSWERS}")
     seed = typed(body, "seed", int, secrets.randbits(62))
     alternatives = read_alternatives(body, chat=chat)
+    penalties = read_penalties(body, codec.vocabulary)
     echo = typed(body, "echo", bool, False)
     silent = echo and body.get("max_tokens") == 0
     if silent:
@@ -172,6 +169,7 @@ def parse_completion_request(
             sampling=read_sampling(body, chat=chat, room=context - len(prompt)),
             alternatives=alternatives or 0,
             scores_prompt=echo and alternatives is not None,
+            penalties=penalties,
         )
         for number, prompt in enumerate(prompts)
     )
@@ -209,6 +207,32 @@ def read_sampling(body: Mapping[str, Any], *, chat: bool, room: int) -> Sampling
         stop=tuple(stop),
     )
     return sampling
+
+
+def read_penalties(body: Mapping[str, Any], vocabulary: int) -> Penalties | None:
+    """Parse penalties and logit biases; None if no logit changes."""
+    bias: dict[Any, Any] = typed(body, "logit_bias", dict, {})
+    if len(bias) > MOST_BIASES:
+        raise HTTPError(400, f"logit_bias has {len(bias)} entries; send at most {MOST_BIASES}")
+    penalties = Penalties(
+        bias=tuple(
+            {
+                token_id(name, vocabulary): number(bias, name, 0.0, -100.0, 100.0, of="logit_bias of token ")
+                for name in bias
+            }.items()
+        ),
+        repetition=number(body, "repetition_penalty", 1.0, 0.01, 100.0),
+        frequency=number(body, "frequency_penalty", 0.0, -2.0, 2.0),
+        presence=number(body, "presence_penalty", 0.0, -2.0, 2.0),
+    )
+    return None if penalties == Penalties() else penalties
+
+
+def token_id(name: Any, vocabulary: int) -> int:
+    """Parse a token id that is a key of a JSON object."""
+    if not (isinstance(name, str) and name.isdecimal() and len(name) < 10 and int(name) < vocabulary):
+        raise HTTPError(400, f"the keys of logit_bias must be token ids below {vocabulary}; got {name!r}")
+    return int(name)
 
 
 def read_alternatives(body: Mapping[str, Any], *, chat: bool) -> int | None:
@@ -299,13 +323,20 @@ def typed(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
 
 
 def number(
-    body: Mapping[str, Any], name: str, default: float, low: float, high: float, *, whole: bool = False
+    body: Mapping[str, Any],
+    name: str,
+    default: float,
+    low: float,
+    high: float,
+    *,
+    whole: bool = False,
+    of: str = "",
 ) -> float:
     value = body.get(name)
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise HTTPError(400, f"{name} must be a number between {low:g} and {high:g}")
+        raise HTTPError(400, f"{of}{name} must be a number between {low:g} and {high:g}")
     if whole and value != int(value):
-        raise HTTPError(400, f"{name} must be an integer")
+        raise HTTPError(400, f"{of}{name} must be an integer")
     return float(value)

@@ -14,7 +14,7 @@ import torch
 from groupwise.config.schema import EngineConfig
 from groupwise.engine import prefill, sampler
 from groupwise.engine.engine import Engine
-from groupwise.engine.sampler import Alternatives
+from groupwise.engine.sampler import Alternatives, Penalties
 from groupwise.engine.scheduler import BlockPool, Prefix
 from groupwise.engine.scheduler import Sequence as Member
 from groupwise.engine.serving.serving_engine import Busy, ServingEngine, StreamChunk
@@ -301,8 +301,86 @@ def test_steps_of_those_who_did_not_ask_are_the_ones_there_always_were(small_pol
         for _ in ending(steps, scheduler, ASKING[:2]):
             pass
     # Both run together while the one that asks is there; its neighbour, which writes more, goes on alone.
-    assert [(rows, likely) for rows, _, _, likely in steps.runner._graphs] == [(2, True), (1, False)]
+    graphs = [(rows, likely) for rows, _, _, likely, _ in steps.runner._graphs]
+    assert graphs == [(2, True), (1, False)]
     assert steps.runner.status()[0].shape[0] == 4
+
+
+PENALIZED = [
+    Job(
+        prompt=PROMPT,
+        seeds=(1, 2),
+        sampling=Sampling(max_tokens=5, temperature=0.0),
+        penalties=Penalties(bias=((60, 12.0), (61, 11.0), (40, 10.5)), frequency=0.7, presence=0.4),
+    ),
+    Job(
+        prompt=PROMPT[:3],
+        seeds=(3,),
+        sampling=Sampling(max_tokens=4, temperature=1.3, top_k=30),
+        penalties=Penalties(bias=((41, 6.0), (70, -100.0)), repetition=3.0),
+        alternatives=4,
+    ),
+    Job(prompt=PROMPT, seeds=(4,), sampling=Sampling(max_tokens=6)),  # shares steps, has none
+    Job(
+        prompt=PROMPT,
+        seeds=(5,),
+        sampling=Sampling(max_tokens=4),
+        penalties=Penalties(bias=((3, 9.0),), frequency=-2.0, repetition=0.5),
+    ),
+]
+
+
+def naive_penalized(logits: list[float], penalties: Penalties, prompt: Any, written: Any) -> torch.Tensor:
+    for token, value in penalties.bias:
+        logits[token] += value
+    for token in set(prompt) | set(written):
+        by = penalties.repetition
+        logits[token] = logits[token] / by if logits[token] > 0 else logits[token] * by
+    for token in set(written):
+        logits[token] -= penalties.frequency * list(written).count(token) + penalties.presence
+    return torch.tensor(logits)
+
+
+@interpreting
+@pytest.mark.parametrize("make", [plain_steps, graph_steps])
+def test_penalties_count_the_tokens_of_their_own_sequence_and_leave_others_alone(small_policy, make: Any):
+    scheduler = ServingScheduler(slots=4, pool=BlockPool(24, block_size=4), context=24)
+    found: dict[Job, list[Completion]] = {job: [] for job in PENALIZED}
+    with torch.no_grad():
+        steps: Any = make(small_policy, scheduler)
+        for _ in range(2):  # the second time in slots that others have left
+            for sequence, completion in ending(steps, scheduler, PENALIZED):
+                found[scheduler.forget(sequence)].append(completion)
+        model = small_model()
+        for job in PENALIZED:
+            for completion in found[job]:
+                row = torch.tensor([job.prompt + completion.tokens])
+                logits_TV = model(row).logits[0, len(job.prompt) - 1 : -1]
+                for at, token in enumerate(completion.tokens):
+                    changed_V = naive_penalized(
+                        logits_TV[at].tolist(),
+                        job.penalties or Penalties(),
+                        job.prompt,
+                        completion.tokens[:at],
+                    )
+                    logprobs = naive_logprobs(changed_V, job.sampling)
+                    assert completion.logprobs[at] == pytest.approx(logprobs[token], abs=1e-4)
+                    if job.sampling.greedy:
+                        assert token == int(changed_V.argmax())
+    assert [len(completions) for completions in found.values()] == [4, 2, 2, 2]
+    assert found[PENALIZED[2]][0].tokens == alone(small_policy, PENALIZED[2])[0].tokens
+    assert {*found[PENALIZED[0]][0].tokens} >= {60, 61}  # a penalty moved it from one to the other
+
+
+@interpreting
+def test_sequences_without_penalties_reserve_no_memory_for_them(small_policy):
+    scheduler = ServingScheduler(slots=4, pool=BlockPool(24, block_size=4), context=24)
+    with torch.no_grad():
+        steps: Any = graph_steps(small_policy, scheduler)
+        for _ in ending(steps, scheduler, JOBS[:1]):
+            pass
+    assert steps.runner._penalties is None
+    assert [penalized for *_, penalized in steps.runner._graphs] == [False]
 
 
 class Inbox:

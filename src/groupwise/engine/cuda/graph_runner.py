@@ -22,6 +22,7 @@ from groupwise.engine.cuda.fused_layers import fused_forward
 from groupwise.engine.cuda.kernel_launch import EARLY, launch, padded
 from groupwise.engine.paged_attention import KVCache
 from groupwise.engine.prefill import Prefill, PrefillLayout
+from groupwise.engine.sampler import Penalties
 from groupwise.engine.scheduler import Prefix, Scheduler
 from groupwise.model.device import to_device
 from groupwise.model.ops.logits import scaled_logits
@@ -110,6 +111,36 @@ class Capacity:
         )
 
 
+class PenaltyState:
+    """Penalties and token counts by slot, in static device memory; one more slot for idle rows."""
+
+    def __init__(self, *, slots: int, vocabulary: int, device: torch.device) -> None:
+        self.counts = torch.zeros(slots + 1, vocabulary, dtype=torch.int32, device=device)
+        self.bias = torch.zeros(slots + 1, vocabulary, device=device)
+        self.factors = torch.zeros(slots + 1, 4, device=device)
+        self._active: set[int] = set()
+
+    def set(self, slot: int, penalties: Penalties | None, prompt: Sequence[int]) -> None:
+        """Set the penalties of a sequence that starts in this slot."""
+        if penalties is None:
+            if slot in self._active:
+                self.factors[slot].zero_()
+                self._active.discard(slot)
+            return
+        self._active.add(slot)
+        device = self.factors.device
+        self.counts[slot].zero_()
+        seen = to_device(np.unique(np.array(prompt, dtype=np.int64)), device)
+        self.counts[slot].index_fill_(0, seen, kernels.IN_PROMPT.value)
+        self.bias[slot].zero_()
+        if penalties.bias:
+            tokens, values = zip(*penalties.bias, strict=True)
+            added = to_device(np.array(values, dtype=np.float32), device)
+            self.bias[slot].index_copy_(0, to_device(np.array(tokens, dtype=np.int64), device), added)
+        factors = [1.0, penalties.repetition, penalties.frequency, penalties.presence]
+        self.factors[slot].copy_(to_device(np.array(factors, dtype=np.float32), device))
+
+
 class GraphRunner:
     """Runs prefill and decode steps over static device state, so a step needs no input from the host."""
 
@@ -138,12 +169,14 @@ class GraphRunner:
             device=self.device,
         )
         self._prompts = Prefill(policy, self.cache, shared=bool(self.members))
+        self._penalties: PenaltyState | None = None
+        """Allocated for the first sequence with penalties."""
         self._ends = _end_tokens(policy)
         # One stream of each kind for all graphs. Torch hands out its 32 streams round-robin, and matmuls on
         # one stream share a workspace with whatever else runs on that stream.
         self._capturing = new_stream(self.device) if can_be_captured(policy) else None
         self._side = None if EARLY.value else new_stream(self.device)
-        self._graphs: dict[tuple[int, int, Sampling, bool], Callable[[], None]] = {}
+        self._graphs: dict[tuple[int, int, Sampling, bool, bool], Callable[[], None]] = {}
         self._layouts: list[DecodeLayout] = []
         self._pool: Any = None
         self._addresses: tuple[int, ...] = ()
@@ -186,10 +219,11 @@ class GraphRunner:
         sampling: Sampling,
         *,
         likely: bool = False,
+        penalized: bool = False,
     ) -> None:
         """Start sequences in these slots and sample the first token of each.
 
-        `likely`: also store the most likely tokens.
+        `likely`: also store the most likely tokens. `penalized`: some of the sequences have penalties.
         """
         state = self.state
         request_J = scheduler.request[slots_J]
@@ -209,15 +243,32 @@ class GraphRunner:
             num_warps=1,
         )  # fmt: skip
         logits_JV = torch.stack([p.logits_V for p in prefixes if p.logits_V is not None])
+        if penalized:
+            logits_JV = self._penalize(logits_JV, rows_J, count=False)
         self._sample(logits_JV, rows_J, sampling, likely=likely)
 
+    def set_penalties(self, slot: int, penalties: Penalties | None, prompt: Sequence[int]) -> None:
+        """Set the penalties of a sequence before it joins."""
+        if penalties is not None and self._penalties is None:
+            self._penalties = PenaltyState(
+                slots=self.state.slots, vocabulary=self.policy.vocabulary, device=self.device
+            )
+        if self._penalties is not None:
+            self._penalties.set(slot, penalties, prompt)
+
     def step(
-        self, scheduler: Scheduler, slots_R: NDArray[np.int64], sampling: Sampling, *, likely: bool = False
+        self,
+        scheduler: Scheduler,
+        slots_R: NDArray[np.int64],
+        sampling: Sampling,
+        *,
+        likely: bool = False,
+        penalized: bool = False,
     ) -> None:
         """Sample one token for each sequence in these slots that has not ended."""
         state = self.state
         parts = own_splits(scheduler.length[slots_R], key_heads=self.policy.key_heads)
-        graph = self._graph(bucket(len(slots_R), most=state.slots), parts, sampling, likely)
+        graph = self._graph(bucket(len(slots_R), most=state.slots), parts, sampling, likely, penalized)
         width = scheduler.tables.shape[1]
         state.host_table[: len(scheduler.tables), :width] = scheduler.tables
         state.set_rows(slots_R, scheduler.request[slots_R])
@@ -235,8 +286,10 @@ class GraphRunner:
         arrived.record()
         return copy, arrived
 
-    def _graph(self, rows: int, parts: int, sampling: Sampling, likely: bool) -> Callable[[], None]:
-        key = (rows, parts, replace(sampling, stop=()), likely)
+    def _graph(
+        self, rows: int, parts: int, sampling: Sampling, likely: bool, penalized: bool
+    ) -> Callable[[], None]:
+        key = (rows, parts, replace(sampling, stop=()), likely, penalized)
         if key not in self._graphs:
             if len(self._graphs) >= MOST_GRAPHS:
                 torch.cuda.synchronize()
@@ -250,7 +303,9 @@ class GraphRunner:
                 side=self._side,
             )
             self._layouts.append(layout)  # a graph holds addresses, not references to tensors
-            self._graphs[key] = self._captured(lambda: self._step(layout, sampling, likely=likely))
+            self._graphs[key] = self._captured(
+                lambda: self._step(layout, sampling, likely=likely, penalized=penalized)
+            )
         return self._graphs[key]
 
     def _captured(self, step: Callable[[], None]) -> Callable[[], None]:
@@ -265,7 +320,7 @@ class GraphRunner:
             return step
         return captured(step, stream=stream, pool=self._pool)
 
-    def _step(self, layout: DecodeLayout, sampling: Sampling, *, likely: bool) -> None:
+    def _step(self, layout: DecodeLayout, sampling: Sampling, *, likely: bool, penalized: bool) -> None:
         state, rows = self.state, layout.rows
         launch(
             kernels.open_step,
@@ -276,7 +331,27 @@ class GraphRunner:
             num_warps=1,
         )  # fmt: skip
         hidden_RM = self.hidden(state.tokens[:rows], state.positions[:rows], layout)
-        self._sample(self.policy.logits(hidden_RM), state.rows, sampling, likely=likely)
+        logits_RV = self.policy.logits(hidden_RM)
+        if penalized:
+            logits_RV = self._penalize(logits_RV, state.rows, count=True)
+        self._sample(logits_RV, state.rows, sampling, likely=likely)
+
+    def _penalize(self, logits_RV: Tensor, rows_R: Tensor, *, count: bool) -> Tensor:
+        """Apply each row's penalties; `count`: first count its last token."""
+        penalties = self._penalties
+        assert penalties is not None
+        logits_RV = logits_RV.float().contiguous()
+        rows, vocabulary = logits_RV.shape
+        launch(
+            kernels.penalize,
+            (rows, -(-vocabulary // kernels.CHUNK)),
+            logits_RV, penalties.counts, penalties.bias, penalties.factors, rows_R, self.state.token,
+            vocabulary,
+            CHUNK=kernels.CHUNK,
+            COUNT=count,
+            num_warps=4,
+        )  # fmt: skip
+        return logits_RV
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: DecodeLayout | PrefillLayout) -> Tensor:
         forward = self.policy.hidden if self._fused is None else self._fused.hidden

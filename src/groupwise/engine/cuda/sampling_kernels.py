@@ -51,6 +51,39 @@ def open_step(
     tl.store(PLACES + row, block * PAGE + last % PAGE)
 
 
+IN_PROMPT = tl.constexpr(1 << 30)
+"""Added to the count of a token that is in the prompt."""
+
+
+@triton.jit
+def penalize(
+    LOGITS, COUNTS, BIAS, FACTORS, ROWS, TOKEN, vocabulary, CHUNK: tl.constexpr, COUNT: tl.constexpr
+):  # fmt: skip
+    """One program per (row, chunk): change the logits in place, as `engine.sampler.Penalties.apply` does.
+
+    FACTORS: whether the slot has penalties, repetition, frequency, presence. COUNT: the last token of the
+    sequence is not counted yet. Rows without penalties are left alone.
+    """
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(ROWS + row).to(tl.int64)
+    if tl.load(FACTORS + 4 * slot) != 0:
+        at = chunk * CHUNK + tl.arange(0, CHUNK)
+        inside = at < vocabulary
+        found = tl.load(COUNTS + slot * vocabulary + at, mask=inside, other=0)
+        if COUNT:
+            is_last = at == tl.load(TOKEN + slot)
+            found += is_last.to(tl.int32)
+            tl.store(COUNTS + slot * vocabulary + at, found, mask=inside & is_last)
+        x = tl.load(LOGITS + row * vocabulary + at, mask=inside, other=0.0)
+        x += tl.load(BIAS + slot * vocabulary + at, mask=inside, other=0.0)
+        repetition = tl.load(FACTORS + 4 * slot + 1)
+        x = tl.where(found > 0, tl.where(x > 0, x / repetition, x * repetition), x)
+        count = found % IN_PROMPT
+        x -= count.to(tl.float32) * tl.load(FACTORS + 4 * slot + 2)
+        x -= tl.where(count > 0, tl.load(FACTORS + 4 * slot + 3), 0.0)
+        tl.store(LOGITS + row * vocabulary + at, x, mask=inside)
+
+
 @triton.jit
 def sum_chunks(
     LOGITS, BEST, BEST_AT, TOTAL, WEIGHTED, ROWS, SCALE, vocabulary, chunks,

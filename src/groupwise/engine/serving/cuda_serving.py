@@ -237,7 +237,8 @@ class CUDASteps:
         active = slots[scheduler.length[slots] < scheduler.limit[slots]]
         for sampling, indices in scheduler.by_settings(active):
             slots = active[indices]
-            self.runner.step(scheduler, slots, sampling, likely=self._wants_alternatives(slots))
+            likely, penalized = self._wants_alternatives(slots), bool(scheduler.penalized[slots].any())
+            self.runner.step(scheduler, slots, sampling, likely=likely, penalized=penalized)
         self._issue(active)
         return len(active)
 
@@ -260,10 +261,19 @@ class CUDASteps:
         joined, self._prefilling = self._prefilling.sequences, None
         scheduler = self.scheduler
         slots = np.array([sequence.slot for sequence in joined], dtype=np.int64)
+        for sequence in joined:
+            penalties = scheduler.penalties[sequence.slot]
+            self.runner.set_penalties(sequence.slot, penalties, sequence.prefix.tokens)
         for sampling, indices in scheduler.by_settings(slots):
             prefixes = [joined[index].prefix for index in indices]
-            likely = self._wants_alternatives(slots[indices])
-            self.runner.join(scheduler, slots[indices], prefixes, sampling, likely=likely)
+            self.runner.join(
+                scheduler,
+                slots[indices],
+                prefixes,
+                sampling,
+                likely=self._wants_alternatives(slots[indices]),
+                penalized=bool(scheduler.penalized[slots[indices]].any()),
+            )
         self._issue(slots)
         return len(joined)
 

@@ -14,10 +14,12 @@ from typing import Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from groupwise.engine.general_runner import runner_for
 from groupwise.engine.sampler import (
     Alternatives,
+    Penalties,
     PromptLogprobs,
     StopStrings,
     draw,
@@ -46,6 +48,7 @@ class Job:
     """How many top log-probabilities to return with each sampled token."""
     scores_prompt: bool = False
     """Whether to return the log-probabilities of the prompt's tokens, too."""
+    penalties: Penalties | None = None
 
 
 class ServingScheduler(Scheduler):
@@ -69,6 +72,9 @@ class ServingScheduler(Scheduler):
         self.sampling: list[Sampling] = [Sampling()] * slots
         """Sampling settings without the temperature; `settings` holds one number per distinct value."""
         self.settings = np.zeros(slots, dtype=np.int64)
+        self.penalties: list[Penalties | None] = [None] * slots
+        self.penalized = np.zeros(slots, dtype=np.bool_)
+        """Whether the sequence has penalties."""
         self._known: dict[Sampling, int] = {}
         self._next_number = count()
         self._jobs: dict[int, Job] = {}
@@ -120,6 +126,7 @@ class ServingScheduler(Scheduler):
             job, slot = self.job_of(sequence), sequence.slot
             sampling, self.alternatives[slot] = job.sampling, job.alternatives
             self.limit[slot], self.stops[slot] = sampling.max_tokens, bool(sampling.stop)
+            self.penalties[slot], self.penalized[slot] = job.penalties, job.penalties is not None
             # Logits are divided by each row's own temperature, so it does not split the batch.
             temperature = 0.0 if sampling.greedy else 1.0
             self.sampling[slot] = replace(sampling, stop=(), max_tokens=self.context, temperature=temperature)
@@ -235,6 +242,8 @@ class CPUSteps:
             return []
         logits_RV = torch.cat(rows).float()
         running = scheduler.slots()
+        for row in np.flatnonzero(scheduler.penalized[running]):
+            logits_RV[row] = self._penalized(logits_RV[row], scheduler.running[row])
         temperature_R = torch.from_numpy(scheduler.temperatures(running, 1.0))
         logits_RV = logits_RV / temperature_R.to(logits_RV.device)[:, None]
         for sampling, indices in scheduler.by_settings(running):
@@ -252,6 +261,12 @@ class CPUSteps:
                 scheduler.note(slots[requesting], at[requesting], *(x.cpu().numpy() for x in likely))
         scheduler.length[running] += 1
         return self._finish_check.finish(running, scheduler.length[running])
+
+    def _penalized(self, logits_V: Tensor, sequence: Sequence) -> Tensor:
+        scheduler, slot = self.scheduler, sequence.slot
+        penalties, completion = scheduler.penalties[slot], scheduler.tokens[slot, : scheduler.length[slot]]
+        assert penalties is not None
+        return penalties.apply(logits_V, sequence.prefix.tokens, completion)
 
 
 class FinishCheck:
