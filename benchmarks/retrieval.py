@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from machine import machine
 
-from groupwise.commands import index_actions
+from groupwise.commands.index import build_index
 from groupwise.retrieval.documents import Document
 from groupwise.retrieval.fetch import FetchPolicy
+from groupwise.retrieval.index_storage import own_questions
 from groupwise.retrieval.search_index import SIDES, Index, measure
 
 ROUNDS = 3
@@ -36,21 +37,21 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "index"
-        report = index_actions.build(
+        report = build_index(
             output,
             documents=None,
             data=arguments.data,
             fetch=False,
             pages=Path(folder),
             skip_existing=True,
-            manners=FetchPolicy(),
+            policy=FetchPolicy(),
             embedding=arguments.embedding,
             store=arguments.store,
         )
         started = time.perf_counter()
         index = Index.open(output)
         report["open_seconds"] = time.perf_counter() - started
-        questions = index_actions.own_questions(output)
+        questions = own_questions(output)
         report["found"] = measure(index, questions)
         report["seed_weights"] = measure(index, questions, dense_weight=0.8, sparse_weight=0.2)["fused"]
         report["chosen"] = [index.manifest.dense_weight, index.manifest.sparse_weight]

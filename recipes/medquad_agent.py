@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from medquad_traces import KEPT, traces
 
-from groupwise.commands import index_actions
+from groupwise.commands.index import build_index
 from groupwise.config import Config, read_config
 from groupwise.config.schema import NO_TASK
 from groupwise.engine.engine import Engine
@@ -75,14 +75,14 @@ def index_in(options: argparse.Namespace) -> Path:
     if options.data is None:
         raise SystemExit("give --index FOLDER, or --data medquad.jsonl.gz to build one")
     folder = Path(tempfile.mkdtemp()) / "index"
-    report = index_actions.build(
+    report = build_index(
         folder,
         documents=None,
         data=options.data,
         fetch=False,
         pages=folder,
         skip_existing=True,
-        manners=FetchPolicy(),
+        policy=FetchPolicy(),
         store="files",
     )
     print(json.dumps(report), flush=True)

@@ -2,7 +2,7 @@
 
     python recipes/tiny.py --output src/groupwise/model/tiny
 
-The worked answers (`tasks/builtin/countdown_puzzles.py`) teach format and arithmetic, not judgement.
+The worked answers (`tasks/builtin/countdown.py`) teach format and arithmetic, not judgement.
 Only training puzzles are used: held-out ones stay unseen. Minutes on a GPU, about half an hour on two cores.
 """
 
@@ -28,8 +28,14 @@ from groupwise.learner.sft_learner import supervised_step, worked_sample
 from groupwise.model.load import check_attention
 from groupwise.model.policy import Policy
 from groupwise.records import Sample, Sampling
-from groupwise.tasks.builtin.countdown import PREFILL, SYSTEM, USER, countdown, countdown_prompt
-from groupwise.tasks.builtin.countdown_puzzles import worked_answer
+from groupwise.tasks.builtin.countdown import (
+    PREFILL,
+    SYSTEM,
+    USER,
+    countdown,
+    countdown_prompt,
+    worked_answer,
+)
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] "

@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise import cli
-from groupwise.commands.index_actions import own_questions
 from groupwise.errors import ConfigError
 from groupwise.retrieval.documents import (
     Document,
@@ -31,7 +30,7 @@ from groupwise.retrieval.documents import (
     words_of,
 )
 from groupwise.retrieval.embed import Lsa, embedding_named
-from groupwise.retrieval.index_storage import Manifest
+from groupwise.retrieval.index_storage import Manifest, own_questions
 from groupwise.retrieval.ranking import K1, B, BM25Index, Ranking, fuse, load_postings, save_postings, top_k
 from groupwise.retrieval.search_index import Index, ndcg, reciprocal_rank
 

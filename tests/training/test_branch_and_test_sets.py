@@ -14,8 +14,8 @@ from groupwise.errors import CheckpointError, ConfigError
 from groupwise.tasks import load_task
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.training import train
-from groupwise.training.lifecycle.run_summary import next_commands
 from groupwise.training.resume import with_epochs
+from groupwise.training.run_end import next_commands
 from tests.support.small_runs import run_artifacts, small_config, task_file
 
 KEEP = ("run.save_every=1", "run.keep_last=9")

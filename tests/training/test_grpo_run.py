@@ -28,10 +28,10 @@ from groupwise.tracking.terminal import RunSummary
 from groupwise.tracking.trackers import Metrics, Rows, TrackerInfo
 from groupwise.training import train
 from groupwise.training.collector import Batch, Collector, check_failures
-from groupwise.training.lifecycle.run_summary import next_commands, summary_of
 from groupwise.training.loop import collect_batch
 from groupwise.training.recorder import sample_rows
 from groupwise.training.resume import RunState, read_state
+from groupwise.training.run_end import next_commands, summary_of
 from groupwise.training.step_metrics import batch_metrics
 from tests.support.small_runs import (
     LUCK,

@@ -2,16 +2,15 @@
 
 Modules in reading order:
 
-    sft            groupwise sft
-    eval           groupwise eval
-    evolve         groupwise evolve
-    chat           groupwise chat
-    serve          groupwise serve, groupwise serve-rollouts
-    weights        groupwise merge, quantize, convert
-    index          groupwise index
-    index_actions  build, search and evaluate an index, for `index`
-    runs           groupwise runs, report, compare, watch
-    doctor         groupwise doctor
+    sft      groupwise sft
+    eval     groupwise eval
+    evolve   groupwise evolve
+    chat     groupwise chat
+    serve    groupwise serve, groupwise serve-rollouts
+    weights  groupwise merge, quantize, convert
+    index    groupwise index
+    runs     groupwise runs, report, compare, watch
+    doctor   groupwise doctor
 
 To add a command, write a function with typer annotations here and register it in `cli`. Import heavy modules
 inside the function: `--help` and errors in settings must be printed before torch loads.

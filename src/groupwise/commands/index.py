@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from groupwise.config.coerce import between, finite, one_of
+from groupwise.errors import ConfigError
 
 if TYPE_CHECKING:
+    from groupwise.retrieval.documents import RetrievalQuestion
+    from groupwise.retrieval.fetch import FetchPolicy, FetchResult
     from groupwise.retrieval.search_index import Progress
 
 index_app = typer.Typer(help="Build, search and evaluate a document index.", no_args_is_help=True)
@@ -69,18 +73,17 @@ def build(
     between("--budget", budget, 32)
     between("--per-host", per_host, 1)
     check_fusion(fusion, dense_weight, sparse_weight)
-    from groupwise.commands import index_actions
     from groupwise.retrieval.fetch import FetchPolicy
 
     with progress_bars() as progress:
-        report = index_actions.build(
+        report = build_index(
             output,
             documents=documents,
             data=data,
             fetch=fetch,
             pages=pages,
             skip_existing=skip_existing,
-            manners=FetchPolicy(allow_private=allow_private, per_host=per_host),
+            policy=FetchPolicy(allow_private=allow_private, per_host=per_host),
             progress=progress,
             embedding=embedding,
             store=store,
@@ -106,10 +109,8 @@ def search(
     """Show the best chunks for a query, with scores and dense and sparse ranks."""
     between("--count", count, 1)
     check_fusion(fusion, dense_weight, sparse_weight)
-    from groupwise.commands import index_actions
-
     one_of("--side", side, ("fused", "dense", "sparse"))
-    report = index_actions.search(
+    report = query_index(
         index,
         query,
         count=count,
@@ -139,9 +140,7 @@ def evaluate(
     """Measure MRR, recall and nDCG of dense, sparse and fused retrieval."""
     between("--count", count, 1)
     check_fusion(fusion, dense_weight, sparse_weight)
-    from groupwise.commands import index_actions
-
-    report = index_actions.evaluate(
+    report = measure_index(
         index,
         questions=questions,
         count=count,
@@ -150,6 +149,157 @@ def evaluate(
         sparse_weight=sparse_weight,
     )
     show(report, as_json, measure_lines)
+
+
+def build_index(
+    output: Path,
+    *,
+    documents: Path | None,
+    data: str | None,
+    fetch: bool,
+    pages: Path,
+    skip_existing: bool,
+    policy: FetchPolicy,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Build an index of documents, or of the answers or pages of a question-answer dataset.
+
+    Return a report of what was built, as `query_index` and `measure_index` do.
+    """
+    from groupwise.retrieval.documents import read_documents, read_qa_set
+    from groupwise.retrieval.embed import LSA
+    from groupwise.retrieval.index_storage import (
+        OFFLINE_WEIGHTS,
+        WEIGHTS,
+        Manifest,
+        check_new,
+        write_questions,
+    )
+    from groupwise.retrieval.search_index import Index, silent
+
+    if (documents is None) == (data is None):
+        raise ConfigError("give either --documents FILE.jsonl or --data with a question-answer dataset")
+    check_new(output)
+    progress = progress or silent
+    started = time.perf_counter()
+    chosen = {name: value for name, value in settings.items() if value is not None}
+    dense, sparse = OFFLINE_WEIGHTS if chosen.get("embedding", LSA) == LSA else WEIGHTS
+    manifest = Manifest(
+        **{"dense_weight": dense, "sparse_weight": sparse, **chosen, "source": str(documents or data)}
+    )
+    report: dict[str, Any] = {"index": str(output)}
+    questions: tuple[RetrievalQuestion, ...] = ()
+    if documents is not None:
+        contents = read_documents(documents)
+    else:
+        path = local_rows(str(data))
+        texts: Mapping[str, str] | None = None
+        if fetch:
+            result = fetch_rows(path, pages, policy, skip_existing=skip_existing, progress=progress)
+            report["pages"], texts = result.summary(), result.texts
+        qa_set = read_qa_set(path, pages=texts)
+        contents, questions = list(qa_set.documents), qa_set.questions
+    index = Index.build(
+        output,
+        contents,
+        manifest,
+        questions=questions,
+        choose=not {"dense_weight", "sparse_weight"} & chosen.keys(),
+        progress=progress,
+    )
+    questions = index.following(questions)
+    if questions:
+        write_questions(output / "questions.jsonl", questions)
+    return report | {
+        "documents": len(index.documents),
+        "chunks": len(index),
+        "questions": len(questions),
+        "held_out": sum(question.held_out for question in questions),
+        "seconds": round(time.perf_counter() - started, 2),
+    }
+
+
+def fetch_rows(
+    path: Path, pages: Path, policy: FetchPolicy, *, skip_existing: bool, progress: Progress
+) -> FetchResult:
+    """Fetch the pages at the URLs of a dataset's rows that have an answer."""
+    from groupwise.retrieval.documents import read_rows, url_of
+    from groupwise.retrieval.fetch import PageCache, fetch_pages
+
+    urls = [url for row in read_rows(path) if row.get("answer") and (url := url_of(row))]
+    on_page = partial(progress, "pages")
+    result = fetch_pages(urls, PageCache(pages), policy, skip_existing=skip_existing, on_page=on_page)
+    result.check()
+    return result
+
+
+def local_rows(data: str) -> Path:
+    """Return the path of a local data file; a Hugging Face dataset is downloaded into one."""
+    path = Path(data).expanduser()
+    if path.suffix in (".jsonl", ".gz", ".parquet") or path.exists():
+        return path
+    import tempfile
+
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(data, split="train")
+    except Exception as error:
+        raise ConfigError(
+            f"--data {data} is not a file, and loading it as a Hugging Face dataset failed: {error}"
+        ) from error
+    path = Path(tempfile.mkdtemp()) / "rows.parquet"
+    rows.to_parquet(path)
+    return path
+
+
+def query_index(index: Path, query: str, *, count: int, **weights: Any) -> dict[str, Any]:
+    from groupwise.retrieval.search_index import Index
+
+    hits = Index.open(index).search(query, count, **without_none(weights))
+    return {
+        "query": query,
+        "results": [
+            {
+                "rank": rank,
+                "document": hit.chunk.document,
+                "chunk": hit.chunk.id,
+                "score": round(hit.score, 6),
+                "dense_rank": hit.dense_rank,
+                "sparse_rank": hit.sparse_rank,
+                "text": hit.chunk.text,
+            }
+            for rank, hit in enumerate(hits, start=1)
+        ],
+    }
+
+
+def measure_index(index: Path, *, questions: Path | None, count: int, **weights: Any) -> dict[str, Any]:
+    from groupwise.retrieval.documents import read_questions
+    from groupwise.retrieval.index_storage import own_questions
+    from groupwise.retrieval.search_index import Index, measure
+
+    opened = Index.open(index)
+    if questions is not None:
+        queries = list(opened.following(read_questions(questions)))
+    else:
+        queries = own_questions(index, instead=", or pass questions with --questions FILE.jsonl")
+    if not queries:
+        raise ConfigError(f"{questions or index} has no questions; pass some with --questions FILE.jsonl")
+    expected = dict.fromkeys(name for question in queries for name in question.documents)
+    indexed = set(opened.documents)
+    started = time.perf_counter()
+    report = measure(opened, queries, count=count, **without_none(weights))
+    return report | {
+        "index": str(index),
+        "missing": [name for name in expected if name not in indexed],
+        "seconds": round(time.perf_counter() - started, 2),
+    }
+
+
+def without_none(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def check_fusion(fusion: str | None, dense_weight: float | None, sparse_weight: float | None) -> None:

@@ -46,10 +46,10 @@ from groupwise.tasks.user_code import code_of
 from groupwise.tracking.terminal import open_display
 from groupwise.tracking.trackers import tracker_names
 from groupwise.training.collector import Batch
-from groupwise.training.lifecycle.interrupt import Interrupt, explain_full_disk
 from groupwise.training.prompt_selection import PromptLimit
 from groupwise.training.recorder import Recorder
 from groupwise.training.resume import command_of, same_code, same_data, with_epochs
+from groupwise.training.run_end import Interrupt, explain_full_disk
 from groupwise.training.step_metrics import batch_metrics
 
 EVOLUTION = "evolution.json"

@@ -28,8 +28,8 @@ from groupwise.report.static_report import COLOURS, INK, MUTED
 from groupwise.tracking.number_format import number
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.tracking.terminal import RunSummary, command, headline
-from groupwise.training.lifecycle.run_summary import made_in_python
 from groupwise.training.resume import last_checkpoint, refuse_edited_settings, refuse_other_settings, steps_in
+from groupwise.training.run_end import made_in_python
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

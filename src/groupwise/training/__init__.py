@@ -13,7 +13,7 @@ Modules in reading order:
     step_metrics      the metrics of a step
     sft_run           supervised warm start
     callbacks         the user's hooks at the stages of a run
-    lifecycle/        how a run ends: interruptions, the closing figures
+    run_end           interruptions, full disks, the closing figures
     resources/        will it fit, how long will it take, do other processes use the same cores
 """
 

@@ -31,8 +31,6 @@ from groupwise.tasks.user_code import code_of
 from groupwise.tracking.run_folder import LOGGER
 from groupwise.training.callbacks import Callbacks, RunControl
 from groupwise.training.evaluator import Evaluator
-from groupwise.training.lifecycle.interrupt import Interrupt
-from groupwise.training.lifecycle.run_summary import resume_words, stats_of, summary_of
 from groupwise.training.recorder import NullRecorder, Recorder
 from groupwise.training.resources.cpu_contention import CPUContention
 from groupwise.training.resources.model_shape import shape_of
@@ -47,6 +45,7 @@ from groupwise.training.resume import (
     save_state,
     with_recomputing,
 )
+from groupwise.training.run_end import Interrupt, resume_words, stats_of, summary_of
 
 ENGINE_METHODS = ("generate", "ready", "make_room", "release")
 

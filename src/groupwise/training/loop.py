@@ -17,9 +17,9 @@ from groupwise.tracking.trackers import tracker_names
 from groupwise.training.callbacks import check_callback
 from groupwise.training.collector import Batch, Collector
 from groupwise.training.grpo_run import GRPORun
-from groupwise.training.lifecycle.interrupt import explain_full_disk
 from groupwise.training.prompt_selection import NOTHING_KNOWN, Rates
 from groupwise.training.resume import RunStart, command_of, with_epochs
+from groupwise.training.run_end import explain_full_disk
 
 
 def train(

@@ -25,9 +25,9 @@ from groupwise.tracking.terminal import open_display
 from groupwise.tracking.trackers import tracker_names
 from groupwise.training.base_run import BaseRun
 from groupwise.training.evaluator import Evaluator
-from groupwise.training.lifecycle.interrupt import explain_full_disk
 from groupwise.training.prompt_selection import PromptLimit
 from groupwise.training.resume import RunStart
+from groupwise.training.run_end import explain_full_disk
 from groupwise.training.step_metrics import peak_memory
 
 

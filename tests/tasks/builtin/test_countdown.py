@@ -11,8 +11,17 @@ from groupwise.errors import ConfigError
 from groupwise.records import Example
 from groupwise.rewards import evaluate_expression
 from groupwise.tasks import load_task
-from groupwise.tasks.builtin.countdown import PuzzleStream, countdown, is_held_out, solves
-from groupwise.tasks.builtin.countdown_puzzles import Puzzle, SolutionStep, draw_puzzle, render, solutions
+from groupwise.tasks.builtin.countdown import (
+    Puzzle,
+    PuzzleStream,
+    SolutionStep,
+    countdown,
+    draw_puzzle,
+    is_held_out,
+    render,
+    solutions,
+    solves,
+)
 from groupwise.tasks.self_test import check
 
 GIVEN = {"numbers": [1, 2, 8], "target": 24}
