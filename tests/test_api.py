@@ -10,7 +10,7 @@ import pytest
 
 import groupwise as gw
 from groupwise.config import read_config
-from groupwise.tracking.run_files import read_rollouts
+from groupwise.tracking.rollout_files import read_rollouts
 from tests.support.small_runs import LUCK, run_artifacts, run_command, task_file
 
 

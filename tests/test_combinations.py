@@ -16,7 +16,7 @@ from groupwise.commands.eval import evaluate_command
 from groupwise.config import read_config
 from groupwise.errors import ConfigError
 from groupwise.tasks import load_task
-from groupwise.tracking.run_files import read_rollouts
+from groupwise.tracking.rollout_files import read_rollouts
 
 pytest.importorskip("starlette")
 

@@ -21,7 +21,8 @@ from groupwise.records import Message, Request
 from groupwise.report.history import EvaluationFiles, StoredEvaluation
 from groupwise.seeds import derive_seed
 from groupwise.serve.load_target import find_named
-from groupwise.tracking.run_files import read_metrics, read_rollouts
+from groupwise.tracking.rollout_files import read_rollouts
+from groupwise.tracking.run_files import read_metrics
 from groupwise.tracking.run_folder import RunFolder, step_of
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from groupwise.evolution.evolve_run import EvolveRun
 from groupwise.evolution.evolve_state import SearchStart, SearchState, summary_of
 from groupwise.report.rollout_view import RolloutView
 from groupwise.tasks import load_task
-from groupwise.tracking.run_files import read_rollouts
+from groupwise.tracking.rollout_files import read_rollouts
 from groupwise.tracking.run_folder import RunFolder
 from tests.support.small_runs import INTERRUPT, KILL, SMALL, SignalAt, run_artifacts, run_command, task_file
 

@@ -24,7 +24,8 @@ from groupwise.report.history import (
     spread,
 )
 from groupwise.report.rollout_view import RolloutFilter, RolloutView, excerpt, pieces, ratios, search
-from groupwise.tracking.run_files import MetricsFile, write_rollouts
+from groupwise.tracking.rollout_files import write_rollouts
+from groupwise.tracking.run_files import MetricsFile
 from groupwise.tracking.run_folder import RunFolder
 from tests.support.synthetic_runs import good_groups, group_of, make_run, rollout
 

@@ -33,7 +33,7 @@ from groupwise.rewards.runner import score_group
 from groupwise.rollout.tool_calls import ParsedToolCall
 from groupwise.rollout.tool_executor import ToolExecutor
 from groupwise.tasks import isolated
-from groupwise.tracking.run_files import read_rollouts
+from groupwise.tracking.rollout_files import read_rollouts
 from tests.support.small_runs import SMALL, deterministic_metrics, run_command, task_file
 
 SECONDS = 0.2

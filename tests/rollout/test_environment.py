@@ -367,7 +367,7 @@ def test_a_run_with_failures_refills_and_a_curriculum_is_resumed_with_the_same_b
     rows = deterministic_metrics(whole)
     assert max(row["rollout/turns"] for row in rows) > 1
     assert any(row["reward/environment/mean"] > 0 for row in rows)
-    from groupwise.tracking.run_files import read_rollouts
+    from groupwise.tracking.rollout_files import read_rollouts
 
     recorded = [row for path in sorted((whole / "rollouts").glob("*")) for row in read_rollouts(path)]
     assert any("environment: reply: RuntimeError: bad luck" in str(row["error"]) for row in recorded)

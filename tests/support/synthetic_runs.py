@@ -12,7 +12,8 @@ from groupwise.algo.samples import to_samples
 from groupwise.config import dump_config, read_config
 from groupwise.model.resolve import TINY_FOLDER
 from groupwise.records import Example, Group, Rollout
-from groupwise.tracking.run_files import MetricsFile, write_rollouts, write_updates
+from groupwise.tracking.rollout_files import write_rollouts, write_updates
+from groupwise.tracking.run_files import MetricsFile
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.training.step_metrics import signs
 

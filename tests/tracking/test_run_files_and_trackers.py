@@ -24,14 +24,13 @@ from groupwise.errors import ConfigError
 from groupwise.files import remove_temporaries, write_atomically
 from groupwise.records import Call, Example, Group, Rollout, Turn
 from groupwise.tracking import trackers
+from groupwise.tracking.rollout_files import read_rollouts, write_rollouts
 from groupwise.tracking.run_files import (
     MetricsFile,
     as_ranges,
     read_metrics,
-    read_rollouts,
     remove_steps_after,
     write_completions,
-    write_rollouts,
 )
 from groupwise.tracking.run_folder import RunFolder, log_to, step_name, step_of
 from groupwise.tracking.trackers import Rows, Tracker, TrackerInfo, open_trackers

@@ -22,7 +22,7 @@ from groupwise.records import Completion, Example, Message, Request, Rollout, Sa
 from groupwise.report.run_index import RunReader
 from groupwise.tasks import Task
 from groupwise.tracking import trackers
-from groupwise.tracking.run_files import read_rollouts
+from groupwise.tracking.rollout_files import read_rollouts
 from groupwise.tracking.run_folder import RunFolder, step_of
 from groupwise.tracking.terminal import RunSummary
 from groupwise.tracking.trackers import Metrics, Rows, TrackerInfo

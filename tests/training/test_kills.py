@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
-from groupwise.tracking.run_files import read_rollouts
+from groupwise.tracking.rollout_files import read_rollouts
 from tests.support.file_events import FileEvent, Observed, Strike, lasting_files, observe
 from tests.support.small_models import small_model, tiny_tokenizer
 from tests.support.small_runs import task_file

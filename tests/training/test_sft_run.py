@@ -34,7 +34,7 @@ from groupwise.tasks.sft_data import (
     plan_warm_start,
     turns_of,
 )
-from groupwise.tracking.run_files import write_rollouts
+from groupwise.tracking.rollout_files import write_rollouts
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.training.sft_run import encode, to_samples
 from tests.support.small_models import policy_of, small_model, tiny_tokenizer

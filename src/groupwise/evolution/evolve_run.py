@@ -96,6 +96,7 @@ class EvolveRun:
             self.selector = Selector(config, space=self.space, population=self.population)
             self._populate(start.checkpoint)
             self.recorder.begin(config, done=self.state.step)
+            self.recorder.expect(task.rewards, self.split.train)
             self.base.policy.save_tokenizer(self.folder.tokenizer)
             if start.starts_again:
                 self.recorder.say("the search was stopped before its first checkpoint; starting again")

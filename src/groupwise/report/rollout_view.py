@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from groupwise.tracking.run_files import read_update, reward_parts
+from groupwise.tracking.rollout_files import read_example, read_prompt, read_update, reward_parts
 from groupwise.tracking.run_folder import RunFolder, step_of
 
 UNFINISHED = "\ufffd"
@@ -153,13 +153,14 @@ class RolloutView:
     def groups(self, step: int) -> list[Record]:
         """Return the groups of a step with their prompts and rewards, without the texts of answers."""
         table = read(self.folder.rollouts_at(step), LIST_COLUMNS)
+        stored = table.schema.field("prompt")
         groups: dict[int, Record] = {}
         for row in table.to_pylist():
-            group = groups.setdefault(
-                row["group"], {"group": row["group"], "prompt": prompt_excerpt(row["prompt"]), "members": []}
-            )
-            del row["prompt"]
-            group["members"].append(tidy(row))
+            prompt = row.pop("prompt")
+            if row["group"] not in groups:
+                excerpt = prompt_excerpt(read_prompt(prompt, stored))
+                groups[row["group"]] = {"group": row["group"], "prompt": excerpt, "members": []}
+            groups[row["group"]]["members"].append(tidy(row))
         return list(groups.values())
 
     def group(self, step: int, group: int) -> Record | None:
@@ -173,8 +174,8 @@ class RolloutView:
         return {
             "step": step,
             "group": group,
-            "prompt": json.loads(first["prompt"]),
-            "example": json.loads(first["example"]),
+            "prompt": read_prompt(first["prompt"], table.schema.field("prompt")),
+            "example": read_example(first["example"], table.schema.field("example")),
             "members": members,
         }
 
@@ -281,9 +282,9 @@ def may_hold(file: pq.ParquetFile, part: int, where: Mapping[str, int]) -> bool:
     return True
 
 
-def prompt_excerpt(prompt: str) -> str:
+def prompt_excerpt(prompt: Any) -> str:
     """Return the beginning of the prompt; for a chat, of the user's last message."""
-    value = json.loads(prompt)
+    value = prompt
     if not isinstance(value, str):
         messages = [message for message in value if message.get("role") == "user"] or value
         value = messages[-1].get("content", "") if messages else ""

@@ -26,7 +26,7 @@ from groupwise.tasks.examples import MAX_HELD_OUT_SHARE, by_fingerprint, load_ex
 from groupwise.tasks.registry import load_task
 from groupwise.tasks.self_test import gold_of
 from groupwise.tasks.task import Prompt, Split, Task, is_prompt, prompt_key, split_rows
-from groupwise.tracking.run_files import read_rollouts
+from groupwise.tracking.rollout_files import read_rollouts
 from groupwise.tracking.run_folder import RunFolder
 
 

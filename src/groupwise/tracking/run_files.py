@@ -1,4 +1,4 @@
-"""The files that a run writes: metrics.jsonl, rollouts and updates as Parquet, and completions as text.
+"""The files that a run writes: metrics.jsonl and completions as text; `rollout_files` has the others.
 
 All of them can be read during the run and after a crash. `BackgroundWriter` writes files while training
 continues.
@@ -12,16 +12,13 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from groupwise.errors import ConfigError
 from groupwise.files import sync, write_atomically
-from groupwise.records import Group, Rollout, field_names
+from groupwise.records import Group, Rollout
 from groupwise.tracking.run_folder import step_of
 
 
@@ -109,153 +106,12 @@ def finite(value: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-ROLLOUT_SCHEMA = pa.schema(
-    {
-        "step": pa.int64(),
-        "group": pa.int32(),
-        "member": pa.int32(),
-        "prompt": pa.string(),  # JSON: a list of messages, or a string
-        "text": pa.string(),
-        "turns": pa.string(),  # JSON: text and calls of each turn; empty for a task without tools
-        "tokens": pa.list_(pa.int32()),
-        "trained": pa.list_(pa.bool_()),
-        "logprobs": pa.list_(pa.float32()),
-        "entropies": pa.list_(pa.float32()),
-        "prompt_length": pa.int32(),
-        "length": pa.int32(),  # tokens the policy chose
-        "rewards": pa.struct({}),  # one field per reward, as the file needs
-        "reward": pa.float64(),
-        "advantage": pa.float64(),
-        "token_advantages": pa.list_(pa.float32()),  # of each trained token; null if all are equal
-        "finish": pa.string(),
-        "error": pa.string(),
-        "example": pa.string(),  # JSON: the columns
-    }
-)
-COPIED = [
-    name
-    for name in ROLLOUT_SCHEMA.names
-    if name in field_names(Rollout) and name not in ("prompt", "rewards", "turns")
-]
-"""Columns copied unchanged from the fields of a `Rollout`."""
-ROWS_TOGETHER = 128
-"""Minimum rows per Parquet row group: small enough to read one quickly."""
-REPEATING = ["prompt", "example", "finish", "error"]
-"""Columns with few distinct values, stored with dictionary encoding."""
-SOUGHT = ["group", "member"]
-"""Columns that readers filter by; the file footer has their minimum and maximum per row group."""
-
-
-def write_rollouts(path: Path, step: int, groups: Sequence[Group]) -> None:
-    """Write one row per rollout. Equal groups give equal bytes.
-
-    Each Parquet row group holds only a few groups, so that one can be read without most of the others.
-    """
-    table = pa.Table.from_pydict(columns(step, groups), schema=schema_for(groups))
-    members = max((len(group.rollouts) for group in groups), default=1)
-    buffer = pa.BufferOutputStream()
-    pq.write_table(
-        table,
-        buffer,
-        compression="zstd",
-        row_group_size=members * -(-ROWS_TOGETHER // members),
-        use_dictionary=REPEATING,
-        write_statistics=SOUGHT,
-    )
-    write_atomically(path, buffer.getvalue().to_pybytes())
-
-
-def schema_for(groups: Sequence[Group]) -> pa.Schema:
-    """Return the schema of a file. `rewards` is a struct: not every reader of Parquet knows maps."""
-    names = dict.fromkeys(name for group in groups for rollout in group.rollouts for name in rollout.rewards)
-    at = ROLLOUT_SCHEMA.get_field_index("rewards")
-    if not names:  # every rollout failed, and Parquet has no empty struct
-        return ROLLOUT_SCHEMA.remove(at)
-    return ROLLOUT_SCHEMA.set(at, pa.field("rewards", pa.struct({name: pa.float64() for name in names})))
-
-
-def reward_parts(stored: Mapping[str, float | None] | Sequence[tuple[str, float]] | None) -> dict[str, float]:
-    """Return the rewards of a row by name; files of earlier versions hold them as pairs."""
-    pairs = stored.items() if isinstance(stored, Mapping) else stored or ()
-    return {name: value for name, value in pairs if value is not None}
-
-
-def read_rollouts(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of one file, with prompt, example, rewards and turns as Python values."""
-    rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
-    for row in rows:
-        row["prompt"] = json.loads(row["prompt"])
-        row["example"] = json.loads(row["example"])
-        row["rewards"] = reward_parts(row.get("rewards"))
-        row["turns"] = json.loads(row["turns"])
-    return rows
-
-
 def remove_steps_after(folder: Path, step: int) -> None:
     """Remove the files of later steps, which a resumed run writes again."""
     for path in folder.glob("step-*"):
         file_step = step_of(path.name)
         if file_step is not None and file_step > step:
             path.unlink()
-
-
-def columns(step: int, groups: Sequence[Group]) -> dict[str, list[Any]]:
-    """Return the table column by column, several times as fast as row by row."""
-    numbered = [(number, rollout) for number, group in enumerate(groups) for rollout in group.rollouts]
-    rollouts = [rollout for _, rollout in numbered]
-    examples = [as_json(dict(group.example.columns)) for group in groups]
-    # All members of a group share one prompt object, which is serialized once.
-    prompts = {id(rollout.prompt): rollout.prompt for rollout in rollouts}
-    written = {key: as_json(prompt) for key, prompt in prompts.items()}
-    return {
-        "step": [step] * len(rollouts),
-        "group": [number for number, _ in numbered],
-        "prompt": [written[id(rollout.prompt)] for rollout in rollouts],
-        "length": [rollout.length for rollout in rollouts],
-        "turns": [as_json([asdict(turn) for turn in rollout.turns]) for rollout in rollouts],
-        "rewards": [dict(rollout.rewards) or None for rollout in rollouts],
-        "example": [examples[number] for number, _ in numbered],
-        **{name: [getattr(rollout, name) for rollout in rollouts] for name in COPIED},
-    }
-
-
-def as_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
-
-
-UPDATE_SCHEMA = pa.schema(
-    {
-        "group": pa.int32(),
-        "member": pa.int32(),
-        "logprobs": pa.list_(pa.float32()),  # of the trained tokens, in their order
-    }
-)
-
-
-def write_updates(path: Path, seen: Mapping[tuple[int, int], Sequence[float]]) -> None:
-    """Write one row per trained rollout; `seen` maps (group, member) to the trainer's log-probabilities."""
-    columns = {
-        "group": [group for group, _ in seen],
-        "member": [member for _, member in seen],
-        "logprobs": list(seen.values()),
-    }
-    buffer = pa.BufferOutputStream()
-    table = pa.Table.from_pydict(columns, schema=UPDATE_SCHEMA)
-    pq.write_table(
-        table, buffer, compression="zstd", use_dictionary=False, write_statistics=["group", "member"]
-    )
-    write_atomically(path, buffer.getvalue().to_pybytes())
-
-
-def read_update(path: Path, *, group: int, member: int) -> list[float] | None:
-    """Return the trainer's log-probabilities of one rollout; None if it was not trained on."""
-    if not path.is_file():
-        return None
-    filters = [("group", "=", group), ("member", "=", member)]
-    rows: list[list[float]] = pq.read_table(path, columns=["logprobs"], filters=filters)[
-        "logprobs"
-    ].to_pylist()
-    return rows[0] if rows else None
 
 
 RULE = "=" * 50

@@ -114,6 +114,7 @@ class GRPORun(BaseRun):
         self.prompt_limit = PromptLimit(config, task=task, policy=self.policy)
         self.split, self.too_long = self.prompt_limit.leave_out(self.split)
         split = self.split
+        self.recorder.expect(task.rewards, split.train)
         overlap = config.rollout.overlap
         limit = config.algo.max_stale_gap if overlap else config.algo.max_gap
         self.prefetcher = BatchPrefetcher()

@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
@@ -15,18 +15,18 @@ from groupwise.config import Config, dump_config
 from groupwise.evaluate.held_out import Evaluation, as_text
 from groupwise.files import write_atomically
 from groupwise.learner.checkpoint import remove_leftovers
-from groupwise.records import Group, Rollout
+from groupwise.records import Example, Group, Rollout
 from groupwise.report.alarms import alarms
 from groupwise.report.history import EvaluationFiles, MetricsTail
 from groupwise.report.static_report import write_all
+from groupwise.tasks.examples import ExampleStream
+from groupwise.tracking.rollout_files import RolloutSchema, write_rollouts, write_updates
 from groupwise.tracking.run_files import (
     BackgroundWriter,
     MetricsFile,
     as_ranges,
     remove_steps_after,
     write_completions,
-    write_rollouts,
-    write_updates,
 )
 from groupwise.tracking.run_folder import RunFolder, log_to
 from groupwise.tracking.terminal import Display, PlainDisplay, RunSummary, command, open_display
@@ -47,6 +47,7 @@ class Recorder:
         self.metrics = MetricsFile(folder.metrics)
         self.rows = MetricsTail(folder.metrics).rows
         self.measured = EvaluationFiles(folder).read
+        self.rollout_schema = RolloutSchema(folder=folder.rollouts)
         self.trackers: list[Tracker] = []
         self.first: Evaluation | None = None
         """The first evaluation: the baseline of later ones."""
@@ -108,8 +109,14 @@ class Recorder:
             self.display.message(line)
         logger.warning(text)
 
+    def expect(self, rewards: Iterable[str], examples: Sequence[Example] | ExampleStream) -> None:
+        """Announce what rollouts will hold, so that their files have the same columns from the first on."""
+        self.rollout_schema.rewards = tuple(rewards)
+        if not isinstance(examples, ExampleStream):
+            self.rollout_schema.examples = examples
+
     def rollouts(self, step: int, groups: Sequence[Group]) -> None:
-        self.writer.submit(write_rollouts, self.folder.rollouts_at(step), step, groups)
+        self.writer.submit(write_rollouts, self.folder.rollouts_at(step), step, groups, self.rollout_schema)
 
     def updates(self, step: int, seen: Mapping[tuple[int, int], Sequence[float]]) -> None:
         self.writer.submit(write_updates, self.folder.updates_at(step), seen)
@@ -239,6 +246,8 @@ class NullRecorder(Recorder):
     def warn(self, sentence: str) -> None: ...
 
     def warn_lines(self, text: str) -> None: ...
+
+    def expect(self, rewards: Iterable[str], examples: Sequence[Example] | ExampleStream) -> None: ...
 
     def rollouts(self, step: int, groups: Sequence[Group]) -> None: ...
 

@@ -18,7 +18,7 @@ from groupwise.tasks import load_task
 from groupwise.tasks.builtin.search_qa import QUESTIONS, QuestionStream, make_world, search_qa
 from groupwise.tasks.self_test import check
 from groupwise.tasks.sft_data import turns_of
-from groupwise.tracking.run_files import read_rollouts
+from groupwise.tracking.rollout_files import read_rollouts
 from groupwise.training.prompt_selection import check_kinds, kind_of
 from tests.support.small_runs import run_command
 

@@ -10,7 +10,7 @@ from groupwise.config import Config, read_config
 from groupwise.errors import ConfigError
 from groupwise.records import Example
 from groupwise.tasks import Task
-from groupwise.tracking.run_files import read_rollouts
+from groupwise.tracking.rollout_files import read_rollouts
 from groupwise.training import train
 from groupwise.training.prompt_selection import PromptLimit
 from tests.support.small_runs import LUCK, run_command, small_config, task_file
