@@ -104,34 +104,31 @@ SFT = ("run.max_steps=3", "lora.r=8", "sft.batch=8")
 
 def served(model: str, prompt: str) -> str:
     """Serve a model and return its greedy completion."""
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [*GROUPWISE, "serve", model, "--port", "0"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    )
-    try:
-        assert process.stdout is not None
-        address = None
-        for line in process.stdout:
-            if found := re.search(r"http://127\.0\.0\.1:\d+", line):
-                address = found.group()
-                break
-        assert address is not None
-        body = json.dumps({"model": "x", "prompt": prompt, "max_tokens": 8, "temperature": 0})
-        for _ in range(400):
-            try:
-                request = urllib.request.Request(
-                    f"{address}/v1/completions", body.encode(), {"Content-Type": "application/json"}
-                )
-                with urllib.request.urlopen(request, timeout=60) as response:
-                    return str(json.load(response)["choices"][0]["text"])
-            except (ConnectionError, urllib.error.URLError):
-                time.sleep(0.2)
-        raise AssertionError("the server does not answer")
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(60)
+    ) as process:
+        try:
+            assert process.stdout is not None
+            addresses = (re.search(r"http://127\.0\.0\.1:\d+", line) for line in process.stdout)
+            address = next(found.group() for found in addresses if found)
+            body = {"model": Path(model).name, "prompt": prompt, "max_tokens": 8, "temperature": 0}
+            request = urllib.request.Request(
+                f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
+            for _ in range(400):
+                try:
+                    with urllib.request.urlopen(request, timeout=60) as response:
+                        return str(json.load(response)["choices"][0]["text"])
+                except urllib.error.HTTPError as error:
+                    raise AssertionError(error.read().decode()) from error
+                except (ConnectionError, urllib.error.URLError):
+                    time.sleep(0.2)
+            raise AssertionError("the server does not answer")
+        finally:
+            process.send_signal(signal.SIGINT)
 
 
 FAMILIES = (

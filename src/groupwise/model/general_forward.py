@@ -72,11 +72,13 @@ def unpacked_hidden(decoder: Any, tokens_T: Tensor, layout: PackedLayout) -> Ten
 
 def own_forward(decoder: Any, tokens_BL: Tensor, *, cache: Any) -> tuple[Tensor, Any]:
     """Return (hidden_BLM, cache). `cache`: False for none, None for a new one, or that of earlier tokens."""
+    # Some families, such as Mamba 2, end with float32 in a bfloat16 model; the output layer is bfloat16.
+    dtype = decoder.get_input_embeddings().weight.dtype
     if cache is False:
-        return decoder(input_ids=tokens_BL, use_cache=False).last_hidden_state, None
+        return decoder(input_ids=tokens_BL, use_cache=False).last_hidden_state.to(dtype), None
     name = cache_name(decoder)
     output = decoder(input_ids=tokens_BL, use_cache=True, **{name: cache})
-    return output.last_hidden_state, getattr(output, name)
+    return output.last_hidden_state.to(dtype), getattr(output, name)
 
 
 def cache_name(decoder: Any) -> str:
