@@ -256,7 +256,7 @@ def test_a_layer_of_kernels_gives_the_same_bits_every_time():
     down = random(1536, 3072, dtype=torch.bfloat16) / 40
 
     def compute() -> list[Tensor]:
-        # The next tensors lie in this memory. Otherwise it would hold the same values from the last repetition,
+        # The next tensors lie in this memory. Otherwise it would hold the values of the last repetition,
         # and a kernel that reads too early would read what it should.
         poison = [torch.full((512, 3072), math.nan, device=DEVICE, dtype=torch.bfloat16) for _ in range(16)]
         del poison
