@@ -17,7 +17,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -43,9 +42,10 @@ def main() -> None:
     unknown = sorted(set(names) - set(ALGORITHMS))
     if unknown:
         sys.exit(f"unknown algorithms: {', '.join(unknown)}; choose from {', '.join(ALGORITHMS)}")
-    if options.one:
-        name, seed = options.one.split(":")
-        one_run(options, name, int(seed))
+    if options.these:
+        for run in options.these.split(","):
+            name, seed = run.split(":")
+            one_run(options, name, int(seed))
         return
     if not options.table:
         make_all(options, [(name, seed) for seed in range(options.seeds) for name in names])
@@ -65,7 +65,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--table", action="store_true", help="only print the table")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--these", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -76,34 +76,20 @@ def result_of(folder: Path, name: str, seed: int) -> dict[str, Any] | None:
 
 
 def make_all(options: argparse.Namespace, runs: Sequence[tuple[str, int]]) -> None:
-    """Make the runs that are missing, several at a time, each in a process with one thread."""
+    """Make the runs that are missing. Each process has one thread and makes its share one after the other."""
     left = [run for run in runs if result_of(options.folder, *run) is None]
     options.folder.mkdir(parents=True, exist_ok=True)
     print(f"{len(runs) - len(left)} of {len(runs)} runs are there", flush=True)
-    under_way: dict[subprocess.Popen[bytes], tuple[str, int, float]] = {}
-    durations: list[float] = []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    while left or under_way:
-        while left and len(under_way) < options.parallel:
-            name, seed = left.pop(0)
-            command = [sys.executable, __file__, *sys.argv[1:], "--one", f"{name}:{seed}"]
-            with (options.folder / f"{name}-{seed}.log").open("ab") as log:
-                process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-            under_way[process] = name, seed, time.monotonic()
-        time.sleep(0.2)
-        for process in [one for one in under_way if one.poll() is not None]:
-            name, seed, began = under_way.pop(process)
-            if process.returncode:
-                print(f"{name} seed {seed} failed: see {options.folder / f'{name}-{seed}.log'}", flush=True)
-                continue
-            durations.append(time.monotonic() - began)
-            rest = len(left) / options.parallel + (0.5 if under_way else 0)
-            minutes = rest * fmean(durations) / 60
-            print(
-                f"{name} seed {seed}: {durations[-1]:.0f} s; {len(left) + len(under_way)} runs left, about "
-                f"{minutes:.0f} min",
-                flush=True,
-            )
+    processes = []
+    for number in range(min(options.parallel, len(left))):
+        share = ",".join(f"{name}:{seed}" for name, seed in left[number :: options.parallel])
+        command = [sys.executable, __file__, *sys.argv[1:], "--these", share]
+        with (options.folder / f"process-{number}.log").open("ab") as log:
+            processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+    for number, process in enumerate(processes):
+        if process.wait():
+            print(f"a run failed: see {options.folder / f'process-{number}.log'}", flush=True)
 
 
 def one_run(options: argparse.Namespace, name: str, seed: int) -> None:
