@@ -66,6 +66,7 @@ SLOW_FILES = (
     "retrieval/test_fetch.py",
     "rewards/test_llm_judge.py",
     "engine/test_engine.py",
+    "engine/test_token_masks.py",
     "tasks/builtin/test_boxed_math.py",
     "evaluate/test_held_out.py",
     "model/test_general_path.py",

@@ -123,7 +123,14 @@ class Engine:
         self._check_context(requests, sampling, future)
         slots = min(self.config.max_sequences, sum(len(request.seeds) for request in requests))
         pool = BlockPool(self._blocks(requests, sampling, slots, future), block_size=self.config.block_size)
-        scheduler = Scheduler(requests, slots=slots, pool=pool, max_tokens=sampling.max_tokens, future=future)
+        scheduler = Scheduler(
+            requests,
+            slots=slots,
+            pool=pool,
+            max_tokens=sampling.max_tokens,
+            future=future,
+            grammar=self.policy.grammar,
+        )
         with self.policy.in_eval_mode(), freeze_gc():
             run = self._run_ahead if self.accelerated else self._run
             run(scheduler, sampling, sink)
@@ -172,6 +179,8 @@ class Engine:
                 self._draw(scheduler, logits_RV, sampling)
                 for sequence, reason in self._ended(scheduler, sampling):
                     sink.finished(sequence.request, sequence.member, scheduler.finish(sequence, reason))
+                slots = scheduler.slots()
+                scheduler.masks.update(slots, scheduler.tokens[slots, scheduler.length[slots] - 1])
                 scheduler.add(sink.ready(wait=not scheduler.busy))
 
     def _run_ahead(self, scheduler: Scheduler, sampling: Sampling, sink: CompletionSink) -> None:
@@ -202,6 +211,7 @@ class Engine:
         noise = uniforms(scheduler.seed[slots], at.astype(np.uint64))
         if self.policy.logits_processor is not None:
             logits_RV = self.policy.logits_processor(scheduler.contexts(), logits_RV)
+        logits_RV = scheduler.masks.apply(logits_RV, slots)
         temperature = scheduler.temperatures(slots, sampling.temperature)
         if not sampling.greedy and (temperature != np.float32(sampling.temperature)).any():
             logits_RV = logits_RV.float() / torch.from_numpy(temperature).to(logits_RV.device)[:, None]
@@ -223,6 +233,7 @@ class Engine:
             written = (scheduler.tokens[slot, :n] for slot, n in zip(slots, length, strict=True))
             stop = self._stop_strings.hits(written, sampling.stop)
         done = np.flatnonzero(end | stop | (length >= sampling.max_tokens))
+        end &= ~scheduler.masks.failed[slots]
         return [
             (scheduler.running[row], "end" if end[row] else "stop" if stop[row] else "length") for row in done
         ]

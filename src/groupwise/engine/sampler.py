@@ -1,4 +1,4 @@
-"""Token sampling: inverse-CDF draws, penalties, stop strings, and log-probabilities of prompts.
+"""Token sampling: draws, penalties, stop strings, token masks of grammars, log-probabilities of prompts.
 
 The noise of a draw depends only on the sequence's seed and the token's position, not on the batch.
 
@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from groupwise.invariants import check_finite
-from groupwise.model.ops.logits import entropy, scaled_logits
+from groupwise.model.grammar import GrammarState, TokenGrammar
+from groupwise.model.ops.logits import entropy, masked_logits, scaled_logits
 from groupwise.model.policy import Policy
 from groupwise.records import Sampling
 
@@ -145,6 +146,69 @@ class StopStrings:
         has_text_V[known[known < len(has_text_V)]] = True
         has_text_V[[t for t, added in tokenizer.added_tokens_decoder.items() if added.special]] = False
         return has_text_V
+
+
+class TokenMasks:
+    """The tokens that the grammars of running sequences allow next: a packed mask for each slot.
+
+    A slot without a grammar allows every token.
+    """
+
+    def __init__(self, slots: int, *, pinned: bool = False) -> None:
+        self.constrained = np.zeros(slots, dtype=np.bool_)
+        """Whether the slot's sequence has a grammar."""
+        self.failed = np.zeros(slots, dtype=np.bool_)
+        """Whether the sequence was cut off because its grammar needs too much work."""
+        self._slots, self._pinned = slots, pinned
+        self._states: dict[int, GrammarState] = {}
+
+    @cached_property
+    def _host(self) -> Tensor:
+        """Allocated for the first grammar: [slots, words]."""
+        words = next(iter(self._states.values())).grammar.tokens.words
+        return torch.full((self._slots, words), -1, dtype=torch.int32, pin_memory=self._pinned)
+
+    @property
+    def words_SW(self) -> Tensor:
+        """The masks of all slots, on the host."""
+        return self._host
+
+    def start(self, slot: int, grammar: TokenGrammar | None) -> None:
+        """Begin a sequence in a slot."""
+        if (before := self._states.pop(slot, None)) is not None:
+            before.grammar.leave(before)
+            self._host[slot] = -1
+        self.constrained[slot], self.failed[slot] = grammar is not None, False
+        if grammar is not None:
+            self._states[slot] = grammar.start()
+            self._host.numpy()[slot] = grammar.first_W
+
+    def update(self, slots_N: NDArray[np.int64], tokens_N: NDArray[np.int64]) -> None:
+        """Add the tokens that unfinished sequences have gained, and compute their next masks."""
+        own_N = self.constrained[slots_N]
+        if not own_N.any():
+            return
+        rows = zip(slots_N[own_N].tolist(), tokens_N[own_N].tolist(), strict=True)
+        # Sequences that share a copy of a grammar are adjacent, so that threads do not wait for each other.
+        states = sorted(
+            ((self._states[slot], slot, token) for slot, token in rows), key=lambda row: row[0].copy
+        )
+        tokens, masks_SW = states[0][0].grammar.tokens, self._host.numpy()
+        tokens.executor.consume_token_par([(state.matcher, token) for state, _, token in states])
+        matchers = [(state.matcher, slot) for state, slot, _ in states]
+        tokens.executor.unsafe_compute_mask_ptr(
+            matchers, masks_SW.ctypes.data, 4 * tokens.words, len(masks_SW)
+        )
+        tokens.finish_masks(masks_SW)
+        for matcher, slot in matchers:
+            if matcher.is_error():
+                self.failed[slot], masks_SW[slot] = True, tokens.only_ends_W
+
+    def apply(self, logits_RV: Tensor, slots_R: NDArray[np.int64]) -> Tensor:
+        """Return the logits of the sequences in these slots, with -inf for tokens that are not allowed."""
+        if not self.constrained[slots_R].any():
+            return logits_RV
+        return masked_logits(logits_RV, self._host[torch.from_numpy(slots_R)].to(logits_RV.device))
 
 
 LOGITS_CHUNK = 64

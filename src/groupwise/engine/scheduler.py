@@ -15,10 +15,12 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from groupwise.engine.sampler import PromptLogprobs
+from groupwise.engine.sampler import PromptLogprobs, TokenMasks
+from groupwise.model.grammar import TokenGrammar
 from groupwise.records import Completion, Finish, Request
 
 
@@ -132,8 +134,12 @@ class Scheduler:
         pool: BlockPool,
         max_tokens: int,
         future: FutureRequests = NONE,
+        grammar: TokenGrammar | None = None,
     ) -> None:
         self.pool = pool
+        self._grammar = grammar
+        self.masks = TokenMasks(slots, pinned=torch.cuda.is_available())
+        """The tokens that each sequence may sample next."""
         self.running: list[Sequence] = []
         """Always ordered by request and member: admission appends, preemption removes the last."""
         self.in_slot: dict[int, Sequence] = {}
@@ -194,6 +200,10 @@ class Scheduler:
         history = self._histories.get(request.continues) if request.continues else None
         assert history is None or history.prefix.tokens == request.prompt[: len(history.prefix.tokens)]
         return history
+
+    def grammar_of(self, sequence: Sequence) -> TokenGrammar | None:
+        """Return the grammar that a sequence must match."""
+        return self._grammar
 
     def temperatures(self, slots_N: NDArray[np.int64], usual: float) -> NDArray[np.float32]:
         """Return the temperature of the sequence in each slot; `usual` is the call's."""
@@ -307,6 +317,7 @@ class Scheduler:
         self.adapter[slot] = prefix.adapter
         self.temperature[slot] = np.nan if sequence.temperature is None else sequence.temperature
         self.length[slot] = self.room[slot] = 0
+        self.masks.start(slot, self.grammar_of(sequence))
         self._grow(sequence)
         self.running.append(sequence)
         self.in_slot[slot], self._slots = sequence, None

@@ -7,6 +7,7 @@ Modules in reading order:
     general_forward  the general path: own attention and cache, each answer a row of its own
     resolve       finds or downloads a model's folder, validates it, and writes new ones atomically
     tokenizer     encoding and decoding, chat templates, tool calls in a template
+    grammar       constrained decoding: JSON schemas and grammars that completions must match
     device        device selection, free memory, pinned transfers
     sharding      a policy sharded over processes: FSDP2 and DeepSpeed ZeRO
     attention/    packed attention behind transformers' AttentionInterface

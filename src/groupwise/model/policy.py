@@ -18,6 +18,7 @@ from groupwise.model.attention.hf_interface import Layout
 from groupwise.model.attention.packed import PackedLayout
 from groupwise.model.device import free_memory, kept_numbers
 from groupwise.model.general_forward import GeneralPath, own_forward, text_decoder, unpacked_hidden
+from groupwise.model.grammar import TokenGrammar
 from groupwise.model.ops.equivalence import RecordedAttention, draws_noise, in_mode, recorded_attention
 from groupwise.model.ops.logits import LogitsProcessor, capped, float_logits
 from groupwise.model.ops.logprobs import token_logprobs
@@ -61,6 +62,8 @@ class Policy(TokenizerCodec):
         """Set when DeepSpeed shards the policy or its optimizer state."""
         self.logits_processor: LogitsProcessor | None = None
         """A sampling rule of the user, for the sampler and the trained log-probabilities."""
+        self.grammar: TokenGrammar | None = None
+        """A grammar that completions must match, for the sampler and the trained log-probabilities."""
         self.version = 0
         """Incremented by every update; external engines compare it to detect stale weights."""
 
@@ -230,7 +233,7 @@ class Policy(TokenizerCodec):
         else:
             assert self._frozen is not None, "full fine-tuning with a KL penalty needs a frozen copy"
             frozen = Policy(self._frozen, self.tokenizer, general=self.general)
-            frozen.logits_processor = self.logits_processor
+            frozen.logits_processor, frozen.grammar = self.logits_processor, self.grammar
             yield frozen
 
     @contextmanager

@@ -86,11 +86,19 @@ class DecodeLoop:
         slots = self.scheduler.slots()
         slots = slots[self.scheduler.length[slots] < self.sampling.max_tokens]
         if len(slots):
-            self.runner.step(self.scheduler, slots, self.sampling)
-            self._issue(slots)
+            tenant = self.scheduler.tenant[slots]
+            constrained = self.scheduler.masks.constrained[slots].any()
+            self.runner.step(self.scheduler, slots, self.sampling, masks=self._masks if constrained else None)
+            # Sequences that have ended meanwhile are sampled once more; nobody reads the result.
+            self._issue(slots[self.scheduler.tenant[slots] == tenant])
             unfinished = len(self.scheduler.running) + len(self.scheduler.waiting)
             self.offered += min(unfinished, len(self.scheduler.length))
         return len(slots)
+
+    def _masks(self) -> Tensor:
+        """Return the masks of the next tokens, which depend on the tokens before."""
+        self._drain(keep=0)
+        return self.scheduler.masks.words_SW
 
     def _join(self) -> int:
         """Admit waiting sequences and issue their first token; return how many."""
@@ -103,7 +111,9 @@ class DecodeLoop:
             return 0
         self.runner.prefill(list(dict.fromkeys(s.prefix for s in joined if s.prefix.logits_V is None)))
         slots = np.array([sequence.slot for sequence in joined])
-        self.runner.join(scheduler, slots, [sequence.prefix for sequence in joined], self.sampling)
+        masks_SW = scheduler.masks.words_SW if scheduler.masks.constrained[slots].any() else None
+        prefixes = [sequence.prefix for sequence in joined]
+        self.runner.join(scheduler, slots, prefixes, self.sampling, masks_SW=masks_SW)
         self._issue(slots)
         return len(joined)
 
@@ -142,13 +152,13 @@ class DecodeLoop:
         if self.sampling.stop and len(slots):
             written = (scheduler.tokens[slot, : n + 1] for slot, n in zip(slots, at, strict=True))
             stop = self.stop_strings.hits(written, self.sampling.stop)
-        ended = np.flatnonzero(done.astype(np.bool_) | stop)
-        if not len(ended):
-            return
-        for row, slot in zip(ended, slots[ended].tolist(), strict=True):
+        ended = done.astype(np.bool_) | stop
+        for row in np.flatnonzero(ended):
+            slot = int(slots[row])
             scheduler.length[slot] = at[row] + 1
-            end = int(tokens[row]) in self.end_tokens
+            end = int(tokens[row]) in self.end_tokens and not scheduler.masks.failed[slot]
             self._finish(scheduler.in_slot[slot], "end" if end else "stop" if stop[row] else "length")
+        scheduler.masks.update(slots[~ended], tokens[~ended])
 
     def _finish(self, sequence: Sequence, reason: Finish) -> None:
         self.sink.finished(sequence.request, sequence.member, self.scheduler.finish(sequence, reason))

@@ -176,7 +176,13 @@ class GraphRunner:
         # one stream share a workspace with whatever else runs on that stream.
         self._capturing = new_stream(self.device) if can_be_captured(policy) else None
         self._side = None if EARLY.value else new_stream(self.device)
-        self._graphs: dict[tuple[int, int, Sampling, bool, bool], Callable[[], None]] = {}
+        self._graphs: dict[tuple[int, int, Sampling | None, bool, bool], Callable[[], None]] = {}
+        """Steps by rows, attention splits, sampling settings (None: the layers alone), whether alternatives
+        are stored, and whether some rows have penalties."""
+        self._masks: Tensor | None = None
+        """Token masks by slot, the idle one last; allocated for the first grammar."""
+        self._logits: Tensor | None = None
+        """Logits of a step whose tokens are sampled after the host has computed masks."""
         self._layouts: list[DecodeLayout] = []
         self._pool: Any = None
         self._addresses: tuple[int, ...] = ()
@@ -220,10 +226,12 @@ class GraphRunner:
         *,
         likely: bool = False,
         penalized: bool = False,
+        masks_SW: Tensor | None = None,
     ) -> None:
         """Start sequences in these slots and sample the first token of each.
 
         `likely`: also store the most likely tokens. `penalized`: some of the sequences have penalties.
+        `masks_SW`: the tokens allowed in each slot.
         """
         state = self.state
         request_J = scheduler.request[slots_J]
@@ -245,7 +253,7 @@ class GraphRunner:
         logits_JV = torch.stack([p.logits_V for p in prefixes if p.logits_V is not None])
         if penalized:
             logits_JV = self._penalize(logits_JV, rows_J, count=False)
-        self._sample(logits_JV, rows_J, sampling, likely=likely)
+        self._sample(logits_JV, rows_J, sampling, likely=likely, masks_SW=masks_SW)
 
     def set_penalties(self, slot: int, penalties: Penalties | None, prompt: Sequence[int]) -> None:
         """Set the penalties of a sequence before it joins."""
@@ -264,16 +272,25 @@ class GraphRunner:
         *,
         likely: bool = False,
         penalized: bool = False,
+        masks: Callable[[], Tensor] | None = None,
     ) -> None:
-        """Sample one token for each sequence in these slots that has not ended."""
+        """Sample one token for each sequence in these slots that has not ended.
+
+        `masks` returns the tokens allowed in each slot. The host calls it while the device runs the layers,
+        so it may wait for the tokens of the step before.
+        """
         state = self.state
         parts = own_splits(scheduler.length[slots_R], key_heads=self.policy.key_heads)
-        graph = self._graph(bucket(len(slots_R), most=state.slots), parts, sampling, likely, penalized)
+        rows = bucket(len(slots_R), most=state.slots)
+        graph = self._graph(rows, parts, None if masks else sampling, likely and not masks, penalized)
         width = scheduler.tables.shape[1]
         state.host_table[: len(scheduler.tables), :width] = scheduler.tables
         state.set_rows(slots_R, scheduler.request[slots_R])
         state.push()
         graph()
+        if masks is not None:
+            assert self._logits is not None
+            self._sample(self._logits[:rows], state.rows, sampling, likely=likely, masks_SW=masks())
 
     def status(self, *, likely: bool = False) -> tuple[Tensor, torch.cuda.Event | None]:
         """Start copying the last step's results to the host; return the buffer and its completion event."""
@@ -287,9 +304,9 @@ class GraphRunner:
         return copy, arrived
 
     def _graph(
-        self, rows: int, parts: int, sampling: Sampling, likely: bool, penalized: bool
+        self, rows: int, parts: int, sampling: Sampling | None, likely: bool, penalized: bool
     ) -> Callable[[], None]:
-        key = (rows, parts, replace(sampling, stop=()), likely, penalized)
+        key = (rows, parts, None if sampling is None else replace(sampling, stop=()), likely, penalized)
         if key not in self._graphs:
             if len(self._graphs) >= MOST_GRAPHS:
                 torch.cuda.synchronize()
@@ -320,7 +337,9 @@ class GraphRunner:
             return step
         return captured(step, stream=stream, pool=self._pool)
 
-    def _step(self, layout: DecodeLayout, sampling: Sampling, *, likely: bool, penalized: bool) -> None:
+    def _step(
+        self, layout: DecodeLayout, sampling: Sampling | None, *, likely: bool, penalized: bool
+    ) -> None:
         state, rows = self.state, layout.rows
         launch(
             kernels.open_step,
@@ -334,7 +353,12 @@ class GraphRunner:
         logits_RV = self.policy.logits(hidden_RM)
         if penalized:
             logits_RV = self._penalize(logits_RV, state.rows, count=True)
-        self._sample(logits_RV, state.rows, sampling, likely=likely)
+        if sampling is not None:
+            self._sample(logits_RV, state.rows, sampling, likely=likely)
+            return
+        if self._logits is None:  # not while a graph is captured: the step has run before
+            self._logits = torch.empty(state.slots, logits_RV.shape[1], device=self.device)
+        self._logits[:rows] = logits_RV
 
     def _penalize(self, logits_RV: Tensor, rows_R: Tensor, *, count: bool) -> Tensor:
         """Apply each row's penalties; `count`: first count its last token."""
@@ -357,9 +381,33 @@ class GraphRunner:
         forward = self.policy.hidden if self._fused is None else self._fused.hidden
         return forward(tokens_T, positions_T, layout)
 
-    def _sample(self, logits_RV: Tensor, rows_R: Tensor, sampling: Sampling, *, likely: bool) -> None:
-        """Sample the next token of each row and advance its sequence."""
+    def _apply_masks(self, logits_RV: Tensor, rows_R: Tensor, masks_SW: Tensor) -> None:
+        """Exclude tokens in place, by the masks of the rows' slots."""
+        (slots, words), (rows, vocabulary) = masks_SW.shape, logits_RV.shape
+        if self._masks is None:
+            self._masks = torch.full((self.state.slots + 1, words), -1, dtype=torch.int32, device=self.device)
+        self._masks[:slots].copy_(masks_SW, non_blocking=True)
+        launch(
+            kernels.apply_masks,
+            (rows, -(-vocabulary // kernels.CHUNK)),
+            logits_RV, self._masks, rows_R, vocabulary, words,
+            CHUNK=kernels.CHUNK,
+            num_warps=4,
+        )  # fmt: skip
+
+    def _sample(
+        self,
+        logits_RV: Tensor,
+        rows_R: Tensor,
+        sampling: Sampling,
+        *,
+        likely: bool,
+        masks_SW: Tensor | None = None,
+    ) -> None:
+        """Sample the next token of each row and advance its sequence; masks overwrite the logits."""
         state = self.state
+        if masks_SW is not None:
+            self._apply_masks(logits_RV, rows_R, masks_SW)
         scaled = sampling.greedy or sampling.truncates
         if sampling.truncates and not sampling.greedy:
             scale_R1 = state.scale.index_select(0, rows_R[: len(logits_RV)])[:, None]

@@ -84,6 +84,18 @@ def penalize(
         tl.store(LOGITS + row * vocabulary + at, x, mask=inside)
 
 
+@triton.jit(do_not_specialize=["words"])
+def apply_masks(LOGITS, MASKS, ROWS, vocabulary, words, CHUNK: tl.constexpr):
+    """One program per (row, chunk): store -inf for each token that the mask of the row's slot excludes."""
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    there = at < vocabulary
+    slot = tl.load(ROWS + row).to(tl.int64)
+    word = tl.load(MASKS + slot * words + at // 32, mask=there, other=0)
+    excluded = ((word >> (at % 32)) & 1) == 0
+    tl.store(LOGITS + row.to(tl.int64) * vocabulary + at, float("-inf"), mask=there & excluded)
+
+
 @triton.jit
 def sum_chunks(
     LOGITS, BEST, BEST_AT, TOTAL, WEIGHTED, ROWS, SCALE, vocabulary, chunks,

@@ -222,24 +222,43 @@ class CUDASteps:
         scheduler = self.scheduler
         self._remove_cancelled()
         scheduler.make_room()
-        moved = self._step() + self._join()
+        ended: list[tuple[Sequence, Completion]] = []
+        moved = self._step(ended) + self._join()
         # Stop strings need the text on the host, so do not run ahead.
         stops = bool(scheduler.stops[self._decoding_slots()].any())
-        ended: list[tuple[Sequence, Completion]] = []
-        while len(self._issued) > (AHEAD if moved and not stops else 0):
-            ended += self._process(self._issued.popleft())
+        self._drain(ended, keep=AHEAD if moved and not stops else 0)
         return ended
 
-    def _step(self) -> int:
+    def _drain(self, ended: list[tuple[Sequence, Completion]], *, keep: int) -> None:
+        """Process results until `keep` steps are in flight; add sequences that have ended to `ended`."""
+        while len(self._issued) > keep:
+            ended += self._process(self._issued.popleft())
+
+    def _step(self, ended: list[tuple[Sequence, Completion]]) -> int:
         """Issue one more token for every sequence below its limit; return how many."""
         scheduler = self.scheduler
         slots = self._decoding_slots()
         active = slots[scheduler.length[slots] < scheduler.limit[slots]]
+        tenant = scheduler.tenant[active]
+
+        def masks() -> Tensor:
+            # A mask depends on the token before, which the host reads while the device runs the layers.
+            self._drain(ended, keep=0)
+            return scheduler.masks.words_SW
+
         for sampling, indices in scheduler.by_settings(active):
             slots = active[indices]
-            likely, penalized = self._wants_alternatives(slots), bool(scheduler.penalized[slots].any())
-            self.runner.step(scheduler, slots, sampling, likely=likely, penalized=penalized)
-        self._issue(active)
+            constrained = scheduler.masks.constrained[slots].any()
+            self.runner.step(
+                scheduler,
+                slots,
+                sampling,
+                likely=self._wants_alternatives(slots),
+                penalized=bool(scheduler.penalized[slots].any()),
+                masks=masks if constrained else None,
+            )
+        # Sequences that have ended meanwhile are sampled once more; nobody reads the result.
+        self._issue(active[scheduler.tenant[active] == tenant])
         return len(active)
 
     def _decoding_slots(self) -> NDArray[np.int64]:
@@ -266,6 +285,7 @@ class CUDASteps:
             self.runner.set_penalties(sequence.slot, penalties, sequence.prefix.tokens)
         for sampling, indices in scheduler.by_settings(slots):
             prefixes = [joined[index].prefix for index in indices]
+            constrained = scheduler.masks.constrained[slots[indices]].any()
             self.runner.join(
                 scheduler,
                 slots[indices],
@@ -273,6 +293,7 @@ class CUDASteps:
                 sampling,
                 likely=self._wants_alternatives(slots[indices]),
                 penalized=bool(scheduler.penalized[slots[indices]].any()),
+                masks_SW=scheduler.masks.words_SW if constrained else None,
             )
         self._issue(slots)
         return len(joined)

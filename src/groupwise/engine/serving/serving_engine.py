@@ -20,6 +20,7 @@ from groupwise.engine.sampler import Alternatives
 from groupwise.engine.scheduler import BlockPool
 from groupwise.engine.scheduler import Sequence as Member
 from groupwise.engine.serving.serving_scheduler import CPUSteps, DecodeSteps, Job, ServingScheduler
+from groupwise.model.grammar import GrammarCompiler
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Finish
 
@@ -74,7 +75,12 @@ class ServingEngine:
         pool = BlockPool(
             max(-(-tokens // block_size), -(-self.context // block_size) + 2), block_size=block_size
         )
-        self.scheduler = ServingScheduler(slots=slots, pool=pool, context=self.context)
+        self.scheduler = ServingScheduler(
+            slots=slots,
+            pool=pool,
+            context=self.context,
+            grammars=GrammarCompiler(policy, policy.end_tokens),
+        )
         self._incoming: deque[Job] = deque()
         self._cancelled: set[Job] = set()
         self._sent: dict[Member, tuple[int, float]] = {}

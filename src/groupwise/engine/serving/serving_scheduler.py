@@ -28,6 +28,7 @@ from groupwise.engine.sampler import (
     uniforms,
 )
 from groupwise.engine.scheduler import BlockPool, Prefix, Scheduler, Sequence
+from groupwise.model.grammar import GrammarCompiler, TokenGrammar
 from groupwise.model.ops.logits import scaled_logits
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Finish, Request, Sampling
@@ -49,15 +50,19 @@ class Job:
     scores_prompt: bool = False
     """Whether to return the log-probabilities of the prompt's tokens, too."""
     penalties: Penalties | None = None
+    grammar: str | None = None
+    """A grammar that each completion must match (`model.grammar`)."""
 
 
 class ServingScheduler(Scheduler):
     """Reuses request numbers, and starts a job once blocks for all its tokens can be reserved."""
 
-    def __init__(self, *, slots: int, pool: BlockPool, context: int) -> None:
+    def __init__(
+        self, *, slots: int, pool: BlockPool, context: int, grammars: GrammarCompiler | None = None
+    ) -> None:
         super().__init__([Request(prompt=(0,), seeds=(0,))], slots=slots, pool=pool, max_tokens=context)
         self.waiting.clear()
-        self.context = context
+        self.context, self._grammars = context, grammars
         # Each running sequence may belong to a different request; waiting jobs have no number yet.
         self.prompt_length = np.zeros(slots, dtype=np.int64)
         self.prompt_tables = np.zeros((slots, pool.blocks_for(context)), dtype=np.int64)
@@ -90,7 +95,7 @@ class ServingScheduler(Scheduler):
         return bool(self._queue or self.waiting or self.running)
 
     def check(self, job: Job) -> None:
-        """Raise ValueError for a job that could never run."""
+        """Raise ValueError for a job that could never run. Compiling its grammar may take a second."""
         if not job.prompt:
             raise ValueError("the prompt is empty")
         total = len(job.prompt) + job.sampling.max_tokens
@@ -104,6 +109,16 @@ class ServingScheduler(Scheduler):
                 f"n={len(job.seeds)} completions of up to {job.sampling.max_tokens} tokens "
                 "exceed the server's capacity; lower n or max_tokens"
             )
+        self._compiled(job)
+
+    def _compiled(self, job: Job) -> TokenGrammar | None:
+        if job.grammar is None:
+            return None
+        assert self._grammars is not None, "a job with a grammar needs a compiler"
+        return self._grammars.compile(job.grammar)
+
+    def grammar_of(self, sequence: Sequence) -> TokenGrammar | None:
+        return self._compiled(self.job_of(sequence))
 
     def need(self, job: Job) -> int:
         """Return the maximum number of blocks a job may use."""
@@ -244,6 +259,7 @@ class CPUSteps:
         running = scheduler.slots()
         for row in np.flatnonzero(scheduler.penalized[running]):
             logits_RV[row] = self._penalized(logits_RV[row], scheduler.running[row])
+        logits_RV = scheduler.masks.apply(logits_RV, running)
         temperature_R = torch.from_numpy(scheduler.temperatures(running, 1.0))
         logits_RV = logits_RV / temperature_R.to(logits_RV.device)[:, None]
         for sampling, indices in scheduler.by_settings(running):
@@ -278,7 +294,7 @@ class FinishCheck:
         self._stop_strings = StopStrings(policy)
 
     def finish(self, slots_N: Slots, lengths_N: Slots) -> list[tuple[Sequence, Completion]]:
-        """Finish the sequences in these slots that have ended, given their lengths."""
+        """Finish the sequences in these slots that have ended; `lengths_N` are their lengths."""
         scheduler = self.scheduler
         ended_N = np.isin(scheduler.tokens[slots_N, lengths_N - 1], self._ends)
         ended_N |= (lengths_N >= scheduler.limit[slots_N]) | scheduler.stops[slots_N]
@@ -289,6 +305,8 @@ class FinishCheck:
                 if reason := self._reason(sequence, length):
                     scheduler.length[slot] = length
                     ended.append((sequence, scheduler.finish(sequence, reason)))
+        going_N = np.isin(slots_N, scheduler.slots()) if ended else np.ones(len(slots_N), dtype=np.bool_)
+        scheduler.masks.update(slots_N[going_N], scheduler.tokens[slots_N[going_N], lengths_N[going_N] - 1])
         return ended
 
     def _reason(self, sequence: Sequence, length: int) -> Finish | None:
@@ -296,7 +314,7 @@ class FinishCheck:
         scheduler, slot = self.scheduler, sequence.slot
         written = scheduler.tokens[slot, :length]
         if int(written[-1]) in self.end_tokens:
-            return "end"
+            return "length" if scheduler.masks.failed[slot] else "end"
         stop = scheduler.job_of(sequence).sampling.stop
         if stop and self._stop_strings.hits([written], stop)[0]:
             return "stop"

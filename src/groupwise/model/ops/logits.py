@@ -71,6 +71,13 @@ def scaled_logits(logits_NV: Tensor, sampling: Sampling, *, keep_N: Tensor | Non
     return logits_NV.masked_fill(~allowed_NV, float("-inf"))
 
 
+def masked_logits(logits_NV: Tensor, masks_NW: Tensor) -> Tensor:
+    """Return logits with -inf for every token whose bit is 0 (`model.grammar`)."""
+    bits_B = torch.arange(32, dtype=torch.int32, device=masks_NW.device)
+    allowed_NV = (masks_NW[:, :, None] >> bits_B & 1).flatten(1)[:, : logits_NV.shape[1]].bool()
+    return logits_NV.masked_fill(~allowed_NV, float("-inf"))
+
+
 class LogitsProcessor:
     """A sampling rule of the user: (tokens so far, logits of the next token) to logits, before temperature.
 

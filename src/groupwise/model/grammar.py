@@ -1,0 +1,253 @@
+"""Constrained decoding: grammars and JSON schemas that restrict which token may come next, by llguidance.
+
+A grammar is a text in llguidance's dialect of Lark. `json_grammar` makes one from a JSON schema. The tokens
+that it allows depend on the answer's tokens so far and on nothing else. The sampler and the trainer therefore
+compute the same masks, and the trained log-probabilities account for them.
+
+A mask has one bit per token: bit t % 32 of word t // 32 belongs to token t. End tokens are allowed exactly
+where the grammar accepts the answer.
+
+Axes: N rows, W words of 32 tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from groupwise.errors import ConfigError
+from groupwise.model.tokenizer import TokenizerCodec
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+MISSING = (
+    "constrained decoding requires the package llguidance; install it: pip install 'groupwise[structured]'"
+)
+LONGEST_SCHEMA = 64 * 1024
+"""Characters of a JSON schema; longer ones may take many seconds to compile."""
+MOST_ITEMS = 2000
+"""Largest bound on the items of an array: each item up to a bound is a rule of the grammar."""
+COUNTS = ("minItems", "maxItems", "minProperties", "maxProperties")
+LARGEST_GRAMMAR = 100_000
+"""Symbols of a compiled grammar."""
+MOST_LEXER_STATES = 50_000
+"""States that computing masks may add, of about 1 kB each."""
+LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON as `json.dumps` writes it. Free whitespace would let a weak model write line breaks without end."""
+MOST_GRAMMARS = 64
+"""Compiled grammars that are kept."""
+MOST_THREADS = 8
+ROWS_PER_COPY = 16
+"""Sequences that share a copy of a compiled grammar; one thread at a time works on a copy."""
+
+
+class GrammarError(ValueError):
+    """A grammar or JSON schema that cannot be used; the message says why."""
+
+
+def require_llguidance() -> None:
+    if find_spec("llguidance") is None:
+        raise ConfigError(MISSING)
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """Return the right-hand side of a rule that a JSON value of this schema matches."""
+    if not isinstance(schema, Mapping):
+        raise GrammarError("a JSON schema must be an object")
+    for name, value in _keywords(schema):
+        if name in COUNTS and isinstance(value, int) and value > MOST_ITEMS:
+            raise GrammarError(f"{name} may be at most {MOST_ITEMS} in a JSON schema; got {value}")
+    text = json.dumps({**schema, "x-guidance": LAYOUT})
+    if len(text) > LONGEST_SCHEMA:
+        raise GrammarError(
+            f"the JSON schema has {len(text)} characters; at most {LONGEST_SCHEMA} are supported"
+        )
+    return f"%json {text}"
+
+
+def json_grammar(schema: Mapping[str, Any]) -> str:
+    """Return the grammar of JSON values that match a schema."""
+    return f"start: {json_rule(schema)}\n"
+
+
+def _keywords(schema: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every key of a schema with its value, at any depth."""
+    open_values = [schema]
+    while open_values:
+        value = open_values.pop()
+        if isinstance(value, Mapping):
+            yield from value.items()
+            open_values += value.values()
+        elif isinstance(value, list):
+            open_values += value
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model's tokens, and keeps the last ones."""
+
+    def __init__(self, codec: TokenizerCodec, end_tokens: frozenset[int]) -> None:
+        self._codec, self._end_tokens = codec, end_tokens
+        self._kept: dict[str, TokenGrammar] = {}
+        self._lock = threading.Lock()
+
+    def compile(self, text: str) -> TokenGrammar:
+        """Return the compiled grammar; raise GrammarError if it cannot be used."""
+        with self._lock:
+            grammar = self._kept.pop(text, None) or TokenGrammar(text, self._tokens)
+            self._kept[text] = grammar  # the last one used is the last one dropped
+            while len(self._kept) > MOST_GRAMMARS:
+                del self._kept[next(iter(self._kept))]
+        return grammar
+
+    @cached_property
+    def _tokens(self) -> GrammarTokens:
+        return GrammarTokens(self._codec, self._end_tokens)
+
+
+class GrammarTokens:
+    """A model's tokens as llguidance reads them, and the threads that compute masks."""
+
+    def __init__(self, codec: TokenizerCodec, end_tokens: frozenset[int]) -> None:
+        require_llguidance()
+        from llguidance import LLExecutor, LLParserLimits, LLTokenizer
+
+        backend = getattr(codec.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise GrammarError("constrained decoding requires a model with a fast tokenizer (tokenizer.json)")
+        if not end_tokens:
+            raise GrammarError("constrained decoding requires a model with an end token")
+        settings = json.loads(backend.to_str())
+        settings["padding"] = settings["truncation"] = None
+        self.ends = sorted(end_tokens)
+        own = codec.tokenizer.eos_token_id
+        self.end = own if own in end_tokens else self.ends[0]
+        self.vocabulary = codec.vocabulary
+        size = max(codec.vocabulary, len(codec.tokenizer))
+        self._trimmed = size > codec.vocabulary
+        self.words = -(-size // 32)
+        try:
+            self.tokenizer: LLTokenizer = LLTokenizer(json.dumps(settings), n_vocab=size, eos_token=self.end)
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            raise GrammarError(f"llguidance cannot read the model's tokenizer: {reason}") from error
+        # The limits on the work for one mask are llguidance's own, about 15 ms.
+        self.limits = LLParserLimits(
+            max_grammar_size=LARGEST_GRAMMAR, max_lexer_states=MOST_LEXER_STATES, verbose_errors=False
+        )
+        self.threads = max(1, min(MOST_THREADS, (os.cpu_count() or 1) // 2))
+        self.executor: LLExecutor = LLExecutor(num_threads=self.threads)
+
+    def finish_masks(self, masks_NW: NDArray[np.int32]) -> None:
+        """Give every end token the bit of the first, and drop tokens that the model does not have."""
+        if self._trimmed:
+            last, rest = divmod(self.vocabulary, 32)
+            masks_NW[:, last] &= (1 << rest) - 1
+            masks_NW[:, last + 1 :] = 0
+            masks_NW[~masks_NW.any(axis=1)] = self.only_ends_W
+        if len(self.ends) > 1:
+            accepted_N = masks_NW[:, self.end // 32] >> (self.end % 32) & 1
+            for end in self.ends:
+                self._set(masks_NW, end, accepted_N)
+
+    @cached_property
+    def only_ends_W(self) -> NDArray[np.int32]:
+        """The mask that allows the end tokens alone."""
+        mask_1W = np.zeros((1, self.words), dtype=np.int32)
+        for end in self.ends:
+            self._set(mask_1W, end, np.ones(1, dtype=np.int32))
+        only_W: NDArray[np.int32] = mask_1W[0]
+        return only_W
+
+    @staticmethod
+    def _set(masks_NW: NDArray[np.int32], token: int, bits_N: NDArray[np.int32]) -> None:
+        word, bit = token // 32, np.uint32(1 << token % 32).view(np.int32)
+        masks_NW[:, word] = np.where(bits_N != 0, masks_NW[:, word] | bit, masks_NW[:, word] & ~bit)
+
+
+class TokenGrammar:
+    """A grammar, compiled for one model's tokens."""
+
+    def __init__(self, text: str, tokens: GrammarTokens) -> None:
+        self.text, self.tokens = text, tokens
+        self._copies: list[LLMatcher] = [self._compiled()]
+        """Copies at the start of an answer. Sequences that start from one share its caches and its lock."""
+        self._users = [0]
+        first_1W = np.zeros((1, tokens.words), dtype=np.int32)
+        self._compute([(self._copies[0].deep_copy(), 0)], first_1W)
+        if self._copies[0].is_error() or not first_1W.any():
+            raise GrammarError("no answer can match this grammar")
+        self.first_W = first_1W[0]
+        """The mask of an answer's first token."""
+
+    def _compiled(self) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self.tokens.tokenizer, self.text, log_level=0, limits=self.tokens.limits)
+        if matcher.is_error():
+            raise GrammarError(_reason(matcher.get_error()))
+        return matcher
+
+    def start(self) -> GrammarState:
+        """Return the state of an answer without tokens."""
+        copy = int(np.argmin(self._users))
+        if self._users[copy] >= ROWS_PER_COPY and len(self._copies) < self.tokens.threads:
+            copy = len(self._copies)
+            self._copies.append(self._compiled())
+            self._users.append(0)
+        self._users[copy] += 1
+        return GrammarState(self, self._copies[copy].deep_copy(), copy)
+
+    def leave(self, state: GrammarState) -> None:
+        """Forget a state that has ended."""
+        self._users[state.copy] -= 1
+
+    def _compute(self, rows: list[tuple[LLMatcher, int]], masks_NW: NDArray[np.int32]) -> None:
+        assert masks_NW.flags.c_contiguous
+        tokens = self.tokens
+        tokens.executor.unsafe_compute_mask_ptr(rows, masks_NW.ctypes.data, 4 * tokens.words, len(masks_NW))
+        tokens.finish_masks(masks_NW)
+
+    def masks(self, answers: Sequence[Sequence[int]]) -> NDArray[np.int32]:
+        """Return the masks before each token of these answers, one answer after the other."""
+        starts = np.cumsum([0, *map(len, answers)])
+        masks_NW = np.zeros((int(starts[-1]) + len(answers), self.tokens.words), dtype=np.int32)
+        copies = self._copies[: max(1, len(answers))]
+        rows = [
+            (copies[n * len(copies) // len(answers)].deep_copy(), int(starts[n]) + n, list(answer))
+            for n, answer in enumerate(answers)
+        ]
+        tokens = self.tokens
+        tokens.executor.unsafe_compute_mask_ptr_with_draft_token(
+            rows, masks_NW.ctypes.data, 4 * tokens.words, len(masks_NW)
+        )
+        # The call also computes the mask after an answer's last token.
+        own = np.concatenate([np.arange(len(answer)) + starts[n] + n for n, answer in enumerate(answers)])
+        own_NW: NDArray[np.int32] = masks_NW[own]
+        tokens.finish_masks(own_NW)
+        return own_NW
+
+
+class GrammarState:
+    """What an unfinished answer allows next."""
+
+    __slots__ = ("copy", "grammar", "matcher")
+
+    def __init__(self, grammar: TokenGrammar, matcher: LLMatcher, copy: int) -> None:
+        self.grammar, self.matcher, self.copy = grammar, matcher, copy
+
+
+def _reason(error: str) -> str:
+    """Return the first line of llguidance's message, without the position in the generated grammar."""
+    line = error.partition("\n")[0].rstrip(". ")
+    for mark in ("failed to compile JSON schema: ", '%json": '):
+        line = line.rpartition(mark)[2]
+    return f"the schema or grammar is not supported: {line}"
