@@ -6,8 +6,8 @@ import groupwise as gw
 
 
 def surprise(tokens: gw.Tokens, settings: gw.LossSettings) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    weight = 1 - tokens.old_T.exp()  # near 0 for tokens that were certain
-    loss = -weight * tokens.advantages_T * tokens.logprobs_T
+    weight = 1 - tokens.old_N.exp()  # near 0 for tokens that were certain
+    loss = -weight * tokens.advantages_N * tokens.logprobs_N
     return loss, {"policy/surprise": weight.sum()}
 
 

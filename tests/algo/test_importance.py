@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from groupwise.algo.divergence import KL_ESTIMATORS, importance_weights, kl_penalty, sum_by_sequence
+from groupwise.algo.losses import KL_ESTIMATORS, importance_weights, kl_penalty, sum_by_sequence
 from groupwise.config import schema
 
 
 def weights(kind: str, ratios: list[float], sequences: list[int]) -> tuple[list[float], dict[str, Tensor]]:
-    old_T = torch.tensor(ratios, dtype=torch.float64).log().requires_grad_()
-    found_T, metrics = importance_weights(
-        old_T, torch.zeros_like(old_T), torch.tensor(sequences), kind=kind, cap=2.0
+    old_N = torch.tensor(ratios, dtype=torch.float64).log().requires_grad_()
+    found_N, metrics = importance_weights(
+        old_N, torch.zeros_like(old_N), torch.tensor(sequences), kind=kind, cap=2.0
     )
-    assert not found_T.requires_grad
-    return found_T.tolist(), metrics
+    assert not found_N.requires_grad
+    return found_N.tolist(), metrics
 
 
 @pytest.mark.parametrize(
@@ -54,25 +54,25 @@ def test_the_diagnostics_count_what_was_cut():
 
 @pytest.mark.parametrize(("kind", "expected"), [("sequence_truncate", 2.0), ("sequence_mask", 0.0)])
 def test_a_weight_that_overflows_is_still_bounded(kind, expected):
-    old_T = torch.full((2,), 500.0)
-    found_T, _ = importance_weights(
-        old_T, torch.zeros(2), torch.zeros(2, dtype=torch.int64), kind=kind, cap=2.0
+    old_N = torch.full((2,), 500.0)
+    found_N, _ = importance_weights(
+        old_N, torch.zeros(2), torch.zeros(2, dtype=torch.int64), kind=kind, cap=2.0
     )
-    assert found_T.tolist() == [expected, expected]
+    assert found_N.tolist() == [expected, expected]
 
 
 def test_sums_by_sequence_come_back_to_every_token_whatever_the_order():
-    found_T = sum_by_sequence(torch.tensor([1.0, 10.0, 2.0, 20.0]), torch.tensor([1, 0, 1, 0]))
-    assert found_T.tolist() == [3, 30, 3, 30]
+    found_N = sum_by_sequence(torch.tensor([1.0, 10.0, 2.0, 20.0]), torch.tensor([1, 0, 1, 0]))
+    assert found_N.tolist() == [3, 30, 3, 30]
 
 
 @pytest.mark.parametrize(
     ("kind", "expected"), [("k1", math.log(2)), ("k2", math.log(2) ** 2 / 2), ("k3", 0.5 - 1 + math.log(2))]
 )
 def test_each_kl_estimate_matches_the_hand_worked_value(kind, expected):
-    logprob_T, reference_T = torch.tensor([0.5]).log(), torch.tensor([0.25]).log()
-    penalty_T = kl_penalty(logprob_T, reference_T, logprob_T, kind=kind)
-    assert penalty_T.item() == pytest.approx(expected)
+    logprob_N, reference_N = torch.tensor([0.5]).log(), torch.tensor([0.25]).log()
+    penalty_N = kl_penalty(logprob_N, reference_N, logprob_N, kind=kind)
+    assert penalty_N.item() == pytest.approx(expected)
 
 
 def test_every_kl_estimate_of_the_settings_exists():
@@ -130,9 +130,9 @@ def test_the_penalty_is_an_unbiased_value_of_the_kl_off_policy(kind):
 
 def test_k2_and_k3_pull_alike_on_every_token():
     def pull(kind: str) -> Tensor:
-        logprobs_T = torch.tensor([-0.5, -1.0, -2.0], dtype=torch.float64).requires_grad_()
-        old_T = torch.tensor([-0.6, -1.0, -1.5], dtype=torch.float64)
-        reference_T = torch.tensor([-1.0, -0.5, -2.0], dtype=torch.float64)
-        return gradient(kl_penalty(logprobs_T, reference_T, old_T, kind=kind).sum(), logprobs_T)
+        logprobs_N = torch.tensor([-0.5, -1.0, -2.0], dtype=torch.float64).requires_grad_()
+        old_N = torch.tensor([-0.6, -1.0, -1.5], dtype=torch.float64)
+        reference_N = torch.tensor([-1.0, -0.5, -2.0], dtype=torch.float64)
+        return gradient(kl_penalty(logprobs_N, reference_N, old_N, kind=kind).sum(), logprobs_N)
 
     torch.testing.assert_close(pull("k2"), pull("k3"))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from groupwise.algo.losses import (
-    NORMALIZATION,
+    MEAN_OVER,
     SURROGATES,
     LossSettings,
     Tokens,
@@ -42,16 +42,16 @@ def settings(kind: str, **changes: Any) -> LossSettings:
 
 def tokens(ratios: list[float], advantages: list[float], sequences: list[int] | None = None) -> Tokens:
     """Tokens of weight 1 and old log-prob -1, that have moved by these ratios."""
-    old_T = torch.full((len(ratios),), -1.0, dtype=torch.float64)
+    old_N = torch.full((len(ratios),), -1.0, dtype=torch.float64)
     return Tokens(
-        logprobs_T=(old_T + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_(),
-        old_T=old_T,
-        sampled_T=old_T,
-        reference_T=None,
-        entropy_T=None,
-        advantages_T=torch.tensor(advantages, dtype=torch.float64),
-        weights_T=torch.ones_like(old_T),
-        sequence_T=torch.tensor(sequences or [0] * len(ratios)),
+        logprobs_N=(old_N + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_(),
+        old_N=old_N,
+        sampled_N=old_N,
+        reference_N=None,
+        entropy_N=None,
+        advantages_N=torch.tensor(advantages, dtype=torch.float64),
+        weights_N=torch.ones_like(old_N),
+        sequence_N=torch.tensor(sequences or [0] * len(ratios)),
     )
 
 
@@ -63,27 +63,27 @@ def random_tokens(*, weights: list[float], seed: int = 0) -> Tokens:
     def noise(scale: float) -> Tensor:
         return scale * torch.randn(count, generator=generator, dtype=torch.float64)
 
-    old_T = noise(1.0).abs().neg()
+    old_N = noise(1.0).abs().neg()
     lengths = torch.tensor(LENGTHS)
     return Tokens(
-        logprobs_T=(old_T + noise(0.4)).requires_grad_(),
-        old_T=old_T,
-        sampled_T=old_T + noise(0.4),
-        reference_T=old_T + noise(0.4),
-        entropy_T=noise(1.0).abs().requires_grad_(),
-        advantages_T=torch.tensor([1.0, -0.5, 0.7, -1.2], dtype=torch.float64).repeat_interleave(lengths),
-        weights_T=torch.tensor(weights, dtype=torch.float64).repeat_interleave(lengths),
-        sequence_T=torch.arange(len(LENGTHS)).repeat_interleave(lengths),
+        logprobs_N=(old_N + noise(0.4)).requires_grad_(),
+        old_N=old_N,
+        sampled_N=old_N + noise(0.4),
+        reference_N=old_N + noise(0.4),
+        entropy_N=noise(1.0).abs().requires_grad_(),
+        advantages_N=torch.tensor([1.0, -0.5, 0.7, -1.2], dtype=torch.float64).repeat_interleave(lengths),
+        weights_N=torch.tensor(weights, dtype=torch.float64).repeat_interleave(lengths),
+        sequence_N=torch.arange(len(LENGTHS)).repeat_interleave(lengths),
     )
 
 
 def loss_and_gradient(found: Tokens, how: LossSettings) -> tuple[float, Tensor]:
     loss, _ = policy_loss(found, how)
-    return loss.item(), torch.autograd.grad(loss, found.logprobs_T)[0]
+    return loss.item(), torch.autograd.grad(loss, found.logprobs_N)[0]
 
 
 def test_every_loss_of_the_settings_exists():
-    assert set(SURROGATES) == set(NORMALIZATION) == set(schema.LOSSES)
+    assert set(SURROGATES) == set(MEAN_OVER) == set(schema.LOSSES)
 
 
 @pytest.mark.parametrize("kind", CLIPPED)
@@ -101,9 +101,9 @@ def test_every_loss_of_the_settings_exists():
     ],
 )
 def test_clipped_losses_match_the_hand_worked_value(kind, ratio, advantage, loss, gradient):
-    value, gradient_T = loss_and_gradient(tokens([ratio], [advantage]), settings(kind))
+    value, gradient_N = loss_and_gradient(tokens([ratio], [advantage]), settings(kind))
     assert value == pytest.approx(loss)
-    assert gradient_T.item() == pytest.approx(gradient)
+    assert gradient_N.item() == pytest.approx(gradient)
 
 
 @pytest.mark.parametrize(
@@ -116,48 +116,48 @@ def test_clipped_losses_match_the_hand_worked_value(kind, ratio, advantage, loss
     ],
 )
 def test_the_two_sided_bound_holds_punished_tokens(ratio, advantage, loss, gradient):
-    value, gradient_T = loss_and_gradient(tokens([ratio], [advantage]), settings("dapo", clip_two_sided=3.0))
+    value, gradient_N = loss_and_gradient(tokens([ratio], [advantage]), settings("dapo", clip_two_sided=3.0))
     assert value == pytest.approx(loss)
-    assert gradient_T.item() == pytest.approx(gradient)
+    assert gradient_N.item() == pytest.approx(gradient)
 
 
 def test_the_clipped_loss_equals_the_minimum_of_ppo():
     found = random_tokens(weights=[1.0, 2.0, 3.0, 4.0])
-    value, gradient_T = loss_and_gradient(found, settings("grpo"))
-    ratio_T = (found.logprobs_T - found.old_T).exp()
-    objective_T = torch.minimum(ratio_T * found.advantages_T, ratio_T.clamp(0.8, 1.3) * found.advantages_T)
-    naive = -(found.weights_T * objective_T).sum()
+    value, gradient_N = loss_and_gradient(found, settings("grpo"))
+    ratio_N = (found.logprobs_N - found.old_N).exp()
+    objective_N = torch.minimum(ratio_N * found.advantages_N, ratio_N.clamp(0.8, 1.3) * found.advantages_N)
+    naive = -(found.weights_N * objective_N).sum()
     assert value == pytest.approx(naive.item())
-    torch.testing.assert_close(gradient_T, torch.autograd.grad(naive, found.logprobs_T)[0])
+    torch.testing.assert_close(gradient_N, torch.autograd.grad(naive, found.logprobs_N)[0])
 
 
 def test_gspo_clips_the_geometric_mean_of_the_ratios():
     # sequence 0: sqrt(0.8 * 1.8) = 1.2, inside; sequence 1: sqrt(1 * 4) = 2, held at 1.3
     found = tokens([0.8, 1.8, 1.0, 4.0], [1.0, 1.0, 1.0, 1.0], [0, 0, 1, 1])
-    value, gradient_T = loss_and_gradient(found, settings("gspo"))
+    value, gradient_N = loss_and_gradient(found, settings("gspo"))
     assert value == pytest.approx(-(1.2 + 1.2 + 1.3 + 1.3))
-    assert gradient_T.tolist() == pytest.approx([-1.2, -1.2, 0.0, 0.0])
+    assert gradient_N.tolist() == pytest.approx([-1.2, -1.2, 0.0, 0.0])
 
 
 def test_gspo_has_the_gradient_of_the_sequence_form():
     (weights,) = token_weights("gspo", [LENGTHS], sequences=4, tokens=10, max_tokens=8)
     found = random_tokens(weights=weights)
-    value, gradient_T = loss_and_gradient(found, settings("gspo", clip_low=0.1, clip_high=0.1))
+    value, gradient_N = loss_and_gradient(found, settings("gspo", clip_low=0.1, clip_high=0.1))
     naive = torch.zeros((), dtype=torch.float64)
     for sequence in range(len(LENGTHS)):
-        own_T = found.sequence_T == sequence
-        ratio = (found.logprobs_T - found.old_T)[own_T].mean().exp()
-        advantage = found.advantages_T[own_T][0]
+        own_N = found.sequence_N == sequence
+        ratio = (found.logprobs_N - found.old_N)[own_N].mean().exp()
+        advantage = found.advantages_N[own_N][0]
         naive = naive - torch.minimum(ratio * advantage, ratio.clamp(0.9, 1.1) * advantage) / len(LENGTHS)
     assert value == pytest.approx(naive.item())
-    torch.testing.assert_close(gradient_T, torch.autograd.grad(naive, found.logprobs_T)[0])
-    assert gradient_T.count_nonzero() < sum(LENGTHS), "some sequence should be clipped"
+    torch.testing.assert_close(gradient_N, torch.autograd.grad(naive, found.logprobs_N)[0])
+    assert gradient_N.count_nonzero() < sum(LENGTHS), "some sequence should be clipped"
 
 
 def test_gspo_takes_advantages_that_differ_within_a_sequence():
     found = tokens([1.0, 1.0], [2.0, -3.0])
-    _, gradient_T = loss_and_gradient(found, settings("gspo"))
-    assert gradient_T.tolist() == pytest.approx([-2.0, 3.0])
+    _, gradient_N = loss_and_gradient(found, settings("gspo"))
+    assert gradient_N.tolist() == pytest.approx([-2.0, 3.0])
 
 
 @pytest.mark.parametrize(
@@ -173,16 +173,16 @@ def test_gspo_takes_advantages_that_differ_within_a_sequence():
 )
 def test_cispo_caps_the_weight_and_keeps_the_gradient(ratio, advantage, weight):
     found = tokens([ratio], [advantage])
-    value, gradient_T = loss_and_gradient(found, settings("cispo"))
-    assert gradient_T.item() == pytest.approx(-weight * advantage)
-    assert value == pytest.approx(-weight * advantage * found.logprobs_T.item())
+    value, gradient_N = loss_and_gradient(found, settings("cispo"))
+    assert gradient_N.item() == pytest.approx(-weight * advantage)
+    assert value == pytest.approx(-weight * advantage * found.logprobs_N.item())
 
 
 @pytest.mark.parametrize("kind", sorted(SURROGATES))
 def test_every_loss_is_the_plain_policy_gradient_on_policy(kind):
     found = tokens([1.0, 1.0, 1.0], [1.0, -2.0, 0.5], [0, 0, 1])
-    _, gradient_T = loss_and_gradient(found, settings(kind))
-    torch.testing.assert_close(gradient_T, -found.advantages_T)
+    _, gradient_N = loss_and_gradient(found, settings(kind))
+    torch.testing.assert_close(gradient_N, -found.advantages_N)
 
 
 @pytest.mark.parametrize("kind", sorted(SURROGATES))
@@ -190,22 +190,22 @@ def test_the_correction_weighs_the_policy_term_alone(kind):
     plain = tokens([1.0], [2.0])
     moved = replace(
         plain,
-        sampled_T=plain.old_T - torch.tensor([1.5]).log(),  # the trainer finds it 1.5 times as likely
-        reference_T=plain.old_T - 0.5,
-        entropy_T=torch.tensor([0.7], dtype=torch.float64),
+        sampled_N=plain.old_N - torch.tensor([1.5]).log(),  # the trainer finds it 1.5 times as likely
+        reference_N=plain.old_N - 0.5,
+        entropy_N=torch.tensor([0.7], dtype=torch.float64),
     )
     how = settings(kind, correction="token_truncate", beta=0.1, kl="k2", entropy_bonus=0.2)
-    value, gradient_T = loss_and_gradient(moved, how)
+    value, gradient_N = loss_and_gradient(moved, how)
     policy = loss_and_gradient(plain, settings(kind))[0]
     assert value == pytest.approx(1.5 * policy + 0.1 * 0.5**2 / 2 - 0.2 * 0.7)
-    assert gradient_T.item() == pytest.approx(1.5 * -2.0 + 0.1 * 0.5)
+    assert gradient_N.item() == pytest.approx(1.5 * -2.0 + 0.1 * 0.5)
 
 
 def test_the_entropy_bonus_pushes_entropy_up():
-    found = replace(tokens([1.0], [0.0]), entropy_T=torch.tensor([0.7], dtype=torch.float64).requires_grad_())
+    found = replace(tokens([1.0], [0.0]), entropy_N=torch.tensor([0.7], dtype=torch.float64).requires_grad_())
     loss, _ = policy_loss(found, settings("dapo", entropy_bonus=0.2))
-    assert found.entropy_T is not None
-    assert torch.autograd.grad(loss, found.entropy_T)[0].item() == pytest.approx(-0.2)
+    assert found.entropy_N is not None
+    assert torch.autograd.grad(loss, found.entropy_N)[0].item() == pytest.approx(-0.2)
 
 
 EVERYTHING: dict[str, Any] = {
@@ -218,14 +218,14 @@ EVERYTHING: dict[str, Any] = {
 
 def part(whole: Tokens, sequences: list[int]) -> Tokens:
     """The tokens of some sequences, numbered anew."""
-    chosen_T = torch.isin(whole.sequence_T, torch.tensor(sequences))
+    chosen_N = torch.isin(whole.sequence_N, torch.tensor(sequences))
 
     def cut(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor[chosen_T]
+        return None if tensor is None else tensor[chosen_N]
 
-    renumbered_T = torch.unique(whole.sequence_T[chosen_T], return_inverse=True)[1]
-    names = [name for name in Tokens.__dataclass_fields__ if name != "sequence_T"]
-    return Tokens(**{name: cut(getattr(whole, name)) for name in names}, sequence_T=renumbered_T)
+    renumbered_N = torch.unique(whole.sequence_N[chosen_N], return_inverse=True)[1]
+    names = [name for name in Tokens.__dataclass_fields__ if name != "sequence_N"]
+    return Tokens(**{name: cut(getattr(whole, name)) for name in names}, sequence_N=renumbered_N)
 
 
 @pytest.mark.parametrize("kind", sorted(SURROGATES))
@@ -239,7 +239,7 @@ def test_losses_gradients_and_metrics_add_up_over_any_micro_batches(kind, split)
     total = torch.stack([value for value, _ in parts]).sum()
     torch.testing.assert_close(total, loss)
     torch.testing.assert_close(
-        torch.autograd.grad(total, whole.logprobs_T)[0], torch.autograd.grad(loss, whole.logprobs_T)[0]
+        torch.autograd.grad(total, whole.logprobs_N)[0], torch.autograd.grad(loss, whole.logprobs_N)[0]
     )
     merged = averages(merge(found for _, found in parts))
     assert merged == pytest.approx(averages(metrics))
@@ -249,14 +249,14 @@ def test_losses_gradients_and_metrics_add_up_over_any_micro_batches(kind, split)
 def test_leaving_out_zero_advantages_changes_no_gradient(kind):
     (weights,) = token_weights(kind, [LENGTHS], sequences=4, tokens=10, max_tokens=8)
     whole = random_tokens(weights=weights)
-    silent_T = whole.sequence_T == 1
-    whole = replace(whole, advantages_T=whole.advantages_T.masked_fill(silent_T, 0.0))
+    silent_N = whole.sequence_N == 1
+    whole = replace(whole, advantages_N=whole.advantages_N.masked_fill(silent_N, 0.0))
     (fewer,) = token_weights(kind, [[3, 4, 2]], sequences=4, tokens=10, max_tokens=8)
     assert fewer == pytest.approx([weights[0], weights[2], weights[3]])
     complete, _ = policy_loss(whole, settings(kind))
     reduced, _ = policy_loss(part(whole, [0, 2, 3]), settings(kind))
     torch.testing.assert_close(
-        torch.autograd.grad(reduced, whole.logprobs_T)[0], torch.autograd.grad(complete, whole.logprobs_T)[0]
+        torch.autograd.grad(reduced, whole.logprobs_N)[0], torch.autograd.grad(complete, whole.logprobs_N)[0]
     )
 
 
@@ -305,7 +305,7 @@ def test_a_batch_smaller_than_its_part_is_refused():
 
 def test_the_diagnostics_match_the_hand_worked_values():
     found = tokens([1.5, 0.5, 1.0, 0.5], [1.0, -1.0, 1.0, 1.0])
-    found = replace(found, sampled_T=found.old_T + torch.tensor([0.1, -0.3, 0.0, 0.0]))
+    found = replace(found, sampled_N=found.old_N + torch.tensor([0.1, -0.3, 0.0, 0.0]))
     _, metrics = policy_loss(found, settings("dapo"))
     means = averages(metrics)
     assert means["policy/ratio"] == pytest.approx(3.5 / 4)
@@ -336,7 +336,7 @@ def test_merged_metrics_add_and_keep_extremes():
 
 def test_tokens_of_different_lengths_are_refused():
     with pytest.raises(AssertionError, match="share one shape"):
-        replace(tokens([1.0, 1.0], [1.0, 1.0]), advantages_T=torch.zeros(3))
+        replace(tokens([1.0, 1.0], [1.0, 1.0]), advantages_N=torch.zeros(3))
 
 
 def test_a_kl_penalty_without_reference_is_refused():
@@ -346,12 +346,12 @@ def test_a_kl_penalty_without_reference_is_refused():
 
 def moved(now: list[float], sampled: list[float], advantages: list[float], sequences: Any = None) -> Tokens:
     """Tokens with these probabilities now and when they were sampled, from the trainer's old policy."""
-    sampled_T = torch.tensor(sampled, dtype=torch.float64).log()
+    sampled_N = torch.tensor(sampled, dtype=torch.float64).log()
     return replace(
         tokens([1.0] * len(now), advantages, sequences),
-        logprobs_T=torch.tensor(now, dtype=torch.float64).log().requires_grad_(),
-        old_T=sampled_T,
-        sampled_T=sampled_T,
+        logprobs_N=torch.tensor(now, dtype=torch.float64).log().requires_grad_(),
+        old_N=sampled_N,
+        sampled_N=sampled_N,
     )
 
 
@@ -370,26 +370,26 @@ def moved(now: list[float], sampled: list[float], advantages: list[float], seque
 def test_dppo_masks_by_the_change_of_probability_in_the_direction_of_the_advantage(
     now, sampled, advantage, gradient
 ):
-    _, gradient_T = loss_and_gradient(moved([now], [sampled], [advantage]), settings("dppo_tv"))
-    assert gradient_T.item() == pytest.approx(gradient)
+    _, gradient_N = loss_and_gradient(moved([now], [sampled], [advantage]), settings("dppo_tv"))
+    assert gradient_N.item() == pytest.approx(gradient)
 
 
 def test_dppo_with_kl_masks_by_the_divergence_of_two_outcomes():
     # KL(0.4 || 0.5) = 0.4 ln 0.8 + 0.6 ln 1.2 = 0.0201; KL(0.4 || 0.6) = 0.4 ln 2/3 + 0.6 ln 1.5 = 0.0811
     found = moved([0.5, 0.6], [0.4, 0.4], [1.0, 1.0])
-    _, gradient_T = loss_and_gradient(found, settings("dppo_kl"))
-    assert gradient_T.tolist() == pytest.approx([-1.25, 0.0])
-    _, gradient_T = loss_and_gradient(found, settings("dppo_kl", divergence_limit=0.02))
-    assert gradient_T.tolist() == pytest.approx([0.0, 0.0])
-    _, gradient_T = loss_and_gradient(found, settings("dppo_kl", divergence_limit=0.1))
-    assert gradient_T.tolist() == pytest.approx([-1.25, -1.5])
+    _, gradient_N = loss_and_gradient(found, settings("dppo_kl"))
+    assert gradient_N.tolist() == pytest.approx([-1.25, 0.0])
+    _, gradient_N = loss_and_gradient(found, settings("dppo_kl", divergence_limit=0.02))
+    assert gradient_N.tolist() == pytest.approx([0.0, 0.0])
+    _, gradient_N = loss_and_gradient(found, settings("dppo_kl", divergence_limit=0.1))
+    assert gradient_N.tolist() == pytest.approx([-1.25, -1.5])
 
 
 def test_dppo_is_defined_for_tokens_that_were_certain():
     found = moved([1.0, 1e-30], [1.0, 1.0], [1.0, -1.0])
     for kind in ("dppo_tv", "dppo_kl"):
-        _, gradient_T = loss_and_gradient(found, settings(kind))
-        assert gradient_T.tolist() == [-1.0, 0.0]
+        _, gradient_N = loss_and_gradient(found, settings(kind))
+        assert gradient_N.tolist() == [-1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -402,9 +402,9 @@ def test_dppo_is_defined_for_tokens_that_were_certain():
     ],
 )
 def test_sapo_gates_softly_and_faster_where_the_advantage_is_negative(ratio, advantage, loss, gradient):
-    value, gradient_T = loss_and_gradient(tokens([ratio], [advantage]), settings("sapo"))
+    value, gradient_N = loss_and_gradient(tokens([ratio], [advantage]), settings("sapo"))
     assert value == pytest.approx(loss, abs=2e-4)
-    assert gradient_T.item() == pytest.approx(gradient, abs=2e-3)
+    assert gradient_N.item() == pytest.approx(gradient, abs=2e-3)
 
 
 def test_punished_sequences_that_the_policy_has_left_are_dropped():
@@ -415,12 +415,12 @@ def test_punished_sequences_that_the_policy_has_left_are_dropped():
         [-1, -1, -1, -1, 1, 1],
         [0, 0, 1, 1, 2, 2],
     )
-    _, gradient_T = loss_and_gradient(found, settings("dapo", clip_low=1.0, off_policy_mask=0.5))
-    assert gradient_T.tolist() == pytest.approx([0.0, 0.0, 1.0, 1.0, -0.5, -0.5])
+    _, gradient_N = loss_and_gradient(found, settings("dapo", clip_low=1.0, off_policy_mask=0.5))
+    assert gradient_N.tolist() == pytest.approx([0.0, 0.0, 1.0, 1.0, -0.5, -0.5])
     _, metrics = policy_loss(found, settings("dapo", clip_low=1.0, off_policy_mask=0.5))
     assert metrics["policy/off_policy"] == 2
-    _, gradient_T = loss_and_gradient(found, settings("dapo", clip_low=1.0, off_policy_mask=0.7))
-    assert gradient_T.tolist() == pytest.approx([0.5, 0.5, 1.0, 1.0, -0.5, -0.5])
+    _, gradient_N = loss_and_gradient(found, settings("dapo", clip_low=1.0, off_policy_mask=0.7))
+    assert gradient_N.tolist() == pytest.approx([0.5, 0.5, 1.0, 1.0, -0.5, -0.5])
 
 
 @pytest.mark.parametrize("normalize", ["sequences", "max_tokens", "tokens", "minibatch_tokens"])
@@ -432,3 +432,10 @@ def test_any_loss_can_be_a_mean_over_something_else(normalize):
     assert token_weights("my_module:loss", [[3, 1], [4, 2]], **sizes) == token_weights(
         "dapo", [[3, 1], [4, 2]], **sizes
     )
+
+
+def test_a_loss_of_a_user_may_use_the_former_names_of_the_fields():
+    few = tokens([1.0], [1.0])
+    assert few.logprobs_T is few.logprobs_N  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError):
+        few.unknown_T  # type: ignore[attr-defined]  # noqa: B018

@@ -172,25 +172,25 @@ def test_a_step_of_demonstrations_alone_is_supervised_learning():
 
 
 def test_the_teacher_pulls_by_the_difference_of_log_probabilities_where_it_has_one():
-    logprobs_T = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64, requires_grad=True)
-    fixed_T = logprobs_T.detach()
-    zeros_T = torch.zeros(3, dtype=torch.float64)
+    logprobs_N = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64, requires_grad=True)
+    fixed_N = logprobs_N.detach()
+    zeros_N = torch.zeros(3, dtype=torch.float64)
     tokens = Tokens(
-        logprobs_T=logprobs_T,
-        old_T=fixed_T,
-        sampled_T=fixed_T,
-        reference_T=None,
-        entropy_T=None,
-        teacher_T=torch.tensor([-1.5, math.nan, -1.0], dtype=torch.float64),
-        advantages_T=zeros_T,
-        weights_T=torch.ones_like(zeros_T),
-        sequence_T=torch.zeros(3, dtype=torch.int64),
+        logprobs_N=logprobs_N,
+        old_N=fixed_N,
+        sampled_N=fixed_N,
+        reference_N=None,
+        entropy_N=None,
+        teacher_N=torch.tensor([-1.5, math.nan, -1.0], dtype=torch.float64),
+        advantages_N=zeros_N,
+        weights_N=torch.ones_like(zeros_N),
+        sequence_N=torch.zeros(3, dtype=torch.int64),
     )
     how = loss_settings(AlgoConfig(teacher="other", distill=2.0, correction="none"))
     loss, metrics = policy_loss(tokens, how)
     # log p - log t: 0.5, unknown, -2; times the coefficient 2. The values are halves of squares.
     assert loss.item() == pytest.approx(2 * (0.125 + 2.0))
-    assert torch.autograd.grad(loss, logprobs_T)[0].tolist() == pytest.approx([1.0, 0.0, -4.0])
+    assert torch.autograd.grad(loss, logprobs_N)[0].tolist() == pytest.approx([1.0, 0.0, -4.0])
     assert (metrics["policy/teacher_kl"].item(), metrics["policy/taught"].item()) == (-1.5, 2)
 
 
@@ -350,8 +350,8 @@ def test_members_of_a_population_learn_by_a_loss_of_the_user(tmp_path):
     seen: list[int] = []
 
     def own(tokens: gw.Tokens, settings: gw.LossSettings) -> torch.Tensor:
-        seen.append(len(tokens.logprobs_T))
-        return -tokens.logprobs_T * tokens.advantages_T
+        seen.append(len(tokens.logprobs_N))
+        return -tokens.logprobs_N * tokens.advantages_N
 
     settings = {**SMALL, "max_steps": 1, "task.held_out": 2, "skip_evaluation": False}
     searched = {"population": 2, "every": 1}

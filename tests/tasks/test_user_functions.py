@@ -11,8 +11,9 @@ import torch
 
 import groupwise as gw
 from groupwise.algo.advantages import checked_advantage, with_advantages
-from groupwise.algo.losses import checked_loss, register_loss, try_loss
+from groupwise.algo.losses import try_loss
 from groupwise.algo.samples import to_samples
+from groupwise.algo.surrogates import checked_loss, register_loss
 from groupwise.config import read_config
 from groupwise.config.schema import AlgoConfig
 from groupwise.learner.learner import loss_settings
@@ -37,8 +38,8 @@ import groupwise as gw
 SCALE = 1.0
 
 def plain(tokens: gw.Tokens, settings: gw.LossSettings):
-    ratio = (tokens.logprobs_T - tokens.old_T).exp()
-    return -SCALE * ratio * tokens.advantages_T, {"policy/own": ratio.detach().sum()}
+    ratio = (tokens.logprobs_N - tokens.old_N).exp()
+    return -SCALE * ratio * tokens.advantages_N, {"policy/own": ratio.detach().sum()}
 
 def centred(rollouts):
     mean = sum(rollout.reward for rollout in rollouts) / len(rollouts)
@@ -135,16 +136,16 @@ def test_an_advantage_that_raises_is_named_with_its_error():
     ("function", "sentence"),
     [
         (
-            lambda t, s: t.logprobs_T.sum(),
+            lambda t, s: t.logprobs_N.sum(),
             "must return one loss per token, a tensor of shape (5,); got shape ()",
         ),
         (lambda t, s: 1.0, "must return one loss per token, a tensor of shape (5,); got float"),
         (
-            lambda t, s: t.advantages_T,
-            "has no gradient; compute its loss from tokens.logprobs_T without detach()",
+            lambda t, s: t.advantages_N,
+            "has no gradient; compute its loss from tokens.logprobs_N without detach()",
         ),
-        (lambda t, s: t.logprobs_T / 0, "returned NaN or inf for 5 of 5 tokens"),
-        (lambda t, s: (t.logprobs_T, {"a": t.old_T}), "with shape (5,); return its sum over tokens"),
+        (lambda t, s: t.logprobs_N / 0, "returned NaN or inf for 5 of 5 tokens"),
+        (lambda t, s: (t.logprobs_N, {"a": t.old_N}), "with shape (5,); return its sum over tokens"),
         (lambda t, s: t.logprob, "raised AttributeError: 'Tokens' object has no attribute 'logprob'"),
     ],
 )
@@ -157,15 +158,15 @@ def test_a_mistake_in_a_loss_shows_before_a_model_loads(function, sentence):
 
 
 def test_a_loss_may_return_the_losses_alone():
-    own = checked_loss("own", lambda tokens, settings: -tokens.logprobs_T)
+    own = checked_loss("own", lambda tokens, settings: -tokens.logprobs_N)
     ones = torch.ones(3, requires_grad=True)
     settings = loss_settings(AlgoConfig())
     tokens = gw.Tokens(
-        logprobs_T=ones, old_T=ones, sampled_T=ones, reference_T=None, entropy_T=None, advantages_T=ones,
-        weights_T=ones, sequence_T=torch.zeros(3),
+        logprobs_N=ones, old_N=ones, sampled_N=ones, reference_N=None, entropy_N=None, advantages_N=ones,
+        weights_N=ones, sequence_N=torch.zeros(3),
     )  # fmt: skip
-    loss_T, metrics = own(tokens, settings)
-    assert loss_T.tolist() == [-1.0, -1.0, -1.0]
+    loss_N, metrics = own(tokens, settings)
+    assert loss_N.tolist() == [-1.0, -1.0, -1.0]
     assert metrics == {}
 
 
@@ -276,7 +277,7 @@ def test_a_function_of_a_notebook_is_recorded_and_resumed_from_python_only(tmp_p
     scale = 1.0
 
     def own(tokens: gw.Tokens, settings: gw.LossSettings) -> torch.Tensor:
-        return -scale * tokens.logprobs_T * tokens.advantages_T
+        return -scale * tokens.logprobs_N * tokens.advantages_N
 
     where = {"output_dir": tmp_path, "run_name": "run"}
     run = gw.train(TASK, loss=own, max_steps=1, **where, **SMALL_KEYWORDS)
@@ -294,7 +295,7 @@ def test_a_function_of_a_notebook_is_recorded_and_resumed_from_python_only(tmp_p
 
 def test_a_mistake_in_a_loss_leaves_no_run_behind(tmp_path):
     with pytest.raises(gw.ConfigError, match="has no gradient"):
-        gw.train(TASK, loss=lambda t, s: t.advantages_T, output_dir=tmp_path, **SMALL_KEYWORDS)
+        gw.train(TASK, loss=lambda t, s: t.advantages_N, output_dir=tmp_path, **SMALL_KEYWORDS)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -302,8 +303,8 @@ def test_an_agent_learns_by_a_loss_of_the_user():
     seen: list[int] = []
 
     def own(tokens: gw.Tokens, settings: gw.LossSettings) -> torch.Tensor:
-        seen.append(len(tokens.logprobs_T))
-        return -tokens.logprobs_T * tokens.advantages_T
+        seen.append(len(tokens.logprobs_N))
+        return -tokens.logprobs_N * tokens.advantages_N
 
     agent = gw.Agent(loss=own, group_size=2, max_tokens=4, temperature=1.5, model={"device": "cpu"})
     answers = agent.get_action(["1 + 1"])

@@ -2,49 +2,77 @@
 
 `token_weights` holds every denominator, `policy_loss` every numerator. The loss of a step is the plain sum
 of `policy_loss` over its micro-batches, whatever they are, as long as no sequence is cut in two.
-"""
 
-# Axes: T trained tokens of one micro-batch flattened (no padding).
+The KL penalty, with d = log-prob - reference log-prob (Schulman, "Approximating KL divergence", 2020):
+
+    k1 = d                  unbiased, often negative, high variance
+    k2 = d^2 / 2            always positive, small bias
+    k3 = exp(-d) - 1 + d    unbiased, always positive, low variance
+
+A good estimate of a value need not have a good gradient (arXiv 2506.09477, 2510.01555). As a plain loss on
+tokens from the current policy, the mean gradient of k1 is 0, that of k2 is the gradient of
+KL(policy || reference), that of k3 the gradient of KL(reference || policy). `kl_penalty` corrects k1 and k3
+with the importance ratio.
+
+`importance_weights` corrects for the gap between sampler and trainer. The tokens are sampled from the
+sampler's distribution, and the loss assumes the trainer's. Kernels, precision or a quantized sampler make the
+two differ a little. A cap keeps a rare large weight from dominating the update.
+
+Axes: N trained tokens of one micro-batch, flattened without padding.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from groupwise.algo.divergence import importance_weights, k3, kl_penalty, sum_by_sequence
-from groupwise.errors import ConfigError
+from groupwise.algo.surrogates import (
+    CUSTOM_LOSSES,
+    Surrogate,
+    capped_reinforce,
+    inside_trust_region,
+    soft_gate,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """What the loss needs to know of each trained token; only `logprobs_T` and `entropy_T` carry gradient."""
+    """What the loss needs to know of each trained token; only `logprobs_N` and `entropy_N` carry gradient."""
 
-    logprobs_T: Tensor
+    logprobs_N: Tensor
     """Under the policy as it is now."""
-    old_T: Tensor
+    old_N: Tensor
     """By the trainer, before the first update of this step."""
-    sampled_T: Tensor
+    sampled_N: Tensor
     """By the sampler, when the token was sampled."""
-    reference_T: Tensor | None
+    reference_N: Tensor | None
     """Under the reference policy; needed when beta > 0."""
-    entropy_T: Tensor | None
+    entropy_N: Tensor | None
     """Of the policy as it is now; needed when entropy_bonus > 0."""
-    teacher_T: Tensor | None = None
+    teacher_N: Tensor | None = None
     """Under the teacher; NaN where it has none. Needed when distill > 0."""
-    advantages_T: Tensor
-    weights_T: Tensor
+    advantages_N: Tensor
+    weights_N: Tensor
     """The weight of the token's sequence, from `token_weights`."""
-    sequence_T: Tensor
+    sequence_N: Tensor
     """Which sequence of the micro-batch the token belongs to: 0, 1, 2, …"""
 
     def __post_init__(self) -> None:
         present = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
         shapes = {name: tuple(tensor.shape) for name, tensor in present.items()}
-        assert len(set(shapes.values())) == 1, f"all of Tokens must share one shape [T], got {shapes}"
+        assert len(set(shapes.values())) == 1, f"all of Tokens must share one shape [N], got {shapes}"
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Accept the names that losses of users had before: `logprobs_T` for `logprobs_N`."""
+            if name.endswith("_T"):
+                return getattr(self, f"{name[:-2]}_N")
+            raise AttributeError(f"'Tokens' object has no attribute {name!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,41 +105,41 @@ def policy_loss(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, dict[st
     token loss = correction * surrogate + beta * KL - entropy_bonus * entropy + distill * KL from the teacher
     """
     surrogate = SURROGATES.get(settings.kind) or CUSTOM_LOSSES[settings.kind]
-    surrogate_T, metrics = surrogate(tokens, settings)
-    correction_T, correction_metrics = importance_weights(
-        tokens.old_T,
-        tokens.sampled_T,
-        tokens.sequence_T,
+    surrogate_N, metrics = surrogate(tokens, settings)
+    correction_N, correction_metrics = importance_weights(
+        tokens.old_N,
+        tokens.sampled_N,
+        tokens.sequence_N,
         kind=settings.correction,
         cap=settings.correction_cap,
     )
-    loss_T = correction_T * surrogate_T
+    loss_N = correction_N * surrogate_N
     if settings.off_policy_mask is not None:
-        dropped_T = off_policy_tokens(tokens, limit=settings.off_policy_mask)
-        loss_T = loss_T.masked_fill(dropped_T, 0.0)
-        metrics = {**metrics, "policy/off_policy": dropped_T.sum()}
+        dropped_N = off_policy_tokens(tokens, limit=settings.off_policy_mask)
+        loss_N = loss_N.masked_fill(dropped_N, 0.0)
+        metrics = {**metrics, "policy/off_policy": dropped_N.sum()}
     if settings.beta:
-        assert tokens.reference_T is not None, "beta > 0 needs the reference policy's log-probs"
-        penalty_T = kl_penalty(tokens.logprobs_T, tokens.reference_T, tokens.old_T, kind=settings.kl)
-        loss_T = loss_T + settings.beta * penalty_T
-    if settings.distill and tokens.teacher_T is not None:
-        known_T = ~tokens.teacher_T.isnan()
-        teacher_T = torch.where(known_T, tokens.teacher_T, tokens.logprobs_T.detach())
+        assert tokens.reference_N is not None, "beta > 0 needs the reference policy's log-probs"
+        penalty_N = kl_penalty(tokens.logprobs_N, tokens.reference_N, tokens.old_N, kind=settings.kl)
+        loss_N = loss_N + settings.beta * penalty_N
+    if settings.distill and tokens.teacher_N is not None:
+        known_N = ~tokens.teacher_N.isnan()
+        teacher_N = torch.where(known_N, tokens.teacher_N, tokens.logprobs_N.detach())
         # k2 has the gradient of k3 without its exponential, which overflows far from the teacher.
-        distance_T = kl_penalty(tokens.logprobs_T, teacher_T, tokens.old_T, kind="k2")
-        loss_T = loss_T + settings.distill * torch.where(known_T, distance_T, 0.0)
-        gap_T = torch.where(known_T, (tokens.logprobs_T - teacher_T).detach(), 0.0)
-        metrics = {**metrics, "policy/teacher_kl": gap_T.sum(), "policy/taught": known_T.sum()}
+        distance_N = kl_penalty(tokens.logprobs_N, teacher_N, tokens.old_N, kind="k2")
+        loss_N = loss_N + settings.distill * torch.where(known_N, distance_N, 0.0)
+        gap_N = torch.where(known_N, (tokens.logprobs_N - teacher_N).detach(), 0.0)
+        metrics = {**metrics, "policy/teacher_kl": gap_N.sum(), "policy/taught": known_N.sum()}
     if settings.entropy_bonus:
-        assert tokens.entropy_T is not None, "entropy_bonus > 0 needs the policy's entropies"
-        loss_T = loss_T - settings.entropy_bonus * tokens.entropy_T
-    return (tokens.weights_T * loss_T).sum(), {**metrics, **correction_metrics, **divergences(tokens)}
+        assert tokens.entropy_N is not None, "entropy_bonus > 0 needs the policy's entropies"
+        loss_N = loss_N - settings.entropy_bonus * tokens.entropy_N
+    return (tokens.weights_N * loss_N).sum(), {**metrics, **correction_metrics, **divergences(tokens)}
 
 
 def clipped_tokens(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, dict[str, Tensor]]:
     """Return PPO's clipped surrogate with one ratio a token (grpo, bnpo, dapo, dr_grpo)."""
-    ratio_T = (tokens.logprobs_T - tokens.old_T).exp()
-    return clipped(ratio_T, tokens.advantages_T, settings)
+    ratio_N = (tokens.logprobs_N - tokens.old_N).exp()
+    return clipped(ratio_N, tokens.advantages_N, settings)
 
 
 def clipped_sequences(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, dict[str, Tensor]]:
@@ -121,15 +149,15 @@ def clipped_sequences(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, d
     has the sequence's ratio as value and its own log-prob as gradient, so that advantages may differ between
     tokens; where they do not, the sum over the sequence has the sequence form's gradient.
     """
-    log_ratio_T = (tokens.logprobs_T - tokens.old_T).detach()
-    length_T = sum_by_sequence(torch.ones_like(log_ratio_T), tokens.sequence_T)
-    mean_T = sum_by_sequence(log_ratio_T, tokens.sequence_T) / length_T
-    ratio_T = (mean_T + (tokens.logprobs_T - tokens.logprobs_T.detach())).exp()
-    return clipped(ratio_T, tokens.advantages_T, settings)
+    log_ratio_N = (tokens.logprobs_N - tokens.old_N).detach()
+    length_N = sum_by_sequence(torch.ones_like(log_ratio_N), tokens.sequence_N)
+    mean_N = sum_by_sequence(log_ratio_N, tokens.sequence_N) / length_N
+    ratio_N = (mean_N + (tokens.logprobs_N - tokens.logprobs_N.detach())).exp()
+    return clipped(ratio_N, tokens.advantages_N, settings)
 
 
 def clipped(
-    ratio_T: Tensor, advantages_T: Tensor, settings: LossSettings
+    ratio_N: Tensor, advantages_N: Tensor, settings: LossSettings
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return -advantage * ratio, where the ratio stops counting once it has moved far enough.
 
@@ -138,92 +166,17 @@ def clipped(
     ratio from above (INTELLECT-2, arXiv 2505.07291).
     """
     low, high, two_sided = 1 - settings.clip_low, 1 + settings.clip_high, settings.clip_two_sided
-    bounded_T = torch.where(advantages_T > 0, ratio_T.clamp(max=high), ratio_T.clamp(min=low, max=two_sided))
-    fixed_T = ratio_T.detach()
+    bounded_N = torch.where(advantages_N > 0, ratio_N.clamp(max=high), ratio_N.clamp(min=low, max=two_sided))
+    fixed_N = ratio_N.detach()
     metrics = {
-        "policy/ratio": fixed_T.sum(),
-        "policy/clip_low": ((advantages_T < 0) & (fixed_T < low)).sum(),
-        "policy/clip_high": ((advantages_T > 0) & (fixed_T > high)).sum(),
+        "policy/ratio": fixed_N.sum(),
+        "policy/clip_low": ((advantages_N < 0) & (fixed_N < low)).sum(),
+        "policy/clip_high": ((advantages_N > 0) & (fixed_N > high)).sum(),
     }
     if two_sided is not None:
-        metrics["policy/clip_two_sided"] = ((advantages_T < 0) & (fixed_T > two_sided)).sum()
-    return -advantages_T * bounded_T, metrics
+        metrics["policy/clip_two_sided"] = ((advantages_N < 0) & (fixed_N > two_sided)).sum()
+    return -advantages_N * bounded_N, metrics
 
-
-def capped_reinforce(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return REINFORCE weighted by the ratio, capped at 1 + clip_high (CISPO, arXiv 2506.13585).
-
-    The cap is on the weight, not on the gradient: every token keeps its gradient. As in the paper there is
-    no lower bound; `clip_low` and `clip_two_sided` are not used.
-    """
-    ratio_T = (tokens.logprobs_T - tokens.old_T).exp().detach()
-    cap = 1 + settings.clip_high
-    metrics = {"policy/ratio": ratio_T.sum(), "policy/clip_high": (ratio_T > cap).sum()}
-    return -ratio_T.clamp(max=cap) * tokens.advantages_T * tokens.logprobs_T, metrics
-
-
-def inside_trust_region(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return REINFORCE weighted by the ratio, on tokens inside a trust region (DPPO, arXiv 2602.04879).
-
-    A token leaves the region when the policy has moved it in the direction of its advantage, and the
-    divergence between the policy and the sampler exceeds `divergence_limit`. The divergence is that of two
-    outcomes, this token or any other: total variation |p - q| (dppo_tv) or KL(q || p) (dppo_kl), where p is
-    the token's probability now and q the one that it was sampled with.
-    """
-    with torch.no_grad():
-        now_T, sampled_T = tokens.logprobs_T.exp(), tokens.sampled_T.exp()
-        if settings.kind == "dppo_tv":
-            divergence_T, default = (now_T - sampled_T).abs(), 0.15
-        else:
-            divergence_T, default = binary_kl(sampled_T, now_T), 0.05
-        limit = default if settings.divergence_limit is None else settings.divergence_limit
-        outward_T = torch.where(tokens.advantages_T > 0, now_T > sampled_T, now_T < sampled_T)
-        masked_T = outward_T & (divergence_T > limit)
-        ratio_T = (tokens.logprobs_T - tokens.old_T).exp().clamp(max=DPPO_RATIO_CAP)
-    metrics = {
-        "policy/ratio": ratio_T.sum(),
-        "policy/clip_low": (masked_T & (tokens.advantages_T < 0)).sum(),
-        "policy/clip_high": (masked_T & (tokens.advantages_T > 0)).sum(),
-    }
-    return -ratio_T.masked_fill(masked_T, 0.0) * tokens.advantages_T * tokens.logprobs_T, metrics
-
-
-DPPO_RATIO_CAP = 20.0
-"""Bound of the ratio, as in the authors' code; tokens that far out are almost always masked."""
-
-
-def binary_kl(q_T: Tensor, p_T: Tensor) -> Tensor:
-    """Return KL between Bernoulli(q) and Bernoulli(p)."""
-    tiny = torch.finfo(q_T.dtype).tiny
-    rest_T = ((1 - q_T).clamp(min=tiny) / (1 - p_T).clamp(min=tiny)).log()
-    return q_T * (q_T.clamp(min=tiny) / p_T.clamp(min=tiny)).log() + (1 - q_T) * rest_T
-
-
-def soft_gate(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return -advantage * 4 / tau * sigmoid(tau * (ratio - 1)) (SAPO, arXiv 2511.20347).
-
-    The gate replaces the clip: its slope is 1 at a ratio of 1 and fades smoothly on both sides, faster for
-    punished tokens (`tau_negative`).
-    """
-    ratio_T = (tokens.logprobs_T - tokens.old_T).exp()
-    tau_T = torch.where(tokens.advantages_T > 0, settings.tau_positive, settings.tau_negative)
-    gate_T = (tau_T * (ratio_T - 1)).sigmoid() * 4 / tau_T
-    return -tokens.advantages_T * gate_T, {"policy/ratio": ratio_T.detach().sum()}
-
-
-@torch.no_grad()
-def off_policy_tokens(tokens: Tokens, *, limit: float) -> Tensor:
-    """Return which tokens are punished and in a sequence that has become too unlikely (arXiv 2512.02556).
-
-    That is one whose mean of log(sampler / policy) exceeds `limit`: off-policy sequence masking, as in
-    DeepSeek-V3.2. Pushing such a sequence down further teaches little and destabilises.
-    """
-    drift_T = tokens.sampled_T - tokens.logprobs_T
-    length_T = sum_by_sequence(torch.ones_like(drift_T), tokens.sequence_T)
-    return (tokens.advantages_T < 0) & (sum_by_sequence(drift_T, tokens.sequence_T) / length_T > limit)
-
-
-Surrogate = Callable[[Tokens, LossSettings], tuple[Tensor, dict[str, Tensor]]]
 
 SURROGATES: dict[str, Surrogate] = {
     "grpo": clipped_tokens,
@@ -238,71 +191,103 @@ SURROGATES: dict[str, Surrogate] = {
 }
 
 
-CUSTOM_LOSSES: dict[str, Surrogate] = {}
-"""Functions of the user, by the name that algo.loss gives them."""
+@torch.no_grad()
+def off_policy_tokens(tokens: Tokens, *, limit: float) -> Tensor:
+    """Return which tokens are punished and in a sequence that has become too unlikely (arXiv 2512.02556).
 
-
-def register_loss(name: str, function: Callable[[Tokens, LossSettings], Any]) -> None:
-    """Let algo.loss name a function of the user."""
-    CUSTOM_LOSSES[name] = checked_loss(name, function)
-
-
-def checked_loss(name: str, function: Callable[[Tokens, LossSettings], Any]) -> Surrogate:
-    """Return the user's function as a `Surrogate` that names its mistakes.
-
-    It returns the loss of each token, or that and a dict of metrics, which are sums over tokens.
+    That is one whose mean of log(sampler / policy) exceeds `limit`: off-policy sequence masking, as in
+    DeepSeek-V3.2. Pushing such a sequence down further teaches little and destabilises.
     """
-
-    def surrogate(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, dict[str, Tensor]]:
-        try:
-            returned = function(tokens, settings)
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise ConfigError(f"algo.loss {name} raised {type(error).__name__}: {error}") from error
-        loss_T, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
-        shape = tuple(tokens.logprobs_T.shape)
-        if not isinstance(loss_T, Tensor) or tuple(loss_T.shape) != shape:
-            got = f"shape {tuple(loss_T.shape)}" if isinstance(loss_T, Tensor) else type(loss_T).__name__
-            raise ConfigError(
-                f"algo.loss {name} must return one loss per token, a tensor of shape {shape}; got {got}"
-            )
-        if tokens.logprobs_T.requires_grad and not loss_T.requires_grad:
-            raise ConfigError(
-                f"algo.loss {name} has no gradient; compute its loss from tokens.logprobs_T without detach()"
-            )
-        if not bool(loss_T.isfinite().all()):
-            count = int((~loss_T.isfinite()).sum())
-            raise ConfigError(f"algo.loss {name} returned NaN or inf for {count} of {len(loss_T)} tokens")
-        return loss_T, {key: as_sum(name, key, value, loss_T) for key, value in dict(metrics).items()}
-
-    return surrogate
+    drift_N = tokens.sampled_N - tokens.logprobs_N
+    length_N = sum_by_sequence(torch.ones_like(drift_N), tokens.sequence_N)
+    return (tokens.advantages_N < 0) & (sum_by_sequence(drift_N, tokens.sequence_N) / length_N > limit)
 
 
-def as_sum(name: str, key: str, value: Any, like: Tensor) -> Tensor:
-    """Return a metric of the user's loss as a scalar tensor."""
-    number = torch.as_tensor(value, device=like.device).detach()
-    if number.numel() != 1:
-        raise ConfigError(
-            f"algo.loss {name} returned the metric {key!r} with shape {tuple(number.shape)}; return its sum "
-            "over tokens"
-        )
-    return number.reshape(())
+def k1(difference_N: Tensor) -> Tensor:
+    return difference_N
+
+
+def k2(difference_N: Tensor) -> Tensor:
+    return difference_N.square() / 2
+
+
+def k3(difference_N: Tensor) -> Tensor:
+    return (-difference_N).expm1() + difference_N
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def kl_penalty(logprobs_N: Tensor, reference_N: Tensor, old_N: Tensor, *, kind: str) -> Tensor:
+    """Return token penalties whose expected gradient is that of KL(policy || reference), off-policy too.
+
+    The tokens were sampled from the old policy; r = exp(log-prob - old) corrects for that. An unbiased value
+    times r is an unbiased value under the sampling distribution, which is fixed, so its
+    gradient is unbiased too: r (d + 1) for k1 and r d for k3, per unit of log-prob. k2's gradient d is
+    right as it is and needs r only as a weight. So k2 and k3 pull alike and differ in the value they show;
+    k1 adds noise of mean 0.
+    """
+    ratio_N = (logprobs_N - old_N).exp()
+    if kind == "k2":
+        ratio_N = ratio_N.detach()
+    return ratio_N * KL_ESTIMATORS[kind](logprobs_N - reference_N)
+
+
+def importance_weights(
+    old_N: Tensor, sampled_N: Tensor, sequence_N: Tensor, *, kind: str, cap: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return one weight a token, without gradient, and its diagnostics.
+
+    none               1
+    token_truncate     min(w, cap)                       w = exp(old - sampled) of the token
+    token_mask         w where 1/cap <= w <= cap, else 0
+    sequence_truncate  min(W, cap)                       W = exp(sum of old - sampled) of its sequence
+    sequence_mask      W where 1/cap <= W <= cap, else 0
+
+    A sequence's weight is the product of its tokens' because that is the ratio of the probabilities
+    of drawing the whole sequence: unbiased, at a variance that grows with length. A mean in the
+    exponent would not be the ratio of any probability.
+    """
+    if kind == "none":
+        return torch.ones_like(old_N), {}
+    scope, action = kind.split("_")
+    log_weight_N = (old_N - sampled_N).detach()
+    if scope == "sequence":
+        log_weight_N = sum_by_sequence(log_weight_N, sequence_N)
+    weight_N = log_weight_N.exp()
+    if action == "truncate":
+        cut_N = weight_N > cap
+        bounded_N = weight_N.clamp(max=cap)
+    else:
+        cut_N = (weight_N > cap) | (weight_N < 1 / cap)
+        # masked_fill, not a product with the mask: a weight that overflowed would give inf * 0 = nan.
+        bounded_N = weight_N.masked_fill(cut_N, 0.0)
+    return bounded_N, {
+        "policy/correction": bounded_N.sum(),
+        "policy/correction_cut": cut_N.sum(),
+        "policy/correction_min": weight_N.min(),
+    }
+
+
+def sum_by_sequence(values_N: Tensor, sequence_N: Tensor) -> Tensor:
+    """Return, for each token, the sum over the tokens of its sequence."""
+    # There are at most T sequences, so T slots do without reading their number back from the device.
+    return torch.zeros_like(values_N).index_add(0, sequence_N, values_N)[sequence_N]
 
 
 def try_loss(settings: LossSettings) -> None:
     """Call the user's loss on a few made-up tokens, so that most mistakes show before a model loads."""
-    old_T = torch.tensor([-0.1, -0.7, -2.3, -1.2, -0.4])
+    old_N = torch.tensor([-0.1, -0.7, -2.3, -1.2, -0.4])
     policy_loss(
         Tokens(
-            logprobs_T=(old_T + torch.tensor([0.0, 0.1, -0.2, 0.4, 0.0])).requires_grad_(),
-            old_T=old_T,
-            sampled_T=old_T,
-            reference_T=old_T - 0.1 if settings.beta else None,
-            entropy_T=torch.tensor([0.3, 1.0, 2.0, 1.5, 0.8]),
-            advantages_T=torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0]),
-            weights_T=torch.full_like(old_T, 0.2),
-            sequence_T=torch.tensor([0, 0, 0, 1, 1]),
+            logprobs_N=(old_N + torch.tensor([0.0, 0.1, -0.2, 0.4, 0.0])).requires_grad_(),
+            old_N=old_N,
+            sampled_N=old_N,
+            reference_N=old_N - 0.1 if settings.beta else None,
+            entropy_N=torch.tensor([0.3, 1.0, 2.0, 1.5, 0.8]),
+            advantages_N=torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0]),
+            weights_N=torch.full_like(old_N, 0.2),
+            sequence_N=torch.tensor([0, 0, 0, 1, 1]),
         ),
         settings,
     )
@@ -311,23 +296,23 @@ def try_loss(settings: LossSettings) -> None:
 @torch.no_grad()
 def divergences(tokens: Tokens) -> dict[str, Tensor]:
     """Return how far apart the policies are that had a part in these tokens."""
-    gap_T = (tokens.old_T - tokens.sampled_T).abs()
+    gap_N = (tokens.old_N - tokens.sampled_N).abs()
     metrics = {
-        "policy/tokens": torch.full((), len(gap_T), device=gap_T.device),
-        "policy/gap": gap_T.sum(),
-        "policy/gap_max": gap_T.max(),
-        "policy/gap_kl": k3(tokens.sampled_T - tokens.old_T).sum(),  # KL(sampler || trainer)
+        "policy/tokens": torch.full((), len(gap_N), device=gap_N.device),
+        "policy/gap": gap_N.sum(),
+        "policy/gap_max": gap_N.max(),
+        "policy/gap_kl": k3(tokens.sampled_N - tokens.old_N).sum(),  # KL(sampler || trainer)
         # k3 with the old policy as the sampling policy: KL(old || now).
-        "policy/kl_old": k3(tokens.old_T - tokens.logprobs_T).sum(),
+        "policy/kl_old": k3(tokens.old_N - tokens.logprobs_N).sum(),
     }
-    if tokens.reference_T is not None:
-        metrics["policy/kl"] = k3(tokens.logprobs_T - tokens.reference_T).sum()
-    if tokens.entropy_T is not None:
-        metrics["policy/entropy"] = tokens.entropy_T.sum()
+    if tokens.reference_N is not None:
+        metrics["policy/kl"] = k3(tokens.logprobs_N - tokens.reference_N).sum()
+    if tokens.entropy_N is not None:
+        metrics["policy/entropy"] = tokens.entropy_N.sum()
     return metrics
 
 
-NORMALIZATION = {
+MEAN_OVER = {
     "grpo": "sequences",
     "gspo": "sequences",
     "dr_grpo": "max_tokens",
@@ -361,7 +346,7 @@ def token_weights(
         tokens            M / tokens                     each token alike, in whichever mini-batch it lands
         minibatch_tokens  1 / tokens of its mini-batch   each token alike within its mini-batch
 
-    so that the sum over a mini-batch is a mean. `normalize` None: what `NORMALIZATION` has for the loss,
+    so that the sum over a mini-batch is a mean. `normalize` None: what `MEAN_OVER` has for the loss,
     `tokens` for a loss of the user. For minibatch_tokens each mini-batch is taken to hold its share of the
     tokens that are not computed, so with one mini-batch it is `tokens`.
     """
@@ -370,7 +355,7 @@ def token_weights(
     assert len(lengths) <= sequences, "the batch holds fewer sequences than are computed of it"
     assert sum(lengths) <= tokens, "the batch holds fewer tokens than are computed of it"
     count = len(minibatches)
-    match normalize or NORMALIZATION.get(kind, "tokens"):
+    match normalize or MEAN_OVER.get(kind, "tokens"):
         case "sequences":
             return [[count / (sequences * length) for length in minibatch] for minibatch in minibatches]
         case "max_tokens":

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from groupwise.algo.losses import (
-    CUSTOM_LOSSES,
     LossSettings,
     Tokens,
     averages,
@@ -29,6 +28,7 @@ from groupwise.algo.samples import (
     predicting_results,
     training_batch,
 )
+from groupwise.algo.surrogates import CUSTOM_LOSSES
 from groupwise.config.schema import AlgoConfig, OptimConfig
 from groupwise.errors import ConfigError
 from groupwise.invariants import check_finite, check_gap
@@ -368,15 +368,15 @@ class Learner:
             return logprobs_N.sum(), {}
         return policy_loss(
             Tokens(
-                logprobs_T=logprobs_N,
-                old_T=logprobs_N.detach() if part.old_N is None else part.old_N,
-                sampled_T=batch.sampled_N,
-                reference_T=part.reference_N,
-                entropy_T=entropy_N,
-                advantages_T=batch.advantages_N,
-                weights_T=part.weights_N,
-                sequence_T=batch.sequence_N,
-                teacher_T=part.teacher_N,
+                logprobs_N=logprobs_N,
+                old_N=logprobs_N.detach() if part.old_N is None else part.old_N,
+                sampled_N=batch.sampled_N,
+                reference_N=part.reference_N,
+                entropy_N=entropy_N,
+                advantages_N=batch.advantages_N,
+                weights_N=part.weights_N,
+                sequence_N=batch.sequence_N,
+                teacher_N=part.teacher_N,
             ),
             self.settings,
         )

@@ -149,7 +149,7 @@ def use_functions(config: Config, given: Mapping[str, Any] | None = None) -> Use
     if "algo.advantage" in functions:
         register_advantage(config.algo.advantage, functions["algo.advantage"])
     if "algo.loss" in functions:
-        from groupwise.algo.losses import register_loss
+        from groupwise.algo.surrogates import register_loss
 
         register_loss(config.algo.loss, functions["algo.loss"])
     return UserFunctions(by_setting=functions, callbacks=load_callbacks(config, given.get(CALLBACKS, ())))
