@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from groupwise.engine import sampler
-from groupwise.engine.cuda import fused_layers, sampling_kernels
+from groupwise.engine.cuda import fused_layers, graph_runner, sampling_kernels
 from groupwise.engine.cuda.kernel_launch import launch, padded
 from groupwise.records import Sampling
 from tests.support.cuda_checks import DEVICE, DTYPES, assert_near, assert_repeatable, relative
@@ -247,6 +247,48 @@ def test_sampling_gives_the_same_bits_every_time():
         return list(Draw(logits, Sampling(temperature=1.0, max_tokens=9), lengths=[0] * 512, ends=[-1, -1])())
 
     assert_repeatable(compute)
+
+
+@pytest.mark.parametrize("vocabulary", [300, 4096, 49152 + 7])
+def test_penalties_on_the_device_are_those_of_the_cpu(vocabulary):
+    rows, slots = (64, 70) if DEVICE.type == "cuda" else (5, 8)
+    state = graph_runner.PenaltyState(slots=slots, vocabulary=vocabulary, device=DEVICE)
+    generator = np.random.default_rng(3)
+    slot_R = generator.permutation(slots)[:rows]
+    penalties = [
+        None
+        if row % 4 == 3
+        else sampler.Penalties(
+            bias=((row, 5.0), (vocabulary - 1, -100.0)) if row % 2 else (),
+            repetition=(0.5, 1.0, 1.8)[row % 3],
+            frequency=0.3 * (row % 5),
+            presence=(row % 3) - 1.0,
+        )
+        for row in range(rows)
+    ]
+    prompts = [tuple(generator.integers(0, vocabulary, 9).tolist()) for _ in range(rows)]
+    for slot, one, prompt in zip(slot_R.tolist(), penalties, prompts, strict=True):
+        state.set(slot, one, prompt)
+    rows_R = torch.tensor(slot_R, dtype=torch.int32, device=DEVICE)
+    tokens_S = torch.zeros(slots + 1, dtype=torch.int32, device=DEVICE)
+    written: list[list[int]] = [[] for _ in range(rows)]
+    for step in range(4):
+        logits = 4 * random(rows, vocabulary)
+        changed = logits.clone()
+        launch(
+            sampling_kernels.penalize,
+            (rows, -(-vocabulary // sampling_kernels.CHUNK)),
+            changed, state.counts, state.bias, state.factors, rows_R, tokens_S, vocabulary,
+            CHUNK=sampling_kernels.CHUNK, COUNT=step > 0, num_warps=4,
+        )  # fmt: skip
+        for row, one in enumerate(penalties):
+            if one is None:
+                assert torch.equal(changed[row], logits[row])
+            else:
+                expected = one.apply(logits[row], prompts[row], np.array(written[row], dtype=np.int64))
+                assert torch.allclose(changed[row], expected, atol=1e-4)
+            written[row].append([row, 7, prompts[row][0]][(row + step) % 3])
+            tokens_S[slot_R[row]] = written[row][-1]
 
 
 def test_a_layer_of_kernels_gives_the_same_bits_every_time():
