@@ -43,14 +43,14 @@ from tests.support.small_models import Scripted, policy_of, small_model, tiny_to
 @contextmanager
 def serving(policy: Policy, **settings: Any) -> Iterator[tuple[ServingEngine, int]]:
     """Both sides of a server, in threads, and its port."""
-    usual = {"slots": 8, "context": 512, "waiting": 64, "api_key": None, "allowed_hosts": ()}
+    usual = {"slots": 8, "context": 512, "waiting": 64, "api_key": None, "allowed_hosts": (), "cors": ()}
     chosen = {**usual, **settings}
     ours, theirs = Pipe()
     side = EngineEndpoint(policy, ours, **{key: chosen[key] for key in ("slots", "context", "waiting")})
     ports: queue.Queue[int] = queue.Queue()
 
     async def front() -> None:
-        limits = {key: chosen[key] for key in ("slots", "context", "api_key", "allowed_hosts")}
+        limits = {key: chosen[key] for key in ("slots", "context", "api_key", "allowed_hosts", "cors")}
         await OpenAIServer(policy, theirs, model="small", **limits).run("127.0.0.1", 0, ready=ports.put)
 
     threads = [threading.Thread(target=side.run), threading.Thread(target=asyncio.run, args=(front(),))]
@@ -515,7 +515,18 @@ def test_a_connection_can_be_cancelled_at_any_moment_of_its_answer():
 def test_a_key_is_asked_for(tiny):
     with serving(tiny, api_key="secret") as (_, port):
         assert ask(port, "/v1/models", None)[0] == 401
-        assert ask(port, "/v1/models", None, Authorization="Bearer wrong")[0] == 401
+        status, answer = ask(port, "/v1/chat/completions", chat("a"), Authorization="Bearer wrong")
+        assert (status, answer) == (
+            401,
+            {
+                "error": {
+                    "message": "the API key is missing or wrong",
+                    "type": "invalid_request_error",
+                    "param": None,
+                    "code": "invalid_api_key",
+                }
+            },
+        )
         assert ask(port, "/v1/models", None, Authorization="Bearer secret")[0] == 200
         assert ask(port, "/v1/models", None, Authorization="bearer secret")[0] == 200
         assert ask(port, "/health", None)[0] == 200
@@ -540,6 +551,93 @@ def test_pages_of_other_sites_are_refused_without_a_key(tiny, headers, status):
     with serving(tiny, allowed_hosts=["Proxy.example"]) as (_, port):
         assert ask(port, "/v1/models", None, **headers)[0] == status
         assert ask(port, "/health", None, **headers)[0] == status
+
+
+def exchanged(port: int, method: str, path: str, body: Any = None, **headers: str) -> Any:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request(method, path, None if body is None else json.dumps(body), named)
+    response = connection.getresponse()
+    response.read()
+    connection.close()
+    return response
+
+
+@pytest.mark.parametrize("api_key", [None, "secret"])
+def test_pages_of_an_origin_that_is_named_may_use_the_server(tiny, api_key):
+    page, allowed = "https://app.example", "Access-Control-Allow-Origin"
+    with serving(tiny, cors=[page], api_key=api_key) as (_, port):
+        asks = {
+            "Access_Control_Request_Method": "POST",
+            "Access_Control_Request_Headers": "authorization,x-a",
+        }
+        before = exchanged(port, "OPTIONS", "/v1/chat/completions", Origin=page, **asks)
+        assert (before.status, before.headers[allowed], before.headers["Vary"]) == (204, page, "Origin")
+        assert "POST" in before.headers["Access-Control-Allow-Methods"]
+        assert before.headers["Access-Control-Allow-Headers"] == "authorization,x-a"
+        key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        for body in (chat("a", max_tokens=2), chat("a", max_tokens=2, stream=True)):
+            response = exchanged(port, "POST", "/v1/chat/completions", body, Origin=page, **key)
+            assert (response.status, response.headers[allowed]) == (200, page)
+        wrong = exchanged(port, "POST", "/v1/chat/completions", {"messages": []}, Origin=page, **key)
+        assert (wrong.status, wrong.headers[allowed]) == (400, page)
+        other = exchanged(port, "OPTIONS", "/v1/chat/completions", Origin="https://evil.example", **asks)
+        assert (other.status, other.headers[allowed]) == (401 if api_key else 403, None)
+        assert exchanged(port, "GET", "/v1/models", **key).headers[allowed] is None
+
+
+def test_any_origin_may_be_allowed(tiny):
+    with serving(tiny, cors=["*"]) as (_, port):
+        response = exchanged(port, "GET", "/v1/models", Origin="https://any.example")
+        assert (response.status, response.headers["Access-Control-Allow-Origin"]) == (
+            200,
+            "https://any.example",
+        )
+        assert exchanged(port, "GET", "/v1/models", Host="evil.example").status == 403
+
+
+@pytest.mark.parametrize("origin", ["app.example", "https://app.example/", "https://"])
+def test_what_is_no_origin_is_refused(origin, capsys):
+    assert cli.main(["serve", "tiny", "--cors", origin]) == 2
+    assert "--cors must be an origin such as https://app.example" in capsys.readouterr().err
+
+
+def test_figures_for_prometheus_add_up(tiny):
+    parser = pytest.importorskip("prometheus_client.parser")
+    with serving(tiny) as (_, port):
+        _, first = ask(port, "/v1/completions", {"prompt": ["1 2", "3"], "max_tokens": 3, "temperature": 0})
+        _, second = ask(port, "/v1/chat/completions", chat("7 + 5", max_tokens=4))
+        ask(port, "/v1/chat/completions", {"messages": []})
+        ask(port, "/nowhere", None)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request("GET", "/metrics")
+        response = connection.getresponse()
+        text = response.read().decode()
+        connection.close()
+    assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    families = {family.name: family for family in parser.text_string_to_metric_families(text)}
+    samples = {(s.name, *s.labels.values()): s.value for f in families.values() for s in f.samples}
+    assert samples["groupwise_requests_total", "/v1/completions", "200"] == 1
+    assert samples["groupwise_requests_total", "/v1/chat/completions", "200"] == 1
+    assert samples["groupwise_requests_total", "/v1/chat/completions", "400"] == 1
+    assert samples["groupwise_requests_total", "other", "404"] == 1
+    usages = [first["usage"], second["usage"]]
+    for name, key in (("prompt", "prompt_tokens"), ("generated", "completion_tokens")):
+        assert samples[(f"groupwise_{name}_tokens_total",)] == sum(usage[key] for usage in usages)
+    assert samples[("groupwise_completions_running",)] == samples[("groupwise_completions_waiting",)] == 0
+    for name in ("time_to_first_token_seconds", "request_duration_seconds"):
+        assert families[f"groupwise_{name}"].type == "histogram"
+        assert samples[(f"groupwise_{name}_count",)] == samples[(f"groupwise_{name}_bucket", "+Inf")] == 2
+        assert samples[(f"groupwise_{name}_sum",)] > 0
+
+
+def test_a_chunked_body_is_read(port):
+    body = json.dumps({"prompt": "1", "max_tokens": 1}).encode()
+    parts = b"".join(b"%x;x=y\r\n%b\r\n" % (len(p), p) for p in (body[:5], body[5:])) + b"0\r\nA: b\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    assert b" 200 OK" in exchange(port, head + parts, end=False)
+    assert b"not a valid sequence of chunks" in exchange(port, head + b"x\r\n", end=False)
+    assert b" 413 " in exchange(port, head + b"fffffffff\r\n", end=False)
 
 
 def test_a_key_proves_enough_behind_any_name(tiny):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -17,11 +18,22 @@ from groupwise.errors import ConfigError
 from groupwise.serve.http_server import is_loopback
 
 KEY = "GROUPWISE_API_KEY"
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#]+")
 
 AllowedHost = Annotated[
     list[str] | None,
     typer.Option(
         show_default=False, help="Host name to accept without an API key, for reverse proxies; repeatable."
+    ),
+]
+
+
+CORS = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ORIGIN",
+        show_default=False,
+        help="Origin whose web pages may use the server, such as https://app.example; *: any; repeatable.",
     ),
 ]
 
@@ -42,6 +54,7 @@ def serve(
     max_sequences: Annotated[int, typer.Option(help="Maximum concurrent sequences.")] = 64,
     max_context: Annotated[int, typer.Option(help="Maximum tokens of prompt and completion.")] = 2048,
     allowed_host: AllowedHost = None,
+    cors: CORS = None,
     queue: Annotated[
         int, typer.Option(help="Maximum queued requests; further requests get status 429.")
     ] = 128,
@@ -51,6 +64,9 @@ def serve(
     between("--max-sequences", max_sequences, 1)
     between("--max-context", max_context, 2)
     between("--queue", queue, 0)
+    for origin in cors or ():
+        if origin != "*" and not ORIGIN.fullmatch(origin):
+            raise ConfigError(f"--cors must be an origin such as https://app.example, or *; got {origin!r}")
     if not is_loopback(host) and not api_key:
         raise ConfigError(f"{host} is reachable from other machines; set --api-key or {KEY}")
     from groupwise.serve.load_target import find_named
@@ -84,6 +100,7 @@ def serve(
         slots=max_sequences,
         api_key=api_key,
         allowed_hosts=tuple(allowed_host or ()),
+        cors=tuple(cors or ()),
         template_args=named.config.model.chat_template_args,
     )
     port = open_front(front, opening)

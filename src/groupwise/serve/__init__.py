@@ -7,6 +7,7 @@ Modules in reading order:
     completion_request   parse and validate requests: messages, tools, sampling settings
     completion_response  build responses, complete or streamed
     detokenizer          incremental detokenization, and tokens as shown with log-probabilities
+    server_metrics       requests, tokens and latencies for Prometheus
     ipc                  messages between the front-end process and the engine process
     load_target          resolve a run, checkpoint, adapter or model, and load a task's example and tools
     chat_session         a chat in the current process, with or without tools

@@ -146,7 +146,8 @@ def parse_completion_request(
         raise HTTPError(400, "echo requires plain completions" if chat else "top_logprobs requires a chat")
     named = typed(body, "model", str, model)
     if named != model:
-        raise HTTPError(404, f"this server has no model {named!r}; use {model!r}")
+        message = f"this server has no model {named!r}; use {model!r}"
+        raise HTTPError(404, message, code="model_not_found", param="model")
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise HTTPError(400, "tool_choice must be auto or none; tool calls cannot be forced")

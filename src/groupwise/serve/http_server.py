@@ -1,4 +1,4 @@
-"""A minimal HTTP/1.1 server for an API: JSON requests, JSON or server-sent-event responses, keep-alive."""
+"""A minimal HTTP/1.1 server for an API: JSON requests, responses in one piece or as server-sent events."""
 
 from __future__ import annotations
 
@@ -49,31 +49,61 @@ class HTTPRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HTTPReply:
-    """A complete JSON response."""
+    """A complete response: JSON, text, or no body at all."""
 
-    body: Mapping[str, Any]
+    body: Mapping[str, Any] | str | None
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def content(self) -> bytes:
+        if self.body is None:
+            return b""
+        return (self.body if isinstance(self.body, str) else encode(self.body)).encode()
+
 
 Events = AsyncIterator[Sequence[Mapping[str, Any]]]
-"""A streamed response: batches of the parts that are ready at the same time."""
-Handler = Callable[[HTTPRequest], Awaitable[HTTPReply | Events]]
+"""The parts of a streamed response, in batches that are ready at the same time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventStream:
+    """A response of server-sent events."""
+
+    events: Events
+    named: bool = False
+    """Whether events have a name, their `type`; such a stream ends without the mark [DONE]."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+Handler = Callable[[HTTPRequest], Awaitable[HTTPReply | EventStream]]
 
 
 class HTTPError(Exception):
     """An error response in the format that OpenAI clients expect."""
 
-    def __init__(self, status: int, message: str, *, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.code, self.param = status, code, param
         self.headers = headers or {}
 
     def reply(self) -> HTTPReply:
-        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        error = {"message": str(self), "type": kind, "param": None, "code": None}
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return HTTPReply(body={"error": error}, status=self.status, headers=self.headers)
+
+    def event(self) -> Mapping[str, Any]:
+        """Return the last event of a stream with named events."""
+        return {"type": "error", "message": str(self), "param": self.param, "code": self.code}
 
 
 def is_loopback(host: str) -> bool:
@@ -202,41 +232,65 @@ async def read_request(reader: asyncio.StreamReader) -> HTTPRequest | None:
     headers = {
         name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
     }
+    body = await read_body(reader, headers)
+    return HTTPRequest(method=words[0], path=words[1].partition("?")[0], headers=headers, body=body)
+
+
+async def read_body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> bytes:
     if "transfer-encoding" in headers:
-        raise HTTPError(411, "chunked requests are not supported: send a Content-Length")
+        if headers["transfer-encoding"].lower() != "chunked":
+            raise HTTPError(501, "the Transfer-Encoding must be chunked")
+        return await read_chunks(reader)
     length = headers.get("content-length", "0")
     if not length.isdecimal() or len(length) > MOST_DIGITS:
         raise HTTPError(400, "the Content-Length is not a number")
     if int(length) > BODY_LIMIT:
         raise HTTPError(413, f"the body exceeds {BODY_LIMIT} bytes")
-    body = await reader.readexactly(int(length))
-    return HTTPRequest(method=words[0], path=words[1].partition("?")[0], headers=headers, body=body)
+    return await reader.readexactly(int(length))
+
+
+async def read_chunks(reader: asyncio.StreamReader) -> bytes:
+    """Read a chunked body and its trailers."""
+    body = bytearray()
+    try:
+        while size := int((await reader.readuntil(b"\r\n")).partition(b";")[0][:MOST_DIGITS], 16):
+            if not 0 < size <= BODY_LIMIT - len(body):
+                raise HTTPError(413, f"the body exceeds {BODY_LIMIT} bytes")
+            body += (await reader.readexactly(size + 2))[:size]
+        while await reader.readuntil(b"\r\n") != b"\r\n":
+            pass
+    except (ValueError, asyncio.LimitOverrunError):
+        raise HTTPError(400, "the body is not a valid sequence of chunks") from None
+    return bytes(body)
 
 
 async def write_reply(outgoing: Outgoing, reply: HTTPReply) -> None:
-    body = encode(reply.body).encode()
-    head = {"Content-Type": "application/json", "Content-Length": str(len(body)), **reply.headers}
+    body = reply.content
+    head = {"Content-Type": "application/json", "Content-Length": str(len(body))}
+    head = {**({} if reply.body is None else head), **reply.headers}
     headers = status_and_headers(reply.status, head, close=outgoing.close)
     await outgoing.send(headers if outgoing.bare else headers + body)
 
 
-async def write_events(outgoing: Outgoing, events: Events) -> None:
+async def write_events(outgoing: Outgoing, stream: EventStream) -> None:
     """Write server-sent events as they arrive; an error is sent as the last event."""
     head = {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "Transfer-Encoding": "chunked"}
-    unsent = status_and_headers(200, head, close=outgoing.close)  # sent together with the first event
+    # Sent together with the first event.
+    unsent = status_and_headers(200, {**head, **stream.headers}, close=outgoing.close)
     try:
-        async with aclosing(events) as batches:  # type: ignore[type-var]
+        async with aclosing(stream.events) as batches:  # type: ignore[type-var]
             async for parts in batches:
-                await outgoing.send(unsent + chunk("".join(map(event, parts))))
+                written = "".join(event(part, named=stream.named) for part in parts)
+                await outgoing.send(unsent + chunk(written))
                 unsent = b""
-        last = "data: [DONE]\n\n"
+        last = "" if stream.named else "data: [DONE]\n\n"
     except HTTPError as error:
-        last = event(error.reply().body)
-    await outgoing.send(unsent + chunk(last) + b"0\r\n\r\n")
+        last = event(error.event() if stream.named else error.reply().body, named=stream.named)
+    await outgoing.send(unsent + (chunk(last) if last else b"") + b"0\r\n\r\n")
 
 
-def event(part: Mapping[str, Any]) -> str:
-    return f"data: {encode(part)}\n\n"
+def event(part: Any, *, named: bool) -> str:
+    return (f"event: {part['type']}\n" if named else "") + f"data: {encode(part)}\n\n"
 
 
 def chunk(text: str) -> bytes:

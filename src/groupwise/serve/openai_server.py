@@ -11,10 +11,11 @@ import hmac
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -35,6 +36,7 @@ from groupwise.serve.detokenizer import TokenTable
 from groupwise.serve.http_server import (
     HEAD_LIMIT,
     Events,
+    EventStream,
     HTTPError,
     HTTPReply,
     HTTPRequest,
@@ -42,6 +44,7 @@ from groupwise.serve.http_server import (
     serve_connection,
 )
 from groupwise.serve.ipc import FrontendEndpoint, Submission
+from groupwise.serve.server_metrics import CONTENT_TYPE, ServerMetrics
 
 SHORT_BODY = 32 * 1024
 """Largest body in bytes that is tokenized within a few milliseconds."""
@@ -60,11 +63,14 @@ class OpenAIServer:
         slots: int,
         api_key: str | None,
         allowed_hosts: Sequence[str] = (),
+        cors: Sequence[str] = (),
     ) -> None:
         self.codec, self.model, self.context, self.slots = codec, model, context, slots
         self._pieces = TokenTable(codec.tokenizer)
         self._about = {"id": model, "object": "model", "created": 0, "owned_by": "groupwise"}
         self._api_key, self._allowed_hosts = api_key, frozenset(map(str.lower, allowed_hosts))
+        self._cors = frozenset(cors)
+        self.metrics = ServerMetrics()
         self._connection = connection
         self._open = 0
         """Number of completions running or waiting."""
@@ -100,14 +106,35 @@ class OpenAIServer:
         finally:
             self._connections.discard(task)
 
-    async def answer(self, request: HTTPRequest) -> HTTPReply | Events:
-        """Route one request to its handler."""
+    async def answer(self, request: HTTPRequest) -> HTTPReply | EventStream:
+        """Answer one request, and count it."""
+        cors, endpoint = self._cors_headers(request), request.path.rstrip("/")
+        endpoint = endpoint if endpoint in ENDPOINTS else "other"
+        status = 500
+        try:
+            reply = await self._route(request)
+            status = reply.status if isinstance(reply, HTTPReply) else 200
+        except HTTPError as error:
+            status, error.headers = error.status, {**error.headers, **cors}
+            raise
+        finally:
+            self.metrics.requests[endpoint, status] += 1
+        return replace(reply, headers={**reply.headers, **cors}) if cors else reply
+
+    async def _route(self, request: HTTPRequest) -> HTTPReply | EventStream:
+        """Pass a request to its handler."""
         self._check_site(request)
         if request.path == "/health":
             return self._health()
+        if request.method == "OPTIONS" and self._is_cors_origin(request):
+            return HTTPReply(body=None, status=204, headers=preflight_headers(request))
         self._check_key(request)
         method = "GET" if request.method == "HEAD" else request.method
         match method, request.path.rstrip("/"):
+            case "GET", "/metrics":
+                running, waiting = self._load
+                text = self.metrics.render(running=running, waiting=waiting)
+                return HTTPReply(body=text, headers={"Content-Type": CONTENT_TYPE})
             case "GET", "/v1/models":
                 return HTTPReply(body={"object": "list", "data": [self._about]})
             case "GET", path if unquote(path) == f"/v1/models/{self.model}":
@@ -116,12 +143,28 @@ class OpenAIServer:
                 return await self._complete(request, chat=True)
             case "POST", "/v1/completions":
                 return await self._complete(request, chat=False)
-        raise HTTPError(404, f"no such endpoint: {request.method} {request.path}")
+        raise HTTPError(404, f"no such endpoint: {request.method} {request.path}", code="unknown_url")
+
+    @property
+    def _load(self) -> tuple[int, int]:
+        """Number of running and of waiting completions."""
+        running = min(self._open, self.slots)
+        return running, self._open - running
 
     def _health(self) -> HTTPReply:
-        running = min(self._open, self.slots)
-        body = {"status": self.link.failure or "ok", "running": running, "waiting": self._open - running}
+        running, waiting = self._load
+        body = {"status": self.link.failure or "ok", "running": running, "waiting": waiting}
         return HTTPReply(body=body, status=500 if self.link.failure else 200)
+
+    def _is_cors_origin(self, request: HTTPRequest) -> bool:
+        """Whether web pages of the request's origin may use the server (--cors)."""
+        origin = request.headers.get("origin")
+        return origin is not None and ("*" in self._cors or origin in self._cors)
+
+    def _cors_headers(self, request: HTTPRequest) -> dict[str, str]:
+        if not self._is_cors_origin(request):
+            return {}
+        return {"Access-Control-Allow-Origin": request.headers["origin"], "Vary": "Origin"}
 
     def _check_site(self, request: HTTPRequest) -> None:
         """Without an API key, reject requests that a web page may have sent.
@@ -136,8 +179,8 @@ class OpenAIServer:
             raise HTTPError(
                 403, f"host {host!r} is not allowed: use 127.0.0.1, or start with --allowed-host NAME"
             )
-        if origin is not None and not self._is_allowed(origin):
-            raise HTTPError(403, f"origin {origin!r} is not allowed; start with --allowed-host NAME")
+        if origin is not None and not self._is_cors_origin(request) and not self._is_allowed(origin):
+            raise HTTPError(403, f"origin {origin!r} is not allowed; start with --cors {origin}")
 
     def _is_allowed(self, address: str) -> bool:
         try:
@@ -152,14 +195,20 @@ class OpenAIServer:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         matches = hmac.compare_digest(given.strip().encode(), self._api_key.encode())
         if scheme.lower() != "bearer" or not matches:
-            raise HTTPError(401, "the API key is missing or wrong")
+            raise HTTPError(
+                401,
+                "the API key is missing or wrong",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
 
     def _read(self, request: HTTPRequest, *, chat: bool) -> CompletionRequest:
         return parse_completion_request(
             request.json(), self.codec, chat=chat, context=self.context, model=self.model
         )
 
-    async def _complete(self, request: HTTPRequest, *, chat: bool) -> HTTPReply | Events:
+    async def _complete(self, request: HTTPRequest, *, chat: bool) -> HTTPReply | EventStream:
+        arrived = time.monotonic()
         # Parsing, rendering and tokenizing a long chat takes a while, so keep it off the event loop.
         encoder = self._encoder if len(request.body) <= SHORT_BODY else self._long_encoder
         read = partial(self._read, request, chat=chat)
@@ -172,34 +221,53 @@ class OpenAIServer:
             completion, model=self.model, decode=self.codec.decode, pieces=self._pieces
         )
         if completion.stream:
-            return self._stream(completion, response, submission)
-        try:
-            while not response.done:
-                with submission_errors():
-                    chunks = await submission.take()
-                for _ in response.take(chunks):
-                    pass
-            return HTTPReply(body=response.whole())
-        finally:
-            self._forget(completion, submission)
+            return EventStream(events=self._stream(completion, response, submission, arrived))
+        async for _ in self._stream(completion, response, submission, arrived):
+            pass
+        return HTTPReply(body=response.whole())
 
     async def _stream(
-        self, completion: CompletionRequest, response: ResponseBuilder, submission: Submission
+        self,
+        completion: CompletionRequest,
+        response: ResponseBuilder,
+        submission: Submission,
+        arrived: float,
     ) -> Events:
+        """Yield the parts of a response; `arrived` is when the request was read."""
+        waits = True
         try:
             if first := list(response.first()):
                 yield first
             while not response.done:
                 with submission_errors():
                     chunks = await submission.take()
+                if waits:
+                    self.metrics.first_token.observe(time.monotonic() - arrived)
+                    waits = False
                 parts = list(response.take(chunks))
                 yield [*parts, response.last()] if response.done and completion.usage else parts
         finally:
-            self._forget(completion, submission)
+            self._open -= completion.count
+            submission.close()
+            usage = response.usage()
+            self.metrics.prompt_tokens += usage["prompt_tokens"]
+            self.metrics.generated_tokens += usage["completion_tokens"]
+            self.metrics.duration.observe(time.monotonic() - arrived)
 
-    def _forget(self, completion: CompletionRequest, submission: Submission) -> None:
-        self._open -= completion.count
-        submission.close()
+
+ENDPOINTS = frozenset(
+    ("/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/responses")
+)
+
+
+def preflight_headers(request: HTTPRequest) -> dict[str, str]:
+    """Return what a browser asks for before it lets a page of another origin send a request."""
+    headers = request.headers.get("access-control-request-headers", "authorization, content-type")
+    return {
+        "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
+        "Access-Control-Allow-Headers": headers,
+        "Access-Control-Max-Age": "3600",
+    }
 
 
 @contextmanager
@@ -246,6 +314,7 @@ class StartupConfig:
     slots: int
     api_key: str | None
     allowed_hosts: tuple[str, ...] = ()
+    cors: tuple[str, ...] = ()
     template_args: Mapping[str, Any] = field(default_factory=dict)
     """Arguments for the chat template."""
 
@@ -307,6 +376,7 @@ def run_front(connection: Connection) -> None:
         slots=startup.slots,
         api_key=startup.api_key,
         allowed_hosts=startup.allowed_hosts,
+        cors=startup.cors,
     )
     try:
         asyncio.run(server.run(startup.host, startup.port, ready=connection.send))
