@@ -47,6 +47,7 @@ SLOW_FILES = (
     "engine/test_multi_lora.py",
     "engine/serving/test_serving_engine.py",
     "evolution/test_ray_tune.py",
+    "evolution/test_population_features.py",
     "report/test_static_report.py",
     "training/test_sft_run.py",
     "model/adapters/test_merge_adapters.py",

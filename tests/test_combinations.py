@@ -157,18 +157,27 @@ def curriculum(cell: Cell) -> None:
 
 def populations(cell: Cell) -> None:
     few = ("evolve.population=2", "evolve.every=1", "evaluate.skip=false", "evaluate.during=1")
-    cell.run("evolve", "populations", *few, "evaluate.samples=1")
+    run = cell.run("evolve", "populations", *few, "evaluate.samples=1")
+    rows = read_rollouts(run / "rollouts" / "step-000001.parquet")
+    assert {row["example"]["population_member"] for row in rows} == {0, 1}
+    assert not any(row["error"] for row in rows)
 
 
 def agent(cell: Cell) -> None:
     task = load_task(read_config(overrides=[f"task.name={cell.file}"]).task)
     env = gw.PromptEnv(task, batch_size=2)
     learner = gw.Agent(
-        model={"name": "tiny", "device": "cpu"}, group_size=2, max_tokens=4, lora_r=4, temperature=1.5
+        model={"name": "tiny", "device": "cpu"},
+        group_size=2,
+        max_tokens=4,
+        lora_r=4,
+        temperature=1.5,
+        tools={"max_turns": 2, "max_tokens": 64},
     )
     prompts, _ = env.reset()
     answers = learner.get_action(prompts)
     _, rewards, *_ = env.step(answers)
+    assert all(bool(r.turns) == (cell.kind != "plain") for group in answers for r in group)
     learner.learn((answers, rewards))
 
 

@@ -275,7 +275,6 @@ def test_python_and_the_shell_start_the_same_search(place, whole, tmp_path):
         (["--vary", "beta=1"], "--vary must have the form NAME=LOW:HIGH"),
         (["--vary", "beta=1:2", "--vary", "beta=1:3"], "--vary beta is given twice"),
         (["evolve.vary={algo.clip_low: [0.9, 1.5]}"], "evolve.vary: algo.clip_low must be between 0 and 1"),
-        (["rollout.curriculum=2"], "rollout.curriculum requires groupwise train"),
     ],
 )
 def test_what_a_population_cannot_do_is_refused_in_a_sentence(place, given, part):

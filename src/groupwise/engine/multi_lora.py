@@ -9,9 +9,10 @@ Axes: T rows, I inputs, O outputs, R rank, S = members × rank, P adapted layers
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from groupwise.engine.cpu_runner import (
     rank_of,
     rows_of,
 )
-from groupwise.engine.engine import Engine
+from groupwise.engine.engine import CompletionSink, Engine
 from groupwise.errors import InvariantError
 from groupwise.model.adapters.lora import base_of, is_adapted
 from groupwise.model.adapters.quantization import is_quantized
@@ -34,6 +35,7 @@ from groupwise.model.policy import Policy, place
 from groupwise.records import Completion, Request, Sampling
 
 Answers = list[list[Completion]]
+Result = TypeVar("Result")
 Weights = dict[str, Tensor]
 """Trained tensors by parameter name."""
 
@@ -156,6 +158,35 @@ def share_storage(stacked: StackedWeight, parts: list[Any]) -> None:
         part.weight.data = stacked.weight[rows]
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterEngine:
+    """An engine that generates with some members of a population: one of them, or all in one batch."""
+
+    engine: Engine
+    prepare: Callable[[], None]
+    """Called before every generation."""
+
+    @property
+    def unrepeatable(self) -> bool:
+        return self.engine.unrepeatable
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Answers:
+        self.prepare()
+        return self.engine.generate(requests, sampling)
+
+    def converse(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        sink: CompletionSink,
+        *,
+        tokens: int,
+        turns: int,
+    ) -> None:
+        self.prepare()
+        self.engine.converse(requests, sampling, sink, tokens=tokens, turns=turns)
+
+
 class MultiLoRAEngine:
     """Generates each request with the LoRA adapter whose index it names."""
 
@@ -176,65 +207,63 @@ class MultiLoRAEngine:
             return fused_forward(policy, self.members) is not None
         return fused_cpu_forward(policy, self.members) is not None
 
-    @property
-    def unrepeatable(self) -> bool:
-        return self._shared.unrepeatable
-
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Answers:
         """Return each request's completions, in the order of its seeds."""
-        if self._share(requests):
-            return self._mixed(requests, sampling)
-        answers, broken = self._one_by_one(requests, sampling)
+
+        def own(engine: AdapterEngine, numbers: Sequence[int]) -> dict[int, Answers]:
+            indices = [index for index, request in enumerate(requests) if request.adapter in numbers]
+            answers: dict[int, Answers] = {number: [] for number in numbers}
+            groups = engine.generate([requests[index] for index in indices], sampling)
+            for index, group in zip(indices, groups, strict=True):
+                answers[requests[index].adapter].append(group)
+            return answers
+
+        answers, broken = self.contained(sorted({request.adapter for request in requests}), own)
         if broken:
             raise InvariantError(next(iter(broken.values())))
-        return answers
+        each = {number: iter(groups) for number, groups in answers.items()}
+        return [next(each[request.adapter]) for request in requests]
 
-    def contained(self, requests: Sequence[Request], sampling: Sampling) -> tuple[Answers, dict[int, str]]:
-        """Like `generate`, but a broken member loses only its own completions. Also return errors by member.
+    def contained(
+        self, numbers: Sequence[int], work: Callable[[AdapterEngine, Sequence[int]], dict[int, Result]]
+    ) -> tuple[dict[int, Result], dict[int, str]]:
+        """Return what `work` returns for these members, and the errors of broken members.
 
-        A NaN in one row stops the whole batch, and 0 times a NaN adapter is NaN in other rows too. In that
-        case, run every member alone.
+        `work` generates with all members in one batch where layers allow it. A NaN in one row stops the whole
+        batch, and 0 times a NaN adapter is NaN in other rows too. Then it runs again with each member alone,
+        so that a broken member loses only its own results. A single member is faster with its adapter merged.
         """
-        if self._share(requests):
+        if len(numbers) > 1 and self.batched:
             try:
-                return self._mixed(requests, sampling), {}
+                return work(self._together(), numbers), {}
             except InvariantError:
                 self._shared.release()  # the cache may hold NaNs of the broken member
-        return self._one_by_one(requests, sampling)
+        results: dict[int, Result] = {}
+        broken: dict[int, str] = {}
+        for number in numbers:
+            try:
+                results |= work(self.alone(number), (number,))
+            except InvariantError as error:
+                self._alone.release()
+                broken[number] = str(error)
+        return results, broken
 
-    def _share(self, requests: Sequence[Request]) -> bool:
-        """Whether to batch members: a single member is faster with its adapter merged."""
-        return len({request.adapter for request in requests}) > 1 and self.batched
+    def alone(self, number: int) -> AdapterEngine:
+        """Return an engine that generates with one member, its adapter merged into the weights."""
 
-    def alone(self, number: int, requests: Sequence[Request], sampling: Sampling) -> Answers:
-        """Generate with one member, its adapter merged into the weights."""
-        self._make_room(self._shared)
-        self.members.put_in_place(number)
-        return self._alone.generate(requests, sampling)
+        def prepare() -> None:
+            self._make_room(self._shared)
+            self.members.put_in_place(number)
 
-    def _mixed(self, requests: Sequence[Request], sampling: Sampling) -> Answers:
-        self._make_room(self._alone)
-        return self._shared.generate(requests, sampling)
+        return AdapterEngine(self._alone, prepare)
+
+    def _together(self) -> AdapterEngine:
+        return AdapterEngine(self._shared, lambda: self._make_room(self._alone))
 
     def _make_room(self, other: Engine) -> None:
         """Release the other engine's cache on a GPU: a cache takes most of the free memory."""
         if self.members.policy.device.type == "cuda":
             other.release()
-
-    def _one_by_one(self, requests: Sequence[Request], sampling: Sampling) -> tuple[Answers, dict[int, str]]:
-        answers: Answers = [[] for _ in requests]
-        broken: dict[int, str] = {}
-        for number in sorted({request.adapter for request in requests}):
-            own = [index for index, request in enumerate(requests) if request.adapter == number]
-            try:
-                groups = self.alone(number, [requests[index] for index in own], sampling)
-            except InvariantError as error:
-                self._alone.release()
-                broken[number] = str(error)
-                continue
-            for index, completions in zip(own, groups, strict=True):
-                answers[index] = completions
-        return answers, broken
 
     def release(self) -> None:
         """Free the KV caches; the next call allocates them again."""

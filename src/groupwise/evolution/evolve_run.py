@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import fmean
 from types import TracebackType
 
-from groupwise.algo.advantages import BATCH_STD
 from groupwise.config import Config
 from groupwise.errors import ConfigError, InvariantError
 from groupwise.evaluate.held_out import Evaluation
@@ -29,8 +28,8 @@ from groupwise.evolution.population import (
     AFTER,
     BEFORE,
     MemberEvaluator,
-    MemberRollouts,
     Population,
+    PopulationCollector,
     SharedBase,
     tokens_of,
 )
@@ -45,7 +44,9 @@ from groupwise.tasks import Task, UserFunctions, isolated, leave_task_file, load
 from groupwise.tasks.user_code import code_of
 from groupwise.tracking.terminal import open_display
 from groupwise.tracking.trackers import tracker_names
+from groupwise.training.base_run import check_self_teacher
 from groupwise.training.collector import Batch
+from groupwise.training.loop import collect_batch
 from groupwise.training.prompt_selection import PromptLimit
 from groupwise.training.recorder import Recorder
 from groupwise.training.resume import command_of, same_code, same_data, with_epochs
@@ -79,13 +80,11 @@ class EvolveRun:
             self.interrupt = resources.enter_context(Interrupt(self.recorder.display.message))
             device = device_of(config.model.device)
             resources.enter_context(deterministic_kernels(device, on=config.run.deterministic))
-            self.base = SharedBase(config)
+            self.base = SharedBase(config, functions)
             limit = PromptLimit(config, task=task, policy=self.base.policy)
             self.split, too_long = limit.leave_out(self.split)
             self.population = Population(config, task=task, split=self.split, base=self.base)
-            self.answers = MemberRollouts(
-                config, split=self.split, policy=self.base.policy, engine=self.base.engine
-            )
+            self.collector = PopulationCollector(self.population)
             self.evaluator = MemberEvaluator(
                 config, task=task, split=self.split, base=self.base, folder=self.folder
             )
@@ -125,15 +124,17 @@ class EvolveRun:
             yield self.state.step + 1
 
     def collect(self, step: int) -> Mapping[int, Batch]:
-        """Generate the rollouts of all members for the same prompts, in one batch."""
-        result = self.answers.collect(step, self.population.collectors, cursor=self.state.cursor)
-        tokens = sum(tokens_of(batch.all_groups) for batch in result.batches.values())
-        self.state = replace(self.state, cursor=result.cursor, tokens=self.state.tokens + tokens, step=step)
+        """Sample prompts, generate rollouts, score them and compute advantages, for all members at once."""
+        result = collect_batch(self.collector, step, cursor=self.state.cursor, rates=self.state.rates)
+        tokens = sum(tokens_of(batch.all_groups) for batch in result.members.values())
+        self.state = replace(
+            self.state, cursor=result.cursor, rates=result.rates, tokens=self.state.tokens + tokens, step=step
+        )
         for slot, reason in result.diverged.items():
             self._diverged(slot, reason)
         if step % self.config.track.rollouts_every == 0:
-            self.recorder.rollouts(step, self._groups_by_member(result.batches))
-        return result.batches
+            self.recorder.rollouts(step, self._groups_by_member(result.members))
+        return result.members
 
     def _groups_by_member(self, batches: Mapping[int, Batch]) -> list[Group]:
         """Return the groups of all members, each example with the name of the member that answered it."""
@@ -156,7 +157,8 @@ class EvolveRun:
                 continue
             sampled = batch_metrics(
                 batch,
-                truncated=self.config.rollout.sampling.truncates,
+                truncated=self.config.rollout.sampling.truncates
+                or self.base.policy.logits_processor is not None,
                 shown_reward=self.population.collectors[slot].shown_reward,
             )
             reports[slot] = {**sampled, **report}
@@ -220,8 +222,8 @@ class EvolveRun:
 
     def _measure(self) -> dict[str, float]:
         """Evaluate all members on the same prompts with the same seeds."""
-        scores, diverged, tokens = self.answers.measure(
-            self.population.tasks, self.evaluator.choosing, samples=self.config.evaluate.samples
+        scores, diverged, tokens = self.collector.measure(
+            self.evaluator.choosing, samples=self.config.evaluate.samples
         )
         self.state = replace(self.state, tokens=self.state.tokens + tokens)
         for slot, reason in diverged.items():
@@ -369,19 +371,8 @@ def evolve(
 def check_supported(config: Config, task: Task) -> None:
     if not config.lora.r:
         raise ConfigError("members of a population are adapters: set lora.r, for example lora.r=16")
-    if config.algo.advantage == BATCH_STD:
-        raise ConfigError("algo.advantage=batch_std requires groupwise train; use dr_grpo in a population")
-    if config.algo.teacher is not None or config.algo.sft_weight:
-        raise ConfigError("algo.teacher and algo.sft_weight require groupwise train, not a population")
-    if config.rollout.logits_processor is not None:
-        raise ConfigError("rollout.logits_processor requires groupwise train, not a population")
-    if config.algo.target_entropy is not None:
-        raise ConfigError("members do not adapt their entropy bonus: set algo.entropy_bonus instead")
+    check_self_teacher(config, multi_turn=task.is_multi_turn)
     if config.run.callbacks:
         raise ConfigError("run.callbacks requires groupwise train; populations have no callbacks")
-    if task.is_multi_turn:
-        raise ConfigError(
-            f"task {task.name} has tools or an environment; populations support single-turn tasks only"
-        )
     if config.engine.kind != "own":
         raise ConfigError("a population requires groupwise's own engine: set engine.kind=own")

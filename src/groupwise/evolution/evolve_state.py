@@ -28,6 +28,7 @@ from groupwise.report.static_report import COLOURS, INK, MUTED
 from groupwise.tracking.number_format import number
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.tracking.terminal import RunSummary, command, headline
+from groupwise.training.prompt_selection import Rates
 from groupwise.training.resume import last_checkpoint, refuse_edited_settings, refuse_other_settings, steps_in
 from groupwise.training.run_end import made_in_python
 
@@ -87,6 +88,8 @@ class SearchState:
 
     step: int = 0
     cursor: int = 0
+    rates: Rates = field(default_factory=dict)
+    """Success rate of each kind of example over all members, for the curriculum."""
     tokens: int = 0
     """Tokens sampled so far by all members, in training and in evaluations."""
     names: int = 0

@@ -1,14 +1,16 @@
 """The shared base model and engine, and the members on it: how they train, are copied, saved and loaded.
 
-The end of the module makes the rollouts and measures the held-out accuracy of all members in one batch. Each
-member has its own group size, temperature and reward weights.
+`PopulationCollector` is the `Collector` of a population: `training.loop.collect_batch` calls its stages,
+which work on all members at once. Each member has its own group size, temperature and reward weights. The end
+of the module measures held-out accuracy.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from groupwise.config.schema import Config
-from groupwise.engine.multi_lora import LoRABank, MultiLoRAEngine, Weights
-from groupwise.errors import ConfigError, InvariantError
+from groupwise.engine.multi_lora import AdapterEngine, LoRABank, MultiLoRAEngine, Weights
+from groupwise.errors import InvariantError
 from groupwise.evaluate.held_out import Evaluation, compare, evaluate, read_evaluation, write_evaluation
 from groupwise.evolution.search_space import Values, applied
-from groupwise.invariants import check_disjoint
-from groupwise.isolation.time_limit import TimeLimits
 from groupwise.learner.checkpoint import (
     load_optimizer,
     optimizer_tensors,
@@ -30,15 +30,18 @@ from groupwise.learner.checkpoint import (
     write_optimizer,
 )
 from groupwise.learner.learner import Learner
+from groupwise.learner.teacher import Teacher, sampled_like
 from groupwise.model.load import load_policy
-from groupwise.model.policy import Policy
-from groupwise.records import Completion, Example, Group, Request, Sampling
+from groupwise.records import Example, Group
 from groupwise.rewards.runner import score_group
-from groupwise.rollout.collect import groups_from_completions, prompts_and_requests
+from groupwise.rollout.collect import GroupRequest, generate_groups, group_requests
 from groupwise.seeds import derive_seed
-from groupwise.tasks import Split, Task
+from groupwise.tasks import Split, Task, UserFunctions
 from groupwise.tracking.run_folder import RunFolder
-from groupwise.training.collector import Batch, Collector, check_failures, has_signal
+from groupwise.training.base_run import load_teacher, use_logits_processor
+from groupwise.training.collector import Batch, BatchDraft, Collector, StageTimes, check_failures
+from groupwise.training.prompt_selection import Rates, updated
+from groupwise.training.sft_run import WorkedAnswers
 
 REFERENCE = "training/reference.safetensors"
 OLD_REFERENCE = "reference.safetensors"
@@ -48,14 +51,25 @@ OLD_REFERENCE = "reference.safetensors"
 class SharedBase:
     """A base model that is loaded once, and the weights of its members."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, functions: UserFunctions | None = None) -> None:
         torch.manual_seed(derive_seed(config.run.seed, "adapters"))
         self.policy = load_policy(config.model, config.lora)
+        use_logits_processor(self.policy, config, functions or UserFunctions())
+        self._teachers: dict[str, Teacher] = {}
         self.members = LoRABank(self.policy)
         self.engine = MultiLoRAEngine(self.members, config.engine)
         self.fresh = {name: tensor.clone() for name, tensor in self.members.of(0).items()}
         """Initial weights of every member."""
         self.members.drop(0)
+
+    def teacher(self, config: Config) -> Teacher | None:
+        """Return the teacher that these settings name, under their sampling distribution; load it once."""
+        name = config.algo.teacher
+        if name is None:
+            return None
+        if name not in self._teachers:
+            self._teachers[name] = load_teacher(config, self.policy)
+        return sampled_like(self._teachers[name], config.rollout.sampling)
 
 
 class Member:
@@ -86,6 +100,7 @@ class Member:
         learner = self._learner(config)
         learner.optimizer.load_state_dict(self.learner.optimizer.state_dict())
         learner.updates = self.learner.updates
+        learner.entropy_coefficient = self.learner.entropy_coefficient
         self.learner = learner
 
     def become(self, other: Member) -> None:
@@ -99,6 +114,7 @@ class Member:
         }
         self.learner.optimizer.load_state_dict(state)
         self.learner.updates = other.learner.updates
+        self.learner.entropy_coefficient = other.learner.entropy_coefficient
         self.reference = None if other.reference is None else dict(other.reference)
 
     def save(self, folder: Path, *, tokenizer: bool = True) -> None:
@@ -107,7 +123,11 @@ class Member:
         self.put_in_place()
         self.base.policy.save(folder, tokenizer=tokenizer)
         tensors, settings = optimizer_tensors(self.learner.optimizer, self.base.policy.trainable())
-        write_optimizer(folder, tensors, {**settings, "updates": self.learner.updates})
+        progress = {
+            "updates": self.learner.updates,
+            "entropy_coefficient": self.learner.entropy_coefficient,
+        }
+        write_optimizer(folder, tensors, {**settings, **progress})
         for earlier in (REFERENCE, OLD_REFERENCE):
             (folder / earlier).unlink(missing_ok=True)
         if self.reference is not None:
@@ -123,6 +143,7 @@ class Member:
             self.learner.optimizer, self.base.policy.trainable(), tensors=tensors, settings=settings
         )
         self.learner.updates = settings["updates"]
+        self.learner.entropy_coefficient = settings.get("entropy_coefficient", 0.0)
         reference = folder / REFERENCE
         if not reference.is_file():
             reference = folder / OLD_REFERENCE
@@ -140,6 +161,7 @@ class Member:
             optim=config.optim,
             sampling=config.rollout.sampling,
             max_steps=config.run.max_steps,
+            teacher=self.base.teacher(config),
         )
 
 
@@ -165,13 +187,10 @@ class Population:
         self.config, self.task, self.split, self.base = config, task, split, base
         self.members: dict[int, Member] = {}
         self.collectors: dict[int, Collector] = {}
+        self.worked_answers = WorkedAnswers(config, task=task, policy=base.policy)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.members)
-
-    @property
-    def tasks(self) -> Mapping[int, Task]:
-        return {slot: collector.task for slot, collector in self.collectors.items()}
 
     def put(self, slot: int, values: Values, *, parent: int | None = None) -> None:
         """Create a member in a slot: as a copy of its parent, or fresh."""
@@ -192,7 +211,7 @@ class Population:
         config, task = applied(values, self.config, self.task)
         self.members[slot].configure(config)
         self.collectors[slot] = Collector(
-            config, task=task, split=self.split, codec=self.base.policy, engine=self.base.engine
+            config, task=task, split=self.split, codec=self.base.policy, engine=self.base.engine.alone(slot)
         )
 
     def drop(self, slot: int) -> None:
@@ -207,7 +226,7 @@ class Population:
         torch.manual_seed(derive_seed(self.config.run.seed, "update", step))
         member.put_in_place()
         try:
-            report = member.learner.train_on(batch.groups)
+            report = member.learner.train_on(batch.groups, self.worked_answers.samples(batch.groups))
         finally:
             member.learner.optimizer.zero_grad(set_to_none=True)  # all members share the parameters
         if not self.base.members.finite(slot):
@@ -228,139 +247,135 @@ def folder_of(slot: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemberPrompt:
-    """The examples of one member, and how it samples."""
-
-    slot: int
-    task: Task
-    examples: Sequence[Example]
-    count: int
-    """Answers per example."""
-    temperature: float
-
-
-@dataclass(frozen=True, slots=True)
-class CollectedBatches:
+class PopulationBatch:
     """The training batches of one step."""
 
-    batches: Mapping[int, Batch]
+    members: Mapping[int, Batch]
     """Batches by slot, of sound members only."""
     cursor: int
+    rates: Rates
+    """Success rate of each kind of example over all members, for the curriculum."""
     diverged: Mapping[int, str]
+    """Why other members diverged, by slot."""
 
 
-class MemberRollouts:
-    """Generates for all members in one batch."""
+@dataclass(slots=True, kw_only=True)
+class PopulationDraft:
+    """The batches of all members under construction."""
 
-    def __init__(self, config: Config, *, split: Split, policy: Policy, engine: MultiLoRAEngine) -> None:
-        if config.rollout.curriculum > 1:
-            raise ConfigError("rollout.curriculum requires groupwise train; members share their prompts")
-        self.config, self.split, self.policy, self.engine = config, split, policy, engine
+    step: int
+    cursor: int
+    rates: Rates
+    members: dict[int, BatchDraft]
+    """Drafts by slot, of sound members only."""
+    diverged: dict[int, str] = field(default_factory=dict)
+    rounds: int = 0
 
-    def ask(
-        self, members: Sequence[MemberPrompt], sampling: Sampling, *, seed_parts: tuple[int | str, ...]
-    ) -> tuple[dict[int, list[Group]], dict[int, str]]:
-        """Return the groups of each member, by slot, and why other members diverged, by slot.
 
-        All members use the same seeds, so that differences come from the members only.
-        """
-        parts = []
-        for member in members:
-            prompts, requests = prompts_and_requests(
-                member.examples,
-                ask=member.task.ask,
-                codec=self.policy,
-                group_size=member.count,
-                seed_parts=(self.config.run.seed, *seed_parts),
-            )
-            temperature = None if sampling.greedy else member.temperature
-            parts.append(
-                (
-                    member,
-                    prompts,
-                    [replace(r, adapter=member.slot, temperature=temperature) for r in requests],
-                )
-            )
-        flat = [request for _, _, requests in parts for request in requests]
-        completions, diverged = self.engine.contained(flat, sampling)
-        groups: dict[int, list[Group]] = {}
-        start = 0
-        for member, prompts, requests in parts:
-            own = completions[start : start + len(requests)]
-            start += len(requests)
-            if member.slot not in diverged:
-                groups[member.slot] = groups_from_completions(
-                    member.examples, prompts, requests, own, codec=self.policy
-                )
-        return groups, diverged
+Sampled = dict[int, list[Group]]
+"""Groups by slot."""
 
-    def collect(self, step: int, collectors: Mapping[int, Collector], *, cursor: int) -> CollectedBatches:
-        """Take the same prompts for all members until each has enough groups with signal, as in a run."""
-        with_signal: dict[int, list[Group]] = {slot: [] for slot in collectors}
-        without_signal: dict[int, list[Group]] = {slot: [] for slot in collectors}
-        diverged: dict[int, str] = {}
-        prompts, refill = self.config.rollout.prompts, self.config.rollout.refill
-        rollout_seconds = reward_seconds = 0.0
-        for turn in range(1 + refill):
-            missing = {slot: prompts - len(with_signal[slot]) for slot in collectors if slot not in diverged}
-            if not any(missing.values()):
-                break
-            examples, cursor = self.split.take(cursor, max(missing.values()))
-            members = [
-                MemberPrompt(
-                    slot=slot,
-                    task=collectors[slot].task,
-                    examples=examples[:count],
-                    count=collectors[slot].config.rollout.group_size,
-                    temperature=collectors[slot].config.rollout.temperature,
-                )
-                for slot, count in missing.items()
-                if count
-            ]
-            task = members[0].task
-            check_disjoint((task.asks(e) for e in examples), collectors[members[0].slot].held_out)
-            started = time.perf_counter()
-            groups, failed = self.ask(members, self.config.rollout.sampling, seed_parts=("train", step, turn))
-            diverged |= failed
-            rollout_seconds += time.perf_counter() - started
-            started = time.perf_counter()
-            for slot, member_groups in groups.items():
-                collector = collectors[slot]
-                with TimeLimits(collector.config.task.reward_seconds) as limit:
-                    for unscored in member_groups:
-                        group = collector.group_advantages(collector.reward_group(unscored, limit))
-                        (with_signal if has_signal(group) else without_signal)[slot].append(group)
-            reward_seconds += time.perf_counter() - started
-        share = 1 / len(collectors)
-        batches = {
-            slot: make_batch(
-                with_signal[slot],
-                without_signal[slot],
-                cursor,
-                prompts,
-                refill,
-                share * rollout_seconds,
-                share * reward_seconds,
-            )
-            for slot in collectors
-            if slot not in diverged
+
+class PopulationCollector:
+    """The stages that make the batches of all members.
+
+    All members answer the same prompts with the same seeds in one call of the engine, so that differences
+    come from the members only. Groups without a learning signal are refilled for each member that has some.
+    Scores and advantages are each member's own. A curriculum uses the success rates over all members.
+    """
+
+    def __init__(self, population: Population) -> None:
+        self.population, self.config = population, population.config
+        self.tools = population.task.multi_turn(self.config.tools)
+
+    def begin(self, step: int, *, cursor: int, rates: Rates) -> PopulationDraft:
+        drafts = {
+            slot: collector.begin(step, cursor=cursor, rates=rates)
+            for slot, collector in self.population.collectors.items()
         }
-        return CollectedBatches(batches, cursor, diverged)
+        return PopulationDraft(step=step, cursor=cursor, rates=rates, members=drafts)
+
+    def needs_groups(self, draft: PopulationDraft) -> bool:
+        """Whether a member needs another round."""
+        return bool(self._incomplete(draft))
+
+    def sample_prompts(self, draft: PopulationDraft) -> dict[int, Sequence[Example]]:
+        """Take the examples that the member with the most missing groups needs; others use the first ones."""
+        missing = {
+            slot: collector.missing(draft.members[slot])
+            for slot, collector in self._incomplete(draft).items()
+        }
+        first = next(iter(missing))
+        shared = replace(draft.members[first], cursor=draft.cursor, rates=draft.rates)
+        examples = self.population.collectors[first].take_prompts(shared, max(missing.values()))
+        draft.cursor = shared.cursor
+        for slot in missing:
+            draft.members[slot].cursor = shared.cursor
+            draft.members[slot].passed_over = shared.passed_over
+        return {slot: examples[:count] for slot, count in missing.items()}
+
+    def rollout(self, draft: PopulationDraft, prompts: Mapping[int, Sequence[Example]]) -> Sampled:
+        """Generate the groups of all members in one batch. Members that diverge leave the draft."""
+        started, seconds = time.perf_counter(), 0.0
+        wanted = {
+            slot: self._wanted(slot, examples, ("train", draft.step, draft.rounds))
+            for slot, examples in prompts.items()
+        }
+        groups, diverged = self._generate(wanted)
+        if self.tools is not None:
+            seconds = self.tools.toolbox.pop_seconds()
+        draft.diverged |= diverged
+        for slot in diverged:
+            del draft.members[slot]
+        share = 1 / len(prompts)
+        for slot in groups:
+            member = draft.members[slot]
+            member.times = StageTimes(rollout=share * (time.perf_counter() - started), tools=share * seconds)
+            self.population.collectors[slot].expect(member, len(prompts[slot]))
+        return groups
+
+    def score(self, draft: PopulationDraft, groups: Sampled) -> Sampled:
+        return {
+            slot: self.population.collectors[slot].score(draft.members[slot], own)
+            for slot, own in groups.items()
+        }
+
+    def advantages(self, draft: PopulationDraft, groups: Sampled) -> Sampled:
+        return {
+            slot: self.population.collectors[slot].advantages(draft.members[slot], own)
+            for slot, own in groups.items()
+        }
+
+    def add(self, draft: PopulationDraft, groups: Sampled) -> None:
+        for slot, own in groups.items():
+            self.population.collectors[slot].add(draft.members[slot], own)
+            if self.config.rollout.curriculum > 1:
+                draft.rates = updated(draft.rates, own, task=self.population.task)
+        draft.rounds += 1
+
+    def finish(self, draft: PopulationDraft) -> PopulationBatch:
+        batches = {
+            slot: self.population.collectors[slot].finish(member) for slot, member in draft.members.items()
+        }
+        return PopulationBatch(
+            members=batches, cursor=draft.cursor, rates=draft.rates, diverged=draft.diverged
+        )
 
     def measure(
-        self, tasks: Mapping[int, Task], examples: Sequence[Example], *, samples: int
+        self, examples: Sequence[Example], *, samples: int
     ) -> tuple[dict[int, tuple[float, ...]], dict[int, str], int]:
         """Return each member's accuracy per example, sampled at the run's temperature, why others
         diverged, and the number of tokens sampled."""
         temperature = self.config.rollout.temperature
-        members = [
-            MemberPrompt(slot=slot, task=task, examples=examples, count=samples, temperature=temperature)
-            for slot, task in tasks.items()
-        ]
-        groups, diverged = self.ask(members, self.config.rollout.sampling, seed_parts=("measure",))
+        groups, diverged = self._generate(
+            {
+                slot: self._wanted(slot, examples, ("measure",), size=samples, temperature=temperature)
+                for slot in self.population
+            }
+        )
         scores: dict[int, tuple[float, ...]] = {}
         for slot, member_groups in groups.items():
-            task = tasks[slot]
+            task = self.population.collectors[slot].task
             seconds = self.config.task.reward_seconds
             scored = [
                 score_group(group, rewards=task.rewards, weights=task.weights, seconds=seconds)
@@ -369,30 +384,50 @@ class MemberRollouts:
             scores[slot] = tuple(sum(map(task.is_right, group.rollouts)) / samples for group in scored)
         return scores, diverged, sum(map(tokens_of, groups.values()))
 
+    def _incomplete(self, draft: PopulationDraft) -> dict[int, Collector]:
+        """Return the collectors of the members that need another round, by slot."""
+        collectors = self.population.collectors
+        return {
+            slot: collectors[slot]
+            for slot, member in draft.members.items()
+            if collectors[slot].needs_groups(member)
+        }
 
-def make_batch(
-    with_signal: list[Group],
-    without_signal: list[Group],
-    cursor: int,
-    prompts: int,
-    refill: int,
-    rollout_seconds: float,
-    reward_seconds: float,
-) -> Batch:
-    """Build one member's batch in the form that `train` uses."""
-    replaced = len(with_signal) + len(without_signal) - prompts
-    if not refill:  # keep groups without signal: they count in the mean of the loss
-        with_signal, without_signal = with_signal + without_signal, []
-    return Batch(
-        groups=tuple(with_signal),
-        dropped=tuple(without_signal),
-        replaced=replaced,
-        cursor=cursor,
-        rates={},
-        passed_over=0,
-        rollout_seconds=rollout_seconds,
-        reward_seconds=reward_seconds,
-    )
+    def _wanted(
+        self,
+        slot: int,
+        examples: Sequence[Example],
+        seed_parts: tuple[int | str, ...],
+        *,
+        size: int | None = None,
+        temperature: float | None = None,
+    ) -> list[GroupRequest]:
+        """Return the groups of one member; by default, of its own size and temperature."""
+        own = self.population.collectors[slot].config.rollout
+        return group_requests(
+            examples,
+            ask=self.population.task.ask,
+            size=size or own.group_size,
+            seed_parts=(self.config.run.seed, *seed_parts),
+            adapter=slot,
+            temperature=None if self.config.rollout.sampling.greedy else temperature or own.temperature,
+        )
+
+    def _generate(self, wanted: Mapping[int, list[GroupRequest]]) -> tuple[Sampled, dict[int, str]]:
+        """Return the groups of each member, by slot, and why other members diverged, by slot."""
+
+        def work(engine: AdapterEngine, slots: Sequence[int]) -> Sampled:
+            groups = generate_groups(
+                [one for slot in slots for one in wanted[slot]],
+                codec=self.population.base.policy,
+                engine=engine,
+                sampling=self.config.rollout.sampling,
+                tools=self.tools,
+            )
+            each = iter(groups)
+            return {slot: list(islice(each, len(wanted[slot]))) for slot in slots}
+
+        return self.population.base.engine.contained(tuple(wanted), work)
 
 
 def tokens_of(groups: Sequence[Group]) -> int:
@@ -432,11 +467,12 @@ class MemberEvaluator:
             self.task,
             self.judging,
             codec=self.base.policy,
-            engine=SingleMemberEngine(self.base, slot),
+            engine=self.base.engine.alone(slot),
             sampling=self.config.rollout.sampling,
             samples=self.config.evaluate.samples,
             seed=self.config.run.seed,
             seconds=self.config.task.reward_seconds,
+            tools=self.task.multi_turn(self.config.tools),
         )
         about: dict[str, object] = {"step": step, "seed": self.config.run.seed}
         if when == AFTER and (before := self.recall(BEFORE)) is not None:
@@ -446,13 +482,3 @@ class MemberEvaluator:
 
     def recall(self, when: str) -> Evaluation | None:
         return read_evaluation(self.folder, when)
-
-
-class SingleMemberEngine:
-    """The engine, generating with one member's adapter."""
-
-    def __init__(self, base: SharedBase, slot: int) -> None:
-        self.base, self.slot = base, slot
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
-        return self.base.engine.alone(self.slot, requests, sampling)

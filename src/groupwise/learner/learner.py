@@ -99,9 +99,9 @@ class Learner:
         if isinstance(self.teacher, SelfTeacher) and self.policy.is_sharded:
             raise ConfigError("algo.teacher=self does not work with a sharded policy; set run.parallel=ddp")
 
-    def train_on(self, groups: Sequence[Group]) -> dict[str, float]:
+    def train_on(self, groups: Sequence[Group], demonstrations: Sequence[Sample] = ()) -> dict[str, float]:
         """Train on groups with advantages: every optimizer step of one training step. Return the metrics."""
-        for minibatch in self.minibatches(groups):
+        for minibatch in self.minibatches(groups, demonstrations):
             self.compute_loss(minibatch)
             self.step()
         return self.report()

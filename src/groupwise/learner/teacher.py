@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -39,6 +40,15 @@ class Teacher(Protocol):
 
 def is_server(name: str) -> bool:
     return name.startswith(("http://", "https://"))
+
+
+def sampled_like(teacher: Teacher, sampling: Sampling) -> Teacher:
+    """Return the teacher under another sampling distribution; a server's is always at temperature 1."""
+    if isinstance(teacher, ServerTeacher):
+        return teacher
+    teacher = copy(teacher)
+    teacher.sampling = sampling  # type: ignore[attr-defined]
+    return teacher
 
 
 class ModelTeacher:

@@ -116,10 +116,38 @@ class Tools:
                 stream.episode = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRequest:
+    """A group of rollouts to generate: the prompt, how many, and how they are sampled."""
+
+    example: Example
+    prompt: Prompt
+    seed_parts: tuple[int | str, ...]
+    """Seeds derive from these, the member and the turn."""
+    size: int
+    adapter: int = 0
+    """Index of the adapter to generate with, if the engine has several."""
+    temperature: float | None = None
+    """Overrides the temperature of the call, unless that is greedy."""
+
+    def seed(self, member: int, turn: int = 0) -> int:
+        later = (turn,) if turn else ()
+        return derive_seed(*self.seed_parts, member, *later)
+
+    def request(self, tokens: tuple[int, ...]) -> Request:
+        """Return the engine's request for the first turn of the group."""
+        return Request(
+            prompt=tokens,
+            seeds=tuple(self.seed(member) for member in range(self.size)),
+            adapter=self.adapter,
+            temperature=self.temperature,
+        )
+
+
 def collect(
     examples: Sequence[Example],
     *,
-    ask: Callable[[Example], str | Sequence[Message]],
+    ask: Callable[[Example], Prompt],
     codec: PromptCodec,
     engine: Generate,
     sampling: Sampling,
@@ -128,115 +156,84 @@ def collect(
     tools: Tools | None = None,
     share: slice = slice(None),
 ) -> list[Group]:
-    """Generate one group for each example in `share`; other processes generate the rest.
+    """Generate one group for each example in `share`; other processes generate the rest."""
+    wanted = group_requests(examples, ask=ask, size=group_size, seed_parts=seed_parts, share=share)
+    return generate_groups(wanted, codec=codec, engine=engine, sampling=sampling, tools=tools)
+
+
+def group_requests(
+    examples: Sequence[Example],
+    *,
+    ask: Callable[[Example], Prompt],
+    size: int,
+    seed_parts: tuple[int | str, ...],
+    share: slice = slice(None),
+    adapter: int = 0,
+    temperature: float | None = None,
+) -> list[GroupRequest]:
+    """Return the groups to generate for the examples in `share`.
 
     A member's seed derives from `seed_parts` (run seed, step, …), the example, the member and the turn, so it
     does not depend on the rest of the batch.
     """
-    example_ids = list(_numbered(examples))[share]
-    examples = examples[share]
-    if tools is not None:
-        return collect_turns(
-            examples,
-            example_ids=example_ids,
-            ask=ask,
-            codec=codec,
-            engine=engine,
-            sampling=sampling,
-            group_size=group_size,
-            seed_parts=seed_parts,
-            tools=tools,
+    example_ids = list(_numbered(examples))
+    return [
+        GroupRequest(
+            example=example,
+            prompt=ask(example),
+            seed_parts=(*seed_parts, *example_id),
+            size=size,
+            adapter=adapter,
+            temperature=temperature,
         )
-    prompts, requests = prompts_and_requests(
-        examples, ask=ask, codec=codec, group_size=group_size, seed_parts=seed_parts, example_ids=example_ids
-    )
-    return groups_from_completions(
-        examples, prompts, requests, engine.generate(requests, sampling), codec=codec
-    )
-
-
-def prompts_and_requests(
-    examples: Sequence[Example],
-    *,
-    ask: Callable[[Example], Prompt],
-    codec: PromptCodec,
-    group_size: int,
-    seed_parts: tuple[int | str, ...],
-    example_ids: Sequence[tuple[str, int]] | None = None,
-) -> tuple[list[Prompt], list[Request]]:
-    """Return the prompt and the request of each example: the part of `collect` before generation.
-
-    `example_ids` identify the examples within the whole batch; by default, `examples` are the whole batch.
-    """
-    example_ids = list(_numbered(examples)) if example_ids is None else example_ids
-    prompts = [ask(example) for example in examples]
-    requests = [
-        Request(
-            prompt=codec.encode(prompt),
-            seeds=tuple(derive_seed(*seed_parts, *example_id, member) for member in range(group_size)),
-        )
-        for prompt, example_id in zip(prompts, example_ids, strict=True)
+        for example, example_id in zip(examples[share], example_ids[share], strict=True)
     ]
-    return prompts, requests
 
 
-def groups_from_completions(
-    examples: Sequence[Example],
-    prompts: Sequence[Prompt],
-    requests: Sequence[Request],
-    completions: Sequence[Sequence[Completion]],
+def generate_groups(
+    wanted: Sequence[GroupRequest],
     *,
     codec: PromptCodec,
+    engine: Generate,
+    sampling: Sampling,
+    tools: Tools | None = None,
 ) -> list[Group]:
-    """Build the groups from the engine's completions: the part of `collect` after generation."""
+    """Generate groups in one call of the engine. Its requests may use several adapters."""
+    if tools is not None:
+        return _generate_turns(wanted, codec=codec, engine=engine, sampling=sampling, tools=tools)
+    requests = [one.request(codec.encode(one.prompt)) for one in wanted]
+    completions = engine.generate(requests, sampling)
     return [
         Group(
-            example=example,
+            example=one.example,
             rollouts=tuple(
-                as_rollout(request, completion, prompt=prompt, member=member, codec=codec)
+                as_rollout(request, completion, prompt=one.prompt, member=member, codec=codec)
                 for member, completion in enumerate(members)
             ),
         )
-        for example, prompt, request, members in zip(examples, prompts, requests, completions, strict=True)
+        for one, request, members in zip(wanted, requests, completions, strict=True)
     ]
 
 
-def collect_turns(
-    examples: Sequence[Example],
-    *,
-    example_ids: Sequence[tuple[str, int]],
-    ask: Callable[[Example], str | Sequence[Message]],
-    codec: Any,
-    engine: Generate,
-    sampling: Sampling,
-    group_size: int,
-    seed_parts: tuple[int | str, ...],
-    tools: Tools,
+def _generate_turns(
+    wanted: Sequence[GroupRequest], *, codec: Any, engine: Generate, sampling: Sampling, tools: Tools
 ) -> list[Group]:
     """Generate groups of multi-turn rollouts, which may call tools or talk to an environment."""
-    prompts = [ask(example) for example in examples]
-    encoded = [codec.encode(prompt, tools=tools.toolbox.schemas) for prompt in prompts]
+    encoded = [codec.encode(one.prompt, tools=tools.toolbox.schemas) for one in wanted]
     streams = [
-        tools.trajectories(example, prompt=prompt, tokens=tokens, members=group_size)
-        for example, prompt, tokens in zip(examples, prompts, encoded, strict=True)
+        tools.trajectories(one.example, prompt=one.prompt, tokens=tokens, members=one.size)
+        for one, tokens in zip(wanted, encoded, strict=True)
     ]
     for members in streams:
         tools.check_openings(members)
-
-    def seed(request: int, member: int, turn: int) -> int:
-        later = (turn,) if turn else ()
-        return derive_seed(*seed_parts, *example_ids[request], member, *later)
-
-    requests = [
-        Request(prompt=members[0].prompt, seeds=tuple(seed(r, m, 0) for m in range(group_size)))
-        for r, members in enumerate(streams)
-    ]
+    requests = [one.request(tokens) for one, tokens in zip(wanted, encoded, strict=True)]
     overlap = tools.overlap
     if overlap is None:
         overlap = tools.asynchronous or bool(getattr(engine, "unrepeatable", False))
     conversations = Conversations(
         streams,
-        seed,
+        requests,
+        lambda request, member, turn: wanted[request].seed(member, turn),
         tools.toolbox,
         codec,
         tools.limits,
@@ -253,11 +250,11 @@ def collect_turns(
     finally:
         conversations.close()
     groups = []
-    for example, members in zip(examples, streams, strict=True):
+    for one, members in zip(wanted, streams, strict=True):
         rollouts = tuple(stream.rollout() for stream in members)
         for stream, rollout in zip(members, rollouts, strict=True):
             check_stream_exact(rollout, stream.completions, end_tokens=codec.end_tokens)
-        groups.append(Group(example=example, rollouts=rollouts))
+        groups.append(Group(example=one.example, rollouts=rollouts))
     return groups
 
 

@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
@@ -153,6 +153,8 @@ class Conversations:
 
     streams: list[list[Trajectory]]
     """Trajectories by request and member, in the order given to the engine."""
+    requests: Sequence[Request]
+    """The requests of the first turns; later turns use the same adapters and temperatures."""
     seed: Callable[[int, int, int], int]
     """Maps (request, member, turn) to a seed."""
     toolbox: ToolExecutor
@@ -318,7 +320,8 @@ class Conversations:
         self._followed.append(key)
         seed = self.seed(*key, len(stream.turns))
         prompt = (*stream.prompt, *stream.tokens)
-        self._ready.append(Request(prompt=prompt, seeds=(seed,), continues=self._last[key]))
+        first = self.requests[key[0]]
+        self._ready.append(replace(first, prompt=prompt, seeds=(seed,), continues=self._last[key]))
 
     def _encode(self, pending: Sequence[ContextMessages]) -> None:
         """Tokenize messages in batches of one kind, and cache them: members share many."""

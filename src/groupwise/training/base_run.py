@@ -1,4 +1,7 @@
-"""What every kind of run shares: run folder, policy, engine, held-out accuracy, checkpoints, summary."""
+"""What every kind of run shares: run folder, policy, engine, held-out accuracy, checkpoints, summary.
+
+The end of the module loads the teacher and sets the user's sampling rule, for populations and agents too.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,17 @@ from groupwise.config.schema import EngineConfig, ModelConfig
 from groupwise.engine.engine import Engine
 from groupwise.engine.vllm.vllm_engine import VllmEngine
 from groupwise.errors import ConfigError, ServersGoneError
+from groupwise.evaluate.target import find_target
 from groupwise.learner.checkpoint import prune
+from groupwise.learner.teacher import SELF, ModelTeacher, SelfTeacher, ServerTeacher, Teacher, is_server
 from groupwise.model.device import deterministic_kernels, device_of, free_memory
-from groupwise.model.load import load_policy
+from groupwise.model.load import load_for_generation, load_policy
+from groupwise.model.ops.logits import LogitsProcessor
+from groupwise.model.policy import Policy
 from groupwise.model.resolve import model_folder
 from groupwise.parallel.processes import DIVIDING, Processes, as_launched, divide, layout_of
 from groupwise.seeds import derive_seed
-from groupwise.tasks import Split, Task
+from groupwise.tasks import Split, Task, UserFunctions
 from groupwise.tasks.task import correct_rule
 from groupwise.tasks.user_code import code_of
 from groupwise.tracking.run_folder import LOGGER
@@ -349,3 +356,38 @@ def settled(config: Config, start: RunStart) -> tuple[Config, str]:
     model = replace(config.model, name=str(model_folder(config.model.name)))
     device = device_of(model.device)
     return choose_recomputing(config, shape_of(model), DeviceSpec.of(device), free=free_memory(device))
+
+
+def use_logits_processor(policy: Policy, config: Config, functions: UserFunctions) -> None:
+    """Give the user's sampling rule to the policy, from which sampler and trainer take it."""
+    rule, name = functions.logits_processor, config.rollout.logits_processor
+    if rule is None or name is None:
+        return
+    if policy.device.type != "cpu":
+        raise ConfigError(
+            "rollout.logits_processor runs Python code at every token, which a CUDA graph cannot; set "
+            "model.device=cpu"
+        )
+    policy.logits_processor = LogitsProcessor(name, rule)
+
+
+def check_self_teacher(config: Config, *, multi_turn: bool) -> None:
+    """Refuse a policy that teaches itself in several turns: a better answer is shown for one turn only."""
+    if config.algo.teacher == SELF and multi_turn:
+        raise ConfigError("algo.teacher=self requires a task of one turn; name another model as teacher")
+
+
+def load_teacher(config: Config, policy: Policy, *, processes: Processes | None = None) -> Teacher:
+    """Load the teacher of on-policy distillation that the settings name."""
+    name, sampling = config.algo.teacher, config.rollout.sampling
+    assert name is not None
+    if name == SELF:
+        return SelfTeacher(policy, sampling)
+    if is_server(name):
+        return ServerTeacher(name, seconds=config.engine.request_seconds)
+    target = find_target(name)
+    model = replace(
+        on_own_device(config.model, processes or Processes()), name=target.base or config.model.name
+    )
+    teacher = load_for_generation(model, rank=target.rank, trained=target.trained)
+    return ModelTeacher(teacher, sampling, student=policy, name=name)

@@ -2,7 +2,7 @@
 
 `training.loop.collect_batch` calls the stages in order. It repeats them with new prompts to replace groups
 without a learning signal (`rollout.refill`): `needs_groups` and `teaches` decide. `prompt_selection` has the
-curriculum that chooses prompts.
+curriculum that chooses prompts. `evolution.population` runs the stages of several collectors at once.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
+from typing import Protocol, TypeVar
 
 from groupwise.algo.advantages import BATCH_STD, scaled_by_batch, with_advantages, with_overlong_penalty
 from groupwise.algo.reward_combination import agreeing, with_combined
@@ -78,8 +79,8 @@ class BatchDraft:
     cursor: int
     rates: Rates
     context: RewardContext
-    spent: Counter[str]
-    """Calls and tokens of judges before this step."""
+    judged: Counter[str] = field(default_factory=Counter)
+    """Calls and tokens of judges in this process."""
     with_signal: list[Group] = field(default_factory=list)
     """Groups with a learning signal."""
     without_signal: list[Group] = field(default_factory=list)
@@ -95,6 +96,32 @@ class BatchDraft:
     @property
     def groups(self) -> list[Group]:
         return self.with_signal + self.without_signal
+
+
+Draft = TypeVar("Draft")
+Prompts = TypeVar("Prompts")
+Groups = TypeVar("Groups")
+Collected = TypeVar("Collected", covariant=True)
+
+
+class Stages(Protocol[Draft, Prompts, Groups, Collected]):
+    """What `training.loop.collect_batch` calls: the stages that make a batch, or one for each member."""
+
+    def begin(self, step: int, *, cursor: int, rates: Rates) -> Draft: ...
+
+    def needs_groups(self, draft: Draft) -> bool: ...
+
+    def sample_prompts(self, draft: Draft) -> Prompts: ...
+
+    def rollout(self, draft: Draft, prompts: Prompts, /) -> Groups: ...
+
+    def score(self, draft: Draft, groups: Groups) -> Groups: ...
+
+    def advantages(self, draft: Draft, groups: Groups) -> Groups: ...
+
+    def add(self, draft: Draft, groups: Groups, /) -> None: ...
+
+    def finish(self, draft: Draft) -> Collected: ...
 
 
 class Collector:
@@ -132,8 +159,7 @@ class Collector:
         """Start the batch of a step at this position in the training data."""
         state = TrainerState(global_step=step - 1, max_steps=self.config.run.max_steps)
         context = RewardContext(trainer_state=state, failures=self.failures, when_late=self.when_late)
-        spent = spent_by_judges(self.task.rewards)
-        return BatchDraft(step=step, cursor=cursor, rates=rates, context=context, spent=spent)
+        return BatchDraft(step=step, cursor=cursor, rates=rates, context=context)
 
     def needs_groups(self, draft: BatchDraft) -> bool:
         """Whether to sample another round: groups are missing, refills are left, and few rollouts failed."""
@@ -145,7 +171,14 @@ class Collector:
 
     def sample_prompts(self, draft: BatchDraft) -> Sequence[Example]:
         """Take the next training examples. A curriculum chooses them from several candidates."""
-        missing = self.config.rollout.prompts - len(draft.with_signal)
+        return self.take_prompts(draft, self.missing(draft))
+
+    def missing(self, draft: BatchDraft) -> int:
+        """Return the number of groups with a learning signal that the batch still needs."""
+        return self.config.rollout.prompts - len(draft.with_signal)
+
+    def take_prompts(self, draft: BatchDraft, missing: int) -> Sequence[Example]:
+        """Take this many examples from the position of the draft on."""
         candidates, draft.cursor = self.split.take(draft.cursor, missing * self.config.rollout.curriculum)
         examples: Sequence[Example] = candidates
         if len(candidates) != missing:
@@ -176,16 +209,21 @@ class Collector:
             )
             if self.tools is not None:
                 draft.times.tools = self.tools.toolbox.pop_seconds()
-        draft.expected = rollouts_in(draft.groups) + len(examples) * self.config.rollout.group_size
+        self.expect(draft, len(examples))
         draft.times.rollout = time.perf_counter() - started
         self._tell("after_rollout", draft, groups)
         return groups
+
+    def expect(self, draft: BatchDraft, examples: int) -> None:
+        """Note how many rollouts the step has after this round."""
+        draft.expected = rollouts_in(draft.groups) + examples * self.config.rollout.group_size
 
     def score(self, draft: BatchDraft, groups: list[Group]) -> list[Group]:
         """Score every rollout of this process. Stop early if too many cannot be scored."""
         self._tell("before_score", draft, groups)
         started = time.perf_counter()
         enough, failed = self.config.task.max_failed * draft.expected, failures(draft.groups)
+        spent = spent_by_judges(self.task.rewards)
         with self.processes.together(), TimeLimits(self.config.task.reward_seconds) as limit:
             score_ahead(
                 groups,
@@ -203,6 +241,7 @@ class Collector:
                     del groups[number + 1 :]
                     break
         draft.context.ready.clear()
+        draft.judged += spent_by_judges(self.task.rewards) - spent
         draft.times.reward = time.perf_counter() - started
         self._tell("after_score", draft, groups)
         return groups
@@ -261,7 +300,7 @@ class Collector:
             rollout_seconds=draft.rollout_seconds,
             reward_seconds=draft.reward_seconds,
             tool_seconds=draft.tool_seconds,
-            judged=sum(self.processes.gather(spent_by_judges(self.task.rewards) - draft.spent), Counter()),
+            judged=sum(self.processes.gather(draft.judged), Counter()),
             logged=means_of(self.processes.gather(draft.context.metrics)),
         )
 

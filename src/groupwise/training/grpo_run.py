@@ -7,62 +7,31 @@ ratio of the two policies, and `algo.max_stale_gap` bounds how far they may diff
 
 from __future__ import annotations
 
-import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from groupwise.config import Config
-from groupwise.errors import ConfigError
-from groupwise.evaluate.target import find_target
 from groupwise.learner.learner import Learner
 from groupwise.learner.micro_batch import MicroBatchInputs
-from groupwise.learner.teacher import SELF, ModelTeacher, SelfTeacher, ServerTeacher, Teacher, is_server
 from groupwise.model.attention.ulysses import UlyssesContext
-from groupwise.model.load import load_for_generation
-from groupwise.model.ops.logits import LogitsProcessor
 from groupwise.parallel.processes import Processes, layout_of
-from groupwise.records import Group, Rollout, Sample
 from groupwise.rewards.runner import RewardContext, TrainerState
 from groupwise.seeds import derive_seed
 from groupwise.tasks import Split, Task, UserFunctions
 from groupwise.tasks.isolate import failures_on_trial
-from groupwise.tasks.sft_data import of_task
 from groupwise.tasks.user_code import code_of
-from groupwise.training.base_run import BaseRun, on_own_device
+from groupwise.training.base_run import BaseRun, check_self_teacher, load_teacher, use_logits_processor
 from groupwise.training.collector import Batch, Collector, check_failures, first_error
 from groupwise.training.evaluator import Evaluator
 from groupwise.training.prompt_selection import PromptLimit, Rates
 from groupwise.training.resume import RunStart
-from groupwise.training.sft_run import encode
+from groupwise.training.sft_run import WorkedAnswers
 from groupwise.training.step_metrics import batch_metrics, speed_metrics
-
-
-def supervised_sample(
-    tokens: Sequence[int], supervised: Sequence[bool], *, group: int, rollout: Rollout
-) -> Sample:
-    """Return a sample with a cross-entropy loss only; weights of 1 on its supervised tokens.
-
-    It joins the group of its prompt, so that the prompt is computed once, if its tokens are the same.
-    """
-    zeros = (0.0,) * len(tokens)
-    prompt = rollout.tokens[: rollout.prompt_length]
-    shared = tuple(tokens[: len(prompt)]) == prompt and not any(supervised[: len(prompt)])
-    return Sample(
-        tokens=tuple(tokens),
-        trained=(False,) * len(tokens),
-        logprobs=zeros,
-        entropies=zeros,
-        advantages=zeros,
-        prefix=len(prompt) if shared else supervised.index(True),
-        group=group if shared else -1 - group,
-        member=-1,
-        supervised=tuple(map(float, supervised)),
-    )
 
 
 class GRPORun(BaseRun):
@@ -110,7 +79,8 @@ class GRPORun(BaseRun):
 
     def make_parts(self) -> None:
         config, task = self.config, self.task
-        self._use_logits_processor()
+        use_logits_processor(self.policy, config, self.functions)
+        check_self_teacher(config, multi_turn=task.is_multi_turn)
         self.prompt_limit = PromptLimit(config, task=task, policy=self.policy)
         self.split, self.too_long = self.prompt_limit.leave_out(self.split)
         split = self.split
@@ -126,9 +96,11 @@ class GRPORun(BaseRun):
             max_steps=config.run.max_steps,
             processes=self.processes,
             context=self._context(),
-            teacher=self._teacher(),
+            teacher=load_teacher(config, self.policy, processes=self.processes)
+            if config.algo.teacher
+            else None,
         )
-        self.demonstrations = of_task(task, config=config) if config.algo.sft_weight else None
+        self.worked_answers = WorkedAnswers(config, task=task, policy=self.policy)
         self.learner.entropy_coefficient = self.state.entropy_coefficient
         self.collector = Collector(
             config,
@@ -149,58 +121,6 @@ class GRPORun(BaseRun):
             folder=self.folder,
             processes=self.processes,
         )
-
-    def _use_logits_processor(self) -> None:
-        """Give the user's sampling rule to the policy, from which sampler and trainer take it."""
-        rule, name = self.functions.logits_processor, self.config.rollout.logits_processor
-        if rule is None or name is None:
-            return
-        if self.policy.device.type != "cpu":
-            raise ConfigError(
-                "rollout.logits_processor runs Python code at every token, which a CUDA graph cannot; set "
-                "model.device=cpu"
-            )
-        self.policy.logits_processor = LogitsProcessor(name, rule)
-
-    def _teacher(self) -> Teacher | None:
-        """Load the teacher of on-policy distillation, if settings name one."""
-        name, sampling = self.config.algo.teacher, self.config.rollout.sampling
-        if name is None:
-            return None
-        if name == SELF:
-            if self.task.is_multi_turn:
-                raise ConfigError(
-                    "algo.teacher=self requires a task of one turn; name another model as teacher"
-                )
-            return SelfTeacher(self.policy, sampling)
-        if is_server(name):
-            return ServerTeacher(name, seconds=self.config.engine.request_seconds)
-        target = find_target(name)
-        model = replace(
-            on_own_device(self.config.model, self.processes), name=target.base or self.config.model.name
-        )
-        teacher = load_for_generation(model, rank=target.rank, trained=target.trained)
-        return ModelTeacher(teacher, sampling, student=self.policy, name=name)
-
-    def _demonstrated(self, groups: Sequence[Group]) -> list[Sample]:
-        """Return a worked answer to the prompt of each group, for the supervised part of the loss."""
-        if self.demonstrations is None:
-            return []
-        seed, samples = self.config.run.seed, []
-        for number, group in enumerate(groups):
-            rng = random.Random(f"demonstration {seed} {group.example.fingerprint}")
-            demonstration = self.demonstrations.make(group.example, rng)
-            if demonstration is None:
-                continue
-            tokens, trained = encode(self.policy, demonstration)
-            if any(trained) and len(tokens) <= self.policy.context_length:
-                samples.append(supervised_sample(tokens, trained, group=number, rollout=group.rollouts[0]))
-        total = sum(sum(sample.supervised) for sample in samples)
-        weight = self.config.algo.sft_weight / max(1.0, total)
-        return [
-            replace(sample, supervised=tuple(weight * flag for flag in sample.supervised))
-            for sample in samples
-        ]
 
     def _context(self) -> UlyssesContext | None:
         if self.processes.count == 1 or layout_of(self.config.run) != "context":
@@ -262,7 +182,7 @@ class GRPORun(BaseRun):
         self.update_began = time.perf_counter()
         self.callbacks.call("before_update", step, batch.groups)
         self.engine.make_room(self.learner.most_bytes)  # the KV cache may hold memory that the update needs
-        return self.learner.minibatches(batch.groups, self._demonstrated(batch.groups))
+        return self.learner.minibatches(batch.groups, self.worked_answers.samples(batch.groups))
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate if it is due. Wait for prefetching first: it needs the servers' old weights."""

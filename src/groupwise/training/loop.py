@@ -15,7 +15,7 @@ from groupwise.tasks import Task, UserFunctions, isolated, leave_task_file, load
 from groupwise.tracking.terminal import open_display
 from groupwise.tracking.trackers import tracker_names
 from groupwise.training.callbacks import check_callback
-from groupwise.training.collector import Batch, Collector
+from groupwise.training.collector import Batch, Collected, Draft, Groups, Prompts, Stages
 from groupwise.training.grpo_run import GRPORun
 from groupwise.training.prompt_selection import NOTHING_KNOWN, Rates
 from groupwise.training.resume import RunStart, command_of, with_epochs
@@ -85,8 +85,17 @@ def train_step(run: GRPORun, step: int) -> Batch:
     return batch
 
 
-def collect_batch(collector: Collector, step: int, *, cursor: int, rates: Rates = NOTHING_KNOWN) -> Batch:
-    """Collect the batch of a step. Groups without a learning signal are refilled (`rollout.refill`)."""
+def collect_batch(
+    collector: Stages[Draft, Prompts, Groups, Collected],
+    step: int,
+    *,
+    cursor: int,
+    rates: Rates = NOTHING_KNOWN,
+) -> Collected:
+    """Collect the batch of a step. Groups without a learning signal are refilled (`rollout.refill`).
+
+    A run has a `Collector`. A population has a `PopulationCollector`, whose stages work on all members.
+    """
     draft = collector.begin(step, cursor=cursor, rates=rates)
     while collector.needs_groups(draft):
         prompts = collector.sample_prompts(draft)  # 1 sample prompts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,16 +12,17 @@ from pathlib import Path
 
 import torch
 
+from groupwise.config import Config
 from groupwise.errors import ConfigError
 from groupwise.learner.sft_learner import SFTLearner, masked_sample
 from groupwise.model.policy import Policy
 from groupwise.model.tokenizer import knows_tools, render
 from groupwise.parallel.processes import Processes, joined_processes
-from groupwise.records import Sample
+from groupwise.records import Group, Rollout, Sample
 from groupwise.rollout.multi_turn import prefill_of
 from groupwise.seeds import derive_seed
-from groupwise.tasks import Split, isolated
-from groupwise.tasks.sft_data import Demonstration, SFTPlan, held_out_of, written
+from groupwise.tasks import Split, Task, isolated
+from groupwise.tasks.sft_data import Demonstration, SFTPlan, held_out_of, of_task, written
 from groupwise.tracking.terminal import open_display
 from groupwise.tracking.trackers import tracker_names
 from groupwise.training.base_run import BaseRun
@@ -295,3 +297,54 @@ class SFTRun(BaseRun):
 
 MOST_TOO_LONG = 10_000
 """Demonstrations skipped in one step before the run assumes that all are too long."""
+
+
+class WorkedAnswers:
+    """Worked answers to the prompts of a step, for the supervised part of its loss (`algo.sft_weight`)."""
+
+    def __init__(self, config: Config, *, task: Task, policy: Policy) -> None:
+        self.config, self.policy = config, policy
+        self.worked = of_task(task, config=config) if config.algo.sft_weight else None
+
+    def samples(self, groups: Sequence[Group]) -> list[Sample]:
+        """Return a worked answer to the prompt of each group that has one."""
+        if self.worked is None:
+            return []
+        seed, samples = self.config.run.seed, []
+        for number, group in enumerate(groups):
+            rng = random.Random(f"demonstration {seed} {group.example.fingerprint}")
+            demonstration = self.worked.make(group.example, rng)
+            if demonstration is None:
+                continue
+            tokens, trained = encode(self.policy, demonstration)
+            if any(trained) and len(tokens) <= self.policy.context_length:
+                samples.append(supervised_sample(tokens, trained, group=number, rollout=group.rollouts[0]))
+        total = sum(sum(sample.supervised) for sample in samples)
+        weight = self.config.algo.sft_weight / max(1.0, total)
+        return [
+            replace(sample, supervised=tuple(weight * flag for flag in sample.supervised))
+            for sample in samples
+        ]
+
+
+def supervised_sample(
+    tokens: Sequence[int], supervised: Sequence[bool], *, group: int, rollout: Rollout
+) -> Sample:
+    """Return a sample with a cross-entropy loss only; weights of 1 on its supervised tokens.
+
+    It joins the group of its prompt, so that the prompt is computed once, if its tokens are the same.
+    """
+    zeros = (0.0,) * len(tokens)
+    prompt = rollout.tokens[: rollout.prompt_length]
+    shared = tuple(tokens[: len(prompt)]) == prompt and not any(supervised[: len(prompt)])
+    return Sample(
+        tokens=tuple(tokens),
+        trained=(False,) * len(tokens),
+        logprobs=zeros,
+        entropies=zeros,
+        advantages=zeros,
+        prefix=len(prompt) if shared else supervised.index(True),
+        group=group if shared else -1 - group,
+        member=-1,
+        supervised=tuple(map(float, supervised)),
+    )
