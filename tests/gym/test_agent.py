@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM
 
 import groupwise as gw
 from groupwise import cli
+from groupwise.errors import ConfigError
 from groupwise.evaluate.target import find_target
 from groupwise.model.resolve import TINY_FOLDER
+from groupwise.rollout.tools import tool_of
 from tests.support.echo_task import ECHO_TASK
 
 SMALL: dict[str, Any] = {
@@ -185,3 +187,122 @@ def test_the_example_loop_of_twenty_lines_runs(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "before: mean reward" in said
     assert "step 2: reward" in said
+
+
+def double(number: int) -> int:
+    """Double a number."""
+    return 2 * number
+
+
+class Countdown:
+    """Counts its turns and ends after the second."""
+
+    def reset(self, example: gw.Example) -> str:
+        self.turns = 0
+        return f"Say {example['n']}"
+
+    def reply(self, text: str) -> gw.Reply:
+        self.turns += 1
+        return gw.Reply("Again.", reward=1.0, done=self.turns == 2)
+
+
+TURNS: dict[str, gw.Task] = {
+    "tools": gw.Task(
+        name="tools",
+        examples=[{"n": n} for n in range(20)],
+        prompt=lambda example: f"Double {example['n']}",
+        rewards={"calls": lambda rollout, example: float(len(rollout.text) % 2)},
+        tools=[double],
+    ),
+    "environment": gw.Task(name="game", examples=[{"n": n} for n in range(20)], environment=Countdown),
+}
+
+
+SHORT_TURNS = {
+    **SMALL,
+    "max_tokens": 8,
+    "lora_r": 4,
+    "rollout": {"stop": ("0", "1", "2", "+")},
+    "tools": {"max_turns": 2, "max_tokens": 64},
+}
+
+
+@pytest.mark.parametrize("kind", TURNS)
+def test_the_loop_is_the_same_for_a_task_with_turns(kind):
+    env = gw.PromptEnv(TURNS[kind], batch_size=2)
+    agent = gw.Agent(**SHORT_TURNS)
+    prompts, _ = env.reset(seed=0)
+    answers = agent.get_action(prompts)
+    rollout = answers[0][0]
+    schemas = [tool_of(double).schema] if kind == "tools" else []
+    assert rollout.tokens[: rollout.prompt_length] == agent._base.policy.encode(prompts[0], tools=schemas)
+    assert all(rollout.turns for group in answers for rollout in group)
+    following, rewards, *_ = env.step(answers)
+    if kind == "environment":
+        # A reward of 1 for each of the turns, of which there are two unless the tokens ran out.
+        assert rewards.tolist() == [[float(len(r.turns)) for r in group] for group in answers]
+        assert max(len(r.turns) for group in answers for r in group) == 2
+        read = [t for t, trained in zip(rollout.tokens, rollout.trained, strict=True) if not trained]
+        assert "Again." in agent._base.policy.decode(read)
+    before = weights(agent)
+    agent.learn((answers, luck(answers)))
+    assert any(not torch.equal(before[name], tensor) for name, tensor in weights(agent).items())
+    assert agent.get_action(following[:1], training=False)[0][0].turns
+    assert agent.test(env) == agent.fitness[-1]
+
+
+def test_answers_without_the_tools_of_the_task_are_refused():
+    env = gw.PromptEnv(TURNS["tools"], batch_size=2)
+    agent = gw.Agent(**SHORT_TURNS)
+    prompts, _ = env.reset(seed=0)
+    for answers in ([["2"], ["4"]], agent.get_action(list(prompts))):
+        with pytest.raises(ConfigError, match="pass it the prompts of the environment unchanged"):
+            env.step(answers)
+    assert env.step(agent.get_action(prompts))[1].shape == (2, 4)
+
+
+def test_an_agent_learns_from_a_teacher_and_adapts_its_entropy(tmp_path):
+    agent = gw.Agent(lora_r=4, algo={"teacher": "tiny", "target_entropy": 9.0, "entropy_step": 0.1}, **SMALL)
+    loop(agent, 2)
+    assert agent._member.learner.entropy_coefficient == pytest.approx(0.2)  # the entropy is below 9 nats
+    again = gw.Agent.load(agent.save(tmp_path / "agent"))
+    assert loop(agent, 1, seed=1) == loop(again, 1, seed=1)
+    assert same(agent, again)
+
+
+def test_functions_of_your_own_go_with_a_clone():
+    called = {"loss": 0, "advantage": 0, "rule": 0}
+
+    def loss(tokens: Any, settings: Any) -> Any:
+        called["loss"] += 1
+        return -tokens.logprobs_T * tokens.advantages_T, {}
+
+    def advantage(rollouts: Any) -> list[float]:
+        called["advantage"] += 1
+        return [rollout.reward - 1 for rollout in rollouts]
+
+    def rule(context: list[int], logits: torch.Tensor) -> torch.Tensor:
+        called["rule"] += 1
+        return logits
+
+    agent = gw.Agent(lora_r=4, loss=loss, advantage=advantage, logits_processor=rule, **SMALL)
+    loop(agent, 1)
+    assert all(called.values())
+    first = dict(called)
+    loop(agent.clone(), 1)
+    assert all(called[name] > first[name] for name in called)
+    with pytest.raises(ConfigError, match="need the same rollout"):
+        gw.Agent(base=agent._base, lora_r=4, **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"algo": {"sft_weight": 0.5}}, "no worked answers to imitate"),
+        ({"callbacks": [gw.Callback]}, "call your functions in your loop"),
+        ({"engine": {"kind": "vllm", "servers": ["http://127.0.0.1:1"]}}, "set engine.kind=own"),
+    ],
+)
+def test_what_an_agent_cannot_do_is_refused_in_a_sentence(settings, part):
+    with pytest.raises(ConfigError, match=part):
+        gw.Agent(**SMALL, **settings)

@@ -1,7 +1,7 @@
 """An agent for custom training loops: a thin layer over the engine and the learner of `groupwise.train`.
 
 agent = gw.Agent(model="tiny", group_size=8, learning_rate=1e-4)
-answers = agent.get_action(prompts)              # a group of rollouts for each prompt
+answers = agent.get_action(prompts)              # a group of rollouts for each prompt of a `PromptEnv`
 loss, kl = agent.learn((answers, rewards))       # rewards: [batch, group]; NaN: could not be scored
 """
 
@@ -21,14 +21,16 @@ from groupwise.config import config_from_keywords, dump_config, read_config
 from groupwise.errors import ConfigError
 from groupwise.evaluate.contamination import prompt_digest
 from groupwise.evolution.population import Member, SharedBase
-from groupwise.gym.env import PromptEnv
+from groupwise.gym.env import PromptBatch, PromptEnv
+from groupwise.learner.learner import try_own_loss
 from groupwise.model.resolve import ADAPTER
-from groupwise.records import Example, Group, Request, Rollout, Sampling
-from groupwise.rollout.collect import as_rollout
+from groupwise.records import Example, Group, Rollout
+from groupwise.rollout.collect import GroupRequest, Tools, generate_groups
 from groupwise.seeds import derive_seed
-from groupwise.tasks.task import Prompt
+from groupwise.tasks.task import Prompt, Task
 from groupwise.tasks.user_code import split_functions, use_functions
 from groupwise.tracking.run_folder import AGENT, SETTINGS, is_agent
+from groupwise.training.base_run import check_self_teacher
 
 Experiences = tuple[Sequence[Sequence[Rollout]], Any]
 """Answers [batch][group] and their rewards [batch, group]."""
@@ -42,25 +44,27 @@ class Agent:
 
     def __init__(self, *, base: SharedBase | None = None, **settings: Any) -> None:
         """Take the settings of `gw.train`: flags by name, whole sections, and functions of your own."""
-        named, functions = split_functions(settings)
+        named, self._given = split_functions(settings)
         self.config = named.pop("config", None) or config_from_keywords(**named).resolve()
-        use_functions(self.config, functions)
+        functions = use_functions(self.config, self._given)
+        try_own_loss(self.config.algo)
         algo = self.config.algo
         if algo.advantage == "gdpo" or algo.combine != "sum" or algo.mean_filter or algo.overlong_buffer:
             raise ConfigError(
                 "an agent learns from one reward per answer: combine and filter rewards in the environment"
             )
-        if algo.teacher is not None or algo.sft_weight:
+        if algo.sft_weight:
             raise ConfigError(
-                "an agent learns from rewards alone; leave algo.teacher and algo.sft_weight off"
+                "an agent has no worked answers to imitate: algo.sft_weight requires groupwise train"
             )
-        if self.config.rollout.logits_processor is not None:
-            raise ConfigError("an agent has no rollout.logits_processor: use groupwise train")
-        if algo.target_entropy is not None:
-            raise ConfigError("an agent does not adapt its entropy bonus: set algo.entropy_bonus instead")
+        if functions.callbacks:
+            raise ConfigError("an agent has no callbacks: call your functions in your loop")
         if self.config.engine.kind != "own":
             raise ConfigError("an agent generates with the model it trains: set engine.kind=own")
-        self._base = base or SharedBase(self.config)
+        self._base = base or SharedBase(self.config, functions)
+        rule = self._base.policy.logits_processor
+        if (None if rule is None else rule.name) != self.config.rollout.logits_processor:
+            raise ConfigError("agents on one base model need the same rollout.logits_processor")
         self._member = Member(self._base, self.config, weights=self._base.fresh)
         self.actions = self.steps = 0
         """Number of batches generated and of updates; seeds derive from these and `run.seed`."""
@@ -68,30 +72,42 @@ class Agent:
         """Mean reward of each `test`."""
         self.prompts: set[str] = set()
         """Digests of the prompts it has learned from, which `groupwise eval` leaves out."""
+        self._tools: tuple[Task, Tools | None] | None = None
+        """The last task, and its tools and environment."""
 
     def get_action(self, prompts: Sequence[Prompt], training: bool = True) -> tuple[tuple[Rollout, ...], ...]:
-        """Generate `rollout.group_size` answers per prompt when training, otherwise one greedy answer."""
-        rollout, policy = self.config.rollout, self._base.policy
-        count = rollout.group_size if training else 1
+        """Generate `rollout.group_size` answers per prompt when training, otherwise one greedy answer.
+
+        The prompts of a `PromptEnv` carry its task. If that has tools or an environment, an answer is the
+        whole conversation; the section `tools` of the settings limits it.
+        """
+        rollout = self.config.rollout
+        tools = self._tools_of(prompts.task) if isinstance(prompts, PromptBatch) else None
+        examples = prompts.examples if isinstance(prompts, PromptBatch) else [Example({})] * len(prompts)
         sampling = rollout.sampling if training else replace(rollout.sampling, temperature=0.0)
-        seed_parts = (self.config.run.seed, "agent", self.actions)
-        self.actions += training
-        requests = [
-            Request(
-                prompt=policy.encode(prompt),
-                seeds=tuple(derive_seed(*seed_parts, number, member) for member in range(count)),
+        wanted = [
+            GroupRequest(
+                example=example,
+                prompt=prompt,
+                seed_parts=(self.config.run.seed, "agent", self.actions, number),
+                size=rollout.group_size if training else 1,
                 adapter=self._member.number,
             )
-            for number, prompt in enumerate(prompts)
+            for number, (example, prompt) in enumerate(zip(examples, prompts, strict=True))
         ]
-        answers = self._generate(requests, sampling)
-        return tuple(
-            tuple(
-                as_rollout(request, completion, prompt=prompt, member=member, codec=policy)
-                for member, completion in enumerate(group)
-            )
-            for prompt, request, group in zip(prompts, requests, answers, strict=True)
+        self.actions += training
+        engine = self._base.engine.alone(self._member.number)
+        groups = generate_groups(
+            wanted, codec=self._base.policy, engine=engine, sampling=sampling, tools=tools
         )
+        return tuple(group.rollouts for group in groups)
+
+    def _tools_of(self, task: Task) -> Tools | None:
+        """Return the tools and the environment of a task; None for a task of one turn."""
+        if self._tools is None or self._tools[0] is not task:
+            check_self_teacher(self.config, multi_turn=task.is_multi_turn)
+            self._tools = (task, task.multi_turn(self.config.tools))
+        return self._tools[1]
 
     def learn(self, experiences: Experiences) -> tuple[float, float]:
         """Update on one batch; return the loss and the KL divergence from the reference (0 if beta is 0)."""
@@ -128,7 +144,7 @@ class Agent:
 
     def clone(self) -> Agent:
         """Return a copy with the same weights and optimizer state, on the same base model."""
-        other = Agent(base=self._base, config=self.config)
+        other = Agent(base=self._base, config=self.config, **self._given)
         other._member.become(self._member)
         other.actions, other.steps, other.fitness = self.actions, self.steps, list(self.fitness)
         other.prompts = set(self.prompts)
@@ -157,12 +173,15 @@ class Agent:
         return path
 
     @classmethod
-    def load(cls, folder: str | Path, *, base: SharedBase | None = None) -> Agent:
-        """Load a saved agent; it continues exactly as the saved one would have."""
+    def load(cls, folder: str | Path, *, base: SharedBase | None = None, **functions: Any) -> Agent:
+        """Load a saved agent; it continues exactly as the saved one would have.
+
+        `functions`: your own, such as `loss`, if they were defined where they cannot be imported from.
+        """
         path = Path(folder)
         if not (path / AGENT).is_file():
             raise ConfigError(f"{path} is not a saved agent: it has no {AGENT}")
-        agent = cls(base=base, config=read_config(path / SETTINGS))
+        agent = cls(base=base, config=read_config(path / SETTINGS), **functions)
         agent._member.load(path)
         kept = json.loads((path / AGENT).read_text(encoding="utf-8"))
         agent.actions, agent.steps, agent.fitness = kept["actions"], kept["steps"], kept["fitness"]
@@ -172,9 +191,6 @@ class Agent:
     def drop(self) -> None:
         """Free the memory of the adapter and optimizer; the base model remains for clones."""
         self._member.drop()
-
-    def _generate(self, requests: list[Request], sampling: Sampling) -> Any:
-        return self._base.engine.alone(self._member.number, requests, sampling)
 
 
 def rewarded(group: Sequence[Rollout], rewards: Sequence[float]) -> Group:

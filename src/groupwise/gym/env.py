@@ -84,7 +84,31 @@ class AnswerSpace(PromptSpace):
 
 
 Answer = str | Rollout
-Prompts = tuple[Prompt, ...]
+
+
+class PromptBatch(tuple[Prompt, ...]):
+    """A tuple of prompts with their task, where `Agent.get_action` finds the tools and the environment."""
+
+    task: Task
+    examples: tuple[Example, ...]
+
+    @classmethod
+    def of(cls, task: Task, examples: Sequence[Example]) -> PromptBatch:
+        batch = cls(task.ask(example) for example in examples)
+        batch.task, batch.examples = task, tuple(examples)
+        return batch
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return one prompt; a slice is a batch of the same task."""
+        if not isinstance(index, slice):
+            return super().__getitem__(index)
+        return PromptBatch.of(self.task, self.examples[index])
+
+    def __reduce__(self) -> Any:
+        return tuple, (list(self),)  # a task cannot be pickled
+
+    def __deepcopy__(self, memo: Any) -> PromptBatch:
+        return self  # immutable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,10 +164,6 @@ class PromptEnv(Gym):
         self.task = load_task(self._config.task) if isinstance(task, str) else task
         if prompt is not None:
             self.task = replace(self.task, prompt=prompt)
-        if self.task.is_multi_turn:
-            raise ConfigError(
-                f"task {self.task.name} has tools or an environment; PromptEnv requires a single-turn task"
-            )
         self.batch_size, self.group_size = batch_size, group_size
         self._collate = collate
         self.split = self.task.split(self._config.task, self._config.run.seed)
@@ -152,7 +172,7 @@ class PromptEnv(Gym):
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[Prompts, dict[str, Any]]:
+    ) -> tuple[PromptBatch, dict[str, Any]]:
         """Return the next prompts; with a seed, restart from the beginning of its order."""
         if Gym is not object:
             super().reset(seed=seed)  # type: ignore[misc]
@@ -165,10 +185,11 @@ class PromptEnv(Gym):
 
     def step(
         self, answers: Sequence[Sequence[Answer]]
-    ) -> tuple[Prompts, NDArray[np.float64], bool, bool, dict[str, Any]]:
+    ) -> tuple[PromptBatch, NDArray[np.float64], bool, bool, dict[str, Any]]:
         """Score a group of answers for each prompt and return the next prompts.
 
-        An answer is a string or a rollout of an agent. An answer that could not be scored has reward NaN.
+        An answer is a string or a rollout of an agent. An answer that could not be scored has reward NaN. If
+        the task has tools or an environment, a rollout is the whole conversation, and a string is refused.
         """
         examples = self._state.examples
         sizes = {0 if isinstance(group, str) else len(group) for group in answers}
@@ -224,8 +245,8 @@ class PromptEnv(Gym):
             examples, _ = self.split.take(state.cursor, count)
         self._state = replace(state, examples=tuple(examples), cursor=state.cursor + len(examples))
 
-    def _prompts(self) -> Prompts:
-        return tuple(self.task.ask(example) for example in self._state.examples)
+    def _prompts(self) -> PromptBatch:
+        return PromptBatch.of(self.task, self._state.examples)
 
     def _info(self) -> dict[str, Any]:
         info: dict[str, Any] = {"passes": self.passes, "examples": self._state.examples}
@@ -233,6 +254,11 @@ class PromptEnv(Gym):
 
     def _score(self, example: Example, answers: Sequence[Answer]) -> Group:
         prompt = self.task.ask(example)
+        if self.task.is_multi_turn and not all(getattr(answer, "turns", ()) for answer in answers):
+            raise ConfigError(
+                f"task {self.task.name} has tools or an environment: step needs the rollouts of an agent; "
+                "pass it the prompts of the environment unchanged"
+            )
         rollouts = tuple(
             as_rollout(answer, prompt=prompt, member=member) for member, answer in enumerate(answers)
         )
