@@ -142,11 +142,14 @@ def rows_of_frame(rows: Any) -> Any:
 
 
 def plain_cell(cell: Any) -> Any:
-    """Return the cell of a data frame as a plain Python value."""
+    """Return the cell of a data frame as a plain Python value: arrays become lists."""
     if isinstance(cell, float) and cell != cell:
         return None
-    scalar = type(cell).__module__ == "numpy" and getattr(cell, "shape", None) == ()
-    return cell.item() if scalar else cell
+    if type(cell).__module__ == "numpy" and hasattr(cell, "tolist"):
+        cell = cell.tolist()
+    if isinstance(cell, list):
+        return [plain_cell(part) for part in cell]
+    return {name: plain_cell(part) for name, part in cell.items()} if isinstance(cell, dict) else cell
 
 
 def numbered(rows: Any, *, source: str) -> Located:

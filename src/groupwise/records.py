@@ -183,6 +183,8 @@ class Rollout:
     """Why the rollout failed, or None. A failed rollout has no reward and is never trained on."""
     turns: tuple[Turn, ...] = ()
     """All turns, for tasks with tools or an environment; empty for others."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Values that TRL-style rewards logged with `log_extra`, by column."""
     state: Any = field(default=None, compare=False, repr=False)
     """Final state of the tools, if the task has one. For rewards; never saved."""
 
@@ -197,8 +199,9 @@ class Rollout:
         advantage: float | None = None,
         token_advantages: tuple[float, ...] | None = None,
         error: str | None = None,
+        extra: Mapping[str, Any] | None = None,
     ) -> Rollout:
-        """Return a copy with new rewards, reward, advantage or error; None keeps the current value.
+        """Return a copy with new rewards, reward, advantage, error or extra; None keeps the current value.
 
         A new `advantage` holds for all tokens, unless `token_advantages` come with it.
 
@@ -221,6 +224,7 @@ class Rollout:
         write(copy, "token_advantages", self.token_advantages if advantage is None else token_advantages)
         write(copy, "error", self.error if error is None else error)
         write(copy, "turns", self.turns)
+        write(copy, "extra", self.extra if extra is None else extra)
         write(copy, "state", self.state)
         return copy
 

@@ -211,7 +211,7 @@ IN_PYTHON: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a prompt that is no function": (
         lambda: task(prompt=None),
-        "task t: prompt must be a function that takes an example; got None",
+        "task t: set prompt to a function that takes an example, or give the examples a column `prompt`",
     ),
     "a prompt of a column that is not there": (
         lambda: gw.train(task(prompt=lambda example: example["m"]), max_steps=1),

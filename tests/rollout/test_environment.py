@@ -290,7 +290,7 @@ def test_a_reset_that_fails_in_a_rollout_fails_that_rollout():
         ({"environment": Echo()}, "environment must be a class"),
         ({"environment": dict}, "needs the methods reset"),
         ({"environment": Echo, "prompt": str}, "leave out `prompt`"),
-        ({}, "prompt must be a function"),
+        ({}, "set prompt to a function"),
     ],
 )
 def test_what_is_no_environment_is_refused(settings, problem):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import math
 import threading
 import traceback
@@ -55,6 +56,8 @@ class TrainerState:
     global_step: int = 0
     """Completed steps."""
     max_steps: int = 0
+    epoch: float = 0.0
+    """Completed passes over the training examples; 0 for generated ones, which have no end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +69,8 @@ class RewardContext:
     trainer_state: TrainerState = TrainerState()
     metrics: dict[str, list[float]] = field(default_factory=dict)
     """Values that TRL-style rewards logged with `log_metric`."""
+    extras: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Values that TRL-style rewards logged with `log_extra`, by the id of the rollout and the column."""
     failures: dict[str, str] = field(default_factory=dict)
     """The first failure of each reward, with its traceback."""
     when_late: Callable[[], None] = lambda: None
@@ -78,8 +83,16 @@ class RewardContext:
         if math.isfinite(number := float(value)):
             self.metrics.setdefault(readable(str(name)), []).append(number)
 
-    def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Accept and ignore a column for TRL's completions table, which does not exist here."""
+    def log_extra(self, rollouts: Sequence[Rollout], column: str, values: Sequence[Any]) -> None:
+        """Log a column with one value for each completion, as TRL's `log_extra` does."""
+        values = [json.loads(json.dumps(value, default=str)) for value in values]
+        if len(values) != len(rollouts):
+            raise ValueError(
+                f"log_extra({column!r}) needs one value for each of the {len(rollouts)} completions; "
+                f"got {len(values)}"
+            )
+        for rollout, value in zip(rollouts, values, strict=True):
+            self.extras.setdefault(id(rollout), {})[readable(str(column))] = value
 
     def failed(self, name: str, error: RolloutError) -> None:
         trace = "".join(getattr(error, "__notes__", ()))
@@ -265,6 +278,8 @@ class IsolatedReward:
                         context.when_late()
                     for name, values in reply["metrics"].items():
                         context.metrics.setdefault(name, []).extend(values)
+                    for rollout, extra in zip(rest, reply["extras"], strict=False):
+                        context.extras.setdefault(id(rollout), {}).update(extra)
             except WorkerLost as lost:
                 context.when_late()
                 outcomes += [RolloutError(str(lost))] * (len(rest) if is_batch else 1)
@@ -283,7 +298,13 @@ def reward_job(function: RewardFunction) -> Job:
             )
             for outcomes in call_reward(function, rollouts, example, limit=limit, context=context):
                 replies = [as_reply(one) for one in outcomes]
-                yield {"outcomes": replies, "metrics": dict(context.metrics), "late": bool(late)}
+                extras = [context.extras.get(id(rollout), {}) for rollout in rollouts]
+                yield {
+                    "outcomes": replies,
+                    "metrics": dict(context.metrics),
+                    "extras": extras if context.extras else [],
+                    "late": bool(late),
+                }
                 context.metrics.clear()
                 late.clear()
 
@@ -351,6 +372,7 @@ def score_within(
     def scored(index: int, rollout: Rollout) -> Rollout:
         if index not in parts:
             return rollout
+        extra = context.extras.pop(id(rollout), None)
         if index in errors:
             return rollout.judged(error=errors[index])
         if not parts[index]:
@@ -358,7 +380,7 @@ def score_within(
         total = weighted_sum(parts[index], weights)
         if not -MAX_REWARD <= total <= MAX_REWARD:
             return rollout.judged(error=f"the weighted sum of the rewards is {total}; lower task.weights")
-        return rollout.judged(rewards=parts[index], reward=total)
+        return rollout.judged(rewards=parts[index], reward=total, extra=extra)
 
     return replace(group, rollouts=tuple(scored(i, r) for i, r in enumerate(group.rollouts)))
 

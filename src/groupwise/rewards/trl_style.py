@@ -1,16 +1,19 @@
 """Reward functions in the style of TRL: recognize them, and make the arguments that TRL would pass.
 
 A TRL-style function may name any of `prompts`, `completions`, `completion_ids`, `trainer_state`,
-`log_metric`, `log_extra` and the columns of the example, or take them all as `**kwargs`. Columns are lists
-with one entry per rollout. For a chat prompt a completion is `[{"role": "assistant", "content": …}]`,
-including any prefill; with tools, calls and results are further messages. For a text prompt it is a string.
+`log_metric`, `log_extra`, `environments` and the columns of the example, or take them all as `**kwargs`.
+Columns are lists with one entry per rollout. `environments` has the object of each rollout whose methods were
+its tools (`Task.environment_factory`), or the state of its tools; a task without either has none.
+
+For a chat prompt a completion is `[{"role": "assistant", "content": …}]`, including any prefill; with tools,
+calls and results are further messages. For a text prompt it is a string.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from groupwise.records import Example, Rollout, Turn
@@ -61,8 +64,10 @@ def batch_arguments(
         "completion_ids": [list(rollout.tokens[rollout.prompt_length :]) for rollout in rollouts],
         "trainer_state": context.trainer_state,
         "log_metric": context.log_metric,
-        "log_extra": context.log_extra,
+        "log_extra": partial(context.log_extra, rollouts),
     }
+    if any(rollout.state is not None for rollout in rollouts):
+        available["environments"] = [rollout.state for rollout in rollouts]
     parameters = inspect.signature(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return available

@@ -14,6 +14,7 @@ from groupwise.config.schema import ToolsConfig
 from groupwise.errors import RolloutError
 from groupwise.invariants import check_stream_exact, check_token_exact
 from groupwise.records import Completion, Example, Group, Message, Request, Rollout, Sampling
+from groupwise.rewards.runner import as_rollout_error
 from groupwise.rollout.environment import EnvironmentExecutor, EnvironmentFactory
 from groupwise.rollout.multi_turn import ConversationLimits, Conversations, Trajectory
 from groupwise.rollout.tool_executor import ToolExecutor
@@ -87,18 +88,32 @@ class Tools:
     def trajectories(
         self, example: Example, *, prompt: Prompt, tokens: tuple[int, ...], members: int
     ) -> list[Trajectory]:
-        """Start the rollouts of one example, each with its own state and environment."""
+        """Start the rollouts of one example, each with its own state and environment.
+
+        The first turn of a rollout that fails here is generated with its group, and ends it.
+        """
         about = example if self.original is None else self.original(example)
         streams = []
         for member in range(members):
-            stream = Trajectory(tokens, prompt, member, None if self.state is None else self.state(about))
+            state, failure = self._new_state(about)
+            stream = Trajectory(tokens, prompt, member, state)
+            stream.error = failure
             if self.environments is not None:
                 try:
                     stream.episode = self.environments.start(about)
                 except RolloutError as error:
-                    stream.error = str(error)  # its first turn is generated with its group, and ends it
+                    stream.error = str(error)
             streams.append(stream)
         return streams
+
+    def _new_state(self, example: Example) -> tuple[Any, str | None]:
+        """Return the state of a rollout, or why it could not be made, which fails the rollout."""
+        if self.state is None:
+            return None, None
+        try:
+            return self.state(example), None
+        except Exception as error:
+            return None, f"state: {as_rollout_error(error)}"
 
     def check_openings(self, streams: Sequence[Trajectory]) -> None:
         """Fail rollouts whose environment began with another text than the prompt of their group."""

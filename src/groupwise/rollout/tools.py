@@ -13,16 +13,20 @@ the result of the call. A `RolloutError` means that the tool itself failed; the 
 
 A parameter named `state` is not part of the schema: it receives the state that the task created for this
 rollout.
+
+`MethodTools` makes tools of the public methods of an object, as TRL's `environment_factory` does. Each
+rollout has an object of its own.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import re
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from groupwise.errors import ConfigError
 
@@ -178,14 +182,68 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     )
 
 
+PARAMETER_NOTE = re.compile(r"\s*(\w+)\s*(?:\([^)]*\))?:(.*)")
+
+
 def notes_in(documentation: str, names: Mapping[str, object]) -> dict[str, str]:
-    """Return the docstring's lines of the form `name: description`."""
-    notes = {}
-    for line in documentation.splitlines()[1:]:
-        name, colon, note = line.strip().partition(":")
-        if colon and name in names:
-            notes[name] = note.strip()
-    return notes
+    """Return the docstring's lines of the form `name: description` or `name (type): description`."""
+    found = map(PARAMETER_NOTE.match, documentation.splitlines()[1:])
+    return {match[1]: match[2].strip() for match in found if match is not None and match[1] in names}
+
+
+RESET, GET_REWARD = "reset", "get_reward"
+
+
+class MethodTools:
+    """The public methods of an object as tools: what TRL calls an `environment_factory`.
+
+    `make` returns a new object. Its `reset` gets the columns of an example by name, and returns None or a
+    text that ends the prompt's last message. Its `get_reward`, if there is one, returns the reward of the
+    rollout at its end. All other methods whose names do not begin with an underscore are tools.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+        example = make()
+        self.name = type(example).__name__
+        methods = dict(inspect.getmembers(type(example), predicate=inspect.isfunction))
+        if RESET not in methods:
+            raise ConfigError(f"environment_factory: {self.name} has no method reset(**columns); add one")
+        self.has_reward = GET_REWARD in methods
+        self.tools = tuple(
+            as_tool(getattr(example, name))
+            for name in methods
+            if name not in (RESET, GET_REWARD) and not name.startswith("_")
+        )
+
+    def start(self, example: Mapping[str, Any]) -> Any:
+        """Return the object of a rollout, reset for its example."""
+        made = self.make()
+        made.reset(**example)
+        return made
+
+    def opening(self, example: Mapping[str, Any]) -> str:
+        """Return what `reset` adds to the prompt of an example."""
+        text = self.make().reset(**example)
+        if text is not None and not isinstance(text, str):
+            raise ConfigError(f"environment_factory: reset must return a text or None; got {text!r:.80}")
+        return text or ""
+
+
+def as_tool(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls this method of the rollout's object, with the schema of the method."""
+    name = method.__name__
+
+    def call(state: Any, **arguments: Any) -> Any:
+        return getattr(state, name)(**arguments)
+
+    async def call_async(state: Any, **arguments: Any) -> Any:
+        return await getattr(state, name)(**arguments)
+
+    function: Any = call_async if inspect.iscoroutinefunction(method) else call
+    function.__name__ = name
+    function.tool = replace(tool_of(method), function=function, takes_state=True)
+    return cast(Callable[..., Any], function)
 
 
 def json_schema(hint: Any) -> dict[str, Any]:

@@ -92,8 +92,9 @@ def load_examples(
     A source is the path of a JSON list (.json), of JSON lines (.jsonl), of a table with a header (.csv,
     .tsv), each possibly gzipped (.gz), or of a Parquet file; the name of a Hugging Face dataset,
     `owner/name`, `owner/name:subset` or `owner/name:subset@split`; a list or generator of dicts; a pandas or
-    polars data frame; or a function that returns one of these. `columns` are checked and renamed to the
-    task's names.
+    polars data frame; a `Dataset` or `DatasetDict` of the package datasets, or the folder that its
+    `save_to_disk` wrote (`FOLDER@SPLIT` names a split); or a function that returns one of these. `columns`
+    are checked and renamed to the task's names.
     """
     name, rows = locate(source, split=split)
     examples = [as_example(row, where=where, columns=columns or {}) for where, row in rows]
@@ -105,15 +106,23 @@ def load_examples(
 def locate(source: str | Path | Rows | Callable[[], Rows], *, split: str) -> tuple[str, Located]:
     """Return the name of a source and its rows, which are read lazily."""
     if not isinstance(source, str | Path):
-        rows = source() if callable(source) else source
+        rows: Any = source() if callable(source) else source
         name = getattr(source, "__name__", "examples")
+        if is_dataset_dict(rows):
+            rows = split_of(rows, split, source=name)
         return name, numbered(rows, source=name)
     path = Path(source).expanduser()
     kind = path.name.removesuffix(".gz").rpartition(".")[2]
     if kind in READERS:
         return str(path), read_file(path, READERS[kind])
+    folder, _, chosen = str(source).partition("@")
+    if (Path(folder).expanduser() / DATASET_INFO).is_file() or is_saved_dict(folder):
+        return str(source), read_saved(Path(folder).expanduser(), split=chosen or split)
     if path.exists():
-        raise ConfigError(f"cannot read {path}: use a .json, .jsonl, .csv, .tsv or .parquet file")
+        raise ConfigError(
+            f"cannot read {path}: use a .json, .jsonl, .csv, .tsv or .parquet file, or a folder that "
+            "datasets' save_to_disk wrote"
+        )
     if isinstance(source, str) and HUB_NAME.fullmatch(source):
         return source, read_hub(source, split=split)
     raise no_such_file(path)
@@ -137,6 +146,58 @@ def as_example(row: object, *, where: str, columns: Columns | None = None) -> Ex
     if not is_unicode(row):
         raise ConfigError(f"{where}: the text is not valid Unicode")
     return Example(read_columns(row, columns or {}, where=where))
+
+
+DATASET_INFO = "dataset_info.json"
+"""File in the folder of a dataset that `save_to_disk` wrote."""
+TEST_NAMES = ("test", "validation", "eval", "dev")
+"""Usual names of the split that is held out, in order of preference."""
+
+
+def is_saved_dict(folder: str) -> bool:
+    return (Path(folder).expanduser() / "dataset_dict.json").is_file()
+
+
+def read_saved(folder: Path, *, split: str) -> Located:
+    """Read a folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(
+            f"{folder} is a saved dataset of Hugging Face: pip install datasets to read it"
+        ) from None
+    try:
+        rows = datasets.load_from_disk(str(folder))
+    except Exception as error:
+        raise ConfigError(f"cannot read {folder}: {error}") from error
+    if is_dataset_dict(rows):
+        rows = split_of(rows, split, source=str(folder))
+    return numbered(rows, source=str(folder))
+
+
+def is_dataset_dict(rows: object) -> bool:
+    """Whether this is a `DatasetDict` of the package datasets: tables by the name of their split."""
+    return (
+        isinstance(rows, Mapping)
+        and bool(rows)
+        and all(hasattr(table, "column_names") for table in rows.values())
+    )
+
+
+def split_of(rows: Any, split: str, *, source: str) -> Any:
+    """Return a split of a `DatasetDict`. Of a single split, the name does not matter."""
+    if split in rows:
+        return rows[split]
+    if split == "test" and (table := held_out_split(rows)) is not None:
+        return table
+    if len(rows) == 1:
+        return next(iter(rows.values()))
+    raise ConfigError(f"{source}: there is no split {split!r}; choose one of {', '.join(map(repr, rows))}")
+
+
+def held_out_split(rows: Any) -> Any:
+    """Return the held-out split of a `DatasetDict`, or None."""
+    return next((rows[name] for name in TEST_NAMES if name in rows), None)
 
 
 FILE_SUFFIXES = frozenset(

@@ -27,7 +27,7 @@ from groupwise.rollout.environment import (
     check_environment,
     environment_reward,
 )
-from groupwise.rollout.tools import tool_of
+from groupwise.rollout.tools import MethodTools, tool_of
 from groupwise.tasks.examples import (
     MAX_HELD_OUT_SHARE,
     Columns,
@@ -35,6 +35,9 @@ from groupwise.tasks.examples import (
     as_examples,
     by_fingerprint,
     epoch_order,
+    held_out_split,
+    is_dataset_dict,
+    split_of,
 )
 
 Prompt = str | Sequence[Message]
@@ -48,8 +51,8 @@ class Task:
     examples: Sequence[Mapping[str, Any]] | ExampleStream
     """Rows (see `load_examples`), or a stream that generates them."""
     prompt: Callable[[Example], Prompt] | None = None
-    """Returns a string or chat messages. A final assistant message is a prefill to continue. A task with an
-    environment has none: the environment's `reset` returns it."""
+    """Returns a string or chat messages. A final assistant message is a prefill to continue. None: the column
+    `prompt`. A task with an environment has none: the environment's `reset` returns it."""
     rewards: Mapping[str, RewardFunction] = field(default_factory=dict)
     """Reward functions by name, in either style that `rewards.runner` describes. A single function or a list
     of functions also works: the rewards are then called what the functions are."""
@@ -96,13 +99,22 @@ class Task:
     """A class or factory of environments, which reply to each turn of the policy: see `gw.Environment`. The
     sum of an environment's rewards is the reward `environment`, the first one of the task."""
 
+    environment_factory: Callable[[], Any] | None = None
+    """A class or factory of objects whose public methods are tools, as in TRL (`rollout.tools.MethodTools`).
+    It sets `tools` and `state`; `prompt` may be left out if examples have a column `prompt`."""
+
     def __post_init__(self) -> None:
         if not self.name:
             raise ConfigError("a task requires a name")
+        self.take_splits()
         if callable(self.rewards) or isinstance(self.rewards, list | tuple):
             object.__setattr__(self, "rewards", rewards_by_name(self.rewards, task=self.name))
+        if self.environment_factory is not None:
+            self.set_methods(self.environment_factory)
         if self.environment is not None:
             self.set_environment(self.environment)
+        if self.prompt is None:
+            object.__setattr__(self, "prompt", column_prompt)
         if not callable(self.prompt):
             raise ConfigError(
                 f"task {self.name}: prompt must be a function that takes an example; got {self.prompt!r}"
@@ -115,6 +127,8 @@ class Task:
         if not isinstance(self.examples, ExampleStream):
             rows = as_examples(self.examples, source=f"task {self.name}: examples")
             object.__setattr__(self, "examples", tuple(rows))
+            if self.prompt is column_prompt and "prompt" not in rows[0]:
+                raise ConfigError(f"task {self.name}: {NO_PROMPT}")
         if self.held_out is not None:
             rows = as_examples(self.held_out, source=f"task {self.name}: held_out")
             object.__setattr__(self, "held_out", tuple(rows))
@@ -141,6 +155,34 @@ class Task:
             object.__setattr__(self, "prompt", Openings(make))
         if JOB not in self.rewards:
             object.__setattr__(self, "rewards", {JOB: environment_reward, **self.rewards})
+
+    def set_methods(self, make: Any) -> None:
+        """Take tools, state and reward from objects whose methods are tools."""
+        if isinstance(make, Mapping) or not callable(make):
+            raise ConfigError(
+                f"task {self.name}: environment_factory must be one class or function without arguments; "
+                f"define a task for each environment; got {make!r:.80}"
+            )
+        if self.environment is not None or self.state is not None:
+            raise ConfigError(f"task {self.name}: environment_factory replaces environment and state")
+        methods = MethodTools(make)
+        rewards = dict(self.rewards)
+        if methods.has_reward:
+            rewards[methods.name] = reward_of_state
+        object.__setattr__(self, "prompt", opened_by(methods, self.prompt or column_prompt))
+        object.__setattr__(self, "tools", (*self.tools, *methods.tools))
+        object.__setattr__(self, "state", methods.start)
+        object.__setattr__(self, "rewards", rewards)
+        object.__setattr__(self, "environment_factory", None)  # a copy of the task has its parts
+
+    def take_splits(self) -> None:
+        """Take training and held-out examples from the splits of a `DatasetDict`."""
+        if is_dataset_dict(self.examples):
+            test = held_out_split(self.examples) if self.held_out is None else None
+            object.__setattr__(self, "held_out", self.held_out if test is None else test)
+            object.__setattr__(self, "examples", split_of(self.examples, "train", source=self.name))
+        if is_dataset_dict(self.held_out):
+            object.__setattr__(self, "held_out", split_of(self.held_out, "test", source=self.name))
 
     @property
     def is_multi_turn(self) -> bool:
@@ -255,6 +297,38 @@ class Task:
         if not outside:
             raise ConfigError("no training examples left: the test sets contain every one")
         return outside
+
+
+NO_PROMPT = "set prompt to a function that takes an example, or give the examples a column `prompt`"
+
+
+def column_prompt(example: Example) -> Prompt:
+    """Return the column `prompt`: the prompt of a task that defines none."""
+    if "prompt" not in example:
+        raise ConfigError(NO_PROMPT)
+    prompt: Prompt = example["prompt"]
+    return prompt
+
+
+def opened_by(methods: MethodTools, prompt: Callable[[Example], Prompt]) -> Callable[[Example], Prompt]:
+    """Return the prompt with what `reset` returns at the end of its last message."""
+
+    def opened(example: Example) -> Prompt:
+        own = prompt(example) if prompt is not column_prompt or "prompt" in example else EMPTY_CHAT
+        text = methods.opening(example)
+        if not text or isinstance(own, str):
+            return own + text if isinstance(own, str) else own
+        return [*own[:-1], {**own[-1], "content": own[-1]["content"] + text}]
+
+    return opened
+
+
+EMPTY_CHAT = ({"role": "user", "content": ""},)
+
+
+def reward_of_state(rollout: Rollout, example: Example) -> Any:
+    """Return the reward that the rollout's object gives itself, or an awaitable of it."""
+    return rollout.state.get_reward()
 
 
 def correct_rule(task: Task) -> str:

@@ -35,6 +35,7 @@ COLUMNS = {
     "prompt_length": pa.int32(),
     "length": pa.int32(),  # tokens the policy chose
     "rewards": None,  # a struct with one field per reward
+    "extra": None,  # a struct with what TRL-style rewards logged with log_extra
     "reward": pa.float64(),
     "advantage": pa.float64(),
     "token_advantages": pa.list_(pa.float32()),  # of each trained token; null if all are equal
@@ -43,9 +44,8 @@ COLUMNS = {
     "example": None,  # a struct with the columns of the example
 }
 """The columns and their types. None: the type depends on the run."""
-COPIED = [
-    name for name in COLUMNS if name in field_names(Rollout) and name not in ("prompt", "rewards", "turns")
-]
+CONVERTED = ("prompt", "rewards", "turns", "extra")
+COPIED = [name for name in COLUMNS if name in field_names(Rollout) and name not in CONVERTED]
 """Columns copied unchanged from the fields of a `Rollout`."""
 ROWS_TOGETHER = 128
 """Minimum rows per Parquet row group: small enough to read one quickly."""
@@ -214,6 +214,7 @@ class RolloutSchema:
     _names: dict[str, None] = field(default_factory=dict)
     _prompt: Kind = None
     _example: Kind = None
+    _extra: Kind = None
     _known: bool = False
 
     def observe(self, groups: Sequence[Group]) -> None:
@@ -225,6 +226,8 @@ class RolloutSchema:
         prompts = {id(rollout.prompt): rollout.prompt for rollout in rollouts}
         self._prompt = merge(self._prompt, merged(map(kind_of, prompts.values())))
         self._example = merge(self._example, merged(kind_of(group.example.columns) for group in groups))
+        logged = merged(kind_of(rollout.extra) for rollout in rollouts if rollout.extra)
+        self._extra = merge(self._extra, logged)
 
     def _learn(self) -> None:
         """Read the types of the examples and of the last file. This may take a while: many examples."""
@@ -240,6 +243,7 @@ class RolloutSchema:
             return
         self._prompt = kind_in(stored.field("prompt"))
         self._example = merge(kind_in(stored.field("example")), self._example)
+        self._extra = kind_in(stored.field("extra")) if "extra" in stored.names else None
         if "rewards" in stored.names:
             self._names |= {part.name: None for part in stored.field("rewards").type}
 
@@ -248,11 +252,13 @@ class RolloutSchema:
         own = {
             "prompt": with_format(field_for("prompt", self._prompt)),
             "rewards": pa.field("rewards", pa.struct({name: pa.float64() for name in self._names})),
+            "extra": field_for("extra", self._extra),
             "example": with_format(field_for("example", self._example)),
         }
         fields = [own.get(name) or pa.field(name, kind) for name, kind in COLUMNS.items()]
         # Without a reward there is no such column: Parquet has no empty struct.
-        return pa.schema([one for one in fields if self._names or one.name != "rewards"])
+        absent = {"rewards": not self._names, "extra": self._extra is None}
+        return pa.schema([one for one in fields if not absent.get(one.name)])
 
     def table(self, step: int, groups: Sequence[Group]) -> pa.Table:
         """Return the rollouts as a table, made column by column: several times as fast as row by row."""
@@ -276,6 +282,7 @@ class RolloutSchema:
             "length": [rollout.length for rollout in rollouts],
             "turns": [as_json([asdict(turn) for turn in rollout.turns]) for rollout in rollouts],
             "rewards": [dict(rollout.rewards) or None for rollout in rollouts],
+            "extra": [as_stored(rollout.extra or None, self._extra) for rollout in rollouts],
             "example": examples.take(pa.array([number for number, _ in numbered], pa.int64())),
             **{name: [getattr(rollout, name) for rollout in rollouts] for name in COPIED},
         }
@@ -335,6 +342,8 @@ def read_rollouts(path: Path) -> list[dict[str, Any]]:
         row["example"] = read_example(row["example"], example)
         row["rewards"] = reward_parts(row.get("rewards"))
         row["turns"] = json.loads(row["turns"])
+        if "extra" in row:
+            row["extra"] = as_read(row["extra"], table.schema.field("extra"))
     return rows
 
 

@@ -157,7 +157,8 @@ class Collector:
 
     def begin(self, step: int, *, cursor: int, rates: Rates = NOTHING_KNOWN) -> BatchDraft:
         """Start the batch of a step at this position in the training data."""
-        state = TrainerState(global_step=step - 1, max_steps=self.config.run.max_steps)
+        epoch = cursor / self.split.size if self.split.size else 0.0
+        state = TrainerState(global_step=step - 1, max_steps=self.config.run.max_steps, epoch=epoch)
         context = RewardContext(trainer_state=state, failures=self.failures, when_late=self.when_late)
         return BatchDraft(step=step, cursor=cursor, rates=rates, context=context)
 
