@@ -13,45 +13,32 @@ import os
 import warnings
 from dataclasses import replace
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from groupwise import rewards
-from groupwise.config import Config, config_from_keywords
-from groupwise.errors import (
-    CallbackError,
-    ConfigError,
-    GroupwiseError,
-    InvariantError,
-    RolloutError,
-    StopTraining,
-)
-from groupwise.isolation.worker import in_process
-from groupwise.records import Example, Rollout
-from groupwise.rollout.environment import Environment, Reply
-from groupwise.rollout.tools import ToolResult
-from groupwise.tasks import (
-    Task,
-    UserFunctions,
-    is_loadable,
-    leave_task_file,
-    load_examples,
-    load_task,
-    split_functions,
-    use_functions,
-    with_data,
-)
-from groupwise.tasks.external.mcp_tools import mcp_tools
-from groupwise.tasks.external.text_environments import gymnasium, openenv, textarena
-from groupwise.tasks.external.verifiers_tasks import verifiers_task
-from groupwise.tracking.run_folder import RunFolder, run_of_checkpoint
-
 if TYPE_CHECKING:
+    from groupwise import rewards
     from groupwise.algo.losses import LossSettings, Tokens
+    from groupwise.config import Config
+    from groupwise.errors import (
+        CallbackError,
+        ConfigError,
+        GroupwiseError,
+        InvariantError,
+        RolloutError,
+        StopTraining,
+    )
     from groupwise.gym.agent import Agent
     from groupwise.gym.env import PromptEnv
+    from groupwise.isolation.worker import in_process
+    from groupwise.records import Example, Rollout
+    from groupwise.rollout.environment import Environment, Reply
+    from groupwise.rollout.tools import ToolResult
     from groupwise.run_result import RunResult
+    from groupwise.tasks import Task, UserFunctions, load_examples
+    from groupwise.tasks.external.mcp_tools import mcp_tools
+    from groupwise.tasks.external.text_environments import gymnasium, openenv, textarena
+    from groupwise.tasks.external.verifiers_tasks import verifiers_task
     from groupwise.training.callbacks import Callback, RunControl
 
 __all__ = [
@@ -88,27 +75,45 @@ __all__ = [
 ]
 
 
-LATER = {
-    "Agent": "groupwise.gym.agent",
-    "Callback": "groupwise.training.callbacks",
-    "RunControl": "groupwise.training.callbacks",
-    "RunResult": "groupwise.run_result",
-    "PromptEnv": "groupwise.gym.env",
-    "LossSettings": "groupwise.algo.losses",
-    "Tokens": "groupwise.algo.losses",
+MODULES = {
+    "groupwise.algo.losses": ("LossSettings", "Tokens"),
+    "groupwise.config": ("Config",),
+    "groupwise.errors": (
+        *("CallbackError", "ConfigError", "GroupwiseError", "InvariantError", "RolloutError", "StopTraining"),
+    ),
+    "groupwise.gym.agent": ("Agent",),
+    "groupwise.gym.env": ("PromptEnv",),
+    "groupwise.isolation.worker": ("in_process",),
+    "groupwise.records": ("Example", "Rollout"),
+    "groupwise.rollout.environment": ("Environment", "Reply"),
+    "groupwise.rollout.tools": ("ToolResult",),
+    "groupwise.run_result": ("RunResult",),
+    "groupwise.tasks": ("Task", "load_examples"),
+    "groupwise.tasks.external.mcp_tools": ("mcp_tools",),
+    "groupwise.tasks.external.text_environments": ("gymnasium", "openenv", "textarena"),
+    "groupwise.tasks.external.verifiers_tasks": ("verifiers_task",),
+    "groupwise.training.callbacks": ("Callback", "RunControl"),
 }
-"""Names whose modules import torch: loaded when they are first used."""
+"""Where the public names are defined. They are imported at their first use: `groupwise --help` needs none."""
+
+HOME = {name: module for module, names in MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     if name == "Found":
         warnings.warn("groupwise.Found is now groupwise.ToolResult", DeprecationWarning, stacklevel=2)
-        return ToolResult
+        name = "ToolResult"
     if name == "__version__":
-        return version("groupwise")
-    if name in LATER:
-        return getattr(import_module(LATER[name]), name)
+        return import_module("importlib.metadata").version("groupwise")
+    if name == "rewards":
+        return import_module("groupwise.rewards")
+    if name in HOME:
+        return getattr(import_module(HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
 
 
 def train(
@@ -122,6 +127,8 @@ def train(
     the run in that folder, which keeps its settings, or after one of its checkpoints in a new folder;
     its task must be given again only if it was defined in Python.
     """
+    from groupwise.tasks import Task, leave_task_file
+
     leave_task_file(task if isinstance(task, Task) else None, settings)
     config, loaded, functions, run = prepare(task, resume, settings)
     from groupwise.training import train as run_training
@@ -136,6 +143,8 @@ def evolve(
 
     Settings are those of `train`, and the section `evolve`: `evolve={"population": 8, "method": "pbt"}`.
     """
+    from groupwise.tasks import Task, leave_task_file
+
     leave_task_file(task if isinstance(task, Task) else None)
     config, loaded, functions, run = prepare(task, resume, settings)
     config = replace(config, run=replace(config.run, kind="evolve"))
@@ -148,6 +157,11 @@ def prepare(
     task: Task | str | None, resume: str | os.PathLike[str] | None, settings: dict[str, Any]
 ) -> tuple[Config, Task, UserFunctions, Path | None]:
     """Return the settings of a run, its task, the user's functions in it, and the folder to resume."""
+    from groupwise.config import config_from_keywords
+    from groupwise.errors import ConfigError
+    from groupwise.tasks import is_loadable, split_functions, use_functions
+    from groupwise.tracking.run_folder import RunFolder, run_of_checkpoint
+
     run = None if resume is None else run_of_checkpoint(Path(resume)) or RunFolder.open(Path(resume))
     named, functions = split_functions(settings)
     config = config_from_keywords(run.config if run else None, **named)
@@ -170,6 +184,9 @@ def result_of(folder: Path) -> RunResult:
 
 def with_task(config: Config, task: Task | str) -> tuple[Config, Task]:
     """Return the settings with the task's name, and the task, loaded where only that is given."""
+    from groupwise.errors import ConfigError
+    from groupwise.tasks import Task, load_task, with_data
+
     if not isinstance(task, Task | str):
         raise ConfigError(f"a task is a gw.Task, a name or a file; got {type(task).__name__}")
     name = task.name if isinstance(task, Task) else task

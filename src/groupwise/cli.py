@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -127,6 +126,8 @@ def fail(sentence: str, *, code: int, notes: Sequence[str] = ()) -> int:
 
 def show_version(requested: bool) -> None:
     if requested:
+        from importlib import metadata  # half as slow as the rest of this module
+
         print(f"groupwise {metadata.version('groupwise')}")
         raise typer.Exit
 

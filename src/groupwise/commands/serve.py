@@ -15,7 +15,6 @@ import typer
 from groupwise.config.coerce import between, one_of
 from groupwise.config.schema import rank_known_to_vllm
 from groupwise.errors import ConfigError
-from groupwise.serve.http_server import is_loopback
 
 KEY = "GROUPWISE_API_KEY"
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#]+")
@@ -67,6 +66,8 @@ def serve(
     for origin in cors or ():
         if origin != "*" and not ORIGIN.fullmatch(origin):
             raise ConfigError(f"--cors must be an origin such as https://app.example, or *; got {origin!r}")
+    from groupwise.serve.http_server import is_loopback
+
     if not is_loopback(host) and not api_key:
         raise ConfigError(f"{host} is reachable from other machines; set --api-key or {KEY}")
     from groupwise.serve.load_target import find_named
