@@ -7,9 +7,11 @@ other, and resolves defaults that depend on the model. The docstring of each fie
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from groupwise.config.algorithm import (
@@ -103,6 +105,9 @@ class LoraConfig:
     """DoRA: learn magnitude and direction of the weights separately; slower, closer to full fine-tuning."""
     modules_to_save: tuple[str, ...] = ()
     """Modules to train fully in addition to the adapters, such as embed_tokens."""
+    init: str | None = None
+    """Folder of a PEFT adapter to continue. It sets r, alpha, dropout, targets, rslora, dora and
+    modules_to_save. `--model ADAPTER_FOLDER` sets it, and the model to the adapter's base model."""
 
     def __post_init__(self) -> None:
         if self.preset is not None:
@@ -114,6 +119,46 @@ class LoraConfig:
             raise ConfigError(
                 "lora.targets is empty; name modules, or use all-linear to adapt every linear layer"
             )
+
+
+ADAPTER = "adapter_config.json"
+"""The settings of an adapter in its folder, as PEFT writes them."""
+
+
+def continued_adapter(model: ModelConfig, lora: LoraConfig) -> tuple[ModelConfig, LoraConfig]:
+    """Return the base model and the settings of the adapter that training continues, if one is named."""
+    folder = Path(model.name).expanduser()
+    named = (folder / ADAPTER).is_file() and not (folder / "config.json").is_file()
+    init = str(folder.resolve()) if named else lora.init
+    if init is None or not (Path(init) / ADAPTER).is_file():
+        return model, lora  # a resumed run does not need the folder
+    try:
+        settings = json.loads((Path(init) / ADAPTER).read_text(encoding="utf-8"))
+        rank, base = settings["r"], settings.get("base_model_name_or_path")
+        kept = LoraConfig(
+            r=rank,
+            alpha=int(settings["lora_alpha"]),
+            dropout=settings.get("lora_dropout") or 0.0,
+            targets=as_names(settings.get("target_modules")),
+            rslora=bool(settings.get("use_rslora")),
+            dora=bool(settings.get("use_dora")),
+            modules_to_save=as_names(settings.get("modules_to_save")),
+            init=init,
+        )
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{Path(init) / ADAPTER} does not describe a LoRA adapter: {error}") from None
+    if lora.r not in (None, rank):
+        raise ConfigError(
+            f"the adapter in {init} has rank {rank}: remove lora.r={lora.r}, or merge the adapter first "
+            f"(groupwise merge --lora-model {init} --output-path FOLDER)"
+        )
+    if named and not base:
+        raise ConfigError(f"the adapter in {init} names no base model: add --model BASE lora.init={init}")
+    return (replace(model, name=base) if named else model), kept
+
+
+def as_names(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(sorted(value or ()))
 
 
 def preset_settings(preset: object) -> dict[str, Any]:
@@ -404,6 +449,13 @@ class Config:
 
     def notices(self) -> Iterator[str]:
         """Yield a warning for each setting that is valid but probably a mistake."""
+        if self.lora.init is not None:
+            yield f"continues the adapter in {self.lora.init} (rank {self.lora.r}) on {self.model.name}"
+            if self.algo.beta > 0:
+                yield (
+                    f"the KL penalty is measured against {self.model.name} without the adapter; to measure "
+                    "it against the adapter, merge it first and train the merged folder"
+                )
         if self.algo.loss == "gspo" and self.algo.clip_low > GSPO_WIDEST_CLIP:
             yield (
                 f"algo.clip_low={self.algo.clip_low:g} is too wide for algo.loss=gspo, whose ratios are "
@@ -412,11 +464,11 @@ class Config:
 
     def resolve(self) -> Config:
         """Return a copy in which every None that depends only on other settings has its value."""
-        model = self.model
+        model, lora = continued_adapter(self.model, self.lora)
         if model.name == TINY and self.task.name == "search_qa":
             model = replace(model, name=TINY_SEARCH)
         tiny = model.name in BUILT_IN
-        rank = self.lora.r if self.lora.r is not None else (0 if tiny and self.run.kind != "evolve" else 16)
+        rank = lora.r if lora.r is not None else (0 if tiny and self.run.kind != "evolve" else 16)
         rates = (5e-4, 2e-4, 2e-5) if self.run.kind == "sft" else (1e-4, 1e-5, 1e-6)
         rate = self.optim.learning_rate or rates[0 if tiny else 1 if rank else 2]
         minibatches = self.optim.minibatches or (min(2, self.rollout.prompts) if tiny else 1)
@@ -426,7 +478,7 @@ class Config:
         return replace(
             self,
             model=model,
-            lora=replace(self.lora, r=rank),
+            lora=replace(lora, r=rank),
             optim=replace(self.optim, learning_rate=rate, minibatches=minibatches),
             task=task,
         )

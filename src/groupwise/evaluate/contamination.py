@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config import Config, config_from_keywords, read_config
-from groupwise.config.schema import BUILT_IN
+from groupwise.config.schema import ADAPTER, BUILT_IN
 from groupwise.errors import ConfigError
 from groupwise.evaluate.target import Target, is_checkpoint, is_elite, of_run, run_of
 from groupwise.files import write_atomically
 from groupwise.learner.checkpoint import STATE
-from groupwise.model.resolve import ADAPTER, adapter_base
+from groupwise.model.resolve import adapter_base
 from groupwise.records import Example
 from groupwise.tasks import TASKS, ExampleStream, Task, is_loadable, load_task, with_data, without_data
 from groupwise.tasks.sft_data import plan_warm_start
@@ -50,7 +50,7 @@ def lineage_of_target(target: Target) -> list[TrainingRecord]:
         return lineage_of(str(target.trained or target.base))
     settings = read_config(target.run.config).resolve()
     own = TrainingRecord(name=target.name, settings=settings, cursor=target.cursor)
-    return [own, *lineage_of(settings.model.name)]
+    return [own, *lineage_of(started_from(settings))]
 
 
 def lineage_of(model: str, *, deepest: int = MOST_ANCESTORS) -> list[TrainingRecord]:
@@ -68,16 +68,21 @@ def lineage_of(model: str, *, deepest: int = MOST_ANCESTORS) -> list[TrainingRec
     return own + (lineage_of(base, deepest=deepest - 1) if base is not None else [])
 
 
+def started_from(settings: Config) -> str:
+    """Return the model, or the adapter on it, that a run started from."""
+    return settings.lora.init or settings.model.name
+
+
 def nearest(path: Path) -> tuple[list[TrainingRecord], str | None]:
     """Return the training that wrote a folder, and the model that it started from."""
     if is_elite(path):
         elite = of_run(str(path), RunFolder(path.resolve().parent))
-        return [(own := lineage_of_target(elite)[0])], own.settings.model.name
+        return [(own := lineage_of_target(elite)[0])], started_from(own.settings)
     if is_checkpoint(path):
         run = run_of(path)
         settings = read_config(run.config).resolve()
         cursor = json.loads((path / STATE).read_text(encoding="utf-8"))["cursor"]
-        return [TrainingRecord(name=str(path), settings=settings, cursor=cursor)], settings.model.name
+        return [TrainingRecord(name=str(path), settings=settings, cursor=cursor)], started_from(settings)
     if is_agent(path):
         settings = read_config(RunFolder(path).config)
         prompts = json.loads((path / AGENT).read_text(encoding="utf-8")).get("prompts")

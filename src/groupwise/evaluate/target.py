@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from groupwise.config import read_config
-from groupwise.config.schema import BUILT_IN
+from groupwise.config.schema import ADAPTER, BUILT_IN
 from groupwise.errors import ConfigError
 from groupwise.learner.checkpoint import CHECKSUMS, latest_checkpoint, verify
-from groupwise.model.resolve import ADAPTER, adapter_base, adapter_settings
+from groupwise.model.resolve import adapter_base, adapter_settings
 from groupwise.tasks.task import closest
 from groupwise.tracking.run_folder import RunFolder, is_agent, is_run
 

@@ -371,6 +371,11 @@ def evolve(
 def check_supported(config: Config, task: Task) -> None:
     if not config.lora.r:
         raise ConfigError("members of a population are adapters: set lora.r, for example lora.r=16")
+    if config.lora.init is not None:
+        raise ConfigError(
+            "a population starts with new adapters: merge the adapter first (groupwise merge --lora-model "
+            f"{config.lora.init} --output-path FOLDER) and use that folder as the model"
+        )
     check_self_teacher(config, multi_turn=task.is_multi_turn)
     if config.run.callbacks:
         raise ConfigError("run.callbacks requires groupwise train; populations have no callbacks")

@@ -18,12 +18,12 @@ import torch
 
 from groupwise.algo.advantages import BATCH_STD, scaled_by_batch, with_advantages
 from groupwise.config import config_from_keywords, dump_config, read_config
+from groupwise.config.schema import ADAPTER
 from groupwise.errors import ConfigError
 from groupwise.evaluate.contamination import prompt_digest
 from groupwise.evolution.population import Member, SharedBase
 from groupwise.gym.env import PromptBatch, PromptEnv
 from groupwise.learner.learner import try_own_loss
-from groupwise.model.resolve import ADAPTER
 from groupwise.records import Example, Group, Rollout
 from groupwise.rollout.collect import GroupRequest, Tools, generate_groups
 from groupwise.seeds import derive_seed

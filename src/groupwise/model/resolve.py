@@ -18,13 +18,12 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from groupwise.config.schema import BUILT_IN, SMOLLM2
+from groupwise.config.schema import ADAPTER, BUILT_IN, SMOLLM2
 from groupwise.errors import ConfigError
 from groupwise.files import hub_reason, let_read
 
 FOLDERS = {name: Path(__file__).parent / name.replace("-", "_") for name in BUILT_IN}
 TINY_FOLDER = FOLDERS["tiny"]
-ADAPTER = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -88,8 +87,8 @@ def check_folder(path: Path, *, name: str) -> None:
         )
     if (path / ADAPTER).is_file() and not (path / "config.json").is_file():
         raise ConfigError(
-            f"{name} holds an adapter, not a model; merge it with "
-            f"groupwise merge {name} --output-path FOLDER and use that folder"
+            f"{name} holds an adapter, not a model; groupwise train and sft continue it, for other commands "
+            f"merge it with groupwise merge --lora-model {name} --output-path FOLDER and use that folder"
         )
     lacking = missing_files(path)
     if lacking:

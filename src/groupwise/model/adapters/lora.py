@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.config.schema import LoraConfig
+from groupwise.config.schema import ADAPTER, LoraConfig
 from groupwise.errors import ConfigError
 from groupwise.model.adapters.quantization import plain_weight
 from groupwise.model.general_forward import text_decoder
-from groupwise.model.resolve import ADAPTER, adapter_settings, first_line, unloadable
+from groupwise.model.resolve import adapter_settings, first_line, unloadable
 
 
 def with_adapter(model: Any, lora: LoraConfig, trained: Path | None) -> Any:
@@ -32,6 +32,8 @@ def with_adapter(model: Any, lora: LoraConfig, trained: Path | None) -> Any:
     if trained is not None:
         return load_adapter(model, trained, trainable=True)
     check_lora_targets(model, lora)
+    if lora.init is not None:
+        return load_adapter(model, Path(lora.init), trainable=True)
     everything = lora.targets == ("all-linear",)
     targets: str | list[str] = "all-linear" if everything else list(lora.targets)
     settings = peft.LoraConfig(
