@@ -6,14 +6,13 @@ import asyncio
 import http.client
 import json
 import os
-import queue
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from multiprocessing import Pipe, active_children
+from contextlib import suppress
+from multiprocessing import active_children
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +24,6 @@ import transformers
 from groupwise import cli
 from groupwise.config.schema import EngineConfig, LoraConfig, ModelConfig
 from groupwise.engine.engine import Engine
-from groupwise.engine.serving.serving_engine import ServingEngine
 from groupwise.engine.serving.serving_scheduler import Job
 from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
@@ -35,37 +33,10 @@ from groupwise.serve.completion_request import CompletionRequest, for_template, 
 from groupwise.serve.completion_response import ResponseBuilder
 from groupwise.serve.detokenizer import TextStream, TokenTable
 from groupwise.serve.http_server import HTTPReply, HTTPRequest, answer
-from groupwise.serve.ipc import EngineEndpoint, WireChunk
+from groupwise.serve.ipc import WireChunk
 from groupwise.serve.openai_server import OpenAIServer, leave_a_core, start_front
+from tests.support.serving import CALL, TOOL, ask, chat, scripted, serving
 from tests.support.small_models import Scripted, policy_of, small_model, tiny_tokenizer, with_more_tokens
-
-
-@contextmanager
-def serving(policy: Policy, **settings: Any) -> Iterator[tuple[ServingEngine, int]]:
-    """Both sides of a server, in threads, and its port."""
-    usual = {"slots": 8, "context": 512, "waiting": 64, "api_key": None, "allowed_hosts": (), "cors": ()}
-    chosen = {**usual, **settings}
-    ours, theirs = Pipe()
-    side = EngineEndpoint(policy, ours, **{key: chosen[key] for key in ("slots", "context", "waiting")})
-    ports: queue.Queue[int] = queue.Queue()
-
-    async def front() -> None:
-        limits = {key: chosen[key] for key in ("slots", "context", "api_key", "allowed_hosts", "cors")}
-        await OpenAIServer(policy, theirs, model="small", **limits).run("127.0.0.1", 0, ready=ports.put)
-
-    threads = [threading.Thread(target=side.run), threading.Thread(target=asyncio.run, args=(front(),))]
-    for thread in threads:
-        thread.start()
-    try:
-        yield side.engine, ports.get(timeout=30)
-    finally:
-        with socket.socket(fileno=os.dup(ours.fileno())) as line:
-            line.shutdown(socket.SHUT_RDWR)  # each side finds the other gone
-        for thread in threads:
-            thread.join(30)
-        assert not any(thread.is_alive() for thread in threads)
-        ours.close()
-        theirs.close()
 
 
 @pytest.fixture(scope="module")
@@ -77,25 +48,6 @@ def tiny() -> Policy:
 def port(tiny) -> Iterator[int]:
     with serving(tiny) as (_, port):
         yield port
-
-
-def ask(port: int, path: str, body: Any, **headers: str) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    method = "GET" if body is None else "POST"
-    connection.request(method, path, body=None if body is None else data, headers=headers)
-    response = connection.getresponse()
-    read = response.read()
-    connection.close()
-    if response.headers["Content-Type"] == "text/event-stream":
-        lines = [line.removeprefix("data: ") for line in read.decode().split("\n\n") if line]
-        assert lines.pop() == "[DONE]"
-        return response.status, [json.loads(line) for line in lines]
-    return response.status, json.loads(read)
-
-
-def chat(text: str, **settings: Any) -> dict[str, Any]:
-    return {"model": "small", "messages": [{"role": "user", "content": text}], **settings}
 
 
 def offline(policy: Policy, text: str, *, seed: int, **sampling: Any) -> tuple[str, int]:
@@ -757,17 +709,6 @@ def test_a_client_that_goes_away_frees_its_place(tiny):
         status, _ = ask(port, "/v1/chat/completions", chat("b", max_tokens=3))
         assert status == 200
         assert engine.load == (0, 0)
-
-
-def scripted(text: str) -> Policy:
-    """A policy that writes this after any prompt of one token."""
-    tokenizer = tiny_tokenizer()
-    script = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    return Scripted(policy_of(small_model()), script)
-
-
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-CALL = 'I add. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ Modules in reading order:
     http_server          the subset of HTTP/1.1 that an API needs
     completion_request   parse and validate requests: messages, tools, sampling settings
     completion_response  build responses, complete or streamed
+    responses_api        the same for OpenAI's Responses API, on top of chats
     detokenizer          incremental detokenization, and tokens as shown with log-probabilities
     server_metrics       requests, tokens and latencies for Prometheus
     ipc                  messages between the front-end process and the engine process

@@ -286,7 +286,9 @@ def read_message(message: Any) -> Message:
         raise HTTPError(400, "the content of a message must be a string or a list of text parts")
     if content is None and not message.get("tool_calls"):
         raise HTTPError(400, "each message needs a role and content")
-    return {key: value for key, value in message.items() if value is not None} | {"content": content or ""}
+    role = "system" if message["role"] == "developer" else message["role"]  # OpenAI's newer name
+    kept = {key: value for key, value in message.items() if value is not None}
+    return kept | {"role": role, "content": content or ""}
 
 
 def plain_prompts(body: Mapping[str, Any], codec: TokenizerCodec, context: int) -> list[tuple[int, ...]]:

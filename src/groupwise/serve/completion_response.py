@@ -131,10 +131,11 @@ class ResponseBuilder:
         choice = {"index": index, **body, "logprobs": logprobs, "finish_reason": reason}
         return {**self._head(kind), "choices": [choice]}
 
-    def last(self) -> dict[str, Any]:
-        """Return the last chunk of a stream, which carries the token counts."""
-        kind = "chat.completion.chunk" if self.request.chat else "text_completion"
-        return {**self._head(kind), "choices": [], "usage": self.usage()}
+    def last(self) -> Iterator[dict[str, Any]]:
+        """Yield the last chunk of a stream, which carries the token counts, if the client wants them."""
+        if self.request.usage:
+            kind = "chat.completion.chunk" if self.request.chat else "text_completion"
+            yield {**self._head(kind), "choices": [], "usage": self.usage()}
 
     def whole(self) -> dict[str, Any]:
         """Return the complete response."""

@@ -280,9 +280,10 @@ async def write_events(outgoing: Outgoing, stream: EventStream) -> None:
     try:
         async with aclosing(stream.events) as batches:  # type: ignore[type-var]
             async for parts in batches:
-                written = "".join(event(part, named=stream.named) for part in parts)
-                await outgoing.send(unsent + chunk(written))
-                unsent = b""
+                if parts:  # an empty chunk would end the response
+                    written = "".join(event(part, named=stream.named) for part in parts)
+                    await outgoing.send(unsent + chunk(written))
+                    unsent = b""
         last = "" if stream.named else "data: [DONE]\n\n"
     except HTTPError as error:
         last = event(error.event() if stream.named else error.reply().body, named=stream.named)

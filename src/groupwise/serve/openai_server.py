@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,7 +29,7 @@ from groupwise.errors import ConfigError
 from groupwise.model.load import keep_quiet, load_tokenizer
 from groupwise.model.policy import Policy
 from groupwise.model.tokenizer import TokenizerCodec
-from groupwise.serve.completion_request import CompletionRequest, parse_completion_request
+from groupwise.serve.completion_request import parse_completion_request
 from groupwise.serve.completion_response import ResponseBuilder
 from groupwise.serve.detokenizer import TokenTable
 from groupwise.serve.http_server import (
@@ -44,6 +43,7 @@ from groupwise.serve.http_server import (
     serve_connection,
 )
 from groupwise.serve.ipc import FrontendEndpoint, Submission
+from groupwise.serve.responses_api import ResponsesBuilder, chat_body, echoed
 from groupwise.serve.server_metrics import CONTENT_TYPE, ServerMetrics
 
 SHORT_BODY = 32 * 1024
@@ -140,9 +140,11 @@ class OpenAIServer:
             case "GET", path if unquote(path) == f"/v1/models/{self.model}":
                 return HTTPReply(body=self._about)
             case "POST", "/v1/chat/completions":
-                return await self._complete(request, chat=True)
+                return await self._complete(request, self._chat)
+            case "POST", "/v1/responses":
+                return await self._complete(request, self._responses)
             case "POST", "/v1/completions":
-                return await self._complete(request, chat=False)
+                return await self._complete(request, self._plain)
         raise HTTPError(404, f"no such endpoint: {request.method} {request.path}", code="unknown_url")
 
     @property
@@ -202,36 +204,44 @@ class OpenAIServer:
                 headers={"WWW-Authenticate": "Bearer"},
             )
 
-    def _read(self, request: HTTPRequest, *, chat: bool) -> CompletionRequest:
-        return parse_completion_request(
-            request.json(), self.codec, chat=chat, context=self.context, model=self.model
-        )
+    def _chat(self, body: Mapping[str, Any]) -> ResponseBuilder:
+        return self._builder(body, chat=True)
 
-    async def _complete(self, request: HTTPRequest, *, chat: bool) -> HTTPReply | EventStream:
+    def _plain(self, body: Mapping[str, Any]) -> ResponseBuilder:
+        return self._builder(body, chat=False)
+
+    def _responses(self, body: Mapping[str, Any]) -> ResponsesBuilder:
+        return ResponsesBuilder(self._builder(chat_body(body), chat=True), echoed(body))
+
+    def _builder(self, body: Mapping[str, Any], *, chat: bool) -> ResponseBuilder:
+        completion = parse_completion_request(
+            body, self.codec, chat=chat, context=self.context, model=self.model
+        )
+        return ResponseBuilder(completion, model=self.model, decode=self.codec.decode, pieces=self._pieces)
+
+    async def _complete(
+        self, request: HTTPRequest, read: Callable[[Mapping[str, Any]], ResponseBuilder | ResponsesBuilder]
+    ) -> HTTPReply | EventStream:
+        """Run a request; `read` parses its body into the builder of the response."""
         arrived = time.monotonic()
         # Parsing, rendering and tokenizing a long chat takes a while, so keep it off the event loop.
         encoder = self._encoder if len(request.body) <= SHORT_BODY else self._long_encoder
-        read = partial(self._read, request, chat=chat)
-        completion = await asyncio.get_running_loop().run_in_executor(encoder, read)
+        parse = lambda: read(request.json())  # noqa: E731
+        response = await asyncio.get_running_loop().run_in_executor(encoder, parse)
+        completion = response.request
         submission = Submission(self.link, completion.jobs)
         with submission_errors():
             await submission.start()
         self._open += completion.count
-        response = ResponseBuilder(
-            completion, model=self.model, decode=self.codec.decode, pieces=self._pieces
-        )
         if completion.stream:
-            return EventStream(events=self._stream(completion, response, submission, arrived))
-        async for _ in self._stream(completion, response, submission, arrived):
+            events = self._stream(response, submission, arrived)
+            return EventStream(events=events, named=isinstance(response, ResponsesBuilder))
+        async for _ in self._stream(response, submission, arrived):
             pass
         return HTTPReply(body=response.whole())
 
     async def _stream(
-        self,
-        completion: CompletionRequest,
-        response: ResponseBuilder,
-        submission: Submission,
-        arrived: float,
+        self, response: ResponseBuilder | ResponsesBuilder, submission: Submission, arrived: float
     ) -> Events:
         """Yield the parts of a response; `arrived` is when the request was read."""
         waits = True
@@ -245,9 +255,9 @@ class OpenAIServer:
                     self.metrics.first_token.observe(time.monotonic() - arrived)
                     waits = False
                 parts = list(response.take(chunks))
-                yield [*parts, response.last()] if response.done and completion.usage else parts
+                yield [*parts, *response.last()] if response.done else parts
         finally:
-            self._open -= completion.count
+            self._open -= response.request.count
             submission.close()
             usage = response.usage()
             self.metrics.prompt_tokens += usage["prompt_tokens"]
