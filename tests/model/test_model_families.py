@@ -22,7 +22,7 @@ from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sample, Sampling
 from tests.support.small_models import SIZES, policy_of, tiny_tokenizer
-from tests.support.tiny_families import ragged_samples, tiny_model
+from tests.support.tiny_families import ragged_samples, tiny_config, tiny_model
 
 GPT2 = {"vocab_size": 272, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 ENDS = {"bos_token_id": None, "eos_token_id": 268, "pad_token_id": 0}
@@ -199,8 +199,9 @@ def test_positions_that_count_otherwise_in_long_rows_bound_the_context(tmp_path:
         (transformers.Qwen3MoeConfig(**SHAPE, **EXPERTS), {"targets": ("q_proj", "v_proj")}),
         (transformers.GPT2Config(**GPT2, **ENDS), {}),
         (transformers.GPT2Config(**GPT2, **ENDS), {"dora": True}),
+        (tiny_config("zamba"), {}),
     ],
-    ids=["experts", "beside experts", "gpt2", "gpt2, DoRA"],
+    ids=["experts", "beside experts", "gpt2", "gpt2, DoRA", "layers that share weights"],
 )
 def test_adapters_generate_as_they_train_and_can_be_merged(
     config: Any, settings: dict[str, Any], tmp_path: Path
@@ -218,6 +219,12 @@ def test_adapters_generate_as_they_train_and_can_be_merged(
         rows = merged(tokens[None]).logits[0].log_softmax(-1)
     expected = [float(rows[at - 1, tokens[at]]) for at in range(len(request.prompt), len(tokens))]
     assert answer.logprobs == pytest.approx(expected, abs=1e-3)
+
+
+def test_adapters_on_layers_that_share_a_weight_are_refused(tmp_path: Path) -> None:
+    folder = saved(tiny_config("zamba"), tmp_path / "model")
+    with pytest.raises(ConfigError, match="q_proj, v_proj of this model share weights"):
+        policy_in(folder, LoraConfig(r=4, targets=("q_proj", "v_proj")))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,15 +63,17 @@ def unadaptable(model: Any) -> list[str]:
     """Return the linear layers that `all-linear` leaves out.
 
     They are layers with another forward pass (routers that return tuples, grouped projections), Mamba's
-    output projections, and everything outside of a multimodal model's language part.
+    output projections, layers that share one weight, and everything outside of a multimodal model's language
+    part.
     """
+    shared = layers_that_share_a_weight(model)
     text = {id(module) for module in text_decoder(model).modules()}
     mamba = model.config.model_type in MAMBA
 
     def left_out(name: str, linear: torch.nn.Linear) -> bool:
         own = type(linear).__module__.startswith("transformers.models.") and not is_linear(linear)
         reads = mamba and name.rpartition(".")[2] == "out_proj"
-        return own or reads or id(linear) not in text
+        return own or reads or name in shared or id(linear) not in text
 
     head = model.get_output_embeddings()
     return [
@@ -78,6 +81,18 @@ def unadaptable(model: Any) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and module is not head and left_out(name, module)
     ]
+
+
+def layers_that_share_a_weight(model: Any) -> set[str]:
+    """Return linear layers whose weight is also another one's, as in Zamba.
+
+    Each would have an adapter of its own, and two adapters cannot be merged into one weight.
+    """
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            names[id(module.weight)].append(name)
+    return {name for same in names.values() if len(same) > 1 for name in same}
 
 
 @torch.no_grad()
@@ -161,6 +176,12 @@ def check_lora_targets(model: Any, lora: LoraConfig) -> None:
     if end_names & {target.rpartition(".")[2] for target in lora.targets}:
         raise ConfigError(
             "lora.targets may not include the embeddings or the output layer; use lora.targets=all-linear"
+        )
+    shared = {last[name] for name in layers_that_share_a_weight(model)}
+    if both := sorted(shared & {target.rpartition(".")[2] for target in lora.targets}):
+        raise ConfigError(
+            f"lora.targets: {', '.join(both)} of this model share weights between layers, so adapters "
+            "cannot be merged into them; use lora.targets=all-linear, which leaves them out"
         )
     for name in lora.modules_to_save:
         if name not in last.values() and name not in last:
