@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from dataclasses import replace
@@ -20,7 +19,7 @@ from groupwise.rollout.collect import Tools, collect
 from groupwise.rollout.tools import tool_of
 from groupwise.tasks import Task
 from tests.support.codecs import END
-from tests.support.scripted_rollouts import ScriptedEngine, ToolCodec
+from tests.support.scripted_rollouts import Babbling, ScriptedEngine, ToolCodec, call
 from tests.support.small_models import small_model, tiny_tokenizer
 
 
@@ -29,10 +28,6 @@ def look(query: str) -> str:
     if query == "gone":
         raise RolloutError("no connection")
     return query.upper()
-
-
-def call(query: str) -> str:
-    return f"<tool_call>{json.dumps({'name': 'look', 'arguments': {'query': query}})}</tool_call>"
 
 
 def talked(
@@ -147,6 +142,33 @@ def test_a_tool_in_a_thread_that_hangs_is_left_behind():
     assert rollout.text == "done"
 
 
+def test_a_rollout_that_ends_with_its_result_does_not_end_those_that_still_wait():
+    def look(query: str, state: int) -> str:
+        """Look."""
+        if state == 0:
+            return 80 * "long "  # leaves no room for another turn
+        time.sleep(0.2)
+        return "short"
+
+    class Conversing(ScriptedEngine):
+        """Asks for further turns until there are none, as the engines do."""
+
+        def converse(self, requests: Any, sampling: Sampling, sink: Any, **limits: Any) -> None:
+            numbered = 0
+            while requests:
+                for number, members in enumerate(self.generate(requests, sampling), start=numbered):
+                    for member, completion in enumerate(members):
+                        sink.finished(number, member, completion)
+                numbered += len(requests)
+                requests = sink.ready(wait=True)
+
+    states = iter(range(2))
+    settings = {"state": lambda example: next(states), "overlap": True, "max_tokens": 300}
+    ended, waited = talked(Conversing(call("x"), "done"), tool=look, **settings)
+    assert (len(ended.turns), ended.finish) == (1, "length")
+    assert [turn.text for turn in waited.turns] == [call("x"), "done"]
+
+
 def test_an_answer_that_comes_too_late_is_not_taken_for_that_of_the_next_turn():
     first_came = threading.Event()
 
@@ -183,20 +205,6 @@ def chatty(policy: Any) -> Any:
     """Let every third token end a turn: a random policy would hardly ever end one."""
     policy.end_tokens = frozenset(range(0, 272, 3))
     return policy
-
-
-class Babbling:
-    """A policy whose every turn, whatever it says, is taken to be a call."""
-
-    def __init__(self, policy: Any) -> None:
-        self.policy, self.end_tokens = policy, policy.end_tokens
-        self.encode_all_results = policy.encode_all_results
-
-    def encode(self, prompt: Any, *, tools: Any = ()) -> Any:
-        return self.policy.encode(prompt)
-
-    def decode(self, tokens: Any) -> str:
-        return call(f"{len(tokens)}")
 
 
 @pytest.mark.parametrize("overlap", [False, True])

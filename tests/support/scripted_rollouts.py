@@ -1,7 +1,8 @@
-"""An engine that says given lines, and a codec that shows tool results between bars."""
+"""An engine that says given lines, and codecs that show results between bars or take any turn for a call."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from groupwise.records import Completion, Request, Sampling
@@ -36,3 +37,22 @@ class ScriptedEngine:
             tokens=line, logprobs=(-0.5,) * len(line), entropies=(0.1,) * len(line), finish=finish
         )
         return [[one] * len(request.seeds) for request in requests]
+
+
+def call(query: str) -> str:
+    """Write a call of the tool `look`."""
+    return f"<tool_call>{json.dumps({'name': 'look', 'arguments': {'query': query}})}</tool_call>"
+
+
+class Babbling:
+    """A policy whose every turn, whatever it says, is taken to be a call that names its length."""
+
+    def __init__(self, policy: Any) -> None:
+        self.policy, self.end_tokens = policy, policy.end_tokens
+        self.encode_all_results = policy.encode_all_results
+
+    def encode(self, prompt: Any, *, tools: Any = ()) -> Any:
+        return self.policy.encode(prompt)
+
+    def decode(self, tokens: Any) -> str:
+        return call(f"{len(tokens)}")

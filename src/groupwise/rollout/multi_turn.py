@@ -164,6 +164,8 @@ class Conversations:
     overlap: bool
     """Whether tools run in threads alongside the engine, and finish in any order, or between its steps."""
     environments: EnvironmentExecutor | None = None
+    on_result: Callable[[], None] | None = None
+    """Called, from any thread, when tools that run alongside the engine are done. The engine may set it."""
     _followed: list[tuple[int, int]] = field(default_factory=list)
     """The (request, member) of each follow-up turn submitted to the engine."""
     _last: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
@@ -237,10 +239,12 @@ class Conversations:
 
     def ready(self, *, wait: bool) -> list[Request]:
         """Return the turns that can start. With `wait`, an empty list means that every rollout has ended."""
-        if self._running:
+        while self._running:
             started = time.perf_counter()
             self._append_results(list(self._arrivals(wait=wait and not self._ready)))
             self.toolbox.spend(time.perf_counter() - started)
+            if self._ready or not wait:  # a result may end its rollout while others still wait for theirs
+                break
         ready, self._ready = self._ready, []
         return ready
 
@@ -261,6 +265,8 @@ class Conversations:
         answer = self._answer(turn[:2], parsed_calls)
         self.toolbox.spend(time.thread_time())  # CPU time since the thread started
         self._arrived.put((turn, answer))
+        if self.on_result is not None:
+            self.on_result()
 
     def _arrivals(self, *, wait: bool) -> Iterator[tuple[tuple[int, int], Answer]]:
         """Yield the results of finished threads; with `wait`, block until a result or a timeout."""

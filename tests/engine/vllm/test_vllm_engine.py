@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from stand_in_vllm import StandIn
 
 import groupwise as gw
 from groupwise.config import read_config
-from groupwise.config.schema import EngineConfig, LoraConfig, ModelConfig
+from groupwise.config.schema import EngineConfig, LoraConfig, ModelConfig, ToolsConfig
 from groupwise.engine.engine import Engine
 from groupwise.engine.vllm import vllm_client, vllm_engine
 from groupwise.engine.vllm.vllm_client import MIN_ROUNDING
@@ -23,10 +24,12 @@ from groupwise.errors import ConfigError, InvariantError
 from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sampling
+from groupwise.rollout.collect import Tools, collect
 from groupwise.seeds import derive_seed
 from groupwise.tasks import UserFunctions
 from groupwise.training import train
 from tests.support.process_groups import in_processes, needs_deepspeed
+from tests.support.scripted_rollouts import Babbling
 from tests.support.small_runs import (
     KILL,
     SMALL,
@@ -85,6 +88,71 @@ def test_a_group_is_one_request_and_its_logprobs_are_the_policys(
     assert server.asked == 4
     assert [len(group) for group in groups] == [3, 3, 3, 3]
     assert_drawn_by(policy, groups)
+
+
+def test_a_conversation_goes_on_as_soon_as_its_tools_are_done(
+    server: StandIn, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first member's turn arrives only after another member has asked for its second turn."""
+    engine = engine_for(policy, tmp_path, server)
+    monkeypatch.setattr(vllm_engine, "TOOL_CHECK_SECONDS", 60.0)  # results of tools wake the engine
+    asked, second_turn, first = engine._group, threading.Event(), threading.Lock()
+    prompts: list[int] = []
+    met: list[bool] = []
+
+    def held(request: Request, sampling: Sampling) -> list[Completion]:
+        prompts.append(len(request.prompt))
+        answer = asked(request, sampling)
+        if len(request.prompt) > min(prompts):
+            second_turn.set()
+        elif first.acquire(blocking=False):
+            met.append(second_turn.wait(10))
+        return [replace(one, finish="stop") for one in answer]  # no turn is cut off
+
+    def look(query: str) -> str:
+        """Look something up."""
+        time.sleep(0.05)
+        return query
+
+    monkeypatch.setattr(engine, "_group", held)
+    with engine.ready():
+        (group,) = collect(
+            [gw.Example({"q": "a"})],
+            ask=lambda example: "ask",
+            codec=Babbling(policy),
+            engine=engine,
+            sampling=SAMPLING,
+            group_size=3,
+            seed_parts=(0,),
+            tools=Tools.of([look], ToolsConfig(max_turns=3, max_tokens=300)),
+        )
+    assert met == [True]
+    assert [len(rollout.turns) for rollout in group.rollouts] == [3, 3, 3]
+    assert [rollout.member for rollout in group.rollouts] == [0, 1, 2]
+    for rollout in group.rollouts:
+        assert [call.result for call in rollout.calls] == ["5", "5"]  # each turn has five tokens
+
+
+def test_servers_that_are_gone_end_conversations_too(server: StandIn, policy: Policy, tmp_path: Path) -> None:
+    engine = engine_for(policy, tmp_path, server, patience=0.1)
+    with engine.ready():
+        server.mood = "dead"
+        with pytest.raises(InvariantError, match="no rollout server has responded"):
+            collect(
+                [gw.Example({"q": "a"})],
+                ask=lambda example: "ask",
+                codec=Babbling(policy),
+                engine=engine,
+                sampling=SAMPLING,
+                group_size=2,
+                seed_parts=(0,),
+                tools=Tools.of([look_up], ToolsConfig()),
+            )
+
+
+def look_up(query: str) -> str:
+    """Look something up."""
+    return query
 
 
 def assert_drawn_by(policy: Policy, groups: Sequence[Sequence[Completion]]) -> None:

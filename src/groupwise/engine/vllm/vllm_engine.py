@@ -14,14 +14,18 @@ from __future__ import annotations
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from groupwise.config.schema import EngineConfig
+from groupwise.engine.engine import CompletionSink
 from groupwise.engine.vllm.vllm_client import (
     ServerRefused,
     ServerUnavailable,
@@ -41,6 +45,14 @@ BASE = "policy"
 """Served name of the model without adapters, as set by `groupwise serve-rollouts`."""
 UNLOAD_SECONDS = 5.0
 """Timeout for unloading a session's adapters at its end."""
+TOOL_CHECK_SECONDS = 1.0
+"""How often to look for tools that have exceeded their time limit, while servers generate."""
+
+
+class ToolSink(CompletionSink, Protocol):
+    """Receives completions, and reports when the tools of a conversation are done."""
+
+    on_result: Callable[[], None] | None
 
 
 class VllmEngine:
@@ -100,6 +112,45 @@ class VllmEngine:
         """Return each request's completions; a group is sent to a server as one request."""
         assert self._sent is not None, "the servers have no weights yet; call generate inside `ready`"
         return list(self._pool.map(lambda request: self._group(request, sampling), requests))
+
+    def converse(
+        self, requests: Sequence[Request], sampling: Sampling, sink: ToolSink, *, tokens: int, turns: int
+    ) -> None:
+        """Run each conversation by itself: it requests its next turn as soon as its tools are done.
+
+        A turn is one request, so the members of a group do not wait for each other either. The server's
+        prefix cache holds what they share.
+        """
+        assert self._sent is not None, "the servers have no weights yet; call converse inside `ready`"
+        events: SimpleQueue[tuple[tuple[int, int], Future[list[Completion]]] | None] = SimpleQueue()
+        sink.on_result = partial(events.put, None)
+
+        def deliver(key: tuple[int, int], done: Future[list[Completion]]) -> None:
+            events.put((key, done))
+
+        sizes = [len(request.seeds) for request in requests]
+        pool = ThreadPoolExecutor(min(sum(sizes), self.config.requests * max(sizes, default=1)) or 1)
+        waiting, next_requests, submitted = 0, requests, 0
+        try:
+            while True:
+                for number, request in enumerate(next_requests, start=submitted):
+                    for member, seed in enumerate(request.seeds):
+                        one = pool.submit(self._group, replace(request, seeds=(seed,)), sampling)
+                        one.add_done_callback(partial(deliver, (number, member)))
+                        waiting += 1
+                submitted += len(next_requests)
+                if not waiting:
+                    return  # no tools are running, or `ready` would have waited for them
+                with suppress(Empty):
+                    event = events.get(timeout=TOOL_CHECK_SECONDS)
+                    if event is not None:
+                        (number, member), done = event
+                        waiting -= 1
+                        (completion,) = done.result()
+                        sink.finished(number, member, completion)
+                next_requests = sink.ready(wait=not waiting)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def release(self) -> None:
         """Do nothing: this engine holds no memory in this process."""
