@@ -34,7 +34,8 @@ from random_qwen import SHAPES
 from groupwise.config.schema import EngineConfig, OptimConfig
 from groupwise.engine.engine import Engine
 from groupwise.engine.multi_lora import LoRABank, MultiLoRAEngine
-from groupwise.learner.optimizer import clipped_step, make_optimizer
+from groupwise.learner.learner import clipped_step
+from groupwise.learner.optimizer import make_optimizer
 from groupwise.model.load import keep_quiet
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sampling

@@ -12,9 +12,8 @@ import torch
 
 from groupwise.config.schema import AlgoConfig, OptimConfig
 from groupwise.errors import ConfigError
-from groupwise.learner.learner import Learner, default_micro_batch_tokens, split_groups
-from groupwise.learner.micro_batch import MicroBatchInputs, pass_tokens
-from groupwise.learner.optimizer import learning_rate
+from groupwise.learner.learner import Learner, learning_rate, split_groups
+from groupwise.learner.micro_batch import MicroBatchInputs, default_micro_batch_tokens, pass_tokens
 from groupwise.model.ops.checkpointing import recompute_layers
 from groupwise.model.policy import Policy
 from groupwise.records import Sample, Sampling

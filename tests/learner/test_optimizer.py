@@ -9,10 +9,9 @@ import torch
 
 from groupwise.config import read_config
 from groupwise.errors import ConfigError
-from groupwise.learner import cpu_adamw
+from groupwise.learner import optimizer as optimizers
 from groupwise.learner.checkpoint import load_optimizer, optimizer_tensors
-from groupwise.learner.cpu_adamw import CPUAdamW
-from groupwise.learner.optimizer import make_optimizer
+from groupwise.learner.optimizer import CPUAdamW, make_optimizer
 from tests.support.small_models import policy_of, small_model
 from tests.support.small_runs import KILL, SignalAt, run_artifacts, run_command
 
@@ -31,7 +30,7 @@ def optim(*words: str) -> Any:
 
 @pytest.mark.parametrize("piece", [1 << 22, 1000, 7])
 def test_an_offloaded_optimizer_makes_the_same_steps(monkeypatch, piece):
-    monkeypatch.setattr(cpu_adamw, "PIECE", piece)
+    monkeypatch.setattr(optimizers, "PIECE", piece)
     one, other = policy_of(small_model()), policy_of(small_model())
     steps(one, make_optimizer(one, optim()), 5)
     steps(other, make_optimizer(other, optim("optim.offload=true")), 5)
@@ -40,7 +39,7 @@ def test_an_offloaded_optimizer_makes_the_same_steps(monkeypatch, piece):
 
 
 def test_an_offloaded_optimizer_steps_weights_that_do_not_lie_in_one_piece(monkeypatch):
-    monkeypatch.setattr(cpu_adamw, "PIECE", 5)
+    monkeypatch.setattr(optimizers, "PIECE", 5)
     start, gradient = torch.randn(6, 8), torch.randn(6, 8)
     settings: Any = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
     pieces = torch.nn.Parameter(start.clone()[:, ::2])

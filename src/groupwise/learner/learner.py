@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -37,15 +38,14 @@ from groupwise.learner.micro_batch import (
     MicroBatchInputs,
     PassOutput,
     StepOutput,
+    default_micro_batch_tokens,
     micro_batches,
-    pass_tokens,
     row_logprobs,
     supervised_logprobs,
 )
-from groupwise.learner.optimizer import clipped_step, make_optimizer, scheduled_rate
+from groupwise.learner.optimizer import make_optimizer
 from groupwise.learner.teacher import SelfTeacher, Teacher, hints_for
 from groupwise.model.attention.ulysses import UlyssesContext
-from groupwise.model.device import total_memory
 from groupwise.model.policy import Policy
 from groupwise.parallel.processes import Processes, shares_of_samples, sum_gradients
 from groupwise.records import Group, Sample, Sampling
@@ -101,10 +101,7 @@ class Learner:
 
     def train_on(self, groups: Sequence[Group], demonstrations: Sequence[Sample] = ()) -> dict[str, float]:
         """Train on groups with advantages: every optimizer step of one training step. Return the metrics."""
-        for minibatch in self.minibatches(groups, demonstrations):
-            self.compute_loss(minibatch)
-            self.step()
-        return self.report()
+        return self._train(self.minibatches(groups, demonstrations))
 
     def minibatches(
         self, groups: Sequence[Group], demonstrations: Sequence[Sample] = ()
@@ -149,7 +146,10 @@ class Learner:
         they are the loss's denominators. Every process gets all samples and computes a share of them. Losses
         are sums, so the gradient is the sum of the processes' gradients.
         """
-        for minibatch in self._minibatches(samples, sequences=sequences, tokens=tokens):
+        return self._train(self._minibatches(samples, sequences=sequences, tokens=tokens))
+
+    def _train(self, minibatches: Iterator[list[MicroBatchInputs]]) -> dict[str, float]:
+        for minibatch in minibatches:
             self.compute_loss(minibatch)
             self.step()
         return self.report()
@@ -184,7 +184,11 @@ class Learner:
 
     def step(self) -> None:
         """Make one optimizer step with the gradient of the last mini-batch."""
-        self._norms.append(self._step())
+        sum_gradients(self.processes, self.policy)
+        rate = scheduled_rate(self.optim, self.updates, total=self.total_updates)
+        norm = clipped_step(self.policy, self.optimizer, rate=rate, max_grad_norm=self.optim.max_grad_norm)
+        self.updates += 1
+        self._norms.append(norm)
 
     def report(self) -> dict[str, float]:
         """Return the metrics of this training step's updates."""
@@ -393,14 +397,6 @@ class Learner:
             sum(float(output.loss) for _, output in counted), merge(output.metrics for _, output in counted)
         )
 
-    def _step(self) -> float:
-        """Run one optimizer step and return the gradient norm before clipping."""
-        sum_gradients(self.processes, self.policy)
-        rate = scheduled_rate(self.optim, self.updates, total=self.total_updates)
-        norm = clipped_step(self.policy, self.optimizer, rate=rate, max_grad_norm=self.optim.max_grad_norm)
-        self.updates += 1
-        return norm
-
 
 def loss_settings(algo: AlgoConfig) -> LossSettings:
     """Return what the loss is made of."""
@@ -428,16 +424,6 @@ def try_own_loss(algo: AlgoConfig) -> None:
         try_loss(loss_settings(algo))
 
 
-def default_micro_batch_tokens(policy: Policy) -> int:
-    """Return the default of optim.micro_batch_tokens for the policy's device."""
-    on_gpu = policy.device.type == "cuda"
-    return pass_tokens(
-        gpu_memory=total_memory(policy.device) if on_gpu else None,
-        token_bytes=policy.activation_bytes,
-        recomputes=policy.model.is_gradient_checkpointing,
-    )
-
-
 def split_groups(samples: Sequence[Sample], count: int) -> list[list[Sample]]:
     """Distribute whole groups over at most `count` mini-batches of similar size, in order."""
     groups: dict[int, list[Sample]] = {}
@@ -447,3 +433,54 @@ def split_groups(samples: Sequence[Sample], count: int) -> list[list[Sample]]:
     ordered = list(groups.values())
     bounds = [round(i * len(ordered) / count) for i in range(count + 1)]
     return [[sample for group in ordered[start:end] for sample in group] for start, end in pairwise(bounds)]
+
+
+def clipped_step(
+    policy: Policy, optimizer: torch.optim.Optimizer, *, rate: float, max_grad_norm: float
+) -> float:
+    """Clip the gradient, step, and return its norm before clipping. A limit of 0 disables clipping."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    if policy.zero is not None:
+        norm = policy.zero.step()  # clips with the limit passed to `start`
+        check_finite("the gradient norm", norm)
+    else:
+        norm = clip(policy, max_grad_norm or float("inf"))
+        check_finite("the gradient norm", norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    policy.version += 1
+    return norm
+
+
+def clip(policy: Policy, limit: float) -> float:
+    """Clip the gradient to the norm `limit` and return its norm before clipping."""
+    if policy.shards is None:
+        return float(torch.nn.utils.clip_grad_norm_(list(policy.trainable().values()), limit))
+    policy.shards.take_gradients()
+    owned = list(policy.owned().values())
+    whole = [p.grad for n, p in policy.owned().items() if n not in policy.shards.parts and p.grad is not None]
+    norm = policy.shards.norm(whole)
+    torch.nn.utils.clip_grads_with_norm_(owned, limit, norm)
+    return float(norm)
+
+
+def scheduled_rate(optim: OptimConfig, update: int, *, total: int) -> float:
+    """Return the learning rate of optimizer step `update` (from 0) of `total` by the settings."""
+    assert optim.learning_rate is not None, "the config must be resolved first"
+    return learning_rate(
+        update, peak=optim.learning_rate, kind=optim.schedule, warmup=optim.warmup_steps, total=total
+    )
+
+
+def learning_rate(update: int, *, peak: float, kind: str, warmup: int, total: int) -> float:
+    """Return the learning rate of optimizer step `update` (from 0) of `total`.
+
+    The first warm-up step has a rate above 0; linear and cosine reach 0 just after the last step.
+    """
+    if update < warmup:
+        return peak * (update + 1) / warmup
+    if kind == "constant":
+        return peak
+    done = min(1.0, (update - warmup) / max(1, total - warmup))
+    return peak * (1 - done) if kind == "linear" else peak * 0.5 * (1 + math.cos(math.pi * done))

@@ -19,7 +19,7 @@ from torch import Tensor
 from groupwise.invariants import check_targets
 from groupwise.model.attention.packed import PackedLayout
 from groupwise.model.attention.ulysses import UlyssesContext, UlyssesLayout
-from groupwise.model.device import to_device
+from groupwise.model.device import to_device, total_memory
 from groupwise.model.ops.logits import entropy, scaled_logits
 from groupwise.model.policy import Policy
 from groupwise.records import Sample, Sampling
@@ -164,6 +164,16 @@ def pass_tokens(*, gpu_memory: int | None, token_bytes: int, recomputes: bool) -
     return min(max(share // token_bytes, LEAST), most)
 
 
+def default_micro_batch_tokens(policy: Policy) -> int:
+    """Return the default of optim.micro_batch_tokens for the policy's device."""
+    on_gpu = policy.device.type == "cuda"
+    return pass_tokens(
+        gpu_memory=total_memory(policy.device) if on_gpu else None,
+        token_bytes=policy.activation_bytes,
+        recomputes=policy.model.is_gradient_checkpointing,
+    )
+
+
 def row_logprobs(
     policy: Policy,
     batch: MicroBatch,
@@ -174,7 +184,16 @@ def row_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return (logprobs_N, entropy_N). With a Ulysses context, every process returns all of them."""
     if context is not None:
-        return spread_logprobs(policy, batch, sampling, entropy_gradient=entropy_gradient, context=context)
+        row = UlyssesLayout(row=batch.layout, tokens=len(batch.tokens_T), context=context)
+        return row.logprobs(
+            policy,
+            sampling,
+            tokens_T=batch.tokens_T,
+            positions_T=batch.positions_T,
+            predictor_N=batch.predictor_N,
+            targets_N=batch.targets_N,
+            entropy_gradient=entropy_gradient,
+        )
     return policy.computing(lambda: own_logprobs(policy, batch, sampling, entropy_gradient=entropy_gradient))
 
 
@@ -222,29 +241,6 @@ def supervised_logprobs(
         return logprobs_N, entropy_N, -(tokens.weights_X * own_X).sum()
 
     return policy.computing(compute)
-
-
-def spread_logprobs(
-    policy: Policy, batch: MicroBatch, sampling: Sampling, *, entropy_gradient: bool, context: UlyssesContext
-) -> tuple[Tensor, Tensor]:
-    """`row_logprobs` of a row of which each process computes a segment."""
-    tokens = len(batch.tokens_T)
-    own = context.own(tokens)
-    layout = UlyssesLayout(row=batch.layout, tokens=tokens, context=context)
-    hidden_TM = policy.hidden(batch.tokens_T[own], batch.positions_T[own], layout)
-    inside_N = (batch.predictor_N >= own.start) & (batch.predictor_N < own.stop)
-    index_n = inside_N.nonzero()[:, 0]
-    logprobs_n, entropy_n = policy.token_logprobs(
-        hidden_TM.index_select(0, batch.predictor_N[index_n] - own.start),
-        batch.targets_N[index_n],
-        sampling,
-        entropy_gradient=entropy_gradient,
-    )
-    # The backward pass must run through every layer even if the segment has no trained token.
-    zero = 0.0 * hidden_TM.sum()
-    count = len(batch.targets_N)
-    whole_N = context.gather(logprobs_n, index_n, count) + zero
-    return whole_N, context.gather(entropy_n, index_n, count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,17 +1,23 @@
-"""The optimizer: AdamW variants, gradient clipping and learning-rate schedules."""
+"""The optimizer: AdamW on the device, in 8 bits, sharded by DeepSpeed, or offloaded to the CPU.
+
+`CPUAdamW` keeps its moments in main memory and steps one slice of a parameter at a time. The next slice is
+transferred during the step of the current one. Both use pinned staging buffers that are allocated once:
+pinned transfers are several times faster, and allocating would take longer than the step.
+"""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
 
 from groupwise.config.schema import OptimConfig
 from groupwise.errors import ConfigError
-from groupwise.invariants import check_finite
-from groupwise.learner.cpu_adamw import CPUAdamW
 from groupwise.model.policy import Policy
 
 
@@ -51,52 +57,124 @@ def make_zero_optimizer(
     return optimizer
 
 
-def clipped_step(
-    policy: Policy, optimizer: torch.optim.Optimizer, *, rate: float, max_grad_norm: float
-) -> float:
-    """Clip the gradient, step, and return its norm before clipping. A limit of 0 disables clipping."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    if policy.zero is not None:
-        norm = policy.zero.step()  # clips with the limit passed to `start`
-        check_finite("the gradient norm", norm)
-    else:
-        norm = clip(policy, max_grad_norm or float("inf"))
-        check_finite("the gradient norm", norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    policy.version += 1
-    return norm
+PIECE = 1 << 22
+"""Elements per slice."""
 
 
-def clip(policy: Policy, limit: float) -> float:
-    """Clip the gradient to the norm `limit` and return its norm before clipping."""
-    if policy.shards is None:
-        return float(torch.nn.utils.clip_grad_norm_(list(policy.trainable().values()), limit))
-    policy.shards.take_gradients()
-    owned = list(policy.owned().values())
-    whole = [p.grad for n, p in policy.owned().items() if n not in policy.shards.parts and p.grad is not None]
-    norm = policy.shards.norm(whole)
-    torch.nn.utils.clip_grads_with_norm_(owned, limit, norm)
-    return float(norm)
+@dataclass(frozen=True, slots=True)
+class ParameterSlice:
+    """A slice of a parameter with its gradient and optimizer state."""
+
+    weight: Tensor
+    gradient: Tensor
+    moments: tuple[Tensor, Tensor]
+    steps: float
+    """Optimizer steps before this one."""
+    group: dict[str, Any]
 
 
-def scheduled_rate(optim: OptimConfig, update: int, *, total: int) -> float:
-    """Return the learning rate of optimizer step `update` (from 0) of `total` by the settings."""
-    assert optim.learning_rate is not None, "the config must be resolved first"
-    return learning_rate(
-        update, peak=optim.learning_rate, kind=optim.schedule, warmup=optim.warmup_steps, total=total
-    )
+class StagingBuffer:
+    """Pinned main memory that receives a slice of any dtype."""
+
+    def __init__(self, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self._weight, self._gradient = (
+            torch.empty(4 * PIECE, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)
+        )
+        self._arrived = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
+
+    def fetch(self, piece: ParameterSlice) -> None:
+        """Start copying a slice to this buffer, after earlier copies in the stream."""
+        _like(self._weight, piece.weight).copy_(piece.weight, non_blocking=True)
+        _like(self._gradient, piece.gradient).copy_(piece.gradient, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def wait(self, piece: ParameterSlice) -> tuple[Tensor, Tensor]:
+        """Wait for a fetched slice and return its weight and gradient."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return _like(self._weight, piece.weight), _like(self._gradient, piece.gradient)
 
 
-def learning_rate(update: int, *, peak: float, kind: str, warmup: int, total: int) -> float:
-    """Return the learning rate of optimizer step `update` (from 0) of `total`.
+def _like(memory: Tensor, other: Tensor) -> Tensor:
+    return memory[: other.numel() * other.element_size()].view(other.dtype)
 
-    The first warm-up step has a rate above 0; linear and cosine reach 0 just after the last step.
-    """
-    if update < warmup:
-        return peak * (update + 1) / warmup
-    if kind == "constant":
-        return peak
-    done = min(1.0, (update - warmup) / max(1, total - warmup))
-    return peak * (1 - done) if kind == "linear" else peak * 0.5 * (1 + math.cos(math.pi * done))
+
+class CPUAdamW(torch.optim.Optimizer):
+    """AdamW with moments and arithmetic in float32 in main memory."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], **settings: Any) -> None:
+        super().__init__(parameters, settings)
+        self._buffers = [StagingBuffer(parameters[0].device) for _ in range(2)]
+        self._weight, self._gradient = torch.empty(2, PIECE)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        non_contiguous: list[tuple[Tensor, Tensor]] = []
+        pieces = list(self._pieces(non_contiguous))
+        for number, piece in enumerate(pieces):
+            current, other = self._buffers[number % 2], self._buffers[1 - number % 2]
+            if number == 0:
+                current.fetch(piece)
+            if number + 1 < len(pieces):
+                other.fetch(pieces[number + 1])
+            self._step(piece, *current.wait(piece))
+        for parameter, flat in non_contiguous:
+            parameter.copy_(flat.view(parameter.shape))
+
+    def _pieces(self, non_contiguous: list[tuple[Tensor, Tensor]]) -> Iterator[ParameterSlice]:
+        """Yield slices of every parameter with a gradient; copy and list non-contiguous parameters."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.zeros(())
+                    state["exp_avg"], state["exp_avg_sq"] = (torch.zeros(parameter.shape) for _ in range(2))
+                weight = parameter.detach().flatten()
+                if not parameter.is_contiguous():
+                    non_contiguous.append((parameter, weight))
+                flat = (
+                    weight,
+                    parameter.grad.flatten(),
+                    state["exp_avg"].view(-1),
+                    state["exp_avg_sq"].view(-1),
+                )
+                steps = float(state["step"])
+                state["step"] += 1
+                for one, gradient, first, second in zip(*(x.split(PIECE) for x in flat), strict=True):
+                    yield ParameterSlice(one, gradient, (first, second), steps, group)
+
+    def _step(self, piece: ParameterSlice, weight: Tensor, gradient: Tensor) -> None:
+        """Step a slice in its staging buffer and copy it back to the parameter."""
+        group, count = piece.group, len(weight)
+        beta1, beta2 = group["betas"]
+        exact = self._weight[:count].copy_(weight)
+        adamw(
+            [exact],
+            [self._gradient[:count].copy_(gradient)],
+            [piece.moments[0]],
+            [piece.moments[1]],
+            [],
+            [torch.tensor(piece.steps)],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        piece.weight.copy_(weight.copy_(exact), non_blocking=True)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a saved state in float32 on the CPU; torch would cast it and move it to the parameters."""
+        super().load_state_dict({**state_dict, "state": {}})
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, state in state_dict["state"].items():
+            self.state[parameters[index]] = {
+                name: value.to("cpu", torch.float32, copy=True) for name, value in state.items()
+            }

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from groupwise.config.schema import OptimConfig
 from groupwise.invariants import check_finite
-from groupwise.learner.learner import default_micro_batch_tokens
-from groupwise.learner.micro_batch import micro_batches, pack, row_logprobs
-from groupwise.learner.optimizer import clipped_step, make_optimizer, scheduled_rate
+from groupwise.learner.learner import clipped_step, scheduled_rate
+from groupwise.learner.micro_batch import default_micro_batch_tokens, micro_batches, pack, row_logprobs
+from groupwise.learner.optimizer import make_optimizer
 from groupwise.model.policy import Policy
 from groupwise.parallel.processes import Processes, shares_of_samples, sum_gradients
 from groupwise.records import Sample, Sampling

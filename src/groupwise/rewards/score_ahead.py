@@ -96,6 +96,13 @@ def async_job(function: RewardFunction) -> Job:
     return job
 
 
+def runs_ahead(function: RewardFunction) -> bool:
+    """Whether a reward can score many rollouts at the same time: asynchronous, or with several workers."""
+    return is_concurrent(getattr(function, "function", function)) or (
+        isinstance(function, IsolatedReward) and bool(function.others)
+    )
+
+
 def score_ahead(
     groups: Sequence[Group],
     *,

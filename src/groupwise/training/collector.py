@@ -25,7 +25,7 @@ from groupwise.parallel.processes import Processes
 from groupwise.records import Example, Group, Rollout
 from groupwise.rewards.llm_judge import spent_by_judges
 from groupwise.rewards.runner import RewardContext, TrainerState, score_within, weighted_sum
-from groupwise.rewards.score_ahead import score_ahead
+from groupwise.rewards.score_ahead import runs_ahead, score_ahead
 from groupwise.rollout.collect import Generate, PromptCodec, collect
 from groupwise.tasks import Split, Task
 from groupwise.training.callbacks import Callbacks
@@ -151,6 +151,8 @@ class Collector:
         if config.rollout.curriculum > 1:
             check_kinds(task, split)
         self.tools = task.multi_turn(config.tools)
+        self.runs_ahead = any(map(runs_ahead, task.rewards.values()))
+        """Whether some rewards can score all groups of a batch at the same time."""
         self.held_out = {task.asks(example) for example in split.held_out}
         self.failures: dict[str, str] = {}
         """The first failure of each reward in this process, with its traceback."""
@@ -226,13 +228,14 @@ class Collector:
         enough, failed = self.config.task.max_failed * draft.expected, failures(draft.groups)
         spent = spent_by_judges(self.task.rewards)
         with self.processes.together(), TimeLimits(self.config.task.reward_seconds) as limit:
-            score_ahead(
-                groups,
-                rewards=self.task.rewards,
-                seconds=limit.seconds,
-                concurrency=self.config.task.reward_concurrency,
-                context=draft.context,
-            )
+            if self.runs_ahead:
+                score_ahead(
+                    groups,
+                    rewards=self.task.rewards,
+                    seconds=limit.seconds,
+                    concurrency=self.config.task.reward_concurrency,
+                    context=draft.context,
+                )
             for number, group in enumerate(groups):
                 # In place, so that memory does not grow with scored copies.
                 groups[number] = scored = self.reward_group(group, limit, draft.context)

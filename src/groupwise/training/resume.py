@@ -29,7 +29,7 @@ from groupwise.learner.checkpoint import (
     write_checkpoint,
     write_optimizer,
 )
-from groupwise.learner.cpu_adamw import CPUAdamW
+from groupwise.learner.optimizer import CPUAdamW
 from groupwise.model.policy import Policy
 from groupwise.model.sharding import FSDPShards, local, without_masters
 from groupwise.parallel.processes import Processes

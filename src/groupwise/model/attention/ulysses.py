@@ -19,6 +19,7 @@ from torch import Tensor
 from groupwise.errors import ConfigError
 from groupwise.model.attention.hf_interface import STANDARD, AttentionVariant, Layout
 from groupwise.model.policy import Policy
+from groupwise.records import Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,34 @@ class UlyssesLayout:
         output_1THD = self.row.attend(*mine, layer=layer, scale=scale, variant=variant)
         heads = [output_1THD.shape[2]] * self.context.count
         return exchange_heads(output_1THD, 2, heads, 1, lengths)
+
+    def logprobs(
+        self,
+        policy: Policy,
+        sampling: Sampling,
+        *,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        predictor_N: Tensor,
+        targets_N: Tensor,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (logprobs_N, entropy_N) of a row of which each process computes a segment."""
+        own = self.context.own(self.tokens)
+        hidden_TM = policy.hidden(tokens_T[own], positions_T[own], self)
+        inside_N = (predictor_N >= own.start) & (predictor_N < own.stop)
+        index_n = inside_N.nonzero()[:, 0]
+        logprobs_n, entropy_n = policy.token_logprobs(
+            hidden_TM.index_select(0, predictor_N[index_n] - own.start),
+            targets_N[index_n],
+            sampling,
+            entropy_gradient=entropy_gradient,
+        )
+        # The backward pass must run through every layer even if the segment has no trained token.
+        zero = 0.0 * hidden_TM.sum()
+        count = len(targets_N)
+        whole_N = self.context.gather(logprobs_n, index_n, count) + zero
+        return whole_N, self.context.gather(entropy_n, index_n, count)
 
     def _heads(self, x_1HTD: Tensor) -> list[int]:
         return [x_1HTD.shape[1] // self.context.count] * self.context.count
