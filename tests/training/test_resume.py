@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from groupwise.errors import ConfigError
 from groupwise.learner.checkpoint import seal
+from groupwise.tracking.run_files import last_step
+from groupwise.tracking.run_folder import RunFolder
+from groupwise.training import train
+from groupwise.training.evaluator import Evaluator
 from tests.support.small_runs import (
     INTERRUPT,
     KILL,
@@ -21,6 +26,7 @@ from tests.support.small_runs import (
     deterministic_metrics,
     run_artifacts,
     run_command,
+    small_config,
     task_file,
 )
 
@@ -324,3 +330,33 @@ def test_only_weights_lie_beside_the_config_and_checkpoints_of_the_old_layout_re
     ours, theirs = (sorted((run / "checkpoints").iterdir())[-1] for run in (copied, uninterrupted["lora"]))
     for name in (names[0], "training/optimizer.safetensors"):
         assert (ours / name).read_bytes() == (theirs / name).read_bytes()
+
+
+def test_a_run_that_is_refused_before_its_first_step_leaves_its_name_free(tmp_path, monkeypatch):
+    task_file(tmp_path)
+    config = small_config(tmp_path, "run.max_steps=1", "evaluate.samples=1")
+
+    def refuse(self, step, *, learner):
+        assert (tmp_path / "run" / "config.yaml").is_file(), "everything is open"
+        raise ConfigError("refused")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Evaluator, "evaluate", refuse)
+        with pytest.raises(ConfigError, match="refused"):
+            train(config)
+    assert not (tmp_path / "run").exists()
+    run = train(config)
+    assert last_step(run / "metrics.jsonl") == 1
+
+
+def test_a_refused_run_keeps_files_of_the_user_and_those_of_earlier_steps(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    for path in (folder.config, folder.log, folder.path / ".notes"):
+        path.write_text("")
+    folder.remove_unstarted()
+    assert [path.name for path in folder.path.iterdir()] == [".notes"]
+    folder.config.write_text("")
+    folder.metrics.write_text("{}")
+    folder.remove_unstarted()
+    assert folder.config.is_file()

@@ -10,7 +10,6 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
@@ -240,11 +239,9 @@ class SearchStart:
         return f"{finished}; to continue, {longer}"
 
     def withdraw(self) -> None:
-        """Remove a new folder if nothing was written to it."""
-        if not self.folder.config.exists():
-            with suppress(OSError):
-                (self.folder.path / ".lock").unlink(missing_ok=True)
-                self.folder.path.rmdir()
+        """Remove the folder of a new search that was refused before its first step."""
+        if self.checkpoint is None and not self.starts_again:
+            self.folder.remove_unstarted()
 
 
 SHORT = {

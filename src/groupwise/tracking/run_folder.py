@@ -9,9 +9,10 @@ import fcntl
 import logging
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -183,6 +184,18 @@ class RunFolder:
     @property
     def plots(self) -> Path:
         return self.path / "plots"
+
+    def remove_unstarted(self) -> None:
+        """Remove the files of a run that ended before its first step, so that its name is free again."""
+        if self.metrics.exists() or any(self.checkpoints.glob("step-*")):
+            return
+        with suppress(OSError):  # files of the user stay, and their folder with them
+            for file in (self.config, self.log, self.tokenizer, self.path / ".lock"):
+                file.unlink(missing_ok=True)
+            made = (self.rollouts, self.updates, self.completions, self.evaluations, self.plots)
+            for folder in (*made, self.checkpoints, self.path / "tensorboard", self.path / "wandb"):
+                shutil.rmtree(folder, ignore_errors=True)
+            self.path.rmdir()
 
     def check_paths(self) -> None:
         """Raise ConfigError if anything but a regular file, or a folder, is where a resumed run writes."""

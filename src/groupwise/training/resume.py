@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -279,11 +278,9 @@ class RunStart:
         )
 
     def withdraw(self) -> None:
-        """Remove a new folder if the run failed to start, so that no empty run is left."""
-        if self.leads and not self.folder.config.exists():
-            with suppress(OSError):
-                (self.folder.path / ".lock").unlink(missing_ok=True)
-                self.folder.path.rmdir()
+        """Remove the folder of a new run that was refused before its first step."""
+        if self.leads and self.checkpoint is None and not self.starts_again:
+            self.folder.remove_unstarted()
 
 
 def with_epochs(config: Config, task: Task) -> Config:
