@@ -41,10 +41,11 @@ LAYERS = [
         "learner",
         "evaluate",
         "report",
+        "serve",
         "training",
         "evolution",
     ),
-    *("gym", "serve", "run_result", "commands", "cli", "__init__", "__main__"),
+    *("gym", "run_result", "commands", "cli", "__init__", "__main__"),
 ]
 """Low to high: a module imports only from layers before its own."""
 KNOWS_NOTHING_OF = {

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from groupwise.algo.samples import to_sample
+from groupwise.algo.samples import rollout_samples
 from groupwise.config.schema import (
     AlgoConfig,
     Config,
@@ -63,7 +63,7 @@ def samples(policy: Policy, sampling: Sampling = SAMPLING) -> list[Sample]:
     drawn = rollouts(policy, sampling)
     signs = (1.0, -1.0, 1.0, -1.0)
     return [
-        to_sample(replace(r, advantage=a), group=i // 2)
+        next(rollout_samples(replace(r, advantage=a), group=i // 2))
         for i, (r, a) in enumerate(zip(drawn, signs, strict=True))
     ]
 

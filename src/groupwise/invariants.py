@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from groupwise.errors import InvariantError
-from groupwise.records import Completion, Rollout, Sample
+from groupwise.records import Branch, Completion, Rollout, Sample
 
 
 def check_token_exact(rollout: Rollout, completion: Completion, *, end_tokens: frozenset[int]) -> None:
@@ -15,7 +15,7 @@ def check_token_exact(rollout: Rollout, completion: Completion, *, end_tokens: f
 
 
 def check_stream_exact(
-    rollout: Rollout, completions: Sequence[Completion], *, end_tokens: frozenset[int]
+    rollout: Rollout | Branch, completions: Sequence[Completion], *, end_tokens: frozenset[int]
 ) -> None:
     """Check the same for a multi-turn rollout, where tokens between the turns are not trained."""
     chosen = tuple(token for token, trained in zip(rollout.tokens, rollout.trained, strict=True) if trained)

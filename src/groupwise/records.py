@@ -151,6 +151,24 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """A further token sequence of a rollout, with a context of its own; the fields are those of `Rollout`.
+
+    A program that owns its loop may ask the policy in several conversations, or rewrite one. Each sampled
+    token is trained in one sequence only; in others it is context.
+    """
+
+    tokens: tuple[int, ...]
+    trained: tuple[bool, ...]
+    logprobs: tuple[float, ...]
+    entropies: tuple[float, ...]
+    prompt_length: int
+
+    def __post_init__(self) -> None:
+        same_length(self, "tokens", "trained", "logprobs", "entropies")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One member of a group: the token sequence, its rewards and its advantage.
 
@@ -178,7 +196,7 @@ class Rollout:
     advantage: float = 0.0
     """Relative to its group. If it differs between tokens, their mean."""
     token_advantages: tuple[float, ...] | None = None
-    """The advantage of each trained token. None: `advantage` for all of them."""
+    """The advantage of each trained token, those of branches last. None: `advantage` for all of them."""
     error: str | None = None
     """Why the rollout failed, or None. A failed rollout has no reward and is never trained on."""
     turns: tuple[Turn, ...] = ()
@@ -186,7 +204,11 @@ class Rollout:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Values that TRL-style rewards logged with `log_extra`, by column."""
     state: Any = field(default=None, compare=False, repr=False)
-    """Final state of the tools, if the task has one. For rewards; never saved."""
+    """Final state of the tools, or what an agent returned. For rewards; never saved."""
+    branches: tuple[Branch, ...] = ()
+    """Further token sequences, for a task with an agent. They share the advantage."""
+    rewritten: int | None = None
+    """Number of an agent's model calls that changed an earlier turn. None: the task has no agent."""
 
     def __post_init__(self) -> None:
         same_length(self, "tokens", "trained", "logprobs", "entropies")
@@ -226,17 +248,26 @@ class Rollout:
         write(copy, "turns", self.turns)
         write(copy, "extra", self.extra if extra is None else extra)
         write(copy, "state", self.state)
+        write(copy, "branches", self.branches)
+        write(copy, "rewritten", self.rewritten)
         return copy
 
     @property
+    def sequences(self) -> tuple[Rollout | Branch, ...]:
+        """The token sequences: the rollout's own, then its branches."""
+        return (self, *self.branches)
+
+    @property
     def length(self) -> int:
-        """Number of tokens sampled by the policy."""
-        return self.trained.count(True)
+        """Number of tokens sampled by the policy, branches included."""
+        return sum(sequence.trained.count(True) for sequence in self.sequences)
 
     @property
     def turn_lengths(self) -> list[int]:
         """Number of tokens that the policy sampled in each turn."""
-        return [sum(turn) for trained, turn in groupby(self.trained) if trained]
+        return [
+            sum(turn) for sequence in self.sequences for trained, turn in groupby(sequence.trained) if trained
+        ]
 
     @property
     def longest_turn(self) -> int:
@@ -297,9 +328,15 @@ class Sample:
     prefix: int
     """Number of leading tokens, none of them trained, that all samples of a group share."""
     group: int
-    """Samples with the same number share their first `prefix` tokens."""
+    """Index of the group. Its samples with the same `prompt` share their first `prefix` tokens."""
     member: int = 0
     """Index of the rollout in its group."""
+    prompt: int = 0
+    """Number of the sample's prompt among those of the group."""
+    part: int = 0
+    """Index of the sample among those of its rollout, which has several if it has branches."""
+    rollout_length: int = 0
+    """Number of trained tokens in all samples of the rollout; 0: there is only this one."""
     supervised: tuple[float, ...] = ()
     """The weight of each token in a cross-entropy loss beside the policy loss; empty: none."""
     hint: tuple[int, ...] = ()
@@ -318,6 +355,11 @@ class Sample:
     def length(self) -> int:
         """Number of trained tokens."""
         return self.trained.count(True)
+
+    @property
+    def whole_length(self) -> int:
+        """Number of trained tokens in the sample's rollout."""
+        return self.rollout_length or self.length
 
 
 def same_length(record: Any, *names: str) -> None:

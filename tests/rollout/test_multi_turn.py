@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.algo.samples import to_sample
+from groupwise.algo.samples import rollout_samples
 from groupwise.config.schema import EngineConfig, ToolsConfig
 from groupwise.engine.engine import Engine
 from groupwise.errors import ConfigError, RolloutError
@@ -250,7 +250,7 @@ def test_what_is_trained_has_the_log_probabilities_of_a_plain_forward_pass(small
     )
     assert any(len(rollout.turns) == 3 for rollout in rollouts)
     for rollout in rollouts:
-        sample = to_sample(replace(rollout, advantage=1.0), group=0)
+        (sample,) = rollout_samples(replace(rollout, advantage=1.0), group=0)
         tokens = torch.tensor(sample.tokens)
         with torch.no_grad():
             logits = small_model()(input_ids=tokens[None]).logits[0, :-1].log_softmax(-1)

@@ -334,6 +334,7 @@ def token_weights(
     tokens: int,
     max_tokens: int,
     normalize: str | None = None,
+    rollouts: Sequence[Sequence[int]] | None = None,
 ) -> list[list[float]]:
     """Return, for one pass over a training step, the weight of each sequence's tokens.
 
@@ -349,15 +350,21 @@ def token_weights(
     so that the sum over a mini-batch is a mean. `normalize` None: what `MEAN_OVER` has for the loss,
     `tokens` for a loss of the user. For minibatch_tokens each mini-batch is taken to hold its share of the
     tokens that are not computed, so with one mini-batch it is `tokens`.
+
+    A rollout with branches has several sequences. It counts once in `sequences`, and L is its length as a
+    whole: `rollouts` has it for each sequence.
     """
     lengths = [length for minibatch in minibatches for length in minibatch]
     assert min(lengths, default=1) > 0, "a sequence without trained tokens has no weight"
-    assert len(lengths) <= sequences, "the batch holds fewer sequences than are computed of it"
+    wholes = minibatches if rollouts is None else rollouts
+    assert rollouts is not None or len(lengths) <= sequences, (
+        "the batch holds fewer sequences than are computed of it"
+    )
     assert sum(lengths) <= tokens, "the batch holds fewer tokens than are computed of it"
     count = len(minibatches)
     match normalize or MEAN_OVER.get(kind, "tokens"):
         case "sequences":
-            return [[count / (sequences * length) for length in minibatch] for minibatch in minibatches]
+            return [[count / (sequences * length) for length in minibatch] for minibatch in wholes]
         case "max_tokens":
             return [[count / (sequences * max_tokens)] * len(minibatch) for minibatch in minibatches]
         case "tokens":

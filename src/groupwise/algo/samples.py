@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain, islice
 from statistics import fmean
 
 from groupwise.records import Group, Rollout, Sample
@@ -36,11 +37,13 @@ def to_samples(groups: Sequence[Group], *, mask_truncated: bool, keep_zero: bool
     `keep_zero` also returns rollouts of zero advantage: needed when a KL penalty or an entropy bonus
     gives them a gradient.
     """
-    return [
-        to_sample(rollout, group=number)
+    samples = [
+        sample
         for number, rollout in in_batch(groups, mask_truncated=mask_truncated)
         if keep_zero or rollout.has_signal
+        for sample in rollout_samples(rollout, group=number)
     ]
+    return numbered_prompts(samples)
 
 
 def training_batch(
@@ -54,26 +57,43 @@ def training_batch(
     )
 
 
-def to_sample(rollout: Rollout, *, group: int) -> Sample:
-    """Return one rollout as a sample of the group with this number."""
-    return Sample(
-        tokens=rollout.tokens,
-        trained=rollout.trained,
-        logprobs=rollout.logprobs,
-        entropies=rollout.entropies,
-        advantages=on_tokens(rollout),
-        prefix=rollout.prompt_length,
-        group=group,
-        member=rollout.member,
-    )
+def rollout_samples(rollout: Rollout, *, group: int) -> Iterator[Sample]:
+    """Yield the token sequences of a rollout as samples of the group with this number."""
+    whole = rollout.length if rollout.branches else 0
+    advantages = on_tokens(rollout)
+    for part, sequence in enumerate(rollout.sequences):
+        yield Sample(
+            tokens=sequence.tokens,
+            trained=sequence.trained,
+            logprobs=sequence.logprobs,
+            entropies=sequence.entropies,
+            advantages=tuple(islice(advantages, len(sequence.tokens))),
+            prefix=sequence.prompt_length,
+            group=group,
+            member=rollout.member,
+            part=part,
+            rollout_length=whole,
+        )
 
 
-def on_tokens(rollout: Rollout) -> tuple[float, ...]:
-    """Return the advantage of each token of the sequence; tokens that are not trained get 0."""
+def on_tokens(rollout: Rollout) -> Iterator[float]:
+    """Yield the advantage of each token of all sequences; tokens that are not trained get 0."""
+    each = chain.from_iterable(sequence.trained for sequence in rollout.sequences)
     if rollout.token_advantages is None:
-        return tuple(rollout.advantage if trained else 0.0 for trained in rollout.trained)
+        return (rollout.advantage if trained else 0.0 for trained in each)
     own = iter(rollout.token_advantages)
-    return tuple(next(own) if trained else 0.0 for trained in rollout.trained)
+    return (next(own) if trained else 0.0 for trained in each)
+
+
+def numbered_prompts(samples: Sequence[Sample]) -> list[Sample]:
+    """Number the distinct prompts of each group: an agent may write another prompt for each member."""
+    prompts: dict[int, dict[tuple[int, ...], int]] = {}
+    numbered = []
+    for sample in samples:
+        own = prompts.setdefault(sample.group, {})
+        number = own.setdefault(sample.tokens[: sample.prefix], len(own))
+        numbered.append(replace(sample, prompt=number) if number else sample)
+    return numbered
 
 
 def predicting_results(samples: Sequence[Sample], *, weight: float) -> list[Sample]:
@@ -100,7 +120,8 @@ def mean_entropy(groups: Sequence[Group], *, mask_truncated: bool) -> float:
     entropies = [
         entropy
         for _, rollout in in_batch(groups, mask_truncated=mask_truncated)
-        for entropy, trained in zip(rollout.entropies, rollout.trained, strict=True)
+        for sequence in rollout.sequences
+        for entropy, trained in zip(sequence.entropies, sequence.trained, strict=True)
         if trained
     ]
     return fmean(entropies) if entropies else 0.0

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.commands.sft import say_loading
 from groupwise.config import Config, read_config
-from groupwise.config.schema import NO_TASK, ToolsConfig
+from groupwise.config.schema import NO_TASK, AgentConfig, ToolsConfig
 from groupwise.errors import ConfigError
 from groupwise.evaluate.contamination import TrainingRecord, lineage_of_target, prompts_in_training, unseen
 from groupwise.evaluate.intervals import Difference, Interval, MeanReward
@@ -182,6 +182,7 @@ class EvalJob:
     seed: int
     reward_seconds: float
     tools: ToolsConfig
+    agent: AgentConfig
 
 
 def evaluate_command(
@@ -337,6 +338,7 @@ def prepare_job(
         seed=config.run.seed if options.seed is None else options.seed,
         reward_seconds=learn.reward_seconds,
         tools=config.tools,
+        agent=config.agent,
     )
 
 
@@ -385,6 +387,7 @@ def load_target(target: Target, config: Config) -> tuple[Policy, Engine]:
 
 def run_job(job: EvalJob, policy: Policy, engine: Engine) -> Evaluation:
     from groupwise.evaluate.held_out import evaluate
+    from groupwise.serve.agent_endpoint import multi_turn
 
     return evaluate(
         job.task,
@@ -395,7 +398,7 @@ def run_job(job: EvalJob, policy: Policy, engine: Engine) -> Evaluation:
         samples=job.samples,
         seed=job.seed,
         seconds=job.reward_seconds,
-        tools=job.task.multi_turn(job.tools),
+        tools=multi_turn(job.task, job.tools, job.agent),
     )
 
 
@@ -404,13 +407,14 @@ def strategy_results(
 ) -> dict[str, Any]:
     """Return accuracy and tokens per question of each test-time strategy."""
     from groupwise.evaluate.strategies import Sampler, spend
+    from groupwise.serve.agent_endpoint import multi_turn
 
     draws = Sampler(
         codec=policy,
         engine=engine,
         sampling=job.sampling,
         seed=job.seed,
-        tools=job.task.multi_turn(job.tools),
+        tools=multi_turn(job.task, job.tools, job.agent),
     )
     results = {
         name: spend(strategy, job.task, job.examples, draws=draws, seconds=job.reward_seconds)

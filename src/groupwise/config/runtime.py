@@ -1,4 +1,4 @@
-"""The settings around the algorithm: engine, tools, evaluate, sft, evolve, run, track.
+"""The settings around the algorithm: engine, tools, agent, evaluate, sft, evolve, run, track.
 
 The docstring of each field is its user documentation: `groupwise config` prints it.
 """
@@ -76,6 +76,26 @@ class ToolsConfig:
         between("tools.max_tokens", self.max_tokens, 1)
         between("tools.seconds", self.seconds, 0.001)
         between("tools.result_characters", self.result_characters, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentConfig:
+    """Rollouts of a task with an agent: a program that calls the policy through an OpenAI client."""
+
+    seconds: float = 600.0
+    """Time limit of one rollout, with the time that its model calls take. Longer ones fail."""
+    max_calls: int = 64
+    """Maximum model calls per rollout; further calls get an error."""
+    concurrency: int = 64
+    """Agents that run at the same time."""
+    overlap: bool | None = None
+    """Generate while other agents compute. False: wait until every running agent waits for the policy, which
+    makes runs bitwise reproducible. None: on a GPU."""
+
+    def __post_init__(self) -> None:
+        between("agent.seconds", self.seconds, 0.001)
+        between("agent.max_calls", self.max_calls, 1)
+        between("agent.concurrency", self.concurrency, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ from groupwise.config.algorithm import (
 )
 from groupwise.config.coerce import between, finite, is_function_name, one_of
 from groupwise.config.runtime import (
+    AgentConfig,
     EngineConfig,
     EvaluateConfig,
     EvolveConfig,
@@ -238,6 +239,7 @@ __all__ = [
     "NORMALIZATIONS",
     "NO_TASK",
     "TINY",
+    "AgentConfig",
     "AlgoConfig",
     "Config",
     "EngineConfig",
@@ -396,6 +398,7 @@ class Config:
     task: TaskConfig = field(default_factory=TaskConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     tools: ToolsConfig = field(default_factory=ToolsConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

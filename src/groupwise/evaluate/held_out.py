@@ -33,6 +33,7 @@ from groupwise.tracking.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from groupwise.parallel.processes import Processes
+    from groupwise.rollout.agent_rollouts import AgentRollouts
     from groupwise.rollout.collect import Generate, PromptCodec, Tools
 
 
@@ -206,7 +207,7 @@ def evaluate(
     samples: int,
     seed: int,
     seconds: float,
-    tools: Tools | None = None,
+    tools: Tools | AgentRollouts | None = None,
     processes: Processes | None = None,
 ) -> Evaluation:
     """Answer every example once greedily and `samples` times by sampling, and score the answers.

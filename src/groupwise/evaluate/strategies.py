@@ -24,6 +24,7 @@ from groupwise.evaluate.intervals import Interval, exact_interval, majority
 from groupwise.records import Example, Group, Message, Rollout, Sampling
 from groupwise.rewards.extraction import final_answer, last_box, solution_of
 from groupwise.rewards.runner import score_group
+from groupwise.rollout.agent_rollouts import AgentRollouts
 from groupwise.rollout.collect import Generate, PromptCodec, Tools, collect
 from groupwise.tasks.task import Prompt, Task, closest
 
@@ -46,7 +47,7 @@ class Sampler:
     engine: Generate
     sampling: Sampling
     seed: int
-    tools: Tools | None = None
+    tools: Tools | AgentRollouts | None = None
     """Tools that the policy may call. None: single-turn answers."""
     examples: Sequence[Example] = ()
     """The examples of the prompts, in order, for a state or an environment."""
@@ -68,7 +69,7 @@ class Sampler:
             return []
         tools = self.tools if call_tools else None
         examples = [Example({"prompt": prompt}) for prompt in prompts]
-        if tools is not None and (tools.state is not None or tools.environments is not None):
+        if tools is not None and tools.needs_example:
             pairs = zip(prompts, self.examples, strict=True)
             examples = [Example({"prompt": prompt, "about": dict(example)}) for prompt, example in pairs]
             tools = replace(tools, original=lambda example: Example(example["about"]))

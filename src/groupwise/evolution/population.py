@@ -36,6 +36,7 @@ from groupwise.records import Example, Group
 from groupwise.rewards.runner import score_group
 from groupwise.rollout.collect import GroupRequest, generate_groups, group_requests
 from groupwise.seeds import derive_seed
+from groupwise.serve.agent_endpoint import multi_turn
 from groupwise.tasks import Split, Task, UserFunctions
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.training.base_run import load_teacher, use_logits_processor
@@ -286,7 +287,7 @@ class PopulationCollector:
 
     def __init__(self, population: Population) -> None:
         self.population, self.config = population, population.config
-        self.tools = population.task.multi_turn(self.config.tools)
+        self.tools = multi_turn(population.task, self.config.tools, self.config.agent)
 
     def begin(self, step: int, *, cursor: int, rates: Rates) -> PopulationDraft:
         drafts = {
@@ -323,7 +324,7 @@ class PopulationCollector:
         }
         groups, diverged = self._generate(wanted)
         if self.tools is not None:
-            seconds = self.tools.toolbox.pop_seconds()
+            seconds = self.tools.pop_seconds()
         draft.diverged |= diverged
         for slot in diverged:
             del draft.members[slot]
@@ -472,7 +473,7 @@ class MemberEvaluator:
             samples=self.config.evaluate.samples,
             seed=self.config.run.seed,
             seconds=self.config.task.reward_seconds,
-            tools=self.task.multi_turn(self.config.tools),
+            tools=multi_turn(self.task, self.config.tools, self.config.agent),
         )
         about: dict[str, object] = {"step": step, "seed": self.config.run.seed}
         if when == AFTER and (before := self.recall(BEFORE)) is not None:

@@ -25,8 +25,10 @@ from groupwise.evolution.population import Member, SharedBase
 from groupwise.gym.env import PromptBatch, PromptEnv
 from groupwise.learner.learner import try_own_loss
 from groupwise.records import Example, Group, Rollout
+from groupwise.rollout.agent_rollouts import AgentRollouts
 from groupwise.rollout.collect import GroupRequest, Tools, generate_groups
 from groupwise.seeds import derive_seed
+from groupwise.serve.agent_endpoint import multi_turn
 from groupwise.tasks.task import Prompt, Task
 from groupwise.tasks.user_code import split_functions, use_functions
 from groupwise.tracking.run_folder import AGENT, SETTINGS, is_agent
@@ -72,7 +74,7 @@ class Agent:
         """Mean reward of each `test`."""
         self.prompts: set[str] = set()
         """Digests of the prompts it has learned from, which `groupwise eval` leaves out."""
-        self._tools: tuple[Task, Tools | None] | None = None
+        self._tools: tuple[Task, Tools | AgentRollouts | None] | None = None
         """The last task, and its tools and environment."""
 
     def get_action(self, prompts: Sequence[Prompt], training: bool = True) -> tuple[tuple[Rollout, ...], ...]:
@@ -102,11 +104,11 @@ class Agent:
         )
         return tuple(group.rollouts for group in groups)
 
-    def _tools_of(self, task: Task) -> Tools | None:
-        """Return the tools and the environment of a task; None for a task of one turn."""
+    def _tools_of(self, task: Task) -> Tools | AgentRollouts | None:
+        """Return the tools, the environment or the agent of a task; None for a task of one turn."""
         if self._tools is None or self._tools[0] is not task:
             check_self_teacher(self.config, multi_turn=task.is_multi_turn)
-            self._tools = (task, task.multi_turn(self.config.tools))
+            self._tools = (task, multi_turn(task, self.config.tools, self.config.agent))
         return self._tools[1]
 
     def learn(self, experiences: Experiences) -> tuple[float, float]:

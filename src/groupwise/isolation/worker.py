@@ -18,19 +18,23 @@ import inspect
 import json
 import os
 import pickle
+import shlex
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from groupwise.errors import RolloutError
 from groupwise.isolation.time_limit import is_ours
 
 GRACE_SECONDS = 1.0
@@ -39,6 +43,8 @@ START_SECONDS = 60.0
 """How long a worker may take to start."""
 MEMORY_SHARE = 0.5
 """Share of the machine's memory that a worker may allocate beyond what it inherits."""
+ERROR_CHARACTERS = 300
+"""How much of a command's error output is shown."""
 SIZE = struct.Struct("!Q")
 END = "end"
 Function = Callable[..., Any]
@@ -254,6 +260,58 @@ def limit_resources() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command line of the user; each run has a session of its own, which can be killed."""
+
+    line: str
+    running: set[int] = field(default_factory=set, compare=False)
+    """Process ids of the runs in progress."""
+
+    def run(self, text: str, *, variables: Mapping[str, str], seconds: float) -> str:
+        """Run the command with `text` as its input, and return its output. Raise RolloutError if it fails.
+
+        Programs next to this Python interpreter are found first, `python` among them.
+        """
+        path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
+        try:
+            process = subprocess.Popen(
+                shlex.split(self.line),
+                env={**os.environ, "PATH": path, **variables},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise RolloutError(f"cannot run {self.line!r}: {error}") from None
+        self.running.add(process.pid)
+        with process:
+            try:
+                output, errors = process.communicate(text, timeout=seconds)
+            except subprocess.TimeoutExpired:
+                raise RolloutError(f"took longer than {seconds:g} s") from None
+            finally:
+                kill_session(process.pid)  # also what the command left running
+                self.running.discard(process.pid)
+        if process.returncode:
+            shown = errors.strip()[-ERROR_CHARACTERS:] or "it wrote no error"
+            raise RolloutError(f"exited with status {process.returncode}: {shown}")
+        return output.strip()
+
+    def kill(self) -> None:
+        """Kill the runs in progress."""
+        for process in list(self.running):
+            kill_session(process)
+
+
+def kill_session(process: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process, signal.SIGKILL)
 
 
 def cannot_fork() -> str | None:

@@ -83,8 +83,8 @@ class Learner:
         self.total_updates = max_steps * optim.updates
         self.updates = 0
         """Optimizer steps so far; the learning-rate schedule depends on it."""
-        self.last_logprobs: dict[tuple[int, int], list[float]] = {}
-        """Log-probabilities of the trained tokens in the last pass, by group and member."""
+        self.last_logprobs: dict[tuple[int, int, int], list[float]] = {}
+        """Log-probabilities of the trained tokens in the last pass, by group, member and part."""
         self.optimizer = make_optimizer(policy, optim)
         self.settings = loss_settings(algo)
         self.entropy_coefficient = 0.0
@@ -211,12 +211,17 @@ class Learner:
         }
 
     def all_logprobs(self) -> dict[tuple[int, int], list[float]]:
-        """Return the union of `last_logprobs` over all processes."""
-        return {
+        """Return the log-probabilities of all processes in the last pass, by group and member."""
+        parts = {
             key: logprobs
             for seen in self.processes.gather(self.last_logprobs)
             for key, logprobs in seen.items()
         }
+        later = sorted(key for key in parts if key[2])
+        whole = {key[:2]: logprobs for key, logprobs in parts.items() if not key[2]}
+        for key in later:
+            whole[key[:2]] = [*whole.get(key[:2], ()), *parts[key]]
+        return whole
 
     @property
     def most_bytes(self) -> int:
@@ -237,6 +242,9 @@ class Learner:
             tokens=tokens,
             max_tokens=self.sampling.max_tokens,
             normalize=self.algo.normalize,
+            rollouts=[[sample.whole_length for sample in minibatch if sample.length] for minibatch in divided]
+            if any(sample.rollout_length for sample in samples)
+            else None,
         )
         prepared: list[list[MicroBatchInputs]] = []
         for minibatch, own_weights in zip(divided, weights, strict=True):
@@ -392,7 +400,7 @@ class Learner:
             each = torch.split(output.logprobs_N.float().cpu(), [sample.length for sample in part.members])
             for sample, own_N in zip(part.members, each, strict=True):
                 if sample.length:
-                    self.last_logprobs[sample.group, sample.member] = own_N.tolist()
+                    self.last_logprobs[sample.group, sample.member, sample.part] = own_N.tolist()
         return StepOutput(
             sum(float(output.loss) for _, output in counted), merge(output.metrics for _, output in counted)
         )

@@ -75,26 +75,31 @@ def micro_batches(samples: Sequence[Sample], *, budget: int, shared: bool = True
     """
     batches: list[list[int]] = []
     size, group = 0, None
-    for index in sorted(range(len(samples)), key=lambda i: samples[i].group):
+    for index in sorted(range(len(samples)), key=lambda i: prompt_of(samples[i])):
         sample = samples[index]
         own = len(sample.tokens) - sample.prefix
-        cost = own if shared and sample.group == group else own + sample.prefix
+        cost = own if shared and prompt_of(sample) == group else own + sample.prefix
         if not batches or size + cost > budget:
             batches.append([])
             size, cost = 0, own + sample.prefix
         batches[-1].append(index)
         size += cost
-        group = sample.group
+        group = prompt_of(sample)
     return batches
 
 
+def prompt_of(sample: Sample) -> tuple[int, int]:
+    """Return the key of the samples that share their prompt."""
+    return sample.group, sample.prompt
+
+
 def pack(samples: Sequence[Sample], *, device: torch.device) -> MicroBatch:
-    """Pack samples into one row; members of a group must be adjacent."""
-    groups = [list(members) for _, members in groupby(samples, key=lambda sample: sample.group)]
+    """Pack samples into one row; those with the same prompt must be adjacent."""
+    groups = [list(members) for _, members in groupby(samples, key=prompt_of)]
     prompts = [group[0].tokens[: group[0].prefix] for group in groups]
     for prompt, group in zip(prompts, groups, strict=True):
         shared = all(sample.tokens[: sample.prefix] == prompt for sample in group)
-        assert shared, "samples of one group must share their prompt"
+        assert shared, "samples with the same prompt number must share their prompt"
     own = [sample.tokens[sample.prefix : -1] for sample in samples]
     positions = [range(len(p)) for p in prompts] + [range(s.prefix, len(s.tokens) - 1) for s in samples]
     sequence_A, predictor_A = _completion_indices(groups)

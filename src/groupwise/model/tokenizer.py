@@ -80,6 +80,18 @@ class TokenizerCodec:
         batch = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         return [self._checked(ids) for ids in batch]
 
+    def encode_continuation(
+        self, messages: Sequence[Message], start: int, *, ended: bool, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[int, ...] | None:
+        """Return the tokens from the assistant's turn before message `start` to its next turn.
+
+        `ended`: that turn has its end token. None: the chat template does not show where the turn ends.
+        """
+        after = after_turn(self.tokenizer, messages, start, tools=tools)
+        if after is None:
+            return None
+        return self.encode_text("".join(after[ended:]), special=False)
+
     def encode_text(self, text: str, *, special: bool = True, most: int | None = None) -> tuple[int, ...]:
         """Return the tokens of a plain text; `special`: add the tokenizer's special tokens.
 
@@ -354,6 +366,30 @@ def after_calls(tokenizer: Any, results: Sequence[str], names: Sequence[str]) ->
             "the chat template does not end a turn that calls tools; it cannot be used for tools"
         )
     return tail.partition(min(ends, key=tail.index))[2]
+
+
+def after_turn(
+    tokenizer: Any, messages: Sequence[Message], start: int, *, tools: Sequence[Mapping[str, Any]] = ()
+) -> tuple[str, str] | None:
+    """Return the end token of the assistant's turn before message `start`, and the text after it, or None."""
+    if tokenizer.chat_template is None:
+        return "", "".join(f"\n{message['content']}\n" for message in messages[start:])
+    turn: dict[str, Any] = {"role": "assistant", "content": STAND_IN}
+    if calls := messages[start - 1].get("tool_calls"):
+        *others, last = calls
+        value: Any = {"value": STAND_IN}
+        value = json.dumps(value) if tool_format_of(tokenizer) == "deepseek" else value
+        marked = {**last, "function": {**last["function"], "arguments": value}}
+        turn = {**messages[start - 1], "tool_calls": [*others, marked]}
+    text = render(tokenizer, [*messages[: start - 1], turn, *messages[start:]], tools=tools)
+    if text.count(STAND_IN) != 1:
+        return None
+    tail = text.partition(STAND_IN)[2]
+    ends = [end for end in (tokenizer.eos_token, *TURN_ENDS) if end in tail]
+    end = min(ends, key=tail.index, default=None)
+    if end is None or (not calls and not tail.startswith(end)):
+        return None
+    return end, tail.partition(end)[2]
 
 
 def first_difference(tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] = ()) -> str | None:

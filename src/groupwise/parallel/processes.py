@@ -295,9 +295,9 @@ def divided(samples: Sequence[Sample], members: list[int], *, at_most: float) ->
 
 
 def cost(samples: Sequence[Sample], members: Sequence[int]) -> int:
-    """Return the tokens of the packed row: the prompt once, and each completion."""
-    prompt = samples[members[0]].prefix
-    return prompt + sum(len(samples[i].tokens) - samples[i].prefix for i in members)
+    """Return the tokens of the packed row: each prompt once, and each completion."""
+    prompts = {samples[i].prompt: samples[i].prefix for i in members}
+    return sum(prompts.values()) + sum(len(samples[i].tokens) - samples[i].prefix for i in members)
 
 
 def sum_gradients(processes: Processes, policy: Policy) -> None:

@@ -234,8 +234,9 @@ def ratios(
     sampled: Sequence[float], trained: Sequence[bool], trainer_logprobs: Sequence[float] | None
 ) -> list[float | None] | None:
     """Return π/q for each token, None if it is not trained; None if the update was not recorded."""
-    if trainer_logprobs is None or len(trainer_logprobs) != sum(trained):
+    if trainer_logprobs is None or len(trainer_logprobs) < sum(trained):
         return None
+    trainer_logprobs = trainer_logprobs[: sum(trained)]  # those of branches come last
     known = iter(
         np.exp(
             np.clip(

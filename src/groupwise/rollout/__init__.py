@@ -9,6 +9,7 @@ Modules in reading order:
     tool_calls     parse tool calls in a completion
     tool_executor  call tools with a time limit, in this process or in a worker
     environment    environments that reply to each turn, in this process or in a worker
+    agent_rollouts rollouts of programs that own their loop and call the policy as a server
 
 Anything with a `generate` method (`collect.Generate`) can generate the completions.
 """

@@ -1,6 +1,7 @@
 """Turn examples into groups of rollouts: build requests, generate, and join prompts with completions.
 
-Works with anything that implements `Generate`. Rollouts with tools or an environment are multi-turn.
+Works with anything that implements `Generate`. Rollouts with tools or an environment are multi-turn;
+`agent_rollouts` has those of an agent.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from groupwise.errors import RolloutError
 from groupwise.invariants import check_stream_exact, check_token_exact
 from groupwise.records import Completion, Example, Group, Message, Request, Rollout, Sampling
 from groupwise.rewards.runner import as_rollout_error
+from groupwise.rollout.agent_rollouts import AgentRollouts
 from groupwise.rollout.environment import EnvironmentExecutor, EnvironmentFactory
 from groupwise.rollout.multi_turn import ConversationLimits, Conversations, Trajectory
 from groupwise.rollout.tool_executor import ToolExecutor
@@ -80,6 +82,15 @@ class Tools:
             overlap=config.overlap,
             state=state,
         )
+
+    @property
+    def needs_example(self) -> bool:
+        """Whether rollouts depend on the example itself, not only on its prompt."""
+        return self.state is not None or self.environments is not None
+
+    def pop_seconds(self) -> float:
+        """Return the seconds that tools took since the last call."""
+        return self.toolbox.pop_seconds()
 
     @property
     def asynchronous(self) -> bool:
@@ -168,7 +179,7 @@ def collect(
     sampling: Sampling,
     group_size: int,
     seed_parts: tuple[int | str, ...],
-    tools: Tools | None = None,
+    tools: Tools | AgentRollouts | None = None,
     share: slice = slice(None),
 ) -> list[Group]:
     """Generate one group for each example in `share`; other processes generate the rest."""
@@ -211,9 +222,11 @@ def generate_groups(
     codec: PromptCodec,
     engine: Generate,
     sampling: Sampling,
-    tools: Tools | None = None,
+    tools: Tools | AgentRollouts | None = None,
 ) -> list[Group]:
     """Generate groups in one call of the engine. Its requests may use several adapters."""
+    if isinstance(tools, AgentRollouts):
+        return tools.generate_groups(wanted, codec=codec, engine=engine, sampling=sampling)
     if tools is not None:
         return _generate_turns(wanted, codec=codec, engine=engine, sampling=sampling, tools=tools)
     requests = [one.request(codec.encode(one.prompt)) for one in wanted]

@@ -1,6 +1,7 @@
 """Multi-turn rollouts: some wait for tools or an environment while the engine continues the others.
 
-A `Trajectory` is the token stream of one rollout. It is append-only.
+A `Trajectory` is the token stream of one rollout. It is append-only. `joined` builds trajectories from the
+recorded model calls of an agent.
 """
 
 from __future__ import annotations
@@ -8,13 +9,13 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from groupwise.errors import RolloutError
-from groupwise.records import Call, Completion, Finish, Message, Request, Rollout, Sampling, Turn
+from groupwise.records import Branch, Call, Completion, Finish, Message, Request, Rollout, Sampling, Turn
 from groupwise.rollout.environment import EnvironmentExecutor, Episode, Reply
 from groupwise.rollout.tool_calls import ParsedToolCall, read_calls
 from groupwise.rollout.tool_executor import ToolExecutor
@@ -348,3 +349,74 @@ def prefill_of(prompt: Sequence[Message] | str) -> str:
     if isinstance(prompt, str) or prompt[-1]["role"] != "assistant":
         return ""
     return str(prompt[-1]["content"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCall:
+    """A model call of an agent that was answered."""
+
+    prompt: tuple[int, ...]
+    completions: tuple[Completion, ...]
+    texts: tuple[str, ...]
+    tool_calls: tuple[tuple[Mapping[str, Any], ...], ...]
+    """The tool calls in each completion, with id, name and arguments."""
+    observation: str = ""
+    """What the agent added since the policy's last turn."""
+
+
+def joined(
+    calls: Sequence[ModelCall],
+    *,
+    prompt: Sequence[Message] | str,
+    member: int,
+    results: Mapping[str, str],
+) -> list[Trajectory]:
+    """Join the model calls of an agent to token sequences; `results` are those of its tools, by call id.
+
+    A call continues the sequence that its prompt extends; without one it starts a new sequence. So each
+    completion is trained once.
+
+    Example: prompts "1 2", "1 2 3 4" after the completion "3", and "1 2" again with completions "5", "6" ->
+        1 2 [3] 4 [5], and 1 2 [6]
+    """
+    trajectories: list[Trajectory] = []
+    for call in calls:
+        for completion, text, made in zip(call.completions, call.texts, call.tool_calls, strict=True):
+            trajectory = continued(trajectories, call.prompt)
+            if trajectory is None:
+                trajectory = Trajectory(call.prompt, prompt, member)
+                trajectories.append(trajectory)
+            else:
+                kept = len(trajectory.prompt) + len(trajectory.tokens)
+                trajectory.append_context(call.prompt[kept:])
+                trajectory.turns[-1] = replace(trajectory.turns[-1], observation=call.observation)
+            trajectory.append_completion(completion)
+            own = tuple(
+                Call(name=one["name"], arguments=one["arguments"], result=results.get(one["id"], ""))
+                for one in made
+            )
+            trajectory.turns.append(Turn(text=text, calls=own))
+    return trajectories
+
+
+def continued(trajectories: Sequence[Trajectory], prompt: tuple[int, ...]) -> Trajectory | None:
+    """Return the longest sequence that a prompt extends, or None."""
+
+    def extends(trajectory: Trajectory) -> bool:
+        tokens = (*trajectory.prompt, *trajectory.tokens)
+        return len(prompt) > len(tokens) and prompt[: len(tokens)] == tokens
+
+    extended = [trajectory for trajectory in trajectories if extends(trajectory)]
+    return max(extended, key=lambda trajectory: len(trajectory.prompt) + len(trajectory.tokens), default=None)
+
+
+def branch_of(trajectory: Trajectory) -> Branch:
+    """Return a sequence as a branch of its rollout."""
+    whole = trajectory.rollout()
+    return Branch(
+        tokens=whole.tokens,
+        trained=whole.trained,
+        logprobs=whole.logprobs,
+        entropies=whole.entropies,
+        prompt_length=whole.prompt_length,
+    )

@@ -16,7 +16,7 @@ To add a built-in task, write a function that returns a `Task` in a module of `b
 `registry.TASKS`.
 """
 
-from groupwise.tasks.examples import Column, ExampleStream, load_examples
+from groupwise.tasks.examples import Column, ExampleStream, Split, load_examples
 from groupwise.tasks.isolate import isolated
 from groupwise.tasks.registry import (
     TASKS,
@@ -29,7 +29,7 @@ from groupwise.tasks.registry import (
     with_data,
     without_data,
 )
-from groupwise.tasks.task import Split, Task
+from groupwise.tasks.task import Task
 from groupwise.tasks.user_code import UserFunctions, split_functions, use_functions
 
 __all__ = [

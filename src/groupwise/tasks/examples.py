@@ -1,10 +1,12 @@
 """Load rows as examples: `Column` describes how a column is named in data files and how its values are read.
 
-An `ExampleStream` generates examples without end.
+An `ExampleStream` generates examples without end. A `Split` holds the training examples, with a cursor over
+them, and the held-out examples.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from groupwise.config.schema import TaskConfig
 from groupwise.errors import ConfigError
 from groupwise.files import READERS, Located, hub_reason, no_such_file, numbered, read_file
 from groupwise.records import Example, is_unicode
@@ -259,3 +262,96 @@ def by_fingerprint(rows: Iterable[Example]) -> dict[str, Example]:
     for row in rows:
         unique.setdefault(row.fingerprint, row)
     return unique
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """The training and held-out examples of a run."""
+
+    train: Sequence[Example] | ExampleStream
+    held_out: tuple[Example, ...]
+    seed: int
+    size: int | None
+    """Training examples per epoch. None: endless."""
+    dropped: int = 0
+    """Number of rows dropped because they repeat another row or equal a held-out example."""
+    fingerprint: str = ""
+    """Hash of the rows on both sides; "" for a stream, which only depends on settings."""
+
+    def take(self, cursor: int, count: int) -> tuple[list[Example], int]:
+        """Return the `count` training examples at the cursor, and the cursor after them.
+
+        The cursor counts examples from the start of the run, so a checkpoint only stores this number. The
+        order of each epoch depends on seed and epoch only.
+        """
+        return [self.at(position) for position in range(cursor, cursor + count)], cursor + count
+
+    def at(self, position: int) -> Example:
+        """Return the training example at a position of the run."""
+        index = position
+        if self.size is not None:
+            epoch, offset = divmod(position, self.size)
+            index = epoch_order(self.size, self.seed, epoch)[offset]
+        return (
+            self.train.train(index, seed=self.seed)
+            if isinstance(self.train, ExampleStream)
+            else self.train[index]
+        )
+
+
+def split_stream(stream: ExampleStream, *, config: TaskConfig, seed: int) -> Split:
+    """Split a stream, which itself keeps both sides disjoint."""
+    held_out = tuple(stream.held_out(config.held_out)) if config.held_out else ()
+    return Split(train=stream, held_out=held_out, seed=seed, size=config.max_examples)
+
+
+def split_rows(
+    rows: Sequence[Example],
+    *,
+    held_out: Sequence[Example] | None,
+    asks: Callable[[Example], str],
+    key: Callable[[Example], str] | None = None,
+    config: TaskConfig,
+    seed: int,
+) -> Split:
+    """Split finite data so that no example, and no equivalent one, is on both sides.
+
+    The task's own held-out examples are used as they are, and training rows that equal one are dropped.
+    Otherwise the rows with the smallest fingerprints are held out. This choice does not depend on the order
+    of rows and hardly changes when rows are added. Training rows with the same prompt (`asks`) or the same
+    `key` as a held-out row are dropped.
+    """
+    unique = by_fingerprint(rows)
+    if held_out is None:
+        count = min(config.held_out, int(len(unique) * MAX_HELD_OUT_SHARE))
+        evaluation = {fingerprint: unique.pop(fingerprint) for fingerprint in sorted(unique)[:count]}
+        dropped = len(rows) - len(unique) - len(evaluation)
+    else:
+        evaluation = by_fingerprint(held_out)
+        unique = {fingerprint: row for fingerprint, row in unique.items() if fingerprint not in evaluation}
+        dropped = len(rows) - len(unique)
+    if not unique:
+        raise ConfigError("no training examples left: every one equals a held-out example")
+    train = tuple(unique.values())[: config.max_examples]
+    evaluated = tuple(evaluation.values())[: config.held_out]
+    prompts = set(map(asks, evaluated))
+    distinct = tuple(row for row in train if asks(row) not in prompts)
+    keys = set(map(key, evaluated)) if key else set()
+    disjoint = tuple(row for row in distinct if key(row) not in keys) if key else distinct
+    if not disjoint:
+        raise ConfigError("no training examples left: every one asks the same as a held-out example")
+    dropped += len(train) - len(disjoint)
+    sides: tuple[list[str], ...] = (
+        list(unique)[: config.max_examples],
+        list(evaluation)[: config.held_out],
+    )
+    if len(disjoint) < len(distinct):  # otherwise keep the fingerprint of older checkpoints
+        sides = (*sides, [row.fingerprint for row in disjoint])
+    return Split(
+        train=disjoint,
+        held_out=evaluated,
+        seed=seed,
+        size=len(disjoint),
+        dropped=dropped,
+        fingerprint=hashlib.sha256(repr(sides).encode()).hexdigest()[:16],
+    )

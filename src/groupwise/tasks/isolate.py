@@ -1,4 +1,4 @@
-"""Run a task's rewards, tools and environment in a worker process; try the rewards before a model loads."""
+"""Run the functions of a task in a worker process; try its rewards before a model loads."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from groupwise.isolation.worker import Job, Worker, cannot_fork, is_movable
 from groupwise.records import Example, Group, Rollout, Turn
 from groupwise.rewards.runner import IsolatedReward, RewardContext, reward_job, score_within
 from groupwise.rewards.score_ahead import ASYNC_JOB, async_job
+from groupwise.rollout.agent_rollouts import AGENT_JOB, IsolatedAgent, agent_job
 from groupwise.rollout.environment import (
     JOB,
     EnvironmentExecutor,
@@ -70,25 +71,29 @@ def trial_rollout(task: Task, example: Example) -> Rollout:
 
 @contextmanager
 def isolated(task: Task, *, workers: int = 1) -> Iterator[Task]:
-    """Yield the task with its rewards, tools and environment in a worker process, where possible.
+    """Yield the task with its rewards, tools, environment and agent in a worker process, where possible.
 
     Enter before CUDA is initialized, because the worker is forked. Functions of this package, functions
     marked `in_process`, tools that take a `state` and asynchronous environments stay in this process. If the
     process must not fork, all functions stay.
 
-    `workers`: processes that score rewards at the same time. Tools and the environment use the first one.
+    `workers`: processes that score rewards at the same time. Tools, the environment and the agent use the
+    first one. An agent that is a command has processes of its own.
     """
     rewards = {name: function for name, function in task.rewards.items() if is_movable(function)}
     tools = [
         function for function in task.tools if is_movable(function) and not tool_of(function).takes_state
     ]
-    environment = movable_environment(task)
-    if not rewards and not tools and environment is None:
+    environment, agent = movable_environment(task), task.agent
+    moves_agent = callable(agent) and is_movable(agent)
+    if not rewards and not tools and environment is None and not moves_agent:
         yield task
         return
     if reason := cannot_fork():
         LOGGER.warning(
-            "the rewards, tools and environment of %s run in the trainer's process: %s", task.name, reason
+            "the rewards, tools, environment and agent of %s run in the trainer's process: %s",
+            task.name,
+            reason,
         )
         yield task
         return
@@ -96,6 +101,8 @@ def isolated(task: Task, *, workers: int = 1) -> Iterator[Task]:
     jobs |= {f"{ASYNC_JOB}reward {name}": async_job(function) for name, function in rewards.items()}
     jobs |= {f"tool {tool_of(function).name}": tool_job(function) for function in tools}
     jobs |= {} if environment is None else {JOB: environment_job(environment)}
+    if callable(agent) and moves_agent:
+        jobs[AGENT_JOB] = agent_job(agent)
     with Worker(jobs) as worker, ExitStack() as pool:
         others = tuple(pool.enter_context(Worker(jobs)) for _ in range(workers - 1)) if rewards else ()
 
@@ -113,6 +120,7 @@ def isolated(task: Task, *, workers: int = 1) -> Iterator[Task]:
             tools=[moved(function) for function in task.tools],
             environment=task.environment if environment is None else IsolatedEnvironment(environment, worker),
             prompt=task.prompt if environment is None else None,
+            agent=IsolatedAgent(agent, worker) if callable(agent) and moves_agent else agent,
         )
 
 

@@ -22,10 +22,10 @@ from groupwise.records import Call, Example, Message, Turn
 from groupwise.rewards.runner import weighted_sum
 from groupwise.rollout.tool_calls import read_calls, write_call
 from groupwise.rollout.tools import tool_of
-from groupwise.tasks.examples import MAX_HELD_OUT_SHARE, by_fingerprint, load_examples
+from groupwise.tasks.examples import MAX_HELD_OUT_SHARE, Split, by_fingerprint, load_examples, split_rows
 from groupwise.tasks.registry import load_task
 from groupwise.tasks.self_test import gold_of
-from groupwise.tasks.task import Prompt, Split, Task, is_prompt, prompt_key, split_rows
+from groupwise.tasks.task import Prompt, Task, is_prompt, prompt_key
 from groupwise.tracking.rollout_files import read_rollouts
 from groupwise.tracking.run_folder import RunFolder
 
@@ -336,6 +336,11 @@ def of_task(task: Task, *, config: Config) -> Demonstrations:
         raise ConfigError(
             f"task {task.name} has an environment, and its examples have no conversations to imitate; use "
             "--data with chats, or --from-run"
+        )
+    if task.agent is not None:
+        raise ConfigError(
+            f"task {task.name} has an agent, and its examples have no conversations to imitate; use --data "
+            "with chats"
         )
     if task.tools and task.worked is None:
         raise ConfigError(

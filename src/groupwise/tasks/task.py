@@ -1,12 +1,8 @@
-"""Task: combines examples, a prompt and rewards. Also how examples are split, and the keys of equal prompts.
-
-`Split` holds the training examples, with a cursor over them, and the held-out examples.
-"""
+"""Task: combines examples, a prompt and rewards. Also the keys of equal prompts."""
 
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 import math
 import operator
@@ -17,8 +13,9 @@ from typing import Any
 
 from groupwise.config.schema import TaskConfig, ToolsConfig
 from groupwise.errors import ConfigError
-from groupwise.records import Example, Message, Rollout
+from groupwise.records import Example, Message, Rollout, plain
 from groupwise.rewards.runner import RewardFunction, weighted_sum
+from groupwise.rollout.agent_rollouts import AgentFunction, check_agent
 from groupwise.rollout.collect import Tools
 from groupwise.rollout.environment import (
     JOB,
@@ -29,15 +26,15 @@ from groupwise.rollout.environment import (
 )
 from groupwise.rollout.tools import MethodTools, tool_of
 from groupwise.tasks.examples import (
-    MAX_HELD_OUT_SHARE,
     Columns,
     ExampleStream,
+    Split,
     as_examples,
-    by_fingerprint,
-    epoch_order,
     held_out_split,
     is_dataset_dict,
     split_of,
+    split_rows,
+    split_stream,
 )
 
 Prompt = str | Sequence[Message]
@@ -52,7 +49,7 @@ class Task:
     """Rows (see `load_examples`), or a stream that generates them."""
     prompt: Callable[[Example], Prompt] | None = None
     """Returns a string or chat messages. A final assistant message is a prefill to continue. None: the column
-    `prompt`. A task with an environment has none: the environment's `reset` returns it."""
+    `prompt`. A task with an environment or an agent has none: `reset` returns it, or the agent writes it."""
     rewards: Mapping[str, RewardFunction] = field(default_factory=dict)
     """Reward functions by name, in either style that `rewards.runner` describes. A single function or a list
     of functions also works: the rewards are then called what the functions are."""
@@ -98,7 +95,9 @@ class Task:
     environment: EnvironmentFactory | None = None
     """A class or factory of environments, which reply to each turn of the policy: see `gw.Environment`. The
     sum of an environment's rewards is the reward `environment`, the first one of the task."""
-
+    agent: AgentFunction | str | None = None
+    """A program that owns its loop and calls the policy through an OpenAI client: a function of (example,
+    base_url, api_key), or a command line. What it returns or prints is the text that rewards read."""
     environment_factory: Callable[[], Any] | None = None
     """A class or factory of objects whose public methods are tools, as in TRL (`rollout.tools.MethodTools`).
     It sets `tools` and `state`; `prompt` may be left out if examples have a column `prompt`."""
@@ -113,6 +112,8 @@ class Task:
             self.set_methods(self.environment_factory)
         if self.environment is not None:
             self.set_environment(self.environment)
+        if self.agent is not None:
+            self.set_agent(self.agent)
         if self.prompt is None:
             object.__setattr__(self, "prompt", column_prompt)
         if not callable(self.prompt):
@@ -184,13 +185,28 @@ class Task:
         if is_dataset_dict(self.held_out):
             object.__setattr__(self, "held_out", split_of(self.held_out, "test", source=self.name))
 
+    def set_agent(self, agent: AgentFunction | str) -> None:
+        """Check an agent. Examples are told apart by their content: the prompts are the agent's own."""
+        check_agent(agent, task=self.name)
+        for other in ("tools", "environment", "state"):
+            if getattr(self, other):
+                raise ConfigError(f"task {self.name} has an agent, which owns its loop; leave out `{other}`")
+        if self.prompt is not None and self.prompt is not example_text:
+            raise ConfigError(f"task {self.name} has an agent, which writes the prompts; leave out `prompt`")
+        object.__setattr__(self, "prompt", example_text)
+
     @property
     def is_multi_turn(self) -> bool:
         """Whether a rollout may have several turns."""
-        return bool(self.tools) or self.environment is not None
+        return bool(self.tools) or self.environment is not None or self.agent is not None
+
+    @property
+    def turns_by(self) -> str:
+        """What makes its rollouts multi-turn, for messages."""
+        return "an agent" if self.agent is not None else "tools or an environment"
 
     def multi_turn(self, config: ToolsConfig) -> Tools | None:
-        """Return what multi-turn rollouts of this task need, or None for a single-turn task."""
+        """Return what rollouts with tools or an environment need, or None for other tasks."""
         return Tools.of(self.tools, config, state=self.state, environment=self.environment)
 
     def check_rewards(self) -> None:
@@ -336,6 +352,11 @@ def correct_rule(task: Task) -> str:
     return f"the reward {task.accuracy_reward} is at least {task.correct_at:g}"
 
 
+def example_text(example: Example) -> str:
+    """Return an example as text, in place of the prompt of a task with an agent."""
+    return json.dumps(dict(example), sort_keys=True, ensure_ascii=False, default=plain)
+
+
 def rewards_by_name(rewards: Any, *, task: str) -> dict[str, RewardFunction]:
     """Return a function or a list of functions as a dict by function name."""
     by_name: dict[str, RewardFunction] = {}
@@ -397,96 +418,3 @@ def closest(name: str, known: Iterable[str]) -> str:
     choices = sorted(known)
     guess = difflib.get_close_matches(name, choices, n=1)
     return f"; did you mean {guess[0]!r}?" if guess else f"; it must be one of {', '.join(choices)}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
-    """The training and held-out examples of a run."""
-
-    train: Sequence[Example] | ExampleStream
-    held_out: tuple[Example, ...]
-    seed: int
-    size: int | None
-    """Training examples per epoch. None: endless."""
-    dropped: int = 0
-    """Number of rows dropped because they repeat another row or equal a held-out example."""
-    fingerprint: str = ""
-    """Hash of the rows on both sides; "" for a stream, which only depends on settings."""
-
-    def take(self, cursor: int, count: int) -> tuple[list[Example], int]:
-        """Return the `count` training examples at the cursor, and the cursor after them.
-
-        The cursor counts examples from the start of the run, so a checkpoint only stores this number. The
-        order of each epoch depends on seed and epoch only.
-        """
-        return [self.at(position) for position in range(cursor, cursor + count)], cursor + count
-
-    def at(self, position: int) -> Example:
-        """Return the training example at a position of the run."""
-        index = position
-        if self.size is not None:
-            epoch, offset = divmod(position, self.size)
-            index = epoch_order(self.size, self.seed, epoch)[offset]
-        return (
-            self.train.train(index, seed=self.seed)
-            if isinstance(self.train, ExampleStream)
-            else self.train[index]
-        )
-
-
-def split_stream(stream: ExampleStream, *, config: TaskConfig, seed: int) -> Split:
-    """Split a stream, which itself keeps both sides disjoint."""
-    held_out = tuple(stream.held_out(config.held_out)) if config.held_out else ()
-    return Split(train=stream, held_out=held_out, seed=seed, size=config.max_examples)
-
-
-def split_rows(
-    rows: Sequence[Example],
-    *,
-    held_out: Sequence[Example] | None,
-    asks: Callable[[Example], str],
-    key: Callable[[Example], str] | None = None,
-    config: TaskConfig,
-    seed: int,
-) -> Split:
-    """Split finite data so that no example, and no equivalent one, is on both sides.
-
-    The task's own held-out examples are used as they are, and training rows that equal one are dropped.
-    Otherwise the rows with the smallest fingerprints are held out. This choice does not depend on the order
-    of rows and hardly changes when rows are added. Training rows with the same prompt (`asks`) or the same
-    `key` as a held-out row are dropped.
-    """
-    unique = by_fingerprint(rows)
-    if held_out is None:
-        count = min(config.held_out, int(len(unique) * MAX_HELD_OUT_SHARE))
-        evaluation = {fingerprint: unique.pop(fingerprint) for fingerprint in sorted(unique)[:count]}
-        dropped = len(rows) - len(unique) - len(evaluation)
-    else:
-        evaluation = by_fingerprint(held_out)
-        unique = {fingerprint: row for fingerprint, row in unique.items() if fingerprint not in evaluation}
-        dropped = len(rows) - len(unique)
-    if not unique:
-        raise ConfigError("no training examples left: every one equals a held-out example")
-    train = tuple(unique.values())[: config.max_examples]
-    evaluated = tuple(evaluation.values())[: config.held_out]
-    prompts = set(map(asks, evaluated))
-    distinct = tuple(row for row in train if asks(row) not in prompts)
-    keys = set(map(key, evaluated)) if key else set()
-    disjoint = tuple(row for row in distinct if key(row) not in keys) if key else distinct
-    if not disjoint:
-        raise ConfigError("no training examples left: every one asks the same as a held-out example")
-    dropped += len(train) - len(disjoint)
-    sides: tuple[list[str], ...] = (
-        list(unique)[: config.max_examples],
-        list(evaluation)[: config.held_out],
-    )
-    if len(disjoint) < len(distinct):  # otherwise keep the fingerprint of older checkpoints
-        sides = (*sides, [row.fingerprint for row in disjoint])
-    return Split(
-        train=disjoint,
-        held_out=evaluated,
-        seed=seed,
-        size=len(disjoint),
-        dropped=dropped,
-        fingerprint=hashlib.sha256(repr(sides).encode()).hexdigest()[:16],
-    )

@@ -31,6 +31,7 @@ from groupwise.config.coerce import is_function_name
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.rewards.runner import IsolatedReward
+from groupwise.rollout.agent_rollouts import IsolatedAgent, source_of_command
 from groupwise.rollout.environment import IsolatedEnvironment
 from groupwise.rollout.tool_executor import IN_WORKER
 from groupwise.tasks.registry import TASK_FILE, run_file, where
@@ -235,8 +236,11 @@ def code_of(task: Task) -> dict[str, str]:
     """
     parts: dict[str, Any] = {f"reward {name}": function for name, function in task.rewards.items()}
     parts |= {"prompt": task.prompt, "state": task.state, "environment": task.environment}
+    parts |= {"agent": task.agent}
     parts |= {f"tool {tool.__name__}": tool for tool in task.tools}
     texts = {name: text for name, function in parts.items() if (text := source_of(function))}
+    if isinstance(task.agent, str):
+        texts["agent"] = source_of_command(task.agent)
     if texts:
         texts["weights"] = repr(sorted(task.weights.items()))
         threshold = "" if task.correct_at == 1 else f" at least {task.correct_at:g}"
@@ -283,7 +287,7 @@ def plain_function(value: Any) -> Any:
     """Unwrap a partial or a method; return the class of a callable object."""
     if isinstance(value, functools.partial):
         return plain_function(value.func)
-    if isinstance(value, IsolatedReward):
+    if isinstance(value, IsolatedReward | IsolatedAgent):
         return plain_function(value.function)
     if isinstance(value, IsolatedEnvironment):
         return plain_function(value.make)

@@ -39,12 +39,24 @@ COLUMNS = {
     "reward": pa.float64(),
     "advantage": pa.float64(),
     "token_advantages": pa.list_(pa.float32()),  # of each trained token; null if all are equal
+    "branches": pa.list_(  # further token sequences of an agent's rollout
+        pa.struct(
+            {
+                "tokens": pa.list_(pa.int32()),
+                "trained": pa.list_(pa.bool_()),
+                "logprobs": pa.list_(pa.float32()),
+                "entropies": pa.list_(pa.float32()),
+                "prompt_length": pa.int32(),
+            }
+        )
+    ),
+    "rewritten": pa.int32(),  # an agent's model calls that changed an earlier turn
     "finish": pa.string(),
     "error": pa.string(),
     "example": None,  # a struct with the columns of the example
 }
 """The columns and their types. None: the type depends on the run."""
-CONVERTED = ("prompt", "rewards", "turns", "extra")
+CONVERTED = ("prompt", "rewards", "turns", "extra", "branches")
 COPIED = [name for name in COLUMNS if name in field_names(Rollout) and name not in CONVERTED]
 """Columns copied unchanged from the fields of a `Rollout`."""
 ROWS_TOGETHER = 128
@@ -215,6 +227,8 @@ class RolloutSchema:
     _prompt: Kind = None
     _example: Kind = None
     _extra: Kind = None
+    _agent: bool = False
+    """Whether the rollouts are those of an agent."""
     _known: bool = False
 
     def observe(self, groups: Sequence[Group]) -> None:
@@ -228,6 +242,7 @@ class RolloutSchema:
         self._example = merge(self._example, merged(kind_of(group.example.columns) for group in groups))
         logged = merged(kind_of(rollout.extra) for rollout in rollouts if rollout.extra)
         self._extra = merge(self._extra, logged)
+        self._agent = self._agent or any(rollout.rewritten is not None for rollout in rollouts)
 
     def _learn(self) -> None:
         """Read the types of the examples and of the last file. This may take a while: many examples."""
@@ -258,6 +273,7 @@ class RolloutSchema:
         fields = [own.get(name) or pa.field(name, kind) for name, kind in COLUMNS.items()]
         # Without a reward there is no such column: Parquet has no empty struct.
         absent = {"rewards": not self._names, "extra": self._extra is None}
+        absent |= dict.fromkeys(("branches", "rewritten"), not self._agent)
         return pa.schema([one for one in fields if not absent.get(one.name)])
 
     def table(self, step: int, groups: Sequence[Group]) -> pa.Table:
@@ -282,6 +298,7 @@ class RolloutSchema:
             "length": [rollout.length for rollout in rollouts],
             "turns": [as_json([asdict(turn) for turn in rollout.turns]) for rollout in rollouts],
             "rewards": [dict(rollout.rewards) or None for rollout in rollouts],
+            "branches": [[asdict(branch) for branch in rollout.branches] for rollout in rollouts],
             "extra": [as_stored(rollout.extra or None, self._extra) for rollout in rollouts],
             "example": examples.take(pa.array([number for number, _ in numbered], pa.int64())),
             **{name: [getattr(rollout, name) for rollout in rollouts] for name in COPIED},

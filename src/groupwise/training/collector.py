@@ -27,6 +27,7 @@ from groupwise.rewards.llm_judge import spent_by_judges
 from groupwise.rewards.runner import RewardContext, TrainerState, score_within, weighted_sum
 from groupwise.rewards.score_ahead import runs_ahead, score_ahead
 from groupwise.rollout.collect import Generate, PromptCodec, collect
+from groupwise.serve.agent_endpoint import multi_turn
 from groupwise.tasks import Split, Task
 from groupwise.training.callbacks import Callbacks
 from groupwise.training.prompt_selection import NOTHING_KNOWN, Rates, check_kinds, choose, updated
@@ -150,7 +151,7 @@ class Collector:
         """Called when a reward has exceeded its time limit."""
         if config.rollout.curriculum > 1:
             check_kinds(task, split)
-        self.tools = task.multi_turn(config.tools)
+        self.tools = multi_turn(task, config.tools, config.agent)
         self.runs_ahead = any(map(runs_ahead, task.rewards.values()))
         """Whether some rewards can score all groups of a batch at the same time."""
         self.held_out = {task.asks(example) for example in split.held_out}
@@ -211,7 +212,7 @@ class Collector:
                 share=self.processes.share,
             )
             if self.tools is not None:
-                draft.times.tools = self.tools.toolbox.pop_seconds()
+                draft.times.tools = self.tools.pop_seconds()
         self.expect(draft, len(examples))
         draft.times.rollout = time.perf_counter() - started
         self._tell("after_rollout", draft, groups)

@@ -14,6 +14,7 @@ from groupwise.invariants import check_undisturbed
 from groupwise.model.policy import Policy
 from groupwise.parallel.processes import Processes
 from groupwise.records import Example
+from groupwise.serve.agent_endpoint import multi_turn
 from groupwise.tasks import Task
 from groupwise.tasks.examples import as_examples
 from groupwise.tracking.run_folder import RunFolder, step_name
@@ -42,7 +43,7 @@ class Evaluator:
         self.examples = () if config.evaluate.skip else examples
         self.codec = codec
         self.engine = engine
-        self.tools = None if task is None else task.multi_turn(config.tools)
+        self.tools = None if task is None else multi_turn(task, config.tools, config.agent)
         self.folder = folder
         self.before: Evaluation | None = None
         self.after: Evaluation | None = None

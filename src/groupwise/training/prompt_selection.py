@@ -92,7 +92,7 @@ class PromptLimit:
         context, answer = policy.context_length, config.rollout.max_tokens
         self.reason = f"the model's context of {context} and rollout.max_tokens={answer} leave"
         self.remedy = "lower rollout.max_tokens, shorten the prompts or use a model with a longer context"
-        if task.is_multi_turn and config.tools.max_tokens > answer:
+        if task.agent is None and task.is_multi_turn and config.tools.max_tokens > answer:
             answer = config.tools.max_tokens
             self.reason = f"the model's context of {context} and tools.max_tokens={answer} leave"
             self.remedy = self.remedy.replace("rollout.max_tokens", "tools.max_tokens")
@@ -104,7 +104,9 @@ class PromptLimit:
         """Upper bound on the tokens that the chat template adds to a message, from the first prompt."""
 
     def fits(self, example: Example) -> bool:
-        """Whether the prompt of an example is short enough."""
+        """Whether the prompt of an example is short enough. An agent writes its prompts later."""
+        if self.task.agent is not None:
+            return True
         prompt = self.task.ask(example)
         contents = [prompt] if isinstance(prompt, str) else [str(message["content"]) for message in prompt]
         characters = sum(len(content.encode()) for content in contents)

@@ -44,7 +44,10 @@ def batch_metrics(
         metrics["rollout/turns"] = fmean(len(rollout.turns) for rollout in rollouts)
         metrics["rollout/calls"] = len(calls) / len(rollouts)
         metrics["rollout/failed_calls"] = sum(call.error is not None for call in calls) / max(1, len(calls))
-        metrics["rollout/read"] = fmean(len(r.tokens) - r.prompt_length - r.length for r in rollouts)
+        metrics["rollout/read"] = fmean(map(tokens_read, rollouts))
+    if any(rollout.rewritten is not None for rollout in rollouts):
+        metrics["agent/sequences"] = fmean(len(rollout.sequences) for rollout in rollouts)
+        metrics["agent/rewritten"] = float(sum(rollout.rewritten or 0 for rollout in rollouts))
     metrics |= {f"judge/{kind}": float(count) for kind, count in batch.judged.items()}
     metrics |= {f"logged/{name}": value for name, value in batch.logged.items()}
     if valid:
@@ -56,6 +59,11 @@ def batch_metrics(
         metrics[f"reward/{name}/mean"] = fmean(values)
         metrics[f"reward/{name}/std"] = pstdev(values)
     return metrics
+
+
+def tokens_read(rollout: Rollout) -> int:
+    """Return the number of tokens after the prompts that the policy did not sample."""
+    return sum(len(one.tokens) - one.prompt_length for one in rollout.sequences) - rollout.length
 
 
 def speed_metrics(
@@ -157,7 +165,8 @@ def mask_fault(rollout: Rollout, *, truncated: bool = False) -> str | None:
     """
     if any(rollout.trained[: rollout.prompt_length]):
         return "a prompt token is trained"
-    if rollout.finish == "end" and rollout.trained and not rollout.trained[-1]:
+    ended = rollout.finish == "end" and not rollout.branches  # of several sequences, one has not ended last
+    if ended and rollout.trained and not rollout.trained[-1]:
         return "the end token is not trained"
     if not all(rollout.trained[rollout.prompt_length :]) and any(skipped(rollout)):
         return "a sampled token is not trained"
