@@ -96,7 +96,7 @@ def test_a_run_on_two_datasets_with_a_curriculum(tmp_path):
     assert ended.code == 0, ended.err
     assert "reward/score/mean" in deterministic_metrics(tmp_path / "run")[0]
     assert "FILE.py" not in ended.out  # its name suffices
-    report = evaluate_command(str(tmp_path / "run"), samples=1)[0]
+    report = evaluate_command(str(tmp_path / "run"))[0]
     assert {kind: one["prompts"] for kind, one in report["kinds"].items()} == {
         "chain_sum": 2,
         "count_bits": 2,
