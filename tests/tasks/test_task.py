@@ -260,7 +260,7 @@ def test_a_dataset_without_its_library_gets_one_line(monkeypatch):
 
 
 def test_options_of_a_built_in_task_are_strict():
-    assert set(TASKS) == {"countdown", "gsm8k", "math", "medquad", "search_qa", "tldr"}
+    assert set(TASKS) == {"code", "countdown", "gsm8k", "math", "medquad", "search_qa", "tldr"}
     with pytest.raises(ConfigError, match=r"unknown setting task.options.larges; did you mean 'largest'\?"):
         load_task(TaskConfig(options={"larges": 20}))
     with pytest.raises(ConfigError, match=r"unknown task 'contdown'; did you mean 'countdown'\?"):

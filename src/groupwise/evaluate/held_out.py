@@ -25,8 +25,10 @@ from groupwise.evaluate.intervals import (
     reward_interval,
 )
 from groupwise.files import write_atomically
+from groupwise.isolation.time_limit import TimeLimits
 from groupwise.records import Example, Group, Rollout, Sampling
-from groupwise.rewards.runner import score_group
+from groupwise.rewards.runner import RewardContext, score_within
+from groupwise.rewards.score_ahead import score_ahead
 from groupwise.tasks.self_test import truth_of
 from groupwise.tasks.task import Prompt, Task
 from groupwise.tracking.run_folder import RunFolder
@@ -209,11 +211,13 @@ def evaluate(
     seconds: float,
     tools: Tools | AgentRollouts | None = None,
     processes: Processes | None = None,
+    concurrency: int = 64,
 ) -> Evaluation:
     """Answer every example once greedily and `samples` times by sampling, and score the answers.
 
     The same seed gives the same sampling noise in every call, so two evaluations can be paired. With several
-    processes, each answers a share of the examples, and all return the complete evaluation.
+    processes, each answers a share of the examples, and all return the complete evaluation. Asynchronous
+    rewards, judges and unit tests run `concurrency` calls at a time.
     """
     # Imported here, because reading evaluations should not import torch.
     from groupwise.parallel.processes import Processes
@@ -235,7 +239,7 @@ def evaluate(
                 tools=tools,
                 share=processes.share,
             )
-            own = [score_group(g, rewards=task.rewards, weights=task.weights, seconds=seconds) for g in own]
+            own = score_groups(task, own, seconds=seconds, concurrency=concurrency)
         return processes.joined(own)
 
     greedy = answers(replace(sampling, temperature=0.0), 1)
@@ -260,6 +264,17 @@ def evaluate(
         answers=tuple(greedy),
         questions=tuple(questions),
     )
+
+
+def score_groups(task: Task, groups: Sequence[Group], *, seconds: float, concurrency: int) -> list[Group]:
+    """Score all groups; rewards that can run at the same time do."""
+    context = RewardContext()
+    score_ahead(groups, rewards=task.rewards, seconds=seconds, concurrency=concurrency, context=context)
+    with TimeLimits(seconds) as limit:
+        return [
+            score_within(limit, group, rewards=task.rewards, weights=task.weights, context=context)
+            for group in groups
+        ]
 
 
 def mean_rewards(groups: Sequence[Group]) -> dict[str, tuple[float, ...]]:

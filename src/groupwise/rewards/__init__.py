@@ -6,7 +6,7 @@ Modules in reading order:
     trl_style     reward functions in the style of TRL: recognize them, make their arguments
     score_ahead   run the rewards of a batch at the same time: async rewards, several workers
     extraction    extract the answer from a completion: tags, boxes, numbers
-    text_rewards  exact match, numbers, patterns, length; overlap with a reference answer; search, citations
+    text_rewards  exact match, numbers, patterns, length; overlap with a reference; search; unit tests
     llm_judge     LLM-as-a-judge, through an OpenAI-compatible server
     verify/       compare an answer with the ground truth: arithmetic, LaTeX, math-verify
 
@@ -16,7 +16,7 @@ A reward is any function `(rollout, example) -> float`. To add one, name it in a
 from groupwise.isolation.worker import in_process
 from groupwise.rewards.extraction import final_answer, is_well_formed, last_box, stated_number
 from groupwise.rewards.runner import RewardFunction, score_group
-from groupwise.rewards.text_rewards import contains, exact_match, length, matches, same_number
+from groupwise.rewards.text_rewards import contains, exact_match, length, matches, same_number, unit_tests
 from groupwise.rewards.verify.arithmetic import Arithmetic, evaluate_expression
 from groupwise.rewards.verify.math_answer import score_boxed, verify_boxed
 
@@ -36,5 +36,6 @@ __all__ = [
     "score_boxed",
     "score_group",
     "stated_number",
+    "unit_tests",
     "verify_boxed",
 ]

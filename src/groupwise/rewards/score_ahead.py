@@ -42,7 +42,8 @@ ASYNC_JOB = "async "
 def is_concurrent(function: RewardFunction) -> bool:
     """Whether a reward is a coroutine function that is called once for each rollout.
 
-    A function of this package that waits for a server has an attribute `waits`: its calls run in threads.
+    A function of this package that waits for another process has an attribute `waits`: its calls run in
+    threads, at most `at_once` of them.
     """
     inner = getattr(function, "func", function)
     if getattr(inner, "waits", False):
@@ -55,6 +56,7 @@ async def await_all(
     function: RewardFunction, pairs: Sequence[Pair], *, seconds: float, concurrency: int
 ) -> list[Outcome]:
     """Await an asynchronous reward of many rollouts, at most `concurrency` calls at a time."""
+    concurrency = min(concurrency, getattr(function, "at_once", concurrency))
     gate, loop = asyncio.Semaphore(concurrency), asyncio.get_running_loop()
     pool = ThreadPoolExecutor(concurrency) if getattr(function, "waits", False) else None
 
@@ -130,7 +132,8 @@ def awaited_ahead(
     function: RewardFunction, groups: Sequence[Group], *, seconds: float, concurrency: int
 ) -> dict[int, Outcome]:
     pairs = [(rollout, group.example) for group in groups for rollout in group.valid]
-    most = seconds * math.ceil(len(pairs) / concurrency) + 1.0
+    at_once = min(concurrency, getattr(function, "at_once", concurrency))
+    most = seconds * math.ceil(len(pairs) / at_once) + 1.0
     if isinstance(function, IsolatedReward) and function.worker is not None:
         job = ASYNC_JOB + function.name
         try:

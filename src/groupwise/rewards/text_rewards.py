@@ -1,11 +1,16 @@
-"""Rewards on the text of an answer: length, overlap with reference answers, search results and citations."""
+"""Rewards on the text of an answer: length, overlap with references, search, citations, tests of code."""
 
 from __future__ import annotations
 
+import atexit
+import hashlib
+import json
 import math
 import re
-from collections import Counter
+import threading
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
@@ -13,7 +18,8 @@ from statistics import fmean
 from typing import Any
 
 from groupwise.config.coerce import between
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, RolloutError
+from groupwise.isolation.sandbox import CodeReport, Sandbox, SandboxError
 from groupwise.records import Example, Rollout
 from groupwise.rewards.extraction import END_THINK
 
@@ -294,3 +300,130 @@ def cites_well(rollout: Rollout, example: Example) -> float | None:
     seen = {name for names in searches(rollout) for name in names}
     cited = [part.partition("]")[0].strip() for part in answer_of(rollout).split("[")[1:] if "]" in part]
     return sum(name in seen for name in cited) / len(cited) if cited else None
+
+
+FENCE = "```"
+PYTHON = ("", "python", "py", "python3")
+LONGEST_CODE = 100_000
+"""Number of characters of an answer in which code is looked for."""
+REPORTS = 8192
+"""Number of answers whose test results are cached."""
+
+
+def code_blocks(text: str) -> list[str]:
+    """Return the closed blocks of Python code after the thinking; other languages do not count."""
+    blocks: list[str] = []
+    lines: list[str] | None = None
+    language = ""
+    for line in without_thinking(text)[:LONGEST_CODE].splitlines():
+        if lines is None and line.startswith(FENCE):
+            language, lines = line.strip("` \t").lower(), []
+        elif lines is not None and line.rstrip() == FENCE:
+            blocks += ["\n".join(lines)] if language in PYTHON else []
+            lines = None
+        elif lines is not None:
+            lines.append(line)
+    return blocks
+
+
+def answered_code(text: str, *, defines: str | None = None) -> str | None:
+    """Return the last block of code that defines a function of this name, else the last block."""
+    blocks = code_blocks(text)
+    defining = [code for code in blocks if defines and f"def {defines}(" in code]
+    return next(reversed(defining or blocks), None)
+
+
+class UnitTests:
+    """Runs the code of an answer with an example's tests in the sandbox, and caches the results."""
+
+    waits = True  # calls run in threads: each waits for a process
+
+    def __init__(
+        self, *, columns: tuple[str, str, str], partial: bool, seconds: float, memory_mb: int
+    ) -> None:
+        self.tests, self.setup, self.entry_point = columns
+        self.partial, self.seconds, self.memory_mb = partial, seconds, memory_mb
+
+    @property
+    def at_once(self) -> int:
+        """Calls at a time: further ones would only wait."""
+        return sandbox.workers
+
+    def __call__(self, rollout: Rollout, example: Example) -> float:
+        report = self.report(rollout.text, example)
+        if report is None:
+            return 0.0
+        return report.share if self.partial else float(report.share == 1)
+
+    def report(self, text: str, example: Example) -> CodeReport | None:
+        """Return the outcome of each test; None if the answer contains no code."""
+        entry_point = example.get(self.entry_point)
+        code = answered_code(text, defines=entry_point)
+        if code is None:
+            return None
+        tests = example[self.tests]
+        job = {
+            "code": code,
+            "tests": [tests] if isinstance(tests, str) else list(tests),
+            "setup": example.get(self.setup) or "",
+            "entry_point": entry_point,
+            "seconds": self.seconds,
+            "memory": self.memory_mb << 20,
+        }
+        try:
+            return cached_report(job)
+        except SandboxError as error:
+            raise RolloutError(str(error)) from error
+
+
+def unit_tests(
+    tests: str = "tests",
+    *,
+    setup: str = "setup",
+    entry_point: str = "entry_point",
+    partial: bool = True,
+    seconds: float = 2.0,
+    memory_mb: int = 512,
+) -> UnitTests:
+    """Make a reward: the share of unit tests that the answer's Python code passes, in a sandbox.
+
+    tests: column with the tests: code that fails by an exception, such as "assert add(1, 2) == 3", or
+        {"args": [1, 2], "expected": 3} for calls of the entry point
+    setup: column with code that runs before, if there is one
+    entry_point: column with the name of the function under test, if there is one
+    partial: False pays 1 only if every test passes
+    seconds, memory_mb: limits of all tests of an answer; keep `seconds` below task.reward_seconds
+    """
+    between("seconds", seconds, 0.01)
+    between("memory_mb", memory_mb, 64)
+    return UnitTests(
+        columns=(tests, setup, entry_point), partial=partial, seconds=seconds, memory_mb=memory_mb
+    )
+
+
+sandbox = Sandbox()
+atexit.register(sandbox.close)
+reports: OrderedDict[str, Future[CodeReport]] = OrderedDict()
+reports_lock = threading.Lock()
+
+
+def cached_report(job: dict[str, Any]) -> CodeReport:
+    """Run a job in the sandbox, unless it ran before or runs now in another thread."""
+    try:
+        name = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
+    except (TypeError, ValueError) as error:
+        raise RolloutError(f"tests must be code or plain JSON data: {error}") from error
+    with reports_lock:
+        known = name in reports
+        future = reports.setdefault(name, Future())
+        reports.move_to_end(name)
+        while len(reports) > REPORTS:
+            reports.popitem(last=False)
+    if not known:
+        try:
+            future.set_result(sandbox.run(**job))
+        except BaseException as error:
+            with reports_lock:
+                reports.pop(name, None)
+            future.set_exception(error)
+    return future.result()

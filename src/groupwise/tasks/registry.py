@@ -19,6 +19,7 @@ from groupwise.config.schema import TaskConfig
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.records import Example
 from groupwise.tasks.builtin.boxed_math import math
+from groupwise.tasks.builtin.code_problems import code
 from groupwise.tasks.builtin.countdown import countdown
 from groupwise.tasks.builtin.gsm8k import gsm8k
 from groupwise.tasks.builtin.medquad import medquad
@@ -29,6 +30,7 @@ from groupwise.tasks.external.reasoning_gym_tasks import PREFIX, reasoning_gym_t
 from groupwise.tasks.task import Task, closest
 
 TASKS: dict[str, Callable[..., Task]] = {
+    "code": code,
     "countdown": countdown,
     "gsm8k": gsm8k,
     "math": math,

@@ -51,7 +51,26 @@ def summary(text: str, expected: float, *, thinking: str = f"short\n{END_THINK}\
     return Case(thinking + text, {"text": "…", "answer": "Ada plays the flute."}, expected)
 
 
+def program(code: str, expected: float, *, fence: str = "python") -> Case:
+    tests = ["assert add(20, 22) == 42", "assert add(-1, 1) == 0"]
+    columns = {"text": "Write add(a, b).", "tests": tests, "entry_point": "add"}
+    return Case(f"```{fence}\n{code}\n```", columns, expected)
+
+
 CASES: Mapping[str, tuple[Case, ...]] = {
+    "code": (
+        program("def add(a, b):\n    return a + b", 2.2),  # half the tests would be 0.7
+        program("def add(a, b):\n    return abs(a) + abs(b)", 0.7),
+        program("def add(a, b):\n    return 41", 0.2),
+        program("def add(a, b) return a", 0.0),
+        program("import os\nos._exit(0)", 0.2),
+        program(
+            "class Equal:\n    def __eq__(self, other):\n        return True\n\nadd = lambda a, b: Equal()",
+            0.2,
+        ),
+        program("def add(a, b):\n    return a + b", 0.0, fence="rust"),
+        Case("def add(a, b): return a + b", {"tests": ["assert add(1, 1) == 2"]}, 0.0),  # no block
+    ),
     "countdown": (
         puzzle("(1 + 2) * 8", 2.0),
         puzzle("8 × (2 + 1) = 24", 2.0),

@@ -102,6 +102,7 @@ class Evaluator:
             samples=self.config.evaluate.samples,
             seed=self.config.run.seed,
             seconds=self.config.task.reward_seconds,
+            concurrency=self.config.task.reward_concurrency,
             tools=self.tools,
             processes=self.processes,
         )

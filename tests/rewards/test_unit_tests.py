@@ -1,0 +1,105 @@
+"""Unit tests as a reward: which code of an answer runs, what it pays, and many answers at the same time."""
+
+from __future__ import annotations
+
+import pytest
+
+import groupwise as gw
+from groupwise.errors import ConfigError, RolloutError
+from groupwise.evaluate.held_out import score_groups
+from groupwise.isolation.sandbox import SandboxError
+from groupwise.records import Example, Group, Rollout
+from groupwise.rewards import text_rewards
+from groupwise.rewards.text_rewards import answered_code, code_blocks
+from groupwise.tasks import Task
+
+TESTS = ["assert twice(2) == 4", "assert twice('a') == 'aa'"]
+RIGHT = "```python\ndef twice(x):\n    return 2 * x\n```"
+
+
+def answered(text: str) -> Rollout:
+    return Rollout(
+        prompt="?",
+        text=text,
+        tokens=(1,),
+        trained=(True,),
+        logprobs=(0.0,),
+        entropies=(0.0,),
+        prompt_length=0,
+        finish="end",
+    )
+
+
+def test_the_code_is_in_closed_python_blocks_after_the_thinking():
+    assert code_blocks("```python\na = 1\n```\ntext\n```\nb = 2\n```") == ["a = 1", "b = 2"]
+    assert code_blocks("```py\na\n```\n```rust\nb\n```\n```json\n{}\n```") == ["a"]
+    assert code_blocks("<think>```python\nx\n```</think>\n```python\ny\n```") == ["y"]
+    assert code_blocks("```python\nnever closed") == []
+    assert code_blocks("no block") == []
+    two = "```python\ndef f(x): return x\n```\nUse it:\n```python\nf(1)\n```"
+    assert answered_code(two, defines="f") == "def f(x): return x"
+    assert answered_code(two) == "f(1)"
+    assert answered_code("") is None
+    assert len(code_blocks("```x\n" * 200_000)) == 0  # in linear time
+
+
+def test_the_share_of_tests_or_all_of_them():
+    example = Example({"tests": TESTS})
+    half = "```python\ndef twice(x):\n    return 4\n```"
+    share, every = gw.rewards.unit_tests(), gw.rewards.unit_tests(partial=False)
+    assert [share(answered(text), example) for text in (RIGHT, half, "none")] == [1.0, 0.5, 0.0]
+    assert [every(answered(text), example) for text in (RIGHT, half, "none")] == [1.0, 0.0, 0.0]
+    calls = Example({"t": [{"args": [3], "expected": 6}], "f": "twice", "s": "import math"})
+    assert gw.rewards.unit_tests("t", entry_point="f", setup="s")(answered(RIGHT), calls) == 1.0
+
+
+def test_equal_answers_run_once(monkeypatch):
+    runs: list[str] = []
+    run = text_rewards.sandbox.run
+    monkeypatch.setattr(text_rewards.sandbox, "run", lambda **job: runs.append(job["code"]) or run(**job))
+    example = Example({"tests": [*TESTS, "assert twice(0) == 0"]})
+    rewards = {"share": gw.rewards.unit_tests(), "every": gw.rewards.unit_tests(partial=False)}
+    task = Task(name="t", examples=[example], prompt=lambda e: "?", rewards=rewards)
+    group = Group(example=example, rollouts=tuple(answered(RIGHT) for _ in range(6)))
+    (scored,) = score_groups(task, [group], seconds=20.0, concurrency=64)
+    assert [rollout.reward for rollout in scored.rollouts] == [2.0] * 6
+    assert len(runs) == 1
+
+
+def test_many_answers_run_at_the_same_time_but_not_more_than_there_are_cores(monkeypatch):
+    monkeypatch.setattr(text_rewards.sandbox, "workers", 2)
+    running, most = [], []
+    run = text_rewards.sandbox.run
+
+    def counted(**job):
+        running.append(1)
+        most.append(len(running))
+        try:
+            return run(**job)
+        finally:
+            running.pop()
+
+    monkeypatch.setattr(text_rewards.sandbox, "run", counted)
+    example = Example({"tests": TESTS})
+    codes = [f"```python\ndef twice(x):\n    return 2 * x if x != {n} else None\n```" for n in range(3, 11)]
+    task = Task(
+        name="t", examples=[example], prompt=lambda e: "?", rewards={"share": gw.rewards.unit_tests()}
+    )
+    group = Group(example=example, rollouts=tuple(map(answered, codes)))
+    (scored,) = score_groups(task, [group], seconds=20.0, concurrency=64)
+    assert [rollout.reward for rollout in scored.rollouts] == [1.0] * 8
+    assert max(most) == 2
+
+
+def test_a_broken_sandbox_fails_the_rollout_and_is_not_a_reward_of_0(monkeypatch):
+    def broken(**job):
+        raise SandboxError("the process of the sandbox ended")
+
+    monkeypatch.setattr(text_rewards.sandbox, "run", broken)
+    example = Example({"tests": ["assert twice(7) == 14"]})
+    with pytest.raises(RolloutError, match="sandbox ended"):
+        gw.rewards.unit_tests()(answered(RIGHT), example)
+    with pytest.raises(RolloutError, match="plain JSON"):
+        gw.rewards.unit_tests()(answered(RIGHT), Example({"tests": [{"args": [{1}], "expected": 1}]}))
+    with pytest.raises(ConfigError, match="memory_mb must be at least 64"):
+        gw.rewards.unit_tests(memory_mb=1)
