@@ -78,6 +78,28 @@ class Game:
 
 task = gw.Task(name="environment", examples=examples, environment=Game, difficulty=lambda e: str(e["n"] % 2))
 """,
+    "program": ROWS
+    + """
+import json, urllib.request, zlib
+import groupwise as gw
+
+def chat(base_url, api_key, messages):
+    body = json.dumps({"model": "any", "messages": messages}).encode()
+    headers = {"Authorization": f"Bearer {api_key}"}
+    request = urllib.request.Request(base_url + "/chat/completions", data=body, headers=headers)
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+
+def talk(example, base_url, api_key):
+    messages = [{"role": "user", "content": f"{example['n']} + 1"}]
+    messages += [chat(base_url, api_key, messages), {"role": "user", "content": "Again."}]
+    return chat(base_url, api_key, messages)["content"]
+
+def luck(rollout, example):
+    return float(zlib.crc32(rollout.text.encode()) % 2)
+
+task = gw.Task(name="program", examples=examples, agent=talk, rewards={"luck": luck},
+               difficulty=lambda e: str(e["n"] % 2))
+""",
 }
 SMALL = (
     *("model.name=tiny", "model.device=cpu", "lora.r=4", "run.max_steps=1", "run.save_every=1"),
