@@ -4,7 +4,7 @@
      prompt          rollout          reward    advantage, loss
 
 All records are frozen, validate their fields and do not depend on torch. A stage never modifies a
-record: it creates a new one with `dataclasses.replace`, or with `Rollout.judged`.
+record: it creates a new one with `dataclasses.replace`, or with `Rollout.scored`.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class Rollout:
     def __post_init__(self) -> None:
         same_length(self, "tokens", "trained", "logprobs", "entropies")
 
-    def judged(
+    def scored(
         self,
         *,
         rewards: Mapping[str, float] | None = None,

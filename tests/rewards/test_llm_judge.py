@@ -111,7 +111,8 @@ def test_a_steps_metrics_say_what_the_judge_cost(server):
     assert reward(rollout, example) == 0.7
     batch = Batch(
         groups=(Group(example=example, rollouts=(rollout,)),), dropped=(), replaced=0, cursor=1, rates={},
-        passed_over=0, rollout_seconds=1.0, reward_seconds=1.0, judged=spent_by_judges({"judge": reward}),
+        passed_over=0, rollout_seconds=1.0, reward_seconds=1.0,
+        judge_usage=spent_by_judges({"judge": reward}),
     )  # fmt: skip
     metrics = batch_metrics(batch)
     assert (metrics["judge/calls"], metrics["judge/prompt_tokens"]) == (1.0, 50.0)

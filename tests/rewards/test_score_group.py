@@ -64,7 +64,7 @@ def test_judging_a_rollout_is_replacing_its_verdict(verdict):
     before = replace(
         rollout(error="yes", member=3), rewards={"b": 2.0}, advantage=4.0, turns=("one",), state=["kept"]
     )
-    after = before.judged(**verdict)
+    after = before.scored(**verdict)
     assert after == replace(before, **verdict)
     assert after.state is before.state
     assert (before.error, before.rewards, before.advantage) == ("yes", {"b": 2.0}, 4.0)

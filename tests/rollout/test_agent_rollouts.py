@@ -79,8 +79,8 @@ def rolled(*calls: ModelCall, member: int = 0, **about: object) -> gw.Rollout:
 
 
 def test_all_sequences_of_a_rollout_have_its_advantage_and_it_counts_once():
-    branched = rolled(call((1, 2), sampled(3, 9)), call((5,), sampled(6, 7, 9))).judged(advantage=0.5)
-    plain = rolled(call((1, 2), sampled(4, 9)), member=1).judged(advantage=-0.5)
+    branched = rolled(call((1, 2), sampled(3, 9)), call((5,), sampled(6, 7, 9))).scored(advantage=0.5)
+    plain = rolled(call((1, 2), sampled(4, 9)), member=1).scored(advantage=-0.5)
     groups = [Group(example=NOTHING, rollouts=(branched, plain))]
     assert batch_size(groups, mask_truncated=False) == (2, 7)
     main, branch, other = to_samples(groups, mask_truncated=False, keep_zero=False)
@@ -98,7 +98,7 @@ def test_all_sequences_of_a_rollout_have_its_advantage_and_it_counts_once():
 def test_advantages_of_tokens_reach_the_branches():
     branched = rolled(call((1, 2), sampled(3, 9)), call((5,), sampled(6, 9)))
     assert branched.turn_lengths == [2, 2]
-    judged = branched.judged(advantage=0.25, token_advantages=(0.1, 0.2, 0.3, 0.4))
+    judged = branched.scored(advantage=0.25, token_advantages=(0.1, 0.2, 0.3, 0.4))
     main, branch = to_samples(
         [Group(example=NOTHING, rollouts=(judged,))], mask_truncated=False, keep_zero=False
     )

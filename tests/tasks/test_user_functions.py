@@ -103,7 +103,7 @@ def test_tokens_whose_advantages_cancel_out_still_teach():
     group = Group(example=gw.Example({}), rollouts=(rollout(turns=(2,)),))
     own = checked_advantage("own", lambda rollouts: [[1.0, -1.0]])
     assert own(group.rollouts, {}) == [(1.0, -1.0)]
-    assert group.rollouts[0].judged(advantage=0.0, token_advantages=(1.0, -1.0)).has_signal
+    assert group.rollouts[0].scored(advantage=0.0, token_advantages=(1.0, -1.0)).has_signal
     assert not group.rollouts[0].has_signal
 
 

@@ -205,10 +205,10 @@ def with_advantages(
     def compared_with(rollout: Rollout) -> Rollout:
         advantage = advantages.get(id(rollout), 0.0)
         if isinstance(advantage, tuple):
-            return rollout.judged(advantage=fmean(advantage), token_advantages=advantage)
+            return rollout.scored(advantage=fmean(advantage), token_advantages=advantage)
         # Most of what scoring costs is copies: where nothing can be learned, none is made.
         unchanged = advantage == rollout.advantage and rollout.token_advantages is None
-        return rollout if unchanged else rollout.judged(advantage=advantage)
+        return rollout if unchanged else rollout.scored(advantage=advantage)
 
     return replace(group, rollouts=tuple(map(compared_with, group.rollouts)))
 
@@ -227,7 +227,7 @@ def scaled_by_batch(groups: Sequence[Group], drawn: Sequence[Group]) -> list[Gro
         replace(
             group,
             rollouts=tuple(
-                rollout.judged(advantage=rollout.advantage / scale) if rollout.advantage else rollout
+                rollout.scored(advantage=rollout.advantage / scale) if rollout.advantage else rollout
                 for rollout in group.rollouts
             ),
         )
@@ -260,7 +260,7 @@ def with_overlong_penalty(group: Group, *, max_tokens: int, buffer: int, penalty
             return rollout
         length = rollout.longest_turn
         part = overlong_penalty(length, max_tokens=max_tokens, buffer=buffer, penalty=penalty)
-        return rollout.judged(rewards={**rollout.rewards, OVERLONG: part}, reward=rollout.reward + part)
+        return rollout.scored(rewards={**rollout.rewards, OVERLONG: part}, reward=rollout.reward + part)
 
     return replace(group, rollouts=tuple(penalised(rollout) for rollout in group.rollouts))
 

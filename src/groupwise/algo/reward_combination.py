@@ -110,7 +110,7 @@ def with_combined(group: Group, *, kind: str, weights: Mapping[str, float]) -> G
     ]
     combined = iter(COMBINED[kind](table))
     rollouts = tuple(
-        rollout.judged(reward=next(combined)) if rollout.error is None else rollout
+        rollout.scored(reward=next(combined)) if rollout.error is None else rollout
         for rollout in group.rollouts
     )
     return replace(group, rollouts=rollouts)

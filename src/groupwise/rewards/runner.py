@@ -374,13 +374,13 @@ def score_within(
             return rollout
         extra = context.extras.pop(id(rollout), None)
         if index in errors:
-            return rollout.judged(error=errors[index])
+            return rollout.scored(error=errors[index])
         if not parts[index]:
-            return rollout.judged(error="no reward applies: every reward function returned None")
+            return rollout.scored(error="no reward applies: every reward function returned None")
         total = weighted_sum(parts[index], weights)
         if not -MAX_REWARD <= total <= MAX_REWARD:
-            return rollout.judged(error=f"the weighted sum of the rewards is {total}; lower task.weights")
-        return rollout.judged(rewards=parts[index], reward=total, extra=extra)
+            return rollout.scored(error=f"the weighted sum of the rewards is {total}; lower task.weights")
+        return rollout.scored(rewards=parts[index], reward=total, extra=extra)
 
     return replace(group, rollouts=tuple(scored(i, r) for i, r in enumerate(group.rollouts)))
 

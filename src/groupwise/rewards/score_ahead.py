@@ -144,14 +144,14 @@ def awaited_ahead(
     else:
         own = getattr(function, "function", function)
         with TimeLimits(most) as limit:
-            found = run_limited(
+            returned = run_limited(
                 limit,
                 lambda: completed(await_all(own, pairs, seconds=seconds, concurrency=concurrency)),
                 RewardContext(seconds=most),
             )
-        if isinstance(found, RolloutError):
+        if isinstance(returned, RolloutError):
             return {}
-        outcomes = found
+        outcomes = returned
     return {id(rollout): outcome for (rollout, _), outcome in zip(pairs, outcomes, strict=True)}
 
 

@@ -220,8 +220,8 @@ def named(reward: Reward, name: str) -> Reward:
 
 def last_number(text: str) -> Fraction | None:
     """Return the last number in a text: "so 1,080 of them." -> 1080."""
-    found = NUMBER.findall(text[-LONGEST_MATCHED:])
-    return Fraction(found[-1].replace(",", "")) if found else None
+    numbers = NUMBER.findall(text[-LONGEST_MATCHED:])
+    return Fraction(numbers[-1].replace(",", "")) if numbers else None
 
 
 def folded(value: object) -> str:

@@ -187,8 +187,8 @@ PARAMETER_NOTE = re.compile(r"\s*(\w+)\s*(?:\([^)]*\))?:(.*)")
 
 def notes_in(documentation: str, names: Mapping[str, object]) -> dict[str, str]:
     """Return the docstring's lines of the form `name: description` or `name (type): description`."""
-    found = map(PARAMETER_NOTE.match, documentation.splitlines()[1:])
-    return {match[1]: match[2].strip() for match in found if match is not None and match[1] in names}
+    matches = map(PARAMETER_NOTE.match, documentation.splitlines()[1:])
+    return {match[1]: match[2].strip() for match in matches if match is not None and match[1] in names}
 
 
 RESET, GET_REWARD = "reset", "get_reward"

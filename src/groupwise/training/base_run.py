@@ -46,7 +46,6 @@ from groupwise.training.resume import (
     RunStart,
     TrainedState,
     command_of,
-    load_learner,
     same_code,
     same_data,
     save_state,
@@ -109,7 +108,7 @@ class BaseRun(ABC):
             with self.processes.together():
                 for line in self.early_warnings():
                     self.recorder.display.message(line)
-                self._load(start, resources)
+                self._build(start, resources)
             self.processes.lead(self._begin)
             if start.starts_again:
                 self.recorder.say("the run was stopped before its first checkpoint; starting again")
@@ -166,8 +165,8 @@ class BaseRun(ABC):
     def make_parts(self) -> None:
         """Create `learner`, `evaluator` and the other parts of a step from the policy and the engine."""
 
-    def _load(self, start: RunStart, resources: ExitStack) -> None:
-        """Create the policy, the engine and the parts of a step, and restore them from the checkpoint."""
+    def _build(self, start: RunStart, resources: ExitStack) -> None:
+        """Create the policy, the engine and the parts of a step. `resume` restores them."""
         config = self.config
         model = on_own_device(config.model, self.processes)
         resources.enter_context(deterministic_kernels(device_of(model.device), on=config.run.deterministic))
@@ -181,8 +180,7 @@ class BaseRun(ABC):
             divide(self.policy, layout)
         self.engine = self._make_engine(resources)
         self.make_parts()
-        if start.checkpoint is not None:
-            load_learner(start.checkpoint, self.learner, start.state)
+        start.restore(self.learner)
         self.evaluator.recall(start.state)
 
     def _make_engine(self, resources: ExitStack) -> Engine | VllmEngine:

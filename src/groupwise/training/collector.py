@@ -1,8 +1,9 @@
 """Stages 1 to 4 of a step: sample prompts, roll out, score, compute advantages.
 
 `training.loop.collect_batch` calls the stages in order. It repeats them with new prompts to replace groups
-without a learning signal (`rollout.refill`): `needs_groups` and `teaches` decide. `prompt_selection` has the
-curriculum that chooses prompts. `evolution.population` runs the stages of several collectors at once.
+without a learning signal (`rollout.refill`): `needs_groups` and `is_informative` decide.
+`prompt_selection` has the curriculum that chooses prompts. `evolution.population` runs the stages of several
+collectors at once.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Batch:
     reward_seconds: float
     tool_seconds: float = 0.0
     """Part of the rollout time that tools took; an upper bound if they ran beside the engine."""
-    judged: Mapping[str, int] = field(default_factory=dict)
+    judge_usage: Mapping[str, int] = field(default_factory=dict)
     """Calls and tokens of LLM judges, by kind; empty without a judge."""
     logged: Mapping[str, float] = field(default_factory=dict)
     """Mean of each metric that TRL-style rewards logged with `log_metric`."""
@@ -80,7 +81,7 @@ class BatchDraft:
     cursor: int
     rates: Rates
     context: RewardContext
-    judged: Counter[str] = field(default_factory=Counter)
+    judge_usage: Counter[str] = field(default_factory=Counter)
     """Calls and tokens of judges in this process."""
     with_signal: list[Group] = field(default_factory=list)
     """Groups with a learning signal."""
@@ -246,7 +247,7 @@ class Collector:
                     del groups[number + 1 :]
                     break
         draft.context.ready.clear()
-        draft.judged += spent_by_judges(self.task.rewards) - spent
+        draft.judge_usage += spent_by_judges(self.task.rewards) - spent
         draft.times.reward = time.perf_counter() - started
         self._tell("after_score", draft, groups)
         return groups
@@ -275,11 +276,11 @@ class Collector:
         groups = self.processes.joined(own)
         if self.config.rollout.curriculum > 1:
             draft.rates = updated(draft.rates, groups, task=self.task)
-        draft.with_signal += [group for group in groups if self.teaches(group)]
-        draft.without_signal += [group for group in groups if not self.teaches(group)]
+        draft.with_signal += [group for group in groups if self.is_informative(group)]
+        draft.without_signal += [group for group in groups if not self.is_informative(group)]
         draft.rounds += 1
 
-    def teaches(self, group: Group) -> bool:
+    def is_informative(self, group: Group) -> bool:
         """Whether the policy learns from a group. The others are replaced (`rollout.refill`).
 
         From a teacher model it learns whatever the rewards are. The teacher `self` needs a better answer in
@@ -305,7 +306,7 @@ class Collector:
             rollout_seconds=draft.rollout_seconds,
             reward_seconds=draft.reward_seconds,
             tool_seconds=draft.tool_seconds,
-            judged=sum(self.processes.gather(draft.judged), Counter()),
+            judge_usage=sum(self.processes.gather(draft.judge_usage), Counter()),
             logged=means_of(self.processes.gather(draft.context.metrics)),
         )
 

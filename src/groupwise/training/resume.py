@@ -79,18 +79,18 @@ class RunState:
         return replace(self, best_step=self.step, best_accuracy=accuracy)
 
 
-def same_data(kept: str | None, fingerprint: str) -> str:
+def same_data(saved: str | None, fingerprint: str) -> str:
     """Refuse to resume with different examples: their order and the held-out set would change."""
-    if kept not in (None, fingerprint):
+    if saved not in (None, fingerprint):
         raise CheckpointError(
             "the examples are not those that the run began with: put them back, or start a new run"
         )
     return fingerprint
 
 
-def same_code(kept: Mapping[str, str] | None, code: Mapping[str, str]) -> Mapping[str, str]:
+def same_code(saved: Mapping[str, str] | None, code: Mapping[str, str]) -> Mapping[str, str]:
     """Refuse to resume with different code: later measurements would not be comparable with earlier ones."""
-    if changed := changed_code(kept, code):
+    if changed := changed_code(saved, code):
         raise CheckpointError(
             f"this is not the code that the run began with, its code differs in {', '.join(changed)}: put it "
             "back, or start a new run"
@@ -211,8 +211,8 @@ class RunStart:
         """Create the start in the leader and send it to the other processes."""
         own = processes.lead(make)
         # An open file cannot be pickled.
-        found = None if own is None else (own.folder, own.state, own.checkpoint, own.recomputing)
-        where = processes.gather(found)[0]
+        known = None if own is None else (own.folder, own.state, own.checkpoint, own.recomputing)
+        where = processes.gather(known)[0]
         if own is not None:
             return own
         assert where is not None, "the leader has made its start"
@@ -226,6 +226,11 @@ class RunStart:
             leads=False,
         )
 
+    def restore(self, learner: TrainedState) -> None:
+        """Restore the optimizer and its counters from the checkpoint, if there is one."""
+        if self.checkpoint is not None:
+            load_learner(self.checkpoint, learner, self.state)
+
     @classmethod
     def new(cls, config: Config, *, task: str) -> RunStart:
         folder = RunFolder.create(
@@ -237,7 +242,7 @@ class RunStart:
     def resumed(cls, path: Path, config: Config) -> RunStart:
         """Find and verify the newest complete checkpoint, or start at step 0 if none was written yet.
 
-        `BaseRun._load` then restores weights and optimizer from it. A damaged checkpoint is refused.
+        A damaged checkpoint is refused. `load_policy` reads the weights from it, then `restore` the rest.
 
         `path` is a run or one of its checkpoints. From a checkpoint, a copy of the run continues in
         a new folder.
@@ -348,7 +353,7 @@ def copy_until(parent: RunFolder, folder: RunFolder, *, step: int) -> None:
     """Copy a run's files up to a step: the checkpoint, records, and evaluations but those after training."""
     for path in sorted(parent.path.rglob("*")):
         inner = path.relative_to(parent.path)
-        at = next((found for part in inner.parts if (found := step_of(part)) is not None), None)
+        at = next((number for part in inner.parts if (number := step_of(part)) is not None), None)
         kept = inner.parts[0] in ("rollouts", "updates", "completions", "eval") and path.stem != "after"
         of_checkpoint = inner.parts[0] == "checkpoints" and at == step
         whole = inner.parts in ((parent.metrics.name,), (parent.tokenizer.name,))

@@ -48,7 +48,7 @@ def batch_metrics(
     if any(rollout.rewritten is not None for rollout in rollouts):
         metrics["agent/sequences"] = fmean(len(rollout.sequences) for rollout in rollouts)
         metrics["agent/rewritten"] = float(sum(rollout.rewritten or 0 for rollout in rollouts))
-    metrics |= {f"judge/{kind}": float(count) for kind, count in batch.judged.items()}
+    metrics |= {f"judge/{kind}": float(count) for kind, count in batch.judge_usage.items()}
     metrics |= {f"logged/{name}": value for name, value in batch.logged.items()}
     if valid:
         rewards = [shown_reward(rollout) for rollout in valid]

@@ -87,11 +87,11 @@ class ModelShape:
 
     def saved(self, lora: LoraConfig) -> list[str]:
         """Return the modules that PEFT trains as copies: names that end in one of `lora.modules_to_save`."""
-        found: list[str] = []
+        saved: list[str] = []
         for name in self.modules:
-            if name.endswith(lora.modules_to_save) and not inside(name, found):
-                found.append(name)
-        return found
+            if name.endswith(lora.modules_to_save) and not inside(name, saved):
+                saved.append(name)
+        return saved
 
     def saved_size(self, lora: LoraConfig) -> int:
         """Number of parameters of those copies."""

@@ -278,10 +278,10 @@ def activation_numbers(config: Config, shape: ModelShape) -> int:
     return shape.layers * layer_numbers(shape) + low + ends
 
 
-def advice(config: Config, shape: ModelShape, found: MemoryEstimate) -> Iterator[str]:
+def advice(config: Config, shape: ModelShape, estimate: MemoryEstimate) -> Iterator[str]:
     """Yield settings that reduce the memory of a run, the least costly first."""
-    room = FILLED * found.place.total
-    if found.updating > room:
+    room = FILLED * estimate.place.total
+    if estimate.updating > room:
         if not config.model.gradient_checkpointing:
             yield "model.gradient_checkpointing=true: activations of one layer at a time, a third more time"
         if (config.optim.micro_batch_tokens or SMALL_PASS + 1) > SMALL_PASS:
@@ -290,9 +290,9 @@ def advice(config: Config, shape: ModelShape, found: MemoryEstimate) -> Iterator
             yield "lora.r=16: gradients and optimizer for adapters alone"
         elif shape.quantization is None:
             yield "model.quantization=nf4: the frozen weights in four bits"
-        if not config.optim.offload and found.place.kind != "cpu":
+        if not config.optim.offload and estimate.place.kind != "cpu":
             yield "optim.offload=true: the optimizer's state in main memory"
-    if found.generating > room:
+    if estimate.generating > room:
         yield "engine.max_sequences=64: fewer answers at once, slower"
         yield "rollout.max_tokens or rollout.group_size: fewer tokens in the cache"
 
