@@ -39,4 +39,6 @@ docs: .venv/installed-dev
 	@echo "Installing groupwise$(EXTRAS_$*) into .venv; the first time takes a few minutes."
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.$(EXTRAS_$*)'
+	@case $* in dev) $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt \
+		instructor docstring-parser;; esac  # instructor's bounds on rich and jiter are older than ours
 	@touch $@

@@ -70,6 +70,7 @@ SLOW_FILES = (
     "rewards/test_llm_judge.py",
     "engine/test_engine.py",
     "engine/test_token_masks.py",
+    "serve/test_structured_output.py",
     "tasks/builtin/test_boxed_math.py",
     "evaluate/test_held_out.py",
     "model/test_general_path.py",

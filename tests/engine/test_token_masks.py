@@ -113,7 +113,7 @@ def test_a_model_on_the_general_path_writes_valid_answers():
 
 def served(make: Any, policy: Policy, jobs: list[Job]) -> dict[Job, Completion]:
     scheduler = ServingScheduler(
-        slots=4, pool=BlockPool(48, block_size=4), context=48, grammars=compiler(policy)
+        slots=4, pool=BlockPool(48, block_size=4), context=48, compiler=compiler(policy)
     )
     found: dict[Job, Completion] = {}
     with torch.no_grad():
@@ -121,10 +121,11 @@ def served(make: Any, policy: Policy, jobs: list[Job]) -> dict[Job, Completion]:
         coming = list(jobs)
         while coming or scheduler.busy:
             if coming:
-                scheduler.check(coming[0])
-                scheduler.enter(coming.pop(0))
+                job = coming.pop(0)
+                scheduler.enter(job, scheduler.check(job))
             for sequence, completion in steps.advance():
                 found[scheduler.forget(sequence)] = completion
+    assert not scheduler._grammars
     return found
 
 

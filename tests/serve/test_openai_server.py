@@ -355,7 +355,12 @@ def test_tokens_of_a_vocabulary_with_marked_spaces_keep_them():
             400,
             "every entry of tools must be",
         ),
-        ("/v1/chat/completions", chat("a", tool_choice="required"), 400, "tool_choice must be auto or none"),
+        (
+            "/v1/chat/completions",
+            chat("a", tool_choice="must"),
+            400,
+            "tool_choice must be auto, none, required",
+        ),
         ("/v1/chat/completions", chat("a", top_k=1.5), 400, "top_k must be an integer"),
         ("/v1/chat/completions", chat("a", max_completion_tokens=0), 400, "at least 1"),
     ],

@@ -102,7 +102,8 @@ class GrammarCompiler:
     def compile(self, text: str) -> TokenGrammar:
         """Return the compiled grammar; raise GrammarError if it cannot be used."""
         with self._lock:
-            grammar = self._kept.pop(text, None) or TokenGrammar(text, self._tokens)
+            if (grammar := self._kept.pop(text, None)) is None:
+                grammar = TokenGrammar(text, self._tokens)
             self._kept[text] = grammar  # the last one used is the last one dropped
             while len(self._kept) > MOST_GRAMMARS:
                 del self._kept[next(iter(self._kept))]
@@ -117,7 +118,8 @@ class GrammarTokens:
     """A model's tokens as llguidance reads them, and the threads that compute masks."""
 
     def __init__(self, codec: TokenizerCodec, end_tokens: frozenset[int]) -> None:
-        require_llguidance()
+        if find_spec("llguidance") is None:
+            raise GrammarError(MISSING)
         from llguidance import LLExecutor, LLParserLimits, LLTokenizer
 
         backend = getattr(codec.tokenizer, "backend_tokenizer", None)
@@ -182,9 +184,11 @@ class TokenGrammar:
         """Copies at the start of an answer. Sequences that start from one share its caches and its lock."""
         self._users = [0]
         first_1W = np.zeros((1, tokens.words), dtype=np.int32)
-        self._compute([(self._copies[0].deep_copy(), 0)], first_1W)
-        if self._copies[0].is_error() or not first_1W.any():
+        matcher = self._copies[0].deep_copy()
+        tokens.executor.unsafe_compute_mask_ptr([(matcher, 0)], first_1W.ctypes.data, 4 * tokens.words, 1)
+        if matcher.is_error():
             raise GrammarError("no answer can match this grammar")
+        tokens.finish_masks(first_1W)
         self.first_W = first_1W[0]
         """The mask of an answer's first token."""
 
@@ -209,12 +213,6 @@ class TokenGrammar:
     def leave(self, state: GrammarState) -> None:
         """Forget a state that has ended."""
         self._users[state.copy] -= 1
-
-    def _compute(self, rows: list[tuple[LLMatcher, int]], masks_NW: NDArray[np.int32]) -> None:
-        assert masks_NW.flags.c_contiguous
-        tokens = self.tokens
-        tokens.executor.unsafe_compute_mask_ptr(rows, masks_NW.ctypes.data, 4 * tokens.words, len(masks_NW))
-        tokens.finish_masks(masks_NW)
 
     def masks(self, answers: Sequence[Sequence[int]]) -> NDArray[np.int32]:
         """Return the masks before each token of these answers, one answer after the other."""

@@ -5,6 +5,7 @@ Modules in reading order:
     openai_server        routes, the path from a request to the engine and back, the front-end process
     http_server          the subset of HTTP/1.1 that an API needs
     completion_request   parse and validate requests: messages, tools, sampling settings
+    structured_output    the grammar that an answer must match: response_format, forced and strict tool calls
     completion_response  build responses, complete or streamed
     responses_api        the same for OpenAI's Responses API, on top of chats
     detokenizer          incremental detokenization, and tokens as shown with log-probabilities

@@ -21,6 +21,7 @@ from groupwise.rewards.extraction import END_THINK
 from groupwise.rollout.tool_calls import CLOSE, OPEN, is_bare_call, read_call
 from groupwise.seeds import derive_seed
 from groupwise.serve.http_server import HTTPError
+from groupwise.serve.structured_output import answer_grammar
 
 
 def for_template(message: Message, *, knows_calls: bool) -> Message:
@@ -81,7 +82,6 @@ def streamable_length(text: str) -> int:
 
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "response_format": (None, {"type": "text"}),
     "best_of": (None, 1),
     "suffix": (None, ""),
     "functions": (None, []),
@@ -148,10 +148,7 @@ def parse_completion_request(
     if named != model:
         message = f"this server has no model {named!r}; use {model!r}"
         raise HTTPError(404, message, code="model_not_found", param="model")
-    choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise HTTPError(400, "tool_choice must be auto or none; tool calls cannot be forced")
-    tools = typed(body, "tools", list, []) if chat and choice != "none" else []
+    tools = typed(body, "tools", list, []) if chat and body.get("tool_choice") != "none" else []
     prompts = [chat_tokens(body, codec, tools, context)] if chat else plain_prompts(body, codec, context)
     count = typed(body, "n", int, 1)
     if not 1 <= count <= MOST_ANSWERS:
@@ -159,6 +156,7 @@ def parse_completion_request(
     seed = typed(body, "seed", int, secrets.randbits(62))
     alternatives = read_alternatives(body, chat=chat)
     penalties = read_penalties(body, codec.vocabulary)
+    grammar = answer_grammar(body, tools, codec)
     echo = typed(body, "echo", bool, False)
     silent = echo and body.get("max_tokens") == 0
     if silent:
@@ -171,6 +169,7 @@ def parse_completion_request(
             alternatives=alternatives or 0,
             scores_prompt=echo and alternatives is not None,
             penalties=penalties,
+            grammar=grammar,
         )
         for number, prompt in enumerate(prompts)
     )

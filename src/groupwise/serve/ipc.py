@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import accumulate, count
 from multiprocessing.connection import Connection
@@ -48,6 +49,8 @@ class EngineEndpoint:
         self._jobs: dict[int, Job] = {}
         self._numbers: dict[Job, int] = {}
         self._unfinished: dict[int, int] = {}
+        # Compiling a grammar takes up to seconds, in which other jobs must not wait.
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="groupwise-grammar")
         self.engine = ServingEngine(
             policy,
             slots=slots,
@@ -81,12 +84,21 @@ class EngineEndpoint:
             self._failed(error)
             raise
         finally:
+            self._compiling.shutdown(wait=False, cancel_futures=True)
             self.engine.close()
 
     def _submit(self, number: int, job: Job) -> None:
         with self._jobs_lock:
             self._jobs[number], self._numbers[job] = job, number
             self._unfinished[number] = len(job.seeds)
+        if job.grammar is None:
+            self._enter(number, job)
+        else:
+            self._compiling.submit(self._enter, number, job)
+
+    def _enter(self, number: int, job: Job) -> None:
+        if number not in self._jobs:  # cancelled while it waited
+            return
         try:
             self.engine.submit(job)
         except (Busy, ValueError) as error:

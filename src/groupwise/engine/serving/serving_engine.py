@@ -20,7 +20,7 @@ from groupwise.engine.sampler import Alternatives
 from groupwise.engine.scheduler import BlockPool
 from groupwise.engine.scheduler import Sequence as Member
 from groupwise.engine.serving.serving_scheduler import CPUSteps, DecodeSteps, Job, ServingScheduler
-from groupwise.model.grammar import GrammarCompiler
+from groupwise.model.grammar import GrammarCompiler, TokenGrammar
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Finish
 
@@ -79,9 +79,9 @@ class ServingEngine:
             slots=slots,
             pool=pool,
             context=self.context,
-            grammars=GrammarCompiler(policy, policy.end_tokens),
+            compiler=GrammarCompiler(policy, policy.end_tokens),
         )
-        self._incoming: deque[Job] = deque()
+        self._incoming: deque[tuple[Job, TokenGrammar | None]] = deque()
         self._cancelled: set[Job] = set()
         self._sent: dict[Member, tuple[int, float]] = {}
         """Tokens already sent of each completion, and the time of its last chunk."""
@@ -107,12 +107,12 @@ class ServingEngine:
 
     def submit(self, job: Job) -> None:
         """Queue a job. Raise `Busy` if the queue is full, ValueError if the job can never run."""
-        self.scheduler.check(job)
+        grammar = self.scheduler.check(job)
         with self._changed:
             if sum(self._open.values()) + len(job.seeds) > self.slots + self.most_waiting:
                 raise Busy
             self._open[job] = len(job.seeds)
-            self._incoming.append(job)
+            self._incoming.append((job, grammar))
             self._changed.notify()
 
     def cancel(self, job: Job) -> None:
@@ -169,7 +169,7 @@ class ServingEngine:
             while not (self._closing or self._incoming or self._cancelled or self.scheduler.busy):
                 self._changed.wait()
             while self._incoming:
-                self.scheduler.enter(self._incoming.popleft())
+                self.scheduler.enter(*self._incoming.popleft())
             cancelled, self._cancelled = self._cancelled, set()
             for job in cancelled:
                 self._open.pop(job, None)

@@ -58,11 +58,12 @@ class ServingScheduler(Scheduler):
     """Reuses request numbers, and starts a job once blocks for all its tokens can be reserved."""
 
     def __init__(
-        self, *, slots: int, pool: BlockPool, context: int, grammars: GrammarCompiler | None = None
+        self, *, slots: int, pool: BlockPool, context: int, compiler: GrammarCompiler | None = None
     ) -> None:
         super().__init__([Request(prompt=(0,), seeds=(0,))], slots=slots, pool=pool, max_tokens=context)
         self.waiting.clear()
-        self.context, self._grammars = context, grammars
+        self.context, self._compiler = context, compiler
+        self._grammars: dict[Job, TokenGrammar] = {}
         # Each running sequence may belong to a different request; waiting jobs have no number yet.
         self.prompt_length = np.zeros(slots, dtype=np.int64)
         self.prompt_tables = np.zeros((slots, pool.blocks_for(context)), dtype=np.int64)
@@ -94,8 +95,8 @@ class ServingScheduler(Scheduler):
     def busy(self) -> bool:
         return bool(self._queue or self.waiting or self.running)
 
-    def check(self, job: Job) -> None:
-        """Raise ValueError for a job that could never run. Compiling its grammar may take a second."""
+    def check(self, job: Job) -> TokenGrammar | None:
+        """Raise ValueError for a job that could never run; return its grammar, compiled, which takes time."""
         if not job.prompt:
             raise ValueError("the prompt is empty")
         total = len(job.prompt) + job.sampling.max_tokens
@@ -109,24 +110,24 @@ class ServingScheduler(Scheduler):
                 f"n={len(job.seeds)} completions of up to {job.sampling.max_tokens} tokens "
                 "exceed the server's capacity; lower n or max_tokens"
             )
-        self._compiled(job)
-
-    def _compiled(self, job: Job) -> TokenGrammar | None:
         if job.grammar is None:
             return None
-        assert self._grammars is not None, "a job with a grammar needs a compiler"
-        return self._grammars.compile(job.grammar)
+        assert self._compiler is not None, "a job with a grammar needs a compiler"
+        return self._compiler.compile(job.grammar)
 
     def grammar_of(self, sequence: Sequence) -> TokenGrammar | None:
-        return self._compiled(self.job_of(sequence))
+        return self._grammars.get(self.job_of(sequence))
 
     def need(self, job: Job) -> int:
         """Return the maximum number of blocks a job may use."""
         own = self.pool.blocks_for(job.sampling.max_tokens)
         return self.pool.blocks_for(len(job.prompt)) + len(job.seeds) * own
 
-    def enter(self, job: Job) -> None:
+    def enter(self, job: Job, grammar: TokenGrammar | None = None) -> None:
+        """Queue a job; `grammar` is what `check` returned."""
         self._queue.append(job)
+        if grammar is not None:
+            self._grammars[job] = grammar
 
     def admit(self) -> list[Sequence]:
         """Start jobs in order of arrival, while slots and blocks last."""
@@ -178,7 +179,9 @@ class ServingScheduler(Scheduler):
     def _leave(self, number: int) -> None:
         self._unfinished[number] -= 1
         if not self._unfinished[number]:
-            self._reserved -= self.need(self._jobs.pop(number))
+            job = self._jobs.pop(number)
+            self._reserved -= self.need(job)
+            self._grammars.pop(job, None)
             del self._unfinished[number]
             self._numbers.append(number)
 
@@ -187,6 +190,7 @@ class ServingScheduler(Scheduler):
         self._queue = [waiting for waiting in self._queue if waiting is not job]
         number = next((n for n, known in self._jobs.items() if known is job), None)
         if number is None:
+            self._grammars.pop(job, None)
             return []
         running = [sequence for sequence in self.running if sequence.request == number]
         for sequence in [sequence for sequence in self.waiting if sequence.request == number]:
