@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
@@ -20,11 +21,16 @@ from groupwise.config import read_config
 from groupwise.config.coerce import one_of, write_yaml
 from groupwise.config.schema import LORA_PRESETS, QUANTIZATIONS
 from groupwise.errors import ConfigError
+from groupwise.files import sign_weights
 from groupwise.tracking.run_folder import RunFolder, is_agent, is_run
 
 if TYPE_CHECKING:
     from groupwise.evaluate.target import Target
+    from groupwise.report.model_card import CardSubject
 
+License = Annotated[
+    str | None, typer.Option(help="Licence in the model card; by default, that of the base model.")
+]
 SIZE = re.compile(r"(?=.*[1-9])\d+(\.\d+)? ?[KMGT]B", re.IGNORECASE)
 
 
@@ -41,6 +47,7 @@ def merge(
         str, typer.Option(help="Data type of the merge and the output: float32 or bfloat16.")
     ] = "float32",
     shard_size: Annotated[str, typer.Option(help="Maximum size of a weight file.")] = "4GB",
+    license: License = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite an existing model.")] = False,
 ) -> None:
     """Merge a LoRA adapter into its base model, save a Hugging Face folder, and verify its logits."""
@@ -49,8 +56,10 @@ def merge(
         raise ConfigError(f"--shard-size must be a size such as 500MB or 4GB; got {shard_size!r}")
     adapter, base, quantization = named_adapter(run, lora_model, base_model)
     from groupwise.evaluate.contamination import write_lineage
+    from groupwise.evaluate.target import find_target
     from groupwise.model.adapters.merge_adapters import merge as merge_adapter
     from groupwise.model.resolve import adapter_base, adapter_settings, check_output
+    from groupwise.report.model_card import CARD, model_card
 
     adapter_settings(adapter)
     base = base or adapter_base(adapter)
@@ -65,11 +74,9 @@ def merge(
         overwrite=overwrite,
     )
     write_lineage(done.folder, str(adapter), base)
-    if run is not None:
-        from groupwise.evaluate.target import find_target
-
-        card = model_card(replace(find_target(str(run)), rank=0), name=output_path.name)
-        (done.folder / "README.md").write_text(card, encoding="utf-8")
+    target = replace(find_target(str(run or adapter)), base=base)
+    subject = replace(card_subject(target, name=output_path.name, license=license), rank=0)
+    (done.folder / CARD).write_text(model_card(subject), encoding="utf-8")
     print(f"{done.layers} layers merged into {done.folder} ({', '.join(done.files)})")
     print(f"maximum logit difference on {done.tokens} tokens of real prompts, in {done.precision}:")
     print(f"  merged model, reloaded from disk, vs. base + adapter          {done.difference:.2e}")
@@ -189,6 +196,7 @@ def convert(
     with new_folder(output_path) as unfinished:
         loaded.save_pretrained(unfinished, max_shard_size="4GB")
         tokenizer.save_pretrained(unfinished)
+        sign_weights(unfinished)
     write_lineage(output_path, model)
     count = sum(parameter.numel() for parameter in loaded.parameters())
     dtype = str(loaded.dtype).removeprefix("torch.")
@@ -348,8 +356,10 @@ def shared_start(one: Sequence[int], other: Sequence[int]) -> int:
     )
 
 
-PRIVATE_FILES = ("training/*", "optimizer.*", "state.json", "checksums.json", ".*")
-"""Files of a checkpoint that only resuming needs."""
+PRIVATE_FILES = ("training/*", "optimizer.*", "state.json", "checksums.json", "lineage.json", ".*")
+"""Files that others cannot use: the state of training, and the paths of local data."""
+NAMES_BASE = {"adapter_config.json": "base_model_name_or_path", "config.json": "_name_or_path"}
+"""Files that name the base model, which may be a local folder, and the field."""
 
 
 def push(
@@ -360,94 +370,75 @@ def push(
         str, typer.Argument(metavar="OWNER/NAME", help="Repository on the Hugging Face Hub.")
     ],
     private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
+    license: License = None,
     yes: Annotated[bool, typer.Option("--yes", help="Upload; without it, only list the files.")] = False,
 ) -> None:
     """Publish a model or an adapter with a model card on the Hugging Face Hub (log in with hf auth login)."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
         raise ConfigError(f"the repository must have the form OWNER/NAME; got {repository!r}")
     from groupwise.evaluate.target import find_target
+    from groupwise.report.model_card import CARD, model_card
 
     target = find_target(model)
     folder = target.trained or Path(model)
     if not folder.is_dir():
         raise ConfigError(f"{model} is not a folder; push a run, a checkpoint, an adapter or a model folder")
     paths = [path for path in sorted(folder.iterdir()) if path.is_file() and not is_private(path.name)]
-    card = folder / "README.md"
-    text = card.read_text(encoding="utf-8") if card.is_file() else model_card(target, name=repository)
-    for path in paths:
-        print(f"{path.name}  {path.stat().st_size / 1e6:,.1f} MB")
-    print("" if card.is_file() else "README.md  a model card, generated from the run")
+    contents: dict[str, Path | bytes] = {path.name: published_file(path) for path in paths}
+    if target.run is not None or CARD not in contents or license is not None:
+        contents[CARD] = model_card(card_subject(target, name=repository, license=license)).encode()
+    for name, content in contents.items():
+        size = content.stat().st_size if isinstance(content, Path) else len(content)
+        print(f"{name}  {size / 1e6:,.1f} MB")
     if not yes:
         print(f"nothing is uploaded yet; add --yes to publish these files at {repository}")
         return
-    from huggingface_hub import HfApi
+    from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
     api = HfApi()
     try:
         api.create_repo(repository, private=private, exist_ok=True)
-        url = api.upload_folder(
-            repo_id=repository,
-            folder_path=folder,
-            allow_patterns=[path.name for path in paths],
-            ignore_patterns=[*PRIVATE_FILES, *([] if card.is_file() else ["README.md"])],
+        done = api.create_commit(
+            repository,
+            [
+                CommitOperationAdd(path_in_repo=name, path_or_fileobj=content)
+                for name, content in contents.items()
+            ],
             commit_message="Upload from groupwise",
         )
-        if not card.is_file():
-            api.upload_file(path_or_fileobj=text.encode(), path_in_repo="README.md", repo_id=repository)
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"the upload to {repository} failed: {reason}; log in with `hf auth login`"
         ) from error
-    print(f"published: {str(url).partition('/commit/')[0]}")
+    print(f"published: {done.commit_url.partition('/commit/')[0]}")
 
 
 def is_private(name: str) -> bool:
     return any(fnmatch(name, pattern) for pattern in PRIVATE_FILES)
 
 
-def model_card(target: Target, *, name: str) -> str:
-    """Return a model card in the format of the Hugging Face Hub: base model, task, results, settings."""
+def published_file(path: Path) -> Path | bytes:
+    """Return a file as others should get it: the base model by its name on the Hub, never by a local path."""
+    from groupwise.report.model_card import hub_name
+
+    field = NAMES_BASE.get(path.name)
+    if field is None:
+        return path
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if field not in content:
+        return path
+    content[field] = hub_name(content[field])
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def card_subject(target: Target, *, name: str, license: str | None) -> CardSubject:
+    """Return what the card of a run, a checkpoint, an adapter or a model describes."""
+    from groupwise.report.model_card import CardSubject
+
     config = read_config(target.settings) if target.settings else None
     base = target.base or (config.model.name if config else None)
-    header = ["---", "library_name: " + ("peft" if target.rank else "transformers")]
-    header += [f"base_model: {base}"] if base else []
-    header += ["tags: [groupwise, grpo, reinforcement-learning]", "---", ""]
-    lines = [f"# {name.rpartition('/')[2]}", ""]
-    if config is None:
-        return "\n".join([*header, *lines, "Trained or converted with groupwise.", ""])
-    kind = {"sft": "supervised fine-tuning", "evolve": "a population with GRPO"}.get(config.run.kind, "GRPO")
-    what = "An adapter for" if target.rank else "A model trained from"
-    lines += [f"{what} `{base}`: {kind} on `{config.task.name}`.", ""]
-    lines += result_table(target)
-    kept = {
-        "loss": config.algo.loss,
-        "learning rate": config.optim.learning_rate,
-        "prompts × completions per step": f"{config.rollout.prompts} × {config.rollout.group_size}",
-        "maximum tokens": config.rollout.max_tokens,
-        "temperature": config.rollout.temperature,
-        "KL coefficient": config.algo.beta,
-        "LoRA rank": target.rank or "full fine-tuning",
-        "seed": config.run.seed,
-    }
-    lines += ["## Training", "", "| setting | value |", "|---|---|"]
-    lines += [f"| {key} | {value} |" for key, value in kept.items()]
-    return "\n".join([*header, *lines, ""])
-
-
-def result_table(target: Target) -> list[str]:
-    """Return held-out accuracy before and after training as a Markdown table; nothing if not measured."""
-    from groupwise.evaluate.held_out import read_evaluation
-
-    if target.run is None:
-        return []
-    before, after = (read_evaluation(target.run, when) for when in ("before", "after"))
-    if after is None:
-        return []
-    rows = [
-        f"| {score} | {before.scores().get(score, '–') if before else '–'} | {value} |"
-        for score, value in after.scores().items()
-    ]
-    about = f"{len(after.examples)} held-out prompts, with 95 % intervals."
-    return ["## Results", "", about, "", "| | before | after |", "|---|---|---|", *rows, ""]
+    if target.trained is None and config is None:
+        base = None  # the folder itself
+    return CardSubject(name=name, base=base, rank=target.rank, config=config, run=target.run, license=license)

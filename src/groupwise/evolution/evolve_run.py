@@ -282,7 +282,7 @@ class EvolveRun:
         """Save the best member, or the only one, before selection can change it."""
         best = self.state.best or next((p for p in self.state.people if p.trouble is None), None)
         if best is not None:
-            write_elite(self.folder, self.population.members[best.place])
+            write_elite(self.folder, self.population.members[best.place], self.config)
         return best
 
     def _show_evaluation(self, when: str, result: Evaluation | None) -> None:

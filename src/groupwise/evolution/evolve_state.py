@@ -23,6 +23,7 @@ from groupwise.evolution.population import Member
 from groupwise.evolution.search_space import Values
 from groupwise.files import write_atomically
 from groupwise.learner.checkpoint import verify
+from groupwise.report.model_card import CARD, CardSubject, model_card
 from groupwise.report.static_report import COLOURS, INK, MUTED
 from groupwise.tracking.number_format import number
 from groupwise.tracking.run_folder import RunFolder
@@ -366,15 +367,18 @@ def as_png(figure: Any) -> bytes:
     return buffer.getvalue()
 
 
-def write_elite(folder: RunFolder, member: Member) -> None:
+def write_elite(folder: RunFolder, member: Member, config: Config) -> None:
     """Save the best member atomically: write it to a temporary folder, then rename."""
     final = folder.elite
     folder.checkpoints.mkdir(parents=True, exist_ok=True)
+    rank = config.lora.r or 0
     # With this prefix, the next checkpoint removes what a killed process left.
     temporary, old = (
         folder.checkpoints / f".step-000000.tmp-{what}-{os.getpid()}" for what in ("new", "old")
     )
     member.save(temporary)
+    card = CardSubject(name=folder.name, base=config.model.name, rank=rank, config=config, run=folder)
+    (temporary / CARD).write_text(model_card(card), encoding="utf-8")
     if final.exists():
         final.rename(old)
     temporary.rename(final)

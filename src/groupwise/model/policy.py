@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from groupwise.files import let_read
+from groupwise.files import let_read, sign_weights
 from groupwise.model.adapters.lora import base_of, effective_weight, is_adapted
 from groupwise.model.adapters.quantization import is_quantized
 from groupwise.model.attention.hf_interface import Layout
@@ -332,6 +332,9 @@ class Policy(TokenizerCodec):
         # Otherwise PEFT looks the base model up online to check for changed embeddings; they never change.
         options: dict[str, Any] = {"save_embedding_layers": False} if self.has_adapter else {}
         self.model.save_pretrained(folder, state_dict=gathered, **options)
+        if self.has_adapter:
+            sign_weights(folder)
+            (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty card names a local path
         let_read(folder)
         if tokenizer:
             self.tokenizer.save_pretrained(folder)

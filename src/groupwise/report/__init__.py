@@ -8,6 +8,7 @@ Modules in reading order:
     alarms         rules that detect silent failures in the metrics
     watch_server   the live page (`groupwise watch`) and its access control
     static_report  report.html and the plots
+    model_card     the card of a trained model or adapter
     compare_runs   compare two runs, list runs, and prune them
     page/          the page's HTML, CSS and JavaScript
 

@@ -31,6 +31,7 @@ from groupwise.model.ops.logits import LogitsProcessor
 from groupwise.model.policy import Policy
 from groupwise.model.resolve import model_folder
 from groupwise.parallel.processes import DIVIDING, Processes, as_launched, divide, layout_of
+from groupwise.report.model_card import CardSubject, model_card
 from groupwise.seeds import derive_seed
 from groupwise.tasks import Split, Task, UserFunctions
 from groupwise.tasks.task import correct_rule
@@ -289,9 +290,19 @@ class BaseRun(ABC):
             policy=self.policy,
             learner=self.learner,
             processes=self.processes,
+            card=self._card,
         )
         self._prune()
         self.callbacks.call("after_checkpoint", self.state.step, self.folder.checkpoint_at(self.state.step))
+
+    def _card(self) -> str:
+        """Return the model card of the policy, with the last evaluation."""
+        config, rank = self.config, self.config.lora.r or 0
+        return model_card(
+            CardSubject(
+                name=self.folder.name, base=config.model.name, rank=rank, config=config, run=self.folder
+            )
+        )
 
     def _prune(self) -> None:
         best = self.state.best_step if self.config.run.keep_best else None

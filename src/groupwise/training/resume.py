@@ -32,6 +32,7 @@ from groupwise.learner.optimizer import CPUAdamW
 from groupwise.model.policy import Policy
 from groupwise.model.sharding import FSDPShards, local, without_masters
 from groupwise.parallel.processes import Processes
+from groupwise.report.model_card import CARD
 from groupwise.tasks import Task
 from groupwise.tasks.user_code import changed_code
 from groupwise.tracking.run_files import last_step
@@ -105,6 +106,7 @@ def save_state(
     policy: Policy,
     learner: TrainedState,
     processes: Processes | None = None,
+    card: Callable[[], str] | None = None,
 ) -> None:
     """Write a checkpoint that Hugging Face tools load as a model or adapter, and `RunStart.resumed` as a run.
 
@@ -120,6 +122,8 @@ def save_state(
 
     def write(target: Path) -> None:
         policy.save(target, gathered=whole)
+        if card is not None:
+            (target / CARD).write_text(card(), encoding="utf-8")
         write_optimizer(target, tensors, settings)
 
     (processes or Processes()).lead(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from groupwise.errors import InvariantError
+from groupwise.files import sign_weights
 from groupwise.model.adapters.lora import base_of, effective_weight, is_adapted, load_adapter
 from groupwise.model.adapters.quantization import is_quantized, is_quantized_model
 from groupwise.model.device import device_of
@@ -92,6 +93,7 @@ def merge(
         # A model that was loaded quantized cannot be converted back to its original format.
         merged.save_pretrained(unfinished, max_shard_size=shard_size, save_original_format=not quantized)
         tokenizer.save_pretrained(unfinished)
+        sign_weights(unfinished)
         written = causal_model(unfinished, chosen, where)
         difference = _largest(_logits(written, texts_T, compared), expected)
         plain = _largest(_logits(written, texts_T, chosen), own) if own else 0.0

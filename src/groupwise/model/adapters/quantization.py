@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.errors import ConfigError
+from groupwise.files import sign_weights
 from groupwise.model.resolve import first_line, new_folder
 
 
@@ -133,6 +134,7 @@ def save_quantized(model: Any, tokenizer: Any, output: Path, *, source: Path, ex
     with new_folder(output) as unfinished:
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
+        sign_weights(unfinished)
         (unfinished / TRAIN_SETTINGS).write_text(extra, encoding="utf-8")
     return Quantized(
         folder=output, layers=layers, bytes_before=weight_bytes(source), bytes_after=weight_bytes(output)
