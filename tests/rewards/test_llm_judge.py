@@ -8,10 +8,11 @@ from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 
 import pytest
 
+import groupwise as gw
 from groupwise.errors import ConfigError, RolloutError
 from groupwise.records import Example, Group, Rollout
 from groupwise.rewards.llm_judge import LLMJudge, judged, spent_by_judges
-from groupwise.rewards.runner import RewardContext
+from groupwise.rewards.runner import RewardContext, score_group
 from groupwise.rewards.score_ahead import score_ahead
 from groupwise.training.collector import Batch
 from groupwise.training.step_metrics import batch_metrics
@@ -176,3 +177,121 @@ def test_the_calls_of_a_batch_run_at_the_same_time_and_a_busy_server_is_asked_ag
     assert len(prompts) == 4  # equal answers are graded once, also at the same time
     assert all("Be kind." in prompt for prompt in prompts)
     assert reward.judge.spent["calls"] == 4
+
+
+class Comparing:
+    """A stand-in server that prefers the longer answer, or says what it is told to."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.says: str | None = None
+        self.refusals = 0
+        judge = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                prompt = body["messages"][0]["content"]
+                judge.asked.append(prompt)
+                if judge.refusals:
+                    judge.refusals -= 1
+                    self.send_error(503)
+                    return
+                reply = {"choices": [{"message": {"content": judge.says or judge.preferred(prompt)}}]}
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(json.dumps(reply).encode())
+
+            def log_message(self, *arguments: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
+
+    def preferred(self, prompt: str) -> str:
+        first, second = (
+            len(prompt.partition(f"<answer_{name}>\n")[2].partition("\n</answer")[0]) for name in "AB"
+        )
+        return f"<better>{'tie' if first == second else 'A' if first > second else 'B'}</better>"
+
+
+@pytest.fixture
+def comparing():
+    stand_in = Comparing()
+    yield stand_in
+    stand_in.server.shutdown()
+    stand_in.server.server_close()
+
+
+def group_of(*texts: str, **columns: object) -> Group:
+    return Group(
+        example=Example({"question": "q", **columns}),
+        rollouts=tuple(
+            Rollout(
+                prompt=[{"role": "user", "content": "the prompt"}],
+                text=text,
+                tokens=(1,),
+                trained=(True,),
+                logprobs=(0.0,),
+                entropies=(0.0,),
+                prompt_length=0,
+                finish="end",
+            )
+            for text in texts
+        ),
+    )
+
+
+def test_answers_of_a_group_are_compared_in_pairs_and_in_both_orders(comparing, tmp_path):
+    reward = gw.rewards.judge(
+        url=comparing.url, model="m", pairwise=True, rubric="Longer is better.", cache=tmp_path, opponents=1
+    )
+    groups = [group_of("a", "abc", "ab", "abcd", answer="gold"), group_of("same", "same"), group_of("alone")]
+    context = RewardContext()
+    score_ahead(groups, rewards={"judge": reward}, seconds=5, concurrency=8, context=context)
+    scores = [[context.ready["judge", id(r)] for r in group.rollouts] for group in groups]
+    # In the ring a-abc-ab-abcd: a loses to abc and abcd, abc wins twice, ab loses twice, abcd wins twice.
+    assert scores == [[0.0, 1.0, 0.0, 1.0], [0.5, 0.5], [0.5]]
+    assert len(comparing.asked) == 8  # 4 pairs in both orders; equal answers are not sent
+    assert all("Longer is better." in prompt and "\ngold\n" in prompt for prompt in comparing.asked)
+    assert spent_by_judges({"judge": reward})["calls"] == 8
+    again = gw.rewards.judge(
+        url=comparing.url, model="m", pairwise=True, rubric="Longer is better.", cache=tmp_path, opponents=1
+    )
+    scored = score_group(groups[0], rewards={"judge": again}, weights={}, seconds=5)
+    assert [rollout.reward for rollout in scored.rollouts] == [0.0, 1.0, 0.0, 1.0]
+    assert len(comparing.asked) == 8  # from the disk
+
+
+def test_a_judge_that_always_prefers_the_first_place_gives_ties(comparing):
+    comparing.says = "<better>A</better>"
+    reward = gw.rewards.judge(url=comparing.url, model="m", pairwise=True, reference=None)
+    assert reward.score_batch([group_of("a", "b", "c")], concurrency=4) == [[0.5, 0.5, 0.5]]
+
+
+def test_a_failed_comparison_fails_its_two_rollouts_only(comparing, monkeypatch):
+    monkeypatch.setattr("groupwise.rewards.llm_judge.PAUSE_SECONDS", 0.001)
+    reward = gw.rewards.judge(url=comparing.url, model="m", pairwise=True, opponents=1)
+    preferred = comparing.preferred
+    comparing.preferred = lambda prompt: (
+        "no idea" if "odd" in prompt and "even" in prompt else preferred(prompt)
+    )
+    (scores,) = reward.score_batch([group_of("odd", "even", "xxxxxx", "yyyyyyyyyy")], concurrency=4)
+    assert [isinstance(score, RolloutError) for score in scores] == [True, True, False, False]
+    assert "must reply with <better>" in str(scores[0])
+    assert scores[2:] == [0.5, 1.0]
+    comparing.refusals = 2  # asked again
+    assert reward.score_batch([group_of("1", "22")], concurrency=1) == [[0.0, 1.0]]
+
+
+def test_a_rubric_grades_without_a_reference_and_without_a_question_column(comparing):
+    comparing.says = "<grade>4</grade>"
+    reward = gw.rewards.judge(url=comparing.url, model="m", rubric="Be kind.", question="none")
+    group = group_of("hello")
+    assert reward(group.rollouts[0], group.example) == 0.4
+    assert "<reference>" not in comparing.asked[0]
+    assert "<question>\nthe prompt\n</question>" in comparing.asked[0]
+    assert "Be kind." in comparing.asked[0]
+    with pytest.raises(ConfigError, match="opponents must be at least 1"):
+        gw.rewards.judge(url=comparing.url, model="m", pairwise=True, opponents=0)

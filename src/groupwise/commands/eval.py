@@ -217,6 +217,10 @@ def evaluate_command(
         jobs = [replace(job, task=workers.enter_context(isolated(job.task))) for job in jobs]
         say_loading(f"PyTorch and {resolved.description}")
         policy, engine = load_target(resolved, settings(resolved, overrides).resolve())
+        from groupwise.model.load import load_reward_models
+
+        for job in jobs:
+            load_reward_models(job.task.rewards, policy.device)
         return [
             report(
                 job,

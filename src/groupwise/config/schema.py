@@ -290,6 +290,9 @@ class TaskConfig:
     """Task-specific settings, such as `largest: 50`. The built-in model defaults to smaller puzzles."""
     weights: Mapping[str, Any] = field(default_factory=dict)
     """Reward weights that replace the task's own: `{mrr: 0, similarity: 1}`. Weight 0: only a metric."""
+    reward_model: str | None = None
+    """Folder or name of a sequence-classification model with one output, which is added to the task as the
+    reward `reward_model`. Its weight is `task.weights.reward_model`, by default 1."""
     correct_at: float | None = None
     """An answer counts as correct if its accuracy reward is at least this. None: the task's value, usually
     1."""

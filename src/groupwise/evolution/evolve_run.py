@@ -39,6 +39,7 @@ from groupwise.files import write_atomically
 from groupwise.learner.checkpoint import prune, write_checkpoint
 from groupwise.learner.learner import try_own_loss
 from groupwise.model.device import deterministic_kernels, device_of
+from groupwise.model.load import load_reward_models
 from groupwise.records import Example, Group
 from groupwise.tasks import Task, UserFunctions, isolated, leave_task_file, load_task, use_functions
 from groupwise.tasks.user_code import code_of
@@ -82,6 +83,7 @@ class EvolveRun:
             device = device_of(config.model.device)
             resources.enter_context(deterministic_kernels(device, on=config.run.deterministic))
             self.base = SharedBase(config, functions)
+            load_reward_models(task.rewards, self.base.policy.device)
             limit = PromptLimit(config, task=task, policy=self.base.policy)
             self.split, too_long = limit.leave_out(self.split)
             self.population = Population(config, task=task, split=self.split, base=self.base)

@@ -6,7 +6,7 @@ import ctypes
 import logging
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -42,6 +42,7 @@ from groupwise.model.resolve import (
     unloadable,
 )
 from groupwise.model.tokenizer import TEMPLATE_ARGS
+from groupwise.rewards.llm_judge import RewardModel
 
 
 def load_policy(
@@ -248,3 +249,87 @@ def keep_freed_memory() -> None:
     libc.mallopt(m_mmap_max, 0)
     libc.mallopt(m_trim_threshold, 2**31 - 1)
     libc.mallopt(m_top_pad, 64 << 20)
+
+
+def load_reward_models(rewards: Mapping[str, Any], device: torch.device) -> None:
+    """Load the reward models among a task's rewards onto the device of the policy."""
+    for reward in rewards.values():
+        if isinstance(reward, RewardModel) and reward.scorer is None:
+            reward.scorer = SequenceScorer(reward, device)
+
+
+class SequenceScorer:
+    """A sequence-classification model with one output, over padded batches of similar length."""
+
+    def __init__(self, reward: RewardModel, device: torch.device) -> None:
+        from transformers import AutoModelForSequenceClassification
+
+        keep_quiet()
+        self.reward = reward
+        folder = model_folder(reward.name)
+        self.tokenizer = load_tokenizer(folder, template_args={})
+        try:
+            self.model: Any = AutoModelForSequenceClassification.from_pretrained(
+                str(folder),
+                dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+                local_files_only=True,
+                trust_remote_code=False,
+            )
+        except unloadable() as error:
+            raise ConfigError(f"cannot load the reward model {reward.name}: {first_line(error)}") from error
+        if self.model.config.num_labels != 1:
+            raise ConfigError(
+                f"the reward model {reward.name} has {self.model.config.num_labels} outputs; use one with 1"
+            )
+        self.model.to(device).eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def __call__(self, conversations: Sequence[tuple[Any, Any]]) -> list[float]:
+        rows = [self.tokens(*one) for one in conversations]
+        scores = [0.0] * len(rows)
+        pad = self.padding(rows)
+        for batch in self.batches(rows):
+            longest = max(len(rows[index]) for index in batch)
+            ids = torch.full((len(batch), longest), pad)
+            mask = torch.zeros_like(ids)
+            for line, index in enumerate(batch):
+                ids[line, : len(rows[index])] = torch.tensor(rows[index])
+                mask[line, : len(rows[index])] = 1
+            device = self.model.device
+            logits = self.model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
+            for index, value in zip(batch, logits[:, 0].float().tolist(), strict=True):
+                scores[index] = value
+        return scores
+
+    def tokens(self, prompt: Any, completion: Any) -> list[int]:
+        """Encode a conversation, by the reward model's own chat template if it has one."""
+        if isinstance(prompt, str):
+            messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        else:
+            messages = [*prompt, *completion]
+        if self.tokenizer.chat_template:
+            ids = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
+        else:
+            ids = self.tokenizer("\n".join(str(one["content"]) for one in messages))["input_ids"]
+        longest = getattr(self.model.config, "max_position_embeddings", None) or self.reward.max_tokens
+        return list(ids)[-min(longest, self.reward.max_tokens) :]
+
+    def padding(self, rows: Sequence[Sequence[int]]) -> int:
+        """Return the padding id. Models find their last token by it, so it must not occur in the rows."""
+        pad = self.tokenizer.pad_token_id
+        used = {token for row in rows for token in row}
+        if pad is None or pad in used:
+            pad = next(token for token in range(len(used) + 1) if token not in used)
+        self.model.config.pad_token_id = pad
+        return int(pad)
+
+    def batches(self, rows: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+        """Yield the indices of rows of similar length whose padded size is at most `batch_tokens`."""
+        batch: list[int] = []
+        for index in sorted(range(len(rows)), key=lambda index: len(rows[index])):
+            if batch and (len(batch) + 1) * len(rows[index]) > self.reward.batch_tokens:
+                yield batch
+                batch = []
+            batch.append(index)
+        if batch:
+            yield batch

@@ -7,7 +7,7 @@ Modules in reading order:
     score_ahead   run the rewards of a batch at the same time: async rewards, several workers
     extraction    extract the answer from a completion: tags, boxes, numbers
     text_rewards  exact match, numbers, patterns, length; overlap with a reference; search; unit tests
-    llm_judge     LLM-as-a-judge, through an OpenAI-compatible server
+    llm_judge     LLM-as-a-judge, through an OpenAI-compatible server; reward models by name
     verify/       compare an answer with the ground truth: arithmetic, LaTeX, math-verify
 
 A reward is any function `(rollout, example) -> float`. To add one, name it in a task's `rewards`.
@@ -15,6 +15,7 @@ A reward is any function `(rollout, example) -> float`. To add one, name it in a
 
 from groupwise.isolation.worker import in_process
 from groupwise.rewards.extraction import final_answer, is_well_formed, last_box, stated_number
+from groupwise.rewards.llm_judge import judge, reward_model
 from groupwise.rewards.runner import RewardFunction, score_group
 from groupwise.rewards.text_rewards import contains, exact_match, length, matches, same_number, unit_tests
 from groupwise.rewards.verify.arithmetic import Arithmetic, evaluate_expression
@@ -29,9 +30,11 @@ __all__ = [
     "final_answer",
     "in_process",
     "is_well_formed",
+    "judge",
     "last_box",
     "length",
     "matches",
+    "reward_model",
     "same_number",
     "score_boxed",
     "score_group",

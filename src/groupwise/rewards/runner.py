@@ -407,6 +407,10 @@ def score_rollouts(
                 LOGGER.warning("%s runs in the trainer's process: %s", function.name, error)
                 function.worker = None
         function = function.function
+    if hasattr(function, "score_batch"):
+        group = Group(example=example, rollouts=tuple(rollouts))
+        scores = run_limited(limit, lambda: function.score_batch([group], concurrency=64)[0], context)
+        return [scores] * len(rollouts) if isinstance(scores, RolloutError) else list(scores)
     guard = limit if is_ours(function) else Watched(limit, f"the reward {described(function)}")
     calls = call_reward(function, rollouts, example, limit=guard, context=context)
     return [outcome for outcomes in calls for outcome in outcomes]

@@ -115,12 +115,14 @@ def score_ahead(
 ) -> None:
     """Run the rewards that can run at the same time, over all groups, into `context.ready`.
 
-    These are asynchronous rewards, and those that have several workers. What is missing afterwards is scored
-    group by group.
+    These are asynchronous rewards, those that score a batch at once, and those that have several workers.
+    What is missing afterwards is scored group by group.
     """
     for name, function in rewards.items():
         if is_concurrent(getattr(function, "function", function)):
             outcomes = awaited_ahead(function, groups, seconds=seconds, concurrency=concurrency)
+        elif hasattr(function, "score_batch"):
+            outcomes = batch_ahead(function, groups, seconds=seconds, concurrency=concurrency)
         elif isinstance(function, IsolatedReward) and function.others:
             outcomes = pooled_ahead(function, groups, replace(context, seconds=seconds))
         else:
@@ -153,6 +155,26 @@ def awaited_ahead(
             return {}
         outcomes = returned
     return {id(rollout): outcome for (rollout, _), outcome in zip(pairs, outcomes, strict=True)}
+
+
+def batch_ahead(
+    function: RewardFunction, groups: Sequence[Group], *, seconds: float, concurrency: int
+) -> dict[int, Outcome]:
+    """Score all groups by a reward that takes them together: a reward model or a pairwise judge."""
+    most = seconds * max(1, len(groups))
+    with TimeLimits(most) as limit:
+        found = run_limited(
+            limit,
+            lambda: function.score_batch(groups, concurrency=concurrency),  # type: ignore[attr-defined]
+            RewardContext(seconds=most),
+        )
+    if isinstance(found, RolloutError):
+        return {id(rollout): found for group in groups for rollout in group.valid}
+    return {
+        id(rollout): outcome
+        for group, outcomes in zip(groups, found, strict=True)
+        for rollout, outcome in zip(group.valid, outcomes, strict=True)
+    }
 
 
 def pooled_ahead(

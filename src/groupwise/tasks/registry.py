@@ -18,6 +18,7 @@ from typing import Any
 from groupwise.config.schema import TaskConfig
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.records import Example
+from groupwise.rewards.llm_judge import reward_model
 from groupwise.tasks.builtin.boxed_math import math
 from groupwise.tasks.builtin.code_problems import code
 from groupwise.tasks.builtin.countdown import countdown
@@ -123,7 +124,10 @@ def with_data(task: Task, config: TaskConfig) -> Task:
 
 
 def with_scoring(task: Task, config: TaskConfig) -> Task:
-    """Return the task with the reward weights and the threshold of the configuration."""
+    """Return the task with the reward model, the reward weights and the threshold of the configuration."""
+    if config.reward_model is not None:
+        added = reward_model(config.reward_model)
+        task = replace(task, accuracy=task.accuracy_reward, rewards={**task.rewards, "reward_model": added})
     for name in config.weights:
         if name not in task.rewards:
             hint = closest(name, task.rewards)

@@ -26,7 +26,7 @@ from groupwise.evaluate.target import find_target
 from groupwise.learner.checkpoint import prune
 from groupwise.learner.teacher import SELF, ModelTeacher, SelfTeacher, ServerTeacher, Teacher, is_server
 from groupwise.model.device import deterministic_kernels, device_of, free_memory
-from groupwise.model.load import load_for_generation, load_policy
+from groupwise.model.load import load_for_generation, load_policy, load_reward_models
 from groupwise.model.ops.logits import LogitsProcessor
 from groupwise.model.policy import Policy
 from groupwise.model.resolve import model_folder
@@ -176,6 +176,8 @@ class BaseRun(ABC):
         self.policy = load_policy(model, config.lora, trained=start.checkpoint, reference=reference)
         if self.policy.unpacked_bytes and not self.policy.has_adapter:
             raise ConfigError(f"the weights of {config.model.name} are quantized: train adapters (lora.r=16)")
+        if self.task is not None:
+            load_reward_models(self.task.rewards, self.policy.device)
         layout = layout_of(config.run)
         if self.processes.count > 1 and layout in DIVIDING:
             divide(self.policy, layout)
