@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from groupwise.report.run_index import RunIndex, RunReader
 from groupwise.report.static_report import write_report
 from groupwise.report.watch_server import listen
 from groupwise.tracking.run_files import MetricsFile
-from tests.support.synthetic_runs import good_groups, group_of, healthy, make_run, rollout
+from groupwise.tracking.run_folder import RunFolder
+from tests.support.synthetic_runs import good_groups, group_of, healthy, make_run, make_search, rollout
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: no browser test")
 expect = playwright.expect
@@ -71,6 +73,26 @@ def hostile_metrics(step: int) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def address(runs: Path) -> Iterator[str]:
+    with served(runs) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def search(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a search of two members, one of which diverged."""
+    folder = tmp_path_factory.mktemp("searches")
+    make_search(folder / "search")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def search_address(search: Path) -> Iterator[str]:
+    with served(search) as address:
+        yield address
+
+
+@contextmanager
+def served(runs: Path) -> Iterator[str]:
     import uvicorn
 
     from groupwise.report.watch_server import application
@@ -80,10 +102,12 @@ def address(runs: Path) -> Iterator[str]:
     server = uvicorn.Server(settings)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
-    yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
-    server.should_exit = server.force_exit = True
-    thread.join(20)
-    listening.close()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join(20)
+        listening.close()
 
 
 class Visit:
@@ -331,6 +355,35 @@ def test_a_group_shows_its_answers_best_first_with_their_rewards(visit: Visit, a
     assert "correct 1.00" in first.inner_text()
     assert "finished" in first.inner_text()
     assert page.locator(".message pre").inner_text() == "5 + 1?"
+
+
+@pytest.mark.parametrize("visit", [SIZES["1280 light"], SIZES["390 dark"]], indirect=True)
+def test_a_search_shows_its_members_and_their_groups(visit: Visit, search_address: str) -> None:
+    page = visit.open(f"{search_address}#curves?run=search")
+    rows = page.locator(".population tbody tr")
+    expect(rows).to_have_count(2)
+    best = " ".join(rows.nth(1).inner_text().split())
+    assert best == "1 best 1 0 2.0e-4 62.5 % [50.0 %, 75.0 %] changed after step 2: lr 0.0001 → 0.0002"
+    assert "diverged: the weights contain NaN or inf" in rows.nth(0).inner_text()
+    titles = page.locator("figcaption .title").all_inner_texts()
+    assert "Reward of each member" in titles
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    assert page.evaluate(CONTRAST) == []
+    page = visit.open(f"{search_address}#groups?run=search&step=2")
+    expect(page.locator(".list button")).to_have_count(4)
+    expect(page.locator("h2")).to_contain_text("Step 2, group 0 member 0")
+    page.get_by_label("population member").select_option("1")
+    expect(page.locator(".list button")).to_have_count(2)
+    expect(page.locator("h2")).to_contain_text("Step 2, group 2 member 1")
+    assert page.evaluate(CONTRAST) == []
+    page.locator(".member a", has_text="tokens").first.click()
+    page.wait_for_selector(".view.tokens")
+
+
+def test_the_report_of_a_search_has_its_members(visit: Visit, search: Path) -> None:
+    report = write_report(RunReader(RunFolder(search / "search")), state="finished")
+    page = visit.open(report.as_uri())
+    expect(page.locator(".population tbody tr")).to_have_count(2)
 
 
 def test_text_of_models_is_shown_as_text(visit: Visit, address: str) -> None:

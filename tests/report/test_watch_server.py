@@ -22,7 +22,7 @@ from groupwise.report.compare_runs import listed
 from groupwise.report.run_index import RunIndex
 from groupwise.report.watch_server import application, changes, is_loopback, listen
 from groupwise.tracking.run_files import MetricsFile
-from tests.support.synthetic_runs import group_of, make_run, rollout
+from tests.support.synthetic_runs import group_of, make_run, make_search, rollout
 
 LOCAL = "http://127.0.0.1:8477"
 
@@ -394,3 +394,30 @@ def test_a_port_that_is_taken_is_one_sentence_and_the_usual_one_gives_way() -> N
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
             listen("127.0.0.1", port)
+
+
+def test_a_search_has_members_and_its_groups_name_them(tmp_path: Path) -> None:
+    make_run(tmp_path / "plain", steps=1)
+    make_search(tmp_path / "search")
+    client = TestClient(application(RunIndex.of([tmp_path])), base_url=LOCAL)
+    assert {run["id"]: run["search"] for run in client.get("/api/runs").json()} == {
+        "plain": False,
+        "search": True,
+    }
+    population = client.get("/api/runs/search/population").json()
+    assert [member["name"] for member in population["members"]] == [0, 1]
+    assert client.get("/api/runs/plain/population").status_code == 404
+    groups = client.get("/api/runs/search/steps/2").json()
+    assert [group["population_member"] for group in groups] == [0, 0, 1, 1]
+    assert "population_member" not in client.get("/api/runs/plain/steps/1").json()[0]
+    assert client.get("/api/runs/search/steps/2/groups/3/members/1").status_code == 200
+    (tmp_path / "search" / "evolution.json").write_text("{damaged")
+    assert client.get("/api/runs/search/population").status_code == 404
+
+
+def test_a_link_out_of_the_folder_is_no_population(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", steps=1)
+    (tmp_path / "secret.json").write_text('{"members": []}')
+    (tmp_path / "run" / "evolution.json").symlink_to(tmp_path / "secret.json")
+    client = TestClient(application(RunIndex.of([tmp_path])), base_url=LOCAL)
+    assert client.get("/api/runs/run/population").status_code == 404

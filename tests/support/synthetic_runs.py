@@ -14,7 +14,7 @@ from groupwise.model.resolve import TINY_FOLDER
 from groupwise.records import Example, Group, Rollout
 from groupwise.tracking.rollout_files import write_rollouts, write_updates
 from groupwise.tracking.run_files import MetricsFile
-from groupwise.tracking.run_folder import RunFolder
+from groupwise.tracking.run_folder import EVOLUTION, RunFolder
 from groupwise.training.step_metrics import signs
 
 PROMPT = (5, 6, 7)
@@ -112,6 +112,41 @@ def make_run(
         write_updates(run.updates_at(step), {(s.group, s.member): [-0.4] * s.length for s in samples})
         file.append(step, {**metrics(step), **signs(made)})
     run.stats.write_text(json.dumps({"steps": steps, "seconds": 12.5}))
+    return run
+
+
+def make_search(folder: Path) -> RunFolder:
+    """Write a search of two members, the first of which diverged."""
+
+    def groups(step: int) -> list[Group]:
+        return [
+            replace(group, example=Example({**group.example, "population_member": name}))
+            for name in range(2)
+            for group in good_groups(step)
+        ]
+
+    def metrics(step: int) -> dict[str, float]:
+        own = {
+            f"member/{slot}/{name}": 0.5 + slot for slot in range(2) for name in ("reward/mean", "accuracy")
+        }
+        return {**healthy(step), **own}
+
+    run = make_run(folder, steps=2, groups=groups, metrics=metrics, overrides=["run.kind=evolve", "lora.r=4"])
+    member = {"parent": None, "born": 0, "measured": 2, "fitness": None, "trouble": None}
+    values = [{"optim.learning_rate": 1e-4}, {"optim.learning_rate": 2e-4}]
+    first = {**member, "name": 0, "place": 0, "values": values[0]}
+    second = {
+        **member,
+        "name": 1,
+        "place": 1,
+        "values": values[1],
+        "parent": 0,
+        "fitness": [0.625, 0.5, 0.75],
+    }
+    first["trouble"] = "diverged: the weights contain NaN or inf"
+    event = {"step": 2, "name": 1, "what": "changed", "detail": "lr 0.0001 → 0.0002"}
+    content = {"steps": 2, "best": second, "members": [first, second], "snapshots": [], "events": [event]}
+    (folder / EVOLUTION).write_text(json.dumps(content))
     return run
 
 

@@ -43,6 +43,7 @@ from groupwise.model.load import load_reward_models
 from groupwise.records import Example, Group
 from groupwise.tasks import Task, UserFunctions, isolated, leave_task_file, load_task, use_functions
 from groupwise.tasks.user_code import code_of
+from groupwise.tracking.run_folder import EVOLUTION
 from groupwise.tracking.terminal import open_display
 from groupwise.tracking.trackers import tracker_names
 from groupwise.training.base_run import check_self_teacher
@@ -53,8 +54,6 @@ from groupwise.training.recorder import Recorder
 from groupwise.training.resume import command_of, same_code, same_data, with_epochs
 from groupwise.training.run_end import Interrupt, explain_full_disk
 from groupwise.training.step_metrics import batch_metrics
-
-EVOLUTION = "evolution.json"
 
 
 class EvolveRun:

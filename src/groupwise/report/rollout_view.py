@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from groupwise.tracking.rollout_files import read_example, read_prompt, read_update, reward_parts
-from groupwise.tracking.run_folder import RunFolder, step_of
+from groupwise.tracking.run_folder import EVOLUTION, RunFolder, step_of
 
 UNFINISHED = "\ufffd"
 """What the first bytes of a character decode to if its other bytes are in the next token."""
@@ -115,6 +115,9 @@ TOKEN_COLUMNS = (
     "finish",
 )
 
+POPULATION_MEMBER = "population_member"
+"""Column of an example, in a search: the name of the member that answered it."""
+
 Record = dict[str, Any]
 
 
@@ -126,6 +129,11 @@ class RolloutView:
         self.pieces = TokenTexts(folder)
         self._rewards: dict[int, tuple[int, NDArray[np.float64]]] = {}
         self._lock = threading.Lock()
+
+    @property
+    def is_search(self) -> bool:
+        """Whether a population was trained: its groups are those of all members."""
+        return (self.folder.path / EVOLUTION).is_file()
 
     def steps(self) -> list[int]:
         """Return the steps that have stored rollouts."""
@@ -151,15 +159,22 @@ class RolloutView:
         return rewards
 
     def groups(self, step: int) -> list[Record]:
-        """Return the groups of a step with their prompts and rewards, without the texts of answers."""
-        table = read(self.folder.rollouts_at(step), LIST_COLUMNS)
-        stored = table.schema.field("prompt")
+        """Return the groups of a step with their prompts and rewards, without the texts of answers.
+
+        In a search, a group names the member of the population that answered it.
+        """
+        columns = (*LIST_COLUMNS, "example") if self.is_search else LIST_COLUMNS
+        table = read(self.folder.rollouts_at(step), columns)
+        schema = table.schema
         groups: dict[int, Record] = {}
         for row in table.to_pylist():
-            prompt = row.pop("prompt")
+            prompt, example = row.pop("prompt"), row.pop("example", None)
             if row["group"] not in groups:
-                excerpt = prompt_excerpt(read_prompt(prompt, stored))
+                excerpt = prompt_excerpt(read_prompt(prompt, schema.field("prompt")))
                 groups[row["group"]] = {"group": row["group"], "prompt": excerpt, "members": []}
+                if example is not None:
+                    answered_by = read_example(example, schema.field("example")).get(POPULATION_MEMBER)
+                    groups[row["group"]][POPULATION_MEMBER] = answered_by
             groups[row["group"]]["members"].append(tidy(row))
         return list(groups.values())
 

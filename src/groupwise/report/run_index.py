@@ -15,7 +15,7 @@ from groupwise.errors import ConfigError
 from groupwise.report.alarms import ALARM_RULES, alarms
 from groupwise.report.history import EvaluationFiles, MetricsTail, as_columns
 from groupwise.report.rollout_view import RolloutView
-from groupwise.tracking.run_folder import SETTINGS, RunFolder, is_run, owner
+from groupwise.tracking.run_folder import EVOLUTION, SETTINGS, RunFolder, is_run, owner
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,7 @@ class RunReader:
             "max_steps": self.max_steps,
             "steps": self.rollouts.steps(),
             "stats": self.stats(),
+            "search": self.rollouts.is_search,
         }
 
     def glance(self) -> dict[str, Any]:
@@ -86,7 +87,7 @@ class RunReader:
         except Exception as error:
             logger.warning("cannot read run %s: %r", self.folder.path, error)
             name = self.folder.name
-            empty: dict[str, Any] = {"step": 0, "max_steps": None, "steps": [], "stats": {}}
+            empty: dict[str, Any] = {"step": 0, "max_steps": None, "steps": [], "stats": {}, "search": False}
             return {"name": name, "title": name, "state": "damaged", **empty}
 
     def settings(self) -> dict[str, Any]:
@@ -105,6 +106,17 @@ class RunReader:
             return {}
         return content if isinstance(content, dict) else {}
 
+    def population(self) -> dict[str, Any] | None:
+        """Return the members of a search and what happened to them; None for another run."""
+        path = self.folder.path / EVOLUTION
+        if not path.resolve().is_relative_to(self.folder.path.resolve()):
+            return None  # a link out of the folder may expose any file
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError, RecursionError):
+            return None
+        return content if isinstance(content, dict) else None
+
     def curves(self, *, after: int = -1) -> dict[str, Any]:
         """Return the metrics of the steps after `after`, and all evaluations."""
         rows = [row for row in self.tail.rows() if row["step"] > after]
@@ -112,7 +124,11 @@ class RunReader:
 
     def change(self) -> tuple[Any, ...]:
         """Return a value that changes whenever the run's files change."""
-        watched = (self.folder.metrics, self.folder.rollouts, self.folder.evaluations, self.folder.stats)
+        folder = self.folder
+        watched = (
+            *(folder.metrics, folder.rollouts, folder.evaluations, folder.stats),
+            folder.path / EVOLUTION,
+        )
         return (*tuple(stamp(path) for path in watched), owner(self.folder))
 
 

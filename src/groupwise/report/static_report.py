@@ -45,6 +45,8 @@ def answers(run: RunReader, *, state: str) -> Iterator[tuple[str, Any]]:
     yield f"{root}/curves", run.curves()
     yield f"{root}/alarms", run.alarmed()
     yield f"{root}/settings", run.settings()
+    if (population := run.population()) is not None:
+        yield f"{root}/population", population
     yield f"{root}/distribution", distribution(run.rollouts)
     steps = spread(run.rollouts.steps(), STEPS)
     lists = dict(listed(run, steps))

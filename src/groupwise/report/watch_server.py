@@ -172,6 +172,7 @@ def application(index: RunIndex, *, token: str | None = None) -> Starlette:
             Route(f"{one}/curves", json_endpoint(serve.curves)),
             Route(f"{one}/alarms", json_endpoint(serve.alarms)),
             Route(f"{one}/settings", json_endpoint(serve.settings)),
+            Route(f"{one}/population", json_endpoint(serve.population)),
             Route(f"{one}/distribution", json_endpoint(serve.distribution)),
             Route(f"{one}/search", json_endpoint(serve.search)),
             Route(f"{one}/steps/{{step:number}}", json_endpoint(serve.groups)),
@@ -235,6 +236,9 @@ class WatchServer:
 
     def settings(self, request: Request) -> dict[str, Any]:
         return self.run(request).settings()
+
+    def population(self, request: Request) -> dict[str, Any] | None:
+        return self.run(request).population()
 
     def distribution(self, request: Request) -> dict[str, Any]:
         return distribution(

@@ -23,6 +23,8 @@ from groupwise.files import alive
 
 STEP_NAME = re.compile(r"step-(\d{6,})")
 SETTINGS = "config.yaml"
+EVOLUTION = "evolution.json"
+"""The members of a search; see `evolution.evolve_state.EvolutionLog`."""
 AGENT = "agent.json"
 """The file that distinguishes a saved agent from a run; both have a config.yaml."""
 

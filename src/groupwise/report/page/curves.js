@@ -21,6 +21,12 @@ const CHARTS = {
     { title: "Held-out reward", heldOutReward: true, format: reward, about: "Mean reward of sampled answers to held-out prompts" },
     { title: "Groups without signal", metrics: [["advantage/zero_variance", "share of groups"]], format: share, tick: shareTick, about: "Share of groups whose answers all got the same reward; they give no gradient" },
   ],
+  "Population": [
+    { title: "Held-out accuracy of each member", member: "accuracy", format: (v) => percent(v), tick: (v) => percent(v, 0), about: "On the prompts that select, by slot of the population" },
+    { title: "Reward of each member", member: "reward/mean", format: reward, about: "Mean reward of all answers, by slot of the population" },
+    { title: "KL of each member", member: "policy/kl", format: nats },
+    { title: "Length of each member", member: "rollout/length" },
+  ],
   "Health": [
     { title: "Entropy", metrics: [["policy/entropy", "nats per token"]], format: nats },
     { title: "KL", metrics: [["policy/kl", "from the reference"], ["policy/kl_old", "from the sampling policy"]], format: nats },
@@ -49,6 +55,7 @@ export async function curves(root, app) {
 
   const head = h("section", { class: "headline", "aria-label": "Summary" });
   const body = h("div");
+  const population = h("div");
   let charts = [];
   const waiting = new IntersectionObserver((entries) => {
     for (const entry of entries) {
@@ -93,7 +100,16 @@ export async function curves(root, app) {
     return one.card;
   }
 
-  const names = (spec) => (spec.parts ? parts() : spec.metrics ?? []);
+  const names = (spec) => (spec.parts ? parts() : spec.member ? slots(spec.member) : spec.metrics ?? []);
+
+  function slots(metric) {
+    const metrics = new Set([...data.values()].flatMap((one) => Object.keys(one.values)));
+    return [...metrics]
+      .map((name) => [name, name.match(/^member\/(\d+)\/(.*)$/)])
+      .filter(([, found]) => found?.[2] === metric)
+      .sort(([, a], [, b]) => Number(a[1]) - Number(b[1]))
+      .map(([name, found]) => [name, `slot ${found[1]}`]);
+  }
 
   function parts() {
     const metrics = new Set([...data.values()].flatMap((one) => Object.keys(one.values)));
@@ -126,6 +142,12 @@ export async function curves(root, app) {
 
   function headline() {
     fill(head, app.chosen().filter((run) => data.has(run.id)).map((run) => summaryOf(run, data.get(run.id), app)));
+  }
+
+  async function drawPopulation() {
+    const searches = app.chosen().filter((run) => run.search);
+    const tables = await Promise.all(searches.map(async (run) => membersOf(run, await get(of(run.id, "/population"), { fresh: true }))));
+    fill(population, tables);
   }
 
   const smoothing = h("input", {
@@ -162,11 +184,13 @@ export async function curves(root, app) {
       h("span", { class: "quiet hint" }, "drag to zoom, double-click to reset"),
       h("span", { class: "quiet touch" }, "tap a chart for its values, a name to hide its line"),
     ),
+    population,
     body,
     app.chosen().map((run) => settingsOf(run, app.chosen().length > 1)),
   );
   headline();
   build();
+  await drawPopulation();
 
   // Charts are drawn when they scroll into view; printing needs all of them.
   const drawAll = () => {
@@ -186,6 +210,7 @@ export async function curves(root, app) {
       const fresh = await get(of(run.id, run.step >= lastStep ? `/curves?after=${lastStep}` : "/curves"), { fresh: true });
       data.set(run.id, run.step >= lastStep && old ? joined(old, fresh) : fresh);
       headline();
+      await drawPopulation();
       for (const one of charts) one.update(linesOf(one.spec));
       if (charts.length === 0) build();
     },
@@ -196,6 +221,42 @@ export async function curves(root, app) {
       for (const one of charts) one.leave();
     },
   };
+}
+
+// The members of a search: the values that differ, accuracy with its interval, and what became of each.
+
+function membersOf(run, search) {
+  const values = [...new Set(search.members.flatMap((member) => Object.keys(member.values)))];
+  const last = new Map(search.events.map((event) => [event.name, event]));
+  const fitness = (member) => (member.fitness ? `${percent(member.fitness[0])} [${percent(member.fitness[1])}, ${percent(member.fitness[2])}]` : "–");
+  const row = (member) => {
+    const event = last.get(member.name);
+    return h(
+      "tr",
+      { class: member.trouble ? "failed" : null },
+      h("th", { scope: "row" }, member.name, search.best?.name === member.name && h("span", { class: "quiet" }, " best")),
+      h("td", {}, member.place),
+      h("td", {}, member.parent ?? "base"),
+      values.map((name) => h("td", {}, number(member.values[name]))),
+      h("td", {}, fitness(member)),
+      h("td", {}, member.trouble ?? (event ? `${event.what} after step ${event.step}: ${event.detail}` : "")),
+    );
+  };
+  return h(
+    "section",
+    { class: "population", "aria-label": `Members of ${run.name}` },
+    h("h2", {}, "Members"),
+    h(
+      "div",
+      { class: "scroll" },
+      h(
+        "table",
+        {},
+        h("thead", {}, h("tr", {}, ["member", "slot", "parent", ...values, "accuracy", "last event"].map((name) => h("th", { scope: "col" }, name)))),
+        h("tbody", {}, search.members.map(row)),
+      ),
+    ),
+  );
 }
 
 function settingsOf(run, named) {

@@ -13,6 +13,7 @@ export async function groups(root, app) {
   let step = null;
   let list = [];
   let shown = null;
+  let answeredBy = ""; // in a search: the member of the population whose groups are listed
   const side = h("aside", { "aria-label": "Groups of the step" });
   const detail = h("section", { class: "group", "aria-live": "polite" });
   const results = h("div");
@@ -70,7 +71,26 @@ export async function groups(root, app) {
       ),
       !inReport && filters(),
       results,
-      h("ol", { class: "list" }, list.map(item)),
+      memberFilter(),
+      h("ol", { class: "list" }, listed().map(item)),
+    );
+  }
+
+  const listed = () => list.filter((one) => answeredBy === "" || String(one.population_member) === answeredBy);
+
+  function memberFilter() {
+    const members = [...new Set(list.map((one) => one.population_member).filter((name) => name !== undefined && name !== null))];
+    if (!members.length) return null;
+    if (answeredBy !== "" && !members.map(String).includes(answeredBy)) answeredBy = "";
+    return h(
+      "label",
+      { class: "population-member" },
+      "population member ",
+      h(
+        "select",
+        { onchange: (event) => { answeredBy = event.target.value; drawSide(); const first = listed().find((one) => carries(of(run.id, `/steps/${step}/groups/${one.group}`))); if (first) openGroup(first.group); } },
+        ["", ...members.map(String)].map((name) => h("option", { value: name, selected: answeredBy === name }, name || "all")),
+      ),
     );
   }
 
@@ -85,7 +105,7 @@ export async function groups(root, app) {
       h(
         "button",
         { "data-group": one.group, onclick: () => openGroup(one.group), disabled: !carries(path), title: carries(path) ? null : "not included in this report" },
-        h("span", { class: "item-head" }, h("b", {}, number(mean)), bars(one.members), silent && h("span", { class: "quiet" }, "no signal")),
+        h("span", { class: "item-head" }, h("b", {}, number(mean)), bars(one.members), answeredBy === "" && memberLabel(one.population_member), silent && h("span", { class: "quiet" }, "no signal")),
         h("span", { class: "item-text" }, one.prompt),
       ),
     );
@@ -185,7 +205,7 @@ export async function groups(root, app) {
     const { prompt, example, members } = shown;
     fill(
       detail,
-      h("h2", {}, `Step ${step}, group ${shown.group}`),
+      h("h2", {}, `Step ${step}, group ${shown.group}`, memberLabel(example.population_member)),
       h("div", { class: "prompt" }, messages(prompt)),
       h("details", { class: "example" }, h("summary", {}, "Example"), h("pre", {}, JSON.stringify(example, null, 1))),
       h("div", { class: "members" }, members.map((member) => memberCard(member, app, { run, step, group: shown.group }))),
@@ -204,7 +224,7 @@ export async function groups(root, app) {
       if (next) next.onclick = () => openStep(storedSteps()[storedSteps().indexOf(step) + 1]);
     },
     key(event) {
-      const ids = list.map((one) => one.group).filter((id) => carries(of(run.id, `/steps/${step}/groups/${id}`)));
+      const ids = listed().map((one) => one.group).filter((id) => carries(of(run.id, `/steps/${step}/groups/${id}`)));
       const at = ids.indexOf(shown?.group);
       const steps = storedSteps();
       const where = steps.indexOf(step);
@@ -218,6 +238,8 @@ export async function groups(root, app) {
     },
   };
 }
+
+const memberLabel = (name) => name !== undefined && name !== null && h("span", { class: "quiet" }, ` member ${name}`);
 
 export function messages(prompt) {
   if (typeof prompt === "string") return h("div", { class: "message" }, h("pre", {}, prompt));
