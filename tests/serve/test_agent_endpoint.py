@@ -63,7 +63,9 @@ class Client:
             with urllib.request.urlopen(request, timeout=60) as response:
                 text = response.read().decode()
         except urllib.error.HTTPError as error:
-            raise RuntimeError(f"{error.code} {json.load(error)['error']['message']}") from None
+            with error:
+                message = json.load(error)["error"]["message"]
+            raise RuntimeError(f"{error.code} {message}") from None
         if text.startswith("data: "):
             lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
             return {"parts": [json.loads(line) for line in lines[:-1]]}

@@ -27,9 +27,16 @@ from groupwise.engine.engine import Engine
 from groupwise.engine.serving.serving_scheduler import Job
 from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
+from groupwise.model.tokenizer import TokenizerCodec, render, turn_text, written_calls
 from groupwise.records import Request, Sampling
 from groupwise.seeds import derive_seed
-from groupwise.serve.completion_request import CompletionRequest, for_template, read_answer
+from groupwise.serve.completion_request import (
+    CompletionRequest,
+    ToolCallReader,
+    for_template,
+    read_answer,
+    template_messages,
+)
 from groupwise.serve.completion_response import ResponseBuilder
 from groupwise.serve.detokenizer import TextStream, TokenTable
 from groupwise.serve.http_server import HTTPReply, HTTPRequest, answer
@@ -37,6 +44,7 @@ from groupwise.serve.ipc import WireChunk
 from groupwise.serve.openai_server import OpenAIServer, leave_a_core, start_front
 from tests.support.serving import CALL, TOOL, ask, chat, scripted, serving
 from tests.support.small_models import Scripted, policy_of, small_model, tiny_tokenizer, with_more_tokens
+from tests.support.tool_templates import WRITERS, tokenizer_of
 
 
 @pytest.fixture(scope="module")
@@ -759,7 +767,7 @@ def test_a_stream_with_tools_adds_up_to_the_answer_in_one_piece(text):
     job = Job(prompt=(1,), seeds=(0,), sampling=Sampling())
     usual: dict[str, Any] = {"stream": True, "usage": False, "logprobs": False, "silent": False}
     decode: Callable[[Any], str] = lambda tokens: "".join(map(chr, tokens))  # noqa: E731
-    asked = CompletionRequest(chat=True, jobs=(job,), echo=("",), tools=True, **usual)
+    asked = CompletionRequest(chat=True, jobs=(job,), echo=("",), tools=ToolCallReader(), **usual)
     telling = ResponseBuilder(asked, model="small", decode=decode, pieces=TokenTable(tiny_tokenizer()))
     deltas = []
     for place, letter in enumerate(text, 1):
@@ -770,6 +778,56 @@ def test_a_stream_with_tools_adds_up_to_the_answer_in_one_piece(text):
     assert "".join(delta.get("content", "") for delta in deltas) == (message["content"] or "")
     calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
     assert [call["function"] for call in calls] == [c["function"] for c in message.get("tool_calls", [])]
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"properties": {key: {"type": kind}}}}}
+    for name, key, kind in (("search", "limit", "integer"), ("add", "x", "integer"))
+]
+
+
+@pytest.mark.parametrize("style", WRITERS)
+def test_calls_are_read_in_the_format_of_the_template_and_go_back_into_it(style):
+    codec = TokenizerCodec(tokenizer_of(style), vocabulary=100_000)
+    made = [("search", {"query": "a b", "limit": 3}), ("add", {"x": 1})]
+    turn = turn_text(codec.tokenizer, written_calls(codec.tokenizer, made))
+    tokens = codec.encode_text(turn + codec.tokenizer.eos_token, special=False)
+    job = Job(prompt=(1,), seeds=(0,), sampling=Sampling())
+    usual: dict[str, Any] = {"stream": True, "usage": False, "logprobs": False, "silent": False}
+    reader = ToolCallReader.of(codec, TOOLS)
+    asked = CompletionRequest(chat=True, jobs=(job,), echo=("",), tools=reader, **usual)
+    builder = ResponseBuilder(asked, model="m", decode=codec.decode, pieces=TokenTable(codec.tokenizer))
+    deltas = []
+    for place, token in enumerate(tokens, 1):
+        finish = "end" if place == len(tokens) else None
+        chunk = WireChunk(0, 0, (token,), (0.0,), (), (), finish)
+        deltas += [part["choices"][0]["delta"] for part in builder.take([chunk])]
+    (choice,) = builder.whole()["choices"]
+    message = choice["message"]
+    functions = [call["function"] for call in message["tool_calls"]]
+    assert [(one["name"], json.loads(one["arguments"])) for one in functions] == made
+    assert (choice["finish_reason"], message["content"]) == ("tool_calls", None)
+    assert "".join(delta.get("content") or "" for delta in deltas) == ""
+    streamed = [call["function"] for delta in deltas for call in delta.get("tool_calls", [])]
+    assert streamed == functions
+    # The client sends the calls and their results back: the tokens after the turn are those of the template.
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "content": f"R{number}"}
+        for number, call in enumerate(message["tool_calls"])
+    ]
+    chat = template_messages([{"role": "user", "content": "Hm?"}, message, *results], codec)
+    after = codec.encode_continuation(chat, 2, ended=True)
+    assert after is not None
+    assert codec.tokenizer.decode(after) in render(codec.tokenizer, chat)
+    assert [f"R{n}" in codec.tokenizer.decode(after) for n in (0, 1)] == [True, True]
+    assert turn in render(codec.tokenizer, chat)
+
+
+def test_a_forced_call_in_hermes_format_is_read_from_a_model_of_another_format():
+    codec = TokenizerCodec(tokenizer_of("mistral"), vocabulary=100_000)
+    reader = ToolCallReader.of(codec, TOOLS)
+    assert reader.read(MADE, codec.encode_text(MADE, special=False))[1][0]["name"] == "add"
+    assert reader.read("Hello.", codec.encode_text("Hello.", special=False)) == ("Hello.", [])
 
 
 @pytest.mark.parametrize(

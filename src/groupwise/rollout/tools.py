@@ -102,11 +102,7 @@ class Tool:
 
     def typed(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Read arguments that are all text as JSON, where the schema does not ask for text."""
-        properties = self.schema["function"]["parameters"].get("properties", {})
-        return {
-            name: value if accepts_text(properties.get(name, {})) else json_or_text(value)
-            for name, value in arguments.items()
-        }
+        return as_declared(arguments, self.schema["function"]["parameters"].get("properties", {}))
 
     def refusal(self, arguments: Mapping[str, Any]) -> str | None:
         """Return what is wrong with the arguments of a call, or None. The model reads this text."""
@@ -121,6 +117,14 @@ class Tool:
             if not fits(value, self.hints[name]):
                 return f"{self.name}: {name} must be {json.dumps(json_schema(self.hints[name]))}"
         return None
+
+
+def as_declared(arguments: Mapping[str, Any], properties: Mapping[str, Any]) -> dict[str, Any]:
+    """Read arguments that are all text as JSON, where their JSON schemas do not ask for text."""
+    return {
+        name: value if accepts_text(properties.get(name, {})) else json_or_text(value)
+        for name, value in arguments.items()
+    }
 
 
 def accepts_text(schema: Mapping[str, Any]) -> bool:

@@ -20,7 +20,6 @@ from groupwise.config.schema import AgentConfig, ToolsConfig
 from groupwise.engine.serving.serving_scheduler import Job
 from groupwise.errors import RolloutError
 from groupwise.model.policy import Policy
-from groupwise.model.tokenizer import knows_tools
 from groupwise.records import Completion, Message, Sampling
 from groupwise.rollout.agent_rollouts import AgentRollouts, AgentRun, CallQueue
 from groupwise.rollout.collect import Tools
@@ -28,9 +27,9 @@ from groupwise.rollout.multi_turn import ModelCall
 from groupwise.serve.completion_request import (
     CompletionRequest,
     arguments_of,
-    for_template,
     parse_completion_request,
     read_message,
+    template_messages,
     typed,
 )
 from groupwise.serve.completion_response import ResponseBuilder
@@ -224,10 +223,8 @@ class AgentEndpoint:
         self, earlier: Conversation, messages: Sequence[Message], tools: Sequence[Any]
     ) -> tuple[int, ...] | None:
         """Return the tokens of the messages after an earlier conversation; None if they are not separate."""
-        template = self.codec.tokenizer.chat_template
-        knows = template is not None and knows_tools(self.codec.tokenizer)
-        rendered = [for_template(message, knows_calls=knows) for message in messages]
         try:
+            rendered = template_messages(messages, self.codec)
             return self.codec.encode_continuation(
                 rendered, len(earlier.messages), ended=earlier.ended, tools=tools
             )

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from groupwise.engine.sampler import MOST_ALTERNATIVES, Penalties
@@ -18,7 +18,9 @@ from groupwise.errors import ConfigError
 from groupwise.model.tokenizer import TokenizerCodec, knows_tools
 from groupwise.records import Message, Sampling
 from groupwise.rewards.extraction import END_THINK
-from groupwise.rollout.tool_calls import CLOSE, OPEN, is_bare_call, read_call
+from groupwise.rollout.multi_turn import HERMES
+from groupwise.rollout.tool_calls import CLOSE, OPEN, ParsedToolCall, is_bare_call, read_call, read_calls
+from groupwise.rollout.tools import as_declared
 from groupwise.seeds import derive_seed
 from groupwise.serve.http_server import HTTPError
 from groupwise.serve.structured_output import answer_grammar
@@ -49,6 +51,112 @@ def arguments_of(call: Mapping[str, Any]) -> Any:
         return json.loads(arguments)
     except ValueError:
         return arguments
+
+
+def template_messages(messages: Sequence[Message], codec: TokenizerCodec) -> list[Message]:
+    """Convert the messages of a chat for the model's chat template.
+
+    Templates of other formats than Hermes may require ids of nine letters (Mistral), the name of the tool
+    with its result (Gemma), or arguments as text (DeepSeek).
+    """
+    if (style := codec.tool_format) == HERMES:
+        knows = codec.tokenizer.chat_template is not None and knows_tools(codec.tokenizer)
+        return [for_template(message, knows_calls=knows) for message in messages]
+    converted: list[Message] = []
+    known: dict[Any, tuple[str, str]] = {}
+    for message in messages:
+        made = []
+        for call in message.get("tool_calls") or ():
+            name, arguments, own = (
+                call["function"]["name"],
+                arguments_of(call["function"]),
+                f"call{len(known):05d}",
+            )
+            known[call.get("id") or own] = own, name
+            function = {
+                "name": name,
+                "arguments": json.dumps(arguments) if style == "deepseek" else arguments,
+            }
+            made.append({"id": own, "type": "function", "function": function})
+        if made:
+            message = {**message, "tool_calls": made} | ({"content": None} if style == "deepseek" else {})
+        elif message["role"] == "tool":
+            own, name = known.get(message.get("tool_call_id"), ("call00000", message.get("name", "tool")))
+            message = {**message, "tool_call_id": own, "name": name}
+        converted.append(message)
+    return converted
+
+
+MARKS = {
+    "qwen_xml": ("<tool_call>", "<function="),
+    "llama": ("<|python_tag|>", "{"),
+    "pythonic": ("<|python_start|>", "[", "{"),
+    "mistral": ("[TOOL_CALLS]",),
+    "deepseek": ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+    "harmony": ("<|channel|>commentary", "<|start|>assistant to=functions", "to=functions."),
+    "gemma": ("<start_function_call>", "<|tool_call>"),
+}
+"""What the calls in an answer begin with, by format. For Hermes see `read_answer`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCallReader:
+    """Reads the tool calls of answers in the format of the chat template."""
+
+    style: str = HERMES
+    properties: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """JSON schemas of the arguments of each tool."""
+    decode: Callable[[Sequence[int]], str] = str
+    """Decodes tokens with the special ones, which delimit calls in some formats."""
+    special: Sequence[str] = ()
+    """Special tokens, which are no content."""
+
+    @classmethod
+    def of(cls, codec: TokenizerCodec, tools: Sequence[Any]) -> ToolCallReader:
+        functions = [tool["function"] for tool in tools]
+        parameters = {one["name"]: one.get("parameters") or {} for one in functions}
+        return cls(
+            style=codec.tool_format,
+            properties={name: each.get("properties") or {} for name, each in parameters.items()},
+            decode=codec.decode_calls,
+            special=codec.tokenizer.all_special_tokens,
+        )
+
+    def read(self, text: str, tokens: Sequence[int]) -> tuple[str, list[dict[str, str]]]:
+        """Split an answer into its text and its tool calls; malformed calls remain text.
+
+        Calls in Hermes format are read from every model: forced calls have it.
+        """
+        whole = text if self.style == HERMES else self.decode(tokens)
+        calls = [call for call in read_calls(whole, self.style) if call.error is None]
+        if self.style == HERMES or not calls:
+            return read_answer(text)
+        thought, ended, answer = whole.rpartition(END_THINK)
+        begins = [answer.find(mark) for mark in MARKS[self.style] if mark in answer]
+        content = thought + ended + answer[: min(begins, default=0)]
+        for token in self.special:
+            content = content.replace(token, "")
+        return content.strip(), [{"name": one.name, "arguments": self._arguments(one)} for one in calls]
+
+    def _arguments(self, call: ParsedToolCall) -> str:
+        arguments = dict(call.arguments)
+        if call.untyped:
+            arguments = as_declared(arguments, self.properties.get(call.name, {}))
+        return json.dumps(arguments)
+
+    def streamable(self, text: str) -> int:
+        """Return how many characters of an unfinished answer cannot be part of a tool call.
+
+        Calls that begin with a special token cannot be seen in the text: such an answer is sent at its end.
+        """
+        if self.style == HERMES:
+            return streamable_length(text)
+        answer = text.rpartition(END_THINK)[2]
+        thought = len(text) - len(answer)
+        if self.style in ("llama", "pythonic"):
+            begins = answer.lstrip()[:1]
+            return streamable_length(text) if begins and begins not in "{[<" else thought
+        return thought
 
 
 def read_answer(text: str) -> tuple[str, list[dict[str, str]]]:
@@ -124,8 +232,8 @@ class CompletionRequest:
     """Text that the completions of each prompt begin with: the prompt, or an empty string."""
     silent: bool
     """Whether only the prompt is returned (`echo` with `max_tokens=0`)."""
-    tools: bool
-    """Whether to parse tool calls in the completions."""
+    tools: ToolCallReader | None
+    """Parses tool calls in the completions; None: they are text."""
     token_ids: bool = False
     """Whether to return the ids of prompt and completion (`return_token_ids`, as vLLM names it)."""
 
@@ -181,7 +289,7 @@ def parse_completion_request(
         logprobs=alternatives is not None,
         echo=tuple(codec.decode(prompt) if echo else "" for prompt in prompts),
         silent=silent,
-        tools=bool(tools),
+        tools=ToolCallReader.of(codec, tools) if tools else None,
         token_ids=typed(body, "return_token_ids", bool, False),
     )
 
@@ -262,10 +370,7 @@ def chat_tokens(
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise HTTPError(400, "every entry of tools must be {type: function, function: {name, …}}")
     try:
-        template = codec.tokenizer.chat_template
-        knows = template is not None and knows_tools(codec.tokenizer)
-        messages = [for_template(message, knows_calls=knows) for message in chat]
-        return codec.encode(messages, tools=tools, most=context)
+        return codec.encode(template_messages(chat, codec), tools=tools, most=context)
     except ConfigError as error:
         raise HTTPError(400, str(error)) from error
     except Exception as error:  # a template may raise any exception

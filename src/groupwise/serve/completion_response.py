@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from groupwise.records import Finish
-from groupwise.serve.completion_request import CompletionRequest, read_answer, streamable_length
+from groupwise.serve.completion_request import CompletionRequest
 from groupwise.serve.detokenizer import TextStream, TokenTable
 from groupwise.serve.ipc import WireChunk
 
@@ -57,7 +57,7 @@ class ResponseBuilder:
         self.request, self.model, self._pieces = request, model, pieces
         prefix = "chatcmpl" if request.chat else "cmpl"
         self.id, self.created = f"{prefix}-{secrets.token_hex(12)}", int(time.time())
-        showable = streamable_length if request.tools else len
+        showable = request.tools.streamable if request.tools else len
         self.choices = [
             ChoiceBuilder(
                 TextStream(decode, stop=job.sampling.stop, showable=showable),
@@ -120,8 +120,8 @@ class ResponseBuilder:
 
     def _withheld(self, choice: ChoiceBuilder) -> str:
         """Return the text not sent yet: it looked like a tool call, or followed one."""
-        content, calls = read_answer(choice.stream.text)
-        # `read_answer` strips the content of an answer with calls.
+        content, calls = self._read(choice)
+        # The content of an answer with calls is stripped.
         return content[len(choice.stream.sent.lstrip() if calls else choice.stream.sent) :]
 
     def _part(
@@ -163,16 +163,20 @@ class ResponseBuilder:
         rest = {"index": index, "logprobs": logprobs, "finish_reason": self._reason(choice, calls)}
         if not self.request.chat:
             return {"text": choice.echo + choice.stream.text, **rest}
-        content = read_answer(choice.stream.text)[0] if calls else choice.stream.text
+        content = self._read(choice)[0]
         message: dict[str, Any] = {"role": "assistant", "content": content or None if calls else content}
         if calls:
             message["tool_calls"] = calls
         return {"message": message, **rest}
 
-    def _calls(self, choice: ChoiceBuilder) -> list[dict[str, Any]]:
+    def _read(self, choice: ChoiceBuilder) -> tuple[str, list[dict[str, str]]]:
+        """Return the text of an answer and its tool calls."""
         if not self.request.tools:
-            return []
-        parsed = read_answer(choice.stream.text)[1]
+            return choice.stream.text, []
+        return self.request.tools.read(choice.stream.text, choice.tokens)
+
+    def _calls(self, choice: ChoiceBuilder) -> list[dict[str, Any]]:
+        _, parsed = self._read(choice)
         # The ids derive from the response id and the index, so that streamed chunks and the whole agree.
         return [
             {"id": f"call_{self.id[-12:]}_{number}", "type": "function", "function": call}

@@ -1,7 +1,7 @@
 """Which grammar an answer must match: `response_format`, forced tool calls (`tool_choice`), strict tools.
 
-A forced call has the format in which the model writes calls, if the server reads it: Hermes, or a bare JSON
-object as in Llama 3. Models of other formats get Hermes, which the server reads from every model.
+A forced call has the format in which the model writes calls, if that is Hermes or a bare JSON object as in
+Llama 3. Models of other formats get Hermes, which the server reads from every model.
 """
 
 from __future__ import annotations
