@@ -34,6 +34,18 @@ SMALL: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("start", [gw.train, gw.evolve], ids=["train", "evolve"])
+def test_the_built_in_model_trains_on_its_own_puzzles_from_python_too(start, tmp_path):
+    settings = {**SMALL, "max_steps": 1, "output_dir": tmp_path, "run_name": "a"}
+    if start is gw.evolve:
+        settings |= {"lora": {"r": 2}, "evolve": {"population": 2, "every": 1}, "skip_evaluation": False}
+        settings |= {"task.held_out": 4, "evaluate": {"samples": 2}}
+    result = start("countdown", **settings)
+    numbers = [row["example"]["numbers"] for row in result.rollouts().to_dict("records")]
+    assert numbers
+    assert all(len(row) == 3 and max(row) <= 50 for row in numbers)
+
+
 def test_every_public_name_exists():
     assert [name for name in gw.__all__ if not hasattr(gw, name)] == []
 

@@ -191,4 +191,6 @@ def with_task(config: Config, task: Task | str) -> tuple[Config, Task]:
         raise ConfigError(f"a task is a gw.Task, a name or a file; got {type(task).__name__}")
     name = task.name if isinstance(task, Task) else task
     config = replace(config, task=replace(config.task, name=name))
-    return config, with_data(task, config.task) if isinstance(task, Task) else load_task(config.task)
+    if isinstance(task, Task):
+        return config, with_data(task, config.task)
+    return config, load_task(config.resolve().task)  # the built-in model has puzzles of its own

@@ -108,7 +108,7 @@ class RunTrial(tune.Trainable):  # type: ignore[misc]
                     f"unknown parameter {name!r}; use one of {', '.join(TUNABLE)}, or {WEIGHTS}NAME"
                 )
         given, base = self.base_task, self.base_config
-        task = load_task(base.task) if isinstance(given, str) else with_data(given, base.task)
+        task = load_task(base.resolve().task) if isinstance(given, str) else with_data(given, base.task)
         config, task = applied({name: float(value) for name, value in values.items()}, base, task)
         config = replace(config, run=replace(config.run, name=f"trial-{self.trial_id}"))
         path = Path(config.run.output_dir) / str(config.run.name)
