@@ -341,9 +341,9 @@ def test_a_second_call_gives_what_a_fresh_engine_gives(small_policy):
     sampling = Sampling(max_tokens=10)
     engine = Engine(small_policy, EngineConfig())
     engine.generate(requests((40, 40), (9, 9)), sampling)
-    cache = engine._runner
+    cache = engine.runner
     again = engine.generate(requests(), sampling)
-    assert engine._runner is cache
+    assert engine.runner is cache
     assert again == generate(small_policy, requests(), sampling)
 
 
@@ -357,9 +357,9 @@ def test_the_cache_grows_when_a_call_needs_more(small_policy):
 def test_what_lies_in_the_cache_from_before_is_never_read(small_policy):
     engine, sampling = Engine(small_policy, EngineConfig(block_size=4)), Sampling(max_tokens=10)
     first = engine.generate(requests(), sampling)
-    assert engine._runner is not None
-    engine._runner.cache.keys.fill_(30.0)
-    engine._runner.cache.values.fill_(-30.0)
+    assert engine.runner is not None
+    engine.runner.cache.keys.fill_(30.0)
+    engine.runner.cache.values.fill_(-30.0)
     assert engine.generate(requests(), sampling) == first
 
 
@@ -433,8 +433,8 @@ def test_adapters_are_folded_into_the_weights_for_generation_and_the_weights_com
 def test_a_released_engine_frees_its_cache_at_once(small_policy: Policy) -> None:
     engine = Engine(small_policy, EngineConfig())
     engine.generate(requests(), Sampling(max_tokens=3))
-    assert engine._runner is not None
-    cache = weakref.ref(engine._runner.cache)
+    assert engine.runner is not None
+    cache = weakref.ref(engine.runner.cache)
     gc.disable()
     try:
         engine.release()
@@ -449,10 +449,10 @@ def test_room_is_made_on_a_gpu_only_where_it_is_short(
     engine = Engine(small_policy, EngineConfig())
     engine.generate(requests(), Sampling(max_tokens=3))
     engine.make_room(1 << 60)
-    assert engine._runner is not None, "on a CPU nothing is taken that an update could miss"
+    assert engine.runner is not None, "on a CPU nothing is taken that an update could miss"
     monkeypatch.setattr(Policy, "device", torch.device("cuda"))
     monkeypatch.setattr("groupwise.engine.engine.free_memory", lambda device: 1000)
     engine.make_room(1000)
-    assert engine._runner is not None
+    assert engine.runner is not None
     engine.make_room(1001)
-    assert engine._runner is None
+    assert engine.runner is None

@@ -13,7 +13,13 @@ import torch
 from groupwise.config.schema import AlgoConfig, OptimConfig
 from groupwise.errors import ConfigError
 from groupwise.learner.learner import Learner, learning_rate, split_groups
-from groupwise.learner.micro_batch import MicroBatchInputs, default_micro_batch_tokens, pass_tokens
+from groupwise.learner.micro_batch import (
+    MicroBatchInputs,
+    default_micro_batch_tokens,
+    pack,
+    pass_tokens,
+    row_logprobs,
+)
 from groupwise.model.ops.checkpointing import recompute_layers
 from groupwise.model.policy import Policy
 from groupwise.records import Sample, Sampling
@@ -169,7 +175,10 @@ def test_dropout_is_kept_out_of_what_the_policy_was() -> None:
     assert policy.noisy
     trained = learner(policy)
     samples = [sample(7, 8), sample(9, 10, advantage=-1.0)]
-    exact = trained._prepare(samples, sequences=2, tokens=4)[0][0].old_N
+    policy.model.eval()
+    exact, _ = row_logprobs(
+        policy, pack(samples, device=policy.device), trained.sampling, entropy_gradient=False
+    )
     samples = [
         replace(s, logprobs=(0.0, 0.0, *map(float, exact[2 * i : 2 * i + 2]))) for i, s in enumerate(samples)
     ]
@@ -183,9 +192,9 @@ def test_a_pass_is_as_large_as_the_activations_of_the_model_allow() -> None:
     policy = policy_of(small_model())
     assert policy.activation_bytes == 2 * (10 * 32 + 4 * 48) * 4
     assert default_micro_batch_tokens(policy) == 4096
-    policy._causal.config.intermediate_size = 1 << 18  # 4 × 2¹⁸ × 4 bytes in each of two layers, about 8 MB
+    policy.model.config.intermediate_size = 1 << 18  # 4 × 2¹⁸ × 4 bytes in each of two layers, about 8 MB
     assert default_micro_batch_tokens(policy) == 1024
-    policy._causal.config.intermediate_size = 1 << 16
+    policy.model.config.intermediate_size = 1 << 16
     assert default_micro_batch_tokens(policy) == (4 << 30) // (2 * (10 * 32 + 4 * (1 << 16)) * 4)
 
 

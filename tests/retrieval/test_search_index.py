@@ -218,10 +218,10 @@ def test_an_index_finds_and_is_the_same_when_opened_again(index):
 
 @pytest.mark.filterwarnings("ignore")
 def test_documents_come_and_go_without_touching_the_others(index):
-    before = index._vectors_ND.copy()
+    before = index.vectors_ND.copy()
     assert index.add([Document("moon", "The moon circles the earth.")]) == 1
     assert names(index, "moon")[0] == "moon"
-    assert np.array_equal(index._vectors_ND[: len(before)], before)
+    assert np.array_equal(index.vectors_ND[: len(before)], before)
     assert index.delete(["sea"]) == 1
     assert "sea" not in names(index, "the salt sea")
     again = Index.open(index.folder)
@@ -235,7 +235,7 @@ def test_many_chunks_are_taken_out_of_chroma_in_batches(tmp_path, monkeypatch):
     monkeypatch.setattr("groupwise.retrieval.index_storage.BATCH", 2)  # the real one is slow to exceed
     documents = [Document(f"d{n}", f"Thing{n} is here.") for n in range(7)]
     index = Index.build(tmp_path / "index", documents, Manifest())
-    collection, asked = type(index._store._collection), []
+    collection, asked = type(index.store._collection), []
     delete = collection.delete
 
     def counted_delete(self, where):
@@ -252,7 +252,7 @@ def test_many_chunks_are_taken_out_of_chroma_in_batches(tmp_path, monkeypatch):
 def test_an_index_whose_store_cannot_delete_stays_as_it_was(index, monkeypatch):
     before = index.search("what does a fox eat")
     with monkeypatch.context() as patched:
-        patched.setattr(index._store, "delete", lambda numbers: 1 / 0)
+        patched.setattr(index.store, "delete", lambda numbers: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             index.delete(["fox"])
     assert index.search("what does a fox eat") == before
@@ -275,8 +275,8 @@ def test_an_emptied_index_is_opened_searched_and_filled_again(index):
 def test_a_deleted_chunk_takes_no_place_in_an_index_that_is_opened_again(index):
     index.delete(["fox"])
     again = Index.open(index.folder)
-    assert not again._vectors_ND[0].any()
-    assert np.allclose(again._vectors_ND, index._vectors_ND, atol=1e-6)  # Chroma scales what it is given
+    assert not again.vectors_ND[0].any()
+    assert np.allclose(again.vectors_ND, index.vectors_ND, atol=1e-6)  # Chroma scales what it is given
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -70,8 +70,9 @@ class Engine:
         """Sequences the last call preempted for lack of KV blocks. If high, raise engine.kv_tokens."""
         self.occupancy = 1.0
         """Fraction of usable slots that sampled a token, over the decode steps of the last call on a GPU."""
-        self._runner: Runner | GeneralRunner | None = None
-        self._graph_runner: GraphRunner | None = None
+        self.runner: Runner | GeneralRunner | None = None
+        self.graph_runner: GraphRunner | None = None
+        """What runs the policy, with its KV cache: created by the first call, None after `release`."""
         self._stop_strings = StopStrings(policy)
         self._end_tokens = np.array(sorted(policy.end_tokens), dtype=np.int64)
 
@@ -154,9 +155,9 @@ class Engine:
 
     def release(self) -> None:
         """Free the KV cache and the runner; the next call allocates them again."""
-        if self._graph_runner is not None:
-            self._graph_runner.drop_graphs()
-        self._runner = self._graph_runner = None
+        if self.graph_runner is not None:
+            self.graph_runner.drop_graphs()
+        self.runner = self.graph_runner = None
         if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -261,14 +262,14 @@ class Engine:
 
     def _runner_with(self, pool: BlockPool) -> Runner | GeneralRunner:
         """Return the last call's runner if its cache is large enough, else a new one."""
-        runner = self._runner
+        runner = self.runner
         if runner is None or runner.blocks < pool.count or runner.members != self._member_count:
-            self._runner = runner = None  # free the old cache before allocating the new one
+            self.runner = runner = None  # free the old cache before allocating the new one
             runner = runner_for(
                 self.policy, blocks=pool.count, block_size=pool.block_size, members=self.members
             )
         assert self.members is None or runner.fused is not None, "check `MultiLoRAEngine.batched` first"
-        self._runner = runner
+        self.runner = runner
         return runner
 
     def _graph_runner_for(self, scheduler: Scheduler) -> GraphRunner:
@@ -276,17 +277,17 @@ class Engine:
         from groupwise.engine.cuda.graph_runner import Capacity, GraphRunner
 
         capacity, size = Capacity.of(scheduler), self.config.block_size
-        runner = self._graph_runner
+        runner = self.graph_runner
         if runner is None or not runner.capacity.holds(capacity) or runner.members != self._member_count:
-            self._graph_runner = runner = None  # free the old cache before allocating the new one
+            self.graph_runner = runner = None  # free the old cache before allocating the new one
             runner = GraphRunner(self.policy, capacity, block_size=size, members=self.members)
         assert self.members is None or runner.fused, "check `MultiLoRAEngine.batched` first"
-        self._graph_runner = runner
+        self.graph_runner = runner
         return runner
 
     def _fitting(self, most: int, least: int) -> int:
         """Return the block count that fits into GPU memory; reuse a cache that is at most a fifth smaller."""
-        held = 0 if self._graph_runner is None else self._graph_runner.capacity.blocks
+        held = 0 if self.graph_runner is None else self.graph_runner.capacity.blocks
         blocks = min(most, max(least, held + self._affordable_blocks()))
         return held if least <= held < blocks <= 1.25 * held else blocks
 

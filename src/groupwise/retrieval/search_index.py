@@ -79,9 +79,9 @@ class Index:
 
     def __init__(self, folder: Path, manifest: Manifest, store: Store, embedding: Embedding) -> None:
         self.folder, self.manifest = folder, manifest
-        self._store, self._embedding = store, embedding
+        self.store, self._embedding = store, embedding
         self.chunks: list[Chunk | None] = []
-        self._vectors_ND: Vectors = np.zeros((0, 0), np.float32)
+        self.vectors_ND: Vectors = np.zeros((0, 0), np.float32)
         self._sparse = BM25Index()
         self._numbers: dict[str, list[int]] = {}
         """Chunk numbers of each document."""
@@ -135,7 +135,7 @@ class Index:
             index._embedding.load(folder)
             if manifest.learned:
                 index._adapter_DD = np.load(folder / "turn.npy", allow_pickle=False)
-            chunks, vectors_ND = index._store.load()
+            chunks, vectors_ND = index.store.load()
             if not any(chunks):  # an emptied store may not know the dimension of its vectors
                 width = index._embedding.queries([""]).shape[1]
                 vectors_ND = np.zeros((len(chunks), width), np.float32)
@@ -154,7 +154,7 @@ class Index:
         if len(training) < FEWEST:
             return
         queries_QD = self._embedding.queries([question.text for question in training])
-        self._adapter_DD = train_adapter(training, queries_QD, self._vectors_ND, self._sparse, self._numbers)
+        self._adapter_DD = train_adapter(training, queries_QD, self.vectors_ND, self._sparse, self._numbers)
         np.save(self.folder / "turn.npy", self._adapter_DD)
         self.manifest = replace(self.manifest, learned=True)
         if choose and validation:
@@ -208,7 +208,7 @@ class Index:
         existing = [name for name in dict.fromkeys(names) if name in self._numbers]
         numbers = [number for name in existing for number in self._numbers[name]]
         if numbers:
-            self._store.delete(numbers)  # first: if this fails, the state in memory stays consistent
+            self.store.delete(numbers)  # first: if this fails, the state in memory stays consistent
             for name in existing:
                 del self._numbers[name]
             left = {
@@ -222,7 +222,7 @@ class Index:
                 self._texts.pop(chunk.text, None)
                 self.chunks[number] = None
                 self._sparse.remove(number)
-            self._vectors_ND[numbers] = 0.0
+            self.vectors_ND[numbers] = 0.0
             self._finish()
         return len(numbers)
 
@@ -266,7 +266,7 @@ class Index:
         queries_QD = self._embedding.queries(queries)
         if self._adapter_DD is not None:
             queries_QD = adapt_queries(queries_QD, self._adapter_DD)
-        return nearest_chunks(queries_QD, self._vectors_ND, count)
+        return nearest_chunks(queries_QD, self.vectors_ND, count)
 
     def _words(self, queries: Sequence[str], count: int) -> list[Ranking]:
         return [Ranking(*self._sparse.search(query, count)) for query in queries]
@@ -278,13 +278,13 @@ class Index:
             embedded.append(self._embedding.passages([chunk.text for chunk in some]))
             progress("chunks", start + len(some), len(chunks))
         vectors_ND = np.concatenate(embedded)
-        self._store.add(chunks, vectors_ND)
-        self._take([*self.chunks, *chunks], np.concatenate([self._vectors_ND, vectors_ND])
+        self.store.add(chunks, vectors_ND)
+        self._take([*self.chunks, *chunks], np.concatenate([self.vectors_ND, vectors_ND])
                    if self.chunks else vectors_ND)  # fmt: skip
 
     def _take(self, chunks: Sequence[Chunk | None], vectors_ND: Vectors) -> None:
         """Replace the chunks and vectors in memory; add new chunks to the sparse index."""
-        self._vectors_ND = vectors_ND
+        self.vectors_ND = vectors_ND
         first, self.chunks = len(self.chunks), list(chunks)
         for number in range(first, len(chunks)):
             chunk = chunks[number]

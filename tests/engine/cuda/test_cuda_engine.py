@@ -50,8 +50,8 @@ def both(
 def test_the_fused_forward_pass_writes_what_the_cpu_writes(kind, key_heads):
     policy = policy_of(small_model(kind, key_heads=key_heads))
     gpu, _ = both(policy, requests((1, 17), (2, 1)), Sampling(max_tokens=3))
-    assert gpu._graph_runner is not None
-    assert gpu._graph_runner.fused
+    assert gpu.graph_runner is not None
+    assert gpu.graph_runner.fused
 
 
 SHAPE = {**SIZES, "num_key_value_heads": 4, "max_position_embeddings": 256, "pad_token_id": None}
@@ -71,8 +71,8 @@ def test_every_family_writes_what_the_cpu_writes_fused_or_not(config, fused):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
     gpu, _ = both(policy_of(model), requests((3, 17), (2, 1)), Sampling(max_tokens=2))
-    assert gpu._graph_runner is not None
-    assert gpu._graph_runner.fused == fused
+    assert gpu.graph_runner is not None
+    assert gpu.graph_runner.fused == fused
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss", "gemma4_text"])
@@ -82,15 +82,15 @@ def test_windows_caps_sinks_and_uneven_heads_write_what_the_cpu_writes(family, m
     gpu, _ = both(
         policy_of(tiny_model(family)), requests((14, 5), (2, 1)), Sampling(max_tokens=6), block_size=4
     )
-    assert gpu._graph_runner is not None
-    assert gpu._graph_runner.fused == (family == "mistral")
+    assert gpu.graph_runner is not None
+    assert gpu.graph_runner.fused == (family == "mistral")
 
 
 def test_a_model_that_is_not_fused_runs_as_it_is(small_policy, monkeypatch):
     monkeypatch.setattr(cuda_runner, "fused_forward", lambda *_: None)
     gpu, _ = both(small_policy, requests((3, 17), (2, 1)), Sampling(max_tokens=3))
-    assert gpu._graph_runner is not None
-    assert not gpu._graph_runner.fused
+    assert gpu.graph_runner is not None
+    assert not gpu.graph_runner.fused
 
 
 def test_a_model_that_computes_something_else_is_not_fused(small_policy):
@@ -120,9 +120,9 @@ def test_long_prompts_and_answers_are_read_in_parts(small_policy, monkeypatch):
     for name, value in {"PROMPT_BLOCK": 4, "LEAST": 4, "BLOCK": 4}.items():
         monkeypatch.setattr(decode_attention, name, value)
     gpu, _ = both(small_policy, requests((24, 5), (2, 1)), Sampling(max_tokens=7), block_size=4)
-    assert gpu._graph_runner is not None
-    assert {built.own_splits for built in gpu._graph_runner._layouts} == {1, 4}
-    assert {built.splits for built in gpu._graph_runner._layouts} == {2}
+    assert gpu.graph_runner is not None
+    assert {built.own_splits for built in gpu.graph_runner._layouts} == {1, 4}
+    assert {built.splits for built in gpu.graph_runner._layouts} == {2}
 
 
 @pytest.mark.parametrize(
@@ -162,18 +162,18 @@ def test_answers_end_at_the_end_token_and_at_stop_strings(small_policy):
 
 def test_a_second_call_reuses_the_runner_and_sees_changed_weights(small_policy):
     gpu, before = both(small_policy, requests((3,), (2,)), Sampling(max_tokens=4))
-    runner = gpu._graph_runner
+    runner = gpu.graph_runner
     with torch.no_grad():
         for parameter in small_policy.model.parameters():
             parameter.mul_(1.1)
     after = gpu.generate(requests((3,), (2,)), Sampling(max_tokens=4))
-    assert gpu._graph_runner is runner
+    assert gpu.graph_runner is runner
     assert after != before
     assert_same(
         after, Engine(small_policy, EngineConfig()).generate(requests((3,), (2,)), Sampling(max_tokens=4))
     )
     gpu.release()
-    assert gpu._graph_runner is None
+    assert gpu.graph_runner is None
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_the_cache_is_sized_by_what_is_free_and_kept_when_little_is_to_gain(
     engine = EmulatedGPUEngine(small_policy, EngineConfig())
     engine._affordable_blocks = lambda: free  # type: ignore[method-assign]
     if held:
-        engine._graph_runner = SimpleNamespace(capacity=SimpleNamespace(blocks=held))  # type: ignore[assignment]
+        engine.graph_runner = SimpleNamespace(capacity=SimpleNamespace(blocks=held))  # type: ignore[assignment]
     assert engine._fitting(most, least=10) == blocks
 
 
@@ -205,8 +205,8 @@ def test_adapters_are_folded_into_copies_and_the_weights_are_not_touched(small_p
     policy = Policy(adapted, small_policy.tokenizer)
     before = {name: p.detach().clone() for name, p in adapted.named_parameters()}
     gpu, _ = both(policy, requests((5,), (3,)), Sampling(max_tokens=4))
-    assert gpu._graph_runner is not None
-    assert gpu._graph_runner.fused
+    assert gpu.graph_runner is not None
+    assert gpu.graph_runner.fused
     assert all(torch.equal(before[name], p) for name, p in adapted.named_parameters())
 
 
@@ -264,7 +264,7 @@ def test_turns_and_long_prompts_go_on_from_what_the_cache_has(small_policy, sett
 
 def test_a_released_engine_frees_its_cache_at_once(small_policy):
     gpu, _ = both(small_policy, requests((5, 16), (2, 1)), Sampling(max_tokens=3))
-    cache = weakref.ref(gpu._graph_runner.cache)
+    cache = weakref.ref(gpu.graph_runner.cache)
     gc.disable()
     try:
         gpu.release()
