@@ -194,7 +194,7 @@ def train(
     project_name: Annotated[str | None, output_option(help="Project name in the trackers.")] = None,
     track: Annotated[
         list[str] | None,
-        output_option(metavar="NAME", help="Tracker: trackio, wandb or tensorboard; repeatable."),
+        output_option(metavar="NAME", help="Tracker: trackio, wandb, tensorboard or mlflow; repeatable."),
     ] = None,
     no_trackio: Annotated[
         bool | None, output_option("--no-trackio", help="Log to the run folder only.")

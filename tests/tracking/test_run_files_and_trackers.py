@@ -630,8 +630,72 @@ def test_tensorboard_events_read_back_and_a_resumed_run_hides_what_it_repeats(tm
         tracker.finish()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
-    assert events.Tags()["tensors"] == ["config/text_summary", "samples/0/text_summary"]
+    assert [tag for tag in events.Tags()["tensors"] if "hparams" not in tag] == [
+        "config/text_summary",
+        "samples/0/text_summary",
+    ]
     (config,) = events.Tensors("config/text_summary")
     assert b'"seed": 7' in config.tensor_proto.string_val[0]
     *_, sample = events.Tensors("samples/0/text_summary")
     assert b"    3 + 4\n    <b>" in sample.tensor_proto.string_val[0]  # indented: shown, not rendered
+
+
+def test_tensorboard_has_the_settings_that_runs_are_compared_by(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    config = {
+        "optim": {"learning_rate": 0.5, "kind": "adamw"},
+        "lora": {"targets": ("q", "v")},
+        "run": {"seed": 7},
+    }
+    (tracker,) = open_trackers(
+        TrackConfig(trackers=("tensorboard",)), run_name="r", config=config, folder=tmp_path
+    )
+    tracker.finish()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    hparams = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert hparams["optim.learning_rate"].number_value == 0.5
+    assert hparams["lora.targets"].string_value == '["q", "v"]'
+    assert "run.seed" not in hparams
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_mlflow_gets_settings_metrics_and_tables_and_holds_each_step_of_a_resumed_run_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    from mlflow import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "tiny"
+    folder.mkdir(parents=True)
+    for resumed_from, steps in ((None, (1, 2)), (1, (2, 3))):
+        (tracker,) = open_trackers(
+            TrackConfig(trackers=("mlflow",), project="countdown"),
+            run_name="tiny",
+            config={"run": {"seed": 7}, "optim": {"learning_rate": 0.5}},
+            folder=folder,
+            resumed_from=resumed_from,
+            warn=pytest.fail,
+        )
+        for step in steps:
+            tracker.log(step, {"reward/mean": step / 4, "eval/pass@8": 0.5, "policy/kl": math.nan})
+            tracker.samples(step, [{"answer": "3 + 4", "reward": 1.0, "reward/right": None}])
+        tracker.finish()
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/runs/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("countdown").experiment_id])
+    assert (run.info.run_name, run.info.status) == ("tiny", "FINISHED")
+    assert run.data.params == {"run.seed": "7", "optim.learning_rate": "0.5"}
+    history = client.get_metric_history(run.info.run_id, "reward/mean")
+    assert [(one.step, one.value) for one in history] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert run.data.metrics["eval/pass_at_8"] == 0.5
+    files = client.list_artifacts(run.info.run_id, "samples")
+    assert [file.path for file in files] == [f"samples/step-00000{step}.json" for step in (1, 2, 3)]
+    (table,) = tmp_path.rglob("samples/step-000001.json")
+    assert json.loads(table.read_text())["data"] == [["3 + 4", 1.0, None]]
+    assert {path.name for path in tmp_path.iterdir()} == {"runs"}, "nothing in the working directory"

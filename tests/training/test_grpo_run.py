@@ -334,7 +334,16 @@ def test_adapters_begin_the_same_and_dropout_derives_from_the_step(place):
 def test_trackers_get_a_few_answers_to_read():
     made, names = scripted([], prompts=6, refill=0)
     rows = sample_rows(collect_batch(made, 1, cursor=0))
-    assert rows == [{"prompt": name, "text": "0", "reward": 0.0, "error": ""} for name in names[:4]]
+    assert [row["prompt"] for row in rows] == [name for name in names[:4] for _ in range(2)]
+    assert {*rows[0]} == {
+        "prompt",
+        "answer",
+        "reward",
+        "advantage",
+        "error",
+        *(f"reward/{r}" for r in made.task.rewards),
+    }
+    assert [(row["answer"], row["reward"]) for row in rows[:2]] == [("1", 1.0), ("0", 0.0)], "best and worst"
 
 
 def test_a_step_whose_rollouts_fail_leaves_them_to_be_read(place):

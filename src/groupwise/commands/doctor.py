@@ -26,6 +26,7 @@ OPTIONAL = {
     "trackio": "experiment tracking",
     "wandb": "experiment tracking",
     "tensorboard": "experiment tracking",
+    "mlflow": "experiment tracking",
     "math_verify": "verifies answers to hard math problems",
     "gguf": "converts the model smollm2 on first use",
     "triton": "fast generation on a GPU",

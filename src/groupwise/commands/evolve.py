@@ -99,7 +99,7 @@ def evolve(
     project_name: Annotated[str | None, output_option(help="Project name in the trackers.")] = None,
     track: Annotated[
         list[str] | None,
-        output_option(metavar="NAME", help="Tracker: trackio, wandb or tensorboard; repeatable."),
+        output_option(metavar="NAME", help="Tracker: trackio, wandb, tensorboard or mlflow; repeatable."),
     ] = None,
     no_trackio: Annotated[bool, output_option("--no-trackio", help="Log to the run folder only.")] = False,
 ) -> None:

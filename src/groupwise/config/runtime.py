@@ -203,7 +203,7 @@ class TrackConfig:
     """Experiment trackers and the files that record a run."""
 
     trackers: tuple[str, ...] | None = None
-    """trackio, wandb, tensorboard. None: trackio if it is installed."""
+    """trackio, wandb, tensorboard, mlflow. None: trackio if it is installed."""
     project: str = "groupwise"
     """Project name in the trackers."""
     rollouts_every: int = 1
@@ -213,7 +213,7 @@ class TrackConfig:
 
     def __post_init__(self) -> None:
         for name in self.trackers or ():
-            one_of("track.trackers", name, ("trackio", "wandb", "tensorboard"))
+            one_of("track.trackers", name, ("trackio", "wandb", "tensorboard", "mlflow"))
         between("track.rollouts_every", self.rollouts_every, 1)
 
 

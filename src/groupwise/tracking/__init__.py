@@ -7,7 +7,7 @@ Modules in reading order:
     rollout_files  rollouts and updates as Parquet
     terminal       the live panel, plain log lines and the final summary
     number_format  format numbers, durations and sparklines
-    trackers       trackio, Weights & Biases, TensorBoard
+    trackers       trackio, Weights & Biases, TensorBoard, MLflow
 
 To add a tracker, write a class with the methods of `trackers.Tracker` and add it to `TRACKERS`.
 """

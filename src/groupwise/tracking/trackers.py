@@ -1,4 +1,4 @@
-"""Log metrics to trackio, Weights & Biases or TensorBoard. A failing tracker never stops a run."""
+"""Log metrics to trackio, Weights & Biases, TensorBoard or MLflow. A failing tracker never stops a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -73,7 +75,8 @@ def tracker_names(track: TrackConfig) -> tuple[str, ...]:
     for name in track.trackers:
         if find_spec(name) is None:
             raise ConfigError(
-                f"the tracker {name} is not installed; run pip install {name}, or change track.trackers"
+                f"the tracker {name} is not installed; run pip install {PACKAGES.get(name, name)}, or change "
+                "track.trackers"
             )
     return track.trackers
 
@@ -231,6 +234,17 @@ class TensorBoard:
         self.writer = SummaryWriter(str(info.folder / "tensorboard"), purge_step=purge)
         if info.resumed_from is None:
             self.writer.add_text("config", verbatim(json.dumps(info.config, indent=1, default=str)), 0)
+            self._add_hparams(info)
+
+    def _add_hparams(self, info: TrackerInfo) -> None:
+        """Add the settings that runs are compared by, for the tab HPARAMS."""
+        from torch.utils.tensorboard.summary import hparams
+
+        compared = {name: info.config.get(name, {}) for name in COMPARED_SECTIONS}
+        settings = {name: shown_hparam(value) for name, value in flat_settings(compared).items()}
+        writer: Any = self.writer.file_writer
+        for summary in hparams(settings, dict.fromkeys(COMPARED_METRICS, 0.0)):  # type: ignore[no-untyped-call]
+            writer.add_summary(summary)
 
     def log(self, step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
@@ -246,16 +260,103 @@ class TensorBoard:
         self.writer.close()
 
 
+COMPARED_SECTIONS = ("model", "lora", "task", "rollout", "optim", "algo")
+COMPARED_METRICS = ("reward/mean", "eval/greedy", "eval/reward", "policy/kl")
+"""Sections of settings and metrics in TensorBoard's table of runs."""
+
+
+def shown_hparam(value: Any) -> bool | float | str:
+    return value if isinstance(value, bool | int | float | str) else json.dumps(value, default=str)
+
+
 def verbatim(text: str) -> str:
     """Return text as a Markdown code block, so that completions are not rendered."""
     return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+class Mlflow:
+    """MLflow: the server of MLFLOW_TRACKING_URI, or by default mlflow.db beside the run folders."""
+
+    def __init__(self, info: TrackerInfo) -> None:
+        logging.getLogger("mlflow").setLevel(logging.ERROR)  # it reports each table of a new database
+        from mlflow import MlflowClient
+
+        place = info.folder.resolve().parent
+        named = os.environ.get("MLFLOW_TRACKING_URI")
+        self.client = MlflowClient(tracking_uri=named or f"sqlite:///{place / 'mlflow.db'}")
+        kept = info.folder / "mlflow" / "id"
+        if info.resumed_from is not None and kept.is_file():
+            self.run_id = kept.read_text(encoding="utf-8")
+        else:
+            self.run_id = self._new_run(info, artifacts=None if named else place / "mlflow-artifacts")
+            write_atomically(kept, self.run_id)
+        self.first_step = self._first_step()
+
+    def _new_run(self, info: TrackerInfo, *, artifacts: Path | None) -> str:
+        from mlflow.entities import Param
+
+        experiment = self.client.get_experiment_by_name(info.project)
+        where = None if artifacts is None else artifacts.as_uri()
+        number = (
+            experiment.experiment_id if experiment else self.client.create_experiment(info.project, where)
+        )
+        run_id: str = self.client.create_run(number, run_name=info.run_name).info.run_id
+        settings = list(flat_settings(info.config).items())
+        for start in range(0, len(settings), MLFLOW_PARAMS):
+            part = settings[start : start + MLFLOW_PARAMS]
+            self.client.log_batch(run_id, params=[Param(name, str(value)[:500]) for name, value in part])
+        return run_id
+
+    def _first_step(self) -> int:
+        """Return the step after the last one that a killed session logged; MLflow would keep it twice."""
+        names = list(self.client.get_run(self.run_id).data.metrics)
+        steps = [one.step for name in names for one in self.client.get_metric_history(self.run_id, name)]
+        return max(steps, default=-1) + 1
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        from mlflow.entities import Metric
+
+        if step >= self.first_step:
+            now = int(1000 * time.time())
+            logged = [Metric(mlflow_name(name), value, now, step) for name, value in metrics.items()]
+            self.client.log_batch(self.run_id, metrics=logged)
+
+    def samples(self, step: int, rows: Rows) -> None:
+        if step >= self.first_step:
+            table = {name: [row[name] for row in rows] for name in rows[0]}
+            self.client.log_table(self.run_id, table, f"samples/step-{step:06}.json")
+
+    def finish(self) -> None:
+        self.client.set_terminated(self.run_id)
+
+
+MLFLOW_PARAMS = 100
+"""Maximum number of parameters in a request to MLflow."""
+
+
+def mlflow_name(name: str) -> str:
+    """Return a metric's name without characters that MLflow refuses: eval/pass@8 -> eval/pass_at_8."""
+    return re.sub(r"[^\w./ :-]", "_", name.replace("@", "_at_"))
+
+
+def flat_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of all sections by full name, such as optim.learning_rate."""
+    return {
+        f"{section}.{name}": value
+        for section, settings in config.items()
+        if isinstance(settings, Mapping)
+        for name, value in settings.items()
+    }
 
 
 TRACKERS: dict[str, Callable[[TrackerInfo], Tracker]] = {
     "trackio": Trackio,
     "wandb": Wandb,
     "tensorboard": TensorBoard,
+    "mlflow": Mlflow,
 }
+PACKAGES = {"mlflow": "mlflow-skinny sqlalchemy alembic pandas"}
+"""What to install for a tracker, if it is not called as the tracker is."""
 
 
 def columns_and_data(rows: Rows) -> dict[str, Any]:

@@ -35,8 +35,8 @@ from groupwise.training.collector import Batch
 
 logger = logging.getLogger(__name__)
 
-SAMPLE_ROWS = 4
-"""Number of rollouts sent to trackers at an evaluation."""
+SAMPLE_GROUPS = 4
+"""Number of groups whose best and worst rollout are sent to trackers at an evaluation."""
 
 
 class Recorder:
@@ -197,12 +197,35 @@ class Recorder:
 
 
 def sample_rows(batch: Batch) -> list[dict[str, Any]]:
-    """Return one rollout of each of the first groups, as examples for trackers."""
-    rollouts = [group.rollouts[0] for group in batch.all_groups[:SAMPLE_ROWS]]
+    """Return the best and the worst rollout of each of the first groups, for the tables of trackers."""
+    rollouts = [rollout for group in batch.all_groups[:SAMPLE_GROUPS] for rollout in extremes(group)]
+    rewards = dict.fromkeys(name for rollout in rollouts for name in rollout.rewards)
+    logged = dict.fromkeys(name for rollout in rollouts for name in rollout.extra)
     return [
-        {"prompt": as_text(r), "text": r.transcript, "reward": r.reward, "error": r.error or ""}
-        for r in rollouts
+        {
+            "prompt": as_text(rollout),
+            "answer": rollout.transcript,
+            "reward": rollout.reward,
+            **{f"reward/{name}": rollout.rewards.get(name) for name in rewards},
+            "advantage": round(rollout.advantage, 4),
+            **{f"extra/{name}": as_cell(rollout.extra.get(name)) for name in logged},
+            "error": rollout.error or "",
+        }
+        for rollout in rollouts
     ]
+
+
+def extremes(group: Group) -> list[Rollout]:
+    """Return the rollouts with the highest and the lowest reward, or the first one if none is valid."""
+    ranked = sorted(group.valid, key=lambda rollout: rollout.reward)
+    if not ranked:
+        return [group.rollouts[0]]
+    return [ranked[-1], ranked[0]] if len(ranked) > 1 else ranked
+
+
+def as_cell(value: Any) -> Any:
+    """Return a value as the tables of trackers take it."""
+    return value if value is None or isinstance(value, bool | int | float | str) else json.dumps(value)
 
 
 SAMPLE_LINES, SAMPLE_WIDTH = 4, 76
