@@ -71,6 +71,7 @@ SLOW_FILES = (
     "engine/test_engine.py",
     "engine/test_token_masks.py",
     "serve/test_structured_output.py",
+    "learner/test_constrained_rollouts.py",
     "tasks/builtin/test_boxed_math.py",
     "evaluate/test_held_out.py",
     "model/test_general_path.py",

@@ -107,7 +107,9 @@ class RunResult(os.PathLike[str]):
     @cached_property
     def _engine(self) -> Engine:
         from groupwise.engine.engine import Engine
+        from groupwise.model.grammar import compiled_grammar
 
+        self.policy.grammar = compiled_grammar(self.config, self.policy, self.policy.end_tokens)
         return Engine(self.policy, replace(self.config.engine, kind="own"))
 
     def generate(

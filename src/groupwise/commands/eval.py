@@ -379,6 +379,7 @@ def trained_by(record: TrainingRecord, config: Config, *, task: Task, data: str 
 
 def load_target(target: Target, config: Config) -> tuple[Policy, Engine]:
     from groupwise.engine.engine import Engine
+    from groupwise.model.grammar import compiled_grammar
     from groupwise.model.load import load_policy
 
     policy = load_policy(config.model, replace(config.lora, r=target.rank), trained=target.trained)
@@ -386,6 +387,7 @@ def load_target(target: Target, config: Config) -> tuple[Policy, Engine]:
         from groupwise.model.ops.logits import LogitsProcessor
 
         policy.logits_processor = LogitsProcessor(name, load_function("rollout.logits_processor", name))
+    policy.grammar = compiled_grammar(config, policy, policy.end_tokens)
     return policy, Engine(policy, config.engine)
 
 

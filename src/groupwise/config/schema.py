@@ -345,6 +345,11 @@ class RolloutConfig:
     logits_processor: str | None = None
     """A sampling rule of your own, on a CPU: (tokens so far, logits) to logits, as module:function or
     FILE.py:function. The trained log-probabilities account for it."""
+    json_schema: str | None = None
+    """A JSON schema that every completion matches: a file, or the schema as text. The trained
+    log-probabilities account for it. Requires the extra `structured`."""
+    grammar: str | None = None
+    """The same for a grammar in llguidance's dialect of Lark: a file, or the grammar as text."""
     refill: int = 1
     """Per step, how many times groups without a learning signal may be replaced by groups from new prompts. A
     group has no signal if all its advantages are 0, as when all its rewards are equal."""

@@ -46,7 +46,7 @@ from groupwise.tasks.user_code import code_of
 from groupwise.tracking.run_folder import EVOLUTION
 from groupwise.tracking.terminal import open_display
 from groupwise.tracking.trackers import tracker_names
-from groupwise.training.base_run import check_self_teacher
+from groupwise.training.base_run import check_single_turn
 from groupwise.training.collector import Batch
 from groupwise.training.loop import collect_batch
 from groupwise.training.prompt_selection import PromptLimit
@@ -159,8 +159,7 @@ class EvolveRun:
                 continue
             sampled = batch_metrics(
                 batch,
-                truncated=self.config.rollout.sampling.truncates
-                or self.base.policy.logits_processor is not None,
+                truncated=self.config.rollout.sampling.truncates or self.base.policy.has_sampling_rules,
                 shown_reward=self.population.collectors[slot].shown_reward,
             )
             reports[slot] = {**sampled, **report}
@@ -380,7 +379,7 @@ def check_supported(config: Config, task: Task) -> None:
             "a population starts with new adapters: merge the adapter first (groupwise merge --lora-model "
             f"{config.lora.init} --output-path FOLDER) and use that folder as the model"
         )
-    check_self_teacher(config, multi_turn=task.is_multi_turn)
+    check_single_turn(config, multi_turn=task.is_multi_turn)
     if config.run.callbacks:
         raise ConfigError("run.callbacks requires groupwise train; populations have no callbacks")
     if config.engine.kind != "own":

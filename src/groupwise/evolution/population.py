@@ -39,7 +39,7 @@ from groupwise.seeds import derive_seed
 from groupwise.serve.agent_endpoint import multi_turn
 from groupwise.tasks import Split, Task, UserFunctions
 from groupwise.tracking.run_folder import RunFolder
-from groupwise.training.base_run import load_teacher, use_logits_processor
+from groupwise.training.base_run import load_teacher, use_sampling_rules
 from groupwise.training.collector import Batch, BatchDraft, Collector, StageTimes, check_failures
 from groupwise.training.prompt_selection import Rates, updated
 from groupwise.training.sft_run import WorkedAnswers
@@ -55,7 +55,7 @@ class SharedBase:
     def __init__(self, config: Config, functions: UserFunctions | None = None) -> None:
         torch.manual_seed(derive_seed(config.run.seed, "adapters"))
         self.policy = load_policy(config.model, config.lora)
-        use_logits_processor(self.policy, config, functions or UserFunctions())
+        use_sampling_rules(self.policy, config, functions or UserFunctions())
         self._teachers: dict[str, Teacher] = {}
         self.members = LoRABank(self.policy)
         self.engine = MultiLoRAEngine(self.members, config.engine)

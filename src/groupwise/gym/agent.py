@@ -24,6 +24,7 @@ from groupwise.evaluate.contamination import prompt_digest
 from groupwise.evolution.population import Member, SharedBase
 from groupwise.gym.env import PromptBatch, PromptEnv
 from groupwise.learner.learner import try_own_loss
+from groupwise.model.grammar import rollout_grammar
 from groupwise.records import Example, Group, Rollout
 from groupwise.rollout.agent_rollouts import AgentRollouts
 from groupwise.rollout.collect import GroupRequest, Tools, generate_groups
@@ -32,7 +33,7 @@ from groupwise.serve.agent_endpoint import multi_turn
 from groupwise.tasks.task import Prompt, Task
 from groupwise.tasks.user_code import split_functions, use_functions
 from groupwise.tracking.run_folder import AGENT, SETTINGS, is_agent
-from groupwise.training.base_run import check_self_teacher
+from groupwise.training.base_run import check_single_turn
 
 Experiences = tuple[Sequence[Sequence[Rollout]], Any]
 """Answers [batch][group] and their rewards [batch, group]."""
@@ -67,6 +68,11 @@ class Agent:
         rule = self._base.policy.logits_processor
         if (None if rule is None else rule.name) != self.config.rollout.logits_processor:
             raise ConfigError("agents on one base model need the same rollout.logits_processor")
+        grammar = self._base.policy.grammar
+        if (None if grammar is None else grammar.text) != rollout_grammar(self.config):
+            raise ConfigError(
+                "agents on one base model need the same rollout.json_schema and rollout.grammar"
+            )
         self._member = Member(self._base, self.config, weights=self._base.fresh)
         self.actions = self.steps = 0
         """Number of batches generated and of updates; seeds derive from these and `run.seed`."""
@@ -107,7 +113,7 @@ class Agent:
     def _tools_of(self, task: Task) -> Tools | AgentRollouts | None:
         """Return the tools, the environment or the agent of a task; None for a task of one turn."""
         if self._tools is None or self._tools[0] is not task:
-            check_self_teacher(self.config, multi_turn=task.is_multi_turn)
+            check_single_turn(self.config, multi_turn=task.is_multi_turn)
             self._tools = (task, multi_turn(task, self.config.tools, self.config.agent))
         return self._tools[1]
 

@@ -96,6 +96,10 @@ class Learner:
             raise ConfigError("run.parallel=context excludes algo.teacher, algo.echo and algo.sft_weight")
         if self.context is not None and self.policy.logits_processor is not None:
             raise ConfigError("run.parallel=context excludes rollout.logits_processor; set run.parallel=ddp")
+        if self.context is not None and self.policy.grammar is not None:
+            raise ConfigError(
+                "run.parallel=context excludes rollout.json_schema and rollout.grammar; set run.parallel=ddp"
+            )
         if isinstance(self.teacher, SelfTeacher) and self.policy.is_sharded:
             raise ConfigError("algo.teacher=self does not work with a sharded policy; set run.parallel=ddp")
 

@@ -6,7 +6,7 @@ Axes: T tokens of the packed row, S samples, A tokens after the prompts, N train
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, groupby
 from typing import Any
@@ -20,7 +20,8 @@ from groupwise.invariants import check_targets
 from groupwise.model.attention.packed import PackedLayout
 from groupwise.model.attention.ulysses import UlyssesContext, UlyssesLayout
 from groupwise.model.device import to_device, total_memory
-from groupwise.model.ops.logits import entropy, scaled_logits
+from groupwise.model.grammar import TokenGrammar
+from groupwise.model.ops.logits import entropy, masked_logits, scaled_logits
 from groupwise.model.policy import Policy
 from groupwise.records import Sample, Sampling
 
@@ -57,6 +58,18 @@ class MicroBatch:
     supervised: SupervisedTokens | None = None
     """Tokens with a cross-entropy loss; None if there are none."""
     samples: Sequence[Sample] = ()
+    _masks: list[Tensor] = field(default_factory=list)
+    """The result of `masks`, kept for the next pass over the same tokens."""
+
+    def masks(self, grammar: TokenGrammar) -> Tensor:
+        """Return masks_NW: the tokens that a grammar allows in place of each trained token."""
+        if not self._masks:
+            masks_AW = grammar.masks([sample.tokens[sample.prefix :] for sample in self.samples])
+            trained_A = np.fromiter(
+                chain.from_iterable(sample.trained[sample.prefix :] for sample in self.samples), np.bool_
+            )
+            self._masks.append(to_device(masks_AW[trained_A], self.targets_N.device))
+        return self._masks[0]
 
     def contexts(self) -> Iterator[tuple[int, ...]]:
         """Yield the tokens before each trained token, prompt included."""
@@ -216,10 +229,15 @@ def trained_logprobs(
     """Return (logprobs_N, entropy_N) of a row from its hidden states."""
     hidden_NM = hidden_TM.index_select(0, batch.predictor_N)
     rule = policy.logits_processor
+    masks_NW = None if policy.grammar is None else batch.masks(policy.grammar)
     if rule is None:
-        return policy.token_logprobs(hidden_NM, batch.targets_N, sampling, entropy_gradient=entropy_gradient)
+        return policy.token_logprobs(
+            hidden_NM, batch.targets_N, sampling, entropy_gradient=entropy_gradient, masks_NW=masks_NW
+        )
     # A rule in Python is far slower than the logits are large: it is meant for small models.
     processed_NV = rule(batch.contexts(), policy.logits(hidden_NM))
+    if masks_NW is not None:
+        processed_NV = masked_logits(processed_NV, masks_NW, keep_N=batch.targets_N)
     logprobs_NV = scaled_logits(processed_NV, sampling, keep_N=batch.targets_N).log_softmax(-1)
     entropy_N = entropy(logprobs_NV if entropy_gradient else logprobs_NV.detach())
     return logprobs_NV.gather(1, batch.targets_N[:, None])[:, 0], entropy_N

@@ -60,7 +60,7 @@ class ModelTeacher:
                 f"algo.teacher {name} has another tokenizer than the policy; choose a teacher that shares it"
             )
         self.model, self.sampling = model, sampling
-        model.logits_processor = student.logits_processor
+        model.logits_processor, model.grammar = student.logits_processor, student.grammar
 
     @torch.no_grad()
     def logprobs(self, part: MicroBatchInputs) -> Tensor:

@@ -18,11 +18,13 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from groupwise.config.schema import Config
 from groupwise.errors import ConfigError
 from groupwise.model.tokenizer import TokenizerCodec
 
@@ -59,6 +61,39 @@ def require_llguidance() -> None:
         raise ConfigError(MISSING)
 
 
+def rollout_grammar(config: Config, *, multi_turn: bool = False) -> str | None:
+    """Return the grammar that the settings of a run name; raise ConfigError if it cannot be used."""
+    schema, grammar = config.rollout.json_schema, config.rollout.grammar
+    if schema is None and grammar is None:
+        return None
+    name = "rollout.json_schema" if grammar is None else "rollout.grammar"
+    if schema is not None and grammar is not None:
+        raise ConfigError("rollout.json_schema and rollout.grammar exclude each other; set one of them")
+    if config.engine.kind == "vllm":
+        raise ConfigError(f"{name} requires groupwise's own engine; set engine.kind=own")
+    if multi_turn:
+        raise ConfigError(f"{name} requires a task of one turn; this one has tools, turns or an agent")
+    require_llguidance()
+    if schema is None:
+        return grammar if grammar is not None and "\n" in grammar else _text_of(name, grammar or "", "start:")
+    try:
+        return json_grammar(json.loads(_text_of(name, schema, "{")))
+    except ValueError as error:
+        raise ConfigError(f"{name} is not a JSON schema: {error}") from error
+
+
+def _text_of(name: str, value: str, opening: str) -> str:
+    """Return a text that is given as it is, recognized by its opening, or in a file."""
+    if value.lstrip().startswith(opening):
+        return value
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"{name} must be a file, or a text that begins with {opening}; got {value[:60]!r}"
+        ) from error
+
+
 def json_rule(schema: Mapping[str, Any]) -> str:
     """Return the right-hand side of a rule that a JSON value of this schema matches."""
     if not isinstance(schema, Mapping):
@@ -89,6 +124,19 @@ def _keywords(schema: Any) -> Iterator[tuple[str, Any]]:
             open_values += value.values()
         elif isinstance(value, list):
             open_values += value
+
+
+def compiled_grammar(
+    config: Config, codec: TokenizerCodec, end_tokens: frozenset[int]
+) -> TokenGrammar | None:
+    """Return the grammar of a run's settings, compiled for its policy; None if they name none."""
+    if (text := rollout_grammar(config)) is None:
+        return None
+    try:
+        return GrammarCompiler(codec, end_tokens).compile(text)
+    except GrammarError as error:
+        name = "rollout.json_schema" if config.rollout.grammar is None else "rollout.grammar"
+        raise ConfigError(f"{name}: {error}") from error
 
 
 class GrammarCompiler:

@@ -67,6 +67,11 @@ class Policy(TokenizerCodec):
         self.version = 0
         """Incremented by every update; external engines compare it to detect stale weights."""
 
+    @property
+    def has_sampling_rules(self) -> bool:
+        """Whether tokens are sampled from another distribution than the model's own at some temperature."""
+        return self.logits_processor is not None or self.grammar is not None
+
     @cached_property
     def unpacks(self) -> bool:
         """Whether generation dequantizes weights into a copy: only if it fits in half of the free memory."""
@@ -208,7 +213,13 @@ class Policy(TokenizerCodec):
         return capped(float_logits(hidden_NM, self.head_weight, self.head_bias), self.logit_cap)
 
     def token_logprobs(
-        self, hidden_NM: Tensor, tokens_N: Tensor, sampling: Sampling, *, entropy_gradient: bool
+        self,
+        hidden_NM: Tensor,
+        tokens_N: Tensor,
+        sampling: Sampling,
+        *,
+        entropy_gradient: bool,
+        masks_NW: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return (logprobs_N, entropy_N) of tokens, each from the hidden state before it."""
         return token_logprobs(
@@ -219,6 +230,7 @@ class Policy(TokenizerCodec):
             sampling,
             entropy_gradient=entropy_gradient,
             cap=self.logit_cap,
+            masks_NW=masks_NW,
         )
 
     @contextmanager

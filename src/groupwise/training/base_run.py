@@ -26,6 +26,7 @@ from groupwise.evaluate.target import find_target
 from groupwise.learner.checkpoint import prune
 from groupwise.learner.teacher import SELF, ModelTeacher, SelfTeacher, ServerTeacher, Teacher, is_server
 from groupwise.model.device import deterministic_kernels, device_of, free_memory
+from groupwise.model.grammar import compiled_grammar, rollout_grammar
 from groupwise.model.load import load_for_generation, load_policy, load_reward_models
 from groupwise.model.ops.logits import LogitsProcessor
 from groupwise.model.policy import Policy
@@ -372,8 +373,9 @@ def settled(config: Config, start: RunStart) -> tuple[Config, str]:
     return choose_recomputing(config, shape_of(model), DeviceSpec.of(device), free=free_memory(device))
 
 
-def use_logits_processor(policy: Policy, config: Config, functions: UserFunctions) -> None:
-    """Give the user's sampling rule to the policy, from which sampler and trainer take it."""
+def use_sampling_rules(policy: Policy, config: Config, functions: UserFunctions) -> None:
+    """Give the grammar and the user's sampling rule to the policy. Sampler and trainer read them there."""
+    policy.grammar = compiled_grammar(config, policy, policy.end_tokens)
     rule, name = functions.logits_processor, config.rollout.logits_processor
     if rule is None or name is None:
         return
@@ -385,8 +387,12 @@ def use_logits_processor(policy: Policy, config: Config, functions: UserFunction
     policy.logits_processor = LogitsProcessor(name, rule)
 
 
-def check_self_teacher(config: Config, *, multi_turn: bool) -> None:
-    """Refuse a policy that teaches itself in several turns: a better answer is shown for one turn only."""
+def check_single_turn(config: Config, *, multi_turn: bool) -> None:
+    """Refuse settings that require tasks of one turn.
+
+    A grammar holds for one turn. A policy that teaches itself is shown a better answer for one turn only.
+    """
+    rollout_grammar(config, multi_turn=multi_turn)
     if config.algo.teacher == SELF and multi_turn:
         raise ConfigError("algo.teacher=self requires a task of one turn; name another model as teacher")
 

@@ -25,7 +25,7 @@ from groupwise.seeds import derive_seed
 from groupwise.tasks import Split, Task, UserFunctions
 from groupwise.tasks.isolate import failures_on_trial
 from groupwise.tasks.user_code import code_of
-from groupwise.training.base_run import BaseRun, check_self_teacher, load_teacher, use_logits_processor
+from groupwise.training.base_run import BaseRun, check_single_turn, load_teacher, use_sampling_rules
 from groupwise.training.collector import Batch, Collector, check_failures, first_error
 from groupwise.training.evaluator import Evaluator
 from groupwise.training.prompt_selection import PromptLimit, Rates
@@ -62,6 +62,7 @@ class GRPORun(BaseRun):
         return code_of(self.task) | self.functions.code
 
     def read_data(self) -> Split:
+        check_single_turn(self.config, multi_turn=self.task.is_multi_turn)
         return self.task.split(self.config.task, self.config.run.seed)
 
     def data_notices(self) -> Iterator[str]:
@@ -79,8 +80,7 @@ class GRPORun(BaseRun):
 
     def make_parts(self) -> None:
         config, task = self.config, self.task
-        use_logits_processor(self.policy, config, self.functions)
-        check_self_teacher(config, multi_turn=task.is_multi_turn)
+        use_sampling_rules(self.policy, config, self.functions)
         self.prompt_limit = PromptLimit(config, task=task, policy=self.policy)
         self.split, self.too_long = self.prompt_limit.leave_out(self.split)
         split = self.split
@@ -206,7 +206,7 @@ class GRPORun(BaseRun):
         )
         rollouts = batch_metrics(
             batch,
-            truncated=self.config.rollout.sampling.truncates or self.policy.logits_processor is not None,
+            truncated=self.config.rollout.sampling.truncates or self.policy.has_sampling_rules,
             shown_reward=self.collector.shown_reward,
         )
         metrics = {**rollouts, **report, **speed}

@@ -71,10 +71,14 @@ def scaled_logits(logits_NV: Tensor, sampling: Sampling, *, keep_N: Tensor | Non
     return logits_NV.masked_fill(~allowed_NV, float("-inf"))
 
 
-def masked_logits(logits_NV: Tensor, masks_NW: Tensor) -> Tensor:
-    """Return logits with -inf for every token whose bit is 0 (`model.grammar`)."""
+def masked_logits(logits_NV: Tensor, masks_NW: Tensor, *, keep_N: Tensor | None = None) -> Tensor:
+    """Return logits with -inf for every token whose bit is 0 (`model.grammar`), except those of `keep_N`."""
     bits_B = torch.arange(32, dtype=torch.int32, device=masks_NW.device)
-    allowed_NV = (masks_NW[:, :, None] >> bits_B & 1).flatten(1)[:, : logits_NV.shape[1]].bool()
+    allowed_NV = (masks_NW[:, :, None] >> bits_B & 1).flatten(1).bool()
+    # Models that share a tokenizer may differ in the rows of their embedding.
+    allowed_NV = torch.nn.functional.pad(allowed_NV, (0, logits_NV.shape[1] - allowed_NV.shape[1]))
+    if keep_N is not None:
+        allowed_NV.scatter_(1, keep_N[:, None], True)
     return logits_NV.masked_fill(~allowed_NV, float("-inf"))
 
 

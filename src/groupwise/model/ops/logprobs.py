@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from groupwise.model.device import has_kernels
-from groupwise.model.ops.logits import capped, chunks, float_logits, scaled_logits
+from groupwise.model.ops.logits import capped, chunks, float_logits, masked_logits, scaled_logits
 from groupwise.records import Sampling
 
 CHUNK_LOGITS = 1 << 23
@@ -32,13 +32,15 @@ def token_logprobs(
     *,
     entropy_gradient: bool,
     cap: float | None = None,
+    masks_NW: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (logprobs_N, entropy_N) of `tokens_N` under the sampling distribution.
 
     The log-probabilities carry a gradient; the entropy carries one only with `entropy_gradient`.
-    `cap`: the model's soft cap on logits.
+    `cap`: the model's soft cap on logits. `masks_NW`: the tokens that a grammar allows (`model.grammar`).
     """
-    if has_kernels(hidden_NM) and not (sampling.truncates or entropy_gradient or cap):
+    plain = masks_NW is None and not (sampling.truncates or entropy_gradient or cap)
+    if has_kernels(hidden_NM) and plain:
         from groupwise.model.ops.triton_kernels import FusedTokenLogprobs
 
         logprobs_N, entropy_N = FusedTokenLogprobs.apply(  # type: ignore[no-untyped-call]
@@ -46,7 +48,7 @@ def token_logprobs(
         )
     else:
         logprobs_N, entropy_N = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden_NM, weight_VM, bias_V, tokens_N, sampling, entropy_gradient, cap
+            hidden_NM, weight_VM, bias_V, tokens_N, sampling, entropy_gradient, cap, masks_NW
         )
     return logprobs_N, entropy_N
 
@@ -62,6 +64,7 @@ class _TokenLogprobs(torch.autograd.Function):
         sampling: Sampling,
         entropy_gradient: bool,
         cap: float | None,
+        masks_NW: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         frozen_head = need_hidden and not (need_weight or need_bias or entropy_gradient)
@@ -70,13 +73,17 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy_N, normaliser_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
         slope_NM = torch.empty_like(hidden_NM) if frozen_head else None
         for part in chunks(tokens_N, weight_VM, CHUNK_LOGITS):
-            logits_CV, capped_CV = _logits(hidden_NM[part], weight_VM, bias_V, tokens_N[part], sampling, cap)
+            masks_CW = None if masks_NW is None else masks_NW[part]
+            logits_CV, capped_CV = _logits(
+                hidden_NM[part], weight_VM, bias_V, tokens_N[part], sampling, cap, masks_CW
+            )
             largest_C1 = logits_CV.amax(-1, keepdim=True)
             logits_CV.sub_(largest_C1)
             unscaled_CV = logits_CV.exp()
             total_C1 = unscaled_CV.sum(-1, keepdim=True)
             chosen_C1 = logits_CV.gather(1, tokens_N[part, None])
-            mean_C = (unscaled_CV * _finite(logits_CV, sampling)).sum(-1) / total_C1[:, 0]
+            finite_CV = _finite(logits_CV, excluding=sampling.truncates or masks_NW is not None)
+            mean_C = (unscaled_CV * finite_CV).sum(-1) / total_C1[:, 0]
             logprobs_N[part] = (chosen_C1 - total_C1.log())[:, 0]
             entropy_N[part] = total_C1[:, 0].log() - mean_C
             normaliser_N[part] = (largest_C1 + total_C1.log())[:, 0]
@@ -90,7 +97,7 @@ class _TokenLogprobs(torch.autograd.Function):
         if slope_NM is not None:
             ctx.save_for_backward(slope_NM)
         else:
-            ctx.save_for_backward(hidden_NM, weight_VM, bias_V, tokens_N, normaliser_N, entropy_N)
+            ctx.save_for_backward(hidden_NM, weight_VM, bias_V, tokens_N, normaliser_N, entropy_N, masks_NW)
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy_N)
         ctx.frozen_head, ctx.sampling, ctx.entropy_gradient = frozen_head, sampling, entropy_gradient
@@ -102,15 +109,16 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_logprobs_N, grad_entropy_N = grads
         if ctx.frozen_head:
             (slope_NM,) = ctx.saved_tensors
-            return (grad_logprobs_N[:, None] * slope_NM).to(slope_NM.dtype), *(None,) * 6
-        hidden_NM, weight_VM, bias_V, tokens_N, normaliser_N, entropy_N = ctx.saved_tensors
+            return (grad_logprobs_N[:, None] * slope_NM).to(slope_NM.dtype), *(None,) * 7
+        hidden_NM, weight_VM, bias_V, tokens_N, normaliser_N, entropy_N, masks_NW = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         dhidden = torch.empty_like(hidden_NM) if need_hidden else None
         dweight = torch.zeros_like(weight_VM, dtype=torch.float32) if need_weight else None
         dbias = torch.zeros_like(bias_V, dtype=torch.float32) if need_bias else None
         for part in chunks(tokens_N, weight_VM, CHUNK_LOGITS):
+            masks_CW = None if masks_NW is None else masks_NW[part]
             logits_CV, capped_CV = _logits(
-                hidden_NM[part], weight_VM, bias_V, tokens_N[part], ctx.sampling, ctx.cap
+                hidden_NM[part], weight_VM, bias_V, tokens_N[part], ctx.sampling, ctx.cap, masks_CW
             )
             logprobs_CV = logits_CV.sub_(normaliser_N[part, None])
             dlogits_CV = _dlogits(
@@ -120,6 +128,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_entropy_N[part] if ctx.entropy_gradient else None,
                 entropy_N[part],
                 ctx.sampling,
+                excluding=ctx.sampling.truncates or masks_NW is not None,
             )
             if capped_CV is not None:
                 dlogits_CV.mul_(capped_CV)
@@ -134,7 +143,7 @@ class _TokenLogprobs(torch.autograd.Function):
             dhidden,
             None if dweight is None else dweight.to(weight_VM.dtype),
             None if dbias is None else dbias.to(bias_V.dtype),
-            *(None,) * 4,
+            *(None,) * 5,
         )
 
 
@@ -145,6 +154,8 @@ def _dlogits(
     grad_entropy_C: Tensor | None,
     entropy_C: Tensor,
     sampling: Sampling,
+    *,
+    excluding: bool,
 ) -> Tensor:
     """Return the gradient of the logits before temperature; overwrites `logprobs_CV`.
 
@@ -156,7 +167,7 @@ def _dlogits(
         dlogits_CV = logprobs_CV.exp_().mul_(-grad_C1)
     else:
         probs_CV = logprobs_CV.exp()
-        surprise_CV = _finite(logprobs_CV, sampling).add_(entropy_C[:, None])
+        surprise_CV = _finite(logprobs_CV, excluding=excluding).add_(entropy_C[:, None])
         pull_CV = surprise_CV.mul_(grad_entropy_C[:, None] / -temperature).sub_(grad_C1)
         dlogits_CV = probs_CV.mul_(pull_CV)
     return dlogits_CV.scatter_add_(1, tokens_C[:, None], grad_C1)
@@ -169,6 +180,7 @@ def _logits(
     tokens_C: Tensor,
     sampling: Sampling,
     cap: float | None,
+    masks_CW: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the logits of the sampling distribution and, with a cap, the derivative of the capped logits."""
     logits_CV = float_logits(hidden_CM, weight_VM, bias_V)
@@ -176,12 +188,17 @@ def _logits(
     if cap is not None:
         logits_CV = capped(logits_CV, cap)
         slope_CV = 1 - (logits_CV / cap).square()
+    if masks_CW is not None:
+        logits_CV = masked_logits(logits_CV, masks_CW, keep_N=tokens_C)
     return scaled_logits(logits_CV, sampling, keep_N=tokens_C), slope_CV
 
 
-def _finite(logits_CV: Tensor, sampling: Sampling) -> Tensor:
-    """Replace logits of -inf by 0, so that their product with a probability of 0 is 0, not NaN."""
-    return logits_CV.nan_to_num_(neginf=0.0) if sampling.truncates else logits_CV
+def _finite(logits_CV: Tensor, *, excluding: bool) -> Tensor:
+    """Replace logits of -inf by 0, so that their product with a probability of 0 is 0, not NaN.
+
+    `excluding`: whether there may be any.
+    """
+    return logits_CV.nan_to_num_(neginf=0.0) if excluding else logits_CV
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
