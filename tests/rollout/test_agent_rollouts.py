@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 
@@ -17,8 +18,17 @@ from groupwise.config.schema import AgentConfig
 from groupwise.errors import ConfigError, RolloutError
 from groupwise.isolation.worker import Command
 from groupwise.records import Completion, Example, Group, Sampling
-from groupwise.rollout.agent_rollouts import AgentRun, CallQueue, generate, rollout_of, run_concurrently
+from groupwise.rollout.agent_rollouts import (
+    AgentRollouts,
+    AgentRun,
+    CallQueue,
+    generate,
+    rollout_of,
+    run_concurrently,
+)
+from groupwise.rollout.collect import collect
 from groupwise.rollout.multi_turn import ModelCall, joined
+from groupwise.tasks import isolated
 from groupwise.tasks.user_code import code_of
 
 NOTHING = Example({"n": 1})
@@ -274,6 +284,48 @@ def test_calls_beyond_the_limit_and_after_the_end_are_refused():
         waiting.future.result(1)
     assert queue.run_of(runs[0].key) is None
     assert list(queue.batches()) == []
+
+
+def batch_errors(task: gw.Task, *, seconds: float = 5.0) -> list[str | None]:
+    """Why each rollout of a batch of three examples failed; the agents reach no endpoint."""
+    rollouts = AgentRollouts(
+        task.agent, AgentConfig(seconds=seconds), lambda calls, codec: nullcontext("url")
+    )  # type: ignore[arg-type]
+    groups = collect(
+        [Example({"n": n}) for n in range(3)],
+        ask=task.ask,
+        codec=Codec(),  # type: ignore[arg-type]
+        engine=Lengths(),
+        sampling=Sampling(),
+        group_size=1,
+        seed_parts=(0,),
+        tools=rollouts,
+    )
+    return [rollout.error for group in groups for rollout in group.rollouts]
+
+
+def test_an_agent_that_ends_or_blocks_its_worker_does_not_end_the_run(tmp_path):
+    marks = [tmp_path / name for name in ("exit", "block")]
+
+    def agent(example, base_url, api_key):
+        if marks[0].exists():
+            marks[0].unlink()
+            os._exit(1)
+        if marks[1].exists() and example["n"] == 1:
+            marks[1].unlink()
+            time.sleep(60)
+        return str(os.getpid())
+
+    task = gw.Task(name="own", examples=[{"n": 1}], rewards={"r": lambda rollout, example: 1.0}, agent=agent)
+    silent = "agent: it made no model call; pass it base_url and api_key, and call the policy"
+    with isolated(task) as moved:
+        marks[0].touch()
+        lost = batch_errors(moved)
+        assert any("terminated its worker process" in str(error) for error in lost)
+        assert batch_errors(moved) == [silent] * 3
+        marks[1].touch()
+        assert batch_errors(moved, seconds=1.0) == [silent, "agent: took longer than 1 s", silent]
+        assert batch_errors(moved) == [silent] * 3
 
 
 @pytest.mark.parametrize(

@@ -303,6 +303,20 @@ def test_calls_of_tools_are_parsed_recorded_and_continued(tiny):
     )
 
 
+def test_the_responses_api_is_answered_and_its_conversations_are_continued(tiny):
+    def agent(client: Client, example: Example) -> Any:
+        tool = {"type": "function", "name": "add", "parameters": ADD["function"]["parameters"]}
+        items: list[Any] = [user("Add.")]
+        (call,) = client.ask("/responses", input=items, tools=[tool])["output"]
+        items += [call, {"type": "function_call_output", "call_id": call["call_id"], "output": "4"}]
+        last = client.ask("/responses", input=items, tools=[tool])
+        return last["output"][0]["content"][0]["text"]
+
+    rollout = one(tiny, agent, '<tool_call>{"name":"add","arguments":{"x":3}}</tool_call>', "it is 4")
+    assert (rollout.error, rollout.rewritten, rollout.branches) == (None, 0, ())
+    assert (rollout.text, rollout.calls[0].result) == ("it is 4", "4")
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [

@@ -44,6 +44,7 @@ from groupwise.serve.http_server import (
     serve_connection,
 )
 from groupwise.serve.ipc import WireChunk
+from groupwise.serve.responses_api import ResponsesBuilder, chat_body, echoed
 from groupwise.tasks import Task
 
 MODEL = "policy"
@@ -169,9 +170,15 @@ class AgentEndpoint:
                 return await self._complete(run, request.json(), chat=True)
             case "POST", "/v1/completions":
                 return await self._complete(run, request.json(), chat=False)
+            case "POST", "/v1/responses":
+                body = request.json()
+                return await self._complete(run, chat_body(body), chat=True, settings=echoed(body))
         raise HTTPError(404, f"no such endpoint during training: {request.method} {request.path}")
 
-    async def _complete(self, run: AgentRun, body: dict[str, Any], *, chat: bool) -> HTTPReply | EventStream:
+    async def _complete(
+        self, run: AgentRun, body: dict[str, Any], *, chat: bool, settings: Mapping[str, Any] | None = None
+    ) -> HTTPReply | EventStream:
+        """Answer a chat or a plain completion; `settings`: what an answer of `/v1/responses` repeats."""
         named = typed(body, "model", str, MODEL)
         given = {name: value for name, value in body.items() if value is not None}
         sampling = self._sampling(run)
@@ -188,15 +195,17 @@ class AgentEndpoint:
         jobs = tuple(self._job(job, turn, sampling) for job in parsed.jobs)
         request = replace(parsed, jobs=jobs)
         completions = await self._generate(run, jobs, seed=typed(body, "seed", int, None))
-        response = ResponseBuilder(request, model=named, decode=self.codec.decode, pieces=self._pieces)
+        answer = ResponseBuilder(request, model=named, decode=self.codec.decode, pieces=self._pieces)
+        response = answer if settings is None else ResponsesBuilder(answer, settings)
         chunks = [
             WireChunk(0, index, one.tokens, one.logprobs, (), (), one.finish)
             for index, one in enumerate(completions)
         ]
         events = [*response.first(), *response.take(chunks), *response.last()]
-        whole = response.whole()
-        self._record(run, request, turn, completions, whole["choices"])
-        return EventStream(events=one_batch(events)) if request.stream else HTTPReply(body=whole)
+        self._record(run, request, turn, completions, answer.whole()["choices"])
+        if request.stream:
+            return EventStream(events=one_batch(events), named=settings is not None)
+        return HTTPReply(body=response.whole())
 
     def _chat_turn(self, run: AgentRun, body: Mapping[str, Any]) -> ChatTurn:
         """Compare a chat with the earlier ones of its rollout; keep the tokens of the longest it extends."""
