@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,25 @@ def test_the_example_runs_from_the_shell_as_the_page_shows(example, setting, pro
     ended = run_command("train", "countdown", setting, *SMALL)
     assert (ended.code, ended.err) == (0, "")
     assert proof in Path("runs/run/metrics.jsonl").read_text()
+
+
+PACKAGES = {"gym_mix.py": "reasoning_gym", "mcp_calculator.py": "mcp", "verifiers_sums.py": "verifiers.v1"}
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("example", PACKAGES, indirect=True)
+def test_a_task_of_another_package_is_one_file_of_25_lines(example):
+    text = example.read_text(encoding="utf-8")
+    page = (ROOT / "docs/environments.md").read_text(encoding="utf-8")
+    assert f"`examples/{example.name}`:\n\n```python\n{text}```" in page
+    assert len(text.splitlines()) <= 25
+    package = PACKAGES[example.name]
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    if package == "mcp" and not find_spec("mcp.server.fastmcp"):
+        pytest.skip("verifiers brings another version of mcp")
+    ended = run_command("train", example.name, *SMALL, "run.max_steps=1", "tools.max_tokens=128")
+    assert ended.code == 0, ended.err
+    assert '"reward/' in Path("runs/run/metrics.jsonl").read_text()
 
 
 SETTINGS: dict[str, Any] = {

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from groupwise.run_result import RunResult
     from groupwise.tasks import Task, UserFunctions, load_examples
     from groupwise.tasks.external.mcp_tools import mcp_tools
+    from groupwise.tasks.external.reasoning_gym_tasks import reasoning_gym_task
     from groupwise.tasks.external.text_environments import gymnasium, openenv, textarena
     from groupwise.tasks.external.verifiers_tasks import verifiers_task
     from groupwise.training.callbacks import Callback, RunControl
@@ -68,6 +69,7 @@ __all__ = [
     "load_examples",
     "mcp_tools",
     "openenv",
+    "reasoning_gym_task",
     "rewards",
     "textarena",
     "train",
@@ -90,6 +92,7 @@ MODULES = {
     "groupwise.run_result": ("RunResult",),
     "groupwise.tasks": ("Task", "load_examples"),
     "groupwise.tasks.external.mcp_tools": ("mcp_tools",),
+    "groupwise.tasks.external.reasoning_gym_tasks": ("reasoning_gym_task",),
     "groupwise.tasks.external.text_environments": ("gymnasium", "openenv", "textarena"),
     "groupwise.tasks.external.verifiers_tasks": ("verifiers_task",),
     "groupwise.training.callbacks": ("Callback", "RunControl"),

@@ -20,7 +20,6 @@ import ctypes
 import gc
 import math
 import os
-import resource
 import select
 import shutil
 import signal
@@ -40,7 +39,7 @@ from typing import Any
 
 from groupwise.isolation.code_tests import Disconnected, receive, run_code, send, verdict_of
 
-LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC: Any = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
     0x20000,
     0x4000000,
@@ -109,7 +108,8 @@ class Sandbox:
 
     def __init__(self, *, workers: int | None = None, namespaces: bool = True) -> None:
         """`workers`: jobs at a time, by default one per core; `namespaces`: use them where allowed."""
-        self.workers = workers or len(os.sched_getaffinity(0))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.workers = workers or cores
         self.namespaces = namespaces
         self.missing: tuple[str, ...] = ()
         """What the candidate is not cut off from: network, files, processes."""
@@ -171,6 +171,8 @@ class Sandbox:
             return ours
 
     def _start(self) -> None:
+        if LIBC is None:
+            raise SandboxError("the sandbox for code requires Linux")
         self._control, theirs = socket.socketpair()
         flags = [] if self.namespaces else ["without-namespaces"]
         with theirs:
@@ -228,7 +230,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     for name in [one for one in sys.modules if one.partition(".")[0] == "groupwise"]:
         del sys.modules[name]  # the candidate shall not import the package
-    for name in WARM:
+    for name in (*WARM, "resource"):
         __import__(name)
     missing = list(WHAT_IS_MISSING) if sys.argv[3:] else enter_namespaces()
     server = os.fork()  # in a new process namespace, this is its first process: all others end with it
@@ -380,9 +382,13 @@ def end(process: int) -> None:
             os.waitpid(process, 0)
 
 
-def limit(kind: int, value: int) -> None:
-    with suppress(ValueError, OSError):
-        resource.setrlimit(kind, (value, value))
+def limit(**limits: int) -> None:
+    """Set limits of the kernel by their names without RLIMIT_."""
+    import resource
+
+    for name, value in limits.items():
+        with suppress(ValueError, OSError):
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
 
 
 def drop_privileges(*, user: bool) -> None:
@@ -401,16 +407,8 @@ def drop_privileges(*, user: bool) -> None:
 
 def candidate_limits(job: dict[str, Any]) -> None:
     """Limit what the untrusted code may use. Without processes it has no threads either."""
-    limit(resource.RLIMIT_CPU, math.ceil(job["seconds"]) + 1)
-    limit(resource.RLIMIT_AS, int(job["memory"]))
-    for kind, value in (
-        (resource.RLIMIT_FSIZE, BOX_BYTES),
-        (resource.RLIMIT_NOFILE, OPEN_FILES),
-        (resource.RLIMIT_NPROC, 0),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_MEMLOCK, 0),
-    ):
-        limit(kind, value)
+    limit(CPU=math.ceil(job["seconds"]) + 1, AS=int(job["memory"]), FSIZE=BOX_BYTES, NOFILE=OPEN_FILES)
+    limit(NPROC=0, CORE=0, MEMLOCK=0)
 
 
 def enter_box(channel: socket.socket, box: str | None, missing: list[str]) -> None:
@@ -476,6 +474,5 @@ def tested(trainer: socket.socket, channel: socket.socket) -> dict[str, Any]:
     except Disconnected:  # before it ran any code
         return {"broken": "it ended at its start"}
     job = receive(trainer)
-    limit(resource.RLIMIT_CPU, math.ceil(job["seconds"]) + 2)
-    limit(resource.RLIMIT_CORE, 0)
+    limit(CPU=math.ceil(job["seconds"]) + 2, CORE=0)
     return verdict_of(job, channel)
