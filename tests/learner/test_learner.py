@@ -176,12 +176,9 @@ def test_dropout_is_kept_out_of_what_the_policy_was() -> None:
     trained = learner(policy)
     samples = [sample(7, 8), sample(9, 10, advantage=-1.0)]
     policy.model.eval()
-    exact, _ = row_logprobs(
-        policy, pack(samples, device=policy.device), trained.sampling, entropy_gradient=False
-    )
-    samples = [
-        replace(s, logprobs=(0.0, 0.0, *map(float, exact[2 * i : 2 * i + 2]))) for i, s in enumerate(samples)
-    ]
+    row = pack(samples, device=policy.device)
+    exact = row_logprobs(policy, row, trained.sampling, entropy_gradient=False)[0].tolist()
+    samples = [replace(s, logprobs=(0.0, 0.0, *exact[2 * i : 2 * i + 2])) for i, s in enumerate(samples)]
     report = trained.update(samples, sequences=2, tokens=4)
     assert report["policy/gap"] < 1e-5  # the sampler's and the trainer's policy, both without dropout
     assert report["policy/kl_old"] > 1e-3  # the pass that learns has it
