@@ -69,7 +69,7 @@ def rollout_grammar(config: Config, *, multi_turn: bool = False) -> str | None:
     name = "rollout.json_schema" if grammar is None else "rollout.grammar"
     if schema is not None and grammar is not None:
         raise ConfigError("rollout.json_schema and rollout.grammar exclude each other; set one of them")
-    if config.engine.kind == "vllm":
+    if config.engine.kind != "own":
         raise ConfigError(f"{name} requires groupwise's own engine; set engine.kind=own")
     if multi_turn:
         raise ConfigError(f"{name} requires a task of one turn; this one has tools, turns or an agent")
