@@ -76,7 +76,12 @@ class Game:
         won = zlib.crc32(text.encode()) % 2
         return gw.Reply("Again.", reward=float(won), done=self.turns == 2)
 
-task = gw.Task(name="environment", examples=examples, environment=Game, difficulty=lambda e: str(e["n"] % 2))
+def worked(example, rng):
+    return [{"role": "assistant", "content": "1"}, {"role": "user", "content": "Again."},
+            {"role": "assistant", "content": str(example["n"])}]
+
+task = gw.Task(name="environment", examples=examples, environment=Game, difficulty=lambda e: str(e["n"] % 2),
+               worked=worked)
 """,
     "program": ROWS
     + """

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from groupwise import cli
 from groupwise.errors import ConfigError
 from groupwise.learner.checkpoint import seal
 from groupwise.tracking.run_files import last_step
@@ -360,3 +361,28 @@ def test_a_refused_run_keeps_files_of_the_user_and_those_of_earlier_steps(tmp_pa
     folder.metrics.write_text("{}")
     folder.remove_unstarted()
     assert folder.config.is_file()
+
+
+ALWAYS_FAILS = """
+import groupwise as gw
+
+def wrong(rollout: gw.Rollout, example: gw.Example) -> float:
+    raise ValueError("always")
+
+task = gw.Task(name="wrong", examples=[{"n": n} for n in range(12)], prompt=lambda example: str(example["n"]),
+               rewards={"wrong": wrong})
+"""
+
+
+@pytest.mark.parametrize("command", ["train", "evolve"])
+def test_a_reward_that_always_fails_leaves_neither_a_run_nor_an_empty_folder_of_runs(
+    tmp_path, monkeypatch, capsys, command
+):
+    monkeypatch.chdir(tmp_path)
+    task_file(tmp_path, ALWAYS_FAILS)
+    settings = [*SMALL, "evaluate.during=1", "evaluate.samples=1", "lora.r=4"]
+    assert cli.main([command, "luck.py", *settings]) == 3
+    said = capsys.readouterr().err
+    assert "100% of the rollouts failed" in said
+    assert "diverged" not in said
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["luck.py"]

@@ -126,9 +126,29 @@ def test_a_worked_answer_with_calls_is_laid_out_as_a_rollout_that_begins_every_t
                           "<think> c</think> d<|im_end|>")  # fmt: skip
 
 
+def test_a_worked_conversation_with_an_environment_is_laid_out_as_a_rollout(small_policy):
+    answer = [
+        {"role": "assistant", "content": "a"},
+        {"role": "user", "content": "Again."},
+        {"role": "assistant", "content": "b"},
+    ]
+    turns = turns_of(answer)
+    assert [(turn.text, turn.observation) for turn in turns] == [("a", "Again."), ("b", "")]
+    demonstration = Demonstration(prompt="Say b", completion="b", turns=turns)
+    whole, trained = parts(small_policy, demonstration)
+    assert trained == ["a<|im_end|>", "b<|im_end|>"]
+    assert whole.endswith(
+        "a<|im_end|>\n<|im_start|>user\nAgain.<|im_end|>\n<|im_start|>assistant\nb<|im_end|>"
+    )
+
+
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
+        (
+            [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}],
+            "every turn except the last must call a tool or be followed by a user message",
+        ),
         ([{"role": "user", "content": "a"}], "must begin with an assistant message"),
         ([{"role": "tool", "content": "a"}], "must begin with an assistant message"),
         ([{"role": "assistant", "content": "", "tool_calls": [CALL]}], "1 tool calls but 0 results"),

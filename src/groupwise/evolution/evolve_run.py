@@ -47,7 +47,7 @@ from groupwise.tracking.run_folder import EVOLUTION
 from groupwise.tracking.terminal import open_display
 from groupwise.tracking.trackers import tracker_names
 from groupwise.training.base_run import check_single_turn
-from groupwise.training.collector import Batch
+from groupwise.training.collector import Batch, check_failures, too_many_failed
 from groupwise.training.loop import collect_batch
 from groupwise.training.prompt_selection import PromptLimit
 from groupwise.training.recorder import Recorder
@@ -150,6 +150,10 @@ class EvolveRun:
         """Update one member after the other; return the metrics of each update, by slot."""
         if self.base.policy.device.type == "cuda":
             self.base.engine.release()  # free memory for the updates
+        limit = self.config.task.max_failed
+        if all(too_many_failed(batch.all_groups, limit=limit) for batch in batches.values()):
+            for batch in batches.values():  # the rewards fail, not the members
+                check_failures(batch, limit=limit)
         reports: dict[int, dict[str, float]] = {}
         for slot, batch in batches.items():
             try:

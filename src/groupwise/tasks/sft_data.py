@@ -144,21 +144,26 @@ def written(message: Message) -> str:
 
 
 def turns_of(messages: Sequence[Message]) -> tuple[Turn, ...]:
-    """Convert an answer that calls tools to the turns of a rollout; raise ConfigError if it is invalid.
+    """Convert an answer of several turns to those of a rollout; raise ConfigError if it is invalid.
 
-    Example: [assistant with a call, tool, assistant] -> two turns, the first with its call and the result.
+    Example: [assistant with a call, tool, assistant] -> two turns, the first with its call and the result. A
+    message of role `user` is the reply of an environment.
     """
     turns: list[Turn] = []
     results: list[list[str]] = []
+    replies: dict[int, str] = {}
     for message in messages:
         if message["role"] == "assistant":
             turns.append(Turn(text=written(message)))
             results.append([])
         elif message["role"] == "tool" and turns:
             results[-1].append(str(message["content"]))
+        elif message["role"] == "user" and turns and len(turns) - 1 not in replies:
+            replies[len(turns) - 1] = str(message["content"])
         else:
             raise ConfigError(
-                "an answer must begin with an assistant message, followed by assistant and tool messages"
+                "an answer must begin with an assistant message, followed by assistant and tool messages, or "
+                "by assistant and user messages in turn"
             )
     for number, (turn, outputs) in enumerate(zip(turns, results, strict=True)):
         calls = read_calls(turn.text)
@@ -166,13 +171,14 @@ def turns_of(messages: Sequence[Message]) -> tuple[Turn, ...]:
             raise ConfigError(
                 f"a turn has {len(calls)} tool calls but {len(outputs)} results: {turn.text[:80]!r}"
             )
-        if bool(calls) == (number == len(turns) - 1):
+        if bool(calls) + (number in replies) != (number < len(turns) - 1):
             raise ConfigError(
-                f"every turn except the last must call a tool, and the last must not: {turn.text[:80]!r}"
+                "every turn except the last must call a tool or be followed by a user message, and the last "
+                f"must not: {turn.text[:80]!r}"
             )
         pairs = zip(calls, outputs, strict=True)
         turn_calls = (Call(name=c.name, arguments=c.arguments, result=r) for c, r in pairs)
-        turns[number] = Turn(text=turn.text, calls=tuple(turn_calls))
+        turns[number] = Turn(text=turn.text, calls=tuple(turn_calls), observation=replies.get(number, ""))
     return tuple(turns)
 
 
@@ -332,9 +338,9 @@ def held_out_of(config: Config, task: Task) -> tuple[Example, ...]:
 
 def of_task(task: Task, *, config: Config) -> Demonstrations:
     """Return worked answers to the task's training examples, or else its gold answers."""
-    if task.environment is not None:
+    if task.environment is not None and task.worked is None:
         raise ConfigError(
-            f"task {task.name} has an environment, and its examples have no conversations to imitate; use "
+            f"task {task.name} has an environment but no worked answers; set worked=… in the task, or use "
             "--data with chats, or --from-run"
         )
     if task.agent is not None:

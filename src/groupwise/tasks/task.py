@@ -84,7 +84,7 @@ class Task:
 
     A string is one turn. An answer that calls tools is a list of messages: assistant messages with
     `tool_calls`, a message of role `tool` for each result, and a final assistant message. Each continues the
-    prefill of the prompt.
+    prefill of the prompt. In a conversation with an environment, messages of role `user` are its replies.
     """
     perfect: float | None = None
     """Reward of a perfect answer; perfect answers are logged."""

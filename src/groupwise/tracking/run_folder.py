@@ -23,6 +23,8 @@ from groupwise.files import alive
 
 STEP_NAME = re.compile(r"step-(\d{6,})")
 SETTINGS = "config.yaml"
+RUNS = "runs"
+"""Default name of the folder of runs."""
 EVOLUTION = "evolution.json"
 """The members of a search; see `evolution.evolve_state.EvolutionLog`."""
 AGENT = "agent.json"
@@ -198,6 +200,8 @@ class RunFolder:
             for folder in (*made, self.checkpoints, self.path / "tensorboard", self.path / "wandb"):
                 shutil.rmtree(folder, ignore_errors=True)
             self.path.rmdir()
+            if self.path.parent.name == RUNS:
+                self.path.parent.rmdir()  # fails if there are other runs
 
     def check_paths(self) -> None:
         """Raise ConfigError if anything but a regular file, or a folder, is where a resumed run writes."""

@@ -88,6 +88,10 @@ def encode_turns(policy: Policy, demonstration: Demonstration) -> tuple[tuple[in
         wrote = (*policy.encode_text(turn.text, special=False), end_token(policy))
         results = [call.result for call in turn.calls]
         read = policy.encode_results(results, prefill=prefill, ended=True) if results else ()
+        if turn.observation:
+            (read,) = policy.encode_all_results(
+                [(turn.observation,)], prefill=prefill, ended=True, role="user"
+            )
         tokens += (*wrote, *read)
         trained += [True] * len(wrote) + [False] * len(read)
     return tuple(tokens), tuple(trained)
