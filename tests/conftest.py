@@ -36,6 +36,7 @@ SLOW_FILES = (
     "training/test_resume.py",
     "engine/cuda/test_cuda_engine.py",
     "training/test_damage.py",
+    "training/test_agent_runs.py",
     "report/test_page.py",
     "evaluate/test_eval_suite.py",
     "serve/test_openai_server.py",

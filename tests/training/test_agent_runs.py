@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 
 from groupwise.tracking.rollout_files import read_rollouts
-from tests.support.small_runs import KILL, SMALL, SignalAt, deterministic_metrics, run_artifacts, run_command
+from tests.support.process_groups import in_processes
+from tests.support.sharded_updates import trained
+from tests.support.small_runs import (
+    KILL,
+    SMALL,
+    SignalAt,
+    deterministic_metrics,
+    run_artifacts,
+    run_command,
+    small_config,
+)
 
 ROOT = Path(__file__).parents[2]
 CHATS = """
@@ -80,6 +90,13 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_same_bits(whole):
     resumed = run_command("train", "--resume", str(killed))
     assert resumed.code == 0, resumed.err
     assert run_artifacts(killed) == run_artifacts(whole)
+
+
+def test_two_processes_run_the_agents_of_their_shares(whole):
+    place = ("run.name=two", "task.max_failed=0.5", "run.max_steps=1", "evaluate.skip=true")
+    in_processes(2, trained, small_config(whole.parent, *place, "run.parallel=ddp", task="talk.py"))
+    (two,), (one, *_) = (deterministic_metrics(path) for path in (whole.parent / "two", whole))
+    assert one == pytest.approx(two, rel=1e-3, abs=1e-5)
 
 
 def test_the_example_in_the_docs_is_the_file_and_it_runs(tmp_path):

@@ -127,6 +127,7 @@ class AgentEndpoint:
         self.context = codec.context_length
         self._pieces = TokenTable(codec.tokenizer)
         self._conversations: dict[AgentRun, list[Conversation]] = {}
+        self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> int:
@@ -139,7 +140,8 @@ class AgentEndpoint:
 
     async def stop(self) -> None:
         """Close the port and all connections."""
-        self._server.close()
+        if self._server is not None:
+            self._server.close()
         for connection in self._connections:
             connection.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
