@@ -65,6 +65,7 @@ SLOW_FILES = (
     "tasks/external/test_reasoning_gym_tasks.py",
     "report/test_watch_server.py",
     "test_combinations.py",
+    "test_installation.py",
     "learner/test_distillation.py",
     "tasks/test_user_functions.py",
     "retrieval/test_fetch.py",
