@@ -91,6 +91,36 @@ def test_the_gradient_does_not_depend_on_sharing_the_prompt(usual: Usual) -> Non
     assert_same_gradients(got, wanted)
 
 
+def divided(sample: Sample) -> list[Sample]:
+    """The sample as an agent leaves it that changes its prompt between two turns: in two parts."""
+    last = len(sample.trained) - 1
+    between = [n for n in range(sample.prefix, last) if not sample.trained[n]]
+    if not between:
+        return [sample]
+    first, after = between[0], between[-1] + 1
+    names = ("tokens", "trained", "logprobs", "entropies", "advantages")
+    start = {name: getattr(sample, name)[:first] for name in names}
+    mask = (False,) * after + sample.trained[after:]
+    rest = tuple(value * flag for value, flag in zip(sample.advantages, mask, strict=True))
+    whole = sample.length
+    return [
+        replace(sample, **start, rollout_length=whole),
+        replace(sample, trained=mask, advantages=rest, prefix=after, prompt=1, part=1, rollout_length=whole),
+    ]
+
+
+@pytest.mark.parametrize("loss", ["grpo", "bnpo", "dapo", "dr_grpo", "cispo"])
+def test_a_rollout_in_several_sequences_has_the_gradient_of_one(loss: str) -> None:
+    algo = settings(loss, beta=0.04, entropy_bonus=0.01, correction="token_truncate")
+    policy, plain, reference = policy_and_plain(lora=False)
+    samples = some_samples(plain)
+    (wanted,) = naive_gradients(plain, reference, samples, algo, OPTIM)
+    parts = [part for sample in samples for part in divided(sample)]
+    assert len(parts) == len(samples) + 3
+    (got,) = our_gradients(policy, parts, algo, OPTIM, rollouts=len(samples))
+    assert_same_gradients(got, wanted)
+
+
 def test_the_gradient_does_not_depend_on_the_order_of_samples(usual: Usual) -> None:
     lora, samples, wanted = usual
     policy, _, _ = policy_and_plain(lora=lora)

@@ -93,13 +93,19 @@ def with_logprobs(sample: Sample, values: list[float]) -> Sample:
 
 
 def our_gradients(
-    policy: Policy, samples: Sequence[Sample], algo: AlgoConfig, optim: OptimConfig
+    policy: Policy,
+    samples: Sequence[Sample],
+    algo: AlgoConfig,
+    optim: OptimConfig,
+    *,
+    rollouts: int | None = None,
 ) -> list[Gradients]:
-    """Return the gradients of each optimizer step of one update."""
+    """Return the gradients of each optimizer step of one update; `rollouts` may have several samples."""
     learner = Learner(policy, algo=algo, optim=optim, sampling=SAMPLING, max_steps=1)
     seen: list[Gradients] = []
     learner.optimizer.register_step_pre_hook(lambda *_: seen.append(gradients(policy.model)))
-    learner.update(samples, sequences=len(samples), tokens=sum(sample.length for sample in samples))
+    count = len(samples) if rollouts is None else rollouts
+    learner.update(samples, sequences=count, tokens=sum(sample.length for sample in samples))
     return seen
 
 
