@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
@@ -19,10 +20,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from groupwise.model.grammar import MISSING, GrammarCompiler
 from groupwise.model.policy import Policy
 from groupwise.model.tokenizer import TokenizerCodec
-from groupwise.rollout.tool_calls import read_calls
+from groupwise.serve.completion_request import ToolCallReader
 from groupwise.serve.structured_output import answer_grammar
 from tests.support.serving import ask, chat, serving
 from tests.support.small_models import policy_of, small_model
+from tests.support.tool_templates import WRITERS, tokenizer_of
 
 pytest.importorskip("llguidance")
 
@@ -218,20 +220,74 @@ def test_without_the_package_one_sentence_says_what_to_install(port, monkeypatch
     assert (status, answer["error"]["message"]) == (400, MISSING)
 
 
-@pytest.mark.parametrize("style", ["hermes", "llama"])
-def test_the_format_of_a_forced_call_is_read_back(policy, style):
-    tool = copy.deepcopy(TOOLS[:1])
-    grammar = answer_grammar({"tool_choice": "required"}, tool, in_style(policy, style))
+MARKS = {
+    "hermes": ["<tool_call>", "</tool_call>"],
+    "qwen_xml": ["<tool_call>", "</tool_call>"],
+    "mistral": ["[TOOL_CALLS]"],
+    "deepseek": ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"],
+    "harmony": ["<|channel|>", "<|message|>"],
+    "gemma": ["<start_function_call>", "<end_function_call>"],
+}
+
+
+def written_at_random(codec: TokenizerCodec, ends: frozenset[int], grammar: str, seed: int) -> list[int]:
+    """An answer in which every allowed token is equally likely."""
+    state = GrammarCompiler(codec, ends).compile(grammar).start()
+    random, tokens = np.random.default_rng(seed), []
+    while True:
+        bits = np.unpackbits(np.frombuffer(state.matcher.compute_bitmask(), np.uint8), bitorder="little")
+        tokens.append(int(random.choice(np.flatnonzero(bits))))
+        if tokens[-1] in ends:
+            return tokens
+        assert state.matcher.consume_token(tokens[-1])
+
+
+@pytest.mark.parametrize("marked", [False, True], ids=["text", "tokens"])
+@pytest.mark.parametrize("style", sorted(WRITERS))
+def test_forced_calls_are_read_back_in_every_format(policy, style, marked):
+    tokenizer = tokenizer_of(style)
+    if marked:  # Hermes models have these tokens, too, but not as special ones
+        tokenizer.add_tokens(MARKS.get(style, []), special_tokens=style != "hermes")
+    codec = TokenizerCodec(tokenizer, vocabulary=len(tokenizer))
+    assert codec.tool_format == style
+    for seed in range(4):
+        grammar = answer_grammar(
+            {"tool_choice": "required", "parallel_tool_calls": bool(seed % 2)}, TOOLS, codec
+        )
+        assert grammar is not None
+        tokens = written_at_random(codec, policy.end_tokens, grammar, seed)
+        text, calls = ToolCallReader.of(codec, TOOLS).read(codec.decode(tokens), tokens)
+        assert not text
+        assert len(calls) == 1 or seed % 2
+        for call in calls:
+            arguments = json.loads(call["arguments"])
+            assert call["name"] in ("note", "now")
+            if call["name"] == "note":
+                assert arguments["age"] in range(10)
+                assert arguments["mood"] in ("happy", "sad")
+            else:
+                assert arguments == {}
+
+
+@pytest.mark.parametrize("style", sorted(set(WRITERS) - {"harmony"}))
+def test_strict_calls_in_a_text_are_read_back_in_every_format(policy, style):
+    tokenizer = tokenizer_of(style)
+    tokenizer.add_tokens(MARKS.get(style, []), special_tokens=style != "hermes")
+    codec, tools = TokenizerCodec(tokenizer, vocabulary=len(tokenizer)), copy.deepcopy(TOOLS[:1])
+    forced = answer_grammar({"tool_choice": "required"}, tools, codec)
+    tools[0]["function"]["strict"] = True
+    grammar = answer_grammar({}, tools, codec)
+    assert forced is not None
     assert grammar is not None
-    compiled = GrammarCompiler(policy, policy.end_tokens).compile(grammar)
-    written = {"hermes": "<tool_call>\n{}\n</tool_call>", "llama": "{}"}[style]
-    key = {"hermes": "arguments", "llama": "parameters"}[style]
-    call = '{"name": "note", "' + key + '": {"age": 3, "mood": "sad"}}'
-    text = written.replace("{}", call)
-    assert is_accepted(policy, compiled, text)
-    assert not is_accepted(policy, compiled, text.replace("3", "33"))
-    (parsed,) = read_calls(text, style)
-    assert (parsed.name, parsed.arguments, parsed.error) == ("note", {"age": 3, "mood": "sad"}, None)
+    compiled = GrammarCompiler(codec, policy.end_tokens).compile(grammar)
+    call = written_at_random(codec, policy.end_tokens, forced, 1)[:-1]
+    before = [] if style == "llama" else codec.tokenizer("So:", add_special_tokens=False)["input_ids"]
+    tokens = [*before, *call]
+    matcher = compiled.start().matcher
+    assert matcher.try_consume_tokens(tokens) == len(tokens)
+    assert matcher.is_accepting()
+    wrong = [codec.tokenizer.convert_tokens_to_ids("x") if token == tokens[-4] else token for token in tokens]
+    assert compiled.start().matcher.try_consume_tokens(wrong) < len(wrong)
 
 
 @pytest.mark.parametrize("style", ["hermes", "llama"])

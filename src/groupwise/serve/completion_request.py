@@ -125,7 +125,7 @@ class ToolCallReader:
     def read(self, text: str, tokens: Sequence[int]) -> tuple[str, list[dict[str, str]]]:
         """Split an answer into its text and its tool calls; malformed calls remain text.
 
-        Calls in Hermes format are read from every model: forced calls have it.
+        Calls in Hermes format are read from every model.
         """
         whole = text if self.style == HERMES else self.decode(tokens)
         calls = [call for call in read_calls(whole, self.style) if call.error is None]
