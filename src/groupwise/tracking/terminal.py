@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.constrain import Constrain
@@ -431,9 +432,8 @@ class NotebookDisplay(PanelDisplay, PlainDisplay):
 
     def start(self, total_steps: int, title: str, *, done: int = 0) -> None:
         self.progress = Progress(title=title, total=total_steps, step=done, now=self.clock())
-        from IPython.display import display
-
-        self.handle = display(self.panel(), raw=True, display_id=True)
+        show: Any = import_module("IPython.display").display  # untyped
+        self.handle = show(self.panel(), raw=True, display_id=True)
 
     def refresh(self) -> None:
         if not self.closed and self.handle is not None:
