@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,6 +45,16 @@ def test_the_built_in_model_trains_on_its_own_puzzles_from_python_too(start, tmp
     numbers = [row["example"]["numbers"] for row in result.rollouts().to_dict("records")]
     assert numbers
     assert all(len(row) == 3 and max(row) <= 50 for row in numbers)
+
+
+def test_the_source_runs_without_an_installation(tmp_path):
+    """A copy on the path of a Python without site packages has no metadata."""
+    source = Path(gw.__file__).parents[1]
+    program = (
+        f"import sys; sys.path.insert(0, {str(source)!r}); import groupwise; print(groupwise.__version__)"
+    )
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "0+source", done.stderr
 
 
 def test_every_public_name_exists():

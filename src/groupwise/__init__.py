@@ -107,7 +107,7 @@ def __getattr__(name: str) -> Any:
         warnings.warn("groupwise.Found is now groupwise.ToolResult", DeprecationWarning, stacklevel=2)
         name = "ToolResult"
     if name == "__version__":
-        return import_module("importlib.metadata").version("groupwise")
+        return import_module("groupwise.files").package_version()
     if name == "rewards":
         return import_module("groupwise.rewards")
     if name in HOME:

@@ -126,9 +126,9 @@ def fail(sentence: str, *, code: int, notes: Sequence[str] = ()) -> int:
 
 def show_version(requested: bool) -> None:
     if requested:
-        from importlib import metadata  # half as slow as the rest of this module
+        from groupwise.files import package_version
 
-        print(f"groupwise {metadata.version('groupwise')}")
+        print(f"groupwise {package_version()}")
         raise typer.Exit
 
 

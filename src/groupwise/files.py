@@ -19,6 +19,16 @@ Located = Iterator[tuple[str, object]]
 """Rows with their locations: ("rows.jsonl, line 3", row)."""
 
 
+def package_version() -> str:
+    """Return the version of this package, also where its source is used without an installation."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("groupwise")
+    except PackageNotFoundError:
+        return "0+source"
+
+
 def read_file(path: Path, read: Callable[[Path], Located]) -> Located:
     """Yield the rows of a file; raise `ConfigError` if it cannot be read."""
     if not path.is_file():

@@ -10,7 +10,6 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from groupwise.config.loading import flat, plain
 from groupwise.config.schema import BUILT_IN, NO_TASK, SMOLLM2
 from groupwise.errors import ConfigError
 from groupwise.evaluate.held_out import Evaluation, read_evaluation
+from groupwise.files import package_version
 from groupwise.tasks.registry import TASKS
 from groupwise.tracking.run_folder import RunFolder, step_name, step_of
 
@@ -66,7 +66,7 @@ def model_card(subject: CardSubject) -> str:
     lines += results(subject)
     lines += ["## Data", "", *data_lines(config), ""]
     lines += ["## Training", "", *settings_table(subject, config), ""]
-    lines += [f"    {command_for(config)}", "", f"Made with groupwise {version('groupwise')}.", ""]
+    lines += [f"    {command_for(config)}", "", f"Made with groupwise {package_version()}.", ""]
     return "\n".join(lines)
 
 
