@@ -23,7 +23,7 @@ pytest.importorskip("starlette")
 from stand_in_vllm import StandIn
 from starlette.testclient import TestClient
 
-from groupwise.report.run_index import RunIndex
+from groupwise.report.run_reader import RunIndex
 from groupwise.report.watch_server import application
 
 PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"

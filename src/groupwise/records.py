@@ -3,18 +3,21 @@
     Example → Request → Completion → Rollout → Group → Sample
      prompt          rollout          reward    advantage, loss
 
-All records are frozen, validate their fields and do not depend on torch. A stage never modifies a
-record: it creates a new one with `dataclasses.replace`, or with `Rollout.scored`.
+A `Split` holds the examples of a run. All records are frozen, validate their fields and do not depend on
+torch. A stage never modifies a record: it creates a new one with `dataclasses.replace`, or with
+`Rollout.scored`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 Message = Mapping[str, Any]
 """A chat message: {"role": "user", "content": "…"}."""
@@ -63,6 +66,62 @@ def is_unicode(row: Mapping[str, Any]) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+@runtime_checkable
+class ExampleStream(Protocol):
+    """An endless source of examples, generated on demand. No training example equals a held-out one."""
+
+    def train(self, index: int, *, seed: int) -> Example:
+        """Return the training example at an index; deterministic for a seed."""
+        ...
+
+    def held_out(self, count: int) -> Sequence[Example]:
+        """Return up to `count` distinct held-out examples, the same for every run."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """The training and held-out examples of a run."""
+
+    train: Sequence[Example] | ExampleStream
+    held_out: tuple[Example, ...]
+    seed: int
+    size: int | None
+    """Training examples per epoch. None: endless."""
+    dropped: int = 0
+    """Number of rows dropped because they repeat another row or equal a held-out example."""
+    fingerprint: str = ""
+    """Hash of the rows on both sides; "" for a stream, which only depends on settings."""
+
+    def take(self, cursor: int, count: int) -> tuple[list[Example], int]:
+        """Return the `count` training examples at the cursor, and the cursor after them.
+
+        The cursor counts examples from the start of the run, so a checkpoint only stores this number. The
+        order of each epoch depends on seed and epoch only.
+        """
+        return [self.at(position) for position in range(cursor, cursor + count)], cursor + count
+
+    def at(self, position: int) -> Example:
+        """Return the training example at a position of the run."""
+        index = position
+        if self.size is not None:
+            epoch, offset = divmod(position, self.size)
+            index = epoch_order(self.size, self.seed, epoch)[offset]
+        return (
+            self.train.train(index, seed=self.seed)
+            if isinstance(self.train, ExampleStream)
+            else self.train[index]
+        )
+
+
+@lru_cache(maxsize=4)
+def epoch_order(size: int, seed: int, epoch: int) -> tuple[int, ...]:
+    """Return the order of the examples in an epoch."""
+    order = list(range(size))
+    random.Random(f"epoch {seed} {epoch}").shuffle(order)
+    return tuple(order)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from groupwise.config import Config, read_config
 from groupwise.config.schema import NO_TASK
 from groupwise.errors import ConfigError
 from groupwise.records import Message, Request
-from groupwise.report.history import EvaluationFiles, StoredEvaluation
+from groupwise.report.run_reader import EvaluationFiles, StoredEvaluation
 from groupwise.seeds import derive_seed
 from groupwise.serve.load_target import find_named
 from groupwise.tracking.rollout_files import read_rollouts

@@ -10,8 +10,7 @@ import pytest
 
 from groupwise.records import Group
 from groupwise.report.alarms import Alarm, MetricSeries, alarms, segments
-from groupwise.report.history import MetricsTail, StoredEvaluation, evaluations
-from groupwise.report.run_index import RunReader
+from groupwise.report.run_reader import MetricsTail, RunReader, StoredEvaluation, evaluations
 from groupwise.tracking.run_folder import RunFolder
 from tests.support.synthetic_runs import good_groups, group_of, healthy, make_run, rollout
 

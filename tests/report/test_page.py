@@ -17,7 +17,7 @@ from urllib.parse import quote
 import pytest
 
 from groupwise.records import Group
-from groupwise.report.run_index import RunIndex, RunReader
+from groupwise.report.run_reader import RunIndex, RunReader
 from groupwise.report.static_report import write_report
 from groupwise.report.watch_server import listen
 from groupwise.tracking.run_files import MetricsFile

@@ -21,7 +21,7 @@ from groupwise.report.compare_runs import (
     remove,
     to_prune,
 )
-from groupwise.report.run_index import RunReader
+from groupwise.report.run_reader import RunReader
 from groupwise.report.static_report import as_script, edges, smooth, write_all, write_plots, write_report
 from groupwise.tracking.run_folder import RunFolder, owner
 from tests.support.small_runs import run_command, small_config, task_file

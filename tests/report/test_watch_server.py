@@ -19,7 +19,7 @@ from groupwise.cli import main
 from groupwise.errors import ConfigError
 from groupwise.report import watch_server
 from groupwise.report.compare_runs import listed
-from groupwise.report.run_index import RunIndex
+from groupwise.report.run_reader import RunIndex
 from groupwise.report.watch_server import application, changes, is_loopback, listen
 from groupwise.tracking.run_files import MetricsFile
 from tests.support.synthetic_runs import group_of, make_run, make_search, rollout

@@ -19,7 +19,7 @@ from groupwise.config import Config, read_config
 from groupwise.config.schema import AlgoConfig, RolloutConfig, TaskConfig
 from groupwise.errors import CheckpointError, ConfigError, InvariantError
 from groupwise.records import Completion, Example, Message, Request, Rollout, Sample, Sampling
-from groupwise.report.run_index import RunReader
+from groupwise.report.run_reader import RunReader
 from groupwise.tasks import Task
 from groupwise.tracking import trackers
 from groupwise.tracking.rollout_files import read_rollouts

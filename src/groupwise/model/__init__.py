@@ -8,7 +8,7 @@ Modules in reading order:
     resolve       finds or downloads a model's folder, validates it, and writes new ones atomically
     tokenizer     encoding and decoding, chat templates, tool calls in a template
     grammar       constrained decoding: JSON schemas and grammars that completions must match
-    device        device selection, free memory, pinned transfers
+    device        device selection, free memory, pinned transfers, contention for cores
     sharding      a policy sharded over processes: FSDP2 and DeepSpeed ZeRO
     attention/    packed attention behind transformers' AttentionInterface
     ops/          fused operations, log-probabilities, gradient checkpointing

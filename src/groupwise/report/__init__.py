@@ -2,8 +2,7 @@
 
 Modules in reading order:
 
-    run_index      find the runs in a folder, and read one run
-    history        metrics and evaluations over steps, and reward distributions
+    run_reader     find the runs in a folder, and read one run: its metrics and evaluations over steps
     rollout_view   rollouts down to the token, and search
     alarms         rules that detect silent failures in the metrics
     watch_server   the live page (`groupwise watch`) and its access control

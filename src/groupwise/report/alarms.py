@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from groupwise.report.history import Row, StoredEvaluation
+if TYPE_CHECKING:
+    from groupwise.report.run_reader import Row, StoredEvaluation
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]

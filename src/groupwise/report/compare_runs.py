@@ -14,7 +14,7 @@ from groupwise.errors import ConfigError
 from groupwise.evaluate.held_out import Evaluation, read_evaluation
 from groupwise.evaluate.held_out import compare as paired
 from groupwise.evaluate.intervals import Difference
-from groupwise.report.run_index import RunReader, run_folders
+from groupwise.report.run_reader import RunReader, run_folders
 from groupwise.tracking.number_format import duration, number
 from groupwise.tracking.run_folder import RunFolder, owner, step_of
 

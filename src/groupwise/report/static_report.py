@@ -19,8 +19,7 @@ import numpy as np
 
 from groupwise.errors import ConfigError
 from groupwise.files import remove_temporaries, write_atomically
-from groupwise.report.history import Row, StoredEvaluation, as_json, distribution, spread
-from groupwise.report.run_index import RunReader
+from groupwise.report.run_reader import Row, RunReader, StoredEvaluation, as_json, distribution, spread
 from groupwise.tracking.run_folder import RunFolder
 
 PAGE = Path(__file__).parent / "page"

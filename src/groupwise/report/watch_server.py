@@ -28,9 +28,8 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from groupwise.errors import ConfigError
-from groupwise.report.history import as_json, distribution
 from groupwise.report.rollout_view import RolloutFilter, search
-from groupwise.report.run_index import RunIndex, RunReader
+from groupwise.report.run_reader import RunIndex, RunReader, as_json, distribution
 
 COOKIE = "groupwise_token"
 POLICY = (

@@ -16,7 +16,8 @@ To add a built-in task, write a function that returns a `Task` in a module of `b
 `registry.TASKS`.
 """
 
-from groupwise.tasks.examples import Column, ExampleStream, Split, load_examples
+from groupwise.records import ExampleStream, Split
+from groupwise.tasks.examples import Column, load_examples
 from groupwise.tasks.isolate import isolated
 from groupwise.tasks.registry import (
     TASKS,

@@ -1,24 +1,21 @@
 """Load rows as examples: `Column` describes how a column is named in data files and how its values are read.
 
-An `ExampleStream` generates examples without end. A `Split` holds the training examples, with a cursor over
-them, and the held-out examples.
+`split_rows` and `split_stream` divide examples into training and held-out ones.
 """
 
 from __future__ import annotations
 
 import hashlib
-import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from groupwise.config.schema import TaskConfig
 from groupwise.errors import ConfigError
 from groupwise.files import READERS, Located, hub_reason, no_such_file, numbered, read_file
-from groupwise.records import Example, is_unicode
+from groupwise.records import Example, ExampleStream, Split, is_unicode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,68 +232,12 @@ MAX_HELD_OUT_SHARE = 0.2
 """Largest share of finite data that is held out if a task has no held-out examples of its own."""
 
 
-@runtime_checkable
-class ExampleStream(Protocol):
-    """An endless source of examples, generated on demand. No training example equals a held-out one."""
-
-    def train(self, index: int, *, seed: int) -> Example:
-        """Return the training example at an index; deterministic for a seed."""
-        ...
-
-    def held_out(self, count: int) -> Sequence[Example]:
-        """Return up to `count` distinct held-out examples, the same for every run."""
-        ...
-
-
-@lru_cache(maxsize=4)
-def epoch_order(size: int, seed: int, epoch: int) -> tuple[int, ...]:
-    """Return the order of the examples in an epoch."""
-    order = list(range(size))
-    random.Random(f"epoch {seed} {epoch}").shuffle(order)
-    return tuple(order)
-
-
 def by_fingerprint(rows: Iterable[Example]) -> dict[str, Example]:
     """Return the distinct rows in order, keyed by fingerprint."""
     unique: dict[str, Example] = {}
     for row in rows:
         unique.setdefault(row.fingerprint, row)
     return unique
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
-    """The training and held-out examples of a run."""
-
-    train: Sequence[Example] | ExampleStream
-    held_out: tuple[Example, ...]
-    seed: int
-    size: int | None
-    """Training examples per epoch. None: endless."""
-    dropped: int = 0
-    """Number of rows dropped because they repeat another row or equal a held-out example."""
-    fingerprint: str = ""
-    """Hash of the rows on both sides; "" for a stream, which only depends on settings."""
-
-    def take(self, cursor: int, count: int) -> tuple[list[Example], int]:
-        """Return the `count` training examples at the cursor, and the cursor after them.
-
-        The cursor counts examples from the start of the run, so a checkpoint only stores this number. The
-        order of each epoch depends on seed and epoch only.
-        """
-        return [self.at(position) for position in range(cursor, cursor + count)], cursor + count
-
-    def at(self, position: int) -> Example:
-        """Return the training example at a position of the run."""
-        index = position
-        if self.size is not None:
-            epoch, offset = divmod(position, self.size)
-            index = epoch_order(self.size, self.seed, epoch)[offset]
-        return (
-            self.train.train(index, seed=self.seed)
-            if isinstance(self.train, ExampleStream)
-            else self.train[index]
-        )
 
 
 def split_stream(stream: ExampleStream, *, config: TaskConfig, seed: int) -> Split:

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from groupwise.config.schema import TaskConfig
 from groupwise.errors import ConfigError
-from groupwise.records import Example, Group, Rollout, Turn
+from groupwise.records import Example, ExampleStream, Group, Rollout, Turn
 from groupwise.rewards.extraction import END, END_SOLUTION, END_THINK, SOLUTION, START
 from groupwise.rewards.runner import score_group
-from groupwise.tasks.examples import Column, ExampleStream, load_examples, renamed
+from groupwise.tasks.examples import Column, load_examples, renamed
 from groupwise.tasks.registry import NEEDS_FIRST, TASKS, load_task
 from groupwise.tasks.task import Prompt, Task
 

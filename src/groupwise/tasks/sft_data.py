@@ -18,11 +18,11 @@ from typing import Any
 from groupwise.config import read_config
 from groupwise.config.schema import NO_TASK, Config
 from groupwise.errors import ConfigError
-from groupwise.records import Call, Example, Message, Turn
+from groupwise.records import Call, Example, Message, Split, Turn
 from groupwise.rewards.runner import weighted_sum
 from groupwise.rollout.tool_calls import read_calls, write_call
 from groupwise.rollout.tools import tool_of
-from groupwise.tasks.examples import MAX_HELD_OUT_SHARE, Split, by_fingerprint, load_examples, split_rows
+from groupwise.tasks.examples import MAX_HELD_OUT_SHARE, by_fingerprint, load_examples, split_rows
 from groupwise.tasks.registry import load_task
 from groupwise.tasks.self_test import gold_of
 from groupwise.tasks.task import Prompt, Task, is_prompt, prompt_key

@@ -13,7 +13,7 @@ from typing import Any
 
 from groupwise.config.schema import TaskConfig, ToolsConfig
 from groupwise.errors import ConfigError
-from groupwise.records import Example, Message, Rollout, plain
+from groupwise.records import Example, ExampleStream, Message, Rollout, Split, plain
 from groupwise.rewards.runner import RewardFunction, weighted_sum
 from groupwise.rollout.agent_rollouts import AgentFunction, check_agent
 from groupwise.rollout.collect import Tools
@@ -27,8 +27,6 @@ from groupwise.rollout.environment import (
 from groupwise.rollout.tools import MethodTools, tool_of
 from groupwise.tasks.examples import (
     Columns,
-    ExampleStream,
-    Split,
     as_examples,
     held_out_split,
     is_dataset_dict,

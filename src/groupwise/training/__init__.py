@@ -14,7 +14,7 @@ Modules in reading order:
     sft_run           supervised warm start; worked answers in the steps of other runs
     callbacks         the user's hooks at the stages of a run
     run_end           interruptions, full disks, the closing figures
-    resources/        will it fit, how long will it take, do other processes use the same cores
+    resources/        will it fit, how long will it take
 """
 
 from groupwise.training.loop import train

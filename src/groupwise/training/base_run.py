@@ -25,7 +25,7 @@ from groupwise.errors import ConfigError, ServersGoneError
 from groupwise.evaluate.target import find_target
 from groupwise.learner.checkpoint import prune
 from groupwise.learner.teacher import SELF, ModelTeacher, SelfTeacher, ServerTeacher, Teacher, is_server
-from groupwise.model.device import deterministic_kernels, device_of, free_memory
+from groupwise.model.device import CPUContention, deterministic_kernels, device_of, free_memory
 from groupwise.model.grammar import compiled_grammar, rollout_grammar
 from groupwise.model.load import load_for_generation, load_policy, load_reward_models
 from groupwise.model.ops.logits import LogitsProcessor
@@ -41,7 +41,6 @@ from groupwise.tracking.run_folder import LOGGER
 from groupwise.training.callbacks import Callbacks, RunControl
 from groupwise.training.evaluator import Evaluator
 from groupwise.training.recorder import NullRecorder, Recorder
-from groupwise.training.resources.cpu_contention import CPUContention
 from groupwise.training.resources.model_shape import shape_of
 from groupwise.training.resources.run_estimate import DeviceSpec, choose_recomputing
 from groupwise.training.resume import (

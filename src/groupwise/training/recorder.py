@@ -15,11 +15,10 @@ from groupwise.config import Config, dump_config
 from groupwise.evaluate.held_out import Evaluation, as_text
 from groupwise.files import write_atomically
 from groupwise.learner.checkpoint import remove_leftovers
-from groupwise.records import Example, Group, Rollout
+from groupwise.records import Example, ExampleStream, Group, Rollout
 from groupwise.report.alarms import alarms
-from groupwise.report.history import EvaluationFiles, MetricsTail
+from groupwise.report.run_reader import EvaluationFiles, MetricsTail
 from groupwise.report.static_report import write_all
-from groupwise.tasks.examples import ExampleStream
 from groupwise.tracking.rollout_files import RolloutSchema, write_rollouts, write_updates
 from groupwise.tracking.run_files import (
     BackgroundWriter,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.training.resources.cpu_contention import CPUUsage, crowd_notice, our_cores, used
+from groupwise.model.device import CPUUsage, contention_notice, our_cores, used
 
 BEFORE = CPUUsage(clock=100.0, everyone=50.0, own=10.0)
 
@@ -16,8 +16,8 @@ BEFORE = CPUUsage(clock=100.0, everyone=50.0, own=10.0)
 @pytest.mark.parametrize(
     ("everyone", "own", "threads", "cores", "advice"),
     [
-        (6.0, 2.0, 2, 2, "keep 1.0 of 2 cores busy, and 2 threads .* OMP_NUM_THREADS=1 "),
-        (14.0, 2.0, 8, 8, "keep 3.0 of 8 cores busy, and 8 threads .* OMP_NUM_THREADS=5 "),
+        (6.0, 2.0, 2, 2, "use 1.0 of 2 cores, and 2 threads .* OMP_NUM_THREADS=1 "),
+        (14.0, 2.0, 8, 8, "use 3.0 of 8 cores, and 8 threads .* OMP_NUM_THREADS=5 "),
         (10.0, 2.0, 2, 2, "OMP_NUM_THREADS=1 "),  # both are taken: one thread is the least
         (3.0, 2.0, 2, 2, None),  # a quarter of a core
         (14.0, 2.0, 4, 8, None),  # there are enough for all
@@ -27,7 +27,7 @@ BEFORE = CPUUsage(clock=100.0, everyone=50.0, own=10.0)
 )
 def test_others_are_mentioned_when_too_few_cores_are_left(everyone, own, threads, cores, advice):
     after = CPUUsage(clock=104.0, everyone=BEFORE.everyone + everyone, own=BEFORE.own + own)
-    notice = crowd_notice(BEFORE, after, threads=threads, cores=cores)
+    notice = contention_notice(BEFORE, after, threads=threads, cores=cores)
     if advice is None:
         assert notice is None
     else:
@@ -37,14 +37,14 @@ def test_others_are_mentioned_when_too_few_cores_are_left(everyone, own, threads
 
 def test_a_moment_is_too_short_to_tell():
     after = CPUUsage(clock=100.5, everyone=BEFORE.everyone + 1.0, own=BEFORE.own)
-    assert crowd_notice(BEFORE, after, threads=2, cores=2) is None
+    assert contention_notice(BEFORE, after, threads=2, cores=2) is None
 
 
 def test_a_system_that_does_not_tell_is_believed_to_be_idle(tmp_path: Path):
     assert used(tmp_path, cores=frozenset({0}), pid=1) is None
     (tmp_path / "stat").write_text("cpu0 none of it\n")
     assert used(tmp_path, cores=frozenset({0}), pid=1) is None
-    assert crowd_notice(None, None, threads=2, cores=2) is None
+    assert contention_notice(None, None, threads=2, cores=2) is None
 
 
 def planted(proc: Path, pid: int, *, name: str, parent: int, user: int, system: int) -> None:

@@ -14,7 +14,8 @@ from tokenizers import Tokenizer, decoders, models
 
 from groupwise.model.resolve import TINY_FOLDER
 from groupwise.records import Call, Group, Turn
-from groupwise.report.history import (
+from groupwise.report.rollout_view import RolloutFilter, RolloutView, excerpt, pieces, ratios, search
+from groupwise.report.run_reader import (
     MetricsTail,
     as_columns,
     bins_of,
@@ -23,7 +24,6 @@ from groupwise.report.history import (
     evaluations,
     spread,
 )
-from groupwise.report.rollout_view import RolloutFilter, RolloutView, excerpt, pieces, ratios, search
 from groupwise.tracking.rollout_files import write_rollouts
 from groupwise.tracking.run_files import MetricsFile
 from groupwise.tracking.run_folder import RunFolder
