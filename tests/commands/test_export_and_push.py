@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 import groupwise as gw
 from groupwise.cli import main
-from groupwise.commands.weights import card_subject, modelfile, run_converter, shared_start
+from groupwise.commands.weights import card_subject, comparison, modelfile, run_converter
 from groupwise.config import read_config
 from groupwise.errors import ConfigError
 from groupwise.evaluate.target import find_target
@@ -58,9 +58,14 @@ def test_the_modelfile_has_the_stop_string_and_the_chat_format():
     assert 'PARAMETER stop "<|im_end|>"' in text
 
 
-def test_answers_are_compared_from_their_start():
-    assert shared_start([1, 2, 3], [1, 2, 4]) == 2
-    assert shared_start([1, 2], [1, 2, 4]) == 2
+def test_the_comparison_tells_rounding_from_a_wrong_file():
+    """The gaps were measured with SmolLM2-135M; the last one with the rows of one q_proj in a wrong order."""
+    assert comparison("f32", same=3, gap=0.0019).endswith("likeliest); 3 of 3 greedy answers are the same")
+    rounded = comparison("q8_0", same=0, gap=0.127)
+    assert "differ by 0.127" in rounded
+    assert "as rounding to q8_0 explains; 0 of 3 greedy answers are the same" in rounded
+    assert "the file is probably wrong" in comparison("q8_0", same=0, gap=1.378)
+    assert "the file is probably wrong" in comparison("f32", same=0, gap=0.127)
 
 
 @pytest.fixture
