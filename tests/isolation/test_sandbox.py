@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from groupwise.isolation.sandbox import CodeReport, Sandbox, SandboxError, said
+from groupwise.isolation.code_tests import CodeReport
+from groupwise.isolation.sandbox import Sandbox, SandboxError, said
 
 TESTS = (
     "assert add(20, 21) == 41",
@@ -364,3 +365,28 @@ def test_a_report_is_plain_data(sandbox):
     report = sandbox.run(ADD, TESTS)
     data: Any = json.loads(json.dumps(report.failures))
     assert data == [None, None, None]
+
+
+REFUSED = """
+import ctypes, json, os, sys
+user, group = os.getuid(), os.getgid()
+if ctypes.CDLL(None).unshare(0x10000000) != 0:
+    sys.exit("no user namespaces")
+open("/proc/self/setgroups", "w").write("deny")
+open("/proc/self/uid_map", "w").write(f"1000 {user} 1")
+open("/proc/self/gid_map", "w").write(f"1000 {group} 1")
+open("/proc/sys/user/max_user_namespaces", "w").write("0")
+from groupwise.isolation.sandbox import Sandbox
+box = Sandbox()
+shares = [box.run(code, ["assert x == 1"]).share for code in ("x = 1", "x = 2", "import os; os._exit(0)")]
+print(json.dumps([box.missing, shares]))
+box.close()
+"""
+
+
+def test_where_the_kernel_refuses_namespaces_the_verdict_still_holds_and_a_warning_says_so():
+    ended = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, check=False)
+    if ended.returncode:
+        pytest.skip(f"cannot take user namespaces away here: {ended.stderr.strip()[-80:]}")
+    assert json.loads(ended.stdout) == [["network", "files", "processes"], [1.0, 0.0, 0.0]]
+    assert ended.stderr.count("cannot keep untrusted code from the network, files") == 1

@@ -25,6 +25,7 @@ import sys
 import types
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 SIZE = struct.Struct("!Q")
@@ -32,6 +33,19 @@ MESSAGE_BYTES, MOST_ITEMS = 8 << 20, 100_000
 TYPES = {
     kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict)
 }
+
+
+@dataclass(frozen=True, slots=True)
+class CodeReport:
+    """The outcome of each test."""
+
+    failures: tuple[str | None, ...]
+    """Why each test failed; None if it passed."""
+
+    @property
+    def share(self) -> float:
+        """The share of tests that passed."""
+        return self.failures.count(None) / len(self.failures)
 
 
 class Disconnected(BaseException):

@@ -33,11 +33,10 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from groupwise.isolation.code_tests import Disconnected, receive, run_code, send, verdict_of
+from groupwise.isolation.code_tests import CodeReport, Disconnected, receive, run_code, send, verdict_of
 
 LIBC: Any = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
@@ -57,6 +56,7 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_S
     38,
 )
 SYS_MOUNT_SETATTR, AT_RECURSIVE = 442, 0x8000
+CANDIDATE_NAMESPACES = NEWNS | NEWNET | NEWIPC | NEWUTS
 NOBODY = 65534
 BOX = "/box"
 """The candidate's working directory: an empty file system of its own."""
@@ -65,8 +65,6 @@ CHANNEL = 3
 """The only file descriptor of the candidate, beside the null device."""
 WARM = ("bisect", "copy", "datetime", "functools", "heapq", "re", "statistics", "string", "typing")
 """Imported before the forks, so that answers do not wait for them."""
-
-
 START_SECONDS = 60.0
 GRACE_SECONDS = 30.0
 """How long after its time limit a run may still take on a busy machine."""
@@ -88,19 +86,6 @@ main()
 
 class SandboxError(Exception):
     """The sandbox could not run the tests, which says nothing about the code."""
-
-
-@dataclass(frozen=True, slots=True)
-class CodeReport:
-    """The outcome of each test."""
-
-    failures: tuple[str | None, ...]
-    """Why each test failed; None if it passed."""
-
-    @property
-    def share(self) -> float:
-        """The share of tests that passed."""
-        return self.failures.count(None) / len(self.failures)
 
 
 class Sandbox:
@@ -248,48 +233,72 @@ def main() -> None:
 
 def enter_namespaces() -> list[str]:
     """Give this process and its children namespaces of their own; return what was not allowed."""
-    if not unshare_as_user(NEWNS | NEWNET | NEWIPC | NEWUTS | NEWPID):
-        return list(WHAT_IS_MISSING)
-    with suppress(OSError), open("/proc/sys/user/max_user_namespaces", "w") as limit:
-        limit.write("0")  # no further ones: they would give access to more of the kernel
-    try:
+    for missing in ([], ["files"]):
+        # Tried in another process first: one that was allowed a part of this cannot go back.
+        if is_allowed(missing):
+            set_apart(missing, trial=False)
+            return missing
+    return list(WHAT_IS_MISSING)
+
+
+def is_allowed(missing: list[str]) -> bool:
+    """Whether a forked process can enter all namespaces of the server and of a candidate."""
+    process = os.fork()
+    if process == 0:
+        try:
+            set_apart(missing, trial=True)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(process, 0)[1] == 0
+
+
+def set_apart(missing: list[str], *, trial: bool) -> None:
+    """Enter the namespaces of the server and change its root; in a trial also those of a candidate."""
+    unshare_as_user(NEWNS | NEWNET | NEWIPC | NEWUTS | NEWPID)
+    with suppress(OSError):
+        write("/proc/sys/user/max_user_namespaces", "0")  # they would give access to more of the kernel
+    if "files" not in missing:
         change_root()
-    except (OSError, AttributeError):
-        return ["files"]
-    return []
+    if trial:
+        unshare(CANDIDATE_NAMESPACES)
+        if "files" not in missing:
+            mount("box", BOX, "tmpfs", MS_NOSUID | MS_NODEV)
 
 
-def unshare_as_user(flags: int) -> bool:
+def unshare(flags: int) -> None:
+    if LIBC.unshare(flags) != 0:
+        raise OSError(ctypes.get_errno(), "unshare")
+
+
+def unshare_as_user(flags: int) -> None:
     """Enter a user namespace and others. Root also maps `nobody`, whom the candidate becomes."""
     user, group = os.geteuid(), os.getegid()
-    ready, done = os.pipe(), os.pipe()
-    helper = 0
-    if user == 0:  # only a process outside may map a second user
-        helper = os.fork()
-        if helper == 0:
-            os.close(ready[1])
-            try:
-                if os.read(ready[0], 1):
-                    for kind in ("uid", "gid"):
-                        write(f"/proc/{os.getppid()}/{kind}_map", f"0 0 1\n{NOBODY} {NOBODY} 1")
-                    os.write(done[1], b"+")
-            finally:
-                os._exit(0)
-    os.close(done[1])
-    allowed = bool(LIBC.unshare(NEWUSER | flags) == 0)
-    if helper:
-        if allowed:
-            os.write(ready[1], b"+")
-        os.close(ready[1])
-        allowed = os.read(done[0], 1) == b"+" and allowed
-        os.waitpid(helper, 0)
-    elif allowed:
+    if user:
+        unshare(NEWUSER | flags)
         write("/proc/self/setgroups", "deny")
-        write("/proc/self/uid_map", f"{user} {user} 1")
-        write("/proc/self/gid_map", f"{group} {group} 1")
-    for descriptor in (ready[0], done[0], *(() if helper else (ready[1],))):
-        os.close(descriptor)
-    return allowed
+        for kind, number in (("uid", user), ("gid", group)):
+            write(f"/proc/self/{kind}_map", f"{number} {number} 1")
+        return
+    waiting, ready = os.pipe()
+    helper = os.fork()  # only a process outside may map a second user
+    if helper == 0:
+        try:
+            os.close(ready)
+            os.read(waiting, 1)
+            for kind in ("uid", "gid"):
+                write(f"/proc/{os.getppid()}/{kind}_map", f"0 0 1\n{NOBODY} {NOBODY} 1")
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(waiting)
+    try:
+        unshare(NEWUSER | flags)
+    finally:
+        os.close(ready)
+        mapped = os.waitpid(helper, 0)[1] == 0
+    if not mapped:
+        raise PermissionError("cannot map users")
 
 
 def write(path: str, text: str) -> None:
@@ -421,8 +430,7 @@ def enter_box(channel: socket.socket, box: str | None, missing: list[str]) -> No
     os.closerange(CHANNEL + 1, 1 << 16)
     os.environ.clear()
     if "processes" not in missing:
-        if LIBC.unshare(NEWNS | NEWNET | NEWIPC | NEWUTS) != 0:
-            os._exit(1)
+        unshare(CANDIDATE_NAMESPACES)
         owner = f"uid={NOBODY},gid={NOBODY}," if os.geteuid() == 0 else ""
         if box is None:
             mount(
@@ -443,8 +451,8 @@ def run_as_tester(trainer: socket.socket, report: int, missing: list[str]) -> No
             signal.signal(number, signal.SIG_DFL)
         box = tempfile.mkdtemp(prefix="groupwise-") if "files" in missing else None
         channel, theirs = socket.socketpair()
-        if "processes" not in missing and LIBC.unshare(NEWPID) != 0:
-            os._exit(1)
+        if "processes" not in missing:
+            unshare(NEWPID)
         candidate = os.fork()
         if candidate == 0:
             try:
@@ -463,6 +471,8 @@ def run_as_tester(trainer: socket.socket, report: int, missing: list[str]) -> No
         if box:
             shutil.rmtree(box, ignore_errors=True)
         send(trainer, verdict)
+    except OSError as error:
+        send(trainer, {"broken": str(error)})
     finally:
         os._exit(0)
 

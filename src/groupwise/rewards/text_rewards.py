@@ -19,7 +19,8 @@ from typing import Any
 
 from groupwise.config.coerce import between
 from groupwise.errors import ConfigError, RolloutError
-from groupwise.isolation.sandbox import CodeReport, Sandbox, SandboxError
+from groupwise.isolation.code_tests import CodeReport
+from groupwise.isolation.sandbox import Sandbox, SandboxError
 from groupwise.records import Example, Rollout
 from groupwise.rewards.extraction import END_THINK
 
