@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from queue import Queue
 from typing import Any
 
@@ -14,10 +15,11 @@ from groupwise.config.schema import EngineConfig
 from groupwise.engine.engine import Engine
 from groupwise.engine.serving.serving_engine import ServingEngine
 from groupwise.engine.serving.serving_scheduler import Job
+from groupwise.learner.micro_batch import pack, row_logprobs
 from groupwise.model.grammar import GrammarCompiler, json_grammar
 from groupwise.model.ops.logits import masked_logits
 from groupwise.model.policy import Policy
-from groupwise.records import Request, Sampling
+from groupwise.records import Request, Sample, Sampling
 from groupwise.seeds import derive_seed
 from tests.support.cuda_checks import DEVICE, assert_repeatable
 from tests.support.small_models import policy_of, small_model
@@ -130,3 +132,31 @@ def test_a_server_mixes_free_and_constrained_answers():
     ended = [job for job in jobs if job.grammar and finish[job] == "end"]
     assert all(is_valid(policy.decode(tokens[job])) for job in ended)
     assert DEVICE.type == "cpu" or len(ended) > MANY // 3
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, top_p=0.95)])
+def test_the_trainer_agrees_with_the_sampler_on_the_masks(sampling):
+    policy = on_device("qwen2")
+    policy.grammar = GrammarCompiler(policy, policy.end_tokens).compile(json_grammar(SCHEMA))
+    asked = Request(prompt=(5, 9, 14), seeds=tuple(range(MANY)))
+    (group,) = Engine(policy, EngineConfig()).generate([asked], replace(sampling, max_tokens=40))
+    samples = [
+        Sample(
+            tokens=asked.prompt + one.tokens,
+            trained=(False,) * 3 + (True,) * len(one.tokens),
+            logprobs=(0.0,) * 3 + one.logprobs,
+            entropies=(0.0,) * 3 + one.entropies,
+            advantages=(0.0,) * 3 + (1.0,) * len(one.tokens),
+            prefix=3,
+            group=0,
+        )
+        for one in group
+    ]
+    logprobs_N, entropy_N = row_logprobs(
+        policy, pack(samples, device=DEVICE), sampling, entropy_gradient=False
+    )
+    logprobs_N.sum().backward()
+    assert logprobs_N.tolist() == pytest.approx([x for one in group for x in one.logprobs], abs=2e-3)
+    assert entropy_N.tolist() == pytest.approx([x for one in group for x in one.entropies], abs=2e-3)
+    assert policy.head_weight.grad is not None
+    assert bool(policy.head_weight.grad.isfinite().all())

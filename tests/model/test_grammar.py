@@ -1,0 +1,123 @@
+"""Grammars on tokenizers of different kinds: what they allow is what the tokens decode to."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import transformers
+from tokenizers import decoders, models, normalizers
+
+from groupwise.errors import ConfigError
+from groupwise.model import grammar as module
+from groupwise.model.grammar import GrammarCompiler, GrammarError, json_grammar, require_llguidance
+from groupwise.model.tokenizer import TokenizerCodec
+from tests.support.small_models import VOCABULARY, tiny_tokenizer, with_more_tokens
+
+pytest.importorskip("llguidance")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string", "maxLength": 5},
+        "list": {"type": "array", "items": {"type": ["integer", "null"], "minimum": -9}, "maxItems": 2},
+    },
+    "required": ["text", "list"],
+    "additionalProperties": False,
+}
+
+
+def sentencepiece_tokenizer() -> Any:
+    """Characters with ▁ for a space, pieces of several, and bytes for the rest, as Llama 2 and Gemma have."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
+    pieces += [chr(code) for code in range(33, 127)] + ['"text', '":', '▁"', '",', "▁[", "]}", "▁list", "é"]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    raw = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    raw.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token="</s>", bos_token="<s>", unk_token="<unk>"
+    )
+
+
+def written(codec: TokenizerCodec, compiled: module.TokenGrammar, seed: int) -> list[int]:
+    """An answer in which every allowed token is equally likely, by the masks that the trainer computes."""
+    random, tokens = np.random.default_rng(seed), [0] * 0
+    while True:
+        mask_W = compiled.masks([[*tokens, 0]])[-1]
+        allowed = np.flatnonzero(np.unpackbits(mask_W.view(np.uint8), bitorder="little"))
+        assert max(allowed) < codec.vocabulary
+        tokens.append(int(random.choice(allowed)))
+        if tokens[-1] in compiled.tokens.ends:
+            return tokens
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "vocabulary"),
+    [
+        (tiny_tokenizer(), VOCABULARY),
+        (with_more_tokens(), VOCABULARY),
+        (with_more_tokens(), 269),
+        (sentencepiece_tokenizer(), 400),
+    ],
+    ids=["bytes", "added tokens", "fewer rows than tokens", "sentencepiece"],
+)
+def test_every_answer_decodes_to_valid_json(tokenizer, vocabulary):
+    codec = TokenizerCodec(tokenizer, vocabulary=vocabulary)
+    ends = frozenset({tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("a")})
+    compiled = GrammarCompiler(codec, ends).compile(json_grammar(SCHEMA))
+    last = set()
+    for seed in range(8):
+        *tokens, end = written(codec, compiled, seed)
+        last.add(end)
+        value = json.loads(codec.decode(tokens))
+        assert list(value) == ["text", "list"]
+        assert len(value["text"]) <= 5
+        assert all(item is None or item >= -9 for item in value["list"])
+    assert last == ends  # a model may have several
+
+
+def test_a_token_that_ends_the_turn_is_excluded_inside_an_answer():
+    tokenizer = tiny_tokenizer()
+    codec, letter = TokenizerCodec(tokenizer, vocabulary=VOCABULARY), tokenizer.convert_tokens_to_ids("a")
+    compiled = GrammarCompiler(codec, frozenset({tokenizer.eos_token_id, letter})).compile("start: /[a-c]b+/")
+    masks_NW = compiled.masks(
+        [tokenizer("cb", add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]]
+    )
+    allowed = [
+        set(np.flatnonzero(row).tolist())
+        for row in np.unpackbits(masks_NW.view(np.uint8), axis=1, bitorder="little")
+    ]
+    b, c = (tokenizer.convert_tokens_to_ids(name) for name in "bc")
+    assert allowed == [{b, c}, {b}, {b, letter, tokenizer.eos_token_id}]
+
+
+def test_what_cannot_be_used_is_a_sentence(monkeypatch):
+    tokenizer = tiny_tokenizer()
+    codec = TokenizerCodec(tokenizer, vocabulary=VOCABULARY)
+    with pytest.raises(GrammarError, match="requires a model with an end token"):
+        GrammarCompiler(codec, frozenset()).compile("start: /a/")
+    slow = TokenizerCodec(object(), vocabulary=9)
+    with pytest.raises(GrammarError, match="requires a model with a fast tokenizer"):
+        GrammarCompiler(slow, frozenset({1})).compile("start: /a/")
+    with pytest.raises(GrammarError, match="a JSON schema must be an object"):
+        json_grammar([])  # type: ignore[arg-type]
+    monkeypatch.setattr(module, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"install it: pip install 'groupwise\[structured\]'"):
+        require_llguidance()
+
+
+def test_the_last_grammars_are_kept(monkeypatch):
+    monkeypatch.setattr(module, "MOST_GRAMMARS", 2)
+    tokenizer = tiny_tokenizer()
+    compiler = GrammarCompiler(TokenizerCodec(tokenizer, vocabulary=VOCABULARY), frozenset({268}))
+    first, second = compiler.compile("start: /a/"), compiler.compile("start: /b/")
+    assert compiler.compile("start: /a/") is first
+    compiler.compile("start: /c/")
+    assert compiler.compile("start: /a/") is first
+    assert compiler.compile("start: /b/") is not second
