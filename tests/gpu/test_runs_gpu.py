@@ -19,6 +19,7 @@ import pytest
 import transformers
 from transformers import AutoModelForCausalLM
 
+from groupwise.tracking.rollout_files import read_rollouts
 from tests.support.small_models import SIZES, tiny_tokenizer
 from tests.support.small_runs import run_artifacts, task_file
 from tests.support.tiny_families import tiny_model
@@ -159,6 +160,32 @@ def run_here(*words: str) -> None:
     from groupwise import cli
 
     assert (cli.main(list(words)) or 0) == 0
+
+
+def test_a_population_takes_turns_with_tools_in_one_batch(tmp_path: Path):
+    groupwise(
+        *("evolve", "--task", "search_qa", "--model", "tiny-search", f"run.output_dir={tmp_path}"),
+        *(
+            "run.name=run",
+            "--population",
+            "3",
+            "--every",
+            "2",
+            "--max-steps",
+            "4",
+            "lora.r=8",
+            "task.held_out=16",
+        ),
+        *("track.trackers=[]", "track.report=false", "evaluate.during=8", "evaluate.samples=1"),
+        *("rollout.prompts=4", "rollout.group_size=4", "rollout.curriculum=2"),
+    )
+    rows = read_rollouts(tmp_path / "run" / "rollouts" / "step-000001.parquet")
+    assert {row["example"]["population_member"] for row in rows} == {0, 1, 2}
+    assert max(len(row["turns"]) for row in rows) > 1
+    # The sampler's log-probabilities are the trainer's, of every member and turn.
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(step["policy/gap"] < 0.05 for step in metrics if "policy/gap" in step)
+    assert any("policy/gap" in step for step in metrics)
 
 
 def test_a_population_trains(tmp_path: Path):
