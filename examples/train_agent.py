@@ -17,5 +17,5 @@ def won(rollout: gw.Rollout, example: gw.Example) -> float:
 games = [{"game": n, "number": n * 7 % 9 + 1} for n in range(200)]
 task = gw.Task(name="guess_agent", examples=games, agent=run_agent, rewards=[won])
 if __name__ == "__main__":
-    rollout = {"max_tokens": 6, "temperature": 1.0, "prompts": 8, "group_size": 8, "refill": 0}
+    rollout = {"max_tokens": 6, "temperature": 1.5, "prompts": 8, "group_size": 16, "refill": 0}
     gw.train(task, max_steps=40, learning_rate=3e-4, rollout=rollout)
