@@ -148,7 +148,8 @@ def test_formats_and_choices_of_tools_are_those_of_a_chat():
     }
     assert body["tool_choice"] == {"type": "function", "function": {"name": "add"}}
     assert body["max_completion_tokens"] == 5
-    assert "response_format" not in chat_body({"input": "a", "text": {"format": {"type": "text"}}})
+    plain = {"text": {"format": {"type": "text"}}, "reasoning": {"effort": None, "summary": "auto"}}
+    assert chat_body({"input": "a", **plain}) == {"messages": [{"role": "user", "content": "a"}]}
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_formats_and_choices_of_tools_are_those_of_a_chat():
         ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id is not supported"),
         ({"input": "a", "background": True}, "background is not supported"),
         ({"input": "a", "truncation": "auto"}, "truncation is not supported"),
-        ({"input": "a", "reasoning": {"effort": "high"}}, "reasoning is not supported"),
+        ({"input": "a", "reasoning": {"effort": "high"}}, "reasoning.effort is not supported"),
         ({"input": "a", "n": 2}, "n must be 1"),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "'web_search' are not supported: use function"),
         ({"input": "a", "tools": 3}, "tools must be a list"),

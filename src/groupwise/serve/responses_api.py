@@ -41,8 +41,9 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
         if body.get(name) not in accepted:
             raise HTTPError(400, f"{name} is not supported by /v1/responses", param=name)
     reasoning = body.get("reasoning") or {}
-    if not isinstance(reasoning, dict) or any(reasoning.values()):
-        raise HTTPError(400, "reasoning is not supported: its settings have no effect on this model")
+    # Clients ask any model for a summary; one that has none to give ignores it.
+    if not isinstance(reasoning, dict) or reasoning.get("effort") not in (None, "none"):
+        raise HTTPError(400, "reasoning.effort is not supported: it has no effect on this model")
     if body.get("n") not in (None, 1):
         raise HTTPError(400, "n must be 1 in /v1/responses")
     chat = {name: body[name] for name in SAME_IN_A_CHAT if body.get(name) is not None}
