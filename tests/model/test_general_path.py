@@ -14,8 +14,10 @@ from transformers import BertConfig, CLIPConfig, T5Config
 from groupwise.cli import main
 from groupwise.config.schema import EngineConfig, LoraConfig, ModelConfig
 from groupwise.engine.engine import Engine
+from groupwise.engine.sampler import Penalties
+from groupwise.engine.scheduler import BlockPool
 from groupwise.engine.serving.serving_engine import ServingEngine, StreamChunk
-from groupwise.engine.serving.serving_scheduler import Job
+from groupwise.engine.serving.serving_scheduler import CPUSteps, Job, ServingScheduler
 from groupwise.errors import ConfigError
 from groupwise.learner.micro_batch import own_logprobs, pack
 from groupwise.model.attention.ulysses import UlyssesContext
@@ -56,6 +58,25 @@ def test_a_run_killed_and_resumed_gives_the_same_bits(tmp_path: Path) -> None:
     assert run_command("train", "--resume", str(tmp_path / "killed")).code == 0
     found, expected = run_artifacts(tmp_path / "killed"), run_artifacts(tmp_path / "whole")
     assert [name for name in expected if found.get(name) != expected[name]] == []
+
+
+def test_penalties_hold_on_the_general_path() -> None:
+    policy = policy_of(tiny_model("qwen3_next"))
+    assert policy.general is not None
+    scheduler = ServingScheduler(slots=2, pool=BlockPool(8, block_size=16), context=64)
+    bias = ((60, 100.0), (61, 90.0), (62, 80.0))
+    job = Job(
+        prompt=(20, 21, 22),
+        seeds=(5,),
+        sampling=Sampling(max_tokens=6, temperature=0.0),
+        penalties=Penalties(bias=bias, frequency=50.0),
+    )
+    scheduler.enter(job)
+    with torch.no_grad():
+        steps = CPUSteps(policy, scheduler, policy.end_tokens)
+        (completion,) = [ended for _ in range(6) for _, ended in steps.advance()]
+    # Each is 50 less likely after it was written, which leaves the next one.
+    assert completion.tokens == (60, 61, 62, 60, 61, 62)
 
 
 def test_a_server_streams_the_offline_answer_with_the_prompt_scored() -> None:
