@@ -12,7 +12,7 @@ from torch.nn.functional import silu
 
 from groupwise.engine import sampler
 from groupwise.engine.cuda import fused_layers, graph_runner, sampling_kernels
-from groupwise.engine.cuda.kernel_launch import launch, padded
+from groupwise.engine.cuda.attention_kernels import launch, padded
 from groupwise.records import Sampling
 from tests.support.cuda_checks import DEVICE, DTYPES, assert_near, assert_repeatable, relative
 

@@ -51,7 +51,7 @@ def on_device(kind: str = "llama") -> Policy:
 @pytest.mark.parametrize("vocabulary", [33, 4096, 9001])
 def test_the_kernel_excludes_what_plain_torch_excludes(vocabulary):
     from groupwise.engine.cuda import sampling_kernels as kernels
-    from groupwise.engine.cuda.kernel_launch import launch
+    from groupwise.engine.cuda.attention_kernels import launch
 
     words, rows = -(-vocabulary // 32) + 1, 5
     masks_SW = torch.randint(-(2**31), 2**31 - 1, (9, words), dtype=torch.int32, device=DEVICE)

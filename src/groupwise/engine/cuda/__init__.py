@@ -6,7 +6,6 @@ Modules in reading order:
     graph_runner       captures and replays one CUDA graph per batch size and sampling settings
     fused_layers       a decoder layer as four matrix products and four small kernels, with batched LoRA
     decode_attention   the device state of a decode step, and attention over the paged cache
-    attention_kernels  Triton kernels for that attention
+    attention_kernels  Triton kernels for that attention; programmatic dependent launch
     sampling_kernels   Triton kernels that gather a step's inputs and sample its tokens
-    kernel_launch      kernel launches, with programmatic dependent launch where the GPU supports it
 """

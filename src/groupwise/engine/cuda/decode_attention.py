@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from groupwise.engine.cuda import attention_kernels as kernels
-from groupwise.engine.cuda.kernel_launch import launch, padded
+from groupwise.engine.cuda.attention_kernels import launch, padded
 from groupwise.engine.paged_attention import KVCache
 from groupwise.engine.sampler import MOST_ALTERNATIVES, likeliest
 from groupwise.model.attention.hf_interface import STANDARD, AttentionVariant

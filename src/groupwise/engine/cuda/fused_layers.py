@@ -27,8 +27,8 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from groupwise.engine.cpu_runner import MakeWeight, OwnColumns, StackedWeight, one_rank, rank_of, rows_of
+from groupwise.engine.cuda.attention_kernels import launch, let_next_start, padded, wait_for_previous
 from groupwise.engine.cuda.decode_attention import DecodeLayout
-from groupwise.engine.cuda.kernel_launch import launch, let_next_start, padded, wait_for_previous
 from groupwise.engine.paged_attention import KVCache
 from groupwise.engine.prefill import PrefillLayout, Segment
 from groupwise.engine.scheduler import Prefix

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from groupwise.engine.cuda import sampling_kernels as kernels
+from groupwise.engine.cuda.attention_kernels import EARLY, launch, padded
 from groupwise.engine.cuda.decode_attention import DecodeLayout, StepState, members_of_a_tile, own_splits
 from groupwise.engine.cuda.fused_layers import fused_forward
-from groupwise.engine.cuda.kernel_launch import EARLY, launch, padded
 from groupwise.engine.paged_attention import KVCache
 from groupwise.engine.prefill import Prefill, PrefillLayout
 from groupwise.engine.sampler import Penalties

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from groupwise.engine.cuda.kernel_launch import let_next_start, wait_for_previous
+from groupwise.engine.cuda.attention_kernels import let_next_start, wait_for_previous
 
 CHUNK = 4096
 LOWEST = tl.constexpr(-1e30)

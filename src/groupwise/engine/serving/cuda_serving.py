@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from groupwise.engine.cuda.attention_kernels import padded
 from groupwise.engine.cuda.decode_loop import InFlightStep
 from groupwise.engine.cuda.graph_runner import (
     Capacity,
@@ -30,7 +31,6 @@ from groupwise.engine.cuda.graph_runner import (
     new_stream,
     runs_without_sync,
 )
-from groupwise.engine.cuda.kernel_launch import padded
 from groupwise.engine.paged_attention import KVCache
 from groupwise.engine.prefill import Forward, Prefill, PrefillLayout, Segment, slot_mapping
 from groupwise.engine.scheduler import Sequence
