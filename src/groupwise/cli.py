@@ -40,7 +40,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-app.add_typer(index_app, name="index")
+TRAINING, USE, RUNS = "Train", "Evaluate and use a model", "Look at runs"
+WEIGHTS, SETUP = "Convert and publish weights", "Set up"
+"""Headings of the list of commands."""
+OTHER = "Set any other setting as section.key=value, such as"
+app.add_typer(index_app, name="index", rich_help_panel=SETUP)
 
 config_option = partial(typer.Option, show_default=False, rich_help_panel="Configuration")
 model_option = partial(typer.Option, show_default=False, rich_help_panel="Model and task")
@@ -144,7 +148,8 @@ def root(
 
 
 @app.command(
-    epilog="Set any other setting as section.key=value, such as algo.loss=gspo; see `groupwise config`."
+    epilog="Set any other setting as section.key=value, such as algo.loss=gspo; see `groupwise config`.",
+    rich_help_panel=TRAINING,
 )
 def train(
     context: typer.Context,
@@ -159,14 +164,27 @@ def train(
     ] = None,
     resume: Annotated[
         Path | None,
-        config_option(metavar="RUN", help="Resume this run; a checkpoint of it: in a new run folder."),
+        config_option(
+            metavar="RUN",
+            help="Run to resume. From one of its checkpoints, a copy continues in a new folder.",
+        ),
     ] = None,
     model: Annotated[
-        str | None, model_option(help="tiny (built in), a Hugging Face model ID, or a folder.")
+        str | None,
+        model_option(
+            help="tiny (built in), a Hugging Face model ID, or the folder of a model or LoRA adapter."
+        ),
     ] = None,
     task: Annotated[str | None, model_option(help="Built-in task; see `groupwise tasks`.")] = None,
-    data: Annotated[str | None, model_option(help="Data file or Hugging Face dataset with examples.")] = None,
-    max_examples: Annotated[int | None, model_option(help="Maximum training examples; 0: all.")] = None,
+    data: Annotated[
+        str | None,
+        model_option(
+            help="Examples: a file (JSON, JSONL, CSV, Parquet), a Hugging Face dataset or a saved one."
+        ),
+    ] = None,
+    max_examples: Annotated[
+        int | None, model_option(help="Maximum number of training examples; 0: all.")
+    ] = None,
     max_steps: Annotated[int | None, train_option(help="Number of training steps.")] = None,
     num_epochs: Annotated[
         int | None, train_option(help="Epochs over the training examples, instead of --max-steps.")
@@ -174,12 +192,12 @@ def train(
     learning_rate: Annotated[float | None, train_option(help="AdamW learning rate.")] = None,
     batch_size: Annotated[int | None, train_option(help="Prompts per step.")] = None,
     gradient_accumulation_steps: Annotated[
-        int | None, train_option(help="Factor by which to multiply the batch size.")
+        int | None, train_option(help="Multiply --batch-size by this.")
     ] = None,
     group_size: Annotated[int | None, train_option(help="Completions per prompt.")] = None,
     max_tokens: Annotated[int | None, train_option(help="Maximum completion length in tokens.")] = None,
     temperature: Annotated[float | None, train_option(help="Sampling temperature.")] = None,
-    beta: Annotated[float | None, train_option(help="KL penalty coefficient.")] = None,
+    beta: Annotated[float | None, train_option(help="KL penalty coefficient; 0: no penalty.")] = None,
     lora_r: Annotated[int | None, train_option(help="LoRA rank; 0: full fine-tuning.")] = None,
     loss: Annotated[str | None, train_option(help="Loss: grpo, bnpo, dapo, …, or module:function.")] = None,
     advantage: Annotated[
@@ -197,10 +215,10 @@ def train(
         output_option(metavar="NAME", help="Tracker: trackio, wandb, tensorboard or mlflow; repeatable."),
     ] = None,
     no_trackio: Annotated[
-        bool | None, output_option("--no-trackio", help="Log to the run folder only.")
+        bool | None, output_option("--no-trackio", help="Use no tracker; log to the run folder only.")
     ] = None,
 ) -> None:
-    """Train a model with GRPO. Without arguments, train the built-in model on Countdown."""
+    """Train a model with GRPO. Without arguments, train the built-in model on Countdown puzzles."""
     flags = {name: context.params[name] for name in FLAGS if context.params[name] not in (None, (), [])}
     settings = training_config(arguments or [], config=config, resume=resume, flags=flags).resolve()
     from groupwise.model.resolve import local_folder
@@ -271,21 +289,23 @@ def training_config(
     return read_config(settings_file(config, resume), overrides=overrides, flags=flags, defaults=defaults)
 
 
-app.command(epilog="Set any other setting as section.key=value, such as optim.schedule=cosine.")(sft)
-app.command(epilog="Set any other setting as section.key=value, such as evolve.share=0.2.")(evolve)
-app.command(epilog="Set any other setting as section.key=value, such as model.dtype=bfloat16.")(chat)
-app.command()(doctor)
-app.command()(merge)
-app.command()(quantize)
-app.command()(convert)
-app.command()(export)
-app.command()(push)
-app.command(epilog="Set any other setting as section.key=value, such as model.dtype=bfloat16.")(serve)
-app.command(name="serve-rollouts")(serve_rollouts)
+app.command(epilog=f"{OTHER} optim.schedule=cosine.", rich_help_panel=TRAINING)(sft)
+app.command(epilog=f"{OTHER} evolve.share=0.2.", rich_help_panel=TRAINING)(evolve)
+app.command(rich_help_panel=TRAINING, name="serve-rollouts")(serve_rollouts)
+app.command(epilog=f"{OTHER} model.dtype=bfloat16.", rich_help_panel=USE)(chat)
+app.command(epilog=f"{OTHER} model.dtype=bfloat16.", rich_help_panel=USE)(serve)
+app.command(rich_help_panel=WEIGHTS)(merge)
+app.command(rich_help_panel=WEIGHTS)(quantize)
+app.command(rich_help_panel=WEIGHTS)(convert)
+app.command(rich_help_panel=WEIGHTS)(export)
+app.command(rich_help_panel=WEIGHTS)(push)
+app.command(rich_help_panel=SETUP)(doctor)
 
 
 @app.command(
-    name="eval", epilog="Set any other setting as section.key=value, such as rollout.max_tokens=512."
+    name="eval",
+    epilog="Set any other setting as section.key=value, such as rollout.max_tokens=512.",
+    rich_help_panel=USE,
 )
 def evaluate(
     target: Annotated[
@@ -297,13 +317,21 @@ def evaluate(
     task: Annotated[
         str | None, typer.Option(help="Task to evaluate; by default, the task of the run.")
     ] = None,
-    data: Annotated[str | None, typer.Option(help="Data file or Hugging Face dataset with examples.")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Examples: a file (JSON, JSONL, CSV, Parquet), a Hugging Face dataset or a saved one."
+        ),
+    ] = None,
     benchmark: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Benchmark: gsm8k, math500 or countdown; repeatable."),
     ] = None,
     data_dir: Annotated[
-        str | None, typer.Option(help="Folder with benchmark files, to use instead of the Hub.")
+        str | None,
+        typer.Option(
+            help="Folder with the benchmark files; by default, they are loaded from the Hugging Face Hub."
+        ),
     ] = None,
     samples: Annotated[
         int | None, typer.Option(help="Completions sampled per prompt (avg@k, maj@k, pass@k).")
@@ -347,7 +375,7 @@ def evaluate(
             raise ConfigError(f"{result['task']}: {reason}")
 
 
-@app.command(epilog="Set any other setting as section.key=value, such as task.options.scoring=lenient.")
+@app.command(epilog=f"{OTHER} task.options.scoring=lenient.", rich_help_panel=SETUP)
 def verify(
     arguments: Annotated[
         list[str] | None,
@@ -357,11 +385,15 @@ def verify(
     ] = None,
     task: Annotated[str | None, typer.Option(help="Built-in task; by default, all of them.")] = None,
     data: Annotated[
-        str | None, typer.Option(help="Data file or Hugging Face dataset with gold answers.")
+        str | None,
+        typer.Option(
+            help="Examples with gold answers: a file (JSON, JSONL, CSV, Parquet) or a Hugging Face dataset."
+        ),
     ] = None,
     examples: Annotated[int, typer.Option(help="Number of gold answers to check.")] = 100,
     pairs: Annotated[
-        str | None, typer.Option(help="Score the rows {completion, answer} of this file instead.")
+        str | None,
+        typer.Option(help="Score the rows {completion, answer} of this file instead of the known cases."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON per check.")] = False,
 ) -> int:
@@ -384,7 +416,7 @@ def verify(
     return 1 if failed else 0
 
 
-@app.command()
+@app.command(rich_help_panel=SETUP)
 def tasks() -> None:
     """List the built-in tasks."""
     from groupwise.tasks import TASKS
@@ -395,7 +427,7 @@ def tasks() -> None:
         print(f"{name:<{width}}  {description.partition(chr(10))[0]}".rstrip())
 
 
-@app.command()
+@app.command(rich_help_panel=SETUP)
 def config(
     preset: Annotated[
         str | None,
@@ -411,7 +443,7 @@ def config(
         print(text, end="")
 
 
-app.command()(watch)
-app.command()(report)
-app.command()(compare)
-app.add_typer(runs, name="runs")
+app.command(rich_help_panel=RUNS)(watch)
+app.command(rich_help_panel=RUNS)(report)
+app.command(rich_help_panel=RUNS)(compare)
+app.add_typer(runs, name="runs", rich_help_panel=RUNS)

@@ -46,7 +46,10 @@ def doctor(
     ] = None,
     template: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="Check that the chat template of this model is append-only."),
+        typer.Option(
+            metavar="MODEL",
+            help="Check that earlier turns stay unchanged when this model's chat template adds one.",
+        ),
     ] = None,
     memory_gb: Annotated[
         float | None, typer.Option(help="Memory to assume, in GB; by default, that of the device.")

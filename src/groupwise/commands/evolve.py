@@ -54,19 +54,29 @@ def evolve(
         Path | None, model_option(metavar="RUN", help="Resume the search in this folder.")
     ] = None,
     task: Annotated[str | None, model_option(help="Built-in task; see `groupwise tasks`.")] = None,
-    data: Annotated[str | None, model_option(help="Data file or Hugging Face dataset with examples.")] = None,
+    data: Annotated[
+        str | None,
+        model_option(
+            help="Examples: a file (JSON, JSONL, CSV, Parquet), a Hugging Face dataset or a saved one."
+        ),
+    ] = None,
     model: Annotated[
         str | None, model_option(help="tiny (built in), a Hugging Face model ID, or a folder.")
     ] = None,
     method: Annotated[
         str | None, search_option(help="Selection method: halving, tournament, pbt or random.")
     ] = None,
-    population: Annotated[int | None, search_option(help="Number of members.")] = None,
-    every: Annotated[int | None, search_option(help="Steps between selections.")] = None,
+    population: Annotated[
+        int | None, search_option(help="Number of members (adapters that train side by side).")
+    ] = None,
+    every: Annotated[
+        int | None, search_option(help="Steps after which the worst members are replaced.")
+    ] = None,
     vary: Annotated[
         list[str] | None,
         search_option(
-            metavar="NAME=LOW:HIGH", help="Setting, or weights.REWARD, to vary between members; repeatable."
+            metavar="NAME=LOW:HIGH",
+            help="Setting that differs between members, or weights.REWARD, with its bounds; repeatable.",
         ),
     ] = None,
     even_if_uncertain: Annotated[
@@ -79,13 +89,15 @@ def evolve(
     num_epochs: Annotated[
         int | None, search_option(help="Epochs over the training examples, instead of --max-steps.")
     ] = None,
-    max_examples: Annotated[int | None, search_option(help="Maximum training examples; 0: all.")] = None,
+    max_examples: Annotated[
+        int | None, search_option(help="Maximum number of training examples; 0: all.")
+    ] = None,
     learning_rate: Annotated[float | None, search_option(help="AdamW learning rate.")] = None,
     batch_size: Annotated[int | None, search_option(help="Prompts per step.")] = None,
     group_size: Annotated[int | None, search_option(help="Completions per prompt.")] = None,
     max_tokens: Annotated[int | None, search_option(help="Maximum completion length in tokens.")] = None,
     temperature: Annotated[float | None, search_option(help="Sampling temperature.")] = None,
-    beta: Annotated[float | None, search_option(help="KL penalty coefficient.")] = None,
+    beta: Annotated[float | None, search_option(help="KL penalty coefficient; 0: no penalty.")] = None,
     tokens: Annotated[
         int | None, search_option(help="Stop after all members together have sampled this many tokens.")
     ] = None,
@@ -101,7 +113,9 @@ def evolve(
         list[str] | None,
         output_option(metavar="NAME", help="Tracker: trackio, wandb, tensorboard or mlflow; repeatable."),
     ] = None,
-    no_trackio: Annotated[bool, output_option("--no-trackio", help="Log to the run folder only.")] = False,
+    no_trackio: Annotated[
+        bool, output_option("--no-trackio", help="Use no tracker; log to the run folder only.")
+    ] = False,
 ) -> None:
     """Train a population of adapters on one base model, and keep the best (hyperparameter search)."""
     given = {name: context.params[name] for name in SETTINGS if context.params[name] is not None}

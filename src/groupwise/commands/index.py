@@ -54,7 +54,10 @@ def build(
         str, typer.Option(help="Embedding: lsa, minilm, or a sentence-transformers model.")
     ] = "lsa",
     store: Annotated[str, typer.Option(help="Vector store: chroma or files.")] = "chroma",
-    budget: Annotated[int, typer.Option(help="Maximum tokens per chunk, including its context.")] = 256,
+    budget: Annotated[
+        int,
+        typer.Option(help="Maximum tokens per chunk, including its line of context (category, group, …)."),
+    ] = 256,
     fusion: Fusion = None,
     dense_weight: Weight = None,
     sparse_weight: Weight = None,
@@ -64,7 +67,11 @@ def build(
     pages: Annotated[Path, fetch_option(help="Cache folder for fetched pages.")] = Path("document_content"),
     skip_existing: Annotated[bool, fetch_option(help="Use cached pages instead of fetching again.")] = True,
     allow_private: Annotated[
-        bool, fetch_option("--allow-private", help="Allow fetching from private IP addresses.")
+        bool,
+        fetch_option(
+            "--allow-private",
+            help="Allow fetching from private IP addresses, such as those of your own network.",
+        ),
     ] = False,
     per_host: Annotated[int, fetch_option(help="Maximum concurrent requests per host.")] = 2,
     as_json: AsJson = False,

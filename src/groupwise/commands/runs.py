@@ -95,7 +95,9 @@ def watch(
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(show_default=False, help="Port; by default 8477, or a free port if it is taken."),
+        typer.Option(
+            show_default=False, help="Port to listen on; by default 8477, or any free port if 8477 is taken."
+        ),
     ] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; addresses other than loopback require a token.")

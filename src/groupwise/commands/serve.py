@@ -139,7 +139,7 @@ def serve_rollouts(
         list[str] | None, typer.Argument(help="Additional arguments, passed to vLLM unchanged.")
     ] = None,
 ) -> None:
-    """Print or start the vLLM server command for engine.kind=vllm; training syncs its weights."""
+    """Print the command of a vLLM server that generates for a run (engine.kind=vllm), or start it."""
     between("--port", port, 1, 65535)
     between("--lora-r", lora_r, 0)
     between("--gpus", gpus, 1)

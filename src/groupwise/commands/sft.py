@@ -86,7 +86,10 @@ def sft(
     config: Annotated[Path | None, data_option(help="YAML file with settings.")] = None,
     resume: Annotated[
         Path | None,
-        data_option(metavar="RUN", help="Resume this run; a checkpoint of it: in a new run folder."),
+        data_option(
+            metavar="RUN",
+            help="Run to resume. From one of its checkpoints, a copy continues in a new folder.",
+        ),
     ] = None,
     data: Annotated[
         str | None,
@@ -100,7 +103,10 @@ def sft(
         data_option(help="Task to evaluate; its worked solutions are the data if no other is given."),
     ] = None,
     model: Annotated[
-        str | None, train_option(help="tiny (built in), a Hugging Face model ID, or a folder.")
+        str | None,
+        train_option(
+            help="tiny (built in), a Hugging Face model ID, or the folder of a model or LoRA adapter."
+        ),
     ] = None,
     batch_size: Annotated[int | None, train_option(help="Demonstrations per step.")] = None,
     epochs: Annotated[
@@ -129,7 +135,9 @@ def sft(
         list[str] | None,
         output_option(metavar="NAME", help="Tracker: trackio, wandb, tensorboard or mlflow; repeatable."),
     ] = None,
-    no_trackio: Annotated[bool, output_option("--no-trackio", help="Log to the run folder only.")] = False,
+    no_trackio: Annotated[
+        bool, output_option("--no-trackio", help="Use no tracker; log to the run folder only.")
+    ] = False,
 ) -> None:
     """Supervised fine-tuning on demonstrations, as a warm start for `groupwise train`."""
     given = {name: context.params[name] for name in SETTINGS if context.params[name] is not None}
