@@ -17,8 +17,7 @@ from groupwise.errors import ConfigError
 from groupwise.learner.sft_learner import SFTLearner
 from groupwise.model.policy import Policy
 from groupwise.records import Example, Group, Rollout
-from groupwise.rewards.extraction import final_answer, is_well_formed
-from groupwise.rewards.verify.arithmetic import evaluate_expression
+from groupwise.rewards.extraction import evaluate_expression, final_answer, is_well_formed
 from groupwise.rollout.tools import tool_of
 from groupwise.tasks.builtin.countdown import countdown
 from groupwise.tasks.registry import load_task

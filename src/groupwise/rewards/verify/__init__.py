@@ -2,7 +2,6 @@
 
 Modules in reading order:
 
-    arithmetic           exact arithmetic on untrusted text
     math_answer          judge a boxed answer, and whether it is fully worked out
     vocabulary           words that may accompany a value without changing it
     math_verify_process  compare by math-verify, in a process that can be killed

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from groupwise.config.coerce import between, finite
 from groupwise.errors import ConfigError
 from groupwise.records import Example, Message, Rollout
-from groupwise.rewards.extraction import END_THINK, final_answer, is_well_formed
-from groupwise.rewards.verify.arithmetic import evaluate_expression
+from groupwise.rewards.extraction import END_THINK, evaluate_expression, final_answer, is_well_formed
 from groupwise.tasks.examples import Column
 from groupwise.tasks.task import Task
 
