@@ -15,6 +15,7 @@ from groupwise.engine.engine import Engine
 from groupwise.engine.sampler import TokenMasks
 from groupwise.engine.scheduler import BlockPool
 from groupwise.engine.serving.serving_scheduler import CPUSteps, Job, ServingScheduler
+from groupwise.errors import InvariantError
 from groupwise.model.grammar import GrammarCompiler, json_grammar
 from groupwise.model.ops.logits import masked_logits
 from groupwise.model.policy import Policy
@@ -190,3 +191,12 @@ def test_many_sequences_use_several_copies_of_a_grammar(small_policy, monkeypatc
     masks.start(3, None)
     assert (masks.words_SW[3] == -1).all()
     assert not masks.constrained[3]
+
+
+def test_a_token_that_the_grammar_excludes_stops_generation(small_policy):
+    masks = TokenMasks(1)
+    masks.start(0, constrained(small_policy).grammar)
+    (brace, *_, seven) = small_policy.encode_text('{"a": 7')
+    masks.update(np.array([0]), np.array([brace]))
+    with pytest.raises(InvariantError, match=f"token {seven} was sampled, which the grammar"):
+        masks.update(np.array([0]), np.array([seven]))

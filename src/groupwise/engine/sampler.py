@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from groupwise.errors import InvariantError
 from groupwise.invariants import check_finite
 from groupwise.model.grammar import GrammarState, TokenGrammar
 from groupwise.model.ops.logits import entropy, masked_logits, scaled_logits
@@ -194,6 +195,9 @@ class TokenMasks:
             ((self._states[slot], slot, token) for slot, token in rows), key=lambda row: row[0].copy
         )
         tokens, masks_SW = states[0][0].grammar.tokens, self._host.numpy()
+        for _, slot, token in states:
+            if not masks_SW[slot, token // 32] >> (token % 32) & 1:
+                raise InvariantError(f"token {token} was sampled, which the grammar of its answer excludes")
         tokens.executor.consume_token_par([(state.matcher, token) for state, _, token in states])
         matchers = [(state.matcher, slot) for state, slot, _ in states]
         tokens.executor.unsafe_compute_mask_ptr(
