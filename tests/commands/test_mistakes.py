@@ -61,7 +61,7 @@ MISTAKES = {
     "train model.dtype=fp8": "model.dtype must be one of float32, bfloat16; got 'fp8'",
     "train optim.kind=adam": "optim.kind must be one of adamw, adamw8bit; got 'adam'",
     "train run.name=a/b": "run.name must be a plain folder name; got 'a/b'",
-    "train --track wandbb": "track.trackers must be one of trackio, wandb, tensorboard; got 'wandbb'",
+    "train --track wandbb": "track.trackers must be one of trackio, wandb, tensorboard, mlflow; got 'wandbb'",
     # names of settings and options, also those of other trainers
     "train optim.lr=1e-4": "unknown setting optim.lr; did you mean optim.learning_rate?",
     "train optim.learning_rte=1e-4": "unknown setting optim.learning_rte; did you mean optim.learning_rate?",
