@@ -40,6 +40,8 @@ SLOW_FILES = (
     "report/test_page.py",
     "evaluate/test_eval_suite.py",
     "serve/test_openai_server.py",
+    "test_compatibility.py",
+    "serve/test_responses_api.py",
     "model/test_remote_code.py",
     "tasks/test_custom_tasks.py",
     "test_api.py",
