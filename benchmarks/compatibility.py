@@ -152,6 +152,7 @@ def served(target: str) -> Iterator[tuple[str, list[str]]]:
     finally:
         server.terminate()
         server.wait(30)
+        server.stdout.close()
 
 
 def post(url: str, path: str, body: dict[str, Any]) -> Any:
