@@ -30,7 +30,7 @@ FILES = {
     "model/config.json": "{}",
     "folder/note.txt": "",
 }
-TASKS = "countdown, gsm8k, math, medquad, search_qa, tldr (or use gym:NAME or the path of a .py file)"
+TASKS = "code, countdown, gsm8k, math, medquad, search_qa, tldr (or use gym:NAME or the path of a .py file)"
 NOT_THERE = (
     "is neither a folder nor in the Hugging Face cache, and cannot be downloaded: downloads are off "
     "(HF_HUB_OFFLINE is set); check the name, or give a folder"
