@@ -43,7 +43,11 @@ def openai_completions(c: Context) -> str:
     client, asked = openai_client(c), c["plain"]["body"]
     answer = client.completions.create(**asked, logprobs=1, echo=True)
     same([choice.text for choice in answer.choices], c["plain"]["texts"])
-    same([choice.logprobs.token_logprobs for choice in answer.choices], c["plain"]["logprobs"])
+    for choice, expected in zip(answer.choices, c["plain"]["logprobs"], strict=True):
+        pairs = list(zip(choice.logprobs.token_logprobs, expected, strict=True))
+        same(pairs[0], (None, None))
+        # Prompts that share a pass differ by rounding.
+        same(max(abs(got - wanted) for got, wanted in pairs[1:]) < 1e-3, True)
     return f"{len(answer.choices)} prompts in one request, echo and log-probabilities"
 
 
