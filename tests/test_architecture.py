@@ -251,6 +251,14 @@ def test_a_module_is_worth_a_file():
 
 
 @every_module
+def test_a_constant_is_defined_once(module):
+    """The second definition would change what the functions before it read."""
+    targets = [target for n in tree(module).body if isinstance(n, ast.Assign) for target in n.targets]
+    names = Counter(target.id for target in targets if isinstance(target, ast.Name))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+@every_module
 def test_a_module_has_at_most_500_lines(module):
     assert len(MODULES[module].read_text(encoding="utf-8").splitlines()) <= 500
 

@@ -88,7 +88,15 @@ def observe(words: Sequence[str], run: Path, strike: Strike | None = None) -> Ob
     return Observed(process.exitcode, {FileEvent(*row[:3]): row[3] for row in rows}, err)
 
 
-TELLS_TIME = ("training.log", ".lock", "training_stats.json", "state.json", "checksums.json", "config.yaml")
+TELLS_TIME = (
+    "training.log",
+    ".lock",
+    "training_stats.json",
+    "state.json",
+    "checksums.json",
+    "config.yaml",
+    "README.md",
+)
 """Files that hold seconds or the name of the run."""
 
 

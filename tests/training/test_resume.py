@@ -13,6 +13,7 @@ import pytest
 from groupwise import cli
 from groupwise.errors import ConfigError
 from groupwise.learner.checkpoint import seal
+from groupwise.tracking.rollout_files import read_rollouts
 from groupwise.tracking.run_files import last_step
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.training import train
@@ -375,9 +376,7 @@ task = gw.Task(name="wrong", examples=[{"n": n} for n in range(12)], prompt=lamb
 
 
 @pytest.mark.parametrize("command", ["train", "evolve"])
-def test_a_reward_that_always_fails_leaves_neither_a_run_nor_an_empty_folder_of_runs(
-    tmp_path, monkeypatch, capsys, command
-):
+def test_a_reward_that_always_fails_leaves_the_rollouts_to_be_read(tmp_path, monkeypatch, capsys, command):
     monkeypatch.chdir(tmp_path)
     task_file(tmp_path, ALWAYS_FAILS)
     settings = [*SMALL, "evaluate.during=1", "evaluate.samples=1", "lora.r=4"]
@@ -385,4 +384,6 @@ def test_a_reward_that_always_fails_leaves_neither_a_run_nor_an_empty_folder_of_
     said = capsys.readouterr().err
     assert "100% of the rollouts failed" in said
     assert "diverged" not in said
-    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["luck.py"]
+    (run,) = (tmp_path / "runs").iterdir()
+    rows = read_rollouts(run / "rollouts" / "step-000001.parquet")
+    assert {row["error"] for row in rows} == {"reward wrong: ValueError: always (luck.py, line 5)"}

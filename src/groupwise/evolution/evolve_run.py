@@ -63,9 +63,8 @@ class EvolveRun:
         self, config: Config, *, task: Task, start: SearchStart, functions: UserFunctions | None = None
     ) -> None:
         self.config, self.task, self.folder = config, task, start.folder
-        self.withdraw = start.withdraw
         with ExitStack() as resources:
-            resources.callback(start.withdraw)
+            resources.push(start.withdraw_after)
             resources.enter_context(start.lock)
             self.split = task.split(config.task, config.run.seed)
             self.space = SearchSpace.of(config, task)
@@ -322,8 +321,6 @@ class EvolveRun:
         if error is not None:
             self.recorder.fail(error, kind="evolve")
             self.resources.__exit__(kind, error, trace)
-            if isinstance(error, ConfigError):
-                self.withdraw()
             return
         with self.resources:
             self._prune()  # a session killed after its last checkpoint left one too many

@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
+from types import TracebackType
 from typing import IO, Any
 
 from groupwise.config import Config, read_config
-from groupwise.errors import ConfigError
+from groupwise.errors import CallbackError, ConfigError
 from groupwise.evaluate.held_out import Evaluation
 from groupwise.evaluate.intervals import Interval, mean_interval
 from groupwise.evolution.population import Member
@@ -239,9 +240,12 @@ class SearchStart:
         longer = command("evolve", "--resume", self.folder.path, f"run.max_steps={2 * steps}")
         return f"{finished}; to continue, {longer}"
 
-    def withdraw(self) -> None:
+    def withdraw_after(
+        self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
         """Remove the folder of a new search that was refused before its first step."""
-        if self.checkpoint is None and not self.starts_again:
+        new = self.checkpoint is None and not self.starts_again
+        if new and kind is not None and issubclass(kind, ConfigError) and kind is not CallbackError:
             self.folder.remove_unstarted()
 
 

@@ -113,6 +113,7 @@ TOKEN_COLUMNS = (
     "advantage",
     "reward",
     "finish",
+    "branches",
 )
 
 POPULATION_MEMBER = "population_member"
@@ -224,7 +225,12 @@ class RolloutView:
             "trained": row["trained"],
             "logprobs": rounded(row["logprobs"]),
             "entropies": rounded(row["entropies"]),
-            "ratios": ratios(row["logprobs"], row["trained"], trainer_logprobs),
+            "ratios": ratios(
+                row["logprobs"],
+                row["trained"],
+                trainer_logprobs,
+                in_branches=sum(sum(branch["trained"]) for branch in row.get("branches") or ()),
+            ),
             "prompt_length": row["prompt_length"],
             "advantage": row["advantage"],
             "reward": row["reward"],
@@ -246,12 +252,19 @@ def turn_segments(recorded: str | None) -> list[Record]:
 
 
 def ratios(
-    sampled: Sequence[float], trained: Sequence[bool], trainer_logprobs: Sequence[float] | None
+    sampled: Sequence[float],
+    trained: Sequence[bool],
+    trainer_logprobs: Sequence[float] | None,
+    *,
+    in_branches: int = 0,
 ) -> list[float | None] | None:
-    """Return π/q for each token, None if it is not trained; None if the update was not recorded."""
-    if trainer_logprobs is None or len(trainer_logprobs) < sum(trained):
+    """Return π/q for each token, None if it is not trained; None if the update was not recorded.
+
+    `in_branches`: trained tokens of the rollout's branches, whose log-probabilities come last.
+    """
+    if trainer_logprobs is None or len(trainer_logprobs) != sum(trained) + in_branches:
         return None
-    trainer_logprobs = trainer_logprobs[: sum(trained)]  # those of branches come last
+    trainer_logprobs = trainer_logprobs[: sum(trained)]
     known = iter(
         np.exp(
             np.clip(

@@ -326,12 +326,11 @@ def is_name(side: str) -> bool:
     return all(word.isalpha() and word not in CHANGING for word in words)
 
 
-# The length is checked before parsing. Without powers a value has no more digits than its text, so this
-# limit also bounds the size of numbers and the run time.
-MAX_CHARACTERS = 200
+# The length is checked before parsing (MAX_CHARACTERS). Without powers a value has no more digits than its
+# text, so this limit also bounds the size of numbers and the run time.
 MAX_DEPTH = 20
 
-TYPOGRAPHIC = str.maketrans({"×": "*", "·": "*", "⋅": "*", "÷": "/", "−": "-", "–": "-"})
+ASCII_SIGNS = str.maketrans({"×": "*", "·": "*", "⋅": "*", "÷": "/", "−": "-", "–": "-"})
 ALLOWED = frozenset("0123456789+-*/() ")
 TWO_SIGNS = re.compile(r"(?:^|[-+*/(]) *- *-")
 """Two signs in a row, as in `--5`; `-(-5)` has one for the number and one for the parenthesis."""
@@ -364,7 +363,7 @@ def evaluate_expression(text: str) -> Arithmetic | None:
     """
     if len(text) > MAX_CHARACTERS:
         return None
-    text = " ".join(text.translate(TYPOGRAPHIC).split())
+    text = " ".join(text.translate(ASCII_SIGNS).split())
     if not text or not ALLOWED.issuperset(text) or is_too_deep(text) or TWO_SIGNS.search(text):
         return None
     try:

@@ -190,8 +190,15 @@ class RunFolder:
         return self.path / "plots"
 
     def remove_unstarted(self) -> None:
-        """Remove the files of a run that ended before its first step, so that its name is free again."""
-        if self.metrics.exists() or any(self.checkpoints.glob("step-*")):
+        """Remove the files of a run that ended before its first step, so that its name is free again.
+
+        Rollouts that were recorded stay: they show why the step failed.
+        """
+        if (
+            self.metrics.exists()
+            or any(self.checkpoints.glob("step-*"))
+            or any(self.rollouts.glob("*.parquet"))
+        ):
             return
         with suppress(OSError):  # files of the user stay, and their folder with them
             for file in (self.config, self.log, self.tokenizer, self.path / ".lock"):

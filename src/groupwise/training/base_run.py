@@ -82,12 +82,11 @@ class BaseRun(ABC):
         self.config = config
         self.processes = processes or Processes()
         self.folder = start.folder
-        self.withdraw = start.withdraw
         control = RunControl(config, start.folder.path)
         self.callbacks = Callbacks(callbacks, control, leader=self.processes.leader)
         self.state = start.state
         with ExitStack() as resources:
-            resources.callback(start.withdraw)
+            resources.push(start.withdraw_after)
             resources.enter_context(start.lock)
             recomputing = ""
             with self.processes.together():
@@ -332,8 +331,6 @@ class BaseRun(ABC):
             self.recorder.fail(error, kind=command_of(self.config))
             self.callbacks.call("on_run_end", self.state.step)
             self.resources.__exit__(kind, error, trace)
-            if isinstance(error, ConfigError):
-                self.withdraw()
             return
         with self.resources:
             self._prune()  # a session killed after its last checkpoint may leave one too many

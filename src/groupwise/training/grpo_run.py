@@ -146,7 +146,8 @@ class GRPORun(BaseRun):
         self._report_failures()
         self.recorder.last_error = first_error(batch) or self.recorder.last_error
         check_failures(batch, limit=self.config.task.max_failed)
-        if self.config.rollout.overlap and step < self.config.run.max_steps:
+        more = self.config.rollout.overlap and step < self.config.run.max_steps
+        if more and not self._asked_to_stop():
             with self.engine.ready():
                 self.prefetcher.start(
                     lambda: collect(self.collector, step + 1, cursor=batch.cursor, rates=batch.rates)

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import TracebackType
 from typing import IO, Any, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from groupwise.config import Config, config_from_keywords, differences, read_config
-from groupwise.errors import CheckpointError, ConfigError
+from groupwise.errors import CallbackError, CheckpointError, ConfigError
 from groupwise.files import write_atomically
 from groupwise.learner.checkpoint import (
     flattened,
@@ -286,9 +287,12 @@ class RunStart:
             f"{command(command_of(config), '--resume', self.folder.path, more)}"
         )
 
-    def withdraw(self) -> None:
+    def withdraw_after(
+        self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
         """Remove the folder of a new run that was refused before its first step."""
-        if self.leads and self.checkpoint is None and not self.starts_again:
+        new = self.leads and self.checkpoint is None and not self.starts_again
+        if new and kind is not None and issubclass(kind, ConfigError) and kind is not CallbackError:
             self.folder.remove_unstarted()
 
 
