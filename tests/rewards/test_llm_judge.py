@@ -16,6 +16,7 @@ from groupwise.rewards.runner import RewardContext, score_group
 from groupwise.rewards.score_ahead import score_ahead
 from groupwise.training.collector import Batch
 from groupwise.training.step_metrics import batch_metrics
+from tests.support.scripted_rollouts import answered
 
 
 @pytest.fixture
@@ -227,19 +228,7 @@ def comparing():
 def group_of(*texts: str, **columns: object) -> Group:
     return Group(
         example=Example({"question": "q", **columns}),
-        rollouts=tuple(
-            Rollout(
-                prompt=[{"role": "user", "content": "the prompt"}],
-                text=text,
-                tokens=(1,),
-                trained=(True,),
-                logprobs=(0.0,),
-                entropies=(0.0,),
-                prompt_length=0,
-                finish="end",
-            )
-            for text in texts
-        ),
+        rollouts=tuple(answered(text, [{"role": "user", "content": "the prompt"}]) for text in texts),
     )
 
 

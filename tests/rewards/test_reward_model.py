@@ -13,10 +13,11 @@ from groupwise.config.schema import TaskConfig
 from groupwise.errors import ConfigError, RolloutError
 from groupwise.model.load import load_reward_models
 from groupwise.model.resolve import model_folder
-from groupwise.records import Example, Group, Rollout
+from groupwise.records import Example, Group
 from groupwise.rewards.runner import RewardContext, score_group
 from groupwise.rewards.score_ahead import score_ahead
 from groupwise.tasks import load_task
+from tests.support.scripted_rollouts import answered
 from tests.support.small_runs import SMALL, deterministic_metrics, run_command
 
 CPU = torch.device("cpu")
@@ -45,19 +46,6 @@ def classifier(tmp_path_factory) -> str:
     return save_classifier(tmp_path_factory.mktemp("classifier"))
 
 
-def answered(text: str, prompt="What?") -> Rollout:
-    return Rollout(
-        prompt=prompt,
-        text=text,
-        tokens=(1,),
-        trained=(True,),
-        logprobs=(0.0,),
-        entropies=(0.0,),
-        prompt_length=0,
-        finish="end",
-    )
-
-
 def test_a_batch_scores_as_its_answers_do_one_by_one(classifier):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -76,7 +64,7 @@ def test_a_batch_scores_as_its_answers_do_one_by_one(classifier):
     assert len(set(together)) == 5
     model = AutoModelForSequenceClassification.from_pretrained(classifier)
     tokenizer = AutoTokenizer.from_pretrained(classifier)
-    ids = tokenizer("What?\nyes", return_tensors="pt")["input_ids"]
+    ids = tokenizer("?\nyes", return_tensors="pt")["input_ids"]
     assert alone[0] == pytest.approx(model(input_ids=ids).logits[0, 0].item(), abs=1e-6)
 
 

@@ -17,6 +17,7 @@ from groupwise.records import Example, Group, Rollout
 from groupwise.rewards.runner import RewardContext, score_within
 from groupwise.rewards.score_ahead import score_ahead
 from groupwise.tasks import Task, isolated
+from tests.support.scripted_rollouts import answered
 
 running: list[int] = []
 most: list[int] = []
@@ -35,19 +36,7 @@ async def judge(rollout: Rollout, example: Example) -> float | None:
 
 
 def groups_of(*texts: str, size: int = 4) -> list[Group]:
-    members = [
-        Rollout(
-            prompt="?",
-            text=text,
-            tokens=(1,),
-            trained=(True,),
-            logprobs=(0.0,),
-            entropies=(0.0,),
-            prompt_length=0,
-            finish="end",
-        )
-        for text in texts
-    ]
+    members = [answered(text) for text in texts]
     starts = range(0, len(members), size)
     return [Group(example=Example({"n": s}), rollouts=tuple(members[s : s + size])) for s in starts]
 

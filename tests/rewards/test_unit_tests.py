@@ -8,26 +8,14 @@ import groupwise as gw
 from groupwise.errors import ConfigError, RolloutError
 from groupwise.evaluate.held_out import score_groups
 from groupwise.isolation.sandbox import SandboxError
-from groupwise.records import Example, Group, Rollout
+from groupwise.records import Example, Group
 from groupwise.rewards import text_rewards
 from groupwise.rewards.text_rewards import answered_code, code_blocks
 from groupwise.tasks import Task
+from tests.support.scripted_rollouts import answered
 
 TESTS = ["assert twice(2) == 4", "assert twice('a') == 'aa'"]
 RIGHT = "```python\ndef twice(x):\n    return 2 * x\n```"
-
-
-def answered(text: str) -> Rollout:
-    return Rollout(
-        prompt="?",
-        text=text,
-        tokens=(1,),
-        trained=(True,),
-        logprobs=(0.0,),
-        entropies=(0.0,),
-        prompt_length=0,
-        finish="end",
-    )
 
 
 def test_the_code_is_in_closed_python_blocks_after_the_thinking():

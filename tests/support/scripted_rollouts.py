@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from groupwise.records import Completion, Request, Sampling
+from groupwise.records import Completion, Request, Rollout, Sampling
 from tests.support.codecs import END, CharacterCodec
 
 
@@ -56,3 +56,17 @@ class Babbling:
 
     def decode(self, tokens: Any) -> str:
         return call(f"{len(tokens)}")
+
+
+def answered(text: str, prompt: Any = "?") -> Rollout:
+    """Return a rollout with this text, for rewards that read nothing else."""
+    return Rollout(
+        prompt=prompt,
+        text=text,
+        tokens=(1,),
+        trained=(True,),
+        logprobs=(0.0,),
+        entropies=(0.0,),
+        prompt_length=0,
+        finish="end",
+    )

@@ -36,12 +36,12 @@ from groupwise.serve.completion_response import ResponseBuilder
 from groupwise.serve.detokenizer import TokenTable
 from groupwise.serve.http_server import (
     HEAD_LIMIT,
+    Connections,
     Events,
     EventStream,
     HTTPError,
     HTTPReply,
     HTTPRequest,
-    serve_connection,
 )
 from groupwise.serve.ipc import WireChunk
 from groupwise.serve.responses_api import ResponsesBuilder, chat_body, echoed
@@ -128,12 +128,12 @@ class AgentEndpoint:
         self._pieces = TokenTable(codec.tokenizer)
         self._conversations: dict[AgentRun, list[Conversation]] = {}
         self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task[Any]] = set()
+        self._connections = Connections(self.answer)
 
     async def start(self) -> int:
         """Listen on a free port of this machine, and return it."""
         self._server = await asyncio.start_server(
-            self._connected, "127.0.0.1", 0, limit=HEAD_LIMIT, backlog=512
+            self._connections.accept, "127.0.0.1", 0, limit=HEAD_LIMIT, backlog=512
         )
         port: int = self._server.sockets[0].getsockname()[1]
         return port
@@ -142,20 +142,7 @@ class AgentEndpoint:
         """Close the port and all connections."""
         if self._server is not None:
             self._server.close()
-        for connection in self._connections:
-            connection.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections.add(task)
-        try:
-            await serve_connection(self.answer, reader, writer)
-        except asyncio.CancelledError:
-            pass  # the batch is complete
-        finally:
-            self._connections.discard(task)
+        await self._connections.close()
 
     async def answer(self, request: HTTPRequest) -> HTTPReply | EventStream:
         """Route one request to its handler."""

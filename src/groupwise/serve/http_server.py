@@ -114,6 +114,31 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+class Connections:
+    """The open connections of a server."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+        self._open: set[asyncio.Task[Any]] = set()
+
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer the requests of a new connection until it is closed."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._open.add(task)
+        try:
+            with suppress(asyncio.CancelledError):  # by `close`; asyncio would log it as an error
+                await serve_connection(self._handler, reader, writer)
+        finally:
+            self._open.discard(task)
+
+    async def close(self) -> None:
+        """Cancel what is open."""
+        for connection in self._open:
+            connection.cancel()
+        await asyncio.gather(*self._open, return_exceptions=True)
+
+
 async def serve_connection(
     handler: Handler, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:

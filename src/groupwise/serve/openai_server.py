@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -34,13 +34,13 @@ from groupwise.serve.completion_response import ResponseBuilder
 from groupwise.serve.detokenizer import TokenTable
 from groupwise.serve.http_server import (
     HEAD_LIMIT,
+    Connections,
     Events,
     EventStream,
     HTTPError,
     HTTPReply,
     HTTPRequest,
     is_loopback,
-    serve_connection,
 )
 from groupwise.serve.ipc import FrontendEndpoint, Submission
 from groupwise.serve.responses_api import ResponsesBuilder, chat_body, echoed
@@ -74,7 +74,7 @@ class OpenAIServer:
         self._connection = connection
         self._open = 0
         """Number of completions running or waiting."""
-        self._connections: set[asyncio.Task[Any]] = set()
+        self._connections = Connections(self.answer)
         # One thread for short requests and one for long ones, which may take seconds to tokenize.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="groupwise-encoder")
         self._long_encoder = ThreadPoolExecutor(1, thread_name_prefix="groupwise-long-encoder")
@@ -82,7 +82,9 @@ class OpenAIServer:
     async def run(self, host: str, port: int, *, ready: Callable[[int], None]) -> None:
         """Serve until cancelled or the engine exits; `ready` is called with the bound port."""
         self.link = FrontendEndpoint(self._connection)
-        server = await asyncio.start_server(self._connected, host, port, limit=HEAD_LIMIT, backlog=512)
+        server = await asyncio.start_server(
+            self._connections.accept, host, port, limit=HEAD_LIMIT, backlog=512
+        )
         async with server:
             try:
                 ready(server.sockets[0].getsockname()[1])
@@ -92,19 +94,7 @@ class OpenAIServer:
                 server.close()
                 self._encoder.shutdown(wait=False, cancel_futures=True)
                 self._long_encoder.shutdown(wait=False, cancel_futures=True)
-                for connection in self._connections:
-                    connection.cancel()
-                await asyncio.gather(*self._connections, return_exceptions=True)
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections.add(task)
-        try:
-            with suppress(asyncio.CancelledError):  # shutdown; asyncio would log it as an error
-                await serve_connection(self.answer, reader, writer)
-        finally:
-            self._connections.discard(task)
+                await self._connections.close()
 
     async def answer(self, request: HTTPRequest) -> HTTPReply | EventStream:
         """Answer one request, and count it."""

