@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import os
@@ -16,6 +17,7 @@ import pytest
 
 from groupwise import cli
 from groupwise.commands.eval import report_lines, unscored
+from groupwise.commands.options import loading
 from groupwise.config import FLAGS, Config, dump_config, read_config
 from groupwise.errors import CheckpointError, ConfigError, InvariantError
 from groupwise.tasks import TASKS
@@ -100,6 +102,47 @@ def raising(error: BaseException) -> SimpleNamespace:
         raise error
 
     return SimpleNamespace(train=train)
+
+
+@pytest.mark.parametrize("words", [("--help",), ("train", "--help"), ("index", "build", "--help")])
+def test_help_imports_only_what_it_shows(tmp_path, words):
+    code = """
+import sys
+from groupwise.cli import main
+sys.argv[1:], code = [], main(sys.argv[1:])
+heavy = {"torch", "transformers", "numpy", "pydantic", "hashlib", "importlib.metadata", "statistics"}
+print(code, *sorted(heavy & sys.modules.keys()), file=sys.stderr)
+"""
+    # Without the tools of this environment, such as coverage, which import more.
+    run = subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True)
+    assert run.stderr == "0\n"
+    assert f"Usage: groupwise {' '.join(words[:-1])}".rstrip() in run.stdout
+
+
+@pytest.mark.parametrize("words", [(), ("train",), ("index",), ("index", "build"), ("runs",)])
+def test_help_is_what_the_parser_shows(answered, words):
+    from typer.testing import CliRunner
+
+    code, out, err = answered(*words, "--help")
+    parsed = CliRunner().invoke(
+        cli.app, [*words, "--help"], prog_name="groupwise", env={"COLUMNS": "110", "NO_COLOR": "1"}
+    )
+    assert (code, err) == (0, "")
+    assert out == parsed.stdout
+
+
+def test_an_unknown_command_has_no_help(answered):
+    code, _, err = answered("trian", "--help")
+    assert code == 2
+    assert "trian" in err
+
+
+def test_imports_are_not_collected(capsys):
+    assert gc.isenabled()
+    with loading("a library"):
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert capsys.readouterr() == ("", "")
 
 
 def test_the_poison_works(light, answered):

@@ -5,6 +5,7 @@ Commands import torch and other heavy modules only after they have validated the
 
 from __future__ import annotations
 
+import gc
 import inspect
 import io
 import json
@@ -22,9 +23,22 @@ from groupwise.commands.chat import chat
 from groupwise.commands.doctor import doctor
 from groupwise.commands.evolve import evolve
 from groupwise.commands.index import index_app
+from groupwise.commands.options import (
+    NoTrackio,
+    OutputDir,
+    Overrides,
+    ProjectName,
+    RunName,
+    Target,
+    Track,
+    check_names,
+    loading,
+    settings_file,
+    with_task,
+)
 from groupwise.commands.runs import compare, report, runs, watch
 from groupwise.commands.serve import serve, serve_rollouts
-from groupwise.commands.sft import say_loading, settings_file, sft, with_task
+from groupwise.commands.sft import sft
 from groupwise.commands.weights import convert, export, merge, push, quantize
 from groupwise.config import FLAGS, Config, dump_config, read_config
 from groupwise.config.coerce import between
@@ -49,7 +63,6 @@ app.add_typer(index_app, name="index", rich_help_panel=SETUP)
 config_option = partial(typer.Option, show_default=False, rich_help_panel="Configuration")
 model_option = partial(typer.Option, show_default=False, rich_help_panel="Model and task")
 train_option = partial(typer.Option, show_default=False, rich_help_panel="Training")
-output_option = partial(typer.Option, show_default=False, rich_help_panel="Output and tracking")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,6 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a character that the terminal cannot show is no error
     try:
+        if (context := help_context(sys.argv[1:] if arguments is None else arguments)) is not None:
+            typer.echo(context.get_help())
+            return 0
+        gc.enable()  # `__main__` disables it while modules are imported
         code = app(args=arguments, prog_name="groupwise", standalone_mode=False)
     except USAGE_ERROR as error:
         return fail(usage_message(error, sys.argv[1:] if arguments is None else arguments), code=2)
@@ -73,6 +90,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     return code if isinstance(code, int) else 0
+
+
+def help_context(arguments: Sequence[str]) -> typer.Context | None:
+    """Return the context of `groupwise [COMMAND …] --help`, whose help can be shown without parsing.
+
+    The parser imports pydantic for its first option, even for --help.
+    """
+    *names, last = arguments or ("",)
+    command: Any = typer.main.get_command(app) if last == "--help" else None
+    context: typer.Context | None = None
+    for name in ("groupwise", *names):
+        if context is not None:
+            command = getattr(command, "commands", {}).get(name)
+        if command is None:
+            return None
+        context = command.context_class(command, info_name=name, parent=context, **command.context_settings)
+    return context
 
 
 def usage_message(error: Any, arguments: Sequence[str]) -> str:
@@ -207,21 +241,15 @@ def train(
     skip_evaluation: Annotated[
         bool | None, train_option("--skip-evaluation", help="Skip all held-out evaluations.")
     ] = None,
-    output_dir: Annotated[str | None, output_option(help="Parent folder of all runs.")] = None,
-    run_name: Annotated[str | None, output_option(help="Name of the run's folder in --output-dir.")] = None,
-    project_name: Annotated[str | None, output_option(help="Project name in the trackers.")] = None,
-    track: Annotated[
-        list[str] | None,
-        output_option(metavar="NAME", help="Tracker: trackio, wandb, tensorboard or mlflow; repeatable."),
-    ] = None,
-    no_trackio: Annotated[
-        bool | None, output_option("--no-trackio", help="Use no tracker; log to the run folder only.")
-    ] = None,
+    output_dir: OutputDir = None,
+    run_name: RunName = None,
+    project_name: ProjectName = None,
+    track: Track = None,
+    no_trackio: NoTrackio = None,
 ) -> None:
     """Train a model with GRPO. Without arguments, train the built-in model on Countdown puzzles."""
     flags = {name: context.params[name] for name in FLAGS if context.params[name] not in (None, (), [])}
     settings = training_config(arguments or [], config=config, resume=resume, flags=flags).resolve()
-    from groupwise.model.resolve import local_folder
     from groupwise.tasks import (
         is_loadable,
         load_task,
@@ -230,7 +258,6 @@ def train(
         task_of,
         use_functions,
     )
-    from groupwise.tracking.trackers import tracker_names
 
     name = settings.task.name
     if resume is not None and not is_loadable(name):
@@ -247,10 +274,9 @@ def train(
     else:
         loaded = load_task(settings.task)
     own = use_functions(settings, functions)
-    tracker_names(settings.track)
-    local_folder(settings.model.name)
-    say_loading(f"PyTorch and {settings.model.name}")
-    from groupwise.training import train as run_training
+    check_names(settings)
+    with loading(f"PyTorch and {settings.model.name}"):
+        from groupwise.training import train as run_training
 
     run_training(settings, resume=resume, task=loaded, functions=own)
 
@@ -308,12 +334,8 @@ app.command(rich_help_panel=SETUP)(doctor)
     rich_help_panel=USE,
 )
 def evaluate(
-    target: Annotated[
-        str, typer.Argument(metavar="RUN|MODEL", help="Run, checkpoint, adapter or model (folder or name).")
-    ],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings to override.")
-    ] = None,
+    target: Target,
+    arguments: Overrides = None,
     task: Annotated[
         str | None, typer.Option(help="Task to evaluate; by default, the task of the run.")
     ] = None,

@@ -9,7 +9,6 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +20,7 @@ Located = Iterator[tuple[str, object]]
 
 def package_version() -> str:
     """Return the version of this package, also where its source is used without an installation."""
+    # Slow to import, and --help needs no version.
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -235,7 +235,7 @@ def sign_weights(folder: Path) -> None:
         with path.open("rb") as source, signed.open("wb") as target:
             length = int.from_bytes(source.read(8), "little")
             header = json.loads(source.read(length))
-            metadata = {**header.pop("__metadata__", {}), "made_by": f"groupwise {version('groupwise')}"}
+            metadata = {**header.pop("__metadata__", {}), "made_by": f"groupwise {package_version()}"}
             text = json.dumps({"__metadata__": metadata, **header}, separators=(",", ":")).encode()
             text += b" " * (-len(text) % 8)  # tensors are aligned
             target.write(len(text).to_bytes(8, "little") + text)

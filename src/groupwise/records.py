@@ -10,7 +10,6 @@ torch. A stage never modifies a record: it creates a new one with `dataclasses.r
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,6 +49,8 @@ class Example(Mapping[str, Any]):
     @property
     def fingerprint(self) -> str:
         """A hash of the content, independent of column order; it identifies duplicates."""
+        import hashlib  # loads OpenSSL, which --help does not need
+
         text = json.dumps(dict(self.columns), sort_keys=True, default=plain)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

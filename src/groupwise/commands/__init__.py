@@ -2,6 +2,7 @@
 
 Modules in reading order:
 
+    options  arguments and options that several commands share
     sft      groupwise sft
     eval     groupwise eval
     evolve   groupwise evolve

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from groupwise.commands.options import Overrides, Target
 from groupwise.config.coerce import between
 from groupwise.errors import ConfigError
 
@@ -24,12 +25,8 @@ HELP = "type a message; /reset starts a new conversation, /quit or Ctrl-D exits"
 
 
 def chat(
-    target: Annotated[
-        str, typer.Argument(metavar="RUN|MODEL", help="Run, checkpoint, adapter or model (folder or name).")
-    ] = "tiny",
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings to override.")
-    ] = None,
+    target: Target = "tiny",
+    arguments: Overrides = None,
     prompt: Annotated[
         str | None, typer.Option(help="Answer this prompt and exit; -: read the prompt from stdin.")
     ] = None,

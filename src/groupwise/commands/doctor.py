@@ -6,13 +6,13 @@ import json
 import platform
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from groupwise.commands.options import Overrides
 from groupwise.config import Config, read_config
 from groupwise.config.coerce import between, one_of
 
@@ -34,9 +34,7 @@ OPTIONAL = {
 
 
 def doctor(
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings to override.")
-    ] = None,
+    arguments: Overrides = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with the settings of the run.")] = None,
     model: Annotated[str | None, typer.Option(help="Model of the run.")] = None,
     prompt_tokens: Annotated[int, typer.Option(help="Prompt length to assume, in tokens.")] = 256,
@@ -111,6 +109,8 @@ def environment() -> dict[str, Any]:
 
 
 def version_of(name: str) -> str | None:
+    from importlib import metadata  # not for --help
+
     if find_spec(name) is None:
         return None
     try:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from groupwise.commands.sft import say_loading
+from groupwise.commands.options import loading
 from groupwise.config import Config, read_config
 from groupwise.config.schema import NO_TASK, AgentConfig, ToolsConfig
 from groupwise.errors import ConfigError
@@ -215,8 +215,8 @@ def evaluate_command(
         make_writable(folder)
     with ExitStack() as workers:
         jobs = [replace(job, task=workers.enter_context(isolated(job.task))) for job in jobs]
-        say_loading(f"PyTorch and {resolved.description}")
-        policy, engine = load_target(resolved, settings(resolved, overrides).resolve())
+        with loading(f"PyTorch and {resolved.description}"):
+            policy, engine = load_target(resolved, settings(resolved, overrides).resolve())
         from groupwise.model.load import load_reward_models
 
         for job in jobs:

@@ -9,14 +9,23 @@ from typing import Annotated, Any
 
 import typer
 
-from groupwise.commands.sft import say_loading, settings_file, with_task
+from groupwise.commands.options import (
+    NoTrackio,
+    OutputDir,
+    ProjectName,
+    RunName,
+    Track,
+    check_names,
+    loading,
+    settings_file,
+    with_task,
+)
 from groupwise.config import Config, read_config
 from groupwise.errors import ConfigError
 from groupwise.tracking.run_folder import refuse_checkpoint
 
 model_option = partial(typer.Option, show_default=False, rich_help_panel="Model and task")
 search_option = partial(typer.Option, show_default=False, rich_help_panel="Search")
-output_option = partial(typer.Option, show_default=False, rich_help_panel="Output and tracking")
 
 SETTINGS = {
     "task": "task.name",
@@ -106,16 +115,11 @@ def evolve(
     ] = None,
     lora_r: Annotated[int | None, search_option(help="LoRA rank.")] = None,
     seed: Annotated[int | None, search_option(help="Random seed.")] = None,
-    output_dir: Annotated[str | None, output_option(help="Parent folder of all runs.")] = None,
-    run_name: Annotated[str | None, output_option(help="Name of the run's folder in --output-dir.")] = None,
-    project_name: Annotated[str | None, output_option(help="Project name in the trackers.")] = None,
-    track: Annotated[
-        list[str] | None,
-        output_option(metavar="NAME", help="Tracker: trackio, wandb, tensorboard or mlflow; repeatable."),
-    ] = None,
-    no_trackio: Annotated[
-        bool, output_option("--no-trackio", help="Use no tracker; log to the run folder only.")
-    ] = False,
+    output_dir: OutputDir = None,
+    run_name: RunName = None,
+    project_name: ProjectName = None,
+    track: Track = None,
+    no_trackio: NoTrackio = None,
 ) -> None:
     """Train a population of adapters on one base model, and keep the best (hyperparameter search)."""
     given = {name: context.params[name] for name in SETTINGS if context.params[name] is not None}
@@ -125,15 +129,12 @@ def evolve(
     settings = evolve_config(
         arguments or [], config=config, resume=resume, given=given, extra=extra, flags=flags
     )
-    from groupwise.model.resolve import local_folder
     from groupwise.tasks import load_task
-    from groupwise.tracking.trackers import tracker_names
 
     loaded = load_task(settings.task)  # before torch, so that mistakes are reported immediately
-    tracker_names(settings.track)
-    local_folder(settings.model.name)
-    say_loading(f"PyTorch and {settings.model.name}")
-    from groupwise.evolution.evolve_run import evolve as run_search
+    check_names(settings)
+    with loading(f"PyTorch and {settings.model.name}"):
+        from groupwise.evolution.evolve_run import evolve as run_search
 
     run_search(settings, resume=resume, task=loaded)
 

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from groupwise.commands.options import Overrides, Target
 from groupwise.config.coerce import between, one_of
 from groupwise.config.schema import rank_known_to_vllm
 from groupwise.errors import ConfigError
@@ -38,12 +39,8 @@ CORS = Annotated[
 
 
 def serve(
-    target: Annotated[
-        str, typer.Argument(metavar="RUN|MODEL", help="Run, checkpoint, adapter or model (folder or name).")
-    ] = "tiny",
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings to override.")
-    ] = None,
+    target: Target = "tiny",
+    arguments: Overrides = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; addresses other than loopback require an API key.")
     ] = "127.0.0.1",

@@ -1,10 +1,8 @@
-"""`groupwise sft`: supervised fine-tuning. Also argument handling that `train`, `sft` and `evolve` share."""
+"""`groupwise sft`: supervised fine-tuning."""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,49 +10,25 @@ from typing import Annotated, Any
 
 import typer
 
+from groupwise.commands.options import (
+    NoTrackio,
+    OutputDir,
+    ProjectName,
+    RunName,
+    Track,
+    check_names,
+    loading,
+    settings_file,
+    with_task,
+)
 from groupwise.config import Config, read_config
 from groupwise.config.loading import read_file
 from groupwise.config.schema import NO_TASK
 from groupwise.errors import ConfigError
-from groupwise.tracking.number_format import printable
-from groupwise.tracking.run_folder import RunFolder, refuse_agent, run_of_checkpoint
-
-
-def with_task(given: Mapping[str, Any], tasks: Sequence[str]) -> dict[str, Any]:
-    """Add a task given as a positional argument to the flags."""
-    if len(tasks) > 1 or (tasks and "task" in given):
-        raise ConfigError(f"a run has one task; remove all but {tasks[0]}")
-    return {**given, **({"task": tasks[0]} if tasks else {})}
-
-
-def settings_file(config: Path | None, resume: Path | None) -> Path | None:
-    """Return the settings file: that of the resumed run or checkpoint, or the user's."""
-    if resume is None:
-        return config
-    if config is not None:
-        raise ConfigError("--resume uses the settings of its run; remove --config")
-    if (run := run_of_checkpoint(resume)) is not None:
-        return run.config
-    refuse_agent(resume)
-    if not resume.is_dir():
-        raise ConfigError(f"there is no run folder {resume}; `groupwise runs` lists the runs")
-    if not (resume / "config.yaml").is_file():
-        raise ConfigError(f"{resume} is not a run folder: it has no config.yaml")
-    return resume / "config.yaml"
-
-
-def say_loading(what: str) -> None:
-    """Tell a person at a terminal what takes the next seconds; anything else that reads the output is spared.
-
-    Call it before heavy imports: torch and transformers alone may take ten seconds.
-    """
-    if sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"loading {printable(what)} …", file=sys.stderr, flush=True)
-
+from groupwise.tracking.run_folder import RunFolder
 
 data_option = partial(typer.Option, show_default=False, rich_help_panel="Configuration and data")
 train_option = partial(typer.Option, show_default=False, rich_help_panel="Training")
-output_option = partial(typer.Option, show_default=False, rich_help_panel="Output and tracking")
 
 SETTINGS = {
     "data": "sft.data",
@@ -125,35 +99,27 @@ def sft(
     ] = None,
     lora_r: Annotated[int | None, train_option(help="LoRA rank; 0: full fine-tuning.")] = None,
     seed: Annotated[int | None, train_option(help="Random seed.")] = None,
-    output_dir: Annotated[str | None, output_option(help="Parent folder of all runs.")] = None,
-    run_name: Annotated[str | None, output_option(help="Name of the run's folder in --output-dir.")] = None,
+    output_dir: OutputDir = None,
+    run_name: RunName = None,
     skip_evaluation: Annotated[
         bool, train_option("--skip-evaluation", help="Skip all held-out evaluations.")
     ] = False,
-    project_name: Annotated[str | None, output_option(help="Project name in the trackers.")] = None,
-    track: Annotated[
-        list[str] | None,
-        output_option(metavar="NAME", help="Tracker: trackio, wandb, tensorboard or mlflow; repeatable."),
-    ] = None,
-    no_trackio: Annotated[
-        bool, output_option("--no-trackio", help="Use no tracker; log to the run folder only.")
-    ] = False,
+    project_name: ProjectName = None,
+    track: Track = None,
+    no_trackio: NoTrackio = None,
 ) -> None:
     """Supervised fine-tuning on demonstrations, as a warm start for `groupwise train`."""
     given = {name: context.params[name] for name in SETTINGS if context.params[name] is not None}
     shared = ("skip_evaluation", "no_trackio", "project_name", "track", "max_examples", "max_tokens")
     flags = {name: context.params[name] for name in shared if context.params[name]}
     settings = sft_config(arguments or [], config=config, resume=resume, given=given, flags=flags)
-    from groupwise.model.resolve import local_folder
+    check_names(settings)
     from groupwise.tasks.sft_data import plan_warm_start
-    from groupwise.tracking.trackers import tracker_names
 
-    tracker_names(settings.track)
-    local_folder(settings.model.name)
     # Read the data before torch, so that mistakes in it are reported immediately.
     plan = plan_warm_start(settings, resumed=resume is not None)
-    say_loading(f"PyTorch and {settings.model.name}")
-    from groupwise.training.sft_run import run_sft
+    with loading(f"PyTorch and {settings.model.name}"):
+        from groupwise.training.sft_run import run_sft
 
     run_sft(plan, resume=resume)
 

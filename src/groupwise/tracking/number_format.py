@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from statistics import fmean
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -27,7 +26,7 @@ def sparkline(values: Sequence[float], *, width: int, least_range: float = 0.1) 
         return ""
     width = min(width, len(values))
     edges = [round(index * len(values) / width) for index in range(width + 1)]
-    means = [fmean(values[start:end]) for start, end in pairwise(edges)]
+    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
     low = min(means)
     scale = (len(BARS) - 1) / max(max(means) - low, least_range)
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
