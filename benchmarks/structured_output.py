@@ -190,9 +190,12 @@ def compare(
     ]
     write(free)
     rates: dict[str, list[float]] = {"constrained": [], "free": []}
-    valid = total = 0
+    valid = total = truncated = 0
     for _ in range(repeats):
         answers, seconds = write([replace(job) for job in constrained])
+        truncated += sum(
+            len(a) == job.sampling.max_tokens for a, job in zip(answers, constrained, strict=True)
+        )
         rates["constrained"].append(sum(map(len, answers)) / seconds)
         total += len(answers)
         valid += sum(
@@ -203,6 +206,7 @@ def compare(
     return {
         "answers": total,
         "valid": valid / total,
+        "truncated": truncated,
         "tokens_an_answer": sum(map(len, answers)) / len(answers),
         "free_tokens_an_answer": sum(map(len, freely)) / len(freely),
         "constrained_tokens_s": max(rates["constrained"]),
@@ -216,7 +220,7 @@ def main() -> None:
     parser.add_argument("--model", default="tiny", help="a model folder or name")
     parser.add_argument("--answers", type=int, default=500)
     parser.add_argument("--sequences", type=int, default=128, help="answers at a time")
-    parser.add_argument("--max-tokens", type=int, default=200)
+    parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, help="folder for structured_output.json")
     arguments = parser.parse_args()
@@ -242,7 +246,8 @@ def main() -> None:
     for name in ("serving", "rollouts"):
         part = found[name]
         print(
-            f"{name}: {part['valid']:.1%} of {part['answers']:.0f} answers valid; "
+            f"{name}: {part['valid']:.1%} of {part['answers']:.0f} answers valid, "
+            f"{part['truncated']} cut off; "
             f"{part['constrained_tokens_s']:.0f} tokens/s constrained, {part['free_tokens_s']:.0f} free: "
             f"{part['ratio']:.1%} ({part['tokens_an_answer']:.0f} and {part['free_tokens_an_answer']:.0f} "
             "tokens an answer)"

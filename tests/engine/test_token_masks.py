@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +19,7 @@ from groupwise.engine.sampler import TokenMasks
 from groupwise.engine.scheduler import BlockPool
 from groupwise.engine.serving.serving_scheduler import CPUSteps, Job, ServingScheduler
 from groupwise.errors import InvariantError
+from groupwise.model import grammar
 from groupwise.model.grammar import GrammarCompiler, json_grammar
 from groupwise.model.ops.logits import masked_logits
 from groupwise.model.policy import Policy
@@ -41,8 +45,8 @@ def compiler(policy: Policy) -> GrammarCompiler:
     return GrammarCompiler(policy, policy.end_tokens)
 
 
-def constrained(policy: Policy, grammar: str = GRAMMAR) -> Policy:
-    policy.grammar = compiler(policy).compile(grammar)
+def constrained(policy: Policy, text: str = GRAMMAR) -> Policy:
+    policy.grammar = compiler(policy).compile(text)
     return policy
 
 
@@ -126,8 +130,38 @@ def served(make: Any, policy: Policy, jobs: list[Job]) -> dict[Job, Completion]:
                 scheduler.enter(job, scheduler.check(job))
             for sequence, completion in steps.advance():
                 found[scheduler.forget(sequence)] = completion
-    assert not scheduler._grammars
     return found
+
+
+def test_the_grammars_of_ended_and_cancelled_jobs_are_released(small_policy, monkeypatch):
+    monkeypatch.setattr(grammar, "MOST_GRAMMARS", 0)  # the compiler keeps none
+    scheduler = ServingScheduler(
+        slots=1, pool=BlockPool(12, block_size=4), context=24, compiler=compiler(small_policy)
+    )
+    ended = Job(prompt=(40, 41), seeds=(1,), sampling=Sampling(max_tokens=2), grammar=SHORT)
+    waiting, running = replace(ended, seeds=(2,)), replace(ended, seeds=(3,))
+    compiled: list[weakref.ref[Any]] = []
+
+    def enter(job: Job) -> None:
+        own = scheduler.check(job)
+        compiled.append(weakref.ref(own))
+        scheduler.enter(job, own)
+
+    with torch.no_grad():
+        steps = CPUSteps(small_policy, scheduler, small_policy.end_tokens)
+        enter(ended)
+        enter(waiting)
+        scheduler.drop(waiting)
+        while scheduler.busy:
+            steps.advance()
+        enter(running)
+        steps.advance()
+        scheduler.drop(running)
+        scheduler.enter(replace(ended, grammar=None))  # takes the slot, which remembers the last grammar
+        while scheduler.busy:
+            steps.advance()
+    gc.collect()
+    assert [own() for own in compiled] == [None] * 3
 
 
 def graph_steps(*args: Any) -> Any:
@@ -170,16 +204,17 @@ def test_a_grammar_that_becomes_too_complex_ends_the_answer_as_cut_off(small_pol
 
 
 def test_many_sequences_use_several_copies_of_a_grammar(small_policy, monkeypatch):
-    from groupwise.model import grammar as module
-
-    monkeypatch.setattr(module, "ROWS_PER_COPY", 2)
+    monkeypatch.setattr(grammar, "ROWS_PER_COPY", 2)
     policy = constrained(small_policy)
     assert policy.grammar is not None
     policy.grammar.tokens.threads = 3
     masks = TokenMasks(8)
+    states = [policy.grammar.start() for _ in range(8)]
+    assert Counter(state.copy for state in states) == {0: 3, 1: 3, 2: 2}
+    for state in states:
+        policy.grammar.leave(state)
     for slot in range(8):
         masks.start(slot, policy.grammar)
-    assert policy.grammar._users == [3, 3, 2]
     slots = np.arange(8)
     for token in policy.encode_text('{"a": 7'):
         masks.update(slots, np.full(8, token))

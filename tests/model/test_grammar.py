@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,15 @@ def sentencepiece_tokenizer() -> Any:
     )
 
 
+def mixed_tokenizer() -> Any:
+    """Bytes as characters, with decoders of sentencepiece before that of bytes, as some GGUF files yield."""
+    raw = tokenizers.Tokenizer.from_str(tiny_tokenizer().backend_tokenizer.to_str())
+    chain = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " "), decoders.ByteLevel()]
+    raw.decoder = decoders.Sequence(chain)
+    raw.model.byte_fallback = True
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=tiny_tokenizer().eos_token)
+
+
 def written(codec: TokenizerCodec, compiled: module.TokenGrammar, seed: int) -> list[int]:
     """An answer in which every allowed token is equally likely, by the masks that the trainer computes."""
     random, tokens = np.random.default_rng(seed), [0] * 0
@@ -64,8 +74,9 @@ def written(codec: TokenizerCodec, compiled: module.TokenGrammar, seed: int) -> 
         (with_more_tokens(), VOCABULARY),
         (with_more_tokens(), 269),
         (sentencepiece_tokenizer(), 400),
+        (mixed_tokenizer(), VOCABULARY),
     ],
-    ids=["bytes", "added tokens", "fewer rows than tokens", "sentencepiece"],
+    ids=["bytes", "added tokens", "fewer rows than tokens", "sentencepiece", "decoders of both kinds"],
 )
 def test_every_answer_decodes_to_valid_json(tokenizer, vocabulary):
     codec = TokenizerCodec(tokenizer, vocabulary=vocabulary)
@@ -110,6 +121,18 @@ def test_what_cannot_be_used_is_a_sentence(monkeypatch):
     monkeypatch.setattr(module, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"install it: pip install 'groupwise\[structured\]'"):
         require_llguidance()
+
+
+def test_a_tokenizer_that_llguidance_misreads_is_refused():
+    class Upper(TokenizerCodec):
+        """Reads other text from tokens than their names say."""
+
+        def decode(self, tokens: Sequence[int]) -> str:
+            return super().decode(tokens).upper()
+
+    codec = Upper(tiny_tokenizer(), vocabulary=VOCABULARY)
+    with pytest.raises(GrammarError, match="differently from the model's tokenizer"):
+        GrammarCompiler(codec, frozenset({codec.tokenizer.eos_token_id})).compile("start: /a/")
 
 
 def test_the_last_grammars_are_kept(monkeypatch):

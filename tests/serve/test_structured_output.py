@@ -330,7 +330,7 @@ def test_marks_of_calls_are_tokens_where_the_model_has_them(policy):
 
 
 def is_accepted(codec: TokenizerCodec, grammar: Any, text: str) -> bool:
-    matcher = grammar._copies[0].deep_copy()
+    matcher = grammar.start().matcher
     tokens = list(codec.tokenizer(text, add_special_tokens=False)["input_ids"])
     return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 

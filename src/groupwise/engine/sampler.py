@@ -190,22 +190,14 @@ class TokenMasks:
         if not own_N.any():
             return
         rows = zip(slots_N[own_N].tolist(), tokens_N[own_N].tolist(), strict=True)
-        # Sequences that share a copy of a grammar are adjacent, so that threads do not wait for each other.
-        states = sorted(
-            ((self._states[slot], slot, token) for slot, token in rows), key=lambda row: row[0].copy
-        )
+        states = [(self._states[slot], slot, token) for slot, token in rows]
         tokens, masks_SW = states[0][0].grammar.tokens, self._host.numpy()
         for _, slot, token in states:
             if not masks_SW[slot, token // 32] >> (token % 32) & 1:
                 raise InvariantError(f"token {token} was sampled, which the grammar of its answer excludes")
-        tokens.executor.consume_token_par([(state.matcher, token) for state, _, token in states])
-        matchers = [(state.matcher, slot) for state, slot, _ in states]
-        tokens.executor.unsafe_compute_mask_ptr(
-            matchers, masks_SW.ctypes.data, 4 * tokens.words, len(masks_SW)
-        )
-        tokens.finish_masks(masks_SW)
-        for matcher, slot in matchers:
-            if matcher.is_error():
+        tokens.advance(states, masks_SW)
+        for state, slot, _ in states:
+            if state.matcher.is_error():
                 self.failed[slot], masks_SW[slot] = True, tokens.only_ends_W
 
     def apply(self, logits_RV: Tensor, slots_R: NDArray[np.int64]) -> Tensor:

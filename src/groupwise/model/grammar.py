@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,9 +48,17 @@ LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator":
 """JSON as `json.dumps` writes it. Free whitespace would let a weak model write line breaks without end."""
 MOST_GRAMMARS = 64
 """Compiled grammars that are kept."""
-MOST_THREADS = 8
-ROWS_PER_COPY = 16
+MOST_THREADS = 16
+ROWS_PER_COPY = 8
 """Sequences that share a copy of a compiled grammar; one thread at a time works on a copy."""
+IN_STRING = r'[^"\\\x00-\x1F\x7F]'
+SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(f"{IN_STRING}{{1,{most}}}" for most in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 20, 30)),
+    f"{IN_STRING}+",
+]
+"""Classes of tokens that llguidance decides as a whole. Its own have up to 10, up to 30 and any number of
+characters. With finer ones, the masks in strings of limited length take half the time."""
 
 
 class GrammarError(ValueError):
@@ -162,21 +171,38 @@ class GrammarCompiler:
         return GrammarTokens(self._codec, self._end_tokens)
 
 
+PROBE = '{"name": "Zoë", "list": [1, -2.5e3], "text": "a b\\n c — 日本"}\n\tend'
+"""A text whose tokens llguidance and the model's tokenizer must read alike."""
+
+
+def _readable_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a fast tokenizer as llguidance understands them.
+
+    llguidance takes a chain of decoders with byte fallback for sentencepiece. Some versions of transformers
+    write such a chain before a byte-level decoder when they read a GGUF file.
+    """
+    decoder = settings.get("decoder") or {}
+    chain = decoder.get("decoders", [])
+    byte_level = next((one for one in chain if one["type"] == "ByteLevel"), None)
+    if byte_level is not None:
+        settings = {**settings, "decoder": byte_level, "model": {**settings["model"], "byte_fallback": False}}
+    return {**settings, "padding": None, "truncation": None}
+
+
 class GrammarTokens:
     """A model's tokens as llguidance reads them, and the threads that compute masks."""
 
     def __init__(self, codec: TokenizerCodec, end_tokens: frozenset[int]) -> None:
         if find_spec("llguidance") is None:
             raise GrammarError(MISSING)
-        from llguidance import LLExecutor, LLParserLimits, LLTokenizer
+        from llguidance import LLParserLimits, LLTokenizer
 
         backend = getattr(codec.tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise GrammarError("constrained decoding requires a model with a fast tokenizer (tokenizer.json)")
         if not end_tokens:
             raise GrammarError("constrained decoding requires a model with an end token")
-        settings = json.loads(backend.to_str())
-        settings["padding"] = settings["truncation"] = None
+        settings = _readable_settings(json.loads(backend.to_str()))
         self.ends = sorted(end_tokens)
         own = codec.tokenizer.eos_token_id
         self.end = own if own in end_tokens else self.ends[0]
@@ -185,16 +211,69 @@ class GrammarTokens:
         self._trimmed = size > codec.vocabulary
         self.words = -(-size // 32)
         try:
-            self.tokenizer: LLTokenizer = LLTokenizer(json.dumps(settings), n_vocab=size, eos_token=self.end)
+            self.tokenizer: LLTokenizer = LLTokenizer(
+                json.dumps(settings), n_vocab=size, eos_token=self.end, slices=SLICES
+            )
         except Exception as error:
             reason = str(error).partition("\n")[0]
             raise GrammarError(f"llguidance cannot read the model's tokenizer: {reason}") from error
+        self._check_tokens(codec)
         # The limits on the work for one mask are llguidance's own, about 15 ms.
         self.limits = LLParserLimits(
             max_grammar_size=LARGEST_GRAMMAR, max_lexer_states=MOST_LEXER_STATES, verbose_errors=False
         )
-        self.threads = max(1, min(MOST_THREADS, (os.cpu_count() or 1) // 2))
-        self.executor: LLExecutor = LLExecutor(num_threads=self.threads)
+        self.threads = max(1, min(MOST_THREADS, (os.cpu_count() or 1) * 3 // 4))
+        self._workers = ThreadPoolExecutor(self.threads, thread_name_prefix="grammar")
+        self._local = threading.local()
+
+    @property
+    def executor(self) -> LLExecutor:
+        """An executor of this thread's own, with one thread.
+
+        llguidance would divide rows among threads as it likes. Rows that share a copy of a grammar share a
+        lock, so each copy has its rows computed by one thread (`for_each_copy`).
+        """
+        from llguidance import LLExecutor
+
+        if not hasattr(self._local, "executor"):
+            self._local.executor = LLExecutor(num_threads=1)
+        executor: LLExecutor = self._local.executor
+        return executor
+
+    def for_each_copy(
+        self, rows: Mapping[tuple[int, int], Sequence[Any]], compute: Callable[[Sequence[Any]], None]
+    ) -> None:
+        """Call `compute` with the rows of each copy of a grammar, in parallel."""
+        if len(rows) == 1 or self.threads == 1:
+            for share in rows.values():
+                compute(share)
+            return
+        for done in [self._workers.submit(compute, share) for share in rows.values()]:
+            done.result()
+
+    def advance(self, rows: Sequence[tuple[GrammarState, int, int]], masks_SW: NDArray[np.int32]) -> None:
+        """Add a token to each state and compute its next mask. A row: state, slot of the mask, token."""
+        by_copy: dict[tuple[int, int], list[tuple[GrammarState, int, int]]] = {}
+        for row in rows:
+            by_copy.setdefault((id(row[0].grammar), row[0].copy), []).append(row)
+        self.for_each_copy(by_copy, lambda share: self._advance(share, masks_SW))
+        self.finish_masks(masks_SW)
+
+    def _advance(self, rows: Sequence[tuple[GrammarState, int, int]], masks_SW: NDArray[np.int32]) -> None:
+        self.executor.consume_token_par([(state.matcher, token) for state, _, token in rows])
+        matchers = [(state.matcher, slot) for state, slot, _ in rows]
+        self.executor.unsafe_compute_mask_ptr(matchers, masks_SW.ctypes.data, 4 * self.words, len(masks_SW))
+
+    def _check_tokens(self, codec: TokenizerCodec) -> None:
+        """Raise GrammarError if llguidance reads other text from tokens than the model's tokenizer does."""
+        tokens = codec.tokenizer.encode(PROBE, add_special_tokens=False)
+        text, read = codec.decode(tokens), self.tokenizer.decode_bytes(tokens)
+        # A sentencepiece tokenizer drops the space that it puts before a text.
+        if read.decode("utf-8", "replace").strip() != text.strip():
+            raise GrammarError(
+                "llguidance reads the model's tokens differently from the model's tokenizer; constrained "
+                "decoding is not supported with this model"
+            )
 
     def finish_masks(self, masks_NW: NDArray[np.int32]) -> None:
         """Give every end token the bit of the first, and drop tokens that the model does not have."""
@@ -266,15 +345,19 @@ class TokenGrammar:
         """Return the masks before each token of these answers, one answer after the other."""
         starts = np.cumsum([0, *map(len, answers)])
         masks_NW = np.zeros((int(starts[-1]) + len(answers), self.tokens.words), dtype=np.int32)
-        copies = self._copies[: max(1, len(answers))]
-        rows = [
-            (copies[n * len(copies) // len(answers)].deep_copy(), int(starts[n]) + n, list(answer))
-            for n, answer in enumerate(answers)
-        ]
+        by_copy: dict[tuple[int, int], list[tuple[LLMatcher, int, list[int]]]] = {}
+        for n, answer in enumerate(answers):
+            copy = n % len(self._copies)
+            row = (self._copies[copy].deep_copy(), int(starts[n]) + n, list(answer))
+            by_copy.setdefault((0, copy), []).append(row)
         tokens = self.tokens
-        tokens.executor.unsafe_compute_mask_ptr_with_draft_token(
-            rows, masks_NW.ctypes.data, 4 * tokens.words, len(masks_NW)
-        )
+
+        def compute(rows: Sequence[tuple[LLMatcher, int, list[int]]]) -> None:
+            tokens.executor.unsafe_compute_mask_ptr_with_draft_token(
+                list(rows), masks_NW.ctypes.data, 4 * tokens.words, len(masks_NW)
+            )
+
+        tokens.for_each_copy(by_copy, compute)
         # The call also computes the mask after an answer's last token.
         own = np.concatenate([np.arange(len(answer)) + starts[n] + n for n, answer in enumerate(answers)])
         own_NW: NDArray[np.int32] = masks_NW[own]

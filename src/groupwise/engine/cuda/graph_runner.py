@@ -179,6 +179,8 @@ class GraphRunner:
         self._graphs: dict[tuple[int, int, Sampling | None, bool, bool], Callable[[], None]] = {}
         """Steps by rows, attention splits, sampling settings (None: the layers alone), whether alternatives
         are stored, and whether some rows have penalties."""
+        self._samplers: dict[tuple[int, Sampling, bool], Callable[[], None]] = {}
+        """Sampling from `_logits` with masks, by rows, settings, and whether alternatives are stored."""
         self._masks: Tensor | None = None
         """Token masks by slot, the idle one last; allocated for the first grammar."""
         self._logits: Tensor | None = None
@@ -206,6 +208,7 @@ class GraphRunner:
     def drop_graphs(self) -> None:
         """Drop captured graphs; they refer to this runner and would keep it alive."""
         self._graphs.clear()
+        self._samplers.clear()
         self._layouts.clear()
         self._pool = None  # freed with its last graph
 
@@ -253,7 +256,9 @@ class GraphRunner:
         logits_JV = torch.stack([p.logits_V for p in prefixes if p.logits_V is not None])
         if penalized:
             logits_JV = self._penalize(logits_JV, rows_J, count=False)
-        self._sample(logits_JV, rows_J, sampling, likely=likely, masks_SW=masks_SW)
+        if masks_SW is not None:
+            self._copy_masks(masks_SW)
+        self._sample(logits_JV, rows_J, sampling, likely=likely, masked=masks_SW is not None)
 
     def set_penalties(self, slot: int, penalties: Penalties | None, prompt: Sequence[int]) -> None:
         """Set the penalties of a sequence before it joins."""
@@ -283,14 +288,15 @@ class GraphRunner:
         parts = own_splits(scheduler.length[slots_R], key_heads=self.policy.key_heads)
         rows = bucket(len(slots_R), most=state.slots)
         graph = self._graph(rows, parts, None if masks else sampling, likely and not masks, penalized)
+        sample = self._masked_sampler(rows, sampling, likely) if masks else None
         width = scheduler.tables.shape[1]
         state.host_table[: len(scheduler.tables), :width] = scheduler.tables
         state.set_rows(slots_R, scheduler.request[slots_R])
         state.push()
         graph()
-        if masks is not None:
-            assert self._logits is not None
-            self._sample(self._logits[:rows], state.rows, sampling, likely=likely, masks_SW=masks())
+        if masks is not None and sample is not None:
+            self._copy_masks(masks())
+            sample()
 
     def status(self, *, likely: bool = False) -> tuple[Tensor, torch.cuda.Event | None]:
         """Start copying the last step's results to the host; return the buffer and its completion event."""
@@ -324,6 +330,17 @@ class GraphRunner:
                 lambda: self._step(layout, sampling, likely=likely, penalized=penalized)
             )
         return self._graphs[key]
+
+    def _masked_sampler(self, rows: int, sampling: Sampling, likely: bool) -> Callable[[], None]:
+        """Return the step that samples from the logits that the layers alone have left."""
+        key = (rows, replace(sampling, stop=()), likely)
+        if key not in self._samplers:
+            self._samplers[key] = self._captured(lambda: self._sample_masked(rows, sampling, likely=likely))
+        return self._samplers[key]
+
+    def _sample_masked(self, rows: int, sampling: Sampling, *, likely: bool) -> None:
+        assert self._logits is not None, "the layers run first"
+        self._sample(self._logits[:rows], self.state.rows, sampling, likely=likely, masked=True)
 
     def _captured(self, step: Callable[[], None]) -> Callable[[], None]:
         stream = self._capturing
@@ -381,16 +398,21 @@ class GraphRunner:
         forward = self.policy.hidden if self._fused is None else self._fused.hidden
         return forward(tokens_T, positions_T, layout)
 
-    def _apply_masks(self, logits_RV: Tensor, rows_R: Tensor, masks_SW: Tensor) -> None:
-        """Exclude tokens in place, by the masks of the rows' slots."""
-        (slots, words), (rows, vocabulary) = masks_SW.shape, logits_RV.shape
+    def _copy_masks(self, masks_SW: Tensor) -> None:
+        """Copy the masks of the first slots to the device."""
+        slots, words = masks_SW.shape
         if self._masks is None:
             self._masks = torch.full((self.state.slots + 1, words), -1, dtype=torch.int32, device=self.device)
         self._masks[:slots].copy_(masks_SW, non_blocking=True)
+
+    def _apply_masks(self, logits_RV: Tensor, rows_R: Tensor) -> None:
+        """Exclude tokens in place, by the masks of the rows' slots."""
+        assert self._masks is not None
+        rows, vocabulary = logits_RV.shape
         launch(
             kernels.apply_masks,
             (rows, -(-vocabulary // kernels.CHUNK)),
-            logits_RV, self._masks, rows_R, vocabulary, words,
+            logits_RV, self._masks, rows_R, vocabulary, self._masks.shape[1],
             CHUNK=kernels.CHUNK,
             num_warps=4,
         )  # fmt: skip
@@ -402,12 +424,12 @@ class GraphRunner:
         sampling: Sampling,
         *,
         likely: bool,
-        masks_SW: Tensor | None = None,
+        masked: bool = False,
     ) -> None:
         """Sample the next token of each row and advance its sequence; masks overwrite the logits."""
         state = self.state
-        if masks_SW is not None:
-            self._apply_masks(logits_RV, rows_R, masks_SW)
+        if masked:
+            self._apply_masks(logits_RV, rows_R)
         scaled = sampling.greedy or sampling.truncates
         if sampling.truncates and not sampling.greedy:
             scale_R1 = state.scale.index_select(0, rows_R[: len(logits_RV)])[:, None]
