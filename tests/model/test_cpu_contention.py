@@ -1,16 +1,46 @@
-"""A run says when others take the cores that its threads need."""
+"""A run uses fewer threads, or says so, when others take the cores that its threads need."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from groupwise.model.device import CPUUsage, contention_notice, our_cores, used
+from groupwise.config.schema import EngineConfig
+from groupwise.engine import cpu_runner
+from groupwise.engine.engine import Engine
+from groupwise.model import device
+from groupwise.model.device import (
+    CPUThreads,
+    CPUUsage,
+    contention_notice,
+    cores_of_others,
+    our_cores,
+    products_keep_bits,
+    repeatable_linear,
+    used,
+)
+from groupwise.records import Completion, Request, Sampling
 
 BEFORE = CPUUsage(clock=100.0, everyone=50.0, own=10.0)
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def notice_after(seconds: float, *, everyone: float, own: float, threads: int, cores: int) -> str | None:
+    after = CPUUsage(clock=BEFORE.clock + seconds, everyone=BEFORE.everyone + everyone, own=BEFORE.own + own)
+    others = cores_of_others(BEFORE, after)
+    return None if others is None else contention_notice(others, threads=threads, cores=cores, adapts=False)
 
 
 @pytest.mark.parametrize(
@@ -26,8 +56,7 @@ BEFORE = CPUUsage(clock=100.0, everyone=50.0, own=10.0)
     ],
 )
 def test_others_are_mentioned_when_too_few_cores_are_left(everyone, own, threads, cores, advice):
-    after = CPUUsage(clock=104.0, everyone=BEFORE.everyone + everyone, own=BEFORE.own + own)
-    notice = contention_notice(BEFORE, after, threads=threads, cores=cores)
+    notice = notice_after(4.0, everyone=everyone, own=own, threads=threads, cores=cores)
     if advice is None:
         assert notice is None
     else:
@@ -36,15 +65,14 @@ def test_others_are_mentioned_when_too_few_cores_are_left(everyone, own, threads
 
 
 def test_a_moment_is_too_short_to_tell():
-    after = CPUUsage(clock=100.5, everyone=BEFORE.everyone + 1.0, own=BEFORE.own)
-    assert contention_notice(BEFORE, after, threads=2, cores=2) is None
+    assert notice_after(0.2, everyone=0.4, own=0.0, threads=2, cores=2) is None
 
 
 def test_a_system_that_does_not_tell_is_believed_to_be_idle(tmp_path: Path):
     assert used(tmp_path, cores=frozenset({0}), pid=1) is None
     (tmp_path / "stat").write_text("cpu0 none of it\n")
     assert used(tmp_path, cores=frozenset({0}), pid=1) is None
-    assert contention_notice(None, None, threads=2, cores=2) is None
+    assert cores_of_others(None, None) is None
 
 
 def planted(proc: Path, pid: int, *, name: str, parent: int, user: int, system: int) -> None:
@@ -75,3 +103,86 @@ def test_this_machine_tells():
     assert found is not None
     assert found.everyone > 0
     assert found.own > 0
+
+
+@pytest.fixture
+def load(monkeypatch) -> Callable[[float], None]:
+    """Let four seconds pass in which others use so many of two cores."""
+    now = [BEFORE]
+    monkeypatch.setattr(device, "used", lambda **_: now[0])
+    monkeypatch.setattr(device, "our_cores", lambda: frozenset({0, 1}))
+
+    def set_load(others: float) -> None:
+        clock, everyone, own = now[0]
+        now[0] = CPUUsage(clock=clock + 4.0, everyone=everyone + 4.0 * (1 + others), own=own + 4.0)
+
+    return set_load
+
+
+def test_threads_follow_the_load(two_threads, load):
+    threads = CPUThreads(lambda count: True)
+    counts, notices = [], []
+    for others in (0.0, 1.3, 0.9, 0.1, 1.0):
+        load(others)
+        notices.append(threads.adapt())
+        counts.append(torch.get_num_threads())
+    assert counts == [2, 1, 1, 2, 1]
+    assert [notice for notice in notices if notice] == [
+        "other processes use 1.3 of 2 cores; until they end, 1 of 2 threads compute, with the same results"
+    ]
+    threads.restore()
+    assert torch.get_num_threads() == 2
+
+
+def test_threads_stay_if_fewer_would_change_the_results(two_threads, load):
+    threads = CPUThreads(lambda count: False)
+    load(1.3)
+    notice = threads.adapt()
+    assert notice is not None
+    assert "2 threads contend" in notice
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("rows", range(1, 18))
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_product_of_few_rows_is_that_of_linear(two_threads, rows, biased):
+    generator = torch.Generator().manual_seed(rows)
+    x_NI, weight_OI = torch.randn(rows, 192, generator=generator), torch.randn(272, 192, generator=generator)
+    bias_O = torch.randn(272, generator=generator) if biased else None
+    exact_NO = torch.nn.functional.linear(
+        x_NI.double(), weight_OI.double(), None if bias_O is None else bias_O.double()
+    )
+    assert torch.allclose(repeatable_linear(x_NI, weight_OI, bias_O).double(), exact_NO, atol=1e-4)
+
+
+def test_the_number_of_threads_is_compared_without_side_effects(two_threads, monkeypatch):
+    torch.manual_seed(3)
+    expected = torch.get_rng_state()
+    products_keep_bits([(192, 272)], threads=1)
+    assert torch.equal(torch.get_rng_state(), expected)
+    assert torch.get_num_threads() == 2
+    linear = device.repeatable_linear
+    monkeypatch.setattr(
+        device, "repeatable_linear", lambda x, w, b: linear(x, w, b) + (torch.get_num_threads() == 1)
+    )
+    assert not products_keep_bits([(192, 272)], threads=1)
+    assert torch.get_num_threads() == 2
+
+
+def test_a_policy_without_the_fused_forward_pass_keeps_its_threads(two_threads, small_policy, monkeypatch):
+    monkeypatch.setattr(cpu_runner, "fused_cpu_forward", lambda policy: None)
+    assert not cpu_runner.keeps_bits(small_policy, threads=1)
+
+
+def test_completions_have_the_same_bits_with_one_thread_as_with_two(two_threads, small_policy):
+    if not cpu_runner.keeps_bits(small_policy, threads=1):
+        pytest.skip("the matrix library of this machine rounds differently")
+
+    def generated() -> list[list[Completion]]:
+        engine, sampling = Engine(small_policy, EngineConfig()), Sampling(max_tokens=8)
+        batches = [[Request(prompt=(5, 6, 7), seeds=tuple(range(count)))] for count in range(1, 18)]
+        return [engine.generate(batch, sampling)[0] for batch in batches]
+
+    with_two = generated()
+    torch.set_num_threads(1)
+    assert generated() == with_two

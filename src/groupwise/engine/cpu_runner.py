@@ -31,6 +31,7 @@ from groupwise.model.adapters.lora import base_of, effective_weight, is_adapted
 from groupwise.model.adapters.quantization import is_quantized
 from groupwise.model.attention.hf_interface import AttentionVariant, Layout
 from groupwise.model.attention.packed import PackedLayout
+from groupwise.model.device import products_keep_bits, repeatable_linear
 from groupwise.model.ops.rotary import rotate, sine_halves
 from groupwise.model.policy import Policy
 
@@ -88,7 +89,7 @@ class StackedWeight:
             start = rows.stop
 
     def __call__(self, x_TN: Tensor, _own: Tensor | None = None) -> Tensor:
-        return nn.functional.linear(x_TN, self.weight, self.bias)
+        return repeatable_linear(x_TN, self.weight, self.bias)
 
 
 def rows_of(parts: list[Any]) -> list[slice]:
@@ -213,6 +214,20 @@ def fused_cpu_forward(policy: Policy, members: LoRABank | None = None) -> FusedC
         return fused if difference.norm() <= 1e-4 * reference_TM.norm() else None
     except (AttributeError, AssertionError, TypeError, ValueError, RuntimeError):
         return None
+
+
+def keeps_bits(policy: Policy, *, threads: int) -> bool:
+    """Whether this policy generates and trains with the same bits on so many threads as on all.
+
+    Only the fused forward pass computes its products by `repeatable_linear`.
+    """
+    with policy.in_eval_mode():
+        if fused_cpu_forward(policy) is None:
+            return False
+    layers = [base_of(layer) for layer in policy.model.modules() if isinstance(layer, nn.Linear)]
+    shapes = {(layer.out_features, layer.in_features) for layer in layers}
+    vocabulary, width = policy.head_weight.shape
+    return products_keep_bits({*shapes, (vocabulary, width)}, threads=threads)
 
 
 class Runner:

@@ -1,8 +1,8 @@
 """Device selection, memory queries, transfers to the device, and contention for CPU cores.
 
 The threads of a matrix product wait for each other, and so for other busy processes. On two cores, with one
-other process busy, two threads draw a third of what one thread alone draws. The number of threads is not
-changed here: sums of floats depend on it, and a run is to be repeatable.
+other process busy, two threads draw a third of what one thread alone draws. `CPUThreads` uses fewer threads
+then, but only where the products keep their bits: a run is to be repeatable.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
@@ -136,8 +136,8 @@ def deterministic_kernels(device: torch.device, *, on: bool) -> Iterator[None]:
 PROC = Path("/proc")
 CONTENDED_CORES = 0.5
 """Number of cores used by other processes."""
-MEASURING_SECONDS = 1.0
-"""Minimum measuring time, because short bursts do not matter."""
+MEASURING_SECONDS = 0.25
+"""Minimum measuring time: the system counts CPU time in hundredths of a second."""
 
 
 class CPUUsage(NamedTuple):
@@ -148,18 +148,42 @@ class CPUUsage(NamedTuple):
     own: float
 
 
-class CPUContention:
-    """Measures the CPU time of other processes from its creation on."""
+class CPUThreads:
+    """Uses fewer threads while other processes need the cores.
 
-    def __init__(self, *, threads: int) -> None:
-        self._threads, self._cores = threads, our_cores()
+    keeps_bits: whether the run computes the same bits with so many threads. If not, `adapt` changes nothing.
+    """
+
+    def __init__(self, keeps_bits: Callable[[int], bool]) -> None:
+        self._threads, self._cores = torch.get_num_threads(), our_cores()
+        self._keeps_bits = cache(keeps_bits)
         self._before = self._used()
+        self._noticed = False
 
     def _used(self) -> CPUUsage | None:
         return used(cores=self._cores, pid=os.getpid())
 
-    def notice(self) -> str | None:
-        return contention_notice(self._before, self._used(), threads=self._threads, cores=len(self._cores))
+    def adapt(self) -> str | None:
+        """Set the number of threads by the load since the last call. Return a notice the first time.
+
+        Call it every few seconds.
+        """
+        now, cores = self._used(), len(self._cores)
+        others = cores_of_others(self._before, now)
+        if others is None:
+            return None
+        self._before = now
+        threads = uncontended_threads(others, threads=self._threads, cores=cores)
+        adapts = threads == self._threads or self._keeps_bits(threads)
+        torch.set_num_threads(threads if adapts else self._threads)
+        if threads == self._threads or self._noticed:
+            return None
+        self._noticed = True
+        return contention_notice(others, threads=self._threads, cores=cores, adapts=adapts)
+
+    def restore(self) -> None:
+        """Set the number of threads back."""
+        torch.set_num_threads(self._threads)
 
 
 def our_cores() -> frozenset[int]:
@@ -202,18 +226,80 @@ def ticks_of_family(proc: Path, pid: int) -> int:
     return sum(ticks.get(member, 0) for member in family)
 
 
-def contention_notice(
-    before: CPUUsage | None, after: CPUUsage | None, *, threads: int, cores: int
-) -> str | None:
-    """Return a notice if other processes leave too few cores for these threads."""
+def cores_of_others(before: CPUUsage | None, after: CPUUsage | None) -> float | None:
+    """Return how many cores other processes used on average; None if unknown or measured too briefly."""
     if before is None or after is None or after.clock < before.clock + MEASURING_SECONDS:
         return None
     everyone, own = after.everyone - before.everyone, after.own - before.own
-    others = (everyone - own) / (after.clock - before.clock)
-    fewer = max(1, round(cores - others))
-    if others < CONTENDED_CORES or threads + others < cores + CONTENDED_CORES or fewer >= threads:
+    return (everyone - own) / (after.clock - before.clock)
+
+
+def uncontended_threads(others: float, *, threads: int, cores: int) -> int:
+    """Return how many of these threads have a core for themselves, at least one."""
+    if others < CONTENDED_CORES or threads + others < cores + CONTENDED_CORES:
+        return threads
+    return min(threads, max(1, round(cores - others)))
+
+
+def contention_notice(others: float, *, threads: int, cores: int, adapts: bool) -> str | None:
+    """Return a notice if other processes leave too few cores for these threads.
+
+    adapts: whether the run uses fewer threads by itself
+    """
+    fewer = uncontended_threads(others, threads=threads, cores=cores)
+    if fewer == threads:
         return None
+    busy = f"other processes use {others:.1f} of {cores} cores"
+    if adapts:
+        return f"{busy}; until they end, {fewer} of {threads} threads compute, with the same results"
     return (
-        f"other processes use {others:.1f} of {cores} cores, and {threads} threads contend for them; until "
-        f"they end, OMP_NUM_THREADS={fewer} is faster"
+        f"{busy}, and {threads} threads contend for them; until they end, OMP_NUM_THREADS={fewer} is faster"
     )
+
+
+def repeatable_linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """Return x Wᵀ + b with the same bits from one thread as from two.
+
+    MKL gives each thread a multiple of 4 rows, and has another kernel for fewer than 4, which rounds
+    differently. Of 5 to 11 rows, two threads compute the last 1 to 3 by that kernel, but one thread does
+    not. Two products of these parts do the same with any number of threads.
+    """
+    rows, rest = len(x_NI), len(x_NI) % 4
+    if not (4 < rows < 12 and rest) or x_NI.device.type != "cpu" or x_NI.dtype != torch.float32:
+        return torch.nn.functional.linear(x_NI, weight_OI, bias_O)
+    first_NO = torch.nn.functional.linear(x_NI[:-rest], weight_OI, bias_O)
+    # One row alone would have a kernel of its own.
+    last_NO = torch.nn.functional.linear(x_NI[-max(rest, 2) :], weight_OI, bias_O)
+    return torch.cat([first_NO, last_NO[-rest:]])
+
+
+COMPARED_ROWS = (*range(1, 18), 64, 384)
+COMPARED_TOKENS = 1024
+
+
+def products_keep_bits(shapes: Iterable[tuple[int, int]], *, threads: int) -> bool:
+    """Whether float32 products with weights [O, I] have the same bits with so many threads as with all.
+
+    Compares those of generation, with few rows and many, and those of an update.
+    """
+    generator, all_threads = torch.Generator().manual_seed(0), torch.get_num_threads()
+
+    def products(x_TI: Tensor, weight_OI: Tensor, gradient_TO: Tensor) -> Iterator[Tensor]:
+        for rows in COMPARED_ROWS:
+            yield repeatable_linear(x_TI[:rows], weight_OI, None)
+        yield x_TI @ weight_OI.T
+        yield gradient_TO @ weight_OI
+        yield gradient_TO.T @ x_TI
+
+    try:
+        for outputs, inputs in set(shapes):
+            sizes = ((COMPARED_TOKENS, inputs), (outputs, inputs), (COMPARED_TOKENS, outputs))
+            operands = [torch.randn(size, generator=generator) for size in sizes]
+            torch.set_num_threads(all_threads)
+            expected = list(products(*operands))
+            torch.set_num_threads(threads)
+            if not all(map(torch.equal, products(*operands), expected)):
+                return False
+    finally:
+        torch.set_num_threads(all_threads)
+    return True

@@ -19,13 +19,14 @@ import torch
 
 from groupwise.config import Config
 from groupwise.config.schema import EngineConfig, ModelConfig
+from groupwise.engine.cpu_runner import keeps_bits
 from groupwise.engine.engine import Engine
 from groupwise.engine.vllm.vllm_engine import VllmEngine
 from groupwise.errors import ConfigError, ServersGoneError
 from groupwise.evaluate.target import find_target
 from groupwise.learner.checkpoint import prune
 from groupwise.learner.teacher import SELF, ModelTeacher, SelfTeacher, ServerTeacher, Teacher, is_server
-from groupwise.model.device import CPUContention, deterministic_kernels, device_of, free_memory
+from groupwise.model.device import CPUThreads, deterministic_kernels, device_of, free_memory
 from groupwise.model.grammar import compiled_grammar, rollout_grammar
 from groupwise.model.load import load_for_generation, load_policy, load_reward_models
 from groupwise.model.ops.logits import LogitsProcessor
@@ -33,6 +34,7 @@ from groupwise.model.policy import Policy
 from groupwise.model.resolve import model_folder
 from groupwise.parallel.processes import DIVIDING, Processes, as_launched, divide, layout_of
 from groupwise.report.model_card import CardSubject, model_card
+from groupwise.rewards.llm_judge import RewardModel
 from groupwise.seeds import derive_seed
 from groupwise.tasks import Split, Task, UserFunctions
 from groupwise.tasks.task import correct_rule
@@ -85,6 +87,7 @@ class BaseRun(ABC):
         control = RunControl(config, start.folder.path)
         self.callbacks = Callbacks(callbacks, control, leader=self.processes.leader)
         self.state = start.state
+        threads = CPUThreads(self._keeps_bits)  # measures the load while the model is loaded
         with ExitStack() as resources:
             resources.push(start.withdraw_after)
             resources.enter_context(start.lock)
@@ -127,8 +130,8 @@ class BaseRun(ABC):
             self.resources = resources.pop_all()
         self.stopping = False
         """Whether a process received a request to stop. All processes have the same value after each step."""
-        alone = self.policy.device.type == "cpu" and not launched
-        self.contention = CPUContention(threads=torch.get_num_threads()) if alone else None
+        self.threads = threads if self.policy.device.type == "cpu" and not launched else None
+        self.resources.callback(threads.restore)
         self.clock = time.monotonic()
 
     def _open_recorder(self, title: str) -> Recorder:
@@ -220,10 +223,12 @@ class BaseRun(ABC):
         """Yield the remaining steps and evaluate before the first. A signal or a callback ends them early."""
         self.callbacks.call("on_run_start", self.state.step)
         self.stopping = self._asked_to_stop()
+        self._adapt_threads()
         if self.state.step == 0 and not self.stopping:
             self.recorder.baseline(self.evaluate(0))
             self.stopping = self._asked_to_stop()
         while self.state.step < self.config.run.max_steps and not self.stopping:
+            self._adapt_threads()
             yield self.state.step + 1
 
     def _asked_to_stop(self) -> bool:
@@ -235,7 +240,6 @@ class BaseRun(ABC):
         self.state = replace(self.state, step=step, cursor=cursor, updates=self.learner.updates)
         measured = self.evaluate(step)
         self.processes.lead(lambda: self.recorder.step(step, {**metrics, **measured}))
-        self._report_contention()
         run = self.config.run
         best = run.keep_best and step == self.state.best_step
         self.stopping = self._asked_to_stop()
@@ -245,11 +249,16 @@ class BaseRun(ABC):
             self.stopping = self._asked_to_stop() if self.callbacks.present else self.stopping
         return measured
 
-    def _report_contention(self) -> None:
-        """After the first step, report other processes that use the same cores."""
-        if self.contention is not None and (notice := self.contention.notice()):
+    def _adapt_threads(self) -> None:
+        """Use fewer threads while other processes need the cores, and say so the first time."""
+        if self.threads is not None and (notice := self.threads.adapt()):
             self.recorder.say(notice)
-        self.contention = None
+
+    def _keeps_bits(self, threads: int) -> bool:
+        """Whether the run computes the same bits with so many threads. Unknown engines and models may not."""
+        rewards = () if self.task is None else self.task.rewards.values()
+        unknown = self.engine_maker is not None or any(isinstance(reward, RewardModel) for reward in rewards)
+        return not unknown and keeps_bits(self.policy, threads=threads)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Measure held-out accuracy if an evaluation is due. The training state does not change."""

@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from groupwise.errors import ConfigError
+from groupwise.model.device import repeatable_linear
 from groupwise.records import Sampling
 
 
 def float_logits(hidden_NM: Tensor, weight_VM: Tensor, bias_V: Tensor | None) -> Tensor:
     """Return logits_NV; axes: N tokens, M hidden size, V vocabulary."""
     if weight_VM.dtype == torch.float32 or weight_VM.device.type != "cuda":
-        return linear(hidden_NM, weight_VM, bias_V).float()
+        return repeatable_linear(hidden_NM, weight_VM, bias_V).float()
     logits_NV = torch.mm(hidden_NM, weight_VM.T, out_dtype=torch.float32)
     return logits_NV if bias_V is None else logits_NV.add_(bias_V)
 
