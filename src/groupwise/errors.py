@@ -14,9 +14,19 @@
     │   └── ServersGoneError
     ├── RolloutError
     └── RemoteRankError     on ranks other than 0, if rank 0 reports the error
+
+`as_rollout_error` describes what a function of the user raised.
 """
 
 from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+MAX_ERROR_CHARACTERS = 1000
+"""Longest error message that is recorded."""
+MAX_FRAMES = 20
+PACKAGE = str(Path(__file__).parent)
 
 
 class GroupwiseError(Exception):
@@ -58,3 +68,40 @@ class CallbackError(ConfigError):
 
 class StopTraining(Exception):
     """Raised by a callback to end the run after the current step."""
+
+
+def as_rollout_error(error: BaseException) -> RolloutError:
+    """Describe an exception of user code with its file and line; attach the traceback as a note."""
+    try:
+        message = readable(str(error))
+    except Exception:
+        message = ""  # str() of the exception raises
+    name = "" if isinstance(error, RolloutError) and message else type(error).__name__
+    frames = list(traceback.walk_tb(error.__traceback__))
+    own = [n for n, (frame, _) in enumerate(frames) if not frame.f_code.co_filename.startswith(PACKAGE)]
+    where = ""
+    trace = error.__traceback__
+    if own:
+        frame, line = frames[own[-1]]
+        where = f" ({Path(frame.f_code.co_filename).name}, line {line})"
+        for _ in range(own[0]):
+            trace = trace.tb_next if trace is not None else None
+    failure = RolloutError(f"{name}{': ' if name and message else ''}{message}{where}")
+    try:
+        lines = traceback.format_exception(type(error), error, trace, limit=-MAX_FRAMES)
+    except Exception:
+        lines = []
+    failure.add_note(readable("".join(lines), most=4 * MAX_ERROR_CHARACTERS))
+    return failure
+
+
+def copy_notes(one: BaseException, other: RolloutError) -> RolloutError:
+    for note in getattr(one, "__notes__", ()):
+        other.add_note(note)
+    return other
+
+
+def readable(text: str, *, most: int = MAX_ERROR_CHARACTERS) -> str:
+    """Return text that is safe to print: truncated, with "?" for lone surrogates."""
+    text = text if len(text) <= most else f"{text[:most]} …"
+    return text.encode(errors="replace").decode()

@@ -28,7 +28,7 @@ from groupwise.evaluate.strategies import (
 )
 from groupwise.model.load import load_policy
 from groupwise.records import Completion, Example, Request, Rollout, Sampling
-from groupwise.rollout.collect import Tools
+from groupwise.rollout.tool_rollouts import Tools
 from groupwise.tasks.builtin.countdown import countdown
 from groupwise.tasks.builtin.search_qa import search_qa
 from groupwise.tasks.task import Task

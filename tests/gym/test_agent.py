@@ -16,6 +16,7 @@ import groupwise as gw
 from groupwise import cli
 from groupwise.errors import ConfigError
 from groupwise.evaluate.target import find_target
+from groupwise.learner.learner import Learner
 from groupwise.model.resolve import TINY_FOLDER
 from groupwise.rollout.tools import tool_of
 from tests.support.echo_task import ECHO_TASK
@@ -34,7 +35,7 @@ def luck(answers: Any) -> torch.Tensor:
 
 
 def weights(agent: gw.Agent) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in agent._member.weights.items()}
+    return {name: tensor.clone() for name, tensor in agent.weights.items()}
 
 
 def same(one: gw.Agent, two: gw.Agent) -> bool:
@@ -77,7 +78,7 @@ def test_a_clone_starts_equal_and_goes_its_own_way_on_the_same_base():
     agent = gw.Agent(lora_r=4, **SMALL)
     loop(agent, 2)
     clone = agent.clone()
-    assert clone._base is agent._base
+    assert clone.base is agent.base
     assert same(agent, clone)
     kept = weights(agent)
     loop(clone, 2, seed=1)
@@ -120,7 +121,7 @@ def test_a_saved_adapter_loads_with_peft_alone(tmp_path):
     folder = agent.save(tmp_path / "agent")
     base = AutoModelForCausalLM.from_pretrained(TINY_FOLDER, dtype=torch.float32)
     loaded = peft.PeftModel.from_pretrained(base, folder)
-    ours = agent._member.weights
+    ours = agent.weights
     theirs = {name: p for name, p in loaded.named_parameters() if "lora" in name}
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
@@ -153,12 +154,14 @@ def test_no_run_goes_on_in_the_folder_of_an_agent(tmp_path, command, capsys):
 
 
 def test_what_an_earlier_save_left_does_not_come_back(tmp_path):
-    settings = SMALL | {"lora_r": 2, "beta": 0.1}
+    settings = SMALL | {"lora_r": 2, "beta": 0.1, "optim": {"minibatches": 1}}
     first, second = gw.Agent(**settings), gw.Agent(**settings)
+    loop(first, 2)
     first.set_reference_policy()
     first.save(tmp_path / "agent")
     second.save(tmp_path / "agent")
-    assert gw.Agent.load(tmp_path / "agent")._member.reference is None
+    # The second agent is as far from the base model as the first step finds it, which is not at all.
+    assert loop(gw.Agent.load(tmp_path / "agent"), 1)[0][1] == pytest.approx(0.0, abs=1e-9)
     with pytest.raises(gw.ConfigError, match="contains an agent of another kind"):
         gw.Agent(**SMALL | {"lora_r": 0}).save(tmp_path / "agent")
 
@@ -235,7 +238,7 @@ def test_the_loop_is_the_same_for_a_task_with_turns(kind):
     answers = agent.get_action(prompts)
     rollout = answers[0][0]
     schemas = [tool_of(double).schema] if kind == "tools" else []
-    assert rollout.tokens[: rollout.prompt_length] == agent._base.policy.encode(prompts[0], tools=schemas)
+    assert rollout.tokens[: rollout.prompt_length] == agent.base.policy.encode(prompts[0], tools=schemas)
     assert all(rollout.turns for group in answers for rollout in group)
     following, rewards, *_ = env.step(answers)
     if kind == "environment":
@@ -243,7 +246,7 @@ def test_the_loop_is_the_same_for_a_task_with_turns(kind):
         assert rewards.tolist() == [[float(len(r.turns)) for r in group] for group in answers]
         assert max(len(r.turns) for group in answers for r in group) == 2
         read = [t for t, trained in zip(rollout.tokens, rollout.trained, strict=True) if not trained]
-        assert "Again." in agent._base.policy.decode(read)
+        assert "Again." in agent.base.policy.decode(read)
     before = weights(agent)
     agent.learn((answers, luck(answers)))
     assert any(not torch.equal(before[name], tensor) for name, tensor in weights(agent).items())
@@ -261,13 +264,22 @@ def test_answers_without_the_tools_of_the_task_are_refused():
     assert env.step(agent.get_action(prompts))[1].shape == (2, 4)
 
 
-def test_an_agent_learns_from_a_teacher_and_adapts_its_entropy(tmp_path):
+def test_an_agent_learns_from_a_teacher_and_adapts_its_entropy(tmp_path, monkeypatch):
+    reports: list[dict[str, float]] = []
+    train_on = Learner.train_on
+
+    def reported(self: Learner, groups: Any) -> dict[str, float]:
+        reports.append(train_on(self, groups))
+        return reports[-1]
+
+    monkeypatch.setattr(Learner, "train_on", reported)
     agent = gw.Agent(lora_r=4, algo={"teacher": "tiny", "target_entropy": 9.0, "entropy_step": 0.1}, **SMALL)
     loop(agent, 2)
-    assert agent._member.learner.entropy_coefficient == pytest.approx(0.2)  # the entropy is below 9 nats
     again = gw.Agent.load(agent.save(tmp_path / "agent"))
     assert loop(agent, 1, seed=1) == loop(again, 1, seed=1)
     assert same(agent, again)
+    # The entropy is below 9 nats, so the bonus grows with every step.
+    assert [report["policy/entropy_bonus"] for report in reports] == pytest.approx([0.0, 0.1, 0.2, 0.2])
 
 
 def test_functions_of_your_own_go_with_a_clone():
@@ -292,7 +304,7 @@ def test_functions_of_your_own_go_with_a_clone():
     loop(agent.clone(), 1)
     assert all(called[name] > first[name] for name in called)
     with pytest.raises(ConfigError, match="need the same rollout"):
-        gw.Agent(base=agent._base, lora_r=4, **SMALL)
+        gw.Agent(base=agent.base, lora_r=4, **SMALL)
 
 
 @pytest.mark.parametrize(

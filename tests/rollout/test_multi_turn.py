@@ -15,7 +15,8 @@ from groupwise.engine.engine import Engine
 from groupwise.errors import ConfigError, RolloutError
 from groupwise.model.tokenizer import first_difference, knows_tools
 from groupwise.records import Example, Sampling
-from groupwise.rollout.collect import Tools, collect
+from groupwise.rollout.collect import collect
+from groupwise.rollout.tool_rollouts import Tools
 from groupwise.rollout.tools import tool_of
 from groupwise.tasks import Task
 from tests.support.codecs import END

@@ -205,7 +205,7 @@ def test_searches_that_come_at_once_are_answered_in_one_batch():
         first = threads.submit(ask, "a")
         first_is_in.wait(10)
         others = [threads.submit(ask, query) for query in "bcd"]
-        while len(ask._waiting) < 3:
+        while ask.waiting < 3:
             time.sleep(0.001)
         go_on.set()
         assert [answer.result(10) for answer in (first, *others)] == ["A", "B", "C", "D"]

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from groupwise.config.schema import EngineConfig
 from groupwise.engine.engine import Engine
-from groupwise.records import Completion, Request, Sampling
+from groupwise.model.policy import Policy
+from groupwise.records import Completion, Request, Sample, Sampling
 from groupwise.seeds import derive_seed
 
 PROMPTS = (1, 16, 32, 37, 5)
@@ -44,12 +46,31 @@ def assert_same(groups: list[list[Completion]], others: list[list[Completion]]) 
             assert one.entropies == pytest.approx(two.entropies, abs=1e-5)
 
 
+def drawn_samples(policy: Policy, sampling: Sampling) -> list[Sample]:
+    """Return what a policy samples for two prompts, as the learner gets it, with advantages of 1."""
+    asked = [Request(prompt=(5, 9, 14), seeds=(1, 2, 3)), Request(prompt=(7,), seeds=(4, 5))]
+    answers = Engine(policy, EngineConfig()).generate(asked, sampling)
+    return [
+        Sample(
+            tokens=request.prompt + one.tokens,
+            trained=(False,) * len(request.prompt) + (True,) * len(one.tokens),
+            logprobs=(0.0,) * len(request.prompt) + one.logprobs,
+            entropies=(0.0,) * len(request.prompt) + one.entropies,
+            advantages=(0.0,) * len(request.prompt) + (1.0,) * len(one.tokens),
+            prefix=len(request.prompt),
+            group=number,
+        )
+        for number, (request, group) in enumerate(zip(asked, answers, strict=True))
+        for one in group
+    ]
+
+
 class EmulatedGPUEngine(Engine):
     """An engine that takes the CPU for a GPU."""
 
     accelerated = True
 
-    def _affordable_blocks(self) -> int:
+    def affordable_blocks(self) -> int:
         return 1 << 20
 
 

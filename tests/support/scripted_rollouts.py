@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from groupwise.records import Completion, Request, Rollout, Sampling
@@ -56,6 +57,22 @@ class Babbling:
 
     def decode(self, tokens: Any) -> str:
         return call(f"{len(tokens)}")
+
+
+def with_trained(trained: Sequence[bool], **fields: Any) -> Rollout:
+    """Return a rollout of which these tokens are trained, for advantages: it has no text."""
+    zeros = (0.0,) * len(trained)
+    return Rollout(
+        prompt="?",
+        text="",
+        tokens=tuple(range(len(trained))),
+        trained=tuple(trained),
+        logprobs=zeros,
+        entropies=zeros,
+        prompt_length=1,
+        finish="end",
+        **fields,
+    )
 
 
 def answered(text: str, prompt: Any = "?") -> Rollout:

@@ -19,6 +19,7 @@ from groupwise.config.schema import AlgoConfig
 from groupwise.learner.learner import loss_settings
 from groupwise.records import Group, Rollout
 from groupwise.tasks.user_code import load_function, name_of, split_functions
+from tests.support.scripted_rollouts import with_trained
 from tests.support.small_runs import LUCK, SMALL, run_artifacts, run_command, task_file
 
 SMALL_KEYWORDS: dict[str, Any] = {
@@ -52,18 +53,7 @@ def rollout(reward: float = 0.0, turns: tuple[int, ...] = (3,)) -> Rollout:
     trained = [False]
     for number, length in enumerate(turns):
         trained += [False] * bool(number) + [True] * length
-    zeros = (0.0,) * len(trained)
-    return Rollout(
-        prompt="?",
-        text="",
-        tokens=tuple(range(len(trained))),
-        trained=tuple(trained),
-        logprobs=zeros,
-        entropies=zeros,
-        prompt_length=1,
-        finish="end",
-        reward=reward,
-    )
+    return with_trained(trained, reward=reward)
 
 
 def advantages_of(values: Any, *rollouts: Rollout) -> list[tuple[float, ...]]:

@@ -36,7 +36,8 @@ from groupwise.tracking.run_folder import RunFolder
 if TYPE_CHECKING:
     from groupwise.parallel.processes import Processes
     from groupwise.rollout.agent_rollouts import AgentRollouts
-    from groupwise.rollout.collect import Generate, PromptCodec, Tools
+    from groupwise.rollout.collect import Generate, PromptCodec
+    from groupwise.rollout.tool_rollouts import Tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

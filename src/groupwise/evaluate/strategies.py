@@ -25,7 +25,8 @@ from groupwise.records import Example, Group, Message, Rollout, Sampling
 from groupwise.rewards.extraction import final_answer, last_box, solution_of
 from groupwise.rewards.runner import score_group
 from groupwise.rollout.agent_rollouts import AgentRollouts
-from groupwise.rollout.collect import Generate, PromptCodec, Tools, collect
+from groupwise.rollout.collect import Generate, PromptCodec, collect
+from groupwise.rollout.tool_rollouts import Tools
 from groupwise.tasks.task import Prompt, Task, closest
 
 

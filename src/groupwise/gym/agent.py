@@ -19,6 +19,7 @@ import torch
 from groupwise.algo.advantages import BATCH_STD, scaled_by_batch, with_advantages
 from groupwise.config import config_from_keywords, dump_config, read_config
 from groupwise.config.schema import ADAPTER
+from groupwise.engine.multi_lora import Weights
 from groupwise.errors import ConfigError
 from groupwise.evaluate.contamination import prompt_digest
 from groupwise.evolution.population import Member, SharedBase
@@ -27,7 +28,8 @@ from groupwise.learner.learner import try_own_loss
 from groupwise.model.grammar import rollout_grammar
 from groupwise.records import Example, Group, Rollout
 from groupwise.rollout.agent_rollouts import AgentRollouts
-from groupwise.rollout.collect import GroupRequest, Tools, generate_groups
+from groupwise.rollout.collect import GroupRequest, generate_groups
+from groupwise.rollout.tool_rollouts import Tools
 from groupwise.seeds import derive_seed
 from groupwise.serve.agent_endpoint import multi_turn
 from groupwise.tasks.task import Prompt, Task
@@ -64,16 +66,17 @@ class Agent:
             raise ConfigError("an agent has no callbacks: call your functions in your loop")
         if self.config.engine.kind != "own":
             raise ConfigError("an agent generates with the model it trains: set engine.kind=own")
-        self._base = base or SharedBase(self.config, functions)
-        rule = self._base.policy.logits_processor
+        self.base = base or SharedBase(self.config, functions)
+        """The base model and its engine; pass it to another agent to share them."""
+        rule = self.base.policy.logits_processor
         if (None if rule is None else rule.name) != self.config.rollout.logits_processor:
             raise ConfigError("agents on one base model need the same rollout.logits_processor")
-        grammar = self._base.policy.grammar
+        grammar = self.base.policy.grammar
         if (None if grammar is None else grammar.text) != rollout_grammar(self.config):
             raise ConfigError(
                 "agents on one base model need the same rollout.json_schema and rollout.grammar"
             )
-        self._member = Member(self._base, self.config, weights=self._base.fresh)
+        self._member = Member(self.base, self.config, weights=self.base.fresh)
         self.actions = self.steps = 0
         """Number of batches generated and of updates; seeds derive from these and `run.seed`."""
         self.fitness: list[float] = []
@@ -82,6 +85,11 @@ class Agent:
         """Digests of the prompts it has learned from, which `groupwise eval` leaves out."""
         self._tools: tuple[Task, Tools | AgentRollouts | None] | None = None
         """The last task, and its tools and environment."""
+
+    @property
+    def weights(self) -> Weights:
+        """The parameters that this agent trains, by name: those of its adapter, or of the whole model."""
+        return self._member.weights
 
     def get_action(self, prompts: Sequence[Prompt], training: bool = True) -> tuple[tuple[Rollout, ...], ...]:
         """Generate `rollout.group_size` answers per prompt when training, otherwise one greedy answer.
@@ -104,9 +112,9 @@ class Agent:
             for number, (example, prompt) in enumerate(zip(examples, prompts, strict=True))
         ]
         self.actions += training
-        engine = self._base.engine.alone(self._member.number)
+        engine = self.base.engine.alone(self._member.number)
         groups = generate_groups(
-            wanted, codec=self._base.policy, engine=engine, sampling=sampling, tools=tools
+            wanted, codec=self.base.policy, engine=engine, sampling=sampling, tools=tools
         )
         return tuple(group.rollouts for group in groups)
 
@@ -120,7 +128,7 @@ class Agent:
     def learn(self, experiences: Experiences) -> tuple[float, float]:
         """Update on one batch; return the loss and the KL divergence from the reference (0 if beta is 0)."""
         answers, rewards = experiences
-        algo, policy = self.config.algo, self._base.policy
+        algo, policy = self.config.algo, self.base.policy
         self.steps += 1
         self.prompts.update(prompt_digest(group[0].prompt) for group in answers if group)
         groups = [
@@ -132,7 +140,7 @@ class Agent:
         torch.manual_seed(derive_seed(self.config.run.seed, "update", self.steps))
         self._member.put_in_place()
         if policy.device.type == "cuda":
-            self._base.engine.release()  # the update needs the memory
+            self.base.engine.release()  # the update needs the memory
         report = self._member.learner.train_on(groups)
         return report.get("policy/loss", 0.0), report.get("policy/kl", 0.0)
 
@@ -152,7 +160,7 @@ class Agent:
 
     def clone(self) -> Agent:
         """Return a copy with the same weights and optimizer state, on the same base model."""
-        other = Agent(base=self._base, config=self.config, **self._given)
+        other = Agent(base=self.base, config=self.config, **self._given)
         other._member.become(self._member)
         other.actions, other.steps, other.fitness = self.actions, self.steps, list(self.fitness)
         other.prompts = set(self.prompts)
@@ -160,12 +168,12 @@ class Agent:
 
     def set_reference_policy(self) -> None:
         """Use the current policy as the reference of the KL penalty."""
-        self._member.reference = {name: tensor.clone() for name, tensor in self._member.weights.items()}
+        self._member.reference = {name: tensor.clone() for name, tensor in self.weights.items()}
 
     def save(self, folder: str | Path) -> Path:
         """Save the agent for `load`. Hugging Face tools can load the folder as an adapter or a model."""
         path = Path(folder)
-        if is_agent(path) and (path / ADAPTER).is_file() != self._base.policy.has_adapter:
+        if is_agent(path) and (path / ADAPTER).is_file() != self.base.policy.has_adapter:
             raise ConfigError(
                 f"{path} contains an agent of another kind (adapter or full model): save to another folder"
             )

@@ -18,15 +18,13 @@ import inspect
 import json
 import math
 import threading
-import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any, SupportsFloat, TypeVar
 
-from groupwise.errors import RolloutError
+from groupwise.errors import RolloutError, as_rollout_error, copy_notes, readable
 from groupwise.isolation.time_limit import AnyLimit, TimeLimit, TimeLimitReached, TimeLimits, Watched, is_ours
 from groupwise.isolation.worker import Job, UnmovableError, Worker, WorkerLost, described
 from groupwise.records import Example, Group, Rollout
@@ -39,10 +37,6 @@ Result = TypeVar("Result")
 
 MAX_REWARD = 1e30
 """Largest magnitude of a reward: it must fit into float32, and sums and squares must not overflow."""
-MAX_ERROR_CHARACTERS = 1000
-"""Longest error message that is recorded."""
-MAX_FRAMES = 20
-PACKAGE = str(Path(__file__).parents[1])
 
 
 class BadValueError(Exception):
@@ -207,43 +201,6 @@ def as_reward(value: Any) -> float | None:
             )
         raise BadValueError(f"returned {number}; a reward must be finite")
     return number
-
-
-def as_rollout_error(error: BaseException) -> RolloutError:
-    """Describe an exception of user code with its file and line; attach the traceback as a note."""
-    try:
-        message = readable(str(error))
-    except Exception:
-        message = ""  # str() of the exception raises
-    name = "" if isinstance(error, RolloutError) and message else type(error).__name__
-    frames = list(traceback.walk_tb(error.__traceback__))
-    own = [n for n, (frame, _) in enumerate(frames) if not frame.f_code.co_filename.startswith(PACKAGE)]
-    where = ""
-    trace = error.__traceback__
-    if own:
-        frame, line = frames[own[-1]]
-        where = f" ({Path(frame.f_code.co_filename).name}, line {line})"
-        for _ in range(own[0]):
-            trace = trace.tb_next if trace is not None else None
-    failure = RolloutError(f"{name}{': ' if name and message else ''}{message}{where}")
-    try:
-        lines = traceback.format_exception(type(error), error, trace, limit=-MAX_FRAMES)
-    except Exception:
-        lines = []
-    failure.add_note(readable("".join(lines), most=4 * MAX_ERROR_CHARACTERS))
-    return failure
-
-
-def copy_notes(one: BaseException, other: RolloutError) -> RolloutError:
-    for note in getattr(one, "__notes__", ()):
-        other.add_note(note)
-    return other
-
-
-def readable(text: str, *, most: int = MAX_ERROR_CHARACTERS) -> str:
-    """Return text that is safe to print: truncated, with "?" for lone surrogates."""
-    text = text if len(text) <= most else f"{text[:most]} …"
-    return text.encode(errors="replace").decode()
 
 
 @dataclass(slots=True)

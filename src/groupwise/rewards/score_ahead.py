@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from groupwise.errors import RolloutError
+from groupwise.errors import RolloutError, as_rollout_error
 from groupwise.isolation.time_limit import TimeLimitReached, TimeLimits
 from groupwise.isolation.worker import Job, UnmovableError, Worker, WorkerLost
 from groupwise.records import Example, Group, Rollout
@@ -28,7 +28,6 @@ from groupwise.rewards.runner import (
     as_outcome,
     as_reply,
     as_reward,
-    as_rollout_error,
     completed,
     run_limited,
 )

@@ -32,7 +32,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from groupwise.config.schema import AgentConfig
-from groupwise.errors import ConfigError, RolloutError
+from groupwise.errors import ConfigError, RolloutError, as_rollout_error
 from groupwise.invariants import check_stream_exact
 from groupwise.isolation.worker import Command, Job, UnmovableError, Worker, WorkerLost
 from groupwise.records import (
@@ -46,7 +46,6 @@ from groupwise.records import (
     Turn,
     plain,
 )
-from groupwise.rewards.runner import as_rollout_error
 from groupwise.rollout.environment import finished
 from groupwise.rollout.multi_turn import ModelCall, branch_of, joined
 from groupwise.seeds import derive_seed

@@ -32,11 +32,11 @@ from functools import cache
 from itertools import count
 from typing import Any, Protocol
 
-from groupwise.errors import ConfigError, RolloutError
+from groupwise.errors import ConfigError, RolloutError, as_rollout_error
 from groupwise.isolation.time_limit import TimeLimitReached, TimeLimits, Watched
 from groupwise.isolation.worker import Job, UnmovableError, Worker, WorkerLost, described
 from groupwise.records import Example, Message, Rollout
-from groupwise.rewards.runner import BadValueError, as_reward, as_rollout_error
+from groupwise.rewards.runner import BadValueError, as_reward
 from groupwise.tracking.run_folder import LOGGER
 
 GRACE_SECONDS = 1.0

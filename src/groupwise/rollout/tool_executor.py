@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
 from typing import Any
 
-from groupwise.errors import ConfigError, RolloutError
+from groupwise.errors import ConfigError, RolloutError, readable
 from groupwise.isolation.time_limit import AnyLimit, TimeLimitReached, TimeLimits, Watched, is_ours
 from groupwise.isolation.worker import Job, UnmovableError, Worker, WorkerLost, described
 from groupwise.records import Call
-from groupwise.rewards.runner import completed, readable
+from groupwise.rewards.runner import completed
 from groupwise.rollout.tool_calls import ParsedToolCall
 from groupwise.rollout.tools import STATE, Tool, ToolResult, tool_of
 from groupwise.tracking.run_folder import LOGGER

@@ -16,7 +16,6 @@ from groupwise.errors import ConfigError
 from groupwise.records import Example, ExampleStream, Message, Rollout, Split, plain
 from groupwise.rewards.runner import RewardFunction, weighted_sum
 from groupwise.rollout.agent_rollouts import AgentFunction, check_agent
-from groupwise.rollout.collect import Tools
 from groupwise.rollout.environment import (
     JOB,
     EnvironmentFactory,
@@ -24,6 +23,7 @@ from groupwise.rollout.environment import (
     check_environment,
     environment_reward,
 )
+from groupwise.rollout.tool_rollouts import Tools
 from groupwise.rollout.tools import MethodTools, tool_of
 from groupwise.tasks.examples import (
     Columns,

@@ -59,9 +59,9 @@ def load_datasets(names: Sequence[str], config: Mapping[str, Any]) -> dict[str, 
         import reasoning_gym
         from reasoning_gym.composite import DatasetSpec
         from reasoning_gym.factory import DATASETS
-    except ImportError:
+    except ImportError as error:
         raise ConfigError(
-            "gym: tasks require reasoning-gym: pip install 'groupwise[reasoning-gym]'"
+            f"gym: tasks require reasoning-gym: pip install 'groupwise[reasoning-gym]' ({error})"
         ) from None
     datasets = {}
     for name in names:
