@@ -24,7 +24,8 @@ import transformers
 from groupwise import cli
 from groupwise.config.schema import EngineConfig, LoraConfig, ModelConfig
 from groupwise.engine.engine import Engine
-from groupwise.engine.serving.serving_scheduler import Job
+from groupwise.engine.serving.serving_engine import StreamChunk
+from groupwise.engine.serving.serving_scheduler import CPUSteps, Job
 from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
 from groupwise.model.tokenizer import TokenizerCodec, render, turn_text, written_calls
@@ -40,8 +41,7 @@ from groupwise.serve.completion_request import (
 from groupwise.serve.completion_response import ResponseBuilder
 from groupwise.serve.detokenizer import TextStream, TokenTable
 from groupwise.serve.http_server import HTTPReply, HTTPRequest, answer
-from groupwise.serve.ipc import WireChunk
-from groupwise.serve.openai_server import OpenAIServer, leave_a_core, start_front
+from groupwise.serve.openai_server import ServerMetrics, leave_a_core, start_front
 from tests.support.serving import CALL, TOOL, ask, chat, scripted, serving
 from tests.support.small_models import Scripted, policy_of, small_model, tiny_tokenizer, with_more_tokens
 from tests.support.tool_templates import WRITERS, tokenizer_of
@@ -408,8 +408,8 @@ def test_the_model_can_be_looked_up_by_name(port):
 
 def test_a_request_that_the_server_fails_at_is_answered_500_and_the_next_one_as_ever(port):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OpenAIServer, "_health", lambda _: 1 // 0)
-        assert ask(port, "/health", None)[0] == 500
+        patch.setattr(ServerMetrics, "render", lambda *_, **__: 1 // 0)
+        assert ask(port, "/metrics", None)[0] == 500
     assert ask(port, "/health", None)[0] == 200
 
 
@@ -613,7 +613,7 @@ def test_a_key_proves_enough_behind_any_name(tiny):
 
 def test_a_prompt_too_long_for_any_tokenizer_is_refused_unread(port, tiny, monkeypatch):
     text = "a" * (512 * tiny.longest + 1)
-    monkeypatch.setattr(type(tiny), "_checked", lambda *_: pytest.fail("it was encoded"))
+    monkeypatch.setattr(type(tiny.tokenizer), "__call__", lambda *_, **__: pytest.fail("it was encoded"))
     for path, body in (
         ("/v1/completions", {"prompt": text}),
         ("/v1/chat/completions", chat(text)),
@@ -772,7 +772,7 @@ def test_a_stream_with_tools_adds_up_to_the_answer_in_one_piece(text):
     deltas = []
     for place, letter in enumerate(text, 1):
         finish = "end" if place == len(text) else None
-        words = WireChunk(0, 0, (ord(letter),), (0.0,), (), (), finish)
+        words = StreamChunk(0, 0, (ord(letter),), (0.0,), (), (), finish)
         deltas += [part["choices"][0]["delta"] for part in telling.take([words])]
     message = telling.whole()["choices"][0]["message"]
     assert "".join(delta.get("content", "") for delta in deltas) == (message["content"] or "")
@@ -800,7 +800,7 @@ def test_calls_are_read_in_the_format_of_the_template_and_go_back_into_it(style)
     deltas = []
     for place, token in enumerate(tokens, 1):
         finish = "end" if place == len(tokens) else None
-        chunk = WireChunk(0, 0, (token,), (0.0,), (), (), finish)
+        chunk = StreamChunk(0, 0, (token,), (0.0,), (), (), finish)
         deltas += [part["choices"][0]["delta"] for part in builder.take([chunk])]
     (choice,) = builder.whole()["choices"]
     message = choice["message"]
@@ -915,12 +915,12 @@ def test_the_official_client_is_satisfied(tiny, one_token):
 def test_a_generator_that_fails_says_so_and_the_server_goes_on_saying_so(tiny, monkeypatch, caplog):
     ended: list[Any] = []
     monkeypatch.setattr("threading.excepthook", ended.append)
-    with serving(tiny) as (engine, port):
+    with serving(tiny) as (_, port):
 
-        def broken(steps: Any) -> list[Any]:
+        def broken(steps: CPUSteps) -> list[Any]:
             raise RuntimeError("out of luck")
 
-        monkeypatch.setattr(engine, "_advance", broken)
+        monkeypatch.setattr(CPUSteps, "advance", broken)
         for _ in range(2):
             status, said = ask(port, "/v1/completions", {"prompt": "1", "max_tokens": 2})
             assert status == 500

@@ -17,13 +17,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from groupwise.config.schema import AgentConfig, ToolsConfig
+from groupwise.engine.serving.serving_engine import StreamChunk
 from groupwise.engine.serving.serving_scheduler import Job
 from groupwise.errors import RolloutError
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Message, Sampling
 from groupwise.rollout.agent_rollouts import AgentRollouts, AgentRun, CallQueue
-from groupwise.rollout.collect import Tools
 from groupwise.rollout.multi_turn import ModelCall
+from groupwise.rollout.tool_rollouts import Tools
 from groupwise.serve.completion_request import (
     CompletionRequest,
     arguments_of,
@@ -43,7 +44,6 @@ from groupwise.serve.http_server import (
     HTTPReply,
     HTTPRequest,
 )
-from groupwise.serve.ipc import WireChunk
 from groupwise.serve.responses_api import ResponsesBuilder, chat_body, echoed
 from groupwise.tasks import Task
 
@@ -187,7 +187,7 @@ class AgentEndpoint:
         answer = ResponseBuilder(request, model=named, decode=self.codec.decode, pieces=self._pieces)
         response = answer if settings is None else ResponsesBuilder(answer, settings)
         chunks = [
-            WireChunk(0, index, one.tokens, one.logprobs, (), (), one.finish)
+            StreamChunk(0, index, one.tokens, one.logprobs, (), (), one.finish)
             for index, one in enumerate(completions)
         ]
         events = [*response.first(), *response.take(chunks), *response.last()]

@@ -16,9 +16,9 @@ from groupwise.errors import ConfigError, RolloutError
 from groupwise.evaluate.strategies import Sampler, plain_judge, strategy_named
 from groupwise.model.policy import Policy
 from groupwise.records import Example, Finish, Message, Sampling, Turn
-from groupwise.rollout.collect import Tools
 from groupwise.rollout.tool_calls import read_calls
 from groupwise.rollout.tool_executor import ToolExecutor
+from groupwise.rollout.tool_rollouts import Tools
 from groupwise.seeds import derive_seed
 from groupwise.serve.detokenizer import TextStream
 
@@ -62,7 +62,7 @@ class StreamingAnswers:
     def __init__(self, policy: Policy, sampling: Sampling, *, seed: int) -> None:
         self.policy, self.sampling, self.seed = policy, sampling, seed
         self._turn = 0
-        self._chunks: queue.Queue[StreamChunk | Exception] = queue.Queue()
+        self._chunks: queue.Queue[StreamChunk[Job] | Exception] = queue.Queue()
         self._engine = ServingEngine(
             policy,
             slots=1,
@@ -115,7 +115,7 @@ class StreamingAnswers:
     def close(self) -> None:
         self._engine.close()
 
-    def _deliver(self, chunks: Sequence[StreamChunk]) -> None:
+    def _deliver(self, chunks: Sequence[StreamChunk[Job]]) -> None:
         for chunk in chunks:
             self._chunks.put(chunk)
 

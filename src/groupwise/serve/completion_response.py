@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from groupwise.engine.serving.serving_engine import StreamChunk
 from groupwise.records import Finish
 from groupwise.serve.completion_request import CompletionRequest
 from groupwise.serve.detokenizer import TextStream, TokenTable
-from groupwise.serve.ipc import WireChunk
 
 Position = tuple[tuple[int, float | None], ...]
 """The sampled token and its log-probability, then the alternatives. The first token of a prompt has None."""
@@ -34,7 +34,7 @@ class ChoiceBuilder:
     echo: str = ""
     """The prompt, if its text precedes the answer."""
 
-    def add(self, part: WireChunk) -> None:
+    def add(self, part: StreamChunk[int]) -> None:
         self.tokens += part.tokens
         sampled = zip(part.tokens, part.logprobs, strict=True)
         likely = part.alternatives or [()] * len(part.tokens)
@@ -73,7 +73,7 @@ class ResponseBuilder:
     def done(self) -> bool:
         return all(choice.finish is not None for choice in self.choices)
 
-    def take(self, chunks: Sequence[WireChunk]) -> Iterator[dict[str, Any]]:
+    def take(self, chunks: Sequence[StreamChunk[int]]) -> Iterator[dict[str, Any]]:
         """Consume engine output and yield the stream chunks that report it; `member` is a choice's index."""
         for index, choice in enumerate(self.choices):
             mine = [part for part in chunks if part.member == index]

@@ -14,26 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import accumulate, count
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
-from groupwise.engine.sampler import Alternatives
 from groupwise.engine.serving.serving_engine import Busy, ServingEngine, StreamChunk
 from groupwise.engine.serving.serving_scheduler import Job
 from groupwise.model.policy import Policy
-from groupwise.records import Finish
 from groupwise.tracking.run_folder import LOGGER
-
-
-class WireChunk(NamedTuple):
-    """The tokens that one member of a job generated since its last chunk."""
-
-    job: int
-    member: int
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    alternatives: tuple[Alternatives, ...]
-    prompt: tuple[Alternatives, ...]
-    finish: Finish | None
 
 
 class EngineEndpoint:
@@ -117,28 +103,20 @@ class EngineEndpoint:
 
     # Called by the engine.
 
-    def _deliver(self, chunks: Sequence[StreamChunk]) -> None:
+    def _deliver(self, chunks: Sequence[StreamChunk[Job]]) -> None:
         with self._jobs_lock:
-            rows = [
-                (
-                    number,
-                    part.member,
-                    part.tokens,
-                    part.logprobs,
-                    part.alternatives,
-                    part.prompt,
-                    part.finish,
-                )
-                for part in chunks
-                if (number := self._numbers.get(part.job)) is not None
+            numbered = [
+                StreamChunk(number, *chunk[1:])
+                for chunk in chunks
+                if (number := self._numbers.get(chunk.job)) is not None
             ]
-            for number, *_, finish in rows:
-                self._unfinished[number] -= finish is not None
-            ended = {number for number, *_ in rows if not self._unfinished[number]}
+            for chunk in numbered:
+                self._unfinished[chunk.job] -= chunk.finish is not None
+            ended = {chunk.job for chunk in numbered if not self._unfinished[chunk.job]}
         for number in ended:
             self._forget(number)
-        if rows:
-            self._send("chunks", rows)
+        if numbered:
+            self._send("chunks", numbered)
 
     def _failed(self, error: Exception) -> None:
         self._send("failed", f"{type(error).__name__}: {error}")
@@ -152,11 +130,11 @@ class Listener:
     """Queue of the chunks of a request's jobs, read by the request's handler."""
 
     def __init__(self) -> None:
-        self.chunks: list[WireChunk] = []
+        self.chunks: list[StreamChunk[int]] = []
         self.error: str | None = None
         self._ready = asyncio.Event()
 
-    def put(self, chunk: WireChunk) -> None:
+    def put(self, chunk: StreamChunk[int]) -> None:
         self.chunks.append(chunk)
         self._ready.set()
 
@@ -164,7 +142,7 @@ class Listener:
         self.error = error
         self._ready.set()
 
-    async def take(self) -> list[WireChunk]:
+    async def take(self) -> list[StreamChunk[int]]:
         """Wait for chunks and return all that have arrived; raise RuntimeError if the engine failed."""
         await self._ready.wait()
         self._ready.clear()
@@ -223,10 +201,10 @@ class FrontendEndpoint:
 
     def _handle(self, message: tuple[Any, ...]) -> None:
         match message:
-            case "chunks", rows:
-                for row in rows:
-                    if (listener := self._listeners.get(row[0])) is not None:
-                        listener.put(WireChunk(*row))
+            case "chunks", chunks:
+                for chunk in chunks:
+                    if (listener := self._listeners.get(chunk.job)) is not None:
+                        listener.put(chunk)
             case "accepted", number:
                 self._settle(number, None)
             case "rejected", number, error:
@@ -279,7 +257,7 @@ class Submission:
             self._unsent.popleft()
             self._first[number], self._unfinished[number] = first, len(job.seeds)
 
-    async def take(self) -> list[WireChunk]:
+    async def take(self) -> list[StreamChunk[int]]:
         """Return the chunks that have arrived; `member` counts the completions of all jobs."""
         chunks = await self._listener.take()
         for chunk in chunks:

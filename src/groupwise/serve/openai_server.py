@@ -1,7 +1,8 @@
 """The OpenAI-compatible server: routes HTTP requests, submits jobs to the engine, returns their output.
 
-It runs in a front-end process, which handles HTTP while the main process runs the engine. The end of the
-module starts that process, checks its address, and leaves a core to it on small machines.
+It runs in a front-end process, which handles HTTP while the main process runs the engine, and counts
+requests, tokens and latencies for Prometheus. The end of the module starts that process,
+checks its address, and leaves a core to it on small machines.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import os
 import signal
 import socket
 import time
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -44,10 +48,12 @@ from groupwise.serve.http_server import (
 )
 from groupwise.serve.ipc import FrontendEndpoint, Submission
 from groupwise.serve.responses_api import ResponsesBuilder, chat_body, echoed
-from groupwise.serve.server_metrics import CONTENT_TYPE, ServerMetrics
 
 SHORT_BODY = 32 * 1024
 """Largest body in bytes that is tokenized within a few milliseconds."""
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 600.0)
+"""Upper bounds of the buckets of a latency in seconds."""
 
 
 class OpenAIServer:
@@ -124,7 +130,7 @@ class OpenAIServer:
             case "GET", "/metrics":
                 running, waiting = self._load
                 text = self.metrics.render(running=running, waiting=waiting)
-                return HTTPReply(body=text, headers={"Content-Type": CONTENT_TYPE})
+                return HTTPReply(body=text, headers={"Content-Type": METRICS_TYPE})
             case "GET", "/v1/models":
                 return HTTPReply(body={"object": "list", "data": [self._about]})
             case "GET", path if unquote(path) == f"/v1/models/{self.model}":
@@ -258,6 +264,66 @@ class OpenAIServer:
 ENDPOINTS = frozenset(
     ("/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/responses")
 )
+
+
+class LatencyHistogram:
+    """Counts of latencies by bucket."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(LATENCY_BUCKETS) + 1)
+        self._total = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(LATENCY_BUCKETS, seconds)] += 1
+        self._total += seconds
+
+    def samples(self, name: str) -> Iterator[str]:
+        bounds = [*(f"{bound:g}" for bound in LATENCY_BUCKETS), "+Inf"]
+        for bound, count in zip(bounds, accumulate(self._counts), strict=True):
+            yield f'{name}_bucket{{le="{bound}"}} {count}'
+        yield f"{name}_sum {self._total:.6f}"
+        yield f"{name}_count {sum(self._counts)}"
+
+
+class ServerMetrics:
+    """What the server has done since it started."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, int]] = Counter()
+        """Requests by endpoint and status."""
+        self.prompt_tokens = 0
+        self.generated_tokens = 0
+        self.first_token = LatencyHistogram()
+        self.duration = LatencyHistogram()
+
+    def render(self, *, running: int, waiting: int) -> str:
+        """Return all figures in Prometheus' text format."""
+        requests = [
+            f'{{endpoint="{endpoint}",status="{status}"}} {count}'
+            for (endpoint, status), count in sorted(self.requests.items())
+        ]
+        lines = [
+            *described("requests_total", "counter", "Requests by endpoint and HTTP status.", requests),
+            *described("prompt_tokens_total", "counter", "Prompt tokens.", [f" {self.prompt_tokens}"]),
+            *described(
+                "generated_tokens_total", "counter", "Generated tokens.", [f" {self.generated_tokens}"]
+            ),
+            *described("completions_running", "gauge", "Completions that generate.", [f" {running}"]),
+            *described("completions_waiting", "gauge", "Completions in the queue.", [f" {waiting}"]),
+        ]
+        for name, text, histogram in (
+            ("time_to_first_token_seconds", "Seconds from a request to its first token.", self.first_token),
+            ("request_duration_seconds", "Seconds from a request to its last token.", self.duration),
+        ):
+            lines += described(name, "histogram", text, [])
+            lines += histogram.samples(f"groupwise_{name}")
+        return "\n".join(lines) + "\n"
+
+
+def described(name: str, kind: str, text: str, samples: list[str]) -> list[str]:
+    """Return a metric's samples, which lack the name, after its description."""
+    name = f"groupwise_{name}"
+    return [f"# HELP {name} {text}", f"# TYPE {name} {kind}", *(name + sample for sample in samples)]
 
 
 def preflight_headers(request: HTTPRequest) -> dict[str, str]:

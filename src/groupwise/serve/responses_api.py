@@ -11,10 +11,10 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from groupwise.engine.serving.serving_engine import StreamChunk
 from groupwise.serve.completion_request import CompletionRequest
 from groupwise.serve.completion_response import ResponseBuilder
 from groupwise.serve.http_server import HTTPError
-from groupwise.serve.ipc import WireChunk
 
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "background": (None, False),
@@ -186,7 +186,7 @@ class ResponsesBuilder:
         yield self._event("response.created", response=self.whole())
         yield self._event("response.in_progress", response=self.whole())
 
-    def take(self, chunks: Sequence[WireChunk]) -> Iterator[dict[str, Any]]:
+    def take(self, chunks: Sequence[StreamChunk[int]]) -> Iterator[dict[str, Any]]:
         """Consume engine output and yield the events that report it."""
         for part in self._chat.take(chunks):
             (choice,) = part["choices"]

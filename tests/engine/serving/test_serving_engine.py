@@ -6,7 +6,7 @@ import math
 import queue
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -63,6 +63,27 @@ def plain_steps(policy: Policy, scheduler: ServingScheduler) -> DecodeSteps:
     return CPUSteps(policy, scheduler, policy.end_tokens)
 
 
+class IssuedStep(NamedTuple):
+    """What the graph runner was asked for."""
+
+    rows: int
+    likely: bool
+    penalized: bool
+
+
+def issued_steps(steps: Any, monkeypatch: pytest.MonkeyPatch) -> list[IssuedStep]:
+    """Record the steps of a graph runner; the list grows as it runs."""
+    issued: list[IssuedStep] = []
+    step = steps.runner.step
+
+    def recorded(scheduler: Any, slots: Any, sampling: Sampling, **options: Any) -> None:
+        issued.append(IssuedStep(len(slots), options["likely"], options["penalized"]))
+        step(scheduler, slots, sampling, **options)
+
+    monkeypatch.setattr(steps.runner, "step", recorded)
+    return issued
+
+
 def ending(
     steps: DecodeSteps, scheduler: ServingScheduler, jobs: Sequence[Job] = ()
 ) -> Iterator[tuple[Member, Completion]]:
@@ -99,7 +120,7 @@ def test_jobs_that_join_one_by_one_end_as_if_alone(small_policy, make: Any):
 
 
 @interpreting
-def test_answers_of_different_temperatures_share_a_step(small_policy):
+def test_answers_of_different_temperatures_share_a_step(small_policy, monkeypatch):
     scheduler = ServingScheduler(slots=4, pool=BlockPool(24, block_size=4), context=24)
     jobs = [
         Job(prompt=PROMPT, seeds=(1,), sampling=Sampling(max_tokens=3, temperature=heat))
@@ -107,8 +128,9 @@ def test_answers_of_different_temperatures_share_a_step(small_policy):
     ]
     with torch.no_grad():
         steps: Any = graph_steps(small_policy, scheduler)
+        issued = issued_steps(steps, monkeypatch)
         found = {scheduler.forget(who): wrote for who, wrote in ending(steps, scheduler, jobs)}
-    assert len(steps.runner._graphs) == 1
+    assert [step.rows for step in issued] == [3, 3]
     for job in jobs:
         (expected,) = alone(small_policy, job)
         assert found[job].tokens == expected.tokens
@@ -132,7 +154,9 @@ def test_short_prompts_in_a_row_of_fixed_size_are_what_a_plain_pass_computes(sma
         monkeypatch.setattr(cuda_serving, "SIZES", (8, 12))
         monkeypatch.setattr(cuda_serving, "PROMPTS", 3)
         cache, hidden, plain = steps.runner.cache, steps.runner.hidden, steps.runner.prefill
-        rows, idle = steps._prompts._rows, scheduler.pool.count
+        idle = scheduler.pool.count
+        graphs = cuda_serving.PrefillGraphs(small_policy, cache, idle_block=idle)
+        rows = graphs.rows
 
         def computed(texts: Sequence[tuple[int, ...]], how: Any) -> tuple[list[torch.Tensor], list[Any]]:
             cache.keys.zero_()
@@ -144,7 +168,7 @@ def test_short_prompts_in_a_row_of_fixed_size_are_what_a_plain_pass_computes(sma
             return left, [prefix.logits_V for prefix in prefixes]
 
         def in_rows(prefixes: list[Prefix]) -> None:
-            steps._prompts.compute(prefixes, hidden)
+            graphs.compute(prefixes, hidden)
 
         for chosen, size in ((texts, 12), (texts[:2], 8), (texts[1:], 8), (texts, 12)):
             torch.testing.assert_close(computed(chosen, in_rows), computed(chosen, plain), atol=1e-5, rtol=0)
@@ -172,7 +196,9 @@ class Late:
 
 
 @interpreting
-def test_others_go_on_while_prompts_are_computed_and_who_is_cancelled_meanwhile_leaves_nothing(small_policy):
+def test_others_go_on_while_prompts_are_computed_and_who_is_cancelled_meanwhile_leaves_nothing(
+    small_policy, monkeypatch
+):
     pool = BlockPool(24, block_size=4)
     scheduler = ServingScheduler(slots=4, pool=pool, context=24)
     first, second, third = (
@@ -180,14 +206,16 @@ def test_others_go_on_while_prompts_are_computed_and_who_is_cancelled_meanwhile_
     )
     events: list[Late] = []
 
-    def run(work: Any) -> Late:
+    def run(stream: Any, work: Any) -> Late:
         work()
         events.append(Late())
         return events[-1]
 
     with torch.no_grad():
         steps: Any = graph_steps(small_policy, scheduler)
-        steps._side_stream.run = run
+        from groupwise.engine.serving import cuda_serving
+
+        monkeypatch.setattr(cuda_serving.SideStream, "run", run)
         scheduler.enter(first)
         steps.advance()
         assert events[0].waited, "nobody runs who could go on"
@@ -294,15 +322,15 @@ def test_a_prompt_is_scored_as_a_plain_forward_pass_would(small_policy, make: An
 
 
 @interpreting
-def test_steps_of_those_who_did_not_ask_are_the_ones_there_always_were(small_policy):
+def test_steps_of_those_who_did_not_ask_are_the_ones_there_always_were(small_policy, monkeypatch):
     scheduler = ServingScheduler(slots=4, pool=BlockPool(24, block_size=4), context=24)
     with torch.no_grad():
         steps: Any = graph_steps(small_policy, scheduler)
+        issued = issued_steps(steps, monkeypatch)
         for _ in ending(steps, scheduler, ASKING[:2]):
             pass
     # Both run together while the one that asks is there; its neighbour, which writes more, goes on alone.
-    graphs = [(rows, likely) for rows, _, _, likely, _ in steps.runner._graphs]
-    assert graphs == [(2, True), (1, False)]
+    assert [(step.rows, step.likely) for step in issued] == [(2, True), (2, True), (1, False)]
     assert steps.runner.status()[0].shape[0] == 4
 
 
@@ -373,21 +401,26 @@ def test_penalties_count_the_tokens_of_their_own_sequence_and_leave_others_alone
 
 
 @interpreting
-def test_sequences_without_penalties_reserve_no_memory_for_them(small_policy):
+def test_sequences_without_penalties_reserve_no_memory_for_them(small_policy, monkeypatch):
     scheduler = ServingScheduler(slots=4, pool=BlockPool(24, block_size=4), context=24)
     with torch.no_grad():
         steps: Any = graph_steps(small_policy, scheduler)
+        from groupwise.engine.cuda import graph_runner
+
+        monkeypatch.setattr(
+            graph_runner, "PenaltyState", lambda *_, **__: pytest.fail("memory for penalties")
+        )
+        issued = issued_steps(steps, monkeypatch)
         for _ in ending(steps, scheduler, JOBS[:1]):
             pass
-    assert steps.runner._penalties is None
-    assert [penalized for *_, penalized in steps.runner._graphs] == [False]
+    assert {step.penalized for step in issued} == {False}
 
 
 class Inbox:
     """Collects what a live engine delivers."""
 
     def __init__(self) -> None:
-        self.news: queue.Queue[StreamChunk] = queue.Queue()
+        self.news: queue.Queue[StreamChunk[Job]] = queue.Queue()
         self.errors: list[Exception] = []
 
     def deliver(self, news: Any) -> None:
@@ -453,12 +486,12 @@ def test_a_failure_is_told(small_policy, monkeypatch):
     inbox = Inbox()
     engine = inbox.engine(small_policy)
 
-    def broken(steps: DecodeSteps) -> list[StreamChunk]:
+    def broken(steps: CPUSteps) -> list[tuple[Member, Completion]]:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(engine, "_advance", broken)
-    monkeypatch.setattr("threading.excepthook", lambda _: None)
-    engine.start()
+    monkeypatch.setattr(CPUSteps, "advance", broken)
     engine.submit(Job(prompt=PROMPT, seeds=(1,), sampling=Sampling(max_tokens=3)))
-    engine._thread.join(30)
+    with pytest.raises(RuntimeError, match="broken"):
+        engine.run()
     assert [str(error) for error in inbox.errors] == ["broken"]
+    assert not engine.jobs

@@ -133,7 +133,8 @@ class PrefillGraphs(Prefill):
         supported = standard and (supports_flash(query_THD) or not query_THD.is_cuda)
         self._possible = supported and can_be_captured(policy)
         """Needs varlen attention without a window: others need the lengths on the host."""
-        self._rows: dict[int, StaticRow] = {}
+        self.rows: dict[int, StaticRow] = {}
+        """Rows built so far, by size."""
         self._pool: Any = None
 
     def _pass(self, segments: SequenceOf[Segment], forward: Forward) -> None:
@@ -143,11 +144,11 @@ class PrefillGraphs(Prefill):
         if size is None or not (self._possible and plain) or len(segments) > PROMPTS:
             super()._pass(segments, forward)
             return
-        if size not in self._rows:
-            self._rows[size] = StaticRow(self.policy, self.cache, size, idle_block=self._idle_block)
+        if size not in self.rows:
+            self.rows[size] = StaticRow(self.policy, self.cache, size, idle_block=self._idle_block)
         if self.policy.device.type == "cuda":
             self._pool = self._pool or torch.cuda.graph_pool_handle()
-        logits_PV = self._rows[size].compute(segments, forward, self._pool)
+        logits_PV = self.rows[size].compute(segments, forward, self._pool)
         for segment, logits_V in zip(segments, logits_PV, strict=True):
             segment.prefix.done, segment.prefix.logits_V = segment.end, logits_V
 

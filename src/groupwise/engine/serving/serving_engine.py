@@ -11,8 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -32,11 +32,14 @@ class Busy(Exception):
     """The waiting queue is full."""
 
 
-@dataclass(frozen=True, slots=True)
-class StreamChunk:
+JobKey = TypeVar("JobKey")
+
+
+class StreamChunk(NamedTuple, Generic[JobKey]):
     """The tokens that one completion of a job has gained since its previous chunk."""
 
-    job: Job
+    job: JobKey
+    """The job, or the number that stands for it in another process."""
     member: int
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -58,7 +61,7 @@ class ServingEngine:
         slots: int,
         context: int,
         waiting: int,
-        deliver: Callable[[Sequence[StreamChunk]], None],
+        deliver: Callable[[Sequence[StreamChunk[Job]]], None],
         failed: Callable[[Exception], None],
         block_size: int = 16,
         kv_tokens: int | None = None,
@@ -179,7 +182,7 @@ class ServingEngine:
                 self._sent.pop(member, None)
         return not self._closing
 
-    def _advance(self, steps: DecodeSteps) -> list[StreamChunk]:
+    def _advance(self, steps: DecodeSteps) -> list[StreamChunk[Job]]:
         """Run one step and return the chunks that are due."""
         if not self.scheduler.busy:
             return []
@@ -197,7 +200,7 @@ class ServingEngine:
                 chunks.append(StreamChunk(job, member.member, tuple(tokens), tuple(logprobs), *extras, None))
         return chunks
 
-    def _final_chunk(self, member: Member, completion: Completion) -> StreamChunk:
+    def _final_chunk(self, member: Member, completion: Completion) -> StreamChunk[Job]:
         sent, _ = self._sent.pop(member, (0, 0.0))
         extras, job = self._extras(member, sent), self.scheduler.forget(member)
         with self._changed:
