@@ -28,6 +28,7 @@ from groupwise.algo.samples import (
 )
 from groupwise.config import schema
 from groupwise.records import Example, Finish, Group, Rollout, Sample, Turn
+from tests.support.scripted_rollouts import with_trained
 
 
 def rollout(
@@ -91,19 +92,7 @@ def test_maxrl_divides_by_the_mean_so_that_rare_successes_weigh_most():
 def turns(reward: float, *each: float, lengths: tuple[int, ...]) -> Rollout:
     """A rollout with turns of these lengths, an untrained token before each, and these rewards of turns."""
     trained = [flag for length in lengths for flag in (False, *[True] * length)]
-    zeros = (0.0,) * len(trained)
-    return Rollout(
-        prompt="?",
-        text="",
-        tokens=tuple(range(len(trained))),
-        trained=tuple(trained),
-        logprobs=zeros,
-        entropies=zeros,
-        prompt_length=1,
-        finish="end",
-        reward=reward,
-        turns=tuple(Turn(text="", reward=value) for value in each),
-    )
+    return with_trained(trained, reward=reward, turns=tuple(Turn(text="", reward=value) for value in each))
 
 
 def test_a_turn_is_compared_with_the_same_turn_of_the_others_by_what_came_after_it():

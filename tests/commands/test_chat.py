@@ -12,6 +12,7 @@ from groupwise.commands.chat import readable
 from groupwise.commands.serve import serve
 from groupwise.config import read_config
 from groupwise.config.schema import ModelConfig
+from groupwise.engine.serving.serving_scheduler import CPUSteps
 from groupwise.errors import ConfigError, RolloutError
 from groupwise.evaluate.target import Target
 from groupwise.model.load import load_for_generation
@@ -68,14 +69,15 @@ def test_a_conversation_beyond_the_context_is_refused(small_policy):
 def test_a_long_context_of_a_model_takes_no_memory_before_it_is_asked_for(small_policy, monkeypatch):
     monkeypatch.setattr(type(small_policy), "context_length", property(lambda _: 131_072))
     usual = StreamingAnswers(small_policy, Sampling(max_tokens=512), seed=0)
-    assert usual._engine.context == CONTEXT == inspect.signature(serve).parameters["max_context"].default
+    assert inspect.signature(serve).parameters["max_context"].default == CONTEXT
     with pytest.raises(
-        ConfigError, match="context of 2048 tokens; start a new conversation, or raise --max-tokens"
+        ConfigError, match=f"context of {CONTEXT} tokens; start a new conversation, or raise --max-tokens"
     ):
-        list(usual.write((40,) * 2048))
+        list(usual.write((40,) * CONTEXT))
     usual.close()
     longer = StreamingAnswers(small_policy, Sampling(max_tokens=4000), seed=0)
-    assert longer._engine.context == 8000
+    with pytest.raises(ConfigError, match="context of 8000 tokens"):
+        list(longer.write((40,) * 8000))
     longer.close()
 
 
@@ -231,7 +233,7 @@ def test_an_answer_whose_generator_fails_ends_with_the_reason(small_policy, monk
     def broken(steps):
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(streaming._engine, "_advance", broken)
+    monkeypatch.setattr(CPUSteps, "advance", broken)
     with pytest.raises(RuntimeError, match="out of luck"):
         list(streaming.write((40, 41)))
 

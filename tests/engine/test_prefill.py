@@ -10,7 +10,7 @@ import pytest
 from groupwise.config.schema import EngineConfig
 from groupwise.engine import prefill
 from groupwise.engine.engine import Engine
-from groupwise.engine.prefill import Forward, Prefill, Segment, next_pass
+from groupwise.engine.prefill import Segment, next_pass
 from groupwise.engine.scheduler import Prefix
 from groupwise.model.policy import Policy
 from tests.support.generation import SAMPLING, TOOL, assert_same, converse, requests, same_answers
@@ -20,13 +20,14 @@ from tests.support.generation import SAMPLING, TOOL, assert_same, converse, requ
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The lengths of the segments of every pass."""
     lengths: list[list[int]] = []
-    original = Prefill._pass
 
-    def noted(self: Prefill, segments: Sequence[Segment], forward: Forward) -> None:
-        lengths.append([segment.length for segment in segments])
-        original(self, segments, forward)
+    def noted(prefixes: Sequence[Prefix]) -> list[Segment]:
+        segments = next_pass(prefixes)
+        if segments:
+            lengths.append([segment.length for segment in segments])
+        return segments
 
-    monkeypatch.setattr(Prefill, "_pass", noted)
+    monkeypatch.setattr(prefill, "next_pass", noted)
     return lengths
 
 

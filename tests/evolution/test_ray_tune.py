@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,11 @@ def test_every_trial_is_a_run_with_its_own_folder_and_values(cluster, tmp_path):
     assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
+def adapter_in(folder: Path) -> bytes:
+    (file,) = folder.rglob("adapter_model.safetensors")
+    return file.read_bytes()
+
+
 def test_a_trial_goes_on_from_anothers_checkpoint_with_its_own_values(tmp_path):
     kinds = [trainable(luck(tmp_path), output_dir=tmp_path / name, **SETTINGS) for name in ("one", "two")]
     teacher = kinds[0](config={"optim.learning_rate": 1e-3})
@@ -70,14 +76,17 @@ def test_a_trial_goes_on_from_anothers_checkpoint_with_its_own_values(tmp_path):
     saved.mkdir()
     teacher.save_checkpoint(str(saved))
     pupil = kinds[1](config={"optim.learning_rate": 1e-4})
+    fresh, taken = tmp_path / "fresh", tmp_path / "taken"
+    for folder in (fresh, taken):
+        folder.mkdir()
+    pupil.save_checkpoint(str(fresh))
     pupil.load_checkpoint(str(saved))
-    weights = [
-        {name: p.detach().clone() for name, p in trial._run.policy.trainable().items()}
-        for trial in (teacher, pupil)
-    ]
-    assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
-    assert pupil.train()["step"] == 3
-    assert pupil._run.learner.optim.learning_rate == 1e-4
+    pupil.save_checkpoint(str(taken))
+    assert adapter_in(taken) == adapter_in(saved) != adapter_in(fresh)
+    result = pupil.train()
+    assert result["step"] == 3
+    last = (Path(result["run"]) / "metrics.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["optim/learning_rate"] == 1e-4
     teacher.stop()
     pupil.stop()
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -302,6 +304,7 @@ def test_what_only_namespaces_prevent(sandbox):
 
 
 def test_threads_share_a_sandbox_and_nothing_is_left_of_it(tmp_path):
+    others = servers_of(os.getpid())
     box = Sandbox(workers=3)
     reports: dict[int, CodeReport] = {}
 
@@ -315,26 +318,32 @@ def test_threads_share_a_sandbox_and_nothing_is_left_of_it(tmp_path):
     for thread in threads:
         thread.join()
     assert [reports[number].share for number in range(10)] == [0, 1] * 5
-    process = box._process
+    (server,) = servers_of(os.getpid()) - others
     box.close()
-    assert process.poll() is not None
+    assert not Path(f"/proc/{server}").exists()
     assert box.run(ADD, TESTS).share == 1  # it starts again
-    box._process.kill()
-    box._process.wait()
+    (server,) = servers_of(os.getpid()) - others
+    os.kill(server, signal.SIGKILL)
+    while server in servers_of(os.getpid()):
+        time.sleep(0.01)
     assert box.run(ADD, TESTS).share == 1
     box.close()
 
 
 def test_a_trainer_that_is_killed_leaves_no_process(tmp_path):
     program = (
-        "import os, threading, time\nfrom groupwise.isolation.sandbox import Sandbox\nbox = Sandbox()\n"
+        "import threading, time\nfrom groupwise.isolation.sandbox import Sandbox\nbox = Sandbox()\n"
         "box.run('x = 1', ['assert x'])\n"
         "threading.Thread(target=box.run, args=('while True: pass', ['assert x']), "
         "kwargs={'seconds': 100}).start()\n"
-        "time.sleep(0.3)\nprint(box._process.pid, flush=True)\nos.kill(os.getpid(), 9)"
+        "time.sleep(0.3)\nprint('running', flush=True)"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    server = int(ended.stdout)
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "running\n"
+        (server,) = servers_of(trainer.pid)
+        assert descendants_of(server)
+        trainer.kill()
     for _ in range(200):
         if not descendants_of(server):
             break
@@ -342,17 +351,25 @@ def test_a_trainer_that_is_killed_leaves_no_process(tmp_path):
     assert not descendants_of(server)
 
 
-def descendants_of(session: int) -> list[int]:
-    """Return the processes that still run in the session of a server that was started as a session leader."""
-    running = []
+def running() -> Iterator[tuple[int, int, int]]:
+    """Yield every process that runs, its parent and its session."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = path.read_text().rpartition(")")[2].split()
+            state, parent, _, session = path.read_text().rpartition(")")[2].split()[:4]
         except OSError:
             continue
-        if int(fields[3]) == session and fields[0] != "Z":
-            running.append(int(path.parent.name))
-    return running
+        if state != "Z":
+            yield int(path.parent.name), int(parent), int(session)
+
+
+def servers_of(trainer: int) -> set[int]:
+    """Return the servers that a process has started, each as the leader of a session."""
+    return {process for process, parent, session in running() if parent == trainer and process == session}
+
+
+def descendants_of(server: int) -> list[int]:
+    """Return the processes that run in the session of a server."""
+    return [process for process, _, session in running() if session == server]
 
 
 def test_a_sandbox_that_cannot_start_says_so(monkeypatch):

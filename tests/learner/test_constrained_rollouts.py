@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import groupwise as gw
-from groupwise.config.schema import EngineConfig
-from groupwise.engine.engine import Engine
 from groupwise.learner.micro_batch import pack, row_logprobs
 from groupwise.model.grammar import GrammarCompiler, json_grammar
 from groupwise.model.ops.logits import masked_logits
-from groupwise.records import Request, Sample, Sampling
+from groupwise.records import Sample, Sampling
+from tests.support.generation import drawn_samples
 from tests.support.small_models import policy_of, small_model
 
 pytest.importorskip("llguidance")
@@ -29,21 +29,14 @@ SCHEMA = {
 
 
 def drawn(policy: Any, sampling: Sampling) -> list[Sample]:
-    requests = [Request(prompt=(5, 9, 14), seeds=(1, 2, 3)), Request(prompt=(7,), seeds=(4, 5))]
-    answers = Engine(policy, EngineConfig()).generate(requests, sampling)
-    return [
-        Sample(
-            tokens=request.prompt + one.tokens,
-            trained=(False,) * len(request.prompt) + (False, *(True,) * (len(one.tokens) - 1)),
-            logprobs=(0.0,) * len(request.prompt) + one.logprobs,
-            entropies=(0.0,) * len(request.prompt) + one.entropies,
-            advantages=(0.0,) * len(request.prompt) + (1.0,) * len(one.tokens),
-            prefix=len(request.prompt),
-            group=number,
-        )
-        for number, (request, group) in enumerate(zip(requests, answers, strict=True))
-        for one in group
-    ]
+    """Return samples whose first token is not trained: a mask depends on it all the same."""
+
+    def without_first(sample: Sample) -> Sample:
+        trained = list(sample.trained)
+        trained[sample.prefix] = False
+        return replace(sample, trained=tuple(trained))
+
+    return [without_first(sample) for sample in drawn_samples(policy, sampling)]
 
 
 def constrained(model: Any) -> Any:

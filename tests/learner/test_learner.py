@@ -9,12 +9,12 @@ from typing import Any
 import peft
 import pytest
 import torch
+from torch import Tensor
 
 from groupwise.config.schema import AlgoConfig, OptimConfig
 from groupwise.errors import ConfigError
 from groupwise.learner.learner import Learner, learning_rate, split_groups
 from groupwise.learner.micro_batch import (
-    MicroBatchInputs,
     default_micro_batch_tokens,
     pack,
     pass_tokens,
@@ -208,19 +208,22 @@ def test_memory_that_runs_out_halves_the_passes_and_leaves_the_gradient_as_it_is
     policies = [policy_of(small_model()) for _ in range(2)]
     # A large eps makes AdamW's step proportional to the gradient, rather than to its sign.
     whole, cramped = (learner(policy, epochs=2, eps=1.0) for policy in policies)
-    passes: list[int] = []
-    original = Learner._backward
+    computed: list[int] = []  # tokens of every forward pass
+    passes: list[int] = []  # of those with a gradient
+    hidden, gradient = policies[1].hidden, policies[1].backward
 
-    def backward(self: Learner, part: MicroBatchInputs) -> Any:
-        if self is cramped:
-            passes.append(len(part.batch.tokens_T))
-            done = original(self, part)  # the gradient is there already when memory runs out
-            if len(part.batch.tokens_T) > 16:
-                raise torch.OutOfMemoryError("out of memory")
-            return done
-        return original(self, part)
+    def forward(tokens_T: Tensor, *args: Any, **settings: Any) -> Tensor:
+        computed.append(len(tokens_T))
+        return hidden(tokens_T, *args, **settings)
 
-    monkeypatch.setattr(Learner, "_backward", backward)
+    def backward(loss: Tensor) -> None:
+        passes.append(computed[-1])
+        gradient(loss)  # the gradient is there already when memory runs out
+        if passes[-1] > 16:
+            raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(policies[1], "hidden", forward)
+    monkeypatch.setattr(policies[1], "backward", backward)
     reports = [one.update(samples, sequences=6, tokens=39) for one in (whole, cramped)]
     assert max(passes[-4:]) <= 16 < passes[0]
     assert "(same gradient)" in caplog.text
@@ -230,10 +233,10 @@ def test_memory_that_runs_out_halves_the_passes_and_leaves_the_gradient_as_it_is
 
 
 def test_one_answer_too_long_for_the_memory_is_the_users_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    def backward(self: Learner, part: MicroBatchInputs) -> Any:
+    def backward(self: Policy, loss: Tensor) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(Learner, "_backward", backward)
+    monkeypatch.setattr(Policy, "backward", backward)
     with pytest.raises(ConfigError, match="a single completion does not fit in memory"):
         learner().update([sample(7, 8), sample(9, 2)], sequences=2, tokens=4)
 

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 import groupwise as gw
-from groupwise.config.schema import EngineConfig
-from groupwise.engine.engine import Engine
 from groupwise.learner.micro_batch import pack, row_logprobs
 from groupwise.model.ops.logits import LogitsProcessor
-from groupwise.records import Request, Sample, Sampling
+from groupwise.records import Sampling
+from tests.support.generation import drawn_samples
 from tests.support.small_models import policy_of, small_model
 
 SAMPLING = Sampling(temperature=0.7, top_p=0.95, max_tokens=8)
@@ -28,28 +27,10 @@ def rule(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
     return 1.5 * logits
 
 
-def drawn(policy: Any) -> list[Sample]:
-    requests = [Request(prompt=(5, 9, 14), seeds=(1, 2, 3)), Request(prompt=(7,), seeds=(4, 5))]
-    answers = Engine(policy, EngineConfig()).generate(requests, SAMPLING)
-    return [
-        Sample(
-            tokens=request.prompt + one.tokens,
-            trained=(False,) * len(request.prompt) + (True,) * len(one.tokens),
-            logprobs=(0.0,) * len(request.prompt) + one.logprobs,
-            entropies=(0.0,) * len(request.prompt) + one.entropies,
-            advantages=(0.0,) * len(request.prompt) + (1.0,) * len(one.tokens),
-            prefix=len(request.prompt),
-            group=number,
-        )
-        for number, (request, group) in enumerate(zip(requests, answers, strict=True))
-        for one in group
-    ]
-
-
 def test_the_trained_log_probabilities_account_for_the_rule_of_the_sampler():
     policy = policy_of(small_model("qwen2"))
     policy.logits_processor = LogitsProcessor("rule", rule)
-    samples = drawn(policy)
+    samples = drawn_samples(policy, SAMPLING)
     for sample in samples:
         own = sample.tokens[sample.prefix - 1 :]
         assert all(first != second for first, second in pairwise(own))
@@ -66,7 +47,7 @@ def test_the_gradient_goes_through_the_rule():
     plain = small_model("qwen2")
     policy = policy_of(copy.deepcopy(plain))
     policy.logits_processor = LogitsProcessor("rule", rule)
-    samples = drawn(policy)
+    samples = drawn_samples(policy, SAMPLING)
     logprobs_N, _ = row_logprobs(
         policy, pack(samples, device=torch.device("cpu")), Sampling(), entropy_gradient=False
     )

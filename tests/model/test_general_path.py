@@ -81,7 +81,7 @@ def test_penalties_hold_on_the_general_path() -> None:
 
 def test_a_server_streams_the_offline_answer_with_the_prompt_scored() -> None:
     policy = policy_of(tiny_model("qwen3_next"))
-    news: Queue[StreamChunk] = Queue()
+    news: Queue[StreamChunk[Job]] = Queue()
     engine = ServingEngine(
         policy,
         slots=4,

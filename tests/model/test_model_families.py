@@ -17,7 +17,7 @@ from groupwise.engine.engine import Engine
 from groupwise.errors import ConfigError
 from groupwise.learner.micro_batch import own_logprobs, pack
 from groupwise.model.adapters.merge_adapters import merge
-from groupwise.model.attention.compatibility import _unpackable, check_attention
+from groupwise.model.attention.compatibility import check_attention, unpackable_reason
 from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sample, Sampling
@@ -183,7 +183,7 @@ def test_a_model_whose_logits_are_not_those_of_its_output_layer_is_refused() -> 
 @pytest.mark.parametrize("family", ["deepseek_v4", "minimax_m3_vl_text"])
 def test_sparse_attention_is_not_taken_for_dense_on_short_rows(family: str) -> None:
     config = CONFIG_MAPPING[family]().get_text_config()
-    assert _unpackable(config) is not None
+    assert unpackable_reason(config) is not None
 
 
 def test_positions_that_count_otherwise_in_long_rows_bound_the_context(tmp_path: Path) -> None:

@@ -151,19 +151,7 @@ def test_the_calls_of_a_batch_run_at_the_same_time_and_a_busy_server_is_asked_ag
     reward = judged(url=url, model="m", golds=lambda example: ["gold"], rubric="Be kind.")
     example = Example({"question": "q"})
     texts = ("a", "b", "c", "d", "a")
-    rollouts = tuple(
-        Rollout(
-            prompt="?",
-            text=f"<answer>{text}</answer>",
-            tokens=(1,),
-            trained=(True,),
-            logprobs=(0.0,),
-            entropies=(0.0,),
-            prompt_length=0,
-            finish="end",
-        )
-        for text in texts
-    )
+    rollouts = tuple(answered(f"<answer>{text}</answer>") for text in texts)
     context = RewardContext()
     score_ahead(
         [Group(example=example, rollouts=rollouts)],

@@ -288,10 +288,10 @@ class Engine:
     def _fitting(self, most: int, least: int) -> int:
         """Return the block count that fits into GPU memory; reuse a cache that is at most a fifth smaller."""
         held = 0 if self.graph_runner is None else self.graph_runner.capacity.blocks
-        blocks = min(most, max(least, held + self._affordable_blocks()))
+        blocks = min(most, max(least, held + self.affordable_blocks()))
         return held if least <= held < blocks <= 1.25 * held else blocks
 
-    def _affordable_blocks(self) -> int:
+    def affordable_blocks(self) -> int:
         """Return the number of KV blocks that fit into 80% of the free GPU memory.
 
         Deterministic kernels take half of what the weights leave: preemption depends on the cache size, and

@@ -382,6 +382,11 @@ class QueryBatcher(Generic[T]):
         self._waiting: deque[tuple[str, Future[T]]] = deque()
         self._lock = threading.Lock()
 
+    @property
+    def waiting(self) -> int:
+        """Number of queries that the next batch answers."""
+        return len(self._waiting)
+
     def __call__(self, query: str) -> T:
         mine: Future[T] = Future()
         self._waiting.append((query, mine))

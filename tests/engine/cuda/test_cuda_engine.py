@@ -6,7 +6,6 @@ import copy
 import gc
 import math
 import weakref
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,11 +17,12 @@ import transformers
 
 import tests.support.triton_interpreter  # noqa: F401  (before any kernel is imported)
 from groupwise.config.schema import EngineConfig
+from groupwise.engine import engine as engine_module
 from groupwise.engine import prefill
 from groupwise.engine.cuda import decode_attention, decode_loop
 from groupwise.engine.cuda import graph_runner as cuda_runner
-from groupwise.engine.cuda.decode_attention import StepState
-from groupwise.engine.cuda.fused_layers import _rotates_halves, fused_forward
+from groupwise.engine.cuda.decode_attention import DecodeLayout, StepState
+from groupwise.engine.cuda.fused_layers import fused_forward
 from groupwise.engine.cuda.graph_runner import can_be_captured
 from groupwise.engine.engine import Engine
 from groupwise.errors import InvariantError
@@ -100,12 +100,14 @@ def test_a_model_that_computes_something_else_is_not_fused(small_policy):
     assert fused_forward(small_policy) is None
 
 
-def test_families_that_turn_pairs_of_a_head_are_told_from_those_that_turn_halves():
-    families = {"llama": True, "qwen3": True, "mistral": True, "ernie4_5": False, "glm": False}
-    for family, halves in families.items():
-        module = import_module(f"transformers.models.{family}.modeling_{family}")
-        kind = next(value for name, value in vars(module).items() if name.endswith("Attention"))
-        assert _rotates_halves(kind.__new__(kind)) == halves, family
+@pytest.mark.parametrize(
+    ("family", "halves"),
+    [("llama", True), ("qwen3", True), ("mistral", True), ("ernie4_5", False), ("helium", False)],
+)
+def test_families_that_turn_pairs_of_a_head_are_told_from_those_that_turn_halves(family, halves, caplog):
+    caplog.set_level("INFO", logger="groupwise")
+    assert (fused_forward(policy_of(tiny_model(family))) is not None) == halves
+    assert ("interleaved rotary embeddings cannot be fused" in caplog.text) == (not halves)
 
 
 @pytest.mark.parametrize(
@@ -119,10 +121,17 @@ def test_every_kind_of_sampling_draws_the_same(small_policy, sampling):
 def test_long_prompts_and_answers_are_read_in_parts(small_policy, monkeypatch):
     for name, value in {"PROMPT_BLOCK": 4, "LEAST": 4, "BLOCK": 4}.items():
         monkeypatch.setattr(decode_attention, name, value)
-    gpu, _ = both(small_policy, requests((24, 5), (2, 1)), Sampling(max_tokens=7), block_size=4)
-    assert gpu.graph_runner is not None
-    assert {built.own_splits for built in gpu.graph_runner._layouts} == {1, 4}
-    assert {built.splits for built in gpu.graph_runner._layouts} == {2}
+    built: list[DecodeLayout] = []
+    build = DecodeLayout.build
+
+    def recorded(*args: Any, **settings: Any) -> DecodeLayout:
+        built.append(build(*args, **settings))
+        return built[-1]
+
+    monkeypatch.setattr(DecodeLayout, "build", recorded)
+    both(small_policy, requests((24, 5), (2, 1)), Sampling(max_tokens=7), block_size=4)
+    assert {layout.own_splits for layout in built} == {1, 4}
+    assert {layout.splits for layout in built} == {2}
 
 
 @pytest.mark.parametrize(
@@ -188,13 +197,23 @@ def test_a_second_call_reuses_the_runner_and_sees_changed_weights(small_policy):
     ],
 )
 def test_the_cache_is_sized_by_what_is_free_and_kept_when_little_is_to_gain(
-    small_policy, held, free, most, blocks
+    small_policy, held, free, most, blocks, monkeypatch
 ):
-    engine = EmulatedGPUEngine(small_policy, EngineConfig())
-    engine._affordable_blocks = lambda: free  # type: ignore[method-assign]
+    engine = EmulatedGPUEngine(small_policy, EngineConfig(block_size=4))
+    monkeypatch.setattr(engine, "affordable_blocks", lambda: free)
     if held:
         engine.graph_runner = SimpleNamespace(capacity=SimpleNamespace(blocks=held))  # type: ignore[assignment]
-    assert engine._fitting(most, least=10) == blocks
+
+    class Sized(Exception):
+        """The size of the cache, before anything is computed."""
+
+    def sized(count: int, *, block_size: int) -> None:
+        raise Sized(count)
+
+    monkeypatch.setattr(engine_module, "BlockPool", sized)
+    # The prompt and each completion take 5 blocks, so one completion needs 10.
+    with pytest.raises(Sized, match=f"^{blocks}$"):
+        engine.generate(requests((20,), ((most - 5) // 5,)), Sampling(max_tokens=20))
 
 
 def test_adapters_are_folded_into_copies_and_the_weights_are_not_touched(small_policy):

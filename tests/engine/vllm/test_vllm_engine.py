@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,14 @@ from groupwise.config import read_config
 from groupwise.config.schema import EngineConfig, LoraConfig, ModelConfig, ToolsConfig
 from groupwise.engine.engine import Engine
 from groupwise.engine.vllm import vllm_client, vllm_engine
-from groupwise.engine.vllm.vllm_client import MIN_ROUNDING
+from groupwise.engine.vllm.vllm_client import MIN_ROUNDING, VllmServer
 from groupwise.engine.vllm.vllm_engine import VllmEngine
 from groupwise.errors import ConfigError, InvariantError
 from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sampling
-from groupwise.rollout.collect import Tools, collect
+from groupwise.rollout.collect import collect
+from groupwise.rollout.tool_rollouts import Tools
 from groupwise.seeds import derive_seed
 from groupwise.tasks import UserFunctions
 from groupwise.training import train
@@ -96,25 +96,28 @@ def test_a_conversation_goes_on_as_soon_as_its_tools_are_done(
     """The first member's turn arrives only after another member has asked for its second turn."""
     engine = engine_for(policy, tmp_path, server)
     monkeypatch.setattr(vllm_engine, "TOOL_CHECK_SECONDS", 60.0)  # results of tools wake the engine
-    asked, second_turn, first = engine._group, threading.Event(), threading.Lock()
+    request, second_turn, first = VllmServer.request, threading.Event(), threading.Lock()
     prompts: list[int] = []
     met: list[bool] = []
 
-    def held(request: Request, sampling: Sampling) -> list[Completion]:
-        prompts.append(len(request.prompt))
-        answer = asked(request, sampling)
-        if len(request.prompt) > min(prompts):
+    def held(server: VllmServer, path: str, body: Any = None, **options: Any) -> Any:
+        answer = request(server, path, body, **options)
+        if path != "/v1/completions" or "return_token_ids" not in body:
+            return answer
+        prompts.append(len(body["prompt"]))
+        if prompts[-1] > min(prompts):
             second_turn.set()
         elif first.acquire(blocking=False):
             met.append(second_turn.wait(10))
-        return [replace(one, finish="stop") for one in answer]  # no turn is cut off
+        choices = [{**choice, "finish_reason": "stop"} for choice in answer["choices"]]
+        return {**answer, "choices": choices}  # no turn is cut off
 
     def look(query: str) -> str:
         """Look something up."""
         time.sleep(0.05)
         return query
 
-    monkeypatch.setattr(engine, "_group", held)
+    monkeypatch.setattr(VllmServer, "request", held)
     with engine.ready():
         (group,) = collect(
             [gw.Example({"q": "a"})],

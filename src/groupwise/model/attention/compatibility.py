@@ -75,7 +75,7 @@ DIFFERS = "computes something that packed attention does not"
 
 def _difference_to_packed(model: Any, exact: Any, tokens_T: Tensor, limit: float, *, own: str) -> str | None:
     """Switch both models to packed attention; return how it differs from their own, None if it does not."""
-    if obstacle := _unpackable(model.config.get_text_config()):
+    if obstacle := unpackable_reason(model.config.get_text_config()):
         return obstacle
     exact.set_attn_implementation(own)
     reference_TV = _unpacked_logits(exact, tokens_T)
@@ -110,8 +110,8 @@ SPARSE = ("index_topk", "index_topk_blocks", "compress_rates")
 """Settings of attention that skips keys beyond a length, which short rows do not show."""
 
 
-def _unpackable(config: Any) -> str | None:
-    """Return what a config says of layers that packed attention cannot compute."""
+def unpackable_reason(config: Any) -> str | None:
+    """Return why packed attention cannot compute the layers of this config; None if the config allows it."""
     kinds = set(getattr(config, "layer_types", None) or ()) - PACKED_LAYERS
     if kinds:
         return f"has layers of kind {', '.join(sorted(kinds))}"
