@@ -136,7 +136,7 @@ def train(
     config, loaded, functions, run = prepare(task, resume, settings)
     from groupwise.training import train as run_training
 
-    return result_of(run_training(config, resume=run, task=loaded, functions=functions))
+    return result_of(run_training(config, resume=run, task=loaded, functions=functions), functions)
 
 
 def evolve(
@@ -153,7 +153,7 @@ def evolve(
     config = replace(config, run=replace(config.run, kind="evolve"))
     from groupwise.evolution.evolve_run import evolve as run_search
 
-    return result_of(run_search(config, resume=run, task=loaded, functions=functions))
+    return result_of(run_search(config, resume=run, task=loaded, functions=functions), functions)
 
 
 def prepare(
@@ -179,10 +179,10 @@ def prepare(
     return config, loaded, use_functions(config, functions), folder
 
 
-def result_of(folder: Path) -> RunResult:
+def result_of(folder: Path, functions: UserFunctions) -> RunResult:
     from groupwise.run_result import RunResult
 
-    return RunResult(folder)
+    return RunResult(folder, logits_processor=functions.logits_processor)
 
 
 def with_task(config: Config, task: Task | str) -> tuple[Config, Task]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -37,8 +37,12 @@ Prompt = str | Sequence[Message]
 class RunResult(os.PathLike[str]):
     """What `gw.train` returns. It also stands for the path of the run's folder wherever one is expected."""
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], *, logits_processor: Callable[..., Any] | None = None
+    ) -> None:
+        """`logits_processor`: the sampling rule of the run, if it cannot be imported by its name."""
         self._run = RunFolder.open(Path(folder))
+        self._logits_processor = logits_processor
 
     @property
     def folder(self) -> Path:
@@ -108,7 +112,11 @@ class RunResult(os.PathLike[str]):
     def _engine(self) -> Engine:
         from groupwise.engine.engine import Engine
         from groupwise.model.grammar import compiled_grammar
+        from groupwise.tasks.user_code import load_function
 
+        if (name := self.config.rollout.logits_processor) is not None:
+            rule = self._logits_processor or load_function("rollout.logits_processor", name)
+            self.policy.use_logits_processor(name, rule)
         self.policy.grammar = compiled_grammar(self.config, self.policy, self.policy.end_tokens)
         return Engine(self.policy, replace(self.config.engine, kind="own"))
 
@@ -122,8 +130,6 @@ class RunResult(os.PathLike[str]):
         seed: int = 0,
     ) -> Any:
         """Answer prompts with the trained policy: a string for each, or `samples` strings for each.
-
-        A `rollout.logits_processor` of the run is not applied.
 
         A prompt is a string or a list of messages, as a task gives it. A single prompt gets a single answer.
         Sampling is greedy unless a temperature is given; the rest is as in training.

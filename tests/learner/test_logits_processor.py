@@ -105,5 +105,16 @@ def test_a_run_samples_and_trains_by_the_rule(tmp_path):
     result = gw.train("countdown", logits_processor=no_digit_seven, run_name="run", **settings)
     assert not any("7" in text for text in result.rollouts()["text"])
     assert result.metrics["policy/gap"].dropna().max() < 1e-4
+    question = "Numbers: 7, 7, 77. Target: 7."
+    assert "7" in "".join(probe.generate([question], samples=8, temperature=1.0)[0])
+    for opened in (result, gw.RunResult(result.folder)):  # the second imports the rule by its name
+        assert "7" not in "".join(opened.generate([question], samples=8, temperature=1.0)[0])
     with pytest.raises(gw.ConfigError, match=r"requires groupwise's own engine; set engine\.kind=own"):
         gw.train("countdown", logits_processor=no_digit_seven, engine={"kind": "vllm"}, **settings)
+
+
+def test_a_rule_is_refused_on_a_gpu(monkeypatch):
+    policy = policy_of(small_model())
+    monkeypatch.setattr(type(policy), "device", torch.device("cuda"))
+    with pytest.raises(gw.ConfigError, match=r"which a CUDA graph cannot; set model\.device=cpu"):
+        policy.use_logits_processor("mine", rule)

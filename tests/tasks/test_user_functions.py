@@ -199,8 +199,8 @@ def test_functions_are_named_by_where_they_can_be_imported_from(own_module):
         ("none.py:plain", "algo.loss: there is no file none.py"),
         (
             "python:<lambda>",
-            "algo.loss: <lambda> was defined in Python and cannot be imported: resume it from Python with "
-            "groupwise.train(task, resume=RUN, loss=…)",
+            "algo.loss: <lambda> was defined in Python and cannot be imported: resume the run from Python "
+            "with groupwise.train(task, resume=RUN, loss=…)",
         ),
     ],
 )
@@ -274,7 +274,7 @@ def test_a_function_of_a_notebook_is_recorded_and_resumed_from_python_only(tmp_p
     name = read_config(Path(run) / "config.yaml").algo.loss
     assert name.startswith("python:test_a_function_of_a_notebook")
     with pytest.raises(
-        gw.ConfigError, match=r"resume it from Python with groupwise\.train\(task, resume=RUN"
+        gw.ConfigError, match=r"resume the run from Python with groupwise\.train\(task, resume=RUN"
     ):
         gw.train(TASK, resume=run, max_steps=2)
     gw.train(TASK, resume=run, loss=own, max_steps=2)

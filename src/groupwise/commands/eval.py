@@ -384,9 +384,7 @@ def load_target(target: Target, config: Config) -> tuple[Policy, Engine]:
 
     policy = load_policy(config.model, replace(config.lora, r=target.rank), trained=target.trained)
     if (name := config.rollout.logits_processor) is not None:
-        from groupwise.model.ops.logits import LogitsProcessor
-
-        policy.logits_processor = LogitsProcessor(name, load_function("rollout.logits_processor", name))
+        policy.use_logits_processor(name, load_function("rollout.logits_processor", name))
     policy.grammar = compiled_grammar(config, policy, policy.end_tokens)
     return policy, Engine(policy, config.engine)
 

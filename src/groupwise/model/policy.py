@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from groupwise.errors import ConfigError
 from groupwise.files import let_read, sign_weights
 from groupwise.model.adapters.lora import base_of, effective_weight, is_adapted
 from groupwise.model.adapters.quantization import is_quantized
@@ -66,6 +67,15 @@ class Policy(TokenizerCodec):
         """A grammar that completions must match, for the sampler and the trained log-probabilities."""
         self.version = 0
         """Incremented by every update; external engines compare it to detect stale weights."""
+
+    def use_logits_processor(self, name: str, function: Callable[..., Any]) -> None:
+        """Apply a sampling rule of the user; `name` stands for it in messages."""
+        if self.device.type != "cpu":
+            raise ConfigError(
+                "rollout.logits_processor runs Python code at every token, which a CUDA graph cannot; set "
+                "model.device=cpu"
+            )
+        self.logits_processor = LogitsProcessor(name, function)
 
     @property
     def has_sampling_rules(self) -> bool:

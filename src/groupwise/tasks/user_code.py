@@ -175,8 +175,8 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
     if module_name == IN_PYTHON:
         keyword = next((key for key, full in KEYWORDS.items() if full == setting), "callbacks")
         raise ConfigError(
-            f"{setting}: {attribute} was defined in Python and cannot be imported: resume it from Python "
-            f"with groupwise.train(task, resume=RUN, {keyword}=…)"
+            f"{setting}: {attribute} was defined in Python and cannot be imported: resume the run from "
+            f"Python with groupwise.train(task, resume=RUN, {keyword}=…)"
         )
     if module_name.endswith(".py"):
         path = Path(module_name).expanduser()

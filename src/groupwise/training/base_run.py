@@ -29,7 +29,6 @@ from groupwise.learner.teacher import SELF, ModelTeacher, SelfTeacher, ServerTea
 from groupwise.model.device import CPUThreads, deterministic_kernels, device_of, free_memory
 from groupwise.model.grammar import compiled_grammar, rollout_grammar
 from groupwise.model.load import load_for_generation, load_policy, load_reward_models
-from groupwise.model.ops.logits import LogitsProcessor
 from groupwise.model.policy import Policy
 from groupwise.model.resolve import model_folder
 from groupwise.parallel.processes import DIVIDING, Processes, as_launched, divide, layout_of
@@ -382,14 +381,8 @@ def use_sampling_rules(policy: Policy, config: Config, functions: UserFunctions)
     """Give the grammar and the user's sampling rule to the policy. Sampler and trainer read them there."""
     policy.grammar = compiled_grammar(config, policy, policy.end_tokens)
     rule, name = functions.logits_processor, config.rollout.logits_processor
-    if rule is None or name is None:
-        return
-    if policy.device.type != "cpu":
-        raise ConfigError(
-            "rollout.logits_processor runs Python code at every token, which a CUDA graph cannot; set "
-            "model.device=cpu"
-        )
-    policy.logits_processor = LogitsProcessor(name, rule)
+    if rule is not None and name is not None:
+        policy.use_logits_processor(name, rule)
 
 
 def check_single_turn(config: Config, *, multi_turn: bool) -> None:
