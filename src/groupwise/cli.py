@@ -76,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if (context := help_context(sys.argv[1:] if arguments is None else arguments)) is not None:
             typer.echo(context.get_help())
+            sys.stdout.flush()
             return 0
         gc.enable()  # `__main__` disables it while modules are imported
         code = app(args=arguments, prog_name="groupwise", standalone_mode=False)
@@ -89,6 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.code  # rank 0 prints the message
     except (KeyboardInterrupt, typer.Abort):
         return 130
+    except BrokenPipeError:  # the reader of the output is gone, as in `groupwise --help | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return code if isinstance(code, int) else 0
 
 

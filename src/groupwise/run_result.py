@@ -106,15 +106,23 @@ class RunResult(os.PathLike[str]):
         from groupwise.model.load import load_for_generation
 
         named = find_named(str(self.folder), ())
-        return load_for_generation(named.config.model, rank=named.target.rank, trained=named.target.trained)
+        model = named.config.model
+        if self.config.rollout.logits_processor is not None:
+            model = replace(model, device="cpu")  # where sampling rules of the user run
+        return load_for_generation(model, rank=named.target.rank, trained=named.target.trained)
 
     @cached_property
     def _engine(self) -> Engine:
         from groupwise.engine.engine import Engine
         from groupwise.model.grammar import compiled_grammar
-        from groupwise.tasks.user_code import load_function
+        from groupwise.tasks.user_code import IN_PYTHON, load_function
 
         if (name := self.config.rollout.logits_processor) is not None:
+            if self._logits_processor is None and name.startswith(f"{IN_PYTHON}:"):
+                raise ConfigError(
+                    f"the sampling rule {name.partition(':')[2]} of {self.folder} was defined in Python: "
+                    "open the run with RunResult(folder, logits_processor=…)"
+                )
             rule = self._logits_processor or load_function("rollout.logits_processor", name)
             self.policy.use_logits_processor(name, rule)
         self.policy.grammar = compiled_grammar(self.config, self.policy, self.policy.end_tokens)

@@ -109,6 +109,10 @@ def test_a_run_samples_and_trains_by_the_rule(tmp_path):
     assert "7" in "".join(probe.generate([question], samples=8, temperature=1.0)[0])
     for opened in (result, gw.RunResult(result.folder)):  # the second imports the rule by its name
         assert "7" not in "".join(opened.generate([question], samples=8, temperature=1.0)[0])
+    nameless = gw.train("countdown", logits_processor=lambda *given: no_digit_seven(*given), **settings)
+    assert "7" not in "".join(nameless.generate([question], samples=8, temperature=1.0)[0])
+    with pytest.raises(gw.ConfigError, match=r"open the run with RunResult\(folder, logits_processor=…\)"):
+        gw.RunResult(nameless.folder).generate(question)
     with pytest.raises(gw.ConfigError, match=r"requires groupwise's own engine; set engine\.kind=own"):
         gw.train("countdown", logits_processor=no_digit_seven, engine={"kind": "vllm"}, **settings)
 

@@ -216,9 +216,9 @@ def evaluate_command(
     with ExitStack() as workers:
         jobs = [replace(job, task=workers.enter_context(isolated(job.task))) for job in jobs]
         with loading(f"PyTorch and {resolved.description}"):
-            policy, engine = load_target(resolved, settings(resolved, overrides).resolve())
-        from groupwise.model.load import load_reward_models
+            from groupwise.model.load import load_reward_models
 
+        policy, engine = load_target(resolved, settings(resolved, overrides).resolve())
         for job in jobs:
             load_reward_models(job.task.rewards, policy.device)
         return [

@@ -14,7 +14,7 @@ Axes: T tokens, M hidden size, H query heads, K key heads, D head size, I inner 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -160,6 +160,13 @@ class FusedCPUForward:
             for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down):
                 matrix.refresh()
 
+    @property
+    def matrices(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """The weights and biases that `hidden` multiplies by."""
+        for layer in self._layers:
+            for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                yield matrix.weight, matrix.bias
+
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout) -> Tensor:
         """Return the last hidden states_TM of one packed row."""
         own_TS = self._own(layout)
@@ -216,18 +223,33 @@ def fused_cpu_forward(policy: Policy, members: LoRABank | None = None) -> FusedC
         return None
 
 
-def keeps_bits(policy: Policy, *, threads: int) -> bool:
-    """Whether this policy generates and trains with the same bits on so many threads as on all.
+SUMMED_BY_SEVERAL = 32_768
+"""Elements from which torch divides the sum of one row among its threads, and so rounds differently."""
+MOST_COMPARED = 50_000_000
+"""Parameters of the largest model whose products are compared; that takes a second or two."""
 
-    Only the fused forward pass computes its products by `repeatable_linear`.
+
+def keeps_bits(policy: Policy, *, threads: int) -> bool:
+    """Whether this policy generates and trains with the same bits on one thread as on two.
+
+    True only where this was established: the fused forward pass and the update compute all products of few
+    rows by `repeatable_linear`, all weights are trained, and no sum over a vocabulary is divided. More than
+    two threads divide the work in further ways.
     """
+    vocabulary = policy.head_weight.shape[0]
+    size = sum(parameter.numel() for parameter in policy.model.parameters())
+    if torch.get_num_threads() != 2 or threads != 1 or policy.has_adapter:
+        return False
+    if vocabulary >= SUMMED_BY_SEVERAL or size > MOST_COMPARED:
+        return False
     with policy.in_eval_mode():
-        if fused_cpu_forward(policy) is None:
-            return False
-    layers = [base_of(layer) for layer in policy.model.modules() if isinstance(layer, nn.Linear)]
-    shapes = {(layer.out_features, layer.in_features) for layer in layers}
-    vocabulary, width = policy.head_weight.shape
-    return products_keep_bits({*shapes, (vocabulary, width)}, threads=threads)
+        fused = fused_cpu_forward(policy)
+    if fused is None:
+        return False
+    single = [(layer.weight, layer.bias) for layer in policy.model.modules() if isinstance(layer, nn.Linear)]
+    shapes = {(weight.shape, bias is None): (weight, bias) for weight, bias in [*fused.matrices, *single]}
+    with torch.no_grad():
+        return products_keep_bits([*shapes.values(), (policy.head_weight, None)], threads=threads)
 
 
 class Runner:

@@ -2,7 +2,7 @@
 
 The threads of a matrix product wait for each other, and so for other busy processes. On two cores, with one
 other process busy, two threads draw a third of what one thread alone draws. `CPUThreads` uses fewer threads
-then, but only where the products keep their bits: a run is to be repeatable.
+then, but only where the results keep their bits: a run is to be repeatable.
 """
 
 from __future__ import annotations
@@ -156,6 +156,8 @@ class CPUThreads:
 
     def __init__(self, keeps_bits: Callable[[int], bool]) -> None:
         self._threads, self._cores = torch.get_num_threads(), our_cores()
+        # The first call also stops MKL from choosing the number by itself, so it must not come later.
+        torch.set_num_threads(self._threads)
         self._keeps_bits = cache(keeps_bits)
         self._before = self._used()
         self._noticed = False
@@ -175,7 +177,8 @@ class CPUThreads:
         self._before = now
         threads = uncontended_threads(others, threads=self._threads, cores=cores)
         adapts = threads == self._threads or self._keeps_bits(threads)
-        torch.set_num_threads(threads if adapts else self._threads)
+        if adapts and threads != torch.get_num_threads():
+            torch.set_num_threads(threads)
         if threads == self._threads or self._noticed:
             return None
         self._noticed = True
@@ -210,7 +213,7 @@ def used(proc: Path = PROC, *, cores: frozenset[int], pid: int) -> CPUUsage | No
 
 
 def ticks_of_family(proc: Path, pid: int) -> int:
-    """Return the CPU time of a process and its descendants."""
+    """Return the CPU time of a process and its descendants, those that have ended included."""
     ticks, children = {}, dict[int, list[int]]()
     for stat in proc.glob("[0-9]*/stat"):
         try:
@@ -218,7 +221,7 @@ def ticks_of_family(proc: Path, pid: int) -> int:
         except OSError:
             continue  # the process has ended
         number, parent = int(stat.parent.name), int(fields[1])
-        ticks[number] = int(fields[11]) + int(fields[12])
+        ticks[number] = sum(map(int, fields[11:15]))  # its own time, then that of its ended children
         children.setdefault(parent, []).append(number)
     family = [pid]
     for member in family:
@@ -231,7 +234,7 @@ def cores_of_others(before: CPUUsage | None, after: CPUUsage | None) -> float | 
     if before is None or after is None or after.clock < before.clock + MEASURING_SECONDS:
         return None
     everyone, own = after.everyone - before.everyone, after.own - before.own
-    return (everyone - own) / (after.clock - before.clock)
+    return max(0.0, everyone - own) / (after.clock - before.clock)
 
 
 def uncontended_threads(others: float, *, threads: int, cores: int) -> int:
@@ -261,44 +264,46 @@ def repeatable_linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) ->
     """Return x Wᵀ + b with the same bits from one thread as from two.
 
     MKL gives each thread a multiple of 4 rows, and has another kernel for fewer than 4, which rounds
-    differently. Of 5 to 11 rows, two threads compute the last 1 to 3 by that kernel, but one thread does
-    not. Two products of these parts do the same with any number of threads.
+    differently. Of 5 to 11 rows, two threads would compute the last 1 to 3 by that kernel, but one thread
+    would not. Rows of zeros make them a multiple of 4.
     """
-    rows, rest = len(x_NI), len(x_NI) % 4
-    if not (4 < rows < 12 and rest) or x_NI.device.type != "cpu" or x_NI.dtype != torch.float32:
+    rows, missing = len(x_NI), -len(x_NI) % 4
+    if not (4 < rows < 12 and missing) or x_NI.device.type != "cpu" or x_NI.dtype != torch.float32:
         return torch.nn.functional.linear(x_NI, weight_OI, bias_O)
-    first_NO = torch.nn.functional.linear(x_NI[:-rest], weight_OI, bias_O)
-    # One row alone would have a kernel of its own.
-    last_NO = torch.nn.functional.linear(x_NI[-max(rest, 2) :], weight_OI, bias_O)
-    return torch.cat([first_NO, last_NO[-rest:]])
+    padded_NI = torch.nn.functional.pad(x_NI, (0, 0, 0, missing))
+    return torch.nn.functional.linear(padded_NI, weight_OI, bias_O)[:rows]
 
 
 COMPARED_ROWS = (*range(1, 18), 64, 384)
 COMPARED_TOKENS = 1024
 
 
-def products_keep_bits(shapes: Iterable[tuple[int, int]], *, threads: int) -> bool:
-    """Whether float32 products with weights [O, I] have the same bits with so many threads as with all.
+def products_keep_bits(weights: Iterable[tuple[Tensor, Tensor | None]], *, threads: int) -> bool:
+    """Whether float32 products with these weights and biases have the same bits with so many threads.
 
     Compares those of generation, with few rows and many, and those of an update.
     """
     generator, all_threads = torch.Generator().manual_seed(0), torch.get_num_threads()
 
-    def products(x_TI: Tensor, weight_OI: Tensor, gradient_TO: Tensor) -> Iterator[Tensor]:
+    def products(
+        x_TI: Tensor, gradient_TO: Tensor, weight_OI: Tensor, bias_O: Tensor | None
+    ) -> Iterator[Tensor]:
         for rows in COMPARED_ROWS:
-            yield repeatable_linear(x_TI[:rows], weight_OI, None)
+            yield repeatable_linear(x_TI[:rows], weight_OI, bias_O)
+            yield repeatable_linear(gradient_TO[:rows], weight_OI.T, None)
         yield x_TI @ weight_OI.T
         yield gradient_TO @ weight_OI
         yield gradient_TO.T @ x_TI
 
     try:
-        for outputs, inputs in set(shapes):
-            sizes = ((COMPARED_TOKENS, inputs), (outputs, inputs), (COMPARED_TOKENS, outputs))
-            operands = [torch.randn(size, generator=generator) for size in sizes]
+        for weight_OI, bias_O in weights:
+            outputs, inputs = weight_OI.shape
+            x_TI = torch.randn(COMPARED_TOKENS, inputs, generator=generator)
+            gradient_TO = torch.randn(COMPARED_TOKENS, outputs, generator=generator)
             torch.set_num_threads(all_threads)
-            expected = list(products(*operands))
+            expected = list(products(x_TI, gradient_TO, weight_OI, bias_O))
             torch.set_num_threads(threads)
-            if not all(map(torch.equal, products(*operands), expected)):
+            if not all(map(torch.equal, products(x_TI, gradient_TO, weight_OI, bias_O), expected)):
                 return False
     finally:
         torch.set_num_threads(all_threads)

@@ -13,10 +13,9 @@ Axes: N rows, W words of 32 tokens.
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError
+from groupwise.model.device import our_cores
 from groupwise.model.tokenizer import TokenizerCodec
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ class GrammarTokens:
         self.limits = LLParserLimits(
             max_grammar_size=LARGEST_GRAMMAR, max_lexer_states=MOST_LEXER_STATES, verbose_errors=False
         )
-        self.threads = max(1, min(MOST_THREADS, (os.cpu_count() or 1) * 3 // 4))
+        self.threads = max(1, min(MOST_THREADS, len(our_cores()) * 3 // 4))
         self._workers = ThreadPoolExecutor(self.threads, thread_name_prefix="grammar")
         self._local = threading.local()
 
@@ -248,8 +248,10 @@ class GrammarTokens:
             for share in rows.values():
                 compute(share)
             return
-        for done in [self._workers.submit(compute, share) for share in rows.values()]:
-            done.result()
+        shares = [self._workers.submit(compute, share) for share in rows.values()]
+        wait(shares)  # all of them, also if one fails: they write into the same masks
+        for share in shares:
+            share.result()
 
     def advance(self, rows: Sequence[tuple[GrammarState, int, int]], masks_SW: NDArray[np.int32]) -> None:
         """Add a token to each state and compute its next mask. A row: state, slot of the mask, token."""
@@ -266,7 +268,8 @@ class GrammarTokens:
 
     def _check_tokens(self, codec: TokenizerCodec) -> None:
         """Raise GrammarError if llguidance reads other text from tokens than the model's tokenizer does."""
-        tokens = codec.tokenizer.encode(PROBE, add_special_tokens=False)
+        encoded = codec.tokenizer.encode(PROBE, add_special_tokens=False)
+        tokens = [token for token in encoded if token != codec.tokenizer.unk_token_id]
         text, read = codec.decode(tokens), self.tokenizer.decode_bytes(tokens)
         # A sentencepiece tokenizer drops the space that it puts before a text.
         if read.decode("utf-8", "replace").strip() != text.strip():

@@ -86,7 +86,6 @@ class BaseRun(ABC):
         control = RunControl(config, start.folder.path)
         self.callbacks = Callbacks(callbacks, control, leader=self.processes.leader)
         self.state = start.state
-        threads = CPUThreads(self._keeps_bits)  # measures the load while the model is loaded
         with ExitStack() as resources:
             resources.push(start.withdraw_after)
             resources.enter_context(start.lock)
@@ -100,6 +99,10 @@ class BaseRun(ABC):
             # Free memory may differ between processes: all use the leader's choice.
             config, recomputing = self.processes.gather((config, recomputing))[0]
             self.config = config
+            alone = device_of(config.model.device).type == "cpu" and self.processes.count == 1
+            self.threads = CPUThreads(self._keeps_bits) if alone else None
+            if self.threads is not None:
+                resources.callback(self.threads.restore)
             self.state = replace(self.state, settings=asdict(config))
             self.recorder = self._open_recorder(title)
             resources.callback(self.recorder.close)
@@ -129,8 +132,6 @@ class BaseRun(ABC):
             self.resources = resources.pop_all()
         self.stopping = False
         """Whether a process received a request to stop. All processes have the same value after each step."""
-        self.threads = threads if self.policy.device.type == "cpu" and not launched else None
-        self.resources.callback(threads.restore)
         self.clock = time.monotonic()
 
     def _open_recorder(self, title: str) -> Recorder:
@@ -254,9 +255,16 @@ class BaseRun(ABC):
             self.recorder.say(notice)
 
     def _keeps_bits(self, threads: int) -> bool:
-        """Whether the run computes the same bits with so many threads. Unknown engines and models may not."""
+        """Whether the run computes the same bits with so many threads. Code and models of others may not."""
         rewards = () if self.task is None else self.task.rewards.values()
-        unknown = self.engine_maker is not None or any(isinstance(reward, RewardModel) for reward in rewards)
+        unknown = (
+            self.engine_maker is not None
+            or self.callbacks.present
+            or self.policy.logits_processor is not None
+            or ":" in self.config.algo.loss
+            or self.config.algo.teacher not in (None, SELF)
+            or any(isinstance(reward, RewardModel) for reward in rewards)
+        )
         return not unknown and keeps_bits(self.policy, threads=threads)
 
     def evaluate(self, step: int) -> dict[str, float]:

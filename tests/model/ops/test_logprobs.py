@@ -146,7 +146,7 @@ class Largest(TorchDispatchMode):
 def test_logits_of_all_tokens_never_exist_at_once(
     frozen: bool, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens, vocabulary, width, chunk = 400, 300, 4, 10
+    tokens, vocabulary, width, chunk = 400, 300, 4, 12
     monkeypatch.setattr(logprobs, "CHUNK_LOGITS", chunk * vocabulary)
     hidden = torch.randn(tokens, width, requires_grad=True)
     weight = torch.randn(vocabulary, width, requires_grad=not frozen)

@@ -314,7 +314,7 @@ class GraphRunner:
     ) -> Callable[[], None]:
         key = (rows, parts, None if sampling is None else replace(sampling, stop=()), likely, penalized)
         if key not in self._graphs:
-            if len(self._graphs) >= MOST_GRAPHS:
+            if len(self._graphs) + len(self._samplers) >= MOST_GRAPHS:
                 torch.cuda.synchronize()
                 self.drop_graphs()
             layout = DecodeLayout.build(

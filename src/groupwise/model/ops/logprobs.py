@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.model.device import has_kernels
+from groupwise.model.device import has_kernels, repeatable_linear
 from groupwise.model.ops.logits import capped, chunks, float_logits, masked_logits, scaled_logits
 from groupwise.records import Sampling
 
@@ -92,7 +92,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 if capped_CV is not None:
                     probs_CV.mul_(capped_CV)
                     chosen_CM = chosen_CM * capped_CV.gather(1, tokens_N[part, None]).to(weight_VM.dtype)
-                expected_CM = probs_CV.to(weight_VM.dtype) @ weight_VM
+                expected_CM = repeatable_linear(probs_CV.to(weight_VM.dtype), weight_VM.T, None)
                 slope_NM[part] = (chosen_CM - expected_CM) / temperature
         if slope_NM is not None:
             ctx.save_for_backward(slope_NM)
@@ -134,7 +134,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 dlogits_CV.mul_(capped_CV)
             dlogits_CV = dlogits_CV.to(weight_VM.dtype)
             if dhidden is not None:
-                dhidden[part] = dlogits_CV @ weight_VM
+                dhidden[part] = repeatable_linear(dlogits_CV, weight_VM.T, None)
             if dweight is not None:
                 _add_product(dweight, dlogits_CV.T, hidden_NM[part])
             if dbias is not None:
