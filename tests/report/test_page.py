@@ -185,13 +185,30 @@ NAMELESS = """
 """
 
 
-@pytest.mark.parametrize("visit", SIZES.values(), ids=SIZES, indirect=True)
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.fixture(scope="module")
+def visits(browser: Any, address: str) -> Iterator[dict[tuple[str, str], Visit]]:
+    """Pages by size and run: opened once, as a reader does who goes from view to view."""
+    visits: dict[tuple[str, str], Visit] = {}
+    yield visits
+    for visit in visits.values():
+        visit.context.close()
+
+
 @pytest.mark.parametrize("run", ["learns", "hostile"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("view", VIEWS)
 def test_every_view_is_whole_legible_and_named_at_every_size(
-    visit: Visit, address: str, view: str, run: str
+    browser: Any, address: str, visits: dict[tuple[str, str], Visit], view: str, size: str, run: str
 ) -> None:
-    page = visit.open(f"{address}#{view}?run={run}")
+    if (size, run) in visits:
+        visit = visits[size, run]
+        visit.page.evaluate("hash => { location.hash = hash }", f"{view}?run={run}")
+    else:
+        width, theme = SIZES[size]
+        visit = visits[size, run] = Visit(browser, width=width, theme=theme)
+        visit.open(f"{address}#{view}?run={run}")
+    page = visit.page
+    page.wait_for_selector(f".view.{view}")
     page.wait_for_timeout(150)
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
     assert page.evaluate(CONTRAST) == []
@@ -199,6 +216,7 @@ def test_every_view_is_whole_legible_and_named_at_every_size(
     assert page.evaluate("window.hacked") is None
     assert page.locator("main img, main b:text-is('bold')").count() == 0
     assert all(url.startswith((address, "data:", "blob:")) for url in visit.asked)
+    assert visit.wrong == []
 
 
 # Curves
