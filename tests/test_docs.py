@@ -20,7 +20,7 @@ PAGES = {
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 }
 SECTIONS = {section.name: section for section in fields(Config)}
-FOREIGN = {"docs/from-the-seeds.md"}
+FOREIGN = {"docs/migrating.md"}
 """Pages that name files of other projects."""
 MADE = {"config.yaml", "train.yaml", "capitals.py", "even.py", "music.py"}
 """Files that users or runs make."""

@@ -24,16 +24,29 @@ from groupwise.commands.doctor import doctor
 from groupwise.commands.evolve import evolve
 from groupwise.commands.index import index_app
 from groupwise.commands.options import (
+    BatchSize,
+    Beta,
+    Data,
+    GroupSize,
+    LearningRate,
+    MaxTokens,
     NoTrackio,
+    NumEpochs,
     OutputDir,
     Overrides,
     ProjectName,
     RunName,
+    Seed,
     Target,
+    TaskName,
+    TaskOrOverrides,
+    Temperature,
     Track,
     check_names,
     loading,
+    model_option,
     settings_file,
+    train_option,
     with_task,
 )
 from groupwise.commands.runs import compare, report, runs, watch
@@ -61,8 +74,6 @@ OTHER = "Set any other setting as section.key=value, such as"
 app.add_typer(index_app, name="index", rich_help_panel=SETUP)
 
 config_option = partial(typer.Option, show_default=False, rich_help_panel="Configuration")
-model_option = partial(typer.Option, show_default=False, rich_help_panel="Model and task")
-train_option = partial(typer.Option, show_default=False, rich_help_panel="Training")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -191,12 +202,7 @@ def root(
 )
 def train(
     context: typer.Context,
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="TASK|SECTION.KEY=VALUE", help="Built-in task or Python file; settings to override."
-        ),
-    ] = None,
+    arguments: TaskOrOverrides = None,
     config: Annotated[
         Path | None, config_option(help="YAML file with settings, or a preset such as gsm8k-quick.")
     ] = None,
@@ -213,35 +219,28 @@ def train(
             help="tiny (built in), a Hugging Face model ID, or the folder of a model or LoRA adapter."
         ),
     ] = None,
-    task: Annotated[str | None, model_option(help="Built-in task; see `groupwise tasks`.")] = None,
-    data: Annotated[
-        str | None,
-        model_option(
-            help="Examples: a file (JSON, JSONL, CSV, Parquet), a Hugging Face dataset or a saved one."
-        ),
-    ] = None,
+    task: TaskName = None,
+    data: Data = None,
     max_examples: Annotated[
         int | None, model_option(help="Maximum number of training examples; 0: all.")
     ] = None,
     max_steps: Annotated[int | None, train_option(help="Number of training steps.")] = None,
-    num_epochs: Annotated[
-        int | None, train_option(help="Epochs over the training examples, instead of --max-steps.")
-    ] = None,
-    learning_rate: Annotated[float | None, train_option(help="AdamW learning rate.")] = None,
-    batch_size: Annotated[int | None, train_option(help="Prompts per step.")] = None,
+    num_epochs: NumEpochs = None,
+    learning_rate: LearningRate = None,
+    batch_size: BatchSize = None,
     gradient_accumulation_steps: Annotated[
         int | None, train_option(help="Multiply --batch-size by this.")
     ] = None,
-    group_size: Annotated[int | None, train_option(help="Completions per prompt.")] = None,
-    max_tokens: Annotated[int | None, train_option(help="Maximum completion length in tokens.")] = None,
-    temperature: Annotated[float | None, train_option(help="Sampling temperature.")] = None,
-    beta: Annotated[float | None, train_option(help="KL penalty coefficient; 0: no penalty.")] = None,
+    group_size: GroupSize = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    beta: Beta = None,
     lora_r: Annotated[int | None, train_option(help="LoRA rank; 0: full fine-tuning.")] = None,
     loss: Annotated[str | None, train_option(help="Loss: grpo, bnpo, dapo, …, or module:function.")] = None,
     advantage: Annotated[
         str | None, train_option(help="Advantage estimator: grpo, dr_grpo, …, or module:function.")
     ] = None,
-    seed: Annotated[int | None, train_option(help="Random seed.")] = None,
+    seed: Seed = None,
     skip_evaluation: Annotated[
         bool | None, train_option("--skip-evaluation", help="Skip all held-out evaluations.")
     ] = None,

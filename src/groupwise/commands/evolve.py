@@ -10,21 +10,33 @@ from typing import Annotated, Any
 import typer
 
 from groupwise.commands.options import (
+    BatchSize,
+    Beta,
+    Data,
+    GroupSize,
+    LearningRate,
+    MaxTokens,
     NoTrackio,
+    NumEpochs,
     OutputDir,
     ProjectName,
     RunName,
+    Seed,
+    TaskName,
+    TaskOrOverrides,
+    Temperature,
     Track,
     check_names,
     loading,
+    model_option,
     settings_file,
+    train_option,
     with_task,
 )
 from groupwise.config import Config, read_config
 from groupwise.errors import ConfigError
 from groupwise.tracking.run_folder import refuse_checkpoint
 
-model_option = partial(typer.Option, show_default=False, rich_help_panel="Model and task")
 search_option = partial(typer.Option, show_default=False, rich_help_panel="Search")
 
 SETTINGS = {
@@ -52,23 +64,13 @@ SHARED = (
 
 def evolve(
     context: typer.Context,
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="TASK|SECTION.KEY=VALUE", help="Built-in task or Python file; settings to override."
-        ),
-    ] = None,
+    arguments: TaskOrOverrides = None,
     config: Annotated[Path | None, model_option(help="YAML file with settings.")] = None,
     resume: Annotated[
         Path | None, model_option(metavar="RUN", help="Resume the search in this folder.")
     ] = None,
-    task: Annotated[str | None, model_option(help="Built-in task; see `groupwise tasks`.")] = None,
-    data: Annotated[
-        str | None,
-        model_option(
-            help="Examples: a file (JSON, JSONL, CSV, Parquet), a Hugging Face dataset or a saved one."
-        ),
-    ] = None,
+    task: TaskName = None,
+    data: Data = None,
     model: Annotated[
         str | None, model_option(help="tiny (built in), a Hugging Face model ID, or a folder.")
     ] = None,
@@ -94,27 +96,25 @@ def evolve(
             "--even-if-uncertain", help="Replace members even if the difference is not significant."
         ),
     ] = False,
-    max_steps: Annotated[int | None, search_option(help="Training steps per member.")] = None,
-    num_epochs: Annotated[
-        int | None, search_option(help="Epochs over the training examples, instead of --max-steps.")
-    ] = None,
+    max_steps: Annotated[int | None, train_option(help="Training steps per member.")] = None,
+    num_epochs: NumEpochs = None,
     max_examples: Annotated[
-        int | None, search_option(help="Maximum number of training examples; 0: all.")
+        int | None, train_option(help="Maximum number of training examples; 0: all.")
     ] = None,
-    learning_rate: Annotated[float | None, search_option(help="AdamW learning rate.")] = None,
-    batch_size: Annotated[int | None, search_option(help="Prompts per step.")] = None,
-    group_size: Annotated[int | None, search_option(help="Completions per prompt.")] = None,
-    max_tokens: Annotated[int | None, search_option(help="Maximum completion length in tokens.")] = None,
-    temperature: Annotated[float | None, search_option(help="Sampling temperature.")] = None,
-    beta: Annotated[float | None, search_option(help="KL penalty coefficient; 0: no penalty.")] = None,
+    learning_rate: LearningRate = None,
+    batch_size: BatchSize = None,
+    group_size: GroupSize = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    beta: Beta = None,
     tokens: Annotated[
         int | None, search_option(help="Stop after all members together have sampled this many tokens.")
     ] = None,
     target: Annotated[
         float | None, search_option(help="Stop when the best member reaches this accuracy.")
     ] = None,
-    lora_r: Annotated[int | None, search_option(help="LoRA rank.")] = None,
-    seed: Annotated[int | None, search_option(help="Random seed.")] = None,
+    lora_r: Annotated[int | None, train_option(help="LoRA rank.")] = None,
+    seed: Seed = None,
     output_dir: OutputDir = None,
     run_name: RunName = None,
     project_name: ProjectName = None,

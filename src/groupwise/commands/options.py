@@ -25,6 +25,32 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings to override.")
 ]
 
+TaskOrOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="TASK|SECTION.KEY=VALUE", help="Built-in task or Python file; settings to override."
+    ),
+]
+
+model_option = partial(typer.Option, show_default=False, rich_help_panel="Model and task")
+TaskName = Annotated[str | None, model_option(help="Built-in task; see `groupwise tasks`.")]
+Data = Annotated[
+    str | None,
+    model_option(help="Examples: a file (JSON, JSONL, CSV, Parquet), a Hugging Face dataset or a saved one."),
+]
+
+train_option = partial(typer.Option, show_default=False, rich_help_panel="Training")
+NumEpochs = Annotated[
+    int | None, train_option(help="Epochs over the training examples, instead of --max-steps.")
+]
+LearningRate = Annotated[float | None, train_option(help="AdamW learning rate.")]
+BatchSize = Annotated[int | None, train_option(help="Prompts per step.")]
+GroupSize = Annotated[int | None, train_option(help="Completions per prompt.")]
+MaxTokens = Annotated[int | None, train_option(help="Maximum completion length in tokens.")]
+Temperature = Annotated[float | None, train_option(help="Sampling temperature.")]
+Beta = Annotated[float | None, train_option(help="KL penalty coefficient; 0: no penalty.")]
+Seed = Annotated[int | None, train_option(help="Random seed.")]
+
 output_option = partial(typer.Option, show_default=False, rich_help_panel="Output and tracking")
 OutputDir = Annotated[str | None, output_option(help="Parent folder of all runs.")]
 RunName = Annotated[str | None, output_option(help="Name of the run's folder in --output-dir.")]

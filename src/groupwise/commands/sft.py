@@ -11,14 +11,17 @@ from typing import Annotated, Any
 import typer
 
 from groupwise.commands.options import (
+    LearningRate,
     NoTrackio,
     OutputDir,
     ProjectName,
     RunName,
+    Seed,
     Track,
     check_names,
     loading,
     settings_file,
+    train_option,
     with_task,
 )
 from groupwise.config import Config, read_config
@@ -28,7 +31,6 @@ from groupwise.errors import ConfigError
 from groupwise.tracking.run_folder import RunFolder
 
 data_option = partial(typer.Option, show_default=False, rich_help_panel="Configuration and data")
-train_option = partial(typer.Option, show_default=False, rich_help_panel="Training")
 
 SETTINGS = {
     "data": "sft.data",
@@ -87,7 +89,7 @@ def sft(
         int | None, train_option("--epochs", "--num-epochs", help="Epochs over the demonstrations.")
     ] = None,
     max_steps: Annotated[int | None, train_option(help="Number of steps, if --epochs is not given.")] = None,
-    learning_rate: Annotated[float | None, train_option(help="AdamW learning rate.")] = None,
+    learning_rate: LearningRate = None,
     max_length: Annotated[
         int | None, train_option(help="Maximum length of a demonstration in tokens.")
     ] = None,
@@ -98,7 +100,7 @@ def sft(
         int | None, train_option(help="Maximum completion length in held-out evaluations.")
     ] = None,
     lora_r: Annotated[int | None, train_option(help="LoRA rank; 0: full fine-tuning.")] = None,
-    seed: Annotated[int | None, train_option(help="Random seed.")] = None,
+    seed: Seed = None,
     output_dir: OutputDir = None,
     run_name: RunName = None,
     skip_evaluation: Annotated[

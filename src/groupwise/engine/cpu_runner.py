@@ -162,10 +162,11 @@ class FusedCPUForward:
 
     @property
     def matrices(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """The weights and biases that `hidden` multiplies by."""
+        """The weights and biases that `hidden` multiplies by, without those of members."""
         for layer in self._layers:
             for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down):
-                yield matrix.weight, matrix.bias
+                if isinstance(matrix, StackedWeight):
+                    yield matrix.weight, matrix.bias
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout) -> Tensor:
         """Return the last hidden states_TM of one packed row."""

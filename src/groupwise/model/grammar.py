@@ -248,10 +248,10 @@ class GrammarTokens:
             for share in rows.values():
                 compute(share)
             return
-        shares = [self._workers.submit(compute, share) for share in rows.values()]
-        wait(shares)  # all of them, also if one fails: they write into the same masks
-        for share in shares:
-            share.result()
+        submitted = [self._workers.submit(compute, share) for share in rows.values()]
+        wait(submitted)  # all of them, also if one fails: they write into the same masks
+        for done in submitted:
+            done.result()
 
     def advance(self, rows: Sequence[tuple[GrammarState, int, int]], masks_SW: NDArray[np.int32]) -> None:
         """Add a token to each state and compute its next mask. A row: state, slot of the mask, token."""
