@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 from pathlib import Path
@@ -31,70 +30,63 @@ def small_policy() -> Any:
 SLOW_FILES = (
     "training/test_kills.py",
     "evolution/test_evolve_run.py",
-    "test_compatibility.py",
-    "evaluate/test_eval_suite.py",
     "model/test_deepspeed_zero.py",
-    "engine/vllm/test_vllm_engine.py",
-    "engine/cuda/test_cuda_engine.py",
-    "parallel/test_processes.py",
-    "report/test_page.py",
-    "training/test_resume.py",
-    "test_combinations.py",
-    "serve/test_openai_server.py",
-    "test_installation.py",
-    "training/test_grpo_run.py",
-    "engine/serving/test_serving_engine.py",
-    "engine/test_token_masks.py",
-    "training/test_agent_runs.py",
-    "training/test_callbacks.py",
-    "training/test_damage.py",
-    "test_extending.py",
-    "evolution/test_population_features.py",
-    "engine/test_multi_lora.py",
-    "training/test_sft_run.py",
-    "model/test_remote_code.py",
-    "test_api.py",
-    "rollout/test_environment.py",
-    "gym/test_agent.py",
-    "report/test_static_report.py",
-    "evaluate/test_held_out.py",
-    "tasks/external/test_reasoning_gym_tasks.py",
-    "tasks/builtin/test_code_problems.py",
-    "learner/test_distillation.py",
-    "tasks/test_custom_tasks.py",
     "rewards/test_hostile_rewards.py",
-    "tasks/test_user_functions.py",
-    "tasks/builtin/test_search_qa.py",
-    "tasks/builtin/test_boxed_math.py",
-    "model/adapters/test_merge_adapters.py",
-    "serve/test_structured_output.py",
-    "model/adapters/test_lora.py",
-    "test_cli.py",
-    "model/test_general_path.py",
-    "learner/test_optimizer.py",
-    "retrieval/test_fetch.py",
-    "learner/test_constrained_rollouts.py",
-    "training/resources/test_prompt_lengths.py",
-    "report/test_watch_server.py",
-    "engine/test_engine.py",
-    "isolation/test_sandbox.py",
-    "rewards/test_llm_judge.py",
-    "model/test_model_families.py",
+    "parallel/test_processes.py",
+    "training/test_resume.py",
+    "engine/cuda/test_cuda_engine.py",
+    "training/test_damage.py",
+    "training/test_agent_runs.py",
+    "report/test_page.py",
+    "evaluate/test_eval_suite.py",
+    "serve/test_openai_server.py",
+    "test_compatibility.py",
     "serve/test_responses_api.py",
+    "model/test_remote_code.py",
+    "tasks/test_custom_tasks.py",
+    "test_api.py",
+    "training/test_grpo_run.py",
+    "engine/vllm/test_vllm_engine.py",
+    "engine/test_multi_lora.py",
+    "engine/serving/test_serving_engine.py",
     "evolution/test_ray_tune.py",
+    "evolution/test_population_features.py",
+    "report/test_static_report.py",
+    "training/test_sft_run.py",
+    "model/adapters/test_merge_adapters.py",
+    "test_cli.py",
+    "learner/test_optimizer.py",
+    "gym/test_agent.py",
+    "training/test_callbacks.py",
+    "rollout/test_environment.py",
+    "model/adapters/test_lora.py",
+    "training/resources/test_prompt_lengths.py",
+    "isolation/test_sandbox.py",
+    "tasks/builtin/test_search_qa.py",
+    "tasks/builtin/test_code_problems.py",
+    "tasks/external/test_reasoning_gym_tasks.py",
+    "report/test_watch_server.py",
+    "test_combinations.py",
+    "test_installation.py",
+    "learner/test_distillation.py",
+    "tasks/test_user_functions.py",
+    "retrieval/test_fetch.py",
+    "rewards/test_llm_judge.py",
+    "engine/test_engine.py",
+    "engine/test_token_masks.py",
+    "serve/test_structured_output.py",
+    "learner/test_constrained_rollouts.py",
+    "tasks/builtin/test_boxed_math.py",
+    "evaluate/test_held_out.py",
+    "model/test_general_path.py",
+    "test_extending.py",
+    "model/test_model_families.py",
 )
 """Files that start processes, train runs, interpret GPU kernels or open a browser, the longest first.
 
 `make test` starts with them, so that no worker begins a long file at the end. `make test-fast` leaves them
 out: they have the marker `slow`.
 """
-
-
-gc.disable()  # nothing collected becomes garbage; collections would take a third of the time
-
-
-def pytest_collection_finish() -> None:
-    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
