@@ -99,10 +99,7 @@ class BaseRun(ABC):
             # Free memory may differ between processes: all use the leader's choice.
             config, recomputing = self.processes.gather((config, recomputing))[0]
             self.config = config
-            alone = device_of(config.model.device).type == "cpu" and self.processes.count == 1
-            self.threads = CPUThreads(self._keeps_bits) if alone else None
-            if self.threads is not None:
-                resources.callback(self.threads.restore)
+            self.threads = self._cpu_threads(resources)
             self.state = replace(self.state, settings=asdict(config))
             self.recorder = self._open_recorder(title)
             resources.callback(self.recorder.close)
@@ -253,6 +250,14 @@ class BaseRun(ABC):
         """Use fewer threads while other processes need the cores, and say so the first time."""
         if self.threads is not None and (notice := self.threads.adapt()):
             self.recorder.say(notice)
+
+    def _cpu_threads(self, resources: ExitStack) -> CPUThreads | None:
+        """Return what adapts the number of threads: only for a single process on a CPU."""
+        if device_of(self.config.model.device).type != "cpu" or self.processes.count > 1:
+            return None
+        threads = CPUThreads(self._keeps_bits)
+        resources.callback(threads.restore)
+        return threads
 
     def _keeps_bits(self, threads: int) -> bool:
         """Whether the run computes the same bits with so many threads. Code and models of others may not."""
