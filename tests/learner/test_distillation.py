@@ -6,7 +6,7 @@ import copy
 import json
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
@@ -24,53 +24,25 @@ from groupwise.learner.teacher import (
     ModelTeacher,
     SelfTeacher,
     ServerTeacher,
-    Teacher,
     hints_for,
     shown_answer,
 )
 from groupwise.records import Group, Rollout, Sample, Sampling
-from tests.support.naive_update import Gradients, gradients, measure, naive_loss
+from tests.support.naive_update import measure
 from tests.support.process_groups import in_processes
 from tests.support.small_models import policy_of, tiny_tokenizer
 from tests.support.update_parity import (
     OPTIM,
     SAMPLING,
     assert_same_gradients,
+    demonstration,
+    gradient_of,
+    naive_gradient_with,
     policy_and_plain,
     settings,
     shaken,
     some_samples,
 )
-
-
-def gradient_of(policy: Any, samples: Sequence[Sample], algo: AlgoConfig, **changes: Any) -> Gradients:
-    """The gradient of one optimizer step on samples, demonstrations among them."""
-    teacher: Teacher | None = changes.pop("teacher", None)
-    optim = replace(OPTIM, **changes)
-    learner = Learner(policy, algo=algo, optim=optim, sampling=SAMPLING, max_steps=1, teacher=teacher)
-    seen: list[Gradients] = []
-    learner.optimizer.register_step_pre_hook(lambda *_: seen.append(gradients(policy.model)))
-    trained = [sample for sample in samples if sample.length]
-    learner.update(samples, sequences=len(trained), tokens=sum(sample.length for sample in trained))
-    return seen[0]
-
-
-def naive(plain: Any, samples: Sequence[Sample], algo: AlgoConfig, extra: Any) -> Gradients:
-    """The naive policy loss plus `extra`, a function of what the model measures."""
-    trained = [sample for sample in samples if sample.length]
-    now = measure(plain, trained, SAMPLING)
-    loss = naive_loss(
-        now,
-        old=[values.detach() for values in now.logprobs],
-        reference=None,
-        samples=trained,
-        algo=algo,
-        step_samples=trained,
-        minibatches=1,
-        max_tokens=SAMPLING.max_tokens,
-    )
-    (loss + extra(now)).backward()
-    return gradients(plain)
 
 
 def test_distilling_from_a_model_has_the_gradient_of_the_reverse_kl():
@@ -88,7 +60,7 @@ def test_distilling_from_a_model_has_the_gradient_of_the_reverse_kl():
         pairs = zip(now.logprobs, target, strict=True)
         return 0.3 * sum(((own - other).detach() * own).sum() for own, other in pairs) / tokens
 
-    wanted = naive(plain, samples, algo, distance)
+    wanted = naive_gradient_with(plain, samples, algo, distance)
     assert_same_gradients(gradient_of(policy, samples, algo, teacher=teacher), wanted)
 
 
@@ -119,24 +91,9 @@ def test_the_policy_teaches_itself_on_the_answers_that_have_a_hint():
         hinted = [own for own, one in zip(now.logprobs, samples, strict=True) if one.hint]
         return 0.5 * sum(((own - next(target)).detach() * own).sum() for own in hinted) / tokens
 
-    wanted = naive(plain, samples, algo, distance)
+    wanted = naive_gradient_with(plain, samples, algo, distance)
     got = gradient_of(policy, samples, algo, teacher=SelfTeacher(policy, SAMPLING))
     assert_same_gradients(got, wanted)
-
-
-def demonstration(group: int, prompt: Sequence[int], answer: Sequence[int], weight: float) -> Sample:
-    length = len(prompt) + len(answer)
-    return Sample(
-        tokens=(*prompt, *answer),
-        trained=(False,) * length,
-        logprobs=(0.0,) * length,
-        entropies=(0.0,) * length,
-        advantages=(0.0,) * length,
-        prefix=len(prompt),
-        group=group,
-        member=-1,
-        supervised=(0.0,) * len(prompt) + (weight,) * len(answer),
-    )
 
 
 @pytest.mark.parametrize("budget", [1, 45, 100_000])
@@ -157,7 +114,7 @@ def test_supervised_tokens_add_their_cross_entropy_at_temperature_1(budget):
                     total = total - weight * logprobs[place - 1, one.tokens[place]]
         return total
 
-    wanted = naive(plain, samples, algo, cross_entropy)
+    wanted = naive_gradient_with(plain, samples, algo, cross_entropy)
     assert_same_gradients(gradient_of(policy, samples, algo, micro_batch_tokens=budget), wanted)
 
 
@@ -235,16 +192,16 @@ def test_failed_answers_are_shown_the_first_best_one_of_their_group(small_policy
 
 
 class Scorer(BaseHTTPRequestHandler):
-    """Answers as a vLLM server does: the log-probability of token t in a prompt is -t / 100."""
+    """Answers as servers of completions do: the log-probability of token t in a prompt is -t / 100."""
 
     def do_GET(self) -> None:
         self.answer({"data": [{"id": "teacher"}]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert (body["model"], body["prompt_logprobs"]) == ("teacher", 0)
-        scores = [None, *({str(t): {"logprob": -t / 100}} for t in body["prompt"][1:])]
-        self.answer({"choices": [{"prompt_logprobs": scores}]})
+        assert (body["model"], body["echo"], body["logprobs"]) == ("teacher", True, 1)
+        scores = [None, *(-t / 100 for t in body["prompt"][1:]), -9.0]
+        self.answer({"choices": [{"logprobs": {"token_logprobs": scores}}]})
 
     def answer(self, content: Any) -> None:
         self.send_response(200)

@@ -13,6 +13,7 @@ import torch
 
 from groupwise.config.schema import AlgoConfig, OptimConfig
 from groupwise.learner.learner import Learner, split_groups
+from groupwise.learner.teacher import Teacher
 from groupwise.model.ops.checkpointing import recompute_layers
 from groupwise.model.policy import Policy
 from groupwise.records import Sample, Sampling
@@ -142,6 +143,51 @@ def naive_gradients(
             optimizer.step()
             optimizer.zero_grad()
     return seen
+
+
+def gradient_of(policy: Policy, samples: Sequence[Sample], algo: AlgoConfig, **changes: Any) -> Gradients:
+    """The gradient of one optimizer step on samples, demonstrations among them."""
+    teacher: Teacher | None = changes.pop("teacher", None)
+    optim = replace(OPTIM, **changes)
+    learner = Learner(policy, algo=algo, optim=optim, sampling=SAMPLING, max_steps=1, teacher=teacher)
+    seen: list[Gradients] = []
+    learner.optimizer.register_step_pre_hook(lambda *_: seen.append(gradients(policy.model)))
+    trained = [sample for sample in samples if sample.length]
+    learner.update(samples, sequences=len(trained), tokens=sum(sample.length for sample in trained))
+    return seen[0]
+
+
+def naive_gradient_with(plain: Any, samples: Sequence[Sample], algo: AlgoConfig, extra: Any) -> Gradients:
+    """The naive policy loss plus `extra`, a function of what the model measures."""
+    trained = [sample for sample in samples if sample.length]
+    now = measure(plain, trained, SAMPLING)
+    loss = naive_loss(
+        now,
+        old=[values.detach() for values in now.logprobs],
+        reference=None,
+        samples=trained,
+        algo=algo,
+        step_samples=trained,
+        minibatches=1,
+        max_tokens=SAMPLING.max_tokens,
+    )
+    (loss + extra(now)).backward()
+    return gradients(plain)
+
+
+def demonstration(group: int, prompt: Sequence[int], answer: Sequence[int], weight: float) -> Sample:
+    length = len(prompt) + len(answer)
+    return Sample(
+        tokens=(*prompt, *answer),
+        trained=(False,) * length,
+        logprobs=(0.0,) * length,
+        entropies=(0.0,) * length,
+        advantages=(0.0,) * length,
+        prefix=len(prompt),
+        group=group,
+        member=-1,
+        supervised=(0.0,) * len(prompt) + (weight,) * len(answer),
+    )
 
 
 def assert_same_gradients(got: Gradients, wanted: Gradients, *, within: float = 1e-5) -> None:

@@ -189,12 +189,13 @@ class TokenMasks:
         own_N = self.constrained[slots_N]
         if not own_N.any():
             return
-        rows = zip(slots_N[own_N].tolist(), tokens_N[own_N].tolist(), strict=True)
+        slots_N, tokens_N, masks_SW = slots_N[own_N], tokens_N[own_N], self._host.numpy()
+        if not (allowed_N := masks_SW[slots_N, tokens_N // 32] >> (tokens_N % 32) & 1).all():
+            token = int(tokens_N[int(np.argmin(allowed_N))])
+            raise InvariantError(f"token {token} was sampled, which the grammar of its answer excludes")
+        rows = zip(slots_N.tolist(), tokens_N.tolist(), strict=True)
         states = [(self._states[slot], slot, token) for slot, token in rows]
-        tokens, masks_SW = states[0][0].grammar.tokens, self._host.numpy()
-        for _, slot, token in states:
-            if not masks_SW[slot, token // 32] >> (token % 32) & 1:
-                raise InvariantError(f"token {token} was sampled, which the grammar of its answer excludes")
+        tokens = states[0][0].grammar.tokens
         tokens.advance(states, masks_SW)
         for state, slot, _ in states:
             if state.matcher.is_error():

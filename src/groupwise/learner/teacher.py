@@ -69,7 +69,7 @@ class ModelTeacher:
 
 
 class ServerTeacher:
-    """A vLLM server. Its log-probabilities are at temperature 1."""
+    """A server whose completions can echo a scored prompt: `groupwise serve`, vLLM. Scores at temperature 1."""
 
     def __init__(self, address: str, *, seconds: float, together: int = 16) -> None:
         self.server = VllmServer(address.rstrip("/"))
@@ -88,14 +88,13 @@ class ServerTeacher:
             "prompt": list(sample.tokens),
             "max_tokens": 1,
             "temperature": 1.0,
-            "prompt_logprobs": 0,
+            "logprobs": 1,
+            "echo": True,
         }
-        entries = self._request("/v1/completions", body)["choices"][0]["prompt_logprobs"]
-        return [
-            float(entry[str(token)]["logprob"])
-            for token, trained, entry in zip(sample.tokens, sample.trained, entries, strict=True)
-            if trained
-        ]
+        scores = self._request("/v1/completions", body)["choices"][0]["logprobs"]["token_logprobs"]
+        # The scores of the prompt come first, then that of a sampled token.
+        pairs = zip(sample.trained, scores[: len(sample.tokens)], strict=True)
+        return [float(score) for trained, score in pairs if trained]
 
     def _request(self, path: str, body: object) -> Any:
         try:

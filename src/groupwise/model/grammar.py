@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +29,7 @@ from groupwise.model.device import our_cores
 from groupwise.model.tokenizer import TokenizerCodec
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 MISSING = (
     "constrained decoding requires the package llguidance; install it: pip install 'groupwise[structured]'"
@@ -195,7 +194,7 @@ class GrammarTokens:
     def __init__(self, codec: TokenizerCodec, end_tokens: frozenset[int]) -> None:
         if find_spec("llguidance") is None:
             raise GrammarError(MISSING)
-        from llguidance import LLParserLimits, LLTokenizer
+        from llguidance import LLExecutor, LLParserLimits, LLTokenizer
 
         backend = getattr(codec.tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -223,48 +222,16 @@ class GrammarTokens:
             max_grammar_size=LARGEST_GRAMMAR, max_lexer_states=MOST_LEXER_STATES, verbose_errors=False
         )
         self.threads = max(1, min(MOST_THREADS, len(our_cores()) * 3 // 4))
-        self._workers = ThreadPoolExecutor(self.threads, thread_name_prefix="grammar")
-        self._local = threading.local()
-
-    @property
-    def executor(self) -> LLExecutor:
-        """An executor of this thread's own, with one thread.
-
-        llguidance would divide rows among threads as it likes. Rows that share a copy of a grammar share a
-        lock, so each copy has its rows computed by one thread (`for_each_copy`).
-        """
-        from llguidance import LLExecutor
-
-        if not hasattr(self._local, "executor"):
-            self._local.executor = LLExecutor(num_threads=1)
-        executor: LLExecutor = self._local.executor
-        return executor
-
-    def for_each_copy(
-        self, rows: Mapping[tuple[int, int], Sequence[Any]], compute: Callable[[Sequence[Any]], None]
-    ) -> None:
-        """Call `compute` with the rows of each copy of a grammar, in parallel."""
-        if len(rows) == 1 or self.threads == 1:
-            for share in rows.values():
-                compute(share)
-            return
-        submitted = [self._workers.submit(compute, share) for share in rows.values()]
-        wait(submitted)  # all of them, also if one fails: they write into the same masks
-        for done in submitted:
-            done.result()
+        self.executor = LLExecutor(num_threads=self.threads)
 
     def advance(self, rows: Sequence[tuple[GrammarState, int, int]], masks_SW: NDArray[np.int32]) -> None:
         """Add a token to each state and compute its next mask. A row: state, slot of the mask, token."""
-        by_copy: dict[tuple[int, int], list[tuple[GrammarState, int, int]]] = {}
-        for row in rows:
-            by_copy.setdefault((id(row[0].grammar), row[0].copy), []).append(row)
-        self.for_each_copy(by_copy, lambda share: self._advance(share, masks_SW))
-        self.finish_masks(masks_SW)
-
-    def _advance(self, rows: Sequence[tuple[GrammarState, int, int]], masks_SW: NDArray[np.int32]) -> None:
+        # Rows that share a copy of a grammar share a lock. Neighbours are computed by one thread.
+        rows = sorted(rows, key=lambda row: row[0].copy)
         self.executor.consume_token_par([(state.matcher, token) for state, _, token in rows])
         matchers = [(state.matcher, slot) for state, slot, _ in rows]
         self.executor.unsafe_compute_mask_ptr(matchers, masks_SW.ctypes.data, 4 * self.words, len(masks_SW))
+        self.finish_masks(masks_SW)
 
     def _check_tokens(self, codec: TokenizerCodec) -> None:
         """Raise GrammarError if llguidance reads other text from tokens than the model's tokenizer does."""
@@ -348,19 +315,15 @@ class TokenGrammar:
         """Return the masks before each token of these answers, one answer after the other."""
         starts = np.cumsum([0, *map(len, answers)])
         masks_NW = np.zeros((int(starts[-1]) + len(answers), self.tokens.words), dtype=np.int32)
-        by_copy: dict[tuple[int, int], list[tuple[LLMatcher, int, list[int]]]] = {}
-        for n, answer in enumerate(answers):
-            copy = n % len(self._copies)
-            row = (self._copies[copy].deep_copy(), int(starts[n]) + n, list(answer))
-            by_copy.setdefault((0, copy), []).append(row)
+        rows = [
+            (self._copies[n % len(self._copies)].deep_copy(), int(starts[n]) + n, list(answer))
+            for n, answer in enumerate(answers)
+        ]
+        rows.sort(key=lambda row: row[1] % len(self._copies))
         tokens = self.tokens
-
-        def compute(rows: Sequence[tuple[LLMatcher, int, list[int]]]) -> None:
-            tokens.executor.unsafe_compute_mask_ptr_with_draft_token(
-                list(rows), masks_NW.ctypes.data, 4 * tokens.words, len(masks_NW)
-            )
-
-        tokens.for_each_copy(by_copy, compute)
+        tokens.executor.unsafe_compute_mask_ptr_with_draft_token(
+            rows, masks_NW.ctypes.data, 4 * tokens.words, len(masks_NW)
+        )
         # The call also computes the mask after an answer's last token.
         own = np.concatenate([np.arange(len(answer)) + starts[n] + n for n, answer in enumerate(answers)])
         own_NW: NDArray[np.int32] = masks_NW[own]

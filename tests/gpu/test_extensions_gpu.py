@@ -1,0 +1,232 @@
+"""Agents, environments, teachers and supervised tokens on the device: gradients by hand, and whole runs."""
+
+from __future__ import annotations
+
+import copy
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import groupwise as gw
+from groupwise.algo.samples import predicting_results
+from groupwise.learner.teacher import ModelTeacher, SelfTeacher
+from groupwise.records import Sample
+from groupwise.tracking.rollout_files import read_rollouts
+from tests.support.cuda_checks import DEVICE
+from tests.support.naive_update import Gradients, measure
+from tests.support.small_models import policy_of
+from tests.support.small_runs import deterministic_metrics
+from tests.support.talking_agent import CHATS
+from tests.support.update_parity import (
+    SAMPLING,
+    assert_same_gradients,
+    demonstration,
+    gradient_of,
+    naive_gradient_with,
+    policy_and_plain,
+    settings,
+    shaken,
+    some_samples,
+)
+
+WITHIN = 1e-4
+
+
+def on_host(gradients: Gradients) -> Gradients:
+    return {name: gradient.cpu() for name, gradient in gradients.items()}
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_distilling_from_a_model_has_the_gradient_of_the_reverse_kl(lora: bool):
+    policy, plain, _ = policy_and_plain(lora=lora, device=DEVICE)
+    samples = some_samples(plain)
+    other = shaken(policy_and_plain(lora=False)[1].float(), seed=7)
+    algo = settings("dapo", teacher="other", distill=0.3)
+    frozen = policy_of(copy.deepcopy(other).to(DEVICE))
+    teacher = ModelTeacher(frozen, SAMPLING, student=policy, name="other")
+    with torch.no_grad():
+        target = measure(other.double(), samples, SAMPLING).logprobs
+    tokens = sum(sample.length for sample in samples)
+
+    def distance(now: Any) -> torch.Tensor:
+        pairs = zip(now.logprobs, target, strict=True)
+        return 0.3 * sum(((own - other).detach() * own).sum() for own, other in pairs) / tokens
+
+    wanted = naive_gradient_with(plain, samples, algo, distance)
+    got = gradient_of(policy, samples, algo, teacher=teacher)
+    assert_same_gradients(on_host(got), wanted, within=WITHIN)
+
+
+def with_hint(one: Sample, hint: tuple[int, ...]) -> Sample:
+    """The sample after its hint instead of after its prompt."""
+    rest = len(one.tokens) - one.prefix
+    zeros = (0.0,) * (len(hint) + rest)
+    return replace(
+        one,
+        tokens=(*hint, *one.tokens[one.prefix :]),
+        trained=(False,) * len(hint) + one.trained[one.prefix :],
+        logprobs=zeros,
+        entropies=zeros,
+        advantages=zeros,
+        prefix=len(hint),
+    )
+
+
+def test_the_policy_teaches_itself_on_the_answers_that_have_a_hint():
+    policy, plain, _ = policy_and_plain(lora=False, device=DEVICE)
+    hint = (5, 9, 14, 20)
+    samples = [
+        replace(one, hint=hint if number % 2 else ()) for number, one in enumerate(some_samples(plain))
+    ]
+    algo = settings("dapo", teacher="self", distill=0.5)
+    with torch.no_grad():
+        shown = [with_hint(one, hint) for one in samples if one.hint]
+        target = iter(measure(plain, shown, SAMPLING).logprobs)
+    tokens = sum(sample.length for sample in samples)
+
+    def distance(now: Any) -> torch.Tensor:
+        hinted = [own for own, one in zip(now.logprobs, samples, strict=True) if one.hint]
+        return 0.5 * sum(((own - next(target)).detach() * own).sum() for own in hinted) / tokens
+
+    wanted = naive_gradient_with(plain, samples, algo, distance)
+    got = gradient_of(policy, samples, algo, teacher=SelfTeacher(policy, SAMPLING))
+    assert_same_gradients(on_host(got), wanted, within=WITHIN)
+
+
+@pytest.mark.parametrize("budget", [45, 100_000])
+def test_replies_and_worked_answers_add_their_cross_entropy(budget: int):
+    policy, plain, _ = policy_and_plain(lora=False, device=DEVICE)
+    samples = predicting_results(some_samples(plain), weight=0.2)
+    first = samples[0]
+    samples += [demonstration(0, first.tokens[: first.prefix], (40, 41, 42), 0.1 / 3)]
+    algo = settings("dapo")
+
+    def cross_entropy(now: Any) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for one in samples:
+            logprobs = plain(input_ids=torch.tensor([one.tokens])).logits[0].log_softmax(-1)
+            for place, weight in enumerate(one.supervised):
+                if weight:
+                    total = total - weight * logprobs[place - 1, one.tokens[place]]
+        return total
+
+    wanted = naive_gradient_with(plain, samples, algo, cross_entropy)
+    got = gradient_of(policy, samples, algo, micro_batch_tokens=budget)
+    assert_same_gradients(on_host(got), wanted, within=WITHIN)
+
+
+GAP = 0.05
+"""Mean difference of the sampler's and the trainer's log-probabilities that bfloat16 may cause."""
+SMALL: dict[str, Any] = {
+    "max_steps": 2,
+    "batch_size": 4,
+    "group_size": 8,
+    "max_tokens": 40,
+    "no_trackio": True,
+    "skip_evaluation": True,
+    "model": {"device": str(DEVICE)},
+    "track": {"report": False},
+}
+
+
+@pytest.mark.parametrize("lora", [0, 8])
+def test_an_agent_that_owns_its_loop_is_trained(lora: int, tmp_path: Path):
+    (tmp_path / "talk.py").write_text(CHATS)
+    changes: dict[str, Any] = {"max_tokens": 8, "temperature": 1.5, "task.max_failed": 0.5, "lora_r": lora}
+    task = str(tmp_path / "talk.py")
+    gw.train(task, output_dir=tmp_path, run_name="run", **{**SMALL, **changes})
+    rows = read_rollouts(tmp_path / "run" / "rollouts" / "step-000001.parquet")
+    complete = [row for row in rows if row["error"] is None]
+    # Two turns that continue, the summary and the rewritten conversation.
+    assert {(len(row["turns"]), len(row["branches"])) for row in complete} == {(4, 2)}
+    for metrics in deterministic_metrics(tmp_path / "run"):
+        assert 0 < metrics["policy/gap"] < GAP
+        assert metrics["agent/sequences"] > 2
+        assert metrics["policy/updates"] >= 1
+
+
+class Sum:
+    """Two turns: the first is rewarded for its length, the second for its characters."""
+
+    def reset(self, example: gw.Example) -> str:
+        self.turn = 0
+        return f"{example['n']} + 1 ="
+
+    def reply(self, text: str) -> gw.Reply:
+        self.turn += 1
+        if self.turn == 1:
+            return gw.Reply("And twice that?", reward=float(len(text) % 2))
+        return gw.Reply("", reward=float(sum(map(ord, text)) % 2), done=True)
+
+
+@pytest.mark.parametrize("lora", [0, 8])
+def test_an_environment_is_trained_by_turns_and_its_replies_are_predicted(lora: int, tmp_path: Path):
+    task = gw.Task(name="sums", examples=[{"n": n} for n in range(12)], environment=Sum)
+    turns = {"stop": list("0123456789"), "refill": 0}
+    changes = {"max_tokens": 12, "temperature": 1.5, "task.held_out": 2, "rollout": turns, "lora_r": lora}
+    algo = {"advantage": "turn", "echo": 0.3}
+    result = gw.train(task, algo=algo, output_dir=tmp_path, run_name="run", **{**SMALL, **changes})
+    rollouts, metrics = result.rollouts(), result.metrics
+    assert (rollouts["turns"].map(len) == 2).any()
+    assert max(len(set(own)) for own in rollouts["token_advantages"].dropna()) == 2  # one value a turn
+    assert metrics["policy/gap"].between(0, GAP).all()
+    assert metrics["policy/cross_entropy"].between(0.01, 20).all()
+
+
+def test_a_run_learns_from_a_teacher_and_from_worked_answers_at_once(tmp_path: Path):
+    algo = {"teacher": "tiny", "distill": 0.1, "sft_weight": 0.2}
+    result = gw.train("countdown", algo=algo, output_dir=tmp_path, run_name="run", **SMALL)
+    metrics = result.metrics
+    assert (metrics["policy/taught"] == 1.0).all()
+    assert metrics["policy/cross_entropy"].between(0.001, 2).all()
+    # The teacher is the policy before its first update, so only rounding separates them then.
+    assert abs(metrics.loc[1, "policy/teacher_kl"]) < GAP
+    itself = gw.train("countdown", algo={"teacher": "self"}, output_dir=tmp_path, run_name="self", **SMALL)
+    assert itself.metrics["policy/taught"].dropna().between(0.01, 1.0).all()
+
+
+@contextmanager
+def served(model: str) -> Iterator[str]:
+    """Serve a model on the device and give its address."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "groupwise", "serve", model, "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        found = (re.search(r"http://127\.0\.0\.1:\d+", line) for line in process.stdout)
+        try:
+            yield next(address.group() for address in found if address)
+        finally:
+            process.send_signal(signal.SIGINT)
+
+
+def test_a_served_model_is_the_teacher(tmp_path: Path):
+    with served("tiny") as address:
+        algo = {"teacher": address, "distill": 0.1}
+        result = gw.train(
+            "countdown", algo=algo, output_dir=tmp_path, run_name="run", temperature=1.0, **SMALL
+        )
+    assert (result.metrics["policy/taught"] == 1.0).all()
+    assert abs(result.metrics.loc[1, "policy/teacher_kl"]) < GAP
+
+
+def test_members_of_a_population_learn_from_a_teacher_and_worked_answers(tmp_path: Path):
+    algo = {"teacher": "tiny", "sft_weight": 0.5, "target_entropy": 9.0, "entropy_step": 0.1}
+    changes = {"max_steps": 2, "task.held_out": 4, "skip_evaluation": False, "lora_r": 4}
+    searched = {"population": 2, "every": 1}
+    gw.evolve(
+        "countdown", algo=algo, evolve=searched, output_dir=tmp_path, run_name="run", **{**SMALL, **changes}
+    )
+    for step in deterministic_metrics(tmp_path / "run"):
+        assert {"policy/teacher_kl", "policy/cross_entropy", "policy/entropy_bonus"} <= set(step)
