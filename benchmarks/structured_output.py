@@ -3,8 +3,9 @@
     python benchmarks/structured_output.py --model smollm2 --answers 500
 
 The serving engine and the rollout engine write the answers, each with the same prompts and seeds. The free
-answers have the constrained ones' lengths as their limits, so both do about the same work. Rates are the best
-of several calls that alternate; a first call of each kind captures the graphs and is not counted.
+answers have the constrained lengths as their limits (in rollouts: the mean of them), so both do the same
+work. Rates are the best of several calls that alternate. A first call of each kind captures the graphs and is
+not counted.
 """
 
 from __future__ import annotations
@@ -166,7 +167,9 @@ class Rollouts:
         self._compiler = GrammarCompiler(policy, policy.end_tokens)
 
     def write(self, jobs: Sequence[Job]) -> Written:
-        grammar, limit = jobs[0].grammar, max(job.sampling.max_tokens for job in jobs)
+        # A call has one limit for all its answers: free ones get the mean length of the constrained ones.
+        grammar, limits = jobs[0].grammar, [job.sampling.max_tokens for job in jobs]
+        limit = max(limits) if grammar is not None else round(sum(limits) / len(limits))
         self.policy.grammar = None if grammar is None else self._compiler.compile(grammar)
         asked = [Request(prompt=job.prompt, seeds=job.seeds) for job in jobs]
         started = time.perf_counter()

@@ -204,10 +204,11 @@ def test_a_grammar_that_becomes_too_complex_ends_the_answer_as_cut_off(small_pol
 
 
 def test_many_sequences_use_several_copies_of_a_grammar(small_policy, monkeypatch):
-    monkeypatch.setattr(grammar, "ROWS_PER_COPY", 2)
+    monkeypatch.setattr(grammar, "SECONDS_FOR_COPIES", 60.0)
+    monkeypatch.setattr(grammar, "COPIES_PER_THREAD", 3)
+    monkeypatch.setattr(grammar, "MOST_THREADS", 1)
     policy = constrained(small_policy)
     assert policy.grammar is not None
-    policy.grammar.tokens.threads = 3
     masks = TokenMasks(8)
     states = [policy.grammar.start() for _ in range(8)]
     assert Counter(state.copy for state in states) == {0: 3, 1: 3, 2: 2}

@@ -17,6 +17,7 @@ KERNELS = (
     " or at_an_end_token or two_attentions or swiglu or rotary or excludes or log_probabilities_and"
 )
 """Tests that launch each kernel once or a few times."""
+OWN_PROCESS = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
 
 
 @pytest.mark.skipif(SANITIZER is None, reason="needs compute-sanitizer, which comes with the CUDA toolkit")
@@ -32,7 +33,7 @@ def test_kernels_pass_the_sanitizer(tool: str):
         ],
         cwd=ROOT,
         # Without torch's cache every tensor is an allocation of its own, and an access beyond it shows.
-        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        env={**OWN_PROCESS, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         capture_output=True,
         text=True,
         check=False,

@@ -917,7 +917,7 @@ def test_a_generator_that_fails_says_so_and_the_server_goes_on_saying_so(tiny, m
     monkeypatch.setattr("threading.excepthook", ended.append)
     with serving(tiny) as (_, port):
 
-        def broken(steps: CPUSteps) -> list[Any]:
+        def broken(steps: CPUSteps, meanwhile: Any) -> list[Any]:
             raise RuntimeError("out of luck")
 
         monkeypatch.setattr(CPUSteps, "advance", broken)

@@ -69,7 +69,7 @@ class ModelTeacher:
 
 
 class ServerTeacher:
-    """A server whose completions can echo a scored prompt: `groupwise serve`, vLLM. Scores at temperature 1."""
+    """A server whose completions can echo a scored prompt, at temperature 1: `groupwise serve`, vLLM."""
 
     def __init__(self, address: str, *, seconds: float, together: int = 16) -> None:
         self.server = VllmServer(address.rstrip("/"))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib.util import find_spec
@@ -48,8 +49,10 @@ LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator":
 MOST_GRAMMARS = 64
 """Compiled grammars that are kept."""
 MOST_THREADS = 16
-ROWS_PER_COPY = 8
-"""Sequences that share a copy of a compiled grammar; one thread at a time works on a copy."""
+COPIES_PER_THREAD = 2
+"""Copies of a compiled grammar. Sequences that share a copy wait for each other's masks."""
+SECONDS_FOR_COPIES = 0.25
+"""What compiling the copies of one grammar may take; large grammars have fewer."""
 IN_STRING = r'[^"\\\x00-\x1F\x7F]'
 SLICES = [
     r"[\x20\x0A\x0D\x09]+",
@@ -277,8 +280,11 @@ class TokenGrammar:
 
     def __init__(self, text: str, tokens: GrammarTokens) -> None:
         self.text, self.tokens = text, tokens
+        started = time.perf_counter()
         self._copies: list[LLMatcher] = [self._compiled()]
         """Copies at the start of an answer. Sequences that start from one share its caches and its lock."""
+        fitting = int(SECONDS_FOR_COPIES / (time.perf_counter() - started))
+        self._most_copies = max(1, min(COPIES_PER_THREAD * tokens.threads, fitting))
         self._users = [0]
         first_1W = np.zeros((1, tokens.words), dtype=np.int32)
         matcher = self._copies[0].deep_copy()
@@ -300,7 +306,7 @@ class TokenGrammar:
     def start(self) -> GrammarState:
         """Return the state of an answer without tokens."""
         copy = int(np.argmin(self._users))
-        if self._users[copy] >= ROWS_PER_COPY and len(self._copies) < self.tokens.threads:
+        if self._users[copy] and len(self._copies) < self._most_copies:
             copy = len(self._copies)
             self._copies.append(self._compiled())
             self._users.append(0)

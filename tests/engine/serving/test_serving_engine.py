@@ -486,7 +486,7 @@ def test_a_failure_is_told(small_policy, monkeypatch):
     inbox = Inbox()
     engine = inbox.engine(small_policy)
 
-    def broken(steps: CPUSteps) -> list[tuple[Member, Completion]]:
+    def broken(steps: CPUSteps, meanwhile: Any) -> list[tuple[Member, Completion]]:
         raise RuntimeError("broken")
 
     monkeypatch.setattr(CPUSteps, "advance", broken)

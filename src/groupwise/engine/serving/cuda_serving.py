@@ -34,7 +34,7 @@ from groupwise.engine.cuda.graph_runner import (
 from groupwise.engine.paged_attention import KVCache
 from groupwise.engine.prefill import Forward, Prefill, PrefillLayout, Segment, slot_mapping
 from groupwise.engine.scheduler import Sequence
-from groupwise.engine.serving.serving_scheduler import FinishCheck, ServingScheduler
+from groupwise.engine.serving.serving_scheduler import FinishCheck, ServingScheduler, nothing
 from groupwise.invariants import check_finite
 from groupwise.model.attention.packed import Kind, Parts
 from groupwise.model.attention.segment_attention import VarlenAttention, supports_flash
@@ -219,12 +219,12 @@ class CUDASteps:
         self._waits_since: float | None = None
         """When the first waiting sequence could have joined."""
 
-    def advance(self) -> list[tuple[Sequence, Completion]]:
+    def advance(self, meanwhile: Callable[[], None] = nothing) -> list[tuple[Sequence, Completion]]:
         scheduler = self.scheduler
         self._remove_cancelled()
         scheduler.make_room()
         ended: list[tuple[Sequence, Completion]] = []
-        moved = self._step(ended) + self._join()
+        moved = self._step(ended, meanwhile) + self._join()
         # Stop strings need the text on the host, so do not run ahead.
         stops = bool(scheduler.stops[self._decoding_slots()].any())
         self._drain(ended, keep=AHEAD if moved and not stops else 0)
@@ -235,8 +235,9 @@ class CUDASteps:
         while len(self._issued) > keep:
             ended += self._process(self._issued.popleft())
 
-    def _step(self, ended: list[tuple[Sequence, Completion]]) -> int:
+    def _step(self, ended: list[tuple[Sequence, Completion]], meanwhile: Callable[[], None]) -> int:
         """Issue one more token for every sequence below its limit; return how many."""
+        undone = [meanwhile]
         scheduler = self.scheduler
         slots = self._decoding_slots()
         active = slots[scheduler.length[slots] < scheduler.limit[slots]]
@@ -244,6 +245,8 @@ class CUDASteps:
 
         def masks() -> Tensor:
             # A mask depends on the token before, which the host reads while the device runs the layers.
+            while undone:
+                undone.pop()()
             self._drain(ended, keep=0)
             return scheduler.masks.words_SW
 
@@ -258,6 +261,8 @@ class CUDASteps:
                 penalized=bool(scheduler.penalized[slots].any()),
                 masks=masks if constrained else None,
             )
+        while undone:
+            undone.pop()()
         # Sequences that have ended meanwhile are sampled once more; nobody reads the result.
         self._issue(active[scheduler.tenant[active] == tenant])
         return len(active)

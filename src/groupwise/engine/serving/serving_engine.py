@@ -88,6 +88,8 @@ class ServingEngine:
         self._cancelled: set[Job] = set()
         self._sent: dict[Member, tuple[int, float]] = {}
         """Tokens already sent of each completion, and the time of its last chunk."""
+        self._chunks: list[StreamChunk[Job]] = []
+        """Chunks of the last step, which are delivered while the device runs the next one."""
         self._changed = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self.run, name="groupwise-engine", daemon=True)
@@ -144,8 +146,9 @@ class ServingEngine:
             with torch.inference_mode(), self.policy.in_eval_mode(), ExitStack() as stack:
                 steps = self._steps(stack)
                 while self._process_queue():
-                    self._deliver(self._advance(steps))
+                    self._advance(steps)
         except Exception as error:
+            self._send()
             with self._changed:
                 self._open.clear()  # these jobs will never finish
             self._failed(error)
@@ -182,12 +185,12 @@ class ServingEngine:
                 self._sent.pop(member, None)
         return not self._closing
 
-    def _advance(self, steps: DecodeSteps) -> list[StreamChunk[Job]]:
-        """Run one step and return the chunks that are due."""
+    def _advance(self, steps: DecodeSteps) -> None:
+        """Run one step and collect the chunks that are due."""
         if not self.scheduler.busy:
-            return []
-        ended = steps.advance()
-        chunks = [self._final_chunk(member, completion) for member, completion in ended]
+            return
+        ended = steps.advance(self._send)
+        self._chunks = [self._final_chunk(member, completion) for member, completion in ended]
         now = time.monotonic()
         for member in self.scheduler.running:
             sent, sent_at = self._sent.get(member, (0, 0.0))
@@ -197,8 +200,16 @@ class ServingEngine:
                 logprobs = self.scheduler.logprobs[member.slot, sent:known].tolist()
                 job = self.scheduler.job_of(member)
                 extras = self._extras(member, sent)
-                chunks.append(StreamChunk(job, member.member, tuple(tokens), tuple(logprobs), *extras, None))
-        return chunks
+                self._chunks.append(
+                    StreamChunk(job, member.member, tuple(tokens), tuple(logprobs), *extras, None)
+                )
+        if not self.scheduler.busy:
+            self._send()
+
+    def _send(self) -> None:
+        chunks, self._chunks = self._chunks, []
+        if chunks:
+            self._deliver(chunks)
 
     def _final_chunk(self, member: Member, completion: Completion) -> StreamChunk[Job]:
         sent, _ = self._sent.pop(member, (0, 0.0))

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Protocol
@@ -233,12 +233,19 @@ class ServingScheduler(Scheduler):
             yield self.sampling[slots_N[indices[0]]], indices
 
 
+def nothing() -> None:
+    """The default work of the host while a step runs."""
+
+
 class DecodeSteps(Protocol):
     known: NDArray[np.int64]
     """By slot, how many tokens are available in the scheduler's arrays."""
 
-    def advance(self) -> list[tuple[Sequence, Completion]]:
-        """Run one step, admit waiting sequences, and return those that have ended."""
+    def advance(self, meanwhile: Callable[[], None] = nothing) -> list[tuple[Sequence, Completion]]:
+        """Run one step, admit waiting sequences, and return those that have ended.
+
+        `meanwhile` is called once, on a GPU while the device runs the step.
+        """
         ...
 
 
@@ -250,7 +257,8 @@ class CPUSteps:
         self.runner = runner_for(policy, blocks=scheduler.pool.count, block_size=scheduler.pool.block_size)
         self.known = scheduler.length
 
-    def advance(self) -> list[tuple[Sequence, Completion]]:
+    def advance(self, meanwhile: Callable[[], None] = nothing) -> list[tuple[Sequence, Completion]]:
+        meanwhile()
         scheduler = self.scheduler
         scheduler.make_room()
         rows = [self.runner.decode(scheduler)] if scheduler.running else []
@@ -294,13 +302,14 @@ class FinishCheck:
 
     def __init__(self, policy: Policy, scheduler: ServingScheduler, end_tokens: frozenset[int]) -> None:
         self.scheduler, self.end_tokens = scheduler, end_tokens
-        self._ends = np.array(sorted(end_tokens), dtype=np.int64)
+        self._is_end_V = np.zeros(policy.head_weight.shape[0], dtype=np.bool_)
+        self._is_end_V[list(end_tokens)] = True
         self._stop_strings = StopStrings(policy)
 
     def finish(self, slots_N: Slots, lengths_N: Slots) -> list[tuple[Sequence, Completion]]:
         """Finish the sequences in these slots that have ended; `lengths_N` are their lengths."""
         scheduler = self.scheduler
-        ended_N = np.isin(scheduler.tokens[slots_N, lengths_N - 1], self._ends)
+        ended_N = self._is_end_V[scheduler.tokens[slots_N, lengths_N - 1]]
         ended_N |= (lengths_N >= scheduler.limit[slots_N]) | scheduler.stops[slots_N]
         ended: list[tuple[Sequence, Completion]] = []
         if ended_N.any():  # candidates; `_reason` checks stop strings
