@@ -230,3 +230,23 @@ def test_members_of_a_population_learn_from_a_teacher_and_worked_answers(tmp_pat
     )
     for step in deterministic_metrics(tmp_path / "run"):
         assert {"policy/teacher_kl", "policy/cross_entropy", "policy/entropy_bonus"} <= set(step)
+
+
+def no_digit_seven(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+    logits[SEVENS] = float("-inf")
+    return logits
+
+
+SEVENS: list[int] = []
+
+
+@pytest.mark.parametrize("lora", [0, 8])
+def test_a_run_samples_and_trains_by_a_rule_of_the_user(lora: int, tmp_path: Path):
+    place = {"output_dir": tmp_path, "lora_r": lora}
+    probe = gw.train("countdown", run_name="probe", **{**SMALL, **place, "max_steps": 1})
+    SEVENS[:] = [t for t in range(probe.policy.head_weight.shape[0]) if "7" in probe.policy.decode([t])]
+    assert any("7" in text for text in probe.rollouts()["text"])
+    result = gw.train("countdown", logits_processor=no_digit_seven, run_name="run", **SMALL, **place)
+    assert not any("7" in text for text in result.rollouts()["text"])
+    assert result.metrics["policy/gap"].dropna().between(0, GAP).all()
+    assert "7" not in "".join(result.generate(["Numbers: 7, 77. Target: 7."], samples=8, temperature=1.0)[0])

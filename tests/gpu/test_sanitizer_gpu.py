@@ -13,10 +13,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SANITIZER = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
 KERNELS = (
-    "idle_rows or keys_are_stored or soft_caps or residual_sum or gated or rotated or own_adapter"
-    " or at_an_end_token or two_attentions or swiglu or rotary or excludes or log_probabilities_and"
+    "(idle_rows or keys_are_stored or soft_caps or residual_sum or gated or rotated or own_adapter"
+    " or at_an_end_token or two_attentions or swiglu or rotary or excludes or log_probabilities_and)"
+    " and not dtype0 and not dtype1 and not 151936 and not 49153"
 )
-"""Tests that launch each kernel once or a few times."""
+"""Tests that launch each kernel once or a few times: one precision and small logits, as the tool is slow."""
 OWN_PROCESS = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
 
 

@@ -85,6 +85,14 @@ def test_a_mistake_in_a_rule_is_one_sentence_that_names_it(wrong, sentence):
     assert str(caught.value) == f"rollout.logits_processor mine {sentence}"
 
 
+def test_of_several_rows_the_sentence_names_the_wrong_one():
+    def wrong(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return logits - float("inf") if len(tokens) == 3 else logits
+
+    with pytest.raises(gw.ConfigError, match="excluded every token, after 3 tokens"):
+        LogitsProcessor("mine", wrong)([[1], [1, 2, 3], [1, 2]], torch.zeros(3, 5))
+
+
 def no_digit_seven(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
     logits[SEVENS] = float("-inf")
     return logits
@@ -115,10 +123,3 @@ def test_a_run_samples_and_trains_by_the_rule(tmp_path):
         gw.RunResult(nameless.folder).generate(question)
     with pytest.raises(gw.ConfigError, match=r"requires groupwise's own engine; set engine\.kind=own"):
         gw.train("countdown", logits_processor=no_digit_seven, engine={"kind": "vllm"}, **settings)
-
-
-def test_a_rule_is_refused_on_a_gpu(monkeypatch):
-    policy = policy_of(small_model())
-    monkeypatch.setattr(type(policy), "device", torch.device("cuda"))
-    with pytest.raises(gw.ConfigError, match=r"which a CUDA graph cannot; set model\.device=cpu"):
-        policy.use_logits_processor("mine", rule)

@@ -191,7 +191,15 @@ class Engine:
         runner = self._graph_runner_for(scheduler)
         with nullcontext() if runner.fused else self.policy.merged_adapters():
             runner.refresh()
-            loop = DecodeLoop(scheduler, runner, sampling, self.policy.end_tokens, self._stop_strings, sink)
+            loop = DecodeLoop(
+                scheduler,
+                runner,
+                sampling,
+                self.policy.end_tokens,
+                self._stop_strings,
+                sink,
+                rule=self.policy.logits_processor,
+            )
             loop.run()
         self.occupancy = loop.sampled / max(1, loop.offered)
 
@@ -211,7 +219,7 @@ class Engine:
         at = scheduler.length[slots]
         noise = uniforms(scheduler.seed[slots], at.astype(np.uint64))
         if self.policy.logits_processor is not None:
-            logits_RV = self.policy.logits_processor(scheduler.contexts(), logits_RV)
+            logits_RV = self.policy.logits_processor(scheduler.contexts(slots), logits_RV)
         logits_RV = scheduler.masks.apply(logits_RV, slots)
         temperature = scheduler.temperatures(slots, sampling.temperature)
         if not sampling.greedy and (temperature != np.float32(sampling.temperature)).any():

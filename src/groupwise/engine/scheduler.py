@@ -216,10 +216,10 @@ class Scheduler:
             self._slots = np.array([sequence.slot for sequence in self.running], dtype=np.int64)
         return self._slots
 
-    def contexts(self) -> Iterator[list[int]]:
-        """Yield the tokens of every running sequence so far, prompt included, in order."""
-        for sequence, slot in zip(self.running, self.slots(), strict=True):
-            yield [*sequence.prefix.tokens, *self.tokens[slot, : self.length[slot]].tolist()]
+    def contexts(self, slots_N: NDArray[np.int64]) -> Iterator[list[int]]:
+        """Yield the tokens so far of the sequence in each slot, prompt included."""
+        for slot in slots_N.tolist():
+            yield [*self.in_slot[slot].prefix.tokens, *self.tokens[slot, : self.length[slot]].tolist()]
 
     @property
     def vacant(self) -> int:

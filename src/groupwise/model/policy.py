@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from groupwise.errors import ConfigError
 from groupwise.files import let_read, sign_weights
 from groupwise.model.adapters.lora import base_of, effective_weight, is_adapted
 from groupwise.model.adapters.quantization import is_quantized
@@ -70,11 +69,6 @@ class Policy(TokenizerCodec):
 
     def use_logits_processor(self, name: str, function: Callable[..., Any]) -> None:
         """Apply a sampling rule of the user; `name` stands for it in messages."""
-        if self.device.type != "cpu":
-            raise ConfigError(
-                "rollout.logits_processor runs Python code at every token, which a CUDA graph cannot; set "
-                "model.device=cpu"
-            )
         self.logits_processor = LogitsProcessor(name, function)
 
     @property

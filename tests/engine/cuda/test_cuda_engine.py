@@ -6,6 +6,7 @@ import copy
 import gc
 import math
 import weakref
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,6 +117,27 @@ def test_families_that_turn_pairs_of_a_head_are_told_from_those_that_turn_halves
 def test_every_kind_of_sampling_draws_the_same(small_policy, sampling):
     sampling = Sampling(**{**{f: getattr(sampling, f) for f in sampling.__slots__}, "max_tokens": 3})
     both(small_policy, requests((5, 9), (2, 1)), sampling)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(max_tokens=5), Sampling(max_tokens=5, stop=("a",), top_k=9)])
+def test_a_sampling_rule_of_the_user_draws_the_same(small_policy, sampling):
+    policy, seen = copy.copy(small_policy), set()
+    end = min(policy.end_tokens)
+
+    def rule(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+        """No token twice in a row, and an end after a token that 7 divides."""
+        seen.add(tuple(tokens))
+        logits[tokens[-1]] = float("-inf")
+        if tokens[-1] % 7 == 0:
+            logits[end] += 50
+        return logits
+
+    policy.use_logits_processor("rule", rule)
+    _, groups = both(policy, requests((5, 9, 2), (2, 1, 3)), sampling, max_sequences=3)
+    answers = [one.tokens for group in groups for one in group]
+    assert all(first != second for tokens in answers for first, second in pairwise(tokens))
+    assert any(len(tokens) < 5 and tokens[-1] == end for tokens in answers)
+    assert {len(tokens) for tokens in seen} > {5, 9, 2}
 
 
 def test_long_prompts_and_answers_are_read_in_parts(small_policy, monkeypatch):

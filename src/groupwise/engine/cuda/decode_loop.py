@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +23,7 @@ from groupwise.engine.prefill import PREFILL_TOKENS
 from groupwise.engine.sampler import StopStrings
 from groupwise.engine.scheduler import Scheduler, Sequence
 from groupwise.invariants import check_finite
+from groupwise.model.ops.logits import LogitsProcessor
 from groupwise.records import Finish, Sampling
 
 if TYPE_CHECKING:
@@ -56,6 +58,8 @@ class DecodeLoop:
     end_tokens: frozenset[int]
     stop_strings: StopStrings
     sink: CompletionSink
+    rule: LogitsProcessor | None = None
+    """A sampling rule of the user. It needs the tokens on the host, so no step is issued ahead of it."""
     sampled: int = 0
     """Tokens sampled in decode steps."""
     offered: int = 0
@@ -88,7 +92,13 @@ class DecodeLoop:
         if len(slots):
             tenant = self.scheduler.tenant[slots]
             constrained = self.scheduler.masks.constrained[slots].any()
-            self.runner.step(self.scheduler, slots, self.sampling, masks=self._masks if constrained else None)
+            self.runner.step(
+                self.scheduler,
+                slots,
+                self.sampling,
+                masks=self._masks if constrained else None,
+                rule=partial(self._by_rule, slots) if self.rule else None,
+            )
             # Sequences that have ended meanwhile are sampled once more; nobody reads the result.
             self._issue(slots[self.scheduler.tenant[slots] == tenant])
             unfinished = len(self.scheduler.running) + len(self.scheduler.waiting)
@@ -99,6 +109,17 @@ class DecodeLoop:
         """Return the masks of the next tokens, which depend on the tokens before."""
         self._drain(keep=0)
         return self.scheduler.masks.words_SW
+
+    def _by_rule(self, slots: NDArray[np.int64], logits_NV: Tensor) -> Tensor:
+        """Apply the user's rule to the logits of the sequences in these slots, but for those that end now."""
+        assert self.rule is not None
+        tenant = self.scheduler.tenant[slots]
+        self._drain(keep=0)
+        still = self.scheduler.tenant[slots] == tenant
+        if still.any():
+            rows = torch.from_numpy(np.flatnonzero(still)).to(logits_NV.device)
+            logits_NV[rows] = self.rule(self.scheduler.contexts(slots[still]), logits_NV[rows])
+        return logits_NV
 
     def _join(self) -> int:
         """Admit waiting sequences and issue their first token; return how many."""
@@ -113,7 +134,8 @@ class DecodeLoop:
         slots = np.array([sequence.slot for sequence in joined])
         masks_SW = scheduler.masks.words_SW if scheduler.masks.constrained[slots].any() else None
         prefixes = [sequence.prefix for sequence in joined]
-        self.runner.join(scheduler, slots, prefixes, self.sampling, masks_SW=masks_SW)
+        rule = partial(self._by_rule, slots) if self.rule else None
+        self.runner.join(scheduler, slots, prefixes, self.sampling, masks_SW=masks_SW, rule=rule)
         self._issue(slots)
         return len(joined)
 

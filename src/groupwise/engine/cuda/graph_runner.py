@@ -179,12 +179,12 @@ class GraphRunner:
         self._graphs: dict[tuple[int, int, Sampling | None, bool, bool], Callable[[], None]] = {}
         """Steps by rows, attention splits, sampling settings (None: the layers alone), whether alternatives
         are stored, and whether some rows have penalties."""
-        self._samplers: dict[tuple[int, Sampling, bool], Callable[[], None]] = {}
-        """Sampling from `_logits` with masks, by rows, settings, and whether alternatives are stored."""
+        self._samplers: dict[tuple[int, Sampling, bool, bool], Callable[[], None]] = {}
+        """Sampling from `_logits`: rows, settings, whether alternatives are stored, whether masks apply."""
         self._masks: Tensor | None = None
         """Token masks by slot, the idle one last; allocated for the first grammar."""
         self._logits: Tensor | None = None
-        """Logits of a step whose tokens are sampled after the host has computed masks."""
+        """Logits of a step whose tokens are sampled after the host has computed masks or applied a rule."""
         self._layouts: list[DecodeLayout] = []
         self._pool: Any = None
         self._addresses: tuple[int, ...] = ()
@@ -230,11 +230,12 @@ class GraphRunner:
         likely: bool = False,
         penalized: bool = False,
         masks_SW: Tensor | None = None,
+        rule: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Start sequences in these slots and sample the first token of each.
 
         `likely`: also store the most likely tokens. `penalized`: some of the sequences have penalties.
-        `masks_SW`: the tokens allowed in each slot.
+        `masks_SW`: the tokens allowed in each slot. `rule`: changes the logits of these sequences.
         """
         state = self.state
         request_J = scheduler.request[slots_J]
@@ -256,6 +257,8 @@ class GraphRunner:
         logits_JV = torch.stack([p.logits_V for p in prefixes if p.logits_V is not None])
         if penalized:
             logits_JV = self._penalize(logits_JV, rows_J, count=False)
+        if rule is not None:
+            logits_JV = rule(logits_JV.float())
         if masks_SW is not None:
             self._copy_masks(masks_SW)
         self._sample(logits_JV, rows_J, sampling, likely=likely, masked=masks_SW is not None)
@@ -278,24 +281,30 @@ class GraphRunner:
         likely: bool = False,
         penalized: bool = False,
         masks: Callable[[], Tensor] | None = None,
+        rule: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Sample one token for each sequence in these slots that has not ended.
 
-        `masks` returns the tokens allowed in each slot. The host calls it while the device runs the layers,
-        so it may wait for the tokens of the step before.
+        `masks` returns the tokens allowed in each slot, and `rule` changes the logits of the rows. The host
+        calls them after it has issued the layers, so they may wait for the tokens of the step before.
         """
         state = self.state
         parts = own_splits(scheduler.length[slots_R], key_heads=self.policy.key_heads)
         rows = bucket(len(slots_R), most=state.slots)
-        graph = self._graph(rows, parts, None if masks else sampling, likely and not masks, penalized)
-        sample = self._masked_sampler(rows, sampling, likely) if masks else None
+        late = masks is not None or rule is not None
+        graph = self._graph(rows, parts, None if late else sampling, likely and not late, penalized)
+        sample = self._late_sampler(rows, sampling, likely, masks is not None) if late else None
         width = scheduler.tables.shape[1]
         state.host_table[: len(scheduler.tables), :width] = scheduler.tables
         state.set_rows(slots_R, scheduler.request[slots_R])
         state.push()
         graph()
-        if masks is not None and sample is not None:
-            self._copy_masks(masks())
+        if sample is not None:
+            if rule is not None:
+                assert self._logits is not None, "the layers run first"
+                self._logits[: len(slots_R)] = rule(self._logits[: len(slots_R)].clone())
+            if masks is not None:
+                self._copy_masks(masks())
             sample()
 
     def status(self, *, likely: bool = False) -> tuple[Tensor, torch.cuda.Event | None]:
@@ -331,16 +340,18 @@ class GraphRunner:
             )
         return self._graphs[key]
 
-    def _masked_sampler(self, rows: int, sampling: Sampling, likely: bool) -> Callable[[], None]:
+    def _late_sampler(self, rows: int, sampling: Sampling, likely: bool, masked: bool) -> Callable[[], None]:
         """Return the step that samples from the logits that the layers alone have left."""
-        key = (rows, replace(sampling, stop=()), likely)
+        key = (rows, replace(sampling, stop=()), likely, masked)
         if key not in self._samplers:
-            self._samplers[key] = self._captured(lambda: self._sample_masked(rows, sampling, likely=likely))
+            self._samplers[key] = self._captured(
+                lambda: self._sample_late(rows, sampling, likely=likely, masked=masked)
+            )
         return self._samplers[key]
 
-    def _sample_masked(self, rows: int, sampling: Sampling, *, likely: bool) -> None:
+    def _sample_late(self, rows: int, sampling: Sampling, *, likely: bool, masked: bool) -> None:
         assert self._logits is not None, "the layers run first"
-        self._sample(self._logits[:rows], self.state.rows, sampling, likely=likely, masked=True)
+        self._sample(self._logits[:rows], self.state.rows, sampling, likely=likely, masked=masked)
 
     def _captured(self, step: Callable[[], None]) -> Callable[[], None]:
         stream = self._capturing

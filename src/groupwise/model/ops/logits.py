@@ -94,10 +94,21 @@ class LogitsProcessor:
 
     def __call__(self, contexts: Iterable[Sequence[int]], logits_NV: Tensor) -> Tensor:
         """Apply the rule to each row; `contexts` has the tokens before each, prompt included."""
-        rows = zip(contexts, logits_NV.float(), strict=True)
-        return torch.stack([self._checked(list(context), row_V) for context, row_V in rows])
+        lengths, rows = [], []
+        for context, row_V in zip(contexts, logits_NV.float(), strict=True):
+            lengths.append(len(context))
+            rows.append(self._applied(list(context), row_V))
+        processed_NV = torch.stack(rows)
+        # One check of all rows: on a GPU each check waits for the device.
+        usable_N = processed_NV.isfinite().any(-1) & ~processed_NV.isnan().any(-1)
+        if not bool(usable_N.all()):
+            raise ConfigError(
+                f"rollout.logits_processor {self.name} returned NaN, or excluded every token, after "
+                f"{lengths[int(usable_N.int().argmin())]} tokens"
+            )
+        return processed_NV
 
-    def _checked(self, context: list[int], row_V: Tensor) -> Tensor:
+    def _applied(self, context: list[int], row_V: Tensor) -> Tensor:
         try:
             # A copy: a rule that writes in place must not change what the engine has cached.
             processed_V = self.function(context, row_V.clone())
@@ -110,11 +121,6 @@ class LogitsProcessor:
             raise ConfigError(
                 f"rollout.logits_processor {self.name} must return logits of shape {tuple(row_V.shape)}; "
                 f"got {got}"
-            )
-        if bool(processed_V.isnan().any()) or not bool(processed_V.isfinite().any()):
-            raise ConfigError(
-                f"rollout.logits_processor {self.name} returned NaN, or excluded every token, after "
-                f"{len(context)} tokens"
             )
         return processed_V
 
