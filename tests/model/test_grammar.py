@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tokenizers
 import transformers
-from tokenizers import decoders, models, normalizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from groupwise.errors import ConfigError
 from groupwise.model import grammar as module
-from groupwise.model.grammar import GrammarCompiler, GrammarError, json_grammar, require_llguidance
+from groupwise.model.grammar import (
+    GrammarCompiler,
+    GrammarError,
+    has_plain_strings,
+    json_grammar,
+    require_llguidance,
+    string_characters,
+)
 from groupwise.model.tokenizer import TokenizerCodec
 from tests.support.small_models import VOCABULARY, tiny_tokenizer, with_more_tokens
 
@@ -144,3 +152,131 @@ def test_the_last_grammars_are_kept(monkeypatch):
     compiler.compile("start: /c/")
     assert compiler.compile("start: /a/") is first
     assert compiler.compile("start: /b/") is not second
+
+
+def trained_tokenizer() -> Any:
+    """A byte-level BPE tokenizer with tokens of several characters, of JSON, and of parts of characters."""
+    raw = tokenizers.Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    words = [
+        "international",
+        "Zürich",
+        "日本語",
+        "😀😁",
+        "a\\b",
+        'say "no"',
+        "two\nlines",
+        "some        space",
+    ]
+    texts = [json.dumps({"name": " ".join(words[n:]), "n": [n]}, ensure_ascii=n % 2 == 0) for n in range(8)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=700,
+        special_tokens=["<end>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    raw.train_from_iterator([*texts, *(Path(__file__).read_text(),)], trainer)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>")
+
+
+def text_of(**limits: int) -> dict[str, Any]:
+    return {"type": "string", **limits}
+
+
+def record(**properties: Any) -> dict[str, Any]:
+    required = list(properties)
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+PLAIN = [
+    record(a=text_of(maxLength=6), b=text_of(maxLength=14)),
+    record(a=text_of(), b={"enum": ["a", "no", 3]}),
+    record(a=text_of(minLength=3, maxLength=9), b={"type": ["string", "null"], "maxLength": 4}),
+    {"type": "array", "items": text_of(maxLength=11), "minItems": 2, "maxItems": 4},
+    record(a={"anyOf": [text_of(maxLength=5), {"type": "null"}, {"type": "number"}]}),
+    {**record(a={"$ref": "#/$defs/t"}), "$defs": {"t": record(x=text_of(maxLength=40), y=text_of())}},
+    text_of(maxLength=30),
+]
+
+
+@pytest.mark.parametrize("schema", PLAIN, ids=json.dumps)
+def test_masks_in_strings_are_those_of_llguidance(schema):
+    from llguidance import LLMatcher
+
+    codec = TokenizerCodec(trained_tokenizer(), vocabulary=700)
+    compiled = GrammarCompiler(codec, frozenset({0})).compile(json_grammar(schema))
+    assert compiled.plain_strings
+    tokens, random = compiled.tokens, np.random.default_rng(0)
+    answers, wanted = [], []
+    for _ in range(25):
+        matcher = LLMatcher(tokens.tokenizer, compiled.text, log_level=0, limits=tokens.limits)
+        answer = [0] * 0
+        while len(answer) < 60 and (not answer or answer[-1] != 0):
+            mask_1W = np.zeros((1, tokens.words), dtype=np.int32)
+            matcher.unsafe_compute_mask_ptr(mask_1W.ctypes.data, 4 * tokens.words)
+            tokens.finish_masks(mask_1W)
+            allowed = np.flatnonzero(np.unpackbits(mask_1W.view(np.uint8)[0], bitorder="little"))
+            wanted.append(mask_1W[0])
+            answer.append(int(random.choice(allowed)))
+            matcher.consume_token(answer[-1])
+        answers.append(answer)
+    np.testing.assert_array_equal(compiled.masks(answers), np.stack(wanted))
+
+
+def test_most_masks_in_a_string_are_derived(monkeypatch):
+    codec = TokenizerCodec(trained_tokenizer(), vocabulary=700)
+    compiled = GrammarCompiler(codec, frozenset({0})).compile(json_grammar(PLAIN[-1]))
+    answer = codec.tokenizer.encode('"' + "a b " * 7 + '"')
+    derived: list[bool] = []
+    follow = type(compiled.tokens)._follow_string
+    monkeypatch.setattr(
+        type(compiled.tokens),
+        "_follow_string",
+        lambda *given: derived.append(follow(*given)) or derived[-1],
+    )
+    compiled.masks([answer])
+    # Computed after the opening quote alone: 28 of 30 characters are written.
+    assert derived.count(False) == 1
+    assert len(derived) == len(answer) - 1
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        record(a={"type": "string", "pattern": "^a+$"}),
+        record(a={"type": "string", "format": "date"}),
+        {"type": "object", "properties": {"a": text_of()}},
+        record(a={"anyOf": [text_of(maxLength=3), {"const": "abcdefgh"}]}),
+        record(a={"enum": [str(n) for n in range(60)]}),
+        record(a={}),
+        record(a={"type": "array"}),
+        record(a={"allOf": [text_of()]}),
+    ],
+    ids=json.dumps,
+)
+def test_other_strings_are_left_to_llguidance(schema):
+    assert not has_plain_strings(json_grammar(schema))
+    assert not has_plain_strings('start: "a" | %json {"type": "string"}')
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "whole"),
+    [
+        ("abc", 3, True),
+        (" é日", 3, True),
+        ("", 0, True),
+        ('", "b', 0, False),
+        ('ab"', 2, False),
+        ("a\\n", 2, False),
+        ("\\u00e9x", 2, False),
+        ("\\u00", 1, False),
+        ('\\\\"', 1, False),
+        ("a\n", 2, False),
+    ],
+)
+def test_a_token_takes_the_characters_before_the_end_of_the_string(text, count, whole):
+    assert string_characters(text.encode()) == (count, whole)
+    # The first byte of é begins a character, which the next token completes.
+    assert string_characters(b"a\xc3") == (2, False)
+    assert string_characters(b"\xa9a") == (1, False)

@@ -195,11 +195,7 @@ class TokenMasks:
             raise InvariantError(f"token {token} was sampled, which the grammar of its answer excludes")
         rows = zip(slots_N.tolist(), tokens_N.tolist(), strict=True)
         states = [(self._states[slot], slot, token) for slot, token in rows]
-        tokens = states[0][0].grammar.tokens
-        tokens.advance(states, masks_SW)
-        for state, slot, _ in states:
-            if state.matcher.is_error():
-                self.failed[slot], masks_SW[slot] = True, tokens.only_ends_W
+        self.failed[states[0][0].grammar.tokens.advance(states, masks_SW)] = True
 
     def apply(self, logits_RV: Tensor, slots_R: NDArray[np.int64]) -> Tensor:
         """Return the logits of the sequences in these slots, with -inf for tokens that are not allowed."""

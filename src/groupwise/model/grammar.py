@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -209,7 +210,7 @@ class GrammarTokens:
         own = codec.tokenizer.eos_token_id
         self.end = own if own in end_tokens else self.ends[0]
         self.vocabulary = codec.vocabulary
-        size = max(codec.vocabulary, len(codec.tokenizer))
+        self._size = size = max(codec.vocabulary, len(codec.tokenizer))
         self._trimmed = size > codec.vocabulary
         self.words = -(-size // 32)
         try:
@@ -227,14 +228,61 @@ class GrammarTokens:
         self.threads = max(1, min(MOST_THREADS, len(our_cores()) * 3 // 4))
         self.executor = LLExecutor(num_threads=self.threads)
 
-    def advance(self, rows: Sequence[tuple[GrammarState, int, int]], masks_SW: NDArray[np.int32]) -> None:
-        """Add a token to each state and compute its next mask. A row: state, slot of the mask, token."""
+    @cached_property
+    def strings(self) -> StringTokens | None:
+        """What the tokens do inside of JSON strings; None if the vocabulary lacks single characters."""
+        texts = [self.tokenizer.decode_bytes([token]) for token in range(self._size)]
+        texts += [b""] * (32 * self.words - self._size)
+        return StringTokens.of(texts, words=self.words)
+
+    def advance(
+        self, rows: Sequence[tuple[GrammarState, int, int]], masks_SW: NDArray[np.int32]
+    ) -> list[int]:
+        """Add a token to each state and compute its next mask. A row: state, slot of the mask, token.
+
+        Return the slots whose grammar needs too much work; only end tokens are left to them.
+        """
         # Rows that share a copy of a grammar share a lock. Neighbours are computed by one thread.
         rows = sorted(rows, key=lambda row: row[0].copy)
         self.executor.consume_token_par([(state.matcher, token) for state, _, token in rows])
+        rows = [row for row in rows if not self._follow_string(*row, masks_SW)]
+        if not rows:
+            return []
         matchers = [(state.matcher, slot) for state, slot, _ in rows]
         self.executor.unsafe_compute_mask_ptr(matchers, masks_SW.ctypes.data, 4 * self.words, len(masks_SW))
         self.finish_masks(masks_SW)
+        failed = [slot for state, slot, _ in rows if state.matcher.is_error()]
+        if failed:
+            masks_SW[failed] = self.only_ends_W
+        self._enter_strings([row for row in rows if row[0].grammar.plain_strings], masks_SW)
+        return failed
+
+    def _follow_string(self, state: GrammarState, slot: int, token: int, masks_SW: NDArray[np.int32]) -> bool:
+        """Derive the mask after one more token inside of a JSON string; False if it must be computed."""
+        if state.left is None:
+            return False
+        assert self.strings is not None, "`_enter_strings` has used them"
+        inside = self.strings.inside[token]
+        left, state.left = state.left - inside, None
+        # In a full string, the next bytes are certain, and llguidance allows only their usual first token.
+        if inside < 0 or left == 0 or not (state.exact or left >= self.strings.longest):
+            return False
+        state.left = left
+        if left < self.strings.longest:
+            masks_SW[slot] &= self.strings.fitting_KW[left]
+        return True
+
+    def _enter_strings(
+        self, rows: Sequence[tuple[GrammarState, int, int]], masks_SW: NDArray[np.int32]
+    ) -> None:
+        """Find the states that are inside of a JSON string, and how many characters it may still get."""
+        if not rows or self.strings is None:
+            return
+        inside_N = self.strings.allow_any_text(masks_SW[[slot for _, slot, _ in rows]])
+        for (state, _, _), inside in zip(rows, inside_N.tolist(), strict=True):
+            if inside:
+                state.left = state.matcher.validate_tokens(self.strings.probe)
+                state.exact = state.left < len(self.strings.probe)
 
     def _check_tokens(self, codec: TokenizerCodec) -> None:
         """Raise GrammarError if llguidance reads other text from tokens than the model's tokenizer does."""
@@ -280,6 +328,7 @@ class TokenGrammar:
 
     def __init__(self, text: str, tokens: GrammarTokens) -> None:
         self.text, self.tokens = text, tokens
+        self.plain_strings = has_plain_strings(text)
         started = time.perf_counter()
         self._copies: list[LLMatcher] = [self._compiled()]
         """Copies at the start of an answer. Sequences that start from one share its caches and its lock."""
@@ -319,31 +368,144 @@ class TokenGrammar:
 
     def masks(self, answers: Sequence[Sequence[int]]) -> NDArray[np.int32]:
         """Return the masks before each token of these answers, one answer after the other."""
-        starts = np.cumsum([0, *map(len, answers)])
-        masks_NW = np.zeros((int(starts[-1]) + len(answers), self.tokens.words), dtype=np.int32)
-        rows = [
-            (self._copies[n % len(self._copies)].deep_copy(), int(starts[n]) + n, list(answer))
-            for n, answer in enumerate(answers)
-        ]
-        rows.sort(key=lambda row: row[1] % len(self._copies))
-        tokens = self.tokens
-        tokens.executor.unsafe_compute_mask_ptr_with_draft_token(
-            rows, masks_NW.ctypes.data, 4 * tokens.words, len(masks_NW)
-        )
-        # The call also computes the mask after an answer's last token.
-        own = np.concatenate([np.arange(len(answer)) + starts[n] + n for n, answer in enumerate(answers)])
-        own_NW: NDArray[np.int32] = masks_NW[own]
-        tokens.finish_masks(own_NW)
+        lengths_A = np.array([len(answer) for answer in answers])
+        starts_A = np.cumsum(lengths_A) - lengths_A
+        own_NW = np.zeros((int(lengths_A.sum()), self.tokens.words), dtype=np.int32)
+        masks_AW = np.tile(self.first_W, (len(answers), 1))
+        copies = np.arange(len(answers)) % len(self._copies)
+        states = [GrammarState(self, self._copies[copy].deep_copy(), copy) for copy in copies.tolist()]
+        for place in range(int(lengths_A.max(initial=0))):
+            here = np.flatnonzero(lengths_A > place)
+            own_NW[starts_A[here] + place] = masks_AW[here]
+            if going := np.flatnonzero(lengths_A > place + 1).tolist():
+                self.tokens.advance([(states[a], a, answers[a][place]) for a in going], masks_AW)
         return own_NW
 
 
 class GrammarState:
     """What an unfinished answer allows next."""
 
-    __slots__ = ("copy", "grammar", "matcher")
+    __slots__ = ("copy", "exact", "grammar", "left", "matcher")
 
     def __init__(self, grammar: TokenGrammar, matcher: LLMatcher, copy: int) -> None:
         self.grammar, self.matcher, self.copy = grammar, matcher, copy
+        self.left: int | None = None
+        """Characters that fit into the JSON string that is being written; None: in no string, or unknown."""
+        self.exact = False
+        """Whether no more than `left` characters fit."""
+
+
+class StringTokens:
+    """What each token does inside of a JSON string.
+
+    Near the end of a string of limited length, llguidance needs up to 0.4 ms for a mask: it follows every
+    token that is too long. But the mask after more text is the one before, without the tokens that no longer
+    fit. This holds for strings that may have any text up to a length (`has_plain_strings`).
+    """
+
+    PRINTABLE = bytes(set(range(0x20, 0x7F)) - set(b'"\\'))
+
+    def __init__(self, texts: Sequence[bytes], tokens: Mapping[bytes, int], *, words: int) -> None:
+        needed = [string_characters(text) for text in texts]
+        self.inside = [count if whole else -1 for count, whole in needed]
+        """Characters that a token adds to a string; -1: it ends the string, or has a part of a character."""
+        needed_V = np.array([count for count, _ in needed])
+        self.longest = int(needed_V.max())
+        self.fitting_KW = np.stack([packed(needed_V <= k) for k in range(self.longest)])
+        """Masks of the tokens that need at most k characters of the string."""
+        any_V = np.zeros(32 * words, dtype=np.bool_)
+        any_V[[tokens[bytes([byte])] for byte in (*self.PRINTABLE, ord('"'))]] = True
+        self._any_W = packed(any_V)
+        self._any_words = np.flatnonzero(self._any_W)
+        self.probe = [tokens[b"a"]] * (self.longest + 32)
+
+    @classmethod
+    def of(cls, texts: Sequence[bytes], *, words: int) -> StringTokens | None:
+        tokens = {text: token for token, text in reversed(list(enumerate(texts)))}
+        known = all(bytes([byte]) in tokens for byte in (*cls.PRINTABLE, ord('"')))
+        return cls(texts, tokens, words=words) if known else None
+
+    def allow_any_text(self, masks_NW: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Whether masks allow every printable character and the end of a string."""
+        wanted = self._any_W[self._any_words]
+        allowed_N: NDArray[np.bool_] = ((masks_NW[:, self._any_words] & wanted) == wanted).all(axis=1)
+        return allowed_N
+
+
+def packed(flags_V: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """Return flags as bits of 32-bit words."""
+    return np.packbits(flags_V, bitorder="little").view(np.int32)
+
+
+def string_characters(text: bytes) -> tuple[int, bool]:
+    """Return how many characters of a JSON string a token takes, up to a quote that ends the string.
+
+    Also whether it lies inside of the string as a whole: no quote, no escape, and no part of a character.
+    """
+    count, place = 0, 0
+    while place < len(text) and text[place] != ord('"'):
+        if text[place] == ord("\\"):
+            # `\\u00e9` is one character, and so is an escape whose rest is in the next token.
+            place += 6 if text[place + 1 : place + 2] == b"u" else 2
+            count += 1
+        else:
+            count += not 0x80 <= text[place] < 0xC0  # a continuation byte belongs to the character before
+            place += 1
+    plain = not set(text) & {*range(0x20), 0x7F, ord('"'), ord("\\")}
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        plain = False
+    return count, plain
+
+
+STRUCTURE = frozenset(
+    {
+        *("$defs", "$ref", "$schema", "additionalProperties", "anyOf", "const", "default", "definitions"),
+        *("description", "enum", "examples", "exclusiveMaximum", "exclusiveMinimum", "items", "maxItems"),
+        *("maxLength", "maximum", "minItems", "minLength", "minimum", "multipleOf", "oneOf", "properties"),
+        *("required", "title", "type", "x-guidance"),
+    }
+)
+"""Keywords of schemas whose strings have any text up to a length, or are one of a few values."""
+MOST_VALUES = 50
+"""Values of an enum: so few cannot begin with every printable character."""
+
+
+def has_plain_strings(grammar: str) -> bool:
+    """Whether every string of a JSON grammar has any text up to a length, or one of a few values.
+
+    At most one kind of string may be possible at each place: no alternatives that differ in their strings.
+    """
+    head, mark, text = grammar.partition("start: %json ")
+    return bool(mark) and not head and _is_plain(json.loads(text))
+
+
+def _is_plain(schema: Any) -> bool:
+    if not isinstance(schema, Mapping) or set(schema) - STRUCTURE:
+        return False
+    types, branches = _types(schema), [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
+    possible = (
+        bool({"type", "enum", "const", "anyOf", "oneOf", "$ref"} & set(schema))
+        and len(schema.get("enum", ())) <= MOST_VALUES
+        and not ("object" in types and schema.get("additionalProperties") is not False)
+        and not ("array" in types and "items" not in schema)
+        and not (branches and (types or sum(map(_may_be_string, branches)) > 1))
+    )
+    named = (schema.get(key, {}).values() for key in ("properties", "$defs", "definitions"))
+    items = [schema["items"]] if "items" in schema else []
+    return possible and all(map(_is_plain, (*branches, *items, *chain.from_iterable(named))))
+
+
+def _types(schema: Mapping[str, Any]) -> set[str]:
+    kind = schema.get("type", ())
+    return {kind} if isinstance(kind, str) else set(kind)
+
+
+def _may_be_string(schema: Any) -> bool:
+    """Whether a value of this schema may be a string, or its kind is not told."""
+    types = _types(schema) if isinstance(schema, Mapping) else set()
+    return not types or "string" in types
 
 
 def _reason(error: str) -> str:
