@@ -257,7 +257,6 @@ def test_most_masks_in_a_string_are_derived(monkeypatch):
 )
 def test_other_strings_are_left_to_llguidance(schema):
     assert not has_plain_strings(json_grammar(schema))
-    assert not has_plain_strings('start: "a" | %json {"type": "string"}')
 
 
 @pytest.mark.parametrize(
@@ -280,3 +279,18 @@ def test_a_token_takes_the_characters_before_the_end_of_the_string(text, count, 
     # The first byte of é begins a character, which the next token completes.
     assert string_characters(b"a\xc3") == (2, False)
     assert string_characters(b"\xa9a") == (1, False)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: "a" | %json {"type": "string"}',
+        'start: %json {"type": "string"} "b"\n',
+        'start: %json {"anyOf": 5}\n',
+        'start: %json {"type": "array", "items": [1], "enum": 3}\n',
+        'start: %json {"type": "object", "properties": ["a"], "additionalProperties": false}\n',
+        "start: %json []\n",
+    ],
+)
+def test_grammars_that_are_no_schema_are_left_to_llguidance(grammar):
+    assert not has_plain_strings(grammar)

@@ -13,6 +13,7 @@ Axes: N rows, W words of 32 tokens.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,9 +39,8 @@ MISSING = (
 )
 LONGEST_SCHEMA = 64 * 1024
 """Characters of a JSON schema; longer ones may take many seconds to compile."""
-MOST_ITEMS = 2000
-"""Largest bound on the items of an array: each item up to a bound is a rule of the grammar."""
-COUNTS = ("minItems", "maxItems", "minProperties", "maxProperties")
+COUNTS, MOST_ITEMS = ("minItems", "maxItems", "minProperties", "maxProperties"), 2000
+"""Bounds on the items of an array, and the largest: each item up to a bound is a rule of the grammar."""
 LARGEST_GRAMMAR = 100_000
 """Symbols of a compiled grammar."""
 MOST_LEXER_STATES = 50_000
@@ -232,13 +232,13 @@ class GrammarTokens:
     def strings(self) -> StringTokens | None:
         """What the tokens do inside of JSON strings; None if the vocabulary lacks single characters."""
         texts = [self.tokenizer.decode_bytes([token]) for token in range(self._size)]
-        texts += [b""] * (32 * self.words - self._size)
-        return StringTokens.of(texts, words=self.words)
+        tokens = {text: token for token, text in reversed(list(enumerate(texts)))}
+        if not all(bytes([byte]) in tokens for byte in StringTokens.TEXT):
+            return None
+        return StringTokens([*texts, *[b""] * (32 * self.words - self._size)], tokens)
 
-    def advance(
-        self, rows: Sequence[tuple[GrammarState, int, int]], masks_SW: NDArray[np.int32]
-    ) -> list[int]:
-        """Add a token to each state and compute its next mask. A row: state, slot of the mask, token.
+    def advance(self, rows: Sequence[MaskRow], masks_SW: NDArray[np.int32]) -> list[int]:
+        """Add a token to each state and compute its next mask.
 
         Return the slots whose grammar needs too much work; only end tokens are left to them.
         """
@@ -272,9 +272,7 @@ class GrammarTokens:
             masks_SW[slot] &= self.strings.fitting_KW[left]
         return True
 
-    def _enter_strings(
-        self, rows: Sequence[tuple[GrammarState, int, int]], masks_SW: NDArray[np.int32]
-    ) -> None:
+    def _enter_strings(self, rows: Sequence[MaskRow], masks_SW: NDArray[np.int32]) -> None:
         """Find the states that are inside of a JSON string, and how many characters it may still get."""
         if not rows or self.strings is None:
             return
@@ -328,10 +326,10 @@ class TokenGrammar:
 
     def __init__(self, text: str, tokens: GrammarTokens) -> None:
         self.text, self.tokens = text, tokens
-        self.plain_strings = has_plain_strings(text)
         started = time.perf_counter()
         self._copies: list[LLMatcher] = [self._compiled()]
         """Copies at the start of an answer. Sequences that start from one share its caches and its lock."""
+        self.plain_strings = has_plain_strings(text)
         fitting = int(SECONDS_FOR_COPIES / (time.perf_counter() - started))
         self._most_copies = max(1, min(COPIES_PER_THREAD * tokens.threads, fitting))
         self._users = [0]
@@ -403,9 +401,10 @@ class StringTokens:
     fit. This holds for strings that may have any text up to a length (`has_plain_strings`).
     """
 
-    PRINTABLE = bytes(set(range(0x20, 0x7F)) - set(b'"\\'))
+    TEXT = bytes(set(range(0x20, 0x7F)) - {ord("\\")})
+    """Printable characters, and the quote that ends a string."""
 
-    def __init__(self, texts: Sequence[bytes], tokens: Mapping[bytes, int], *, words: int) -> None:
+    def __init__(self, texts: Sequence[bytes], tokens: Mapping[bytes, int]) -> None:
         needed = [string_characters(text) for text in texts]
         self.inside = [count if whole else -1 for count, whole in needed]
         """Characters that a token adds to a string; -1: it ends the string, or has a part of a character."""
@@ -413,23 +412,16 @@ class StringTokens:
         self.longest = int(needed_V.max())
         self.fitting_KW = np.stack([packed(needed_V <= k) for k in range(self.longest)])
         """Masks of the tokens that need at most k characters of the string."""
-        any_V = np.zeros(32 * words, dtype=np.bool_)
-        any_V[[tokens[bytes([byte])] for byte in (*self.PRINTABLE, ord('"'))]] = True
-        self._any_W = packed(any_V)
-        self._any_words = np.flatnonzero(self._any_W)
+        text_V = np.zeros(len(texts), dtype=np.bool_)
+        text_V[[tokens[bytes([byte])] for byte in self.TEXT]] = True
+        self._text_W = packed(text_V)
+        self._words = np.flatnonzero(self._text_W)
         self.probe = [tokens[b"a"]] * (self.longest + 32)
-
-    @classmethod
-    def of(cls, texts: Sequence[bytes], *, words: int) -> StringTokens | None:
-        tokens = {text: token for token, text in reversed(list(enumerate(texts)))}
-        known = all(bytes([byte]) in tokens for byte in (*cls.PRINTABLE, ord('"')))
-        return cls(texts, tokens, words=words) if known else None
 
     def allow_any_text(self, masks_NW: NDArray[np.int32]) -> NDArray[np.bool_]:
         """Whether masks allow every printable character and the end of a string."""
-        wanted = self._any_W[self._any_words]
-        allowed_N: NDArray[np.bool_] = ((masks_NW[:, self._any_words] & wanted) == wanted).all(axis=1)
-        return allowed_N
+        wanted = self._text_W[self._words]
+        return np.asarray(np.all(masks_NW[:, self._words] & wanted == wanted, axis=1))
 
 
 def packed(flags_V: NDArray[np.bool_]) -> NDArray[np.int32]:
@@ -437,36 +429,31 @@ def packed(flags_V: NDArray[np.bool_]) -> NDArray[np.int32]:
     return np.packbits(flags_V, bitorder="little").view(np.int32)
 
 
+WHOLE = re.compile(r'[^"\\\x00-\x1F\x7F\uD800-\uDFFF]*')
+IN_STRING_BYTES = re.compile(rb'(?:\\.?|[^"\\])*', re.DOTALL)
+CHARACTER = re.compile(rb"\\u[0-9a-fA-F]{0,4}|\\.?|[^\\\x80-\xbf]", re.DOTALL)
+"""A character of a JSON string, escaped or not; bytes that continue a UTF-8 character do not count."""
+
+
 def string_characters(text: bytes) -> tuple[int, bool]:
     """Return how many characters of a JSON string a token takes, up to a quote that ends the string.
 
     Also whether it lies inside of the string as a whole: no quote, no escape, and no part of a character.
     """
-    count, place = 0, 0
-    while place < len(text) and text[place] != ord('"'):
-        if text[place] == ord("\\"):
-            # `\\u00e9` is one character, and so is an escape whose rest is in the next token.
-            place += 6 if text[place + 1 : place + 2] == b"u" else 2
-            count += 1
-        else:
-            count += not 0x80 <= text[place] < 0xC0  # a continuation byte belongs to the character before
-            place += 1
-    plain = not set(text) & {*range(0x20), 0x7F, ord('"'), ord("\\")}
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        plain = False
-    return count, plain
+    inside = next(IN_STRING_BYTES.finditer(text))
+    # Python marks each byte that is no part of a whole character as a lone surrogate.
+    whole = re.fullmatch(WHOLE, text.decode(errors="surrogateescape"))
+    return len(CHARACTER.findall(inside[0])), whole is not None
 
 
-STRUCTURE = frozenset(
-    {
-        *("$defs", "$ref", "$schema", "additionalProperties", "anyOf", "const", "default", "definitions"),
-        *("description", "enum", "examples", "exclusiveMaximum", "exclusiveMinimum", "items", "maxItems"),
-        *("maxLength", "maximum", "minItems", "minLength", "minimum", "multipleOf", "oneOf", "properties"),
-        *("required", "title", "type", "x-guidance"),
-    }
-)
+MaskRow = tuple[GrammarState, int, int]
+"""A state, the slot of its mask, and the token that it gets."""
+STRUCTURE = {
+    *("$defs", "$ref", "$schema", "additionalProperties", "anyOf", "const", "default", "definitions"),
+    *("description", "enum", "examples", "exclusiveMaximum", "exclusiveMinimum", "items", "maxItems"),
+    *("maxLength", "maximum", "minItems", "minLength", "minimum", "multipleOf", "oneOf", "properties"),
+    *("required", "title", "type", "x-guidance"),
+}
 """Keywords of schemas whose strings have any text up to a length, or are one of a few values."""
 MOST_VALUES = 50
 """Values of an enum: so few cannot begin with every printable character."""
@@ -477,8 +464,10 @@ def has_plain_strings(grammar: str) -> bool:
 
     At most one kind of string may be possible at each place: no alternatives that differ in their strings.
     """
-    head, mark, text = grammar.partition("start: %json ")
-    return bool(mark) and not head and _is_plain(json.loads(text))
+    try:
+        return _is_plain(json.loads(grammar.removeprefix("start: %json ")))
+    except (ValueError, TypeError, AttributeError, RecursionError):  # another grammar, or an odd schema
+        return False
 
 
 def _is_plain(schema: Any) -> bool:
@@ -490,22 +479,17 @@ def _is_plain(schema: Any) -> bool:
         and len(schema.get("enum", ())) <= MOST_VALUES
         and not ("object" in types and schema.get("additionalProperties") is not False)
         and not ("array" in types and "items" not in schema)
-        and not (branches and (types or sum(map(_may_be_string, branches)) > 1))
+        and not (types and branches)
+        and sum("string" in (_types(one) or {"string"}) for one in branches) <= 1
     )
     named = (schema.get(key, {}).values() for key in ("properties", "$defs", "definitions"))
     items = [schema["items"]] if "items" in schema else []
     return possible and all(map(_is_plain, (*branches, *items, *chain.from_iterable(named))))
 
 
-def _types(schema: Mapping[str, Any]) -> set[str]:
-    kind = schema.get("type", ())
+def _types(schema: Any) -> set[str]:
+    kind = schema.get("type", ()) if isinstance(schema, Mapping) else ()
     return {kind} if isinstance(kind, str) else set(kind)
-
-
-def _may_be_string(schema: Any) -> bool:
-    """Whether a value of this schema may be a string, or its kind is not told."""
-    types = _types(schema) if isinstance(schema, Mapping) else set()
-    return not types or "string" in types
 
 
 def _reason(error: str) -> str:
