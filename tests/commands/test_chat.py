@@ -230,7 +230,7 @@ def test_an_answer_whose_generator_fails_ends_with_the_reason(small_policy, monk
     monkeypatch.setattr("threading.excepthook", lambda _: None)
     streaming = StreamingAnswers(small_policy, Sampling(max_tokens=4), seed=0)
 
-    def broken(steps):
+    def broken(steps, meanwhile):
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(CPUSteps, "advance", broken)
