@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,111 +15,32 @@ import pytest
 import torch
 
 import groupwise as gw
-from groupwise.algo.samples import predicting_results
-from groupwise.learner.teacher import ModelTeacher, SelfTeacher
-from groupwise.records import Sample
 from groupwise.tracking.rollout_files import read_rollouts
 from tests.support.cuda_checks import DEVICE
-from tests.support.naive_update import Gradients, measure
-from tests.support.small_models import policy_of
+from tests.support.distillation_parity import (
+    distillation_from_a_model,
+    self_distillation,
+    supervised_tokens,
+)
 from tests.support.small_runs import deterministic_metrics
 from tests.support.talking_agent import CHATS
-from tests.support.update_parity import (
-    SAMPLING,
-    assert_same_gradients,
-    demonstration,
-    gradient_of,
-    naive_gradient_with,
-    policy_and_plain,
-    settings,
-    shaken,
-    some_samples,
-)
+from tests.support.update_parity import assert_same_gradients
 
 WITHIN = 1e-4
 
 
-def on_host(gradients: Gradients) -> Gradients:
-    return {name: gradient.cpu() for name, gradient in gradients.items()}
-
-
 @pytest.mark.parametrize("lora", [False, True])
 def test_distilling_from_a_model_has_the_gradient_of_the_reverse_kl(lora: bool):
-    policy, plain, _ = policy_and_plain(lora=lora, device=DEVICE)
-    samples = some_samples(plain)
-    other = shaken(policy_and_plain(lora=False)[1].float(), seed=7)
-    algo = settings("dapo", teacher="other", distill=0.3)
-    frozen = policy_of(copy.deepcopy(other).to(DEVICE))
-    teacher = ModelTeacher(frozen, SAMPLING, student=policy, name="other")
-    with torch.no_grad():
-        target = measure(other.double(), samples, SAMPLING).logprobs
-    tokens = sum(sample.length for sample in samples)
-
-    def distance(now: Any) -> torch.Tensor:
-        pairs = zip(now.logprobs, target, strict=True)
-        return 0.3 * sum(((own - other).detach() * own).sum() for own, other in pairs) / tokens
-
-    wanted = naive_gradient_with(plain, samples, algo, distance)
-    got = gradient_of(policy, samples, algo, teacher=teacher)
-    assert_same_gradients(on_host(got), wanted, within=WITHIN)
-
-
-def with_hint(one: Sample, hint: tuple[int, ...]) -> Sample:
-    """The sample after its hint instead of after its prompt."""
-    rest = len(one.tokens) - one.prefix
-    zeros = (0.0,) * (len(hint) + rest)
-    return replace(
-        one,
-        tokens=(*hint, *one.tokens[one.prefix :]),
-        trained=(False,) * len(hint) + one.trained[one.prefix :],
-        logprobs=zeros,
-        entropies=zeros,
-        advantages=zeros,
-        prefix=len(hint),
-    )
+    assert_same_gradients(*distillation_from_a_model(lora=lora, device=DEVICE), within=WITHIN)
 
 
 def test_the_policy_teaches_itself_on_the_answers_that_have_a_hint():
-    policy, plain, _ = policy_and_plain(lora=False, device=DEVICE)
-    hint = (5, 9, 14, 20)
-    samples = [
-        replace(one, hint=hint if number % 2 else ()) for number, one in enumerate(some_samples(plain))
-    ]
-    algo = settings("dapo", teacher="self", distill=0.5)
-    with torch.no_grad():
-        shown = [with_hint(one, hint) for one in samples if one.hint]
-        target = iter(measure(plain, shown, SAMPLING).logprobs)
-    tokens = sum(sample.length for sample in samples)
-
-    def distance(now: Any) -> torch.Tensor:
-        hinted = [own for own, one in zip(now.logprobs, samples, strict=True) if one.hint]
-        return 0.5 * sum(((own - next(target)).detach() * own).sum() for own in hinted) / tokens
-
-    wanted = naive_gradient_with(plain, samples, algo, distance)
-    got = gradient_of(policy, samples, algo, teacher=SelfTeacher(policy, SAMPLING))
-    assert_same_gradients(on_host(got), wanted, within=WITHIN)
+    assert_same_gradients(*self_distillation(device=DEVICE), within=WITHIN)
 
 
 @pytest.mark.parametrize("budget", [45, 100_000])
 def test_replies_and_worked_answers_add_their_cross_entropy(budget: int):
-    policy, plain, _ = policy_and_plain(lora=False, device=DEVICE)
-    samples = predicting_results(some_samples(plain), weight=0.2)
-    first = samples[0]
-    samples += [demonstration(0, first.tokens[: first.prefix], (40, 41, 42), 0.1 / 3)]
-    algo = settings("dapo")
-
-    def cross_entropy(now: Any) -> torch.Tensor:
-        total = torch.zeros((), dtype=torch.float64)
-        for one in samples:
-            logprobs = plain(input_ids=torch.tensor([one.tokens])).logits[0].log_softmax(-1)
-            for place, weight in enumerate(one.supervised):
-                if weight:
-                    total = total - weight * logprobs[place - 1, one.tokens[place]]
-        return total
-
-    wanted = naive_gradient_with(plain, samples, algo, cross_entropy)
-    got = gradient_of(policy, samples, algo, micro_batch_tokens=budget)
-    assert_same_gradients(on_host(got), wanted, within=WITHIN)
+    assert_same_gradients(*supervised_tokens(budget, device=DEVICE), within=WITHIN)
 
 
 GAP = 0.05

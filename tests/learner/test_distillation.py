@@ -22,100 +22,40 @@ from groupwise.learner.learner import Learner, loss_settings
 from groupwise.learner.micro_batch import MicroBatchInputs
 from groupwise.learner.teacher import (
     ModelTeacher,
-    SelfTeacher,
     ServerTeacher,
     hints_for,
     shown_answer,
 )
 from groupwise.records import Group, Rollout, Sample, Sampling
-from tests.support.naive_update import measure
+from tests.support.distillation_parity import (
+    distillation_from_a_model,
+    self_distillation,
+    supervised_tokens,
+)
 from tests.support.process_groups import in_processes
-from tests.support.small_models import policy_of, tiny_tokenizer
+from tests.support.small_models import tiny_tokenizer
 from tests.support.update_parity import (
     OPTIM,
     SAMPLING,
     assert_same_gradients,
     demonstration,
-    gradient_of,
-    naive_gradient_with,
     policy_and_plain,
-    settings,
-    shaken,
     some_samples,
 )
 
 
-def test_distilling_from_a_model_has_the_gradient_of_the_reverse_kl():
-    policy, plain, _ = policy_and_plain(lora=False)
-    samples = some_samples(plain)
-    other = shaken(copy.deepcopy(plain).float(), seed=7)
-    algo = settings("dapo", teacher="other", distill=0.3)
-    teacher = ModelTeacher(policy_of(copy.deepcopy(other)), SAMPLING, student=policy, name="other")
-    with torch.no_grad():
-        target = measure(other.double(), samples, SAMPLING).logprobs
-    tokens = sum(sample.length for sample in samples)
-
-    def distance(now: Any) -> torch.Tensor:
-        # The gradient of KL(policy || teacher) by tokens of the policy: (log p - log t) * grad log p.
-        pairs = zip(now.logprobs, target, strict=True)
-        return 0.3 * sum(((own - other).detach() * own).sum() for own, other in pairs) / tokens
-
-    wanted = naive_gradient_with(plain, samples, algo, distance)
-    assert_same_gradients(gradient_of(policy, samples, algo, teacher=teacher), wanted)
+@pytest.mark.parametrize("lora", [False, True])
+def test_distilling_from_a_model_has_the_gradient_of_the_reverse_kl(lora):
+    assert_same_gradients(*distillation_from_a_model(lora=lora))
 
 
 def test_the_policy_teaches_itself_on_the_answers_that_have_a_hint():
-    policy, plain, _ = policy_and_plain(lora=False)
-    samples = some_samples(plain)
-    hint = (5, 9, 14, 20)
-    samples = [replace(one, hint=hint if number % 2 else ()) for number, one in enumerate(samples)]
-    algo = settings("dapo", teacher="self", distill=0.5)
-    shown = [
-        replace(
-            one,
-            tokens=(*hint, *one.tokens[one.prefix :]),
-            trained=(False,) * 4 + one.trained[one.prefix :],
-            logprobs=(0.0,) * (len(one.tokens) - one.prefix + 4),
-            entropies=(0.0,) * (len(one.tokens) - one.prefix + 4),
-            advantages=(0.0,) * (len(one.tokens) - one.prefix + 4),
-            prefix=4,
-        )
-        for one in samples
-        if one.hint
-    ]
-    with torch.no_grad():
-        target = iter(measure(plain, shown, SAMPLING).logprobs)
-    tokens = sum(sample.length for sample in samples)
-
-    def distance(now: Any) -> torch.Tensor:
-        hinted = [own for own, one in zip(now.logprobs, samples, strict=True) if one.hint]
-        return 0.5 * sum(((own - next(target)).detach() * own).sum() for own in hinted) / tokens
-
-    wanted = naive_gradient_with(plain, samples, algo, distance)
-    got = gradient_of(policy, samples, algo, teacher=SelfTeacher(policy, SAMPLING))
-    assert_same_gradients(got, wanted)
+    assert_same_gradients(*self_distillation())
 
 
 @pytest.mark.parametrize("budget", [1, 45, 100_000])
 def test_supervised_tokens_add_their_cross_entropy_at_temperature_1(budget):
-    """Tool results inside answers (ECHO) and a demonstration beside them, in one step."""
-    policy, plain, _ = policy_and_plain(lora=False)
-    samples = predicting_results(some_samples(plain), weight=0.2)
-    first = samples[0]
-    samples += [demonstration(0, first.tokens[: first.prefix], (40, 41, 42), 0.1 / 3)]
-    algo = settings("dapo")
-
-    def cross_entropy(now: Any) -> torch.Tensor:
-        total = torch.zeros((), dtype=torch.float64)
-        for one in samples:
-            logprobs = plain(input_ids=torch.tensor([one.tokens])).logits[0].log_softmax(-1)
-            for place, weight in enumerate(one.supervised):
-                if weight:
-                    total = total - weight * logprobs[place - 1, one.tokens[place]]
-        return total
-
-    wanted = naive_gradient_with(plain, samples, algo, cross_entropy)
-    assert_same_gradients(gradient_of(policy, samples, algo, micro_batch_tokens=budget), wanted)
+    assert_same_gradients(*supervised_tokens(budget))
 
 
 def test_a_step_of_demonstrations_alone_is_supervised_learning():
