@@ -3,40 +3,81 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 SANITIZER = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
+FOUND = 86
+"""Exit code of the sanitizer when it found something."""
 KERNELS = (
     "(idle_rows or keys_are_stored or soft_caps or residual_sum or gated or rotated or own_adapter"
     " or at_an_end_token or two_attentions or swiglu or rotary or excludes or log_probabilities_and)"
     " and not dtype0 and not dtype1 and not 151936 and not 49153"
 )
 """Tests that launch each kernel once or a few times: one precision and small logits, as the tool is slow."""
-OWN_PROCESS = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+OURS = sorted(
+    name
+    for module in (ROOT / "src").rglob("*.py")
+    for name in re.findall(r"@triton\.jit.*\ndef (\w+)", module.read_text(encoding="utf-8"))
+)
+"""Names of our kernels. The tool skips the kernels of torch, which take most of its time otherwise."""
+FAULTY = """
+import torch
+import triton
+import triton.language as tl
+
+@triton.jit
+def write_beyond(out, count: tl.constexpr):
+    tl.store(out + tl.arange(0, count) + 4096, 1.0)
+
+write_beyond[(1,)](torch.zeros(16, device="cuda"), count=16)
+torch.cuda.synchronize()
+"""
+
+pytestmark = pytest.mark.skipif(
+    SANITIZER is None, reason="needs compute-sanitizer, which comes with the CUDA toolkit"
+)
 
 
-@pytest.mark.skipif(SANITIZER is None, reason="needs compute-sanitizer, which comes with the CUDA toolkit")
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_kernels_pass_the_sanitizer(tool: str):
+def sanitized(tool: str, kernels: Sequence[str], *python: str) -> subprocess.CompletedProcess[str]:
+    """Run a Python program under a tool of the sanitizer, which watches the kernels of these names."""
     assert SANITIZER is not None
-    names = ("decode_attention", "generation_kernels", "training_kernels", "token_masks")
-    done = subprocess.run(
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    return subprocess.run(
         [
-            *(SANITIZER, "--tool", tool, "--error-exitcode", "86", "--print-limit", "3"),
-            *(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", KERNELS),
-            *(f"tests/gpu/test_{name}_gpu.py" for name in names),
+            *(SANITIZER, "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "3"),
+            *("--target-processes", "application-only"),
+            *(f"--kernel-name=kernel_name={name}" for name in kernels),
+            *(sys.executable, *python),
         ],
         cwd=ROOT,
         # Without torch's cache every tensor is an allocation of its own, and an access beyond it shows.
-        env={**OWN_PROCESS, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        env={**environment, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_kernels_pass_the_sanitizer(tool: str):
+    names = ("decode_attention", "generation_kernels", "training_kernels", "token_masks")
+    tests = [f"tests/gpu/test_{name}_gpu.py" for name in names]
+    options = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:benchmark", "-k", KERNELS)
+    done = sanitized(tool, OURS, "-m", "pytest", *options, *tests)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
+def test_the_sanitizer_finds_a_kernel_that_writes_beyond_its_tensor(tmp_path: Path):
+    program = tmp_path / "faulty.py"
+    program.write_text(FAULTY, encoding="utf-8")
+    watched = sanitized("memcheck", ["write_beyond"], str(program))
+    assert watched.returncode == FOUND, watched.stdout + watched.stderr
+    assert "write_beyond" in watched.stdout
