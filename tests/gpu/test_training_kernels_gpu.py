@@ -5,13 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import linear, silu
 
 from groupwise.model.attention.packed import PackedLayout
 from groupwise.model.attention.segment_attention import merge
 from groupwise.model.ops import triton_kernels
+from groupwise.model.ops.logits import float_logits
 from groupwise.model.ops.rotary import rotate, sine_halves
-from tests.support.cuda_checks import DEVICE, DTYPES, TOLERANCE, assert_near, assert_repeatable, relative
+from tests.support.cuda_checks import (
+    DEVICE,
+    DTYPES,
+    HALF,
+    TOLERANCE,
+    assert_near,
+    assert_repeatable,
+    relative,
+)
 from tests.support.packed_rows import naive_attention, visible
 
 
@@ -109,6 +118,22 @@ def test_token_log_probabilities_and_their_gradients_are_those_of_full_logits(
     assert relative(ours[0].grad, exact[0].grad) < 3e-3
     if not frozen_head:
         assert relative(ours[1].grad, exact[1].grad) < 3e-3
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_logits_in_float32_and_their_gradients_are_those_of_a_plain_product(with_bias):
+    hidden, weight, bias = random(33, 272), random(1000, 272), random(1000)
+    inputs = [x.to(HALF).requires_grad_() for x in (hidden, weight, bias)[: 2 + with_bias]]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    logits = float_logits(*inputs, *(() if with_bias else (None,)))
+    assert logits.dtype == torch.float32
+    expected = linear(*exact)
+    assert_near(logits.detach(), expected.detach(), torch.float32)
+    grad = random(33, 1000)
+    logits.backward(grad)
+    expected.backward(grad.double())
+    for own, reference in zip(inputs, exact, strict=True):
+        assert_near(own.grad, reference.grad, HALF)
 
 
 def test_token_log_probabilities_give_the_same_bits_every_time():

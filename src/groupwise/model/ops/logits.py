@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from groupwise.errors import ConfigError
 from groupwise.model.device import repeatable_linear
@@ -23,8 +24,28 @@ def float_logits(hidden_NM: Tensor, weight_VM: Tensor, bias_V: Tensor | None) ->
     """Return logits_NV; axes: N tokens, M hidden size, V vocabulary."""
     if weight_VM.dtype == torch.float32 or weight_VM.device.type != "cuda":
         return repeatable_linear(hidden_NM, weight_VM, bias_V).float()
-    logits_NV = torch.mm(hidden_NM, weight_VM.T, out_dtype=torch.float32)
+    logits_NV: Tensor = _FloatProduct.apply(hidden_NM, weight_VM)  # type: ignore[no-untyped-call]
     return logits_NV if bias_V is None else logits_NV.add_(bias_V)
+
+
+class _FloatProduct(torch.autograd.Function):
+    """Logits in float32 from weights of lower precision. Torch has no gradient of such a product."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_NM: Tensor, weight_VM: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden_NM, weight_VM)
+        return torch.mm(hidden_NM, weight_VM.T, out_dtype=torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dlogits_NV: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        hidden_NM, weight_VM = ctx.saved_tensors
+        need_hidden, need_weight = ctx.needs_input_grad
+        dlogits_NV = dlogits_NV.to(weight_VM.dtype)
+        return (
+            dlogits_NV @ weight_VM if need_hidden else None,
+            dlogits_NV.T @ hidden_NM if need_weight else None,
+        )
 
 
 def capped(logits_NV: Tensor, cap: float | None) -> Tensor:
