@@ -4,8 +4,9 @@
 
 The serving engine and the rollout engine write the answers, each with the same prompts and seeds. The free
 answers have the constrained lengths as their limits (in rollouts: the mean of them), so both do the same
-work. Rates are the best of several calls that alternate. A first call of each kind captures the graphs and is
-not counted.
+work. Rates are the best of several calls that alternate. A first call of each kind is not counted: it captures
+graphs and computes the first masks. Every call has seeds of its own, so that it has texts of its own: masks
+that are kept for other answers help as much as they do with new requests.
 """
 
 from __future__ import annotations
@@ -185,17 +186,20 @@ def compare(
     repeats: int,
 ) -> dict[str, float]:
     """Write constrained and free answers in turn; return the rates and how many answers are valid."""
-    constrained = [job for job, _ in jobs]
-    answers, _ = write(constrained)
-    free = [
-        replace(job, grammar=None, sampling=replace(job.sampling, max_tokens=len(tokens)))
-        for job, tokens in zip(constrained, answers, strict=True)
-    ]
-    write(free)
     rates: dict[str, list[float]] = {"constrained": [], "free": []}
     valid = total = truncated = 0
-    for _ in range(repeats):
-        answers, seconds = write([replace(job) for job in constrained])
+    for repeat in range(repeats + 1):
+        constrained = [
+            replace(job, seeds=tuple(seed + 10**6 * repeat for seed in job.seeds)) for job, _ in jobs
+        ]
+        answers, seconds = write(constrained)
+        free = [
+            replace(job, grammar=None, sampling=replace(job.sampling, max_tokens=len(tokens)))
+            for job, tokens in zip(constrained, answers, strict=True)
+        ]
+        write([replace(job) for job in free])  # captures the graphs for these limits
+        if repeat == 0:
+            continue
         truncated += sum(
             len(a) == job.sampling.max_tokens for a, job in zip(answers, constrained, strict=True)
         )
@@ -204,7 +208,7 @@ def compare(
         valid += sum(
             is_valid(policy.decode(tokens), schema) for tokens, (_, schema) in zip(answers, jobs, strict=True)
         )
-        freely, seconds = write([replace(job) for job in free])
+        freely, seconds = write(free)
         rates["free"].append(sum(map(len, freely)) / seconds)
     return {
         "answers": total,

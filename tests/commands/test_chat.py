@@ -14,13 +14,21 @@ from groupwise.config import read_config
 from groupwise.config.schema import ModelConfig
 from groupwise.engine.serving.serving_scheduler import CPUSteps
 from groupwise.errors import ConfigError, RolloutError
-from groupwise.evaluate.target import Target
+from groupwise.evaluate.target import ResolvedModel, Target, find_named
 from groupwise.model.load import load_for_generation
 from groupwise.model.resolve import FOLDERS
 from groupwise.records import Sampling
 from groupwise.rollout.tool_executor import ToolExecutor
-from groupwise.serve.chat_session import CONTEXT, ChatSession, StreamingAnswers, ToolAnswers, ToolChatSession
-from groupwise.serve.load_target import ResolvedModel, find_named, held_out_example, system_of, tools_of
+from groupwise.serve.chat_session import (
+    CONTEXT,
+    ChatSession,
+    StreamingAnswers,
+    ToolAnswers,
+    ToolChatSession,
+    held_out_example,
+    system_of,
+    tools_of,
+)
 from groupwise.tracking.run_folder import RunFolder
 
 

@@ -19,7 +19,7 @@ from groupwise.engine.sampler import TokenMasks
 from groupwise.engine.scheduler import BlockPool
 from groupwise.engine.serving.serving_scheduler import CPUSteps, Job, ServingScheduler
 from groupwise.errors import InvariantError
-from groupwise.model import grammar
+from groupwise.model import grammar, token_grammar
 from groupwise.model.grammar import GrammarCompiler, json_grammar
 from groupwise.model.ops.logits import masked_logits
 from groupwise.model.policy import Policy
@@ -204,10 +204,10 @@ def test_a_grammar_that_becomes_too_complex_ends_the_answer_as_cut_off(small_pol
 
 
 def test_many_sequences_use_several_copies_of_a_grammar(small_policy, monkeypatch):
-    monkeypatch.setattr(grammar, "SECONDS_FOR_COPIES", 60.0)
-    monkeypatch.setattr(grammar, "COPIES_PER_THREAD", 3)
-    monkeypatch.setattr(grammar, "MOST_THREADS", 1)
-    policy = constrained(small_policy)
+    monkeypatch.setattr(token_grammar, "SECONDS_FOR_COPIES", 60.0)
+    monkeypatch.setattr(token_grammar, "COPIES_PER_THREAD", 3)
+    monkeypatch.setattr(token_grammar, "MOST_THREADS", 1)
+    policy = constrained(small_policy, SHORT)
     assert policy.grammar is not None
     masks = TokenMasks(8)
     states = [policy.grammar.start() for _ in range(8)]
@@ -217,11 +217,11 @@ def test_many_sequences_use_several_copies_of_a_grammar(small_policy, monkeypatc
     for slot in range(8):
         masks.start(slot, policy.grammar)
     slots = np.arange(8)
-    for token in policy.encode_text('{"a": 7'):
+    for token in policy.encode_text("abccb"):
         masks.update(slots, np.full(8, token))
     one = TokenMasks(1)
     one.start(0, policy.grammar)
-    for token in policy.encode_text('{"a": 7'):
+    for token in policy.encode_text("abccb"):
         one.update(slots[:1], np.array([token]))
     assert (masks.words_SW == one.words_SW).all()
     masks.start(3, None)

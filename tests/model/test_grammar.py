@@ -15,14 +15,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from groupwise.errors import ConfigError
 from groupwise.model import grammar as module
-from groupwise.model.grammar import (
-    GrammarCompiler,
-    GrammarError,
-    has_plain_strings,
-    json_grammar,
-    require_llguidance,
-    string_characters,
-)
+from groupwise.model import token_grammar
+from groupwise.model.grammar import GrammarCompiler, has_plain_scalars, json_grammar, require_llguidance
+from groupwise.model.token_grammar import GrammarError, TokenGrammar, quoting_after, string_characters
 from groupwise.model.tokenizer import TokenizerCodec
 from tests.support.small_models import VOCABULARY, tiny_tokenizer, with_more_tokens
 
@@ -63,7 +58,7 @@ def mixed_tokenizer() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=tiny_tokenizer().eos_token)
 
 
-def written(codec: TokenizerCodec, compiled: module.TokenGrammar, seed: int) -> list[int]:
+def written(codec: TokenizerCodec, compiled: TokenGrammar, seed: int) -> list[int]:
     """An answer in which every allowed token is equally likely, by the masks that the trainer computes."""
     random, tokens = np.random.default_rng(seed), [0] * 0
     while True:
@@ -170,13 +165,15 @@ def trained_tokenizer() -> Any:
         "some        space",
     ]
     texts = [json.dumps({"name": " ".join(words[n:]), "n": [n]}, ensure_ascii=n % 2 == 0) for n in range(8)]
+    texts += ['"name": "', '", "n', '", "name', '"}, {"', '], "n', "12, 345, -6.5e3", "null, true, false"]
     trainer = trainers.BpeTrainer(
-        vocab_size=700,
+        vocab_size=760,
         special_tokens=["<end>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     raw.train_from_iterator([*texts, *(Path(__file__).read_text(),)], trainer)
+    raw.add_tokens(['", "n', '", "name": "', '"}, {"', '": "', "12", "5, "])  # BPE splits at punctuation
     return transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>")
 
 
@@ -189,56 +186,139 @@ def record(**properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
+NUMBER = {"type": "integer", "minimum": -20, "maximum": 130}
+NULL = {"type": "null"}
 PLAIN = [
     record(a=text_of(maxLength=6), b=text_of(maxLength=14)),
     record(a=text_of(), b={"enum": ["a", "no", 3]}),
     record(a=text_of(minLength=3, maxLength=9), b={"type": ["string", "null"], "maxLength": 4}),
     {"type": "array", "items": text_of(maxLength=11), "minItems": 2, "maxItems": 4},
-    record(a={"anyOf": [text_of(maxLength=5), {"type": "null"}, {"type": "number"}]}),
+    record(a={"anyOf": [text_of(maxLength=5), NULL, {"type": "number"}]}, n=NUMBER),
     {**record(a={"$ref": "#/$defs/t"}), "$defs": {"t": record(x=text_of(maxLength=40), y=text_of())}},
     text_of(maxLength=30),
+    NUMBER,
+    {"type": "array", "items": record(name=text_of(maxLength=4), n=NUMBER), "maxItems": 3},
+    record(n=NUMBER, name={"anyOf": [record(n=text_of(maxLength=3)), NUMBER, NULL]}, z={"const": 12}),
+    record(a={"enum": ["n1x", "n2y", 12, 120]}, n={"type": "array", "items": NUMBER, "maxItems": 3}),
+    {**record(name=text_of(minLength=1), n=NUMBER), "required": ["n"]},
 ]
 
 
-@pytest.mark.parametrize("schema", PLAIN, ids=json.dumps)
-def test_masks_in_strings_are_those_of_llguidance(schema):
+def by_llguidance(compiled: TokenGrammar, seed: int, length: int) -> tuple[list[int], list[Any]]:
+    """An answer of random tokens, and its masks, each computed by llguidance from all tokens before it."""
     from llguidance import LLMatcher
 
-    codec = TokenizerCodec(trained_tokenizer(), vocabulary=700)
+    tokens, random = compiled.tokens, np.random.default_rng(seed)
+    matcher = LLMatcher(tokens.tokenizer, compiled.text, log_level=0, limits=tokens.limits)
+    answer, masks = [0] * 0, []
+    while len(answer) < length and (not answer or answer[-1] != 0):
+        masks.append(tokens.compute([matcher])[0])
+        bits = np.unpackbits(masks[-1].view(np.uint8), bitorder="little")
+        # Long tokens are rare among all; without them few answers would end a string and go on.
+        weights = bits * np.where([b'"' in text for text in compiled_texts(compiled)], 6.0, 1.0)
+        answer.append(int(random.choice(len(bits), p=weights / weights.sum())))
+        matcher.consume_token(answer[-1])
+    return answer, masks
+
+
+def compiled_texts(compiled: TokenGrammar) -> Sequence[bytes]:
+    strings = compiled.tokens.strings
+    assert strings is not None
+    return strings.texts
+
+
+@pytest.mark.parametrize("schema", PLAIN, ids=json.dumps)
+def test_masks_are_those_of_llguidance(schema):
+    tokenizer = trained_tokenizer()
+    codec = TokenizerCodec(tokenizer, vocabulary=len(tokenizer))
     compiled = GrammarCompiler(codec, frozenset({0})).compile(json_grammar(schema))
-    assert compiled.plain_strings
-    tokens, random = compiled.tokens, np.random.default_rng(0)
-    answers, wanted = [], []
-    for _ in range(25):
-        matcher = LLMatcher(tokens.tokenizer, compiled.text, log_level=0, limits=tokens.limits)
-        answer = [0] * 0
-        while len(answer) < 60 and (not answer or answer[-1] != 0):
-            mask_1W = np.zeros((1, tokens.words), dtype=np.int32)
-            matcher.unsafe_compute_mask_ptr(mask_1W.ctypes.data, 4 * tokens.words)
-            tokens.finish_masks(mask_1W)
-            allowed = np.flatnonzero(np.unpackbits(mask_1W.view(np.uint8)[0], bitorder="little"))
-            wanted.append(mask_1W[0])
-            answer.append(int(random.choice(allowed)))
-            matcher.consume_token(answer[-1])
-        answers.append(answer)
-    np.testing.assert_array_equal(compiled.masks(answers), np.stack(wanted))
+    assert compiled.plain_scalars
+    answers, masks = zip(*(by_llguidance(compiled, seed, 60) for seed in range(40)), strict=True)
+    np.testing.assert_array_equal(compiled.masks(answers), np.concatenate(masks))
+    # Again, in other company and another order, from the masks that are kept.
+    for answer, own in reversed(list(zip(answers, masks, strict=True))):
+        np.testing.assert_array_equal(compiled.masks([answer]), own)
 
 
-def test_most_masks_in_a_string_are_derived(monkeypatch):
-    codec = TokenizerCodec(trained_tokenizer(), vocabulary=700)
-    compiled = GrammarCompiler(codec, frozenset({0})).compile(json_grammar(PLAIN[-1]))
+BACKSLASH = "\\"
+
+
+class Counting:
+    """Counts the masks that llguidance computes."""
+
+    def __init__(self, executor: Any) -> None:
+        self.executor, self.count = executor, 0
+
+    def unsafe_compute_mask_ptr(self, rows: Sequence[Any], *given: Any) -> None:
+        self.count += len(rows)
+        self.executor.unsafe_compute_mask_ptr(rows, *given)
+
+
+def counting(tokenizer: Any, schema: dict[str, Any]) -> tuple[TokenizerCodec, TokenGrammar, Counting]:
+    codec = TokenizerCodec(tokenizer, vocabulary=len(tokenizer))
+    ends = frozenset({tokenizer.eos_token_id})
+    compiled = GrammarCompiler(codec, ends).compile(json_grammar(schema))
+    compiled.tokens.executor = counter = Counting(compiled.tokens.executor)
+    return codec, compiled, counter
+
+
+def test_masks_in_a_string_are_derived():
+    codec, compiled, counter = counting(trained_tokenizer(), PLAIN[6])
     answer = codec.tokenizer.encode('"' + "a b " * 7 + '"')
-    derived: list[bool] = []
-    follow = type(compiled.tokens)._follow_string
-    monkeypatch.setattr(
-        type(compiled.tokens),
-        "_follow_string",
-        lambda *given: derived.append(follow(*given)) or derived[-1],
-    )
     compiled.masks([answer])
-    # Computed after the opening quote alone: 28 of 30 characters are written.
-    assert derived.count(False) == 1
-    assert len(derived) == len(answer) - 1
+    assert counter.count == 1  # after the opening quote: 28 of 30 characters are written
+    assert len(answer) > 10
+
+
+def test_an_answer_with_other_strings_and_numbers_needs_no_new_masks():
+    codec, compiled, counter = counting(tiny_tokenizer(), PLAIN[8])
+    first, second = (
+        codec.tokenizer.encode(json.dumps([{"name": name, "n": n}, {"name": "b", "n": 7}]))
+        for name, n in (("abcd", 3), ("x", 9))
+    )
+    compiled.masks([first])
+    computed = counter.count
+    assert computed > 8
+    compiled.masks([second])
+    # The other digit is the only new place: what follows the string and the number is known.
+    assert counter.count == computed + 1
+
+
+def test_answers_that_stand_at_one_new_place_share_its_mask():
+    codec, compiled, counter = counting(tiny_tokenizer(), PLAIN[0])
+    answer = codec.tokenizer.encode('{"a": "x", "b": "')
+    compiled.masks([answer] * 5)
+    assert counter.count < len(answer)
+
+
+def test_masks_beyond_the_limit_are_forgotten(monkeypatch):
+    codec, unlimited, _ = counting(tiny_tokenizer(), PLAIN[0])
+    answer = codec.tokenizer.encode('{"a": "x", "b": "y"}')
+    _, compiled, counter = counting(tiny_tokenizer(), PLAIN[0])
+    monkeypatch.setattr(token_grammar, "MOST_MASK_BYTES", 5 * compiled.first.mask_W.nbytes)
+    for _ in range(4):
+        np.testing.assert_array_equal(compiled.masks([answer]), unlimited.masks([answer]))
+        assert compiled.kept_bytes <= token_grammar.MOST_MASK_BYTES
+    before = counter.count
+    compiled.masks([answer])
+    assert counter.count > before
+
+
+@pytest.mark.parametrize(
+    ("text", "quoting", "after", "closed"),
+    [
+        ('": "x', token_grammar.QUOTED, token_grammar.QUOTED, 0),
+        ('": "x', token_grammar.OUTSIDE, token_grammar.OUTSIDE, -1),
+        ('"a", "b": 5', token_grammar.OUTSIDE, token_grammar.OUTSIDE, -1),
+        (r'a\\"', token_grammar.QUOTED, token_grammar.OUTSIDE, 3),
+        (r"a\"", token_grammar.QUOTED, token_grammar.QUOTED, -1),
+        ('"', token_grammar.ESCAPED, token_grammar.QUOTED, -1),
+        ("a" + 2 * BACKSLASH, token_grammar.QUOTED, token_grammar.QUOTED, -1),
+        ("a" + BACKSLASH, token_grammar.QUOTED, token_grammar.ESCAPED, -1),
+    ],
+)
+def test_quotes_say_whether_a_text_ends_in_a_string(text, quoting, after, closed):
+    assert quoting_after(text.encode(), quoting) == (after, closed)
 
 
 @pytest.mark.parametrize(
@@ -252,11 +332,15 @@ def test_most_masks_in_a_string_are_derived(monkeypatch):
         record(a={}),
         record(a={"type": "array"}),
         record(a={"allOf": [text_of()]}),
+        {"anyOf": [record(a=text_of(maxLength=3), n=NULL), record(a=text_of(maxLength=9), z=NULL)]},
+        {"anyOf": [{"type": "array", "items": NUMBER}, record(a=text_of())]},
+        record(a={"anyOf": [{"$ref": "#/$defs/t"}, text_of()]}),
+        record(a={"enum": [[1, 2], [3, 4]]}),
     ],
     ids=json.dumps,
 )
-def test_other_strings_are_left_to_llguidance(schema):
-    assert not has_plain_strings(json_grammar(schema))
+def test_other_schemas_are_left_to_llguidance(schema):
+    assert not has_plain_scalars(json_grammar(schema))
 
 
 @pytest.mark.parametrize(
@@ -293,4 +377,4 @@ def test_a_token_takes_the_characters_before_the_end_of_the_string(text, count, 
     ],
 )
 def test_grammars_that_are_no_schema_are_left_to_llguidance(grammar):
-    assert not has_plain_strings(grammar)
+    assert not has_plain_scalars(grammar)

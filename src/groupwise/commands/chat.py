@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from groupwise.config import Config
     from groupwise.model.policy import Policy
     from groupwise.records import Sampling
-    from groupwise.serve.chat_session import Answering, ChatSession, ToolSession
-    from groupwise.serve.load_target import TaskPrompt
+    from groupwise.serve.chat_session import Answering, ChatSession, TaskPrompt, ToolSession
 
 HELP = "type a message; /reset starts a new conversation, /quit or Ctrl-D exits"
 
@@ -57,7 +56,8 @@ def chat(
         raise ConfigError("--prompt and --example are mutually exclusive; give only one of them")
     if task and not (example or tools):
         raise ConfigError("--task requires --example or --tools")
-    from groupwise.serve.load_target import find_named, held_out_example, tools_of
+    from groupwise.evaluate.target import find_named
+    from groupwise.serve.chat_session import held_out_example, tools_of
 
     named = find_named(target, arguments or [])
     config = named.config
@@ -124,8 +124,7 @@ def conversation(
     answering: Answering, tools: ToolSession | None, *, system: str | None, task_prompt: TaskPrompt | None
 ) -> ChatSession:
     """Start a conversation; with tools, the system message is that of the task."""
-    from groupwise.serve.chat_session import ChatSession, ToolChatSession
-    from groupwise.serve.load_target import system_of
+    from groupwise.serve.chat_session import ChatSession, ToolChatSession, system_of
 
     if tools is not None:
         assert task_prompt is not None, "tools belong to a task"

@@ -67,7 +67,7 @@ def serve(
 
     if not is_loopback(host) and not api_key:
         raise ConfigError(f"{host} is reachable from other machines; set --api-key or {KEY}")
-    from groupwise.serve.load_target import find_named
+    from groupwise.evaluate.target import find_named
 
     named = find_named(target, arguments or [])
     from groupwise.model.load import load_for_generation

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from groupwise.errors import InvariantError
 from groupwise.invariants import check_finite
-from groupwise.model.grammar import GrammarState, TokenGrammar
 from groupwise.model.ops.logits import entropy, masked_logits, scaled_logits
 from groupwise.model.policy import Policy
+from groupwise.model.token_grammar import GrammarState, TokenGrammar
 from groupwise.records import Sampling
 
 CHUNK = 64
@@ -181,8 +181,8 @@ class TokenMasks:
             self._host[slot] = -1
         self.constrained[slot], self.failed[slot] = grammar is not None, False
         if grammar is not None:
-            self._states[slot] = grammar.start()
-            self._host.numpy()[slot] = grammar.first_W
+            self._states[slot] = state = grammar.start()
+            self._host.numpy()[slot] = state.place.mask_W
 
     def update(self, slots_N: NDArray[np.int64], tokens_N: NDArray[np.int64]) -> None:
         """Add the tokens that unfinished sequences have gained, and compute their next masks."""
@@ -193,9 +193,13 @@ class TokenMasks:
         if not (allowed_N := masks_SW[slots_N, tokens_N // 32] >> (tokens_N % 32) & 1).all():
             token = int(tokens_N[int(np.argmin(allowed_N))])
             raise InvariantError(f"token {token} was sampled, which the grammar of its answer excludes")
-        rows = zip(slots_N.tolist(), tokens_N.tolist(), strict=True)
-        states = [(self._states[slot], slot, token) for slot, token in rows]
-        self.failed[states[0][0].grammar.tokens.advance(states, masks_SW)] = True
+        states = [self._states[slot] for slot in slots_N.tolist()]
+        before = [state.place.mask_W for state in states]
+        states[0].grammar.tokens.advance(list(zip(states, tokens_N.tolist(), strict=True)))
+        for slot, state, mask_W in zip(slots_N.tolist(), states, before, strict=True):
+            if state.place.mask_W is not mask_W:  # inside of a long string it stays the same
+                masks_SW[slot] = state.place.mask_W
+            self.failed[slot] = state.failed
 
     def apply(self, logits_RV: Tensor, slots_R: NDArray[np.int64]) -> Tensor:
         """Return the logits of the sequences in these slots, with -inf for tokens that are not allowed."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from groupwise.engine.sampler import PromptLogprobs, TokenMasks
-from groupwise.model.grammar import TokenGrammar
+from groupwise.model.token_grammar import TokenGrammar
 from groupwise.records import Completion, Finish, Request
 
 

@@ -1,17 +1,20 @@
-"""Resolve what to evaluate: a run, one of its checkpoints, an adapter or a model; and the benchmarks."""
+"""Resolve what the user names to evaluate, serve or chat with: a run, one of its checkpoints, an adapter or a
+model. Also the names of benchmarks.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from groupwise.config import read_config
-from groupwise.config.schema import ADAPTER, BUILT_IN
+from groupwise.config import Config, read_config
+from groupwise.config.schema import ADAPTER, BUILT_IN, rank_known_to_vllm
 from groupwise.errors import ConfigError
 from groupwise.learner.checkpoint import CHECKSUMS, latest_checkpoint, verify
-from groupwise.model.resolve import adapter_base, adapter_settings
+from groupwise.model.resolve import adapter_base, adapter_settings, local_folder, name_for_others
 from groupwise.tasks.task import closest
 from groupwise.tracking.run_folder import RunFolder, is_agent, is_run
 
@@ -177,3 +180,36 @@ def source_of(benchmark: Benchmark, folder: str | None) -> str | None:
             f"unset evaluate.data_dir to load the questions from {benchmark.hub}"
         )
     return str(file) if file else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedModel:
+    """A run, checkpoint, adapter or model, resolved before any weights are loaded."""
+
+    target: Target
+    config: Config
+
+    @property
+    def vllm_command(self) -> str:
+        """The command that serves the same with vLLM; it first merges adapters that vLLM does not support."""
+        target, model = self.target, name_for_others(self.config.model.name)
+        if not target.rank or target.trained is None:
+            return shlex.join(["vllm", "serve", str(target.trained or model)])
+        settings = adapter_settings(target.trained)
+        unsupported = settings.get("use_dora") or settings.get("modules_to_save")
+        if unsupported or (target.settings is not None and self.config.model.quantization):
+            merge = shlex.join(["groupwise", "merge", target.name, "--output-path", "merged"])
+            return f"{merge} && vllm serve merged"
+        adapters = ["--enable-lora", "--max-lora-rank", str(rank_known_to_vllm(target.rank))]
+        named = f"{Path(target.name).name}={target.trained}"
+        return shlex.join(["vllm", "serve", model, *adapters, "--lora-modules", named])
+
+
+def find_named(name: str, overrides: Sequence[str]) -> ResolvedModel:
+    """Resolve the name of a run, checkpoint, adapter or model, and read its settings."""
+    target = find_target(name)
+    known = {} if target.base is None else {"model": target.base}
+    config = read_config(target.settings, overrides=overrides, defaults=known)
+    config = replace(config, model=replace(config.model, name=target.base or config.model.name))
+    local_folder(config.model.name)
+    return ResolvedModel(target=target, config=config.resolve())

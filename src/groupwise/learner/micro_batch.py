@@ -20,9 +20,9 @@ from groupwise.invariants import check_targets
 from groupwise.model.attention.packed import PackedLayout
 from groupwise.model.attention.ulysses import UlyssesContext, UlyssesLayout
 from groupwise.model.device import to_device, total_memory
-from groupwise.model.grammar import TokenGrammar
 from groupwise.model.ops.logits import entropy, masked_logits, scaled_logits
 from groupwise.model.policy import Policy
+from groupwise.model.token_grammar import TokenGrammar
 from groupwise.records import Sample, Sampling
 
 

@@ -8,6 +8,7 @@ Modules in reading order:
     resolve       finds or downloads a model's folder, validates it, and writes new ones atomically
     tokenizer     encoding and decoding, chat templates, tool calls in a template
     grammar       constrained decoding: JSON schemas and grammars that completions must match
+    token_grammar the tokens that a grammar allows next, as masks that answers share
     device        device selection, free memory, pinned transfers, contention for cores
     sharding      a policy sharded over processes: FSDP2 and DeepSpeed ZeRO
     attention/    packed attention behind transformers' AttentionInterface

@@ -18,10 +18,10 @@ from groupwise.model.attention.hf_interface import Layout
 from groupwise.model.attention.packed import PackedLayout
 from groupwise.model.device import free_memory, kept_numbers
 from groupwise.model.general_forward import GeneralPath, own_forward, text_decoder, unpacked_hidden
-from groupwise.model.grammar import TokenGrammar
 from groupwise.model.ops.equivalence import RecordedAttention, draws_noise, in_mode, recorded_attention
 from groupwise.model.ops.logits import LogitsProcessor, capped, float_logits
 from groupwise.model.ops.logprobs import token_logprobs
+from groupwise.model.token_grammar import TokenGrammar
 from groupwise.model.tokenizer import TokenizerCodec
 from groupwise.records import Sampling
 

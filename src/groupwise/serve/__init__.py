@@ -10,7 +10,6 @@ Modules in reading order:
     responses_api        the same for OpenAI's Responses API, on top of chats
     detokenizer          incremental detokenization, and tokens as shown with log-probabilities
     ipc                  messages between the front-end process and the engine process
-    load_target          resolve a run, checkpoint, adapter or model, and load a task's example and tools
     agent_endpoint       the endpoint that answers agents while training runs
     chat_session         a chat in the current process, with or without tools
 """

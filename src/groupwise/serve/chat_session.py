@@ -1,4 +1,4 @@
-"""Chat sessions in the current process: streamed answers, test-time strategies and multi-turn tool use."""
+"""Chat sessions in the current process: streamed answers, test-time strategies, tools, examples of a task."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from groupwise.config.schema import EngineConfig, ToolsConfig
+from groupwise.config import Config
+from groupwise.config.schema import NO_TASK, EngineConfig, ToolsConfig
 from groupwise.engine.engine import Engine
 from groupwise.engine.serving.serving_engine import ServingEngine, StreamChunk
 from groupwise.engine.serving.serving_scheduler import Job
@@ -21,6 +22,8 @@ from groupwise.rollout.tool_executor import ToolExecutor
 from groupwise.rollout.tool_rollouts import Tools
 from groupwise.seeds import derive_seed
 from groupwise.serve.detokenizer import TextStream
+from groupwise.tasks import Task, load_task, without_data
+from groupwise.tasks.self_test import check
 
 Answering = Callable[[Sequence[Message]], Iterator[str]]
 """Maps a conversation to the next answer, yielded in parts."""
@@ -220,3 +223,62 @@ class ToolChatSession(ChatSession):
 
     def _answer_messages(self, text: str) -> list[Message]:
         return self._tools.messages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskPrompt:
+    """An example of a task, as the policy sees it."""
+
+    task: Task
+    example: Example
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        prompt = self.task.ask(self.example)
+        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+    @property
+    def question(self) -> str:
+        return "\n".join(str(message["content"]) for message in self.messages)
+
+    def verdict(self, answer: str, *, seconds: float, kit: ToolSession | None = None) -> str:
+        """Score an answer, and the tool calls before it, with the task's rewards."""
+        turns, state = (tuple(kit.turns), kit.state) if kit else ((), None)
+        answer = turns[-1].text if turns else answer
+        result = check(self.task, answer, self.example, seconds=seconds, turns=turns, state=state)
+        parts = ", ".join(f"{name} {value:g}" for name, value in result.parts.items())
+        return f"--- {'correct' if result.correct else 'incorrect'}: {parts or result.error}"
+
+
+def system_of(prompt: TaskPrompt) -> str | None:
+    """Return the system message of a task's prompt, or None."""
+    first = prompt.messages[0]
+    return str(first["content"]) if first["role"] == "system" else None
+
+
+def tools_of(config: Config, task: Task, example: Example | None) -> ToolSession:
+    """Prepare a task's tools and the state they operate on, which requires an example."""
+    if not task.tools:
+        raise ConfigError(
+            f"task {task.name} has no tools: choose a task with tools, such as --task search_qa, "
+            "or omit --tools"
+        )
+    if task.state is not None and example is None:
+        raise ConfigError(f"the tools of task {task.name} need the state of an example: give --example")
+    limits = config.tools
+    toolbox = ToolExecutor.of(task.tools, seconds=limits.seconds, characters=limits.result_characters)
+    return ToolSession(toolbox=toolbox, state=task.state(example) if task.state and example else None)
+
+
+def held_out_example(config: Config, task: str | None, *, number: int) -> TaskPrompt:
+    """Return held-out example `number`, counted from 1, of the given task or the run's own."""
+    settings = config.task if task is None else without_data(replace(config.task, name=task, options={}))
+    if settings.name == NO_TASK:
+        raise ConfigError("no task is configured: give --task")
+    loaded = load_task(replace(config, task=settings).resolve().task)
+    rows = loaded.split(settings, config.run.seed).held_out
+    if number > len(rows):
+        raise ConfigError(
+            f"task {loaded.name} has {len(rows)} held-out examples; number {number} is out of range"
+        )
+    return TaskPrompt(task=loaded, example=rows[number - 1])

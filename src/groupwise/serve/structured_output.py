@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupwise.errors import ConfigError
-from groupwise.model.grammar import GrammarError, json_grammar, json_rule, require_llguidance
+from groupwise.model.grammar import json_grammar, json_rule, require_llguidance
+from groupwise.model.token_grammar import GrammarError
 from groupwise.model.tokenizer import TokenizerCodec
 from groupwise.rollout.tool_calls import CLOSE, OPEN
 from groupwise.serve.http_server import HTTPError

@@ -20,8 +20,9 @@ from groupwise.engine.sampler import Alternatives
 from groupwise.engine.scheduler import BlockPool
 from groupwise.engine.scheduler import Sequence as Member
 from groupwise.engine.serving.serving_scheduler import CPUSteps, DecodeSteps, Job, ServingScheduler
-from groupwise.model.grammar import GrammarCompiler, TokenGrammar
+from groupwise.model.grammar import GrammarCompiler
 from groupwise.model.policy import Policy
+from groupwise.model.token_grammar import TokenGrammar
 from groupwise.records import Completion, Finish
 
 PAUSE = 0.04

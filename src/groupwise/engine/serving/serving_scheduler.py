@@ -28,9 +28,10 @@ from groupwise.engine.sampler import (
     uniforms,
 )
 from groupwise.engine.scheduler import BlockPool, Prefix, Scheduler, Sequence
-from groupwise.model.grammar import GrammarCompiler, TokenGrammar
+from groupwise.model.grammar import GrammarCompiler
 from groupwise.model.ops.logits import scaled_logits
 from groupwise.model.policy import Policy
+from groupwise.model.token_grammar import TokenGrammar
 from groupwise.records import Completion, Finish, Request, Sampling
 
 Slots = NDArray[np.int64]
