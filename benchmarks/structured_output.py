@@ -2,11 +2,11 @@
 
     python benchmarks/structured_output.py --model smollm2 --answers 500
 
-The serving engine and the rollout engine write the answers, each with the same prompts and seeds. The free
-answers have the constrained lengths as their limits (in rollouts: the mean of them), so both do the same
-work. Rates are the best of several calls that alternate. A first call of each kind is not counted: it captures
-graphs and computes the first masks. Every call has seeds of its own, so that it has texts of its own: masks
-that are kept for other answers help as much as they do with new requests.
+The serving engine and the rollout engine write the answers. Constrained and free answers have the same prompts
+and seeds, and the free ones the lengths of the constrained ones of the first call as their limits (in
+rollouts: the mean of them). Rates are the best of several calls that alternate. A first call of each kind is
+not counted: it captures graphs and computes the first masks. Each call has seeds of its own, so that it has
+texts of its own: masks that are kept for other answers help as much as they do with new requests.
 """
 
 from __future__ import annotations
@@ -193,23 +193,24 @@ def compare(
             replace(job, seeds=tuple(seed + 10**6 * repeat for seed in job.seeds)) for job, _ in jobs
         ]
         answers, seconds = write(constrained)
+        if repeat == 0:
+            lengths = [len(tokens) for tokens in answers]
         free = [
-            replace(job, grammar=None, sampling=replace(job.sampling, max_tokens=len(tokens)))
-            for job, tokens in zip(constrained, answers, strict=True)
+            replace(job, grammar=None, sampling=replace(job.sampling, max_tokens=length))
+            for job, length in zip(constrained, lengths, strict=True)
         ]
-        write([replace(job) for job in free])  # captures the graphs for these limits
+        freely, free_seconds = write(free)
         if repeat == 0:
             continue
         truncated += sum(
             len(a) == job.sampling.max_tokens for a, job in zip(answers, constrained, strict=True)
         )
         rates["constrained"].append(sum(map(len, answers)) / seconds)
+        rates["free"].append(sum(map(len, freely)) / free_seconds)
         total += len(answers)
         valid += sum(
             is_valid(policy.decode(tokens), schema) for tokens, (_, schema) in zip(answers, jobs, strict=True)
         )
-        freely, seconds = write(free)
-        rates["free"].append(sum(map(len, freely)) / seconds)
     return {
         "answers": total,
         "valid": valid / total,

@@ -173,7 +173,9 @@ def trained_tokenizer() -> Any:
         show_progress=False,
     )
     raw.train_from_iterator([*texts, *(Path(__file__).read_text(),)], trainer)
-    raw.add_tokens(['", "n', '", "name": "', '"}, {"', '": "', "12", "5, "])  # BPE splits at punctuation
+    raw.add_tokens(
+        [" true", " null", ": 1", ", 2", '", "n', '", "name": "', '"}, {"', '": "', "12", "5, "]
+    )  # BPE splits at punctuation
     return transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>")
 
 
@@ -201,6 +203,8 @@ PLAIN = [
     record(n=NUMBER, name={"anyOf": [record(n=text_of(maxLength=3)), NUMBER, NULL]}, z={"const": 12}),
     record(a={"enum": ["n1x", "n2y", 12, 120]}, n={"type": "array", "items": NUMBER, "maxItems": 3}),
     {**record(name=text_of(minLength=1), n=NUMBER), "required": ["n"]},
+    record(a={"type": "boolean"}, n={"type": ["null", "boolean", "number"]}, name=text_of(maxLength=3)),
+    {"type": "array", "items": {"anyOf": [{"type": "boolean"}, NUMBER, record(n=NUMBER)]}, "maxItems": 4},
 ]
 
 
@@ -246,19 +250,19 @@ BACKSLASH = "\\"
 class Counting:
     """Counts the masks that llguidance computes."""
 
-    def __init__(self, executor: Any) -> None:
-        self.executor, self.count = executor, 0
+    def __init__(self, compute: Any) -> None:
+        self.compute, self.count = compute, 0
 
-    def unsafe_compute_mask_ptr(self, rows: Sequence[Any], *given: Any) -> None:
-        self.count += len(rows)
-        self.executor.unsafe_compute_mask_ptr(rows, *given)
+    def __call__(self, matchers: Sequence[Any], **given: Any) -> Any:
+        self.count += len(matchers)
+        return self.compute(matchers, **given)
 
 
 def counting(tokenizer: Any, schema: dict[str, Any]) -> tuple[TokenizerCodec, TokenGrammar, Counting]:
     codec = TokenizerCodec(tokenizer, vocabulary=len(tokenizer))
     ends = frozenset({tokenizer.eos_token_id})
     compiled = GrammarCompiler(codec, ends).compile(json_grammar(schema))
-    compiled.tokens.executor = counter = Counting(compiled.tokens.executor)
+    compiled.tokens.compute = counter = Counting(compiled.tokens.compute)  # type: ignore[method-assign]
     return codec, compiled, counter
 
 

@@ -199,7 +199,8 @@ class TokenMasks:
         for slot, state, mask_W in zip(slots_N.tolist(), states, before, strict=True):
             if state.place.mask_W is not mask_W:  # inside of a long string it stays the same
                 masks_SW[slot] = state.place.mask_W
-            self.failed[slot] = state.failed
+            if state.failed:
+                self.failed[slot] = True
 
     def apply(self, logits_RV: Tensor, slots_R: NDArray[np.int64]) -> Tensor:
         """Return the logits of the sequences in these slots, with -inf for tokens that are not allowed."""

@@ -2,7 +2,7 @@
 
 The answers of one grammar share a graph of places. A place has the mask of the next token and, for each token
 that has followed, the next place. Only the first answer that reaches a place computes its mask. Answers
-meet again after each string and number, where the grammar permits it (`has_plain_scalars`).
+meet again after each string, number or literal, where the grammar permits it (`has_plain_scalars`).
 
 A mask has one bit per token: bit t % 32 of word t // 32 belongs to token t. End tokens are allowed exactly
 where the grammar accepts the answer.
@@ -64,17 +64,17 @@ class GrammarError(ValueError):
 class Place:
     """Where answers stand that a grammar continues alike."""
 
-    __slots__ = ("after", "first_digits", "mask_W", "next", "quoting", "run", "written")
+    __slots__ = ("after", "begun", "mask_W", "next", "quoting", "run", "written")
 
     def __init__(self, mask_W: Mask) -> None:
         self.mask_W = mask_W
         """The tokens that may come next."""
         self.next: dict[int, Place] = {}
-        """The place after each token."""
+        """The place after each token that has followed, but for those inside of a run."""
         self.after: dict[bytes, Place] | None = None
-        """Inside of a JSON string or number: the places behind it, by the bytes from its end on."""
-        self.first_digits: dict[bytes, Place] | None = None
-        """The same for the number that begins here."""
+        """Inside of a JSON string, number or literal: the places behind it, by the bytes from its end on."""
+        self.begun: dict[bytes, dict[bytes, Place]] = {}
+        """The same for the numbers and literals that begin here, by the bytes before them."""
         self.quoting = OUTSIDE
         self.run: StringRun | None = None
         self.written = 0
@@ -232,10 +232,16 @@ class GrammarTokens:
 
     def advance(self, rows: Sequence[tuple[GrammarState, int]]) -> None:
         """Add a token to each unfinished answer."""
+        inside = () if self.strings is None else self.strings.inside
         missing: list[tuple[GrammarState, int]] = []
         for state, token in rows:
             state.unread.append(token)
-            if (place := state.place.next.get(token)) is None:
+            before = state.place
+            if before.run is not None and inside[token] >= 0:
+                place = before.run.inside.get(before.written + inside[token])
+            else:
+                place = before.next.get(token)
+            if place is None:
                 missing.append((state, token))
             else:
                 state.place = place
@@ -255,7 +261,9 @@ class GrammarTokens:
             self._compute_places(found, list(new.values()))
         for state, token, shelf, key in found:
             if (place := shelf.get(key)) is not None:  # otherwise its answer has failed
-                state.place.next[token] = state.place = place
+                if state.place.run is None or shelf is not state.place.run.inside:
+                    state.place.next[token] = place
+                state.place = place
 
     def _shelf(self, state: GrammarState, token: int) -> tuple[dict[Any, Place], Any]:
         """Return where the place after a token is kept, and its key there."""
@@ -264,13 +272,13 @@ class GrammarTokens:
             assert self.strings is not None, "an answer has entered a string or number"
             text = self.strings.texts[token]
             if place.quoting == OUTSIDE:
-                ending = NUMBER_PART.match(text).end()  # type: ignore[union-attr]  # it matches anything
-                if ending < len(text):
-                    return place.after, text[ending:]
+                ending = text.lstrip(UNQUOTED)
+                if ending:
+                    return place.after, ending
             elif place.run is not None and self.strings.inside[token] >= 0:
                 return place.run.inside, place.written + self.strings.inside[token]
-            elif (ending := quoting_after(text, place.quoting)[1]) >= 0:
-                return place.after, text[ending:]
+            elif (closed := quoting_after(text, place.quoting)[1]) >= 0:
+                return place.after, text[closed:]
         return place.next, token
 
     def _derive(self, state: GrammarState, token: int, shelf: dict[Any, Place], key: Any) -> bool:
@@ -304,7 +312,8 @@ class GrammarTokens:
             first.unread.clear()
         # Neighbours share a copy of the grammar, and so a lock; one thread computes them.
         groups = sorted(groups, key=lambda group: group[0].copy)
-        masks_NW = self.compute([group[0].matcher for group in groups])
+        copies = {(id(group[0].grammar), group[0].copy) for group in groups}
+        masks_NW = self.compute([group[0].matcher for group in groups], parallel=len(copies) > 1)
         for group, mask_W in zip(groups, masks_NW, strict=True):
             first = group[0]
             token, shelf, key = where[id(first)]
@@ -328,20 +337,23 @@ class GrammarTokens:
             place.after = before.after
         elif any_text:
             place.after = {}
-        elif place.quoting == OUTSIDE and NUMBER.fullmatch(text):
-            before.first_digits = place.after = {} if before.first_digits is None else before.first_digits
+        elif place.quoting == OUTSIDE and text[-1:] in UNQUOTED_BYTES:
+            place.after = before.begun.setdefault(text.rstrip(UNQUOTED), {})
         if any_text:
             closes = bool(place.mask_W[strings.quote // 32] >> (strings.quote % 32) & 1)
             left = state.matcher.validate_tokens(strings.probe) if closes else 0
             place.run = StringRun(place.mask_W, left, exact=left < len(strings.probe))
 
-    def compute(self, matchers: Sequence[LLMatcher]) -> Mask:
+    def compute(self, matchers: Sequence[LLMatcher], *, parallel: bool = False) -> Mask:
         """Return the next mask of each matcher."""
         masks_NW = np.zeros((len(matchers), self.words), dtype=np.int32)
-        self.executor.unsafe_compute_mask_ptr(
-            [(matcher, row) for row, matcher in enumerate(matchers)],
-            masks_NW.ctypes.data, 4 * self.words, len(matchers),
-        )  # fmt: skip
+        at, width = masks_NW.ctypes.data, 4 * self.words
+        if parallel:
+            rows = [(matcher, row) for row, matcher in enumerate(matchers)]
+            self.executor.unsafe_compute_mask_ptr(rows, at, width, len(matchers))
+        else:
+            for row, matcher in enumerate(matchers):
+                matcher.unsafe_compute_mask_ptr(at + row * width, width)
         self._finish(masks_NW)
         return masks_NW
 
@@ -435,7 +447,9 @@ WHOLE = re.compile(r'[^"\\\x00-\x1F\x7F\uD800-\uDFFF]*')
 IN_STRING_BYTES = re.compile(rb'(?:\\.?|[^"\\])*', re.DOTALL)
 CHARACTER = re.compile(rb"\\u[0-9a-fA-F]{0,4}|\\.?|[^\\\x80-\xbf]", re.DOTALL)
 """A character of a JSON string, escaped or not; bytes that continue a UTF-8 character do not count."""
-NUMBER, NUMBER_PART = re.compile(rb"-?[0-9][0-9.eE+-]*"), re.compile(rb"[0-9.eE+-]*")
+UNQUOTED = b"+-.0123456789" + bytes(range(ord("A"), ord("Z") + 1)) + bytes(range(ord("a"), ord("z") + 1))
+"""What numbers, true, false and null consist of."""
+UNQUOTED_BYTES = frozenset(bytes([byte]) for byte in UNQUOTED)
 
 
 def string_characters(text: bytes) -> tuple[int, bool]:
