@@ -2,8 +2,8 @@
 
     python benchmarks/structured_output.py --model smollm2 --answers 500
 
-The serving engine and the rollout engine write the answers. Constrained and free answers have the same prompts
-and seeds, and the free ones the lengths of the constrained ones of the first call as their limits (in
+The serving engine and the rollout engine write the answers. Constrained and free answers have the same
+prompts and seeds, and the free ones the lengths of the constrained ones of the first call as their limits (in
 rollouts: the mean of them). Rates are the best of several calls that alternate. A first call of each kind is
 not counted: it captures graphs and computes the first masks. Each call has seeds of its own, so that it has
 texts of its own: masks that are kept for other answers help as much as they do with new requests.
