@@ -141,6 +141,16 @@ def test_threads_follow_the_load(two_threads, load):
     assert torch.get_num_threads() == 2
 
 
+def test_without_other_processes_the_number_of_threads_is_never_set(two_threads, load, monkeypatch):
+    # Setting it, even to the same number, makes MKL use all threads for every small product.
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: pytest.fail("the number of threads was set"))
+    threads = CPUThreads(lambda count: True)
+    for others in (0.0, 0.2):
+        load(others)
+        assert threads.adapt() is None
+    threads.restore()
+
+
 def test_threads_stay_if_fewer_would_change_the_results(two_threads, load):
     threads = CPUThreads(lambda count: False)
     load(1.3)
