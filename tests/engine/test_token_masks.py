@@ -211,7 +211,7 @@ def test_many_sequences_use_several_copies_of_a_grammar(small_policy, monkeypatc
     assert policy.grammar is not None
     masks = TokenMasks(8)
     states = [policy.grammar.start() for _ in range(8)]
-    assert Counter(state.copy for state in states) == {0: 3, 1: 3, 2: 2}
+    assert Counter(state.copy_index for state in states) == {0: 3, 1: 3, 2: 2}
     for state in states:
         policy.grammar.leave(state)
     for slot in range(8):

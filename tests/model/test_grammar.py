@@ -66,7 +66,7 @@ def written(codec: TokenizerCodec, compiled: TokenGrammar, seed: int) -> list[in
         allowed = np.flatnonzero(np.unpackbits(mask_W.view(np.uint8), bitorder="little"))
         assert max(allowed) < codec.vocabulary
         tokens.append(int(random.choice(allowed)))
-        if tokens[-1] in compiled.tokens.ends:
+        if tokens[-1] in compiled.computer.ends:
             return tokens
 
 
@@ -212,11 +212,11 @@ def by_llguidance(compiled: TokenGrammar, seed: int, length: int) -> tuple[list[
     """An answer of random tokens, and its masks, each computed by llguidance from all tokens before it."""
     from llguidance import LLMatcher
 
-    tokens, random = compiled.tokens, np.random.default_rng(seed)
-    matcher = LLMatcher(tokens.tokenizer, compiled.text, log_level=0, limits=tokens.limits)
+    computer, random = compiled.computer, np.random.default_rng(seed)
+    matcher = LLMatcher(computer.tokenizer, compiled.text, log_level=0, limits=computer.limits)
     answer, masks = [0] * 0, []
     while len(answer) < length and (not answer or answer[-1] != 0):
-        masks.append(tokens.compute([matcher])[0])
+        masks.append(computer.compute([matcher])[0])
         bits = np.unpackbits(masks[-1].view(np.uint8), bitorder="little")
         # Long tokens are rare among all; without them few answers would end a string and go on.
         weights = bits * np.where([b'"' in text for text in compiled_texts(compiled)], 6.0, 1.0)
@@ -226,7 +226,7 @@ def by_llguidance(compiled: TokenGrammar, seed: int, length: int) -> tuple[list[
 
 
 def compiled_texts(compiled: TokenGrammar) -> Sequence[bytes]:
-    strings = compiled.tokens.strings
+    strings = compiled.computer.strings
     assert strings is not None
     return strings.texts
 
@@ -262,7 +262,7 @@ def counting(tokenizer: Any, schema: dict[str, Any]) -> tuple[TokenizerCodec, To
     codec = TokenizerCodec(tokenizer, vocabulary=len(tokenizer))
     ends = frozenset({tokenizer.eos_token_id})
     compiled = GrammarCompiler(codec, ends).compile(json_grammar(schema))
-    compiled.tokens.compute = counter = Counting(compiled.tokens.compute)  # type: ignore[method-assign]
+    compiled.computer.compute = counter = Counting(compiled.computer.compute)  # type: ignore[method-assign]
     return codec, compiled, counter
 
 

@@ -17,7 +17,7 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from groupwise.model.grammar import MISSING, GrammarCompiler
+from groupwise.model.grammar import NO_LLGUIDANCE, GrammarCompiler
 from groupwise.model.policy import Policy
 from groupwise.model.tokenizer import TokenizerCodec
 from groupwise.serve.completion_request import ToolCallReader
@@ -217,7 +217,7 @@ def test_a_hostile_schema_is_answered_or_refused_and_the_server_goes_on(port, na
 def test_without_the_package_one_sentence_says_what_to_install(port, monkeypatch):
     monkeypatch.setattr("groupwise.model.grammar.find_spec", lambda _: None)
     status, answer = ask(port, "/v1/chat/completions", chat("a", response_format={"type": "json_object"}))
-    assert (status, answer["error"]["message"]) == (400, MISSING)
+    assert (status, answer["error"]["message"]) == (400, NO_LLGUIDANCE)
 
 
 MARKS = {

@@ -218,8 +218,10 @@ def k3(difference_N: Tensor) -> Tensor:
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
-def kl_penalty(logprobs_N: Tensor, reference_N: Tensor, old_N: Tensor, *, kind: str) -> Tensor:
-    """Return token penalties whose expected gradient is that of KL(policy || reference), off-policy too.
+def kl_penalty(logprobs_N: Tensor, other_N: Tensor, old_N: Tensor, *, kind: str) -> Tensor:
+    """Return token penalties whose expected gradient is that of KL(policy || other), off-policy too.
+
+    The other policy is the reference or a teacher.
 
     The tokens were sampled from the old policy; r = exp(log-prob - old) corrects for that. An unbiased value
     times r is an unbiased value under the sampling distribution, which is fixed, so its
@@ -230,7 +232,7 @@ def kl_penalty(logprobs_N: Tensor, reference_N: Tensor, old_N: Tensor, *, kind: 
     ratio_N = (logprobs_N - old_N).exp()
     if kind == "k2":
         ratio_N = ratio_N.detach()
-    return ratio_N * KL_ESTIMATORS[kind](logprobs_N - reference_N)
+    return ratio_N * KL_ESTIMATORS[kind](logprobs_N - other_N)
 
 
 def importance_weights(
@@ -271,7 +273,7 @@ def importance_weights(
 
 def sum_by_sequence(values_N: Tensor, sequence_N: Tensor) -> Tensor:
     """Return, for each token, the sum over the tokens of its sequence."""
-    # There are at most T sequences, so T slots do without reading their number back from the device.
+    # There are at most N sequences, so N slots do without reading their number back from the device.
     return torch.zeros_like(values_N).index_add(0, sequence_N, values_N)[sequence_N]
 
 
@@ -295,7 +297,10 @@ def try_loss(settings: LossSettings) -> None:
 
 @torch.no_grad()
 def divergences(tokens: Tokens) -> dict[str, Tensor]:
-    """Return how far apart the policies are that had a part in these tokens."""
+    """Return how far apart the policies are that had a part in these tokens.
+
+    `policy/kl` is always k3 without the ratio, so that runs with different `algo.kl` can be compared.
+    """
     gap_N = (tokens.old_N - tokens.sampled_N).abs()
     metrics = {
         "policy/tokens": torch.full((), len(gap_N), device=gap_N.device),
@@ -323,7 +328,7 @@ MEAN_OVER = {
     "sapo": "sequences",
     "bnpo": "minibatch_tokens",
 }
-"""What each loss is a mean over, unless algo.normalize says otherwise."""
+"""What each loss is a mean over, unless algo.normalize says otherwise; losses of the user: tokens."""
 
 
 def token_weights(

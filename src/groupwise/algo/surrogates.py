@@ -1,7 +1,7 @@
 """Surrogates other than the clipped ratio of `losses`: CISPO, DPPO, SAPO, and losses of the user.
 
 A surrogate returns the loss of each token and a dict of metrics, which are sums over tokens.
-`losses.SURROGATES` has all of them by name.
+`losses.SURROGATES` and `CUSTOM_LOSSES` have them by name; CONTRIBUTING.md lists what a new one needs.
 
 Axes: N trained tokens of one micro-batch, flattened without padding.
 """

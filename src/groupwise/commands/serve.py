@@ -52,7 +52,7 @@ def serve(
     allowed_host: AllowedHost = None,
     cors: CORS = None,
     queue: Annotated[
-        int, typer.Option(help="Maximum queued requests; further requests get status 429.")
+        int, typer.Option(help="Maximum queued answers; requests beyond get status 429.")
     ] = 128,
 ) -> None:
     """Serve a model over an OpenAI-compatible API: chat and completions, streaming, continuous batching."""

@@ -343,7 +343,7 @@ class RolloutConfig:
     stop: tuple[str, ...] = ()
     """Stop strings: generation of a completion ends at any of them."""
     logits_processor: str | None = None
-    """A sampling rule of your own, on a CPU: (tokens so far, logits) to logits, as module:function or
+    """A sampling rule of your own: (tokens so far, logits) to logits, as module:function or
     FILE.py:function. The trained log-probabilities account for it."""
     json_schema: str | None = None
     """A JSON schema that every completion matches: a file, or the schema as text. The trained

@@ -166,7 +166,7 @@ class TokenMasks:
     @cached_property
     def _host(self) -> Tensor:
         """Allocated for the first grammar: [slots, words]."""
-        words = next(iter(self._states.values())).grammar.tokens.words
+        words = next(iter(self._states.values())).grammar.computer.words
         return torch.full((self._slots, words), -1, dtype=torch.int32, pin_memory=self._pinned)
 
     @property
@@ -195,7 +195,7 @@ class TokenMasks:
             raise InvariantError(f"token {token} was sampled, which the grammar of its answer excludes")
         states = [self._states[slot] for slot in slots_N.tolist()]
         before = [state.place.mask_W for state in states]
-        states[0].grammar.tokens.advance(list(zip(states, tokens_N.tolist(), strict=True)))
+        states[0].grammar.computer.advance(list(zip(states, tokens_N.tolist(), strict=True)))
         for slot, state, mask_W in zip(slots_N.tolist(), states, before, strict=True):
             if state.place.mask_W is not mask_W:  # inside of a long string it stays the same
                 masks_SW[slot] = state.place.mask_W

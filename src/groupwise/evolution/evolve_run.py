@@ -37,7 +37,7 @@ from groupwise.evolution.search_space import SearchSpace
 from groupwise.evolution.selection import Selector
 from groupwise.files import write_atomically
 from groupwise.learner.checkpoint import prune, write_checkpoint
-from groupwise.learner.learner import try_own_loss
+from groupwise.learner.learner import try_custom_loss
 from groupwise.model.device import deterministic_kernels, device_of
 from groupwise.model.load import load_reward_models
 from groupwise.records import Example, Group
@@ -352,7 +352,7 @@ def evolve(
     config = with_epochs(config, task)
     check_supported(config, task)
     functions = functions or use_functions(config)
-    try_own_loss(config.algo)
+    try_custom_loss(config.algo)
     tracker_names(config.track)
     start = SearchStart.new(config, task=task.name) if resume is None else SearchStart.resumed(resume, config)
     if done := start.already_done(config):

@@ -24,7 +24,7 @@ from groupwise.errors import ConfigError
 from groupwise.evaluate.contamination import prompt_digest
 from groupwise.evolution.population import Member, SharedBase
 from groupwise.gym.env import PromptBatch, PromptEnv
-from groupwise.learner.learner import try_own_loss
+from groupwise.learner.learner import try_custom_loss
 from groupwise.model.grammar import rollout_grammar
 from groupwise.records import Example, Group, Rollout
 from groupwise.rollout.agent_rollouts import AgentRollouts
@@ -52,7 +52,7 @@ class Agent:
         named, self._given = split_functions(settings)
         self.config = named.pop("config", None) or config_from_keywords(**named).resolve()
         functions = use_functions(self.config, self._given)
-        try_own_loss(self.config.algo)
+        try_custom_loss(self.config.algo)
         algo = self.config.algo
         if algo.advantage == "gdpo" or algo.combine != "sum" or algo.mean_filter or algo.overlong_buffer:
             raise ConfigError(

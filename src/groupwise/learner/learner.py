@@ -430,7 +430,7 @@ def loss_settings(algo: AlgoConfig) -> LossSettings:
     )
 
 
-def try_own_loss(algo: AlgoConfig) -> None:
+def try_custom_loss(algo: AlgoConfig) -> None:
     """Try a loss of the user before a model loads."""
     if algo.loss in CUSTOM_LOSSES:
         try_loss(loss_settings(algo))

@@ -18,7 +18,7 @@ from typing import Any
 
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError
-from groupwise.model.token_grammar import MISSING, GrammarError, GrammarTokens, TokenGrammar
+from groupwise.model.token_grammar import NO_LLGUIDANCE, GrammarError, MaskComputer, TokenGrammar
 from groupwise.model.tokenizer import TokenizerCodec
 
 LONGEST_SCHEMA = 64 * 1024
@@ -33,7 +33,7 @@ MOST_GRAMMARS = 64
 
 def require_llguidance() -> None:
     if find_spec("llguidance") is None:
-        raise ConfigError(MISSING)
+        raise ConfigError(NO_LLGUIDANCE)
 
 
 def rollout_grammar(config: Config, *, multi_turn: bool = False) -> str | None:
@@ -126,15 +126,15 @@ class GrammarCompiler:
         """Return the compiled grammar; raise GrammarError if it cannot be used."""
         with self._lock:
             if (grammar := self._kept.pop(text, None)) is None:
-                grammar = TokenGrammar(text, self._tokens, plain_scalars=has_plain_scalars(text))
+                grammar = TokenGrammar(text, self._computer, plain_scalars=has_plain_scalars(text))
             self._kept[text] = grammar  # the last one used is the last one dropped
             while len(self._kept) > MOST_GRAMMARS:
                 del self._kept[next(iter(self._kept))]
         return grammar
 
     @cached_property
-    def _tokens(self) -> GrammarTokens:
-        return GrammarTokens(self._codec, self._end_tokens)
+    def _computer(self) -> MaskComputer:
+        return MaskComputer(self._codec, self._end_tokens)
 
 
 STRUCTURE = {

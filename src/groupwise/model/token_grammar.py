@@ -1,13 +1,19 @@
 """The tokens that a grammar allows next, as masks computed by llguidance and kept for other answers.
 
 The answers of one grammar share a graph of places. A place has the mask of the next token and, for each token
-that has followed, the next place. Only the first answer that reaches a place computes its mask. Answers
-meet again after each string, number or literal, where the grammar permits it (`has_plain_scalars`).
+that has followed, the next place. Only the first answer that reaches a place computes its mask.
 
-A mask has one bit per token: bit t % 32 of word t // 32 belongs to token t. End tokens are allowed exactly
-where the grammar accepts the answer.
+Where the grammar permits it (`grammar.has_plain_scalars`), answers meet again after each string, number or
+literal. An example, for a schema with a string `a` and a number `n`; P0, P1, … are places:
 
-Axes: N rows, S slots, V tokens, W words of 32 tokens.
+    {"a": "     P1, which begins a run: any text may follow, up to the limit of the string
+    xy          P2 = P1.run.by_written[2], also reached by "z" and "q"; its mask is derived from that of P1
+    ", "n":     P3 = P2.after_scalar[b'", "n":'], whatever the string was
+    12          P4 = P3.next[token]; P4.after_scalar is that of all numbers that begin at P3
+    }           P5 = P4.after_scalar[b"}"], whatever the number was
+
+Bit t % 32 of word t // 32 of a mask belongs to token t. End tokens are allowed where the grammar accepts.
+Axes: A answers, K characters, N rows, V tokens, W words of 32 tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +35,7 @@ from groupwise.model.tokenizer import TokenizerCodec
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MISSING = (
+NO_LLGUIDANCE = (
     "constrained decoding requires the package llguidance; install it: pip install 'groupwise[structured]'"
 )
 LARGEST_GRAMMAR = 100_000
@@ -44,11 +50,8 @@ COPIES_PER_THREAD = 2
 SECONDS_FOR_COPIES = 0.25
 """What compiling the copies of one grammar may take; large grammars have fewer."""
 IN_STRING = r'[^"\\\x00-\x1F\x7F]'
-SLICES = [
-    r"[\x20\x0A\x0D\x09]+",
-    *(f"{IN_STRING}{{1,{most}}}" for most in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 20, 30)),
-    f"{IN_STRING}+",
-]
+STRING_PARTS = [f"{IN_STRING}{{1,{most}}}" for most in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 20, 30)]
+SLICES = [r"[\x20\x0A\x0D\x09]+", *STRING_PARTS, f"{IN_STRING}+"]
 """Classes of tokens that llguidance decides as a whole. Its own have up to 10, up to 30 and any number of
 characters. With finer ones, the masks in strings of limited length take half the time."""
 PROBE = '{"name": "Zoë", "list": [1, -2.5e3], "text": "a b\\n c — 日本"}\n\tend'
@@ -61,56 +64,57 @@ class GrammarError(ValueError):
     """A grammar or JSON schema that cannot be used; the message says why."""
 
 
+OUTSIDE, QUOTED, ESCAPED = range(3)
+"""Whether a JSON text ends outside of a string, inside, or inside after a backslash."""
+
+
 class Place:
     """Where answers stand that a grammar continues alike."""
 
-    __slots__ = ("after", "begun", "mask_W", "next", "quoting", "run", "written")
+    __slots__ = ("after_scalar", "mask_W", "next", "quoting", "run", "scalars", "written")
 
     def __init__(self, mask_W: Mask) -> None:
         self.mask_W = mask_W
         """The tokens that may come next."""
         self.next: dict[int, Place] = {}
-        """The place after each token that has followed, but for those inside of a run."""
-        self.after: dict[bytes, Place] | None = None
-        """Inside of a JSON string, number or literal: the places behind it, by the bytes from its end on."""
-        self.begun: dict[bytes, dict[bytes, Place]] = {}
-        """The same for the numbers and literals that begin here, by the bytes before them."""
+        """The place after each token that has followed, except for those inside of a run."""
+        self.after_scalar: dict[bytes, Place] | None = None
+        """Inside of a JSON string, number or literal: the places behind it, by the bytes from its end on. The
+        token `xy",` leads to after_scalar[b'",']."""
+        self.scalars: dict[bytes, dict[bytes, Place]] = {}
+        """`after_scalar` of the numbers and literals that begin in the next token, by the bytes before."""
         self.quoting = OUTSIDE
         self.run: StringRun | None = None
         self.written = 0
-        """Characters since the beginning of the run."""
-
-
-OUTSIDE, QUOTED, ESCAPED = range(3)
-"""Whether a JSON text ends outside of a string, inside, or inside after a backslash."""
+        """Characters that the answers have written of the run."""
 
 
 class StringRun:
-    """A place inside of a JSON string, and the places after more text of the string, by its characters.
+    """The text of a JSON string from some place on, which may be any text up to a length.
 
-    Near the end of a string of limited length, llguidance needs up to 0.4 ms for a mask: it follows every
-    token that is too long. But the mask after more text is the one before, without the tokens that no longer
-    fit.
+    Near the end of a string, llguidance needs up to 0.4 ms for a mask: it follows every token that is too
+    long. But the mask after more text is the one before, without the tokens that no longer fit.
     """
 
-    __slots__ = ("exact", "inside", "left", "mask_W")
+    __slots__ = ("by_written", "exact", "mask_W", "room")
 
-    def __init__(self, mask_W: Mask, left: int, *, exact: bool) -> None:
+    def __init__(self, mask_W: Mask, room: int, *, exact: bool) -> None:
         self.mask_W = mask_W
-        self.left = left
-        """Characters that still fit into the string; 0: masks cannot be derived."""
+        self.room = room
+        """Characters that fit at the beginning of the run; 0: masks cannot be derived."""
         self.exact = exact
-        """Whether no more than `left` characters fit."""
-        self.inside: dict[int, Place] = {}
+        """Whether no more than `room` characters fit."""
+        self.by_written: dict[int, Place] = {}
+        """The place after so many characters."""
 
 
 class GrammarState:
-    """An unfinished answer."""
+    """Where an unfinished answer stands in a grammar."""
 
-    __slots__ = ("copy", "failed", "grammar", "matcher", "place", "unread")
+    __slots__ = ("copy_index", "failed", "grammar", "matcher", "place", "unread")
 
-    def __init__(self, grammar: TokenGrammar, matcher: LLMatcher, copy: int) -> None:
-        self.grammar, self.matcher, self.copy = grammar, matcher, copy
+    def __init__(self, grammar: TokenGrammar, matcher: LLMatcher, copy_index: int) -> None:
+        self.grammar, self.matcher, self.copy_index = grammar, matcher, copy_index
         self.place = grammar.first
         self.unread: list[int] = []
         """Tokens that the matcher gets when a mask must be computed."""
@@ -118,23 +122,33 @@ class GrammarState:
         """Whether the grammar needs too much work for this answer; only end tokens are left to it."""
 
 
+class NewStep(NamedTuple):
+    """A token that follows the place of an answer for the first time."""
+
+    state: GrammarState
+    token: int
+    shelf: dict[Any, Place]
+    """Where the place after the token is kept: one of the dictionaries of its place."""
+    key: Any
+
+
 class TokenGrammar:
     """A grammar, compiled for one model's tokens."""
 
-    def __init__(self, text: str, tokens: GrammarTokens, *, plain_scalars: bool) -> None:
+    def __init__(self, text: str, computer: MaskComputer, *, plain_scalars: bool) -> None:
         """`plain_scalars`: whether what may follow a JSON string or number does not depend on its text."""
-        self.text, self.tokens = text, tokens
-        self.plain_scalars = plain_scalars and tokens.strings is not None
+        self.text, self.computer = text, computer
+        self.plain_scalars = plain_scalars and computer.strings is not None
         started = time.perf_counter()
         self._copies: list[LLMatcher] = [self._compiled()]
         """Copies at the start of an answer. Answers that start from one share its caches and its lock."""
         fitting = int(SECONDS_FOR_COPIES / (time.perf_counter() - started))
         # With plain scalars, few masks are computed.
-        wanted = 1 if self.plain_scalars else COPIES_PER_THREAD * tokens.threads
+        wanted = 1 if self.plain_scalars else COPIES_PER_THREAD * computer.threads
         self._most_copies = max(1, min(wanted, fitting))
         self._users = [0]
         matcher = self._copies[0].deep_copy()
-        first_1W = tokens.compute([matcher])
+        first_1W = computer.compute([matcher])
         if matcher.is_error():
             raise GrammarError("no answer can match this grammar")
         self.first = Place(first_1W[0])
@@ -144,7 +158,7 @@ class TokenGrammar:
     def _compiled(self) -> LLMatcher:
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self.tokens.tokenizer, self.text, log_level=0, limits=self.tokens.limits)
+        matcher = LLMatcher(self.computer.tokenizer, self.text, log_level=0, limits=self.computer.limits)
         if matcher.is_error():
             raise GrammarError(_reason(matcher.get_error()))
         return matcher
@@ -161,20 +175,20 @@ class TokenGrammar:
 
     def leave(self, state: GrammarState) -> None:
         """Forget an answer that has ended."""
-        self._users[state.copy] -= 1
+        self._users[state.copy_index] -= 1
 
     def masks(self, answers: Sequence[Sequence[int]]) -> Mask:
         """Return the masks before each token of these answers, one answer after the other."""
         lengths_A = np.array([len(answer) for answer in answers])
         starts_A = np.cumsum(lengths_A) - lengths_A
-        own_NW = np.zeros((int(lengths_A.sum()), self.tokens.words), dtype=np.int32)
+        own_NW = np.zeros((int(lengths_A.sum()), self.computer.words), dtype=np.int32)
         copies = np.arange(len(answers)) % len(self._copies)
         states = [GrammarState(self, self._copies[copy].deep_copy(), copy) for copy in copies.tolist()]
-        for place in range(int(lengths_A.max(initial=0))):
-            for a in np.flatnonzero(lengths_A > place).tolist():
-                own_NW[starts_A[a] + place] = states[a].place.mask_W
-            going = np.flatnonzero(lengths_A > place + 1).tolist()
-            self.tokens.advance([(states[a], answers[a][place]) for a in going])
+        for position in range(int(lengths_A.max(initial=0))):
+            for a in np.flatnonzero(lengths_A > position).tolist():
+                own_NW[starts_A[a] + position] = states[a].place.mask_W
+            going = np.flatnonzero(lengths_A > position + 1).tolist()
+            self.computer.advance([(states[a], answers[a][position]) for a in going])
         return own_NW
 
     def keep(self, shelf: dict[Any, Place], key: Any, place: Place) -> None:
@@ -185,12 +199,12 @@ class TokenGrammar:
             self.first, self.kept_bytes = Place(self.first.mask_W), 0
 
 
-class GrammarTokens:
-    """A model's tokens as llguidance reads them, and the threads that compute masks."""
+class MaskComputer:
+    """Computes the masks of all grammars of a model, and finds the next places of their answers together."""
 
     def __init__(self, codec: TokenizerCodec, end_tokens: frozenset[int]) -> None:
         if find_spec("llguidance") is None:
-            raise GrammarError(MISSING)
+            raise GrammarError(NO_LLGUIDANCE)
         from llguidance import LLExecutor, LLParserLimits, LLTokenizer
 
         backend = getattr(codec.tokenizer, "backend_tokenizer", None)
@@ -232,13 +246,13 @@ class GrammarTokens:
 
     def advance(self, rows: Sequence[tuple[GrammarState, int]]) -> None:
         """Add a token to each unfinished answer."""
-        inside = () if self.strings is None else self.strings.inside
+        adds = () if self.strings is None else self.strings.adds
         missing: list[tuple[GrammarState, int]] = []
         for state, token in rows:
             state.unread.append(token)
             before = state.place
-            if before.run is not None and inside[token] >= 0:
-                place = before.run.inside.get(before.written + inside[token])
+            if before.run is not None and adds[token] >= 0:
+                place = before.run.by_written.get(before.written + adds[token])
             else:
                 place = before.next.get(token)
             if place is None:
@@ -249,100 +263,96 @@ class GrammarTokens:
             self._find_places(missing)
 
     def _find_places(self, rows: Sequence[tuple[GrammarState, int]]) -> None:
-        """Find the places of answers after tokens that follow their places for the first time."""
-        new: dict[tuple[int, Any], list[GrammarState]] = {}
-        found: list[tuple[GrammarState, int, dict[Any, Place], Any]] = []
-        for state, token in rows:
-            shelf, key = self._shelf(state, token)
-            found.append((state, token, shelf, key))
-            if key not in shelf and not self._derive(state, token, shelf, key):
-                new.setdefault((id(shelf), key), []).append(state)
-        if new:
-            self._compute_places(found, list(new.values()))
-        for state, token, shelf, key in found:
+        """Find the places after tokens that follow the places of their answers for the first time."""
+        steps = [NewStep(state, token, *self._shelf(state.place, token)) for state, token in rows]
+        unknown: dict[tuple[int, Any], list[NewStep]] = {}
+        for step in steps:
+            if step.key not in step.shelf and not self._derive(step):
+                unknown.setdefault((id(step.shelf), step.key), []).append(step)
+        if unknown:
+            self._compute_places(list(unknown.values()))
+        for state, token, shelf, key in steps:
             if (place := shelf.get(key)) is not None:  # otherwise its answer has failed
-                if state.place.run is None or shelf is not state.place.run.inside:
+                if state.place.run is None or shelf is not state.place.run.by_written:
                     state.place.next[token] = place
                 state.place = place
 
-    def _shelf(self, state: GrammarState, token: int) -> tuple[dict[Any, Place], Any]:
-        """Return where the place after a token is kept, and its key there."""
-        place = state.place
-        if place.after is not None:
-            assert self.strings is not None, "an answer has entered a string or number"
-            text = self.strings.texts[token]
-            if place.quoting == OUTSIDE:
-                ending = text.lstrip(UNQUOTED)
-                if ending:
-                    return place.after, ending
-            elif place.run is not None and self.strings.inside[token] >= 0:
-                return place.run.inside, place.written + self.strings.inside[token]
-            elif (closed := quoting_after(text, place.quoting)[1]) >= 0:
-                return place.after, text[closed:]
-        return place.next, token
+    def _shelf(self, place: Place, token: int) -> tuple[dict[Any, Place], Any]:
+        """Return the dictionary that keeps the place after a token, and the key in it."""
+        if place.after_scalar is None:
+            return place.next, token
+        assert self.strings is not None, "an answer has entered a string or number"
+        text, added = self.strings.texts[token], self.strings.adds[token]
+        if place.quoting == OUTSIDE:  # a number or literal goes on, or ends
+            rest = text.lstrip(UNQUOTED)
+            return (place.after_scalar, rest) if rest else (place.next, token)
+        if place.run is not None and added >= 0:  # a string goes on
+            return place.run.by_written, place.written + added
+        _, closed = quoting_after(text, place.quoting)  # a string ends, or a part of a character follows
+        return (place.after_scalar, text[closed:]) if closed >= 0 else (place.next, token)
 
-    def _derive(self, state: GrammarState, token: int, shelf: dict[Any, Place], key: Any) -> bool:
+    def _derive(self, step: NewStep) -> bool:
         """Derive the mask after more text of a string, if possible, and keep its place."""
-        before = state.place
-        if (run := before.run) is None or shelf is not run.inside:
+        before, written = step.state.place, step.key
+        if (run := before.run) is None or step.shelf is not run.by_written:
             return False
         assert self.strings is not None, "an answer has entered a string"
-        left = run.left - key
-        # In a full string, the next bytes are certain, and llguidance allows only their usual first token.
-        if left <= 0 or not (run.exact or left >= self.strings.longest):
+        room = run.room - written
+        # A quote must follow a full string. Of the tokens that begin with it, llguidance then allows one.
+        if room <= 0 or not (run.exact or room >= self.strings.longest):
             return False
-        fits = left >= self.strings.longest
-        place = Place(run.mask_W if fits else run.mask_W & self.strings.fitting_KW[left])
-        place.after, place.quoting, place.run, place.written = before.after, QUOTED, run, key
-        if fits:
-            shelf[key] = place
+        all_fit = room >= self.strings.longest
+        place = Place(run.mask_W if all_fit else run.mask_W & self.strings.fitting_KW[room])
+        place.after_scalar, place.quoting, place.run, place.written = (
+            before.after_scalar,
+            QUOTED,
+            run,
+            written,
+        )
+        if all_fit:
+            step.shelf[step.key] = place
         else:
-            state.grammar.keep(shelf, key, place)
+            step.state.grammar.keep(step.shelf, step.key, place)
         return True
 
-    def _compute_places(
-        self,
-        rows: Sequence[tuple[GrammarState, int, dict[Any, Place], Any]],
-        groups: Sequence[Sequence[GrammarState]],
-    ) -> None:
-        """Compute the masks of new places, each once for a group of answers that stand there."""
-        where = {id(state): (token, shelf, key) for state, token, shelf, key in rows}
-        for first, *_ in groups:
+    def _compute_places(self, groups: Sequence[Sequence[NewStep]]) -> None:
+        """Compute the masks of new places, each once for all the answers that reach it now."""
+        # Neighbours share a copy of the grammar, and so a lock; one thread computes them.
+        groups = sorted(groups, key=lambda group: group[0].state.copy_index)
+        firsts = [group[0].state for group in groups]
+        for first in firsts:
             first.matcher.consume_tokens(first.unread)
             first.unread.clear()
-        # Neighbours share a copy of the grammar, and so a lock; one thread computes them.
-        groups = sorted(groups, key=lambda group: group[0].copy)
-        copies = {(id(group[0].grammar), group[0].copy) for group in groups}
-        masks_NW = self.compute([group[0].matcher for group in groups], parallel=len(copies) > 1)
-        for group, mask_W in zip(groups, masks_NW, strict=True):
-            first = group[0]
-            token, shelf, key = where[id(first)]
+        copies = {(id(first.grammar), first.copy_index) for first in firsts}
+        masks_NW = self.compute([first.matcher for first in firsts], parallel=len(copies) > 1)
+        for group, first, mask_W in zip(groups, firsts, masks_NW, strict=True):
             if first.matcher.is_error():
-                for state in group:
-                    state.place, state.failed = Place(self.only_ends_W), True
+                for step in group:
+                    step.state.place, step.state.failed = Place(self.only_ends_W), True
                 continue
             place = Place(mask_W)
             if first.grammar.plain_scalars:
-                self._read_scalars(place, first, token, shelf)
-            first.grammar.keep(shelf, key, place)
+                self._enter_scalar(place, group[0])
+            first.grammar.keep(group[0].shelf, group[0].key, place)
 
-    def _read_scalars(self, place: Place, state: GrammarState, token: int, shelf: dict[Any, Place]) -> None:
-        """Note at a new place which string or number its answers are writing."""
-        strings, before = self.strings, state.place
+    def _enter_scalar(self, place: Place, step: NewStep) -> None:
+        """Set which string, number or literal the answers at a new place are writing, if any."""
+        strings, before = self.strings, step.state.place
         assert strings is not None, "the grammar has plain scalars"
-        text = strings.texts[token]
+        text = strings.texts[step.token]
         place.quoting = quoting_after(text, before.quoting)[0]
         any_text = place.quoting == QUOTED and strings.allow_any_text(place.mask_W)
-        if before.after is not None and shelf is not before.after:
-            place.after = before.after
+        in_the_same_scalar = before.after_scalar is not None and step.shelf is not before.after_scalar
+        if in_the_same_scalar:
+            place.after_scalar = before.after_scalar
         elif any_text:
-            place.after = {}
+            place.after_scalar = {}
         elif place.quoting == OUTSIDE and text[-1:] in UNQUOTED_BYTES:
-            place.after = before.begun.setdefault(text.rstrip(UNQUOTED), {})
+            place.after_scalar = before.scalars.setdefault(text.rstrip(UNQUOTED), {})
         if any_text:
-            closes = bool(place.mask_W[strings.quote // 32] >> (strings.quote % 32) & 1)
-            left = state.matcher.validate_tokens(strings.probe) if closes else 0
-            place.run = StringRun(place.mask_W, left, exact=left < len(strings.probe))
+            may_end = bool(place.mask_W[strings.quote // 32] >> (strings.quote % 32) & 1)
+            room = step.state.matcher.validate_tokens(strings.probe) if may_end else 0
+            place.run = StringRun(place.mask_W, room, exact=room < len(strings.probe))
 
     def compute(self, matchers: Sequence[LLMatcher], *, parallel: bool = False) -> Mask:
         """Return the next mask of each matcher."""
@@ -379,19 +389,19 @@ class GrammarTokens:
         if len(self.ends) > 1:
             accepted_N = masks_NW[:, self.end // 32] >> (self.end % 32) & 1
             for end in self.ends:
-                self._set(masks_NW, end, accepted_N)
+                self._set_bit(masks_NW, end, accepted_N)
 
     @cached_property
     def only_ends_W(self) -> Mask:
         """The mask that allows the end tokens alone."""
         mask_1W = np.zeros((1, self.words), dtype=np.int32)
         for end in self.ends:
-            self._set(mask_1W, end, np.ones(1, dtype=np.int32))
+            self._set_bit(mask_1W, end, np.ones(1, dtype=np.int32))
         only_W: Mask = mask_1W[0]
         return only_W
 
     @staticmethod
-    def _set(masks_NW: Mask, token: int, bits_N: NDArray[np.int32]) -> None:
+    def _set_bit(masks_NW: Mask, token: int, bits_N: NDArray[np.int32]) -> None:
         word, bit = token // 32, np.uint32(1 << token % 32).view(np.int32)
         masks_NW[:, word] = np.where(bits_N != 0, masks_NW[:, word] | bit, masks_NW[:, word] & ~bit)
 
@@ -419,7 +429,7 @@ class StringTokens:
     def __init__(self, texts: Sequence[bytes], tokens: Mapping[bytes, int]) -> None:
         self.texts = texts
         needed = [string_characters(text) for text in texts]
-        self.inside = [count if whole else -1 for count, whole in needed]
+        self.adds = [count if whole else -1 for count, whole in needed]
         """Characters that a token adds to a string; -1: it ends the string, or has a part of a character."""
         needed_V = np.array([count for count, _ in needed])
         self.longest = int(needed_V.max())
@@ -432,6 +442,7 @@ class StringTokens:
         self._wanted = text_W[self._words]
         self.quote = tokens[b'"']
         self.probe = [tokens[b"a"]] * (self.longest + 32)
+        """As many of these as a string accepts is the room that it has, if it has less than this many."""
 
     def allow_any_text(self, mask_W: Mask) -> bool:
         """Whether a mask allows every printable character."""
@@ -455,7 +466,7 @@ UNQUOTED_BYTES = frozenset(bytes([byte]) for byte in UNQUOTED)
 def string_characters(text: bytes) -> tuple[int, bool]:
     """Return how many characters of a JSON string a token takes, up to a quote that ends the string.
 
-    Also whether it lies inside of the string as a whole: no quote, no escape, and no part of a character.
+    Also whether all of it is text of the string: no quote, no escape, and no part of a character.
     """
     inside = next(IN_STRING_BYTES.finditer(text))
     # Python marks each byte that is no part of a whole character as a lone surrogate.

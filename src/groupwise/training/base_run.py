@@ -166,7 +166,7 @@ class BaseRun(ABC):
         """Create `learner`, `evaluator` and the other parts of a step from the policy and the engine."""
 
     def _build(self, start: RunStart, resources: ExitStack) -> None:
-        """Create the policy, the engine and the parts of a step. `resume` restores them."""
+        """Create the policy, the engine and the parts of a step, and restore them from a checkpoint."""
         config = self.config
         model = on_own_device(config.model, self.processes)
         resources.enter_context(deterministic_kernels(device_of(model.device), on=config.run.deterministic))
@@ -189,7 +189,7 @@ class BaseRun(ABC):
         if self.config.engine.kind == "own":
             return Engine(self.policy, self.config.engine)
         if self.config.engine.kind != "vllm":
-            return self._make_own_engine(self.config.engine)
+            return self._make_custom_engine(self.config.engine)
         named, own = self.config.engine.exchange, self.folder.path / "serving"
         if not named and self.processes.leader:  # removes what a killed session left there, too
             resources.callback(shutil.rmtree, own, ignore_errors=True)
@@ -203,7 +203,7 @@ class BaseRun(ABC):
         resources.callback(engine.close)
         return engine
 
-    def _make_own_engine(self, config: EngineConfig) -> Engine:
+    def _make_custom_engine(self, config: EngineConfig) -> Engine:
         """Make the engine by the user's function."""
         if self.engine_maker is None:
             raise ConfigError(f"engine.kind={config.kind} requires groupwise train; set engine.kind=own")
@@ -217,7 +217,10 @@ class BaseRun(ABC):
         return engine
 
     def steps(self) -> Iterator[int]:
-        """Yield the remaining steps and evaluate before the first. A signal or a callback ends them early."""
+        """Yield the remaining steps: a resumed run continues here, after its last checkpoint.
+
+        A new run is evaluated before its first step. A signal or a callback ends the steps early.
+        """
         self.callbacks.call("on_run_start", self.state.step)
         self.stopping = self._asked_to_stop()
         self._adapt_threads()

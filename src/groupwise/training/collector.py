@@ -83,9 +83,9 @@ class BatchDraft:
     context: RewardContext
     judge_usage: Counter[str] = field(default_factory=Counter)
     """Calls and tokens of judges in this process."""
-    with_signal: list[Group] = field(default_factory=list)
-    """Groups with a learning signal."""
-    without_signal: list[Group] = field(default_factory=list)
+    informative: list[Group] = field(default_factory=list)
+    """Groups that the update can learn from (`Collector.is_informative`)."""
+    uninformative: list[Group] = field(default_factory=list)
     passed_over: int = 0
     rounds: int = 0
     expected: int = 0
@@ -97,7 +97,7 @@ class BatchDraft:
 
     @property
     def groups(self) -> list[Group]:
-        return self.with_signal + self.without_signal
+        return self.informative + self.uninformative
 
 
 Draft = TypeVar("Draft")
@@ -170,7 +170,7 @@ class Collector:
         """Whether to sample another round: groups are missing, refills are left, and few rollouts failed."""
         return (
             draft.rounds < 1 + self.config.rollout.refill
-            and len(draft.with_signal) < self.config.rollout.prompts
+            and len(draft.informative) < self.config.rollout.prompts
             and not too_many_failed(draft.groups, limit=self.config.task.max_failed)
         )
 
@@ -179,8 +179,8 @@ class Collector:
         return self.take_prompts(draft, self.missing(draft))
 
     def missing(self, draft: BatchDraft) -> int:
-        """Return the number of groups with a learning signal that the batch still needs."""
-        return self.config.rollout.prompts - len(draft.with_signal)
+        """Return the number of informative groups that the batch still needs."""
+        return self.config.rollout.prompts - len(draft.informative)
 
     def take_prompts(self, draft: BatchDraft, missing: int) -> Sequence[Example]:
         """Take this many examples from the position of the draft on."""
@@ -276,8 +276,8 @@ class Collector:
         groups = self.processes.joined(own)
         if self.config.rollout.curriculum > 1:
             draft.rates = updated(draft.rates, groups, task=self.task)
-        draft.with_signal += [group for group in groups if self.is_informative(group)]
-        draft.without_signal += [group for group in groups if not self.is_informative(group)]
+        draft.informative += [group for group in groups if self.is_informative(group)]
+        draft.uninformative += [group for group in groups if not self.is_informative(group)]
         draft.rounds += 1
 
     def is_informative(self, group: Group) -> bool:
@@ -290,7 +290,7 @@ class Collector:
 
     def finish(self, draft: BatchDraft) -> Batch:
         """Return the batch. Without refills no group is dropped: all of them count in the loss's mean."""
-        groups, dropped = draft.with_signal, draft.without_signal
+        groups, dropped = draft.informative, draft.uninformative
         replaced = len(groups) + len(dropped) - self.config.rollout.prompts
         if not self.config.rollout.refill:
             groups, dropped = groups + dropped, []

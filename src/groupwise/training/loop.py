@@ -9,7 +9,7 @@ from pathlib import Path
 
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError
-from groupwise.learner.learner import try_own_loss
+from groupwise.learner.learner import try_custom_loss
 from groupwise.parallel.processes import Processes, joined_processes
 from groupwise.tasks import Task, UserFunctions, isolated, leave_task_file, load_task, use_functions
 from groupwise.tracking.terminal import open_display
@@ -41,7 +41,7 @@ def train(
     task = task or load_task(config.task)
     config = with_epochs(config, task)
     functions = functions or use_functions(config)
-    try_own_loss(config.algo)
+    try_custom_loss(config.algo)
     for callback in functions.callbacks:
         check_callback(callback)
     tracker_names(config.track)  # report a missing tracker before a folder is created

@@ -1,4 +1,8 @@
-"""Save a run in a checkpoint, and resume it: policy, optimizer, and the state of the run."""
+"""Save a run in a checkpoint, and resume it: policy, optimizer, and the state of the run.
+
+Where a run resumes: `RunStart.resumed` finds and verifies the checkpoint, `BaseRun._build` loads the policy
+from it, `RunStart.restore` loads the optimizer, and `BaseRun.steps` continues after the saved step.
+"""
 
 from __future__ import annotations
 
