@@ -51,9 +51,7 @@ def serve(
     max_context: Annotated[int, typer.Option(help="Maximum tokens of prompt and completion.")] = 2048,
     allowed_host: AllowedHost = None,
     cors: CORS = None,
-    queue: Annotated[
-        int, typer.Option(help="Maximum queued answers; requests beyond get status 429.")
-    ] = 128,
+    queue: Annotated[int, typer.Option(help="Maximum queued answers; requests beyond get status 429.")] = 128,
 ) -> None:
     """Serve a model over an OpenAI-compatible API: chat and completions, streaming, continuous batching."""
     between("--port", port, 0, 65535)
