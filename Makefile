@@ -1,4 +1,4 @@
-# make train   install on first use, then train the built-in model on Countdown (about five minutes)
+# make train   install on first use, then train the built-in model on Countdown (two to five minutes)
 # make test    install with the development tools, then run every test
 # make test-fast  run the tests that need no process, run, GPU kernel or browser (about a minute)
 # make test-gpu  run the tests of kernels, engine, learner and commands on one CUDA device
