@@ -220,7 +220,7 @@ def hub(monkeypatch):
     server.committed, server.asked = {}, []
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield server
     server.shutdown()

@@ -154,7 +154,7 @@ class Scorer(BaseHTTPRequestHandler):
 @pytest.fixture
 def scorer() -> Iterator[str]:
     server = HTTPServer(("127.0.0.1", 0), Scorer)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}/"
     server.shutdown()

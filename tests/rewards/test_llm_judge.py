@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 
 import pytest
 
 import groupwise as gw
 from groupwise.errors import ConfigError, RolloutError
+from groupwise.isolation.time_limit import TimeLimits
 from groupwise.records import Example, Group, Rollout
-from groupwise.rewards.llm_judge import LLMJudge, judged, spent_by_judges
-from groupwise.rewards.runner import RewardContext, score_group
+from groupwise.rewards.llm_judge import LLMJudge, judge, judged, spent_by_judges
+from groupwise.rewards.runner import RewardContext, score_group, score_within
 from groupwise.rewards.score_ahead import score_ahead
 from groupwise.training.collector import Batch
 from groupwise.training.step_metrics import batch_metrics
 from tests.support.scripted_rollouts import answered
+
+DELAY = [0.0]
+"""Seconds that the server of a test takes to answer."""
 
 
 @pytest.fixture
 def server():
     asked: list[dict] = []
     says = ["<grade>7</grade>"]
+    DELAY[0] = 0.0
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            time.sleep(DELAY[0])
             reply = {
                 "choices": [{"message": {"content": says[0]}}],
                 "usage": {"prompt_tokens": 50, "completion_tokens": 2, "total_tokens": 52},
@@ -39,7 +46,7 @@ def server():
             pass
 
     running = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=running.serve_forever, daemon=True).start()
+    threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{running.server_port}/v1", asked, says
     running.shutdown()
     running.server_close()
@@ -120,6 +127,35 @@ def test_a_steps_metrics_say_what_the_judge_cost(server):
     assert (metrics["judge/calls"], metrics["judge/prompt_tokens"]) == (1.0, 50.0)
 
 
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_judge_may_take_longer_than_other_rewards(server, ahead):
+    url, _, _ = server
+    DELAY[0] = 0.3
+    rewards = {"judge": judge(url=url, model="m"), "late": lambda rollout, example: time.sleep(0.3) or 1.0}
+    group = Group(example=Example({"question": "q"}), rollouts=(answered("<answer>a</answer>"),))
+    context = RewardContext()
+    with TimeLimits(0.1) as limit:
+        if ahead:
+            score_ahead([group], rewards=rewards, seconds=0.1, concurrency=4, context=context)
+            assert list(context.ready.values()) == [0.7]
+        scored = score_within(limit, group, rewards={"judge": rewards["judge"]}, weights={}, context=context)
+        late = score_within(limit, group, rewards=rewards, weights={})
+    assert scored.rollouts[0].reward == 0.7
+    assert late.rollouts[0].error == "reward late: took longer than 0.1 s"
+
+
+def test_a_judge_that_takes_too_long_fails_the_rollout(server):
+    url, asked, _ = server
+    DELAY[0] = 0.5
+    slow = judge(url=url, model="m", seconds=0.2)
+    group = Group(example=Example({"question": "q"}), rollouts=(answered("<answer>a</answer>"),))
+    scored = score_group(group, rewards={"judge": slow}, weights={}, seconds=0.1)
+    error = scored.rollouts[0].error
+    assert error is not None
+    assert "took longer than 0.2 s" in error or "timed out" in error
+    assert len(asked) == 1  # the attempts share the limit
+
+
 def test_the_calls_of_a_batch_run_at_the_same_time_and_a_busy_server_is_asked_again(monkeypatch):
     monkeypatch.setattr("groupwise.rewards.llm_judge.PAUSE_SECONDS", 0.01)
     together = threading.Barrier(4)  # answers only when four calls have arrived
@@ -146,7 +182,7 @@ def test_the_calls_of_a_batch_run_at_the_same_time_and_a_busy_server_is_asked_ag
             pass
 
     running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=running.serve_forever, daemon=True).start()
+    threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
     url = f"http://127.0.0.1:{running.server_port}/v1"
     reward = judged(url=url, model="m", golds=lambda example: ["gold"], rubric="Be kind.")
     example = Example({"question": "q"})
@@ -195,7 +231,7 @@ class Comparing:
                 pass
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
 
     def preferred(self, prompt: str) -> str:

@@ -71,6 +71,7 @@ class LLMJudge:
     """Longest prefix of the reference and of the answer that is sent."""
     most_calls: int = 100_000
     seconds: float = 60.0
+    """Limit of a call, with its attempts."""
     cache: Path | None = None
     """Folder of the on-disk cache. None: grades are cached in memory only."""
     rubric: str = ""
@@ -155,15 +156,18 @@ class LLMJudge:
 
     def _answer(self, request: urllib.request.Request) -> Any:
         """Return the server's answer, after a few attempts if it is busy or cannot be reached."""
+        due = time.monotonic() + self.seconds
         for attempt in range(1, self.attempts + 1):
+            pause = PAUSE_SECONDS * 2 ** (attempt - 1)
             try:
-                with urllib.request.urlopen(request, timeout=self.seconds) as response:
+                with urllib.request.urlopen(request, timeout=max(due - time.monotonic(), 0.01)) as response:
                     return json.loads(response.read(1_000_000))
             except OSError as error:
                 code = getattr(error, "code", None)
-                if attempt == self.attempts or not (code is None or code == 429 or code >= 500):
+                again = code is None or code == 429 or code >= 500
+                if not again or attempt == self.attempts or time.monotonic() + pause > due:
                     raise
-            time.sleep(PAUSE_SECONDS * 2 ** (attempt - 1))
+            time.sleep(pause)
         raise AssertionError("the last attempt returns or raises")
 
     def _read_cache(self, name: str) -> float | None:
@@ -209,6 +213,7 @@ def judged(
     cache: Path | None = None,
     rubric: str = "",
     question: str = "question",
+    seconds: float = 60.0,
 ) -> Callable[[Rollout, Example], float]:
     """Make a reward from a judge. The API key comes from the environment, never from settings.
 
@@ -218,7 +223,9 @@ def judged(
         raise ConfigError(
             f"the judge's URL must be an http(s) URL such as http://localhost:8000/v1; got {url!r}"
         )
-    grader = LLMJudge(url, model, key=os.environ.get(key_variable), cache=cache, rubric=rubric)
+    between("seconds", seconds, 0.001)
+    key = os.environ.get(key_variable)
+    grader = LLMJudge(url, model, key=key, cache=cache, rubric=rubric, seconds=seconds)
 
     def verdict(rollout: Rollout, example: Example) -> float:
         answer = answer_of(rollout)
@@ -227,6 +234,7 @@ def judged(
 
     verdict.judge = grader  # type: ignore[attr-defined]
     verdict.waits = True  # type: ignore[attr-defined]
+    verdict.own_seconds = seconds  # type: ignore[attr-defined]
     return verdict
 
 
@@ -241,6 +249,7 @@ def judge(
     opponents: int = 2,
     key_variable: str = "OPENAI_API_KEY",
     cache: str | Path | None = None,
+    seconds: float = 60.0,
 ) -> Any:
     """Make a reward from a judge behind an OpenAI-compatible server.
 
@@ -250,6 +259,7 @@ def judge(
     question, reference: columns; without a column `question` the last message of the prompt is the question,
         without a column `reference`, or with None, there is no reference
     cache: folder in which verdicts are kept
+    seconds: limit of a call, with its attempts; `task.reward_seconds` if that is longer
     """
     folder = None if cache is None else Path(cache).expanduser()
 
@@ -258,7 +268,7 @@ def judge(
 
     graded = judged(
         url=url, model=model, golds=golds, key_variable=key_variable, cache=folder, rubric=rubric,
-        question=question,
+        question=question, seconds=seconds,
     )  # fmt: skip
     if not pairwise:
         return graded
@@ -282,6 +292,7 @@ class PairwiseJudge:
         self, judge: LLMJudge, *, golds: Callable[[Example], Sequence[str]], question: str, opponents: int
     ) -> None:
         self.judge, self.golds, self.question, self.opponents = judge, golds, question, opponents
+        self.own_seconds = 2 * judge.seconds  # a comparison is two calls
 
     def __call__(self, rollout: Rollout, example: Example) -> float:
         raise RolloutError("a pairwise judge compares the answers of a group; score a whole group")

@@ -19,6 +19,7 @@ import json
 import math
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -126,6 +127,12 @@ def call_reward(
         yield [outcome] * len(rollouts)
     else:
         yield list(outcome)
+
+
+def call_seconds(function: RewardFunction, seconds: float) -> float:
+    """Return the time limit of a call. A reward of this package that asks a server may have a longer one."""
+    inner = getattr(function, "function", function)
+    return max(seconds, float(getattr(inner, "own_seconds", 0.0)))
 
 
 def score_one(function: RewardFunction, rollout: Rollout, example: Example) -> float | None:
@@ -315,9 +322,10 @@ def score_within(
         if all(key in context.ready for key in keys):
             outcomes = [context.ready[key] for key in keys]
         else:
-            outcomes = score_rollouts(
-                function, list(members.values()), group.example, limit=limit, context=context
-            )
+            seconds, rollouts = call_seconds(function, limit.seconds), list(members.values())
+            with nullcontext(limit) if seconds == limit.seconds else TimeLimits(seconds) as own:
+                timed = replace(context, seconds=seconds)
+                outcomes = score_rollouts(function, rollouts, group.example, limit=own, context=timed)
         for index, outcome in zip(list(members), outcomes, strict=True):
             if isinstance(outcome, RolloutError):
                 errors[index] = f"reward {name}: {outcome}"

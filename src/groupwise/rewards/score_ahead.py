@@ -28,6 +28,7 @@ from groupwise.rewards.runner import (
     as_outcome,
     as_reply,
     as_reward,
+    call_seconds,
     completed,
     run_limited,
 )
@@ -118,10 +119,11 @@ def score_ahead(
     What is missing afterwards is scored group by group.
     """
     for name, function in rewards.items():
+        own = call_seconds(function, seconds)
         if is_concurrent(getattr(function, "function", function)):
-            outcomes = awaited_ahead(function, groups, seconds=seconds, concurrency=concurrency)
+            outcomes = awaited_ahead(function, groups, seconds=own, concurrency=concurrency)
         elif hasattr(function, "score_batch"):
-            outcomes = batch_ahead(function, groups, seconds=seconds, concurrency=concurrency)
+            outcomes = batch_ahead(function, groups, seconds=own, concurrency=concurrency)
         elif isinstance(function, IsolatedReward) and function.others:
             outcomes = pooled_ahead(function, groups, replace(context, seconds=seconds))
         else:
