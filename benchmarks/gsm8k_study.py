@@ -4,6 +4,7 @@
     python benchmarks/gsm8k_study.py train --model FOLDER --train TRAIN.jsonl --minutes 3 --output TRIES
     python benchmarks/gsm8k_study.py train --model FOLDER --train TRAIN.jsonl --test TEST.jsonl --minutes 10 \
         --seeds 0 1 2 --output OUT
+    python benchmarks/gsm8k_study.py plot --output OUT                    # OUT/result.json as OUT/curve.png
     python benchmarks/gsm8k_study.py train --quick --output /tmp/quick    # does it run? Built-in model, a CPU
 
 Every question is answered greedily with three prompts: the task's own (`task`: tags for `gsm8k`, a box for
@@ -382,9 +383,46 @@ def train(study: Study, about: Mapping[str, Any]) -> None:
         print(f"seed {one['seed']}: strict {100 * change['mean']:+.1f} points, p = {change['p_value']:.1e}")
 
 
+def plot(folder: Path) -> None:
+    """Draw accuracy against the seconds of training, from result.json."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    figure, field = pyplot.subplots(figsize=(7.5, 3.6), layout="constrained")
+    for number, seed in enumerate(result["seeds"]):
+        colour, name = f"C{number}", f"seed {seed['seed']}"
+        rows = [row for row in seed["curve"] if row["right"] is not None]
+        field.plot([r["seconds"] for r in rows], [r["right"] for r in rows], color=colour, lw=0.8, alpha=0.5,
+                   label=f"{name}: samples, training questions")  # fmt: skip
+        dev = [(row["seconds"], row["strict"]) for row in seed["dev"]]
+        field.errorbar(
+            [seconds for seconds, _ in dev], [one["mean"] for _, one in dev],
+            [[one["mean"] - one["low"] for _, one in dev], [one["high"] - one["mean"] for _, one in dev]],
+            color=colour, marker="o", ms=3, capsize=2, label=f"{name}: greedy, dev questions",
+        )  # fmt: skip
+        test = seed["after"]["task"]["accuracy"][STRICT]
+        field.errorbar(
+            [1.03 * seed["seconds"]], [test["mean"]],
+            [[test["mean"] - test["low"]], [test["high"] - test["mean"]]],
+            color="black", marker="s", ms=4, capsize=3, label=f"{name}: greedy, {result['on']}",
+        )  # fmt: skip
+    before = result["before"]["plain"]["accuracy"][LAST]["mean"]
+    field.axhline(before, color="grey", ls=":", label="untrained, last number, test questions")
+    field.set(xlabel="seconds of training", ylabel="right", ylim=(0, None))
+    field.grid(alpha=0.3)
+    field.legend(loc="lower right", fontsize=8)
+    figure.savefig(folder / "curve.png", dpi=110)
+
+
 def main() -> None:
     options = parsed()
     output: Path = options.output
+    if options.part == "plot":
+        plot(output)
+        return
     result = output / ("before.json" if options.part == "before" else "result.json")
     if result.exists():
         raise SystemExit(f"{result} is there already: choose another --output")
@@ -414,7 +452,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=str(__doc__).partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("part", choices=("before", "train"))
+    parser.add_argument("part", choices=("before", "train", "plot"))
     parser.add_argument("--model", default="tiny", help="a folder in Hugging Face layout")
     parser.add_argument(
         "--task", choices=("gsm8k", "math"), default="gsm8k", help="the prompt: tags or a box"
