@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from groupwise.engine.cuda import decode_attention
-from groupwise.engine.cuda.decode_attention import DecodeLayout, StepState, members_of_a_tile
+from groupwise.engine.cuda.decode_attention import (
+    DecodeLayout,
+    StepState,
+    members_of_a_tile,
+    prompt_splits,
+)
 from groupwise.engine.paged_attention import KVCache
 from groupwise.model.attention.hf_interface import STANDARD, AttentionVariant
 from tests.support.cuda_checks import DEVICE, HALF, assert_near, assert_repeatable
@@ -80,8 +85,15 @@ class Batch:
         state.row_length[: len(own)] = torch.tensor(own, dtype=torch.int32, device=DEVICE)
         state.row_length[len(own) :] = 1
         self.q_RHD = torch.randn(rows, self.heads, self.size, device=DEVICE).to(self.dtype)
+        splits = prompt_splits(rows, key_heads=self.key_heads, longest=state.prompt_width * PAGE)
         self.layout = DecodeLayout.build(
-            self.cache, state, rows=rows, heads=self.heads, own_splits=self.own_splits, side=None
+            self.cache,
+            state,
+            rows=rows,
+            heads=self.heads,
+            splits=splits,
+            own_splits=self.own_splits,
+            side=None,
         )
 
     def attend(self) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from groupwise.engine import sampler
-from groupwise.engine.cuda import fused_layers, graph_runner, sampling_kernels
+from groupwise.engine.cuda import fused_layers, sampling_kernels
 from groupwise.engine.cuda.attention_kernels import launch, padded
 from groupwise.records import Sampling
 from tests.support.cuda_checks import DEVICE, DTYPES, assert_near, assert_repeatable, relative
@@ -252,7 +252,7 @@ def test_sampling_gives_the_same_bits_every_time():
 @pytest.mark.parametrize("vocabulary", [300, 4096, 49152 + 7])
 def test_penalties_on_the_device_are_those_of_the_cpu(vocabulary):
     rows, slots = (64, 70) if DEVICE.type == "cuda" else (5, 8)
-    state = graph_runner.PenaltyState(slots=slots, vocabulary=vocabulary, device=DEVICE)
+    state = sampling_kernels.PenaltyState(slots=slots, vocabulary=vocabulary, device=DEVICE)
     generator = np.random.default_rng(3)
     slot_R = generator.permutation(slots)[:rows]
     penalties = [

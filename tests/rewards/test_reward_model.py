@@ -108,7 +108,8 @@ def test_a_step_scores_all_groups_in_one_call(classifier, monkeypatch):
     assert len(context.ready) == 6
     (one, two) = score_group(groups[0], rewards={"model": reward}, weights={}, seconds=5).rollouts
     ahead = [context.ready["model", id(r)] for r in groups[0].rollouts]
-    assert [one.reward, two.reward] == pytest.approx(ahead, rel=1e-5)  # batches of other sizes round otherwise
+    # Batches of other sizes round otherwise.
+    assert [one.reward, two.reward] == pytest.approx(ahead, rel=1e-5)
 
 
 def test_a_run_and_its_evaluation_use_the_model_that_a_setting_names(classifier, tmp_path):

@@ -70,7 +70,7 @@ class EmulatedGPUEngine(Engine):
 
     accelerated = True
 
-    def affordable_blocks(self) -> int:
+    def affordable_blocks(self, held: int = 0) -> int:
         return 1 << 20
 
 

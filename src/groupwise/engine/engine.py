@@ -294,20 +294,24 @@ class Engine:
         return runner
 
     def _fitting(self, most: int, least: int) -> int:
-        """Return the block count that fits into GPU memory; reuse a cache that is at most a fifth smaller."""
+        """Return the block count that fits into GPU memory; reuse a cache that is at most a fifth smaller.
+
+        Deterministic kernels need the same count whatever the calls before: preemption depends on it.
+        """
         held = 0 if self.graph_runner is None else self.graph_runner.capacity.blocks
+        if torch.are_deterministic_algorithms_enabled():
+            return min(most, max(least, self.affordable_blocks(held)))
         blocks = min(most, max(least, held + self.affordable_blocks()))
         return held if least <= held < blocks <= 1.25 * held else blocks
 
-    def affordable_blocks(self) -> int:
-        """Return the number of KV blocks that fit into 80% of the free GPU memory.
+    def affordable_blocks(self, held: int = 0) -> int:
+        """Return the number of KV blocks that fit into 80% of the free GPU memory and of `held` blocks.
 
-        Deterministic kernels take half of what the weights leave: preemption depends on the cache size, and
-        free memory differs from one process to the next.
+        Deterministic kernels take at most a quarter of the whole memory, which is the same in every process.
         """
         token = 2 * self.policy.layers * self.policy.key_heads * self.policy.head_size
         block = token * self.config.block_size * self.policy.head_weight.element_size()
-        free = int(0.8 * free_memory(self.policy.device))
+        free = int(0.8 * (free_memory(self.policy.device) + held * block))
         if torch.are_deterministic_algorithms_enabled():
             free = min(free, total_memory(self.policy.device) // 4)
         return free // block

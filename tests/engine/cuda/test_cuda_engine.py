@@ -273,10 +273,60 @@ def test_a_model_that_looks_how_long_a_text_is_runs_uncaptured_and_not_fused(sma
 
 
 def test_rows_are_captured_in_few_sizes_that_waste_little():
-    sizes = {cuda_runner.bucket(n, most=512) for n in range(1, 513)}
+    sizes = {cuda_runner.bucket(n) for n in range(1, 513)}
     assert len(sizes) <= 20
-    assert all(n <= cuda_runner.bucket(n, most=512) <= min(512, n + 63) for n in range(1, 513))
-    assert cuda_runner.bucket(500, most=500) == 500
+    assert all(n <= cuda_runner.bucket(n) <= min(512, n + 63) for n in range(1, 513))
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_with_deterministic_kernels_a_call_does_not_depend_on_the_calls_before_it(
+    small_policy, monkeypatch, deterministic
+):
+    """A resumed run has not made the evaluation of a new one, whose prompts, groups and slots are larger."""
+    monkeypatch.setattr(decode_attention, "PROMPT_BLOCK", 4)
+    built: list[tuple[int, int, int]] = []
+    build = DecodeLayout.build
+
+    def recorded(*args: Any, **settings: Any) -> DecodeLayout:
+        layout = build(*args, **settings)
+        built.append((layout.rows, layout.splits, layout.state.members))
+        return layout
+
+    monkeypatch.setattr(DecodeLayout, "build", recorded)
+    sampling = Sampling(max_tokens=3)
+    step = requests((5, 9, 2), (2, 1, 2))
+
+    def run(*calls: list[Request]) -> tuple[list[tuple[int, int, int]], Any]:
+        engine = EmulatedGPUEngine(small_policy, EngineConfig(block_size=4))
+        for call in calls:
+            built.clear()
+            groups = engine.generate(call, sampling)
+        return sorted(built), groups
+
+    alone, groups = run(step)
+    later, again = run(requests((60, 5), (9, 14)), step)
+    assert later == alone
+    assert again == groups
+
+
+@pytest.mark.parametrize("held", [0, 700])
+def test_with_deterministic_kernels_the_cache_does_not_depend_on_the_cache_before_it(
+    small_policy, monkeypatch, deterministic, held
+):
+    """700 blocks that the last call has left are as good as free."""
+    engine = Engine(small_policy, EngineConfig(block_size=4))
+    block = 2 * small_policy.layers * small_policy.key_heads * small_policy.head_size * 4 * 4
+    monkeypatch.setattr(engine_module, "free_memory", lambda device: (1000 - held) * block)
+    monkeypatch.setattr(engine_module, "total_memory", lambda device: 10_000 * block)
+    if held:
+        engine.graph_runner = SimpleNamespace(capacity=SimpleNamespace(blocks=held))
+    assert engine._fitting(10_000, 5) == 800
 
 
 def test_a_group_larger_than_a_tile_takes_several():

@@ -405,10 +405,10 @@ def test_sequences_without_penalties_reserve_no_memory_for_them(small_policy, mo
     scheduler = ServingScheduler(slots=4, pool=BlockPool(24, block_size=4), context=24)
     with torch.no_grad():
         steps: Any = graph_steps(small_policy, scheduler)
-        from groupwise.engine.cuda import graph_runner
+        from groupwise.engine.cuda import sampling_kernels
 
         monkeypatch.setattr(
-            graph_runner, "PenaltyState", lambda *_, **__: pytest.fail("memory for penalties")
+            sampling_kernels, "PenaltyState", lambda *_, **__: pytest.fail("memory for penalties")
         )
         issued = issued_steps(steps, monkeypatch)
         for _ in ending(steps, scheduler, JOBS[:1]):

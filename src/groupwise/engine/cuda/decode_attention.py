@@ -150,6 +150,12 @@ def own_splits(lengths_R: NDArray[np.int64], *, key_heads: int) -> int:
     return 4 if busy or longest <= 4 * LEAST else 16
 
 
+def prompt_splits(rows: int, *, key_heads: int, longest: int) -> int:
+    """Return the number of splits for prompts of at most `longest` tokens: 1 to 16."""
+    # With groups there are far fewer tiles than rows, hence the factor of 8.
+    return max(1, min(BUSY * 8 // (rows * key_heads), longest // (4 * PROMPT_BLOCK), 16))
+
+
 def members_of_a_tile(heads: int, key_heads: int, largest_group: int) -> int:
     """Return how many members of a group share one read of their prompt."""
     return min(largest_group, max(1, TILE // (heads // key_heads)))
@@ -179,13 +185,11 @@ class DecodeLayout:
         *,
         rows: int,
         heads: int,
+        splits: int,
         own_splits: int,
         side: torch.cuda.Stream | None,
     ) -> DecodeLayout:
-        key_heads, size = cache.keys.shape[-2:]
-        longest = state.prompt_width * cache.block_size
-        # With groups there are far fewer tiles than rows, hence the factor of 8.
-        splits = max(1, min(BUSY * 8 // (rows * key_heads), longest // (4 * PROMPT_BLOCK), 16))
+        size = cache.keys.shape[-1]
         shares = torch.zeros(rows * heads * (splits + own_splits) * (size + 1), device=cache.keys.device)
         return cls(
             cache=cache,

@@ -18,7 +18,14 @@ from torch import Tensor
 
 from groupwise.engine.cuda import sampling_kernels as kernels
 from groupwise.engine.cuda.attention_kernels import EARLY, launch, padded
-from groupwise.engine.cuda.decode_attention import DecodeLayout, StepState, members_of_a_tile, own_splits
+from groupwise.engine.cuda.decode_attention import (
+    TILE,
+    DecodeLayout,
+    StepState,
+    members_of_a_tile,
+    own_splits,
+    prompt_splits,
+)
 from groupwise.engine.cuda.fused_layers import fused_forward
 from groupwise.engine.paged_attention import KVCache
 from groupwise.engine.prefill import Prefill, PrefillLayout
@@ -91,14 +98,22 @@ class Capacity:
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> Capacity:
-        """Return the capacity a scheduler needs, some sizes rounded up so that similar calls can reuse it."""
+        """Return the capacity a scheduler needs, some sizes rounded up so that similar calls can reuse it.
+
+        A runner of an earlier call may be larger. With deterministic kernels its size must not change the
+        order of sums, because a resumed run has not made the same calls: slots are then a whole bucket, and
+        tiles of prompts are as large as they can be.
+        """
         groups = Counter(sequence.request for sequence in scheduler.waiting)
+        slots, largest = len(scheduler.length), padded(max(groups.values()), least=1)
+        if torch.are_deterministic_algorithms_enabled():
+            slots, largest = bucket(slots), TILE
         return cls(
-            slots=len(scheduler.length),
+            slots=slots,
             blocks=scheduler.pool.count,
             prompt_blocks=padded(scheduler.prompt_tables.shape[1], least=1),
             own_blocks=padded(scheduler.tables.shape[1], least=1),
-            largest_group=padded(max(groups.values()), least=1),
+            largest_group=largest,
         )
 
     def holds(self, other: Capacity) -> bool:
@@ -109,36 +124,6 @@ class Capacity:
             and self.own_blocks >= other.own_blocks
             and self.largest_group >= other.largest_group
         )
-
-
-class PenaltyState:
-    """Penalties and token counts by slot, in static device memory; one more slot for idle rows."""
-
-    def __init__(self, *, slots: int, vocabulary: int, device: torch.device) -> None:
-        self.counts = torch.zeros(slots + 1, vocabulary, dtype=torch.int32, device=device)
-        self.bias = torch.zeros(slots + 1, vocabulary, device=device)
-        self.factors = torch.zeros(slots + 1, 4, device=device)
-        self._active: set[int] = set()
-
-    def set(self, slot: int, penalties: Penalties | None, prompt: Sequence[int]) -> None:
-        """Set the penalties of a sequence that starts in this slot."""
-        if penalties is None:
-            if slot in self._active:
-                self.factors[slot].zero_()
-                self._active.discard(slot)
-            return
-        self._active.add(slot)
-        device = self.factors.device
-        self.counts[slot].zero_()
-        seen = to_device(np.unique(np.array(prompt, dtype=np.int64)), device)
-        self.counts[slot].index_fill_(0, seen, kernels.IN_PROMPT.value)
-        self.bias[slot].zero_()
-        if penalties.bias:
-            tokens, values = zip(*penalties.bias, strict=True)
-            added = to_device(np.array(values, dtype=np.float32), device)
-            self.bias[slot].index_copy_(0, to_device(np.array(tokens, dtype=np.int64), device), added)
-        factors = [1.0, penalties.repetition, penalties.frequency, penalties.presence]
-        self.factors[slot].copy_(to_device(np.array(factors, dtype=np.float32), device))
 
 
 class GraphRunner:
@@ -169,16 +154,16 @@ class GraphRunner:
             device=self.device,
         )
         self._prompts = Prefill(policy, self.cache, shared=bool(self.members))
-        self._penalties: PenaltyState | None = None
+        self._penalties: kernels.PenaltyState | None = None
         """Allocated for the first sequence with penalties."""
         self._ends = _end_tokens(policy)
         # One stream of each kind for all graphs. Torch hands out its 32 streams round-robin, and matmuls on
         # one stream share a workspace with whatever else runs on that stream.
         self._capturing = new_stream(self.device) if can_be_captured(policy) else None
         self._side = None if EARLY.value else new_stream(self.device)
-        self._graphs: dict[tuple[int, int, Sampling | None, bool, bool], Callable[[], None]] = {}
-        """Steps by rows, attention splits, sampling settings (None: the layers alone), whether alternatives
-        are stored, and whether some rows have penalties."""
+        self._graphs: dict[tuple[int, int, int, Sampling | None, bool, bool], Callable[[], None]] = {}
+        """Steps by rows, splits of prompts and of own tokens, sampling settings (None: the layers alone),
+        whether alternatives are stored, and whether some rows have penalties."""
         self._samplers: dict[tuple[int, Sampling, bool, bool], Callable[[], None]] = {}
         """Sampling from `_logits`: rows, settings, whether alternatives are stored, whether masks apply."""
         self._masks: Tensor | None = None
@@ -266,7 +251,7 @@ class GraphRunner:
     def set_penalties(self, slot: int, penalties: Penalties | None, prompt: Sequence[int]) -> None:
         """Set the penalties of a sequence before it joins."""
         if penalties is not None and self._penalties is None:
-            self._penalties = PenaltyState(
+            self._penalties = kernels.PenaltyState(
                 slots=self.state.slots, vocabulary=self.policy.vocabulary, device=self.device
             )
         if self._penalties is not None:
@@ -289,10 +274,11 @@ class GraphRunner:
         calls them after it has issued the layers, so they may wait for the tokens of the step before.
         """
         state = self.state
-        parts = own_splits(scheduler.length[slots_R], key_heads=self.policy.key_heads)
-        rows = bucket(len(slots_R), most=state.slots)
+        rows, key_heads = min(bucket(len(slots_R)), state.slots), self.policy.key_heads
+        splits = prompt_splits(rows, key_heads=key_heads, longest=self._longest_prompt(scheduler))
+        parts = own_splits(scheduler.length[slots_R], key_heads=key_heads)
         late = masks is not None or rule is not None
-        graph = self._graph(rows, parts, None if late else sampling, likely and not late, penalized)
+        graph = self._graph(rows, splits, parts, None if late else sampling, likely and not late, penalized)
         sample = self._late_sampler(rows, sampling, likely, masks is not None) if late else None
         width = scheduler.tables.shape[1]
         state.host_table[: len(scheduler.tables), :width] = scheduler.tables
@@ -318,10 +304,21 @@ class GraphRunner:
         arrived.record()
         return copy, arrived
 
+    def _longest_prompt(self, scheduler: Scheduler) -> int:
+        """Return an upper bound on the length of prompts, from the runner so that calls share their graphs.
+
+        With deterministic kernels from the call alone (`Capacity.of`).
+        """
+        width = self.state.prompt_width
+        if torch.are_deterministic_algorithms_enabled():
+            width = padded(scheduler.prompt_tables.shape[1], least=1)
+        return width * self.block_size
+
     def _graph(
-        self, rows: int, parts: int, sampling: Sampling | None, likely: bool, penalized: bool
+        self, rows: int, splits: int, parts: int, sampling: Sampling | None, likely: bool, penalized: bool
     ) -> Callable[[], None]:
-        key = (rows, parts, None if sampling is None else replace(sampling, stop=()), likely, penalized)
+        settings = None if sampling is None else replace(sampling, stop=())
+        key = (rows, splits, parts, settings, likely, penalized)
         if key not in self._graphs:
             if len(self._graphs) + len(self._samplers) >= MOST_GRAPHS:
                 torch.cuda.synchronize()
@@ -331,6 +328,7 @@ class GraphRunner:
                 self.state,
                 rows=rows,
                 heads=self.policy.heads,
+                splits=splits,
                 own_splits=parts,
                 side=self._side,
             )
@@ -490,7 +488,7 @@ def _end_tokens(policy: Policy) -> Tensor:
     return torch.tensor(filled, dtype=torch.int32, device=policy.device)
 
 
-def bucket(rows: int, *, most: int) -> int:
+def bucket(rows: int) -> int:
     """Return the batch size to capture a graph for: a trade-off between graphs and idle rows."""
     step = 1 if rows <= 2 else 4 if rows <= 16 else 16 if rows <= 64 else 64
-    return min(most, -(-rows // step) * step)
+    return -(-rows // step) * step

@@ -12,10 +12,16 @@ float64 as there: both sample the same tokens up to rounding of the logits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+import torch
 import triton
 import triton.language as tl
 
 from groupwise.engine.cuda.attention_kernels import let_next_start, wait_for_previous
+from groupwise.engine.sampler import Penalties
+from groupwise.model.device import to_device
 
 CHUNK = 4096
 LOWEST = tl.constexpr(-1e30)
@@ -208,3 +214,33 @@ def close_step(
         tl.store(ENTROPY + slot, entropy)
         tl.store(LENGTH + slot, length + 1)
         tl.store(DONE + slot, ended.to(tl.int32))
+
+
+class PenaltyState:
+    """Penalties and token counts by slot, in static device memory; one more slot for idle rows."""
+
+    def __init__(self, *, slots: int, vocabulary: int, device: torch.device) -> None:
+        self.counts = torch.zeros(slots + 1, vocabulary, dtype=torch.int32, device=device)
+        self.bias = torch.zeros(slots + 1, vocabulary, device=device)
+        self.factors = torch.zeros(slots + 1, 4, device=device)
+        self._active: set[int] = set()
+
+    def set(self, slot: int, penalties: Penalties | None, prompt: Sequence[int]) -> None:
+        """Set the penalties of a sequence that starts in this slot."""
+        if penalties is None:
+            if slot in self._active:
+                self.factors[slot].zero_()
+                self._active.discard(slot)
+            return
+        self._active.add(slot)
+        device = self.factors.device
+        self.counts[slot].zero_()
+        seen = to_device(np.unique(np.array(prompt, dtype=np.int64)), device)
+        self.counts[slot].index_fill_(0, seen, IN_PROMPT.value)
+        self.bias[slot].zero_()
+        if penalties.bias:
+            tokens, values = zip(*penalties.bias, strict=True)
+            added = to_device(np.array(values, dtype=np.float32), device)
+            self.bias[slot].index_copy_(0, to_device(np.array(tokens, dtype=np.int64), device), added)
+        factors = [1.0, penalties.repetition, penalties.frequency, penalties.presence]
+        self.factors[slot].copy_(to_device(np.array(factors, dtype=np.float32), device))
