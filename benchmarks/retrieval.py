@@ -1,6 +1,10 @@
 """What the document index finds and how fast: dense, sparse and fused, on held-out questions.
 
     python benchmarks/retrieval.py --data medquad.jsonl.gz [--embedding lsa] [--store chroma]
+    python benchmarks/retrieval.py --data math_train.jsonl.gz --columns id problem solution --embedding minilm
+
+The second form takes other columns of the data for the page, the question and the answer: here the documents
+are solutions, and a problem must find its own.
 
 Builds an index in a temporary folder, asks its held-out questions on each side, times batches of them, and
 adds and deletes one document. Prints one JSON object; whether a figure is met is said in it, not asserted.
@@ -12,6 +16,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +24,7 @@ import torch
 from machine import machine
 
 from groupwise.commands.index import build_index
-from groupwise.retrieval.documents import Document
+from groupwise.retrieval.documents import Document, located_rows
 from groupwise.retrieval.fetch import FetchPolicy
 from groupwise.retrieval.index_storage import own_questions
 from groupwise.retrieval.search_index import SIDES, Index, measure
@@ -34,13 +39,17 @@ def main() -> None:
     parser.add_argument("--data", required=True)
     parser.add_argument("--embedding", default="lsa")
     parser.add_argument("--store", default="chroma")
+    parser.add_argument("--columns", nargs=3, default=("doc", "question", "answer"))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "index"
+        data = arguments.data
+        if tuple(arguments.columns) != ("doc", "question", "answer"):
+            data = renamed(Path(data), arguments.columns, Path(folder) / "data.jsonl")
         report = build_index(
             output,
             documents=None,
-            data=arguments.data,
+            data=str(data),
             fetch=False,
             pages=Path(folder),
             skip_existing=True,
@@ -61,6 +70,15 @@ def main() -> None:
         report["figures"] = figures(report)
         report["machine"] = machine(threads=torch.get_num_threads(), torch=torch.__version__)
     print(json.dumps(report, indent=1))
+
+
+def renamed(data: Path, columns: Sequence[str], to: Path) -> Path:
+    """Write the rows with three of their columns as `doc`, `question` and `answer`."""
+    with to.open("w", encoding="utf-8") as file:
+        for number, (_, row) in enumerate(located_rows(data)):
+            values = [row.get(column, number) for column in columns]
+            file.write(json.dumps(dict(zip(("doc", "question", "answer"), values, strict=True))) + "\n")
+    return to
 
 
 def figures(report: dict[str, Any]) -> dict[str, bool]:
