@@ -7,6 +7,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+# Tests start hundreds of processes. Without cached bytecode each of them would compile the package again.
+export PYTHONDONTWRITEBYTECODE :=
 
 EXTRAS_core :=
 EXTRAS_dev := [dev]
