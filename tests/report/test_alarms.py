@@ -59,6 +59,10 @@ def test_a_held_out_score_that_fell_beyond_its_interval_is_told() -> None:
         ("length-drift", lambda s: {"rollout/length": 50.0 if s < 15 else 9.0, "reward/mean": 1.2}),
         ("cut-off", lambda s: {"rollout/truncated": 0.5}),
         ("format-only", lambda s: {"reward/correct/mean": 0.01, "reward/mean": 1.01}),
+        (
+            "rewards-diverge",
+            lambda s: {"reward/strict/mean": 0.3, "reward/correct/mean": 0.3 + max(s - 12, 0) / 50},
+        ),
         ("repeated", lambda s: {"rollout/repeated": 0.1 if s < 12 else 0.8}),
         ("same-answer", lambda s: {"rollout/same_answer": 0.0 if s < 12 else 0.6}),
         ("looping", lambda s: {"rollout/looping": 0.2}),
@@ -73,6 +77,15 @@ def test_each_failure_raises_its_own_alarm_and_no_other(name: str, change: Chang
     found = alarms(rows(40, change))
     assert names(found) == {name}
     assert all(alarm.saw and alarm.advice and alarm.metric for alarm in found)
+
+
+def test_rewards_that_were_never_equal_or_stay_equal_raise_nothing() -> None:
+    unequal: Change = lambda s: {"reward/near/mean": 0.4, "reward/correct/mean": 0.3 + s / 80}  # noqa: E731
+    assert alarms(rows(40, unequal)) == []
+    equal: Change = lambda s: {"reward/strict/mean": 0.28 + s / 80, "reward/correct/mean": 0.3 + s / 80}  # noqa: E731
+    assert alarms(rows(40, equal)) == []
+    fallen: Change = lambda s: {"reward/strict/mean": 0.3 - s / 400, "reward/correct/mean": 0.3}  # noqa: E731
+    assert alarms(rows(40, fallen)) == []
 
 
 def test_answers_that_grow_longer_and_earn_more_are_learning() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -109,11 +110,16 @@ def cut_off(series: MetricSeries) -> Verdict:
     return share > 0.3, lambda i: f"{percent(share[i])} of the answers were truncated at rollout.max_tokens."
 
 
-def format_only(series: MetricSeries) -> Verdict:
-    """One reward is near its maximum while another stays near zero without progress."""
-    parts = sorted(
+def reward_parts(series: MetricSeries) -> list[str]:
+    """Return the metrics that hold the mean of one reward: reward/NAME/mean."""
+    return sorted(
         n for n in series.names() if n.startswith("reward/") and n.count("/") == 2 and n.endswith("/mean")
     )
+
+
+def format_only(series: MetricSeries) -> Verdict:
+    """One reward is near its maximum while another stays near zero without progress."""
+    parts = reward_parts(series)
     recent = {part: series.recent(part) for part in parts}
     best = {part: float(np.nanmax(series.of(part), initial=0.0)) for part in parts}
     holds = np.zeros(len(series), dtype=bool)
@@ -141,6 +147,33 @@ def format_only(series: MetricSeries) -> Verdict:
 
 def part_name(metric: str) -> str:
     return metric.removeprefix("reward/").removesuffix("/mean")
+
+
+def rewards_diverge(series: MetricSeries) -> Verdict:
+    """Two rewards of the same answers that were equal at the beginning diverge as one of them rises."""
+    # Half a window: a policy can find a hole in a reward within a few steps.
+    first = {part: series.of(part)[: WINDOW // 2] for part in reward_parts(series)}
+    holds = np.zeros(len(series), dtype=bool)
+    pairs: dict[int, tuple[str, str]] = {}
+    for higher, lower in permutations(first, 2):
+        begin = first[higher].mean()
+        # Rewards that no answer earns, or every answer, are equal by chance.
+        if not (0.02 < begin < 0.98 and np.all(np.abs(first[higher] - first[lower]) <= 0.05)):
+            continue
+        recent = series.recent(higher)
+        here = series.settled() & (recent > begin + 0.1) & (recent > series.recent(lower) + 0.1)
+        holds |= here
+        pairs.update(dict.fromkeys(map(int, np.flatnonzero(here)), (higher, lower)))
+
+    def describe(i: int) -> str:
+        higher, lower = pairs[i]
+        return (
+            f"The rewards “{part_name(higher)}” and “{part_name(lower)}” were equal at the beginning "
+            f"({first[higher].mean():.3g}); now they are {series.recent(higher)[i]:.3g} and "
+            f"{series.recent(lower)[i]:.3g} for the same answers."
+        )
+
+    return holds, describe
 
 
 def reward_hack(series: MetricSeries) -> Verdict:
@@ -354,6 +387,14 @@ ALARM_RULES = (
         check=reward_hack,
         advice="Read the answers with the highest reward and check whether they deserve it. Tighten the "
         "reward that they exploit (groupwise verify tests it on known cases), or lower its weight.",
+        metric="reward/mean",
+    ),
+    AlarmRule(
+        name="rewards-diverge",
+        title="Two rewards that were equal diverge",
+        check=rewards_diverge,
+        advice="Read answers that earn only one of them: that reward accepts something wrong, or the other "
+        "refuses something right. If it has a hole, close it and train again from the start.",
         metric="reward/mean",
     ),
     AlarmRule(
