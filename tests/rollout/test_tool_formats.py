@@ -109,6 +109,28 @@ def test_a_template_is_recognized_and_what_it_writes_is_read_back_and_continued(
     assert [call.name for call in read_calls(turn_text(tokenizer, turn), style)] == ["search", "add"]
 
 
+def test_a_template_that_writes_only_the_first_call_of_a_message_is_harmony_and_continues_one_call():
+    tokenizer = tokenizer_of("harmony")
+    tokenizer.chat_template = (
+        "{%- set called = namespace(name=none) -%}{%- for m in messages -%}{%- if m.tool_calls -%}"
+        '{%- set call = m.tool_calls[0].function %}{{- "<|start|>assistant to=" }}'
+        '{{- "functions." + call.name + "<|channel|>commentary json<|message|>" }}'
+        '{{- call.arguments|tojson + "<|call|>" }}{%- set called.name = call.name -%}'
+        '{%- elif m.role == "tool" -%}{{- "<|start|>functions." + called.name + " to=assistant<|message|>" }}'
+        '{{- m.content|tojson + "<|end|>" }}'
+        '{%- else -%}{{- "<|start|>" + m.role + "<|message|>" + m.content + "<|end|>" }}{%- endif -%}'
+        "{%- endfor -%}{%- if tools %}{{ tools|length }}{% endif %}"
+        "{%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}"
+    )
+    assert tool_format_of(tokenizer) == "harmony"
+    assert calls_difference(tokenizer, read_calls) is None
+    codec = TokenizerCodec(tokenizer, vocabulary=10_000)
+    (tokens,) = codec.encode_all_results([["R1"]], prefill="", ended=True, names=[["add"]])
+    assert tokenizer.decode(tokens) == (
+        '<|start|>functions.add to=assistant<|message|>"R1"<|end|><|start|>assistant'
+    )
+
+
 def test_results_stand_under_the_names_of_the_tools_that_were_called():
     tokenizer = tokenizer_of("harmony")
     codec = TokenizerCodec(tokenizer, vocabulary=10_000)
