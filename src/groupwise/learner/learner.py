@@ -433,7 +433,7 @@ def loss_settings(algo: AlgoConfig) -> LossSettings:
 def try_custom_loss(algo: AlgoConfig) -> None:
     """Try a loss of the user before a model loads."""
     if algo.loss in CUSTOM_LOSSES:
-        try_loss(loss_settings(algo))
+        try_loss(loss_settings(algo), teacher=algo.teacher)
 
 
 def split_groups(samples: Sequence[Sample], count: int) -> list[list[Sample]]:
