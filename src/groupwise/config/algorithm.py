@@ -92,6 +92,10 @@ class AlgoConfig:
     def __post_init__(self) -> None:
         one_of_or_function("algo.advantage", self.advantage, ADVANTAGES)
         one_of("algo.combine", self.combine, COMBINATIONS)
+        if self.combine != "sum" and self.advantage in ("turn", "gdpo"):
+            raise ConfigError(
+                f"algo.advantage={self.advantage} requires algo.combine=sum, because it weighs rewards itself"
+            )
         one_of_or_function("algo.loss", self.loss, LOSSES)
         if self.normalize is not None:
             one_of("algo.normalize", self.normalize, NORMALIZATIONS)
