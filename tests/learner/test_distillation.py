@@ -22,8 +22,8 @@ from groupwise.learner.learner import Learner, loss_settings
 from groupwise.learner.micro_batch import MicroBatchInputs
 from groupwise.learner.teacher import (
     ModelTeacher,
+    SelfTeacher,
     ServerTeacher,
-    hints_for,
     shown_answer,
 )
 from groupwise.records import Group, Rollout, Sample, Sampling
@@ -115,6 +115,11 @@ def answer(member: int, reward: float, text: str, prompt: Any = "1 + 1") -> Roll
     )  # fmt: skip
 
 
+def hints_of(groups: list[Group], policy: Any) -> dict[tuple[int, int], tuple[int, ...]]:
+    """The hints where an answer is right from a reward of 1."""
+    return SelfTeacher(policy, SAMPLING, is_right=lambda rollout: rollout.reward >= 1).hints(groups)
+
+
 def test_failed_answers_are_shown_the_first_best_one_of_their_group(small_policy):
     groups = [
         Group(
@@ -122,13 +127,24 @@ def test_failed_answers_are_shown_the_first_best_one_of_their_group(small_policy
         ),
         Group(example=gw.Example({}), rollouts=(answer(0, 0.5, "a"), answer(1, 0.5, "b"))),
     ]
-    hints = hints_for(groups, small_policy)
+    hints = hints_of(groups, small_policy)
     assert list(hints) == [(0, 0)]
     assert small_policy.decode(hints[0, 0]).count("A right answer to this is:\n2\n") == 1
     chat = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "It is"}]
     shown = shown_answer(answer(0, 1.0, "2", prompt=chat))
     assert [message["role"] for message in shown] == ["user", "assistant"]
     assert shown[0]["content"].startswith("1 + 1\n\nA right answer to this is:\n2\n")
+
+
+def test_a_best_answer_that_is_wrong_is_not_shown(small_policy):
+    close = (answer(0, 0.0, "3"), answer(1, 0.5, "two, or so"))
+    assert hints_of([Group(example=gw.Example({}), rollouts=close)], small_policy) == {}
+    # A wrong answer may have a higher reward than a right one: the right one is shown, to lower rewards only.
+    mixed = [answer(0, 0.0, "3"), answer(1, 2.0, "so well put"), answer(2, 1.0, "2")]
+    teacher = SelfTeacher(small_policy, SAMPLING, is_right=lambda rollout: rollout.text == "2")
+    hints = teacher.hints([Group(example=gw.Example({}), rollouts=tuple(mixed))])
+    assert list(hints) == [(0, 0)]
+    assert "A right answer to this is:\n2\n" in small_policy.decode(hints[0, 0])
 
 
 class Scorer(BaseHTTPRequestHandler):

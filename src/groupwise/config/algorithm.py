@@ -68,7 +68,7 @@ class AlgoConfig:
     """How much the adaptive coefficient changes per step."""
     teacher: str | None = None
     """On-policy distillation: a model with the same tokenizer (ID, folder or run), the URL of a vLLM server,
-    or `self`: the policy shown a better answer of the group. None: no teacher."""
+    or `self`: the policy shown a right answer of the group. None: no teacher."""
     distill: float = 1.0
     """Coefficient of the KL divergence from the teacher."""
     echo: float = 0.0

@@ -4,12 +4,12 @@ A teacher returns the log-probability of every trained token of a micro-batch, N
 
     ModelTeacher    another model with the same tokenizer, in this process
     ServerTeacher   a vLLM server that returns the log-probabilities of prompts
-    SelfTeacher     the policy itself, shown a better answer of the group (SDPO, arXiv 2601.20802)
+    SelfTeacher     the policy itself, shown a right answer of the group (SDPO, arXiv 2601.20802)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import replace
@@ -104,10 +104,30 @@ class ServerTeacher:
 
 
 class SelfTeacher:
-    """The policy before the update, which reads a better answer of the group along with the prompt."""
+    """The policy before the update, which reads a right answer of the group along with the prompt."""
 
-    def __init__(self, policy: Policy, sampling: Sampling) -> None:
-        self.policy, self.sampling = policy, sampling
+    def __init__(self, policy: Policy, sampling: Sampling, *, is_right: Callable[[Rollout], bool]) -> None:
+        self.policy, self.sampling, self.is_right = policy, sampling, is_right
+
+    def hints(self, groups: Sequence[Group]) -> dict[tuple[int, int], tuple[int, ...]]:
+        """Return, by group and member, the prompt that shows a failed answer's better peer.
+
+        The peer is the first right answer with the highest reward of those in the group; every answer with a
+        lower reward counts as failed. Prompts that do not fit the context with the answer are left out.
+        """
+        hints: dict[tuple[int, int], tuple[int, ...]] = {}
+        for number, group in enumerate(groups):
+            right = filter(self.is_right, group.valid)
+            best = max(right, key=lambda rollout: rollout.reward, default=None)
+            failed = [r for r in group.valid if best is not None and r.reward < best.reward - SAME]
+            if best is None or not failed:
+                continue
+            prompt = self.policy.encode(shown_answer(best))
+            for rollout in failed:
+                own = len(rollout.tokens) - rollout.prompt_length
+                if len(prompt) + own <= self.policy.context_length:
+                    hints[number, rollout.member] = prompt
+        return hints
 
     @torch.no_grad()
     def logprobs(self, part: MicroBatchInputs) -> Tensor:
@@ -127,7 +147,7 @@ class SelfTeacher:
 
 
 def hinted(sample: Sample, *, group: int) -> Sample:
-    """Return the sample with the prompt that shows a better answer."""
+    """Return the sample with the prompt that shows a right answer."""
     own = slice(sample.prefix, None)
     zeros = (0.0,) * len(sample.hint)
     return replace(
@@ -142,26 +162,6 @@ def hinted(sample: Sample, *, group: int) -> Sample:
         group=group,
         hint=(),
     )
-
-
-def hints_for(groups: Sequence[Group], policy: Policy) -> dict[tuple[int, int], tuple[int, ...]]:
-    """Return, by group and member, the prompt that shows a failed answer's better peer.
-
-    The peer is the first answer with the highest reward of the group; every answer with a lower reward counts
-    as failed. Prompts that do not fit the context with the answer are left out.
-    """
-    hints: dict[tuple[int, int], tuple[int, ...]] = {}
-    for number, group in enumerate(groups):
-        best = max(group.valid, key=lambda rollout: rollout.reward, default=None)
-        failed = [r for r in group.valid if best is not None and r.reward < best.reward - SAME]
-        if best is None or not failed:
-            continue
-        prompt = policy.encode(shown_answer(best))
-        for rollout in failed:
-            own = len(rollout.tokens) - rollout.prompt_length
-            if len(prompt) + own <= policy.context_length:
-                hints[number, rollout.member] = prompt
-    return hints
 
 
 def shown_answer(best: Rollout) -> str | list[Message]:
