@@ -280,11 +280,11 @@ def sum_by_sequence(values_N: Tensor, sequence_N: Tensor) -> Tensor:
 def try_loss(settings: LossSettings, *, teacher: str | None = None) -> None:
     """Call the user's loss on a few made-up tokens, so that most mistakes show before a model loads.
 
-    `teacher` is the setting `algo.teacher`: `self` scores only answers that have a better one in their group.
+    `teacher` is the setting `algo.teacher`: only a model in this process scores every token.
     """
     old_N = torch.tensor([-0.1, -0.7, -2.3, -1.2, -0.4])
     teacher_N = old_N + 0.05
-    if teacher == "self":
+    if teacher is not None and teacher.startswith(("self", "http://", "https://")):
         teacher_N[:3] = torch.nan
     policy_loss(
         Tokens(

@@ -9,6 +9,7 @@ A teacher returns the log-probability of every trained token of a micro-batch, N
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
@@ -19,12 +20,13 @@ import torch
 from torch import Tensor
 
 from groupwise.algo.advantages import SAME
-from groupwise.engine.vllm.vllm_client import ServerRefused, ServerUnavailable, VllmServer
+from groupwise.engine.vllm.vllm_client import ServerRefused, ServerUnavailable, VllmServers
 from groupwise.errors import ConfigError, InvariantError
 from groupwise.learner.micro_batch import MicroBatchInputs, pack, row_logprobs
 from groupwise.model.ops.equivalence import in_mode
 from groupwise.model.policy import Policy
 from groupwise.records import Group, Message, Rollout, Sample, Sampling
+from groupwise.tracking.run_folder import LOGGER
 
 SELF = "self"
 """The name of the policy as its own teacher."""
@@ -69,13 +71,22 @@ class ModelTeacher:
 
 
 class ServerTeacher:
-    """A server whose completions can echo a scored prompt, at temperature 1: `groupwise serve`, vLLM."""
+    """A server whose completions can echo a scored prompt, at temperature 1: `groupwise serve`, vLLM.
 
-    def __init__(self, address: str, *, seconds: float, together: int = 16) -> None:
-        self.server = VllmServer(address.rstrip("/"))
+    It samples one token after what it scores, so the last token of a rollout that fills its context gets NaN.
+    """
+
+    def __init__(self, address: str, *, seconds: float, patience: float, together: int = 16) -> None:
+        self.pool = VllmServers([address.rstrip("/")], patience=patience, say=LOGGER.warning, role="teacher")
+        self.server = self.pool.all[0]
         self.seconds, self.together = seconds, together
-        models = self._request("/v1/models", None)
-        self.model = models["data"][0]["id"]
+        try:
+            about = self.server.request("/v1/models", seconds=seconds)["data"][0]
+        except (ServerRefused, ServerUnavailable, LookupError, TypeError) as error:
+            raise InvariantError(
+                f"the teacher {self.server.address} did not answer: {error}; start it first"
+            ) from error
+        self.model, self.context = about["id"], about.get("max_model_len")
 
     def logprobs(self, part: MicroBatchInputs) -> Tensor:
         with ThreadPoolExecutor(self.together) as pool:
@@ -83,24 +94,31 @@ class ServerTeacher:
         return torch.tensor([value for own in each for value in own], device=part.batch.targets_N.device)
 
     def _score(self, sample: Sample) -> list[float]:
+        if not sample.length:  # a demonstration
+            return []
+        fitting = sample.tokens if self.context is None else sample.tokens[: self.context - 1]
+        unscored = [math.nan] * (len(sample.tokens) - len(fitting))
         body = {
             "model": self.model,
-            "prompt": list(sample.tokens),
+            "prompt": list(fitting),
             "max_tokens": 1,
             "temperature": 1.0,
             "logprobs": 1,
             "echo": True,
         }
-        scores = self._request("/v1/completions", body)["choices"][0]["logprobs"]["token_logprobs"]
-        # The scores of the prompt come first, then that of a sampled token.
-        pairs = zip(sample.trained, scores[: len(sample.tokens)], strict=True)
-        return [float(score) for trained, score in pairs if trained]
-
-    def _request(self, path: str, body: object) -> Any:
         try:
-            return self.server.request(path, body, seconds=self.seconds)
-        except (ServerRefused, ServerUnavailable) as error:
-            raise InvariantError(f"the teacher {self.server.address} did not answer: {error}") from error
+            answer = self.pool.do(
+                lambda server: server.request("/v1/completions", body, seconds=self.seconds)
+            )
+            scores = answer["choices"][0]["logprobs"]["token_logprobs"]
+            # The scores of the prompt come first, then that of a sampled token.
+            pairs = zip(sample.trained, [*scores[: len(fitting)], *unscored], strict=True)
+            return [float(score) for trained, score in pairs if trained]
+        except (ServerRefused, LookupError, TypeError, ValueError) as error:
+            raise InvariantError(
+                f"the teacher {self.server.address} did not score a prompt: {error}; serve it with vLLM or "
+                "groupwise serve"
+            ) from error
 
 
 class SelfTeacher:

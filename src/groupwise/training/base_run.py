@@ -428,7 +428,7 @@ def load_teacher(
     if name == SELF:
         return SelfTeacher(policy, sampling, is_right=is_right)
     if is_server(name):
-        return ServerTeacher(name, seconds=config.engine.request_seconds)
+        return ServerTeacher(name, seconds=config.engine.request_seconds, patience=config.engine.patience)
     target = find_target(name)
     model = replace(
         on_own_device(config.model, processes or Processes()), name=target.base or config.model.name
