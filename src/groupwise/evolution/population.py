@@ -21,7 +21,14 @@ from torch import Tensor
 from groupwise.config.schema import Config
 from groupwise.engine.multi_lora import AdapterEngine, LoRABank, MultiLoRAEngine, Weights
 from groupwise.errors import InvariantError
-from groupwise.evaluate.held_out import Evaluation, compare, evaluate, read_evaluation, write_evaluation
+from groupwise.evaluate.held_out import (
+    Evaluation,
+    compare,
+    evaluate,
+    read_evaluation,
+    score_groups,
+    write_evaluation,
+)
 from groupwise.evolution.search_space import Values, applied
 from groupwise.learner.checkpoint import (
     load_optimizer,
@@ -33,7 +40,6 @@ from groupwise.learner.learner import Learner
 from groupwise.learner.teacher import SELF, Teacher, sampled_like
 from groupwise.model.load import load_policy
 from groupwise.records import Example, Group, Rollout
-from groupwise.rewards.runner import score_group
 from groupwise.rollout.collect import GroupRequest, generate_groups, group_requests
 from groupwise.seeds import derive_seed
 from groupwise.serve.agent_endpoint import multi_turn
@@ -385,11 +391,10 @@ class PopulationCollector:
         scores: dict[int, tuple[float, ...]] = {}
         for slot, member_groups in groups.items():
             task = self.population.collectors[slot].task
-            seconds = self.config.task.reward_seconds
-            scored = [
-                score_group(group, rewards=task.rewards, weights=task.weights, seconds=seconds)
-                for group in member_groups
-            ]
+            limits = self.config.task
+            scored = score_groups(
+                task, member_groups, seconds=limits.reward_seconds, concurrency=limits.reward_concurrency
+            )
             scores[slot] = tuple(sum(map(task.is_right, group.rollouts)) / samples for group in scored)
         return scores, diverged, sum(map(tokens_of, groups.values()))
 
@@ -481,6 +486,7 @@ class MemberEvaluator:
             samples=self.config.evaluate.samples,
             seed=self.config.run.seed,
             seconds=self.config.task.reward_seconds,
+            concurrency=self.config.task.reward_concurrency,
             tools=multi_turn(self.task, self.config.tools, self.config.agent),
         )
         about: dict[str, object] = {"step": step, "seed": self.config.run.seed}
