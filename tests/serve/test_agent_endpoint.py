@@ -202,6 +202,35 @@ def test_further_conversations_and_a_second_try_are_branches_but_not_rewritten(t
     assert rollout.length == sum(len(trained(sequence)) for sequence in rollout.sequences)
 
 
+def test_an_answer_that_is_left_out_is_counted_though_no_answer_follows(tiny):
+    def forgets(client: Client, example: Example) -> None:
+        client.chat([user("1 + 1")])
+        client.chat([user("1 + 1"), user("Sure?")])
+        client.chat([user("1 + 1"), user("Sure?"), user("Why?")])
+
+    assert one(tiny, forgets, "it is 2", "yes", "so").rewritten == 2
+
+
+def test_answers_that_the_policy_did_not_write_are_not_counted(tiny):
+    def shows_examples(client: Client, example: Example) -> None:
+        given: list[Any] = [user("2 + 2"), {"role": "assistant", "content": "it is 4"}]
+        answer = client.chat([user("1 + 1")])
+        client.chat([*given, user("3 + 3")])  # another conversation, with a worked example
+        client.chat([user("1 + 1"), answer, user("Sure?"), {"role": "assistant", "content": "I"}])
+        client.chat([user("1 + 1"), answer, user("Really?")])  # another question in place of the last
+
+    assert one(tiny, shows_examples, "it is 2", "it is 6", "am", "yes").rewritten == 0
+
+
+def test_answers_are_not_counted_as_changed_when_the_tools_change(tiny):
+    def without_tools(client: Client, example: Example) -> None:
+        answer = client.chat([user("Add.")], tools=[ADD])
+        client.chat([user("Add."), answer, user("Sure?")])
+
+    rollout = one(tiny, without_tools, "it is 4", "yes")
+    assert (rollout.rewritten, len(rollout.branches)) == (0, 1)
+
+
 def test_tokens_are_kept_though_the_text_would_be_tokenized_otherwise(tiny):
     """The policy may write a word in other tokens than the tokenizer does."""
     engine = Recorded(tiny)
