@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -229,6 +231,39 @@ def test_answers_are_not_counted_as_changed_when_the_tools_change(tiny):
 
     rollout = one(tiny, without_tools, "it is 4", "yes")
     assert (rollout.rewritten, len(rollout.branches)) == (0, 1)
+
+
+def test_an_answer_that_comes_after_the_agent_has_returned_is_not_part_of_the_rollout(tiny):
+    asked, returned = threading.Event(), threading.Event()
+    engine = Recorded(tiny)
+
+    def write(text: str) -> Completion:
+        if text == "late":
+            asked.set()
+            assert returned.wait(10)
+            time.sleep(0.3)  # until the rollout has ended
+        return Recorded.written(engine, text)
+
+    def agent(client: Client, example: Example) -> str:
+        if example["n"]:
+            assert returned.wait(10)
+            client.chat([user("1 + 1")])
+            return "second"
+
+        def ask() -> None:
+            with suppress(RuntimeError, OSError):
+                client.chat([user("Late?")])
+
+        client.chat([user("1 + 1")])
+        threading.Thread(target=ask, daemon=True).start()
+        assert asked.wait(10)
+        returned.set()
+        return "first"
+
+    engine.written, engine.texts = write, ["soon", "late", "then"]  # type: ignore[method-assign]
+    first, second = roll(tiny, agent, engine=engine, members=1, examples=2, overlap=True)
+    assert [turn.text for turn in first.rollouts[0].turns] == ["soon"]
+    assert [turn.text for turn in second.rollouts[0].turns] == ["then"]
 
 
 def test_tokens_are_kept_though_the_text_would_be_tokenized_otherwise(tiny):

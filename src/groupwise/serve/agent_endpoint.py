@@ -193,6 +193,8 @@ class AgentEndpoint:
             for index, one in enumerate(completions)
         ]
         events = [*response.first(), *response.take(chunks), *response.last()]
+        if not run.open:  # the agent returned without this answer
+            raise HTTPError(400, "this rollout has ended")
         self._record(run, request, turn, completions, answer.whole()["choices"])
         if request.stream:
             return EventStream(events=one_batch(events), named=settings is not None)
