@@ -109,6 +109,16 @@ def test_a_template_is_recognized_and_what_it_writes_is_read_back_and_continued(
     assert [call.name for call in read_calls(turn_text(tokenizer, turn), style)] == ["search", "add"]
 
 
+@pytest.mark.parametrize("style", WRITERS)
+def test_a_line_break_after_the_end_of_a_turn_is_no_difference(style):
+    tokenizer = tokenizer_of(style)
+    end = tokenizer.eos_token
+    tokenizer.chat_template = tokenizer.chat_template.replace(f"{end}\n", f"{end}{{{{ '\\n' }}}}")
+    turn = written_calls(tokenizer, [("add", {"x": 1})])
+    assert turn.endswith(f"{end}\n")
+    assert calls_difference(tokenizer, read_calls) is None
+
+
 def test_a_template_that_writes_only_the_first_call_of_a_message_is_harmony_and_continues_one_call():
     tokenizer = tokenizer_of("harmony")
     tokenizer.chat_template = (

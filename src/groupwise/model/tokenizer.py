@@ -448,6 +448,7 @@ def calls_difference(tokenizer: Any, read: ReadCalls) -> str | None:
         return None
     names, results = [name for name, _ in calls], ["first", "second"][: len(calls)]
     messages = with_results(tokenizer, calls, results)
+    turn = turn.rstrip("\n")  # what follows the end token belongs to the text between the turns
     grown = render(tokenizer, messages[:1]) + turn + after_calls(tokenizer, results, names)
     whole = render(tokenizer, messages)
     at = next((i for i, (a, b) in enumerate(zip(grown, whole, strict=False)) if a != b), None)
