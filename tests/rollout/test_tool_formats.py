@@ -119,6 +119,25 @@ def test_a_line_break_after_the_end_of_a_turn_is_no_difference(style):
     assert calls_difference(tokenizer, read_calls) is None
 
 
+def test_the_results_of_a_template_may_continue_the_turn_that_made_the_calls():
+    tokenizer = tokenizer_of("gemma")
+    tokenizer.chat_template = (
+        "{%- for m in messages -%}{%- if m.tool_calls -%}{%- for c in m.tool_calls -%}"
+        "{{- '<|tool_call>call:' + c.function.name + '{' -}}"
+        "{%- for k, v in c.function.arguments.items() %}{{ k }}:"
+        "{{- '<|\"|>' + v + '<|\"|>' if v is string else v }}{{ '' if loop.last else ',' }}{% endfor -%}"
+        "{{- '}<tool_call|>' -}}{%- endfor -%}{{- '<|tool_response>' -}}"
+        "{%- elif m.role == 'tool' -%}{{- 'response:' + m.name + '{' + m.content + '}<tool_response|>' -}}"
+        "{%- else -%}{{- '<|turn>' + m.role + m.content + '<turn|>' -}}{%- endif -%}{%- endfor -%}"
+        "{%- if tools %}{{ tools | length }}{% endif -%}"
+    )
+    assert tool_format_of(tokenizer) == "gemma"
+    assert calls_difference(tokenizer, read_calls) is None
+    codec = TokenizerCodec(tokenizer, vocabulary=10_000)
+    (tokens,) = codec.encode_all_results([["R1"]], prefill="", ended=True, names=[["add"]])
+    assert tokenizer.decode(tokens) == "response:add{R1}<tool_response|>"
+
+
 def test_a_template_that_writes_only_the_first_call_of_a_message_is_harmony_and_continues_one_call():
     tokenizer = tokenizer_of("harmony")
     tokenizer.chat_template = (

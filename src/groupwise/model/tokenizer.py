@@ -169,7 +169,7 @@ TOOL_FORMATS = {
 """Text in a chat template by which its format of tool calls is known; Hermes otherwise."""
 TURN_ENDS = (
     *("<|call|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<end_of_turn>", "<turn|>", "<|im_end|>", "<|end|>"),
-    *("</s>", "<｜end▁of▁sentence｜>", "<start_function_response>"),
+    *("</s>", "<｜end▁of▁sentence｜>", "<start_function_response>", "<|tool_response>"),
 )
 """Tokens other than the tokenizer's end token that end a turn of an assistant."""
 
