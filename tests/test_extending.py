@@ -120,3 +120,56 @@ def test_an_engine_of_the_user_generates(tmp_path):
         gw.ConfigError, match=r"returned object, which has no generate, ready, make_room, rel"
     ):
         gw.train("countdown", engine=lambda policy, settings: object(), output_dir=tmp_path, **settings)
+
+
+PARTS = r"""
+import groupwise as gw
+from groupwise.engine.engine import Engine
+
+def plain(tokens: gw.Tokens, settings: gw.LossSettings):
+    ratio = (tokens.logprobs_N - tokens.old_N).exp()
+    return -ratio * tokens.advantages_N, {"policy/own": ratio.detach().sum()}
+
+class Noting(Engine):
+    def generate(self, requests, sampling):
+        with open("asked", "a") as file:
+            file.write(f"{len(requests)}\n")
+        return super().generate(requests, sampling)
+"""
+LOSS, ENGINE = "own.parts:plain", "own.parts:Noting"
+YAML = f"""
+algo:
+  loss: {LOSS}
+engine:
+  kind: {ENGINE}
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--loss", "own/parts.py:plain", "engine.kind=own/parts.py:Noting"),
+        ("--loss", LOSS, f"engine.kind={ENGINE}"),
+        (f"algo.loss={LOSS}", f"engine.kind={ENGINE}"),
+        ("--config", "settings.yaml"),
+    ],
+    ids=["files", "flag", "settings", "yaml"],
+)
+def test_a_loss_and_an_engine_are_named_by_module_and_by_file_on_the_command_line_and_in_yaml(
+    words, tmp_path, monkeypatch
+):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "__init__.py").touch()
+    (tmp_path / "own" / "parts.py").write_text(PARTS)
+    (tmp_path / "settings.yaml").write_text(YAML)
+    monkeypatch.chdir(tmp_path)
+    ended = run_command("train", "countdown", *words, *SMALL)
+    assert ended.code == 0, ended.err
+    assert len(Path("asked").read_text().splitlines()) >= 2
+    (first, second) = Path("runs/run/metrics.jsonl").read_text().splitlines()
+    assert '"policy/own"' in first
+    assert '"policy/own"' in second
+    config = read_config(Path("runs/run/config.yaml"))
+    named = {config.algo.loss, config.engine.kind}
+    by_file = {"own/parts.py:plain", "own/parts.py:Noting"}
+    assert named == (by_file if "own/parts.py:plain" in words else {LOSS, ENGINE})

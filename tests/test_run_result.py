@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 import groupwise as gw
+from groupwise.model import load
 from groupwise.tracking.terminal import NotebookDisplay, open_display
 
 
@@ -75,6 +77,20 @@ def test_the_policy_of_the_result_answers_text_with_text(result):
     assert [len(group) for group in drawn] == [3, 3]
     assert result.generate(["1?", "2?"], samples=3, temperature=1.5, seed=1) == drawn
     assert len(result.policy.encode_text(result.generate("1?", max_tokens=1), special=False)) <= 1
+
+
+def test_the_policy_is_loaded_on_the_device_of_the_run_also_with_a_sampling_rule(
+    result, tmp_path, monkeypatch
+):
+    folder = shutil.copytree(result.folder, tmp_path / "run")
+    settings = (folder / "config.yaml").read_text()
+    settings = settings.replace("device: cpu", "device: cuda:1")
+    settings = settings.replace("logits_processor: null", "logits_processor: rule.py:rule")
+    (folder / "config.yaml").write_text(settings)
+    devices: list[str | None] = []
+    monkeypatch.setattr(load, "load_for_generation", lambda model, **_: devices.append(model.device))
+    assert gw.RunResult(folder).policy is None
+    assert devices == ["cuda:1"]
 
 
 def test_the_result_stands_for_its_folder(result):

@@ -46,7 +46,7 @@ class InvariantError(GroupwiseError):
 
 
 class ServersGoneError(InvariantError):
-    """No rollout server responds any more. The training state is intact, and the run saves it."""
+    """No rollout server responds any more, or no teacher. The training state is intact; the run saves it."""
 
 
 class RolloutError(GroupwiseError):

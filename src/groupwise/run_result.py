@@ -106,10 +106,8 @@ class RunResult(os.PathLike[str]):
         from groupwise.model.load import load_for_generation
 
         named = find_named(str(self.folder), ())
-        model = named.config.model
-        if self.config.rollout.logits_processor is not None:
-            model = replace(model, device="cpu")  # where sampling rules of the user run
-        return load_for_generation(model, rank=named.target.rank, trained=named.target.trained)
+        target = named.target
+        return load_for_generation(named.config.model, rank=target.rank, trained=target.trained)
 
     @cached_property
     def _engine(self) -> Engine:

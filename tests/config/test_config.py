@@ -403,6 +403,15 @@ def test_settings_of_two_sections_that_cannot_go_together_are_refused(overrides,
     assert str(caught.value) == sentence
 
 
+@pytest.mark.parametrize("advantage", ["turn", "gdpo"])
+def test_advantages_that_weigh_rewards_themselves_refuse_another_combination(advantage):
+    with pytest.raises(ConfigError) as caught:
+        read_config(overrides=[f"algo.advantage={advantage}", "algo.combine=std"])
+    sentence = f"algo.advantage={advantage} requires algo.combine=sum, because it weighs rewards itself"
+    assert str(caught.value) == sentence
+    assert read_config(overrides=[f"algo.advantage={advantage}"]).algo.combine == "sum"
+
+
 def test_clips_of_the_usual_size_are_noticed_with_gspo_only():
     assert list(read_config(overrides=["algo.loss=dapo"]).notices()) == []
     assert list(read_config(overrides=["algo.loss=gspo", "algo.clip_low=3e-4"]).notices()) == []

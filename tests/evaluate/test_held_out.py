@@ -36,7 +36,7 @@ from groupwise.records import Completion, Example, Request, Rollout, Sampling
 from groupwise.tasks import Task
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.training import train
-from tests.support.small_runs import LUCK, small_config, task_file
+from tests.support.small_runs import LUCK, run_command, small_config, task_file
 
 TINY = Path(str(groupwise.__file__)).parent / "model" / "tiny"
 
@@ -312,3 +312,48 @@ def test_greedy_answers_do_not_depend_on_the_seed(tmp_path):
         return [group.rollouts[0].text for group in result.answers]
 
     assert texts(0) == texts(1)
+
+
+NOTES = r"""
+import os, time
+from pathlib import Path
+import groupwise as gw
+
+NOTES, running = Path(__file__).with_name("notes"), []
+
+def slow(rollout, example):
+    time.sleep(0.05)
+    with NOTES.open("a") as file:
+        file.write(f"worker {os.getpid()}\n")
+    return 1.0
+
+async def judge(rollout, example):
+    import asyncio
+    running.append(1)
+    with NOTES.open("a") as file:
+        file.write(f"running {len(running)}\n")
+    await asyncio.sleep(0.02)
+    running.pop()
+    return 0.0
+
+task = gw.Task(
+    name="notes", examples=[{"n": n} for n in range(24)], prompt=lambda e: f"{e['n']} + 1",
+    rewards={"slow": slow, "judge": judge}, worked=lambda e, rng: "1",
+)
+"""
+LIMITS = ("task.reward_workers=2", "task.reward_concurrency=3", "task.held_out=8", "model.device=cpu")
+
+
+@pytest.mark.parametrize("command", ["eval", "sft"])
+def test_the_workers_and_the_concurrency_of_rewards_are_those_of_the_settings(tmp_path, command):
+    task = task_file(tmp_path, NOTES)
+    words = {
+        "eval": ("eval", "tiny", "--task", str(task), "--samples", "1", "rollout.max_tokens=4"),
+        "sft": ("sft", str(task), "--max-steps", "1", f"run.output_dir={tmp_path}", "rollout.max_tokens=4"),
+    }[command]
+    more = () if command == "eval" else ("track.trackers=[]", "track.report=false", "evaluate.samples=1")
+    ended = run_command(*words, *LIMITS, *more)
+    assert ended.code == 0, ended.err
+    notes = [line.split() for line in (tmp_path / "notes").read_text().splitlines()]
+    assert len({value for kind, value in notes if kind == "worker"}) == 2
+    assert max(int(value) for kind, value in notes if kind == "running") == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,7 @@ from groupwise.evaluate.strategies import (
     strategy_named,
     task_judge,
 )
+from groupwise.isolation.worker import in_process
 from groupwise.model.load import load_policy
 from groupwise.records import Completion, Example, Request, Rollout, Sampling
 from groupwise.rollout.tool_rollouts import Tools
@@ -267,6 +269,26 @@ def test_each_answer_of_a_strategy_works_on_a_state_of_its_own_example():
     drawing = replace(draws(script, max_tokens=100), tools=tools)
     for name in ("single", "best-of:2"):
         assert spend(strategy_named(name), task, examples, draws=drawing, seconds=5.0).right == (True, True)
+
+
+def test_the_answers_of_a_strategy_are_scored_at_the_same_time():
+    running: list[int] = []
+    most: list[int] = []
+
+    @in_process
+    async def judge(rollout: Rollout, example: Example) -> float:
+        running.append(1)
+        most.append(len(running))
+        await asyncio.sleep(0.01)
+        running.pop()
+        return float(rollout.text == str(example["n"]))
+
+    task = Task(name="t", examples=[{"n": n} for n in range(5)], prompt=str, rewards={"right": judge})
+    examples = [Example(row) for row in task.examples]  # type: ignore[union-attr]
+    script = TalkingScript(lambda prompt, member, sampling: "3")
+    result = spend(strategy_named("single"), task, examples, draws=draws(script), seconds=5.0, concurrency=2)
+    assert result.right == (False, False, False, True, False)
+    assert max(most) == 2
 
 
 def test_a_task_judges_by_its_own_rewards():

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import time
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import pytest
 
 import groupwise as gw
 from groupwise.algo.losses import Tokens
+from groupwise.config.schema import TaskConfig
 from groupwise.engine.engine import Engine
 from groupwise.errors import ConfigError
 from groupwise.tracking.rollout_files import read_rollouts
@@ -176,3 +181,33 @@ def test_members_use_the_loss_the_advantage_and_the_sampling_rule_of_the_user(tm
 
     search(PLAIN, tmp_path, run={"max_steps": 1}, loss=loss, advantage=advantage, logits_processor=rule)
     assert all(seen.values()), seen
+
+
+def test_rewards_of_all_members_run_in_several_workers_and_async_ones_at_the_same_time(tmp_path):
+    running: list[int] = []
+
+    def note(kind: str, *words: object) -> None:
+        with (tmp_path / kind).open("a") as file:
+            file.write(" ".join(map(str, words)) + "\n")
+
+    def slow(rollout: gw.Rollout, example: gw.Example) -> float:
+        time.sleep(0.02)
+        note("slow", os.getpid())
+        return luck(rollout, example)
+
+    async def judge(rollout: gw.Rollout, example: gw.Example) -> float:
+        running.append(1)
+        note("judge", example["n"], len(running))
+        await asyncio.sleep(0.02)
+        running.pop()
+        return 0.0
+
+    task = replace(PLAIN, rewards={"slow": slow, "judge": judge})
+    limits = {"task.reward_workers": 2, "task.reward_concurrency": 3, "task.held_out": 4}
+    search(task, tmp_path, evaluate={"samples": 1, "during": 4, "every": 0}, **limits)
+    assert len(set((tmp_path / "slow").read_text().split())) == 2
+    # Selection alone asks what is held out: four examples, one answer each.
+    held_out = {example["n"] for example in PLAIN.split(TaskConfig(held_out=4), 0).held_out}
+    calls = [tuple(map(int, line.split())) for line in (tmp_path / "judge").read_text().splitlines()]
+    assert {n for n, _ in calls} > held_out
+    assert max(at_once for n, at_once in calls if n in held_out) == 3

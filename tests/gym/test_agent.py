@@ -175,6 +175,15 @@ def test_an_agent_takes_one_reward_an_answer():
         gw.Agent(**SMALL, **{"engine.kind": "vllm"})
 
 
+def test_an_agent_that_teaches_itself_must_know_which_rewards_are_right():
+    with pytest.raises(gw.ConfigError, match=r"set task\.correct_at to the reward of a right answer"):
+        gw.Agent(**SMALL, **{"algo.teacher": "self"})
+    for least, taught in ((0.5, True), (2.0, False)):
+        agent = gw.Agent(**SMALL, **{"algo.teacher": "self", "task.correct_at": least})
+        agent.learn((agent.get_action(["1 + 1 ="]), [[0.0, 1.0, 0.0, 0.0]]))
+        assert (agent._member.learner.report()["policy/taught"] > 0) == taught
+
+
 def test_the_example_loop_of_twenty_lines_runs(tmp_path, monkeypatch, capsys):
     path = Path(__file__).parents[2] / "examples" / "custom_loop.py"
     spec = importlib.util.spec_from_file_location("custom_loop", path)

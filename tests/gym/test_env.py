@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +29,25 @@ def test_answers_are_scored_against_the_prompts_that_were_asked():
         assert rewards.tolist() == [[1 + extra, 0.0] for extra in bonus]
         assert [group[0] for group in info["right"]] == [True] * 3
         assert not terminated
+
+
+def test_async_rewards_of_all_answers_of_a_step_run_at_the_same_time():
+    running: list[int] = []
+    most: list[int] = []
+
+    async def judge(rollout: gw.Rollout, example: gw.Example) -> float:
+        running.append(1)
+        most.append(len(running))
+        await asyncio.sleep(0.01)
+        running.pop()
+        return float(len(rollout.text))
+
+    task = gw.Task(name="t", examples=[{"n": n} for n in range(9)], prompt=str, rewards={"length": judge})
+    env = gw.PromptEnv(task, batch_size=3)
+    env.reset(seed=1)
+    _, rewards, *_ = env.step([["a", "bb"], ["ccc", "dddd"], ["", "f"]])
+    assert rewards.tolist() == [[1, 2], [3, 4], [0, 1]]
+    assert max(most) == 6
 
 
 def test_the_same_seed_asks_the_same_and_another_asks_in_another_order():

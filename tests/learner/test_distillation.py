@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,12 +18,13 @@ import groupwise as gw
 from groupwise.algo.losses import Tokens, policy_loss
 from groupwise.algo.samples import predicting_results
 from groupwise.config.schema import AlgoConfig
+from groupwise.engine.vllm import vllm_client
 from groupwise.learner.learner import Learner, loss_settings
 from groupwise.learner.micro_batch import MicroBatchInputs
 from groupwise.learner.teacher import (
     ModelTeacher,
+    SelfTeacher,
     ServerTeacher,
-    hints_for,
     shown_answer,
 )
 from groupwise.records import Group, Rollout, Sample, Sampling
@@ -115,6 +116,11 @@ def answer(member: int, reward: float, text: str, prompt: Any = "1 + 1") -> Roll
     )  # fmt: skip
 
 
+def hints_of(groups: list[Group], policy: Any) -> dict[tuple[int, int], tuple[int, ...]]:
+    """The hints where an answer is right from a reward of 1."""
+    return SelfTeacher(policy, SAMPLING, is_right=lambda rollout: rollout.reward >= 1).hints(groups)
+
+
 def test_failed_answers_are_shown_the_first_best_one_of_their_group(small_policy):
     groups = [
         Group(
@@ -122,7 +128,7 @@ def test_failed_answers_are_shown_the_first_best_one_of_their_group(small_policy
         ),
         Group(example=gw.Example({}), rollouts=(answer(0, 0.5, "a"), answer(1, 0.5, "b"))),
     ]
-    hints = hints_for(groups, small_policy)
+    hints = hints_of(groups, small_policy)
     assert list(hints) == [(0, 0)]
     assert small_policy.decode(hints[0, 0]).count("A right answer to this is:\n2\n") == 1
     chat = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "It is"}]
@@ -131,14 +137,34 @@ def test_failed_answers_are_shown_the_first_best_one_of_their_group(small_policy
     assert shown[0]["content"].startswith("1 + 1\n\nA right answer to this is:\n2\n")
 
 
+def test_a_best_answer_that_is_wrong_is_not_shown(small_policy):
+    close = (answer(0, 0.0, "3"), answer(1, 0.5, "two, or so"))
+    assert hints_of([Group(example=gw.Example({}), rollouts=close)], small_policy) == {}
+    # A wrong answer may have a higher reward than a right one: the right one is shown, to lower rewards only.
+    mixed = [answer(0, 0.0, "3"), answer(1, 2.0, "so well put"), answer(2, 1.0, "2")]
+    teacher = SelfTeacher(small_policy, SAMPLING, is_right=lambda rollout: rollout.text == "2")
+    hints = teacher.hints([Group(example=gw.Example({}), rollouts=tuple(mixed))])
+    assert list(hints) == [(0, 0)]
+    assert "A right answer to this is:\n2\n" in small_policy.decode(hints[0, 0])
+
+
 class Scorer(BaseHTTPRequestHandler):
     """Answers as servers of completions do: the log-probability of token t in a prompt is -t / 100."""
 
+    failures: ClassVar[list[int]] = []
+    """Status codes of the next answers."""
+    prompts: ClassVar[list[list[int]]] = []
+    context: ClassVar[int | None] = None
+
     def do_GET(self) -> None:
-        self.answer({"data": [{"id": "teacher"}]})
+        self.answer({"data": [{"id": "teacher", "max_model_len": self.context}]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.failures:
+            self.send_error(self.failures.pop())
+            return
+        self.prompts.append(body["prompt"])
         assert (body["model"], body["echo"], body["logprobs"]) == ("teacher", True, 1)
         scores = [None, *(-t / 100 for t in body["prompt"][1:]), -9.0]
         self.answer({"choices": [{"logprobs": {"token_logprobs": scores}}]})
@@ -153,6 +179,7 @@ class Scorer(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def scorer() -> Iterator[str]:
+    Scorer.failures, Scorer.prompts, Scorer.context = [], [], None
     server = HTTPServer(("127.0.0.1", 0), Scorer)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
@@ -165,11 +192,56 @@ def test_a_server_scores_the_trained_tokens_of_every_sample(scorer):
     _, plain, _ = policy_and_plain(lora=False)
     samples = some_samples(plain, groups=1)
     part = MicroBatchInputs.build(samples, [1.0] * len(samples), device=torch.device("cpu"))
-    scores = ServerTeacher(scorer, seconds=5).logprobs(part)
+    scores = ServerTeacher(scorer, seconds=5, patience=5).logprobs(part)
     trained = [t for one in samples for t, flag in zip(one.tokens, one.trained, strict=True) if flag]
     assert scores.tolist() == pytest.approx([-t / 100 for t in trained])
     with pytest.raises(gw.InvariantError, match=r"the teacher http://127\.0\.0\.1:9 did not answer"):
-        ServerTeacher("http://127.0.0.1:9", seconds=1)
+        ServerTeacher("http://127.0.0.1:9", seconds=1, patience=0)
+
+
+def scored(address: str, samples: list[Sample], **patience: float) -> list[float]:
+    part = MicroBatchInputs.build(samples, [1.0] * len(samples), device=torch.device("cpu"))
+    scores: list[float] = (
+        ServerTeacher(address, **{"seconds": 5, "patience": 5} | patience).logprobs(part).tolist()
+    )
+    return scores
+
+
+def trained_sample(*tokens: int) -> Sample:
+    """A sample whose first token is the prompt."""
+    zeros = (0.0,) * len(tokens)
+    return Sample(
+        tokens=tokens, trained=(False, *[True] * (len(tokens) - 1)), logprobs=zeros, entropies=zeros,
+        advantages=zeros, prefix=1, group=0,
+    )  # fmt: skip
+
+
+def test_a_server_that_fails_for_a_moment_is_asked_again(scorer, monkeypatch):
+    monkeypatch.setattr(vllm_client, "FIRST_PAUSE", 0.01)
+    Scorer.failures += [429, 503]
+    assert scored(scorer, [trained_sample(5, 20, 30)]) == pytest.approx([-0.2, -0.3])
+    Scorer.failures += [500] * 50
+    with pytest.raises(gw.InvariantError, match=r"no teacher has responded for 0\.1 s \(engine\.patience\)"):
+        scored(scorer, [trained_sample(5, 20, 30)], patience=0.1)
+    Scorer.failures[:] = [400]
+    with pytest.raises(gw.InvariantError, match=r"did not score a prompt: .* returned 400"):
+        scored(scorer, [trained_sample(5, 20, 30)])
+
+
+def test_a_server_is_not_sent_samples_without_trained_tokens(scorer):
+    assert scored(
+        scorer, [demonstration(0, (5, 6), (7, 8), 0.5), replace(trained_sample(5, 20), group=1)]
+    ) == pytest.approx([-0.2])
+    assert Scorer.prompts == [[5, 20]]
+
+
+def test_an_answer_that_fills_the_context_of_a_server_is_scored_but_for_its_last_token(scorer):
+    Scorer.context = 4
+    whole, cut = scored(scorer, [trained_sample(5, 20, 30)]), scored(scorer, [trained_sample(5, 20, 30, 40)])
+    assert whole == pytest.approx([-0.2, -0.3])
+    assert cut[:2] == whole
+    assert math.isnan(cut[2])
+    assert Scorer.prompts == [[5, 20, 30]] * 2
 
 
 def test_a_server_needs_the_plain_distribution():

@@ -284,6 +284,36 @@ def test_a_reset_that_fails_in_a_rollout_fails_that_rollout():
     assert [one.error for one in group.rollouts][::2] == [None, None]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("fails", ["environment", "state"])
+def test_a_rollout_that_could_not_begin_calls_no_tool(fails, overlap):
+    calls: list[str] = []
+
+    def look(query: str) -> str:
+        """Look something up."""
+        calls.append(query)
+        return query
+
+    class Second(Echo):
+        made = 0
+
+        def __init__(self) -> None:
+            Second.made += 1
+            if Second.made == 2:  # the first one gives the prompt
+                raise OSError("no connection")
+
+    def no_state(example: Example) -> Any:
+        raise OSError("no connection")
+
+    wrong = {"environment": Second} if fails == "environment" else {"state": no_state}
+    line = '<tool_call>{"name": "look", "arguments": {"query": "x"}}</tool_call>'
+    (rollout,) = talked(
+        ScriptedEngine(line, "bye"), task_with(tools=[look], **wrong), size=1, turn_tokens=99, overlap=overlap
+    ).rollouts
+    assert f"{fails}: " in str(rollout.error)
+    assert (calls, len(rollout.turns)) == ([], 1)
+
+
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [

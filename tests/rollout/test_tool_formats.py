@@ -109,6 +109,57 @@ def test_a_template_is_recognized_and_what_it_writes_is_read_back_and_continued(
     assert [call.name for call in read_calls(turn_text(tokenizer, turn), style)] == ["search", "add"]
 
 
+@pytest.mark.parametrize("style", WRITERS)
+def test_a_line_break_after_the_end_of_a_turn_is_no_difference(style):
+    tokenizer = tokenizer_of(style)
+    end = tokenizer.eos_token
+    tokenizer.chat_template = tokenizer.chat_template.replace(f"{end}\n", f"{end}{{{{ '\\n' }}}}")
+    turn = written_calls(tokenizer, [("add", {"x": 1})])
+    assert turn.endswith(f"{end}\n")
+    assert calls_difference(tokenizer, read_calls) is None
+
+
+def test_the_results_of_a_template_may_continue_the_turn_that_made_the_calls():
+    tokenizer = tokenizer_of("gemma")
+    tokenizer.chat_template = (
+        "{%- for m in messages -%}{%- if m.tool_calls -%}{%- for c in m.tool_calls -%}"
+        "{{- '<|tool_call>call:' + c.function.name + '{' -}}"
+        "{%- for k, v in c.function.arguments.items() %}{{ k }}:"
+        "{{- '<|\"|>' + v + '<|\"|>' if v is string else v }}{{ '' if loop.last else ',' }}{% endfor -%}"
+        "{{- '}<tool_call|>' -}}{%- endfor -%}{{- '<|tool_response>' -}}"
+        "{%- elif m.role == 'tool' -%}{{- 'response:' + m.name + '{' + m.content + '}<tool_response|>' -}}"
+        "{%- else -%}{{- '<|turn>' + m.role + m.content + '<turn|>' -}}{%- endif -%}{%- endfor -%}"
+        "{%- if tools %}{{ tools | length }}{% endif -%}"
+    )
+    assert tool_format_of(tokenizer) == "gemma"
+    assert calls_difference(tokenizer, read_calls) is None
+    codec = TokenizerCodec(tokenizer, vocabulary=10_000)
+    (tokens,) = codec.encode_all_results([["R1"]], prefill="", ended=True, names=[["add"]])
+    assert tokenizer.decode(tokens) == "response:add{R1}<tool_response|>"
+
+
+def test_a_template_that_writes_only_the_first_call_of_a_message_is_harmony_and_continues_one_call():
+    tokenizer = tokenizer_of("harmony")
+    tokenizer.chat_template = (
+        "{%- set called = namespace(name=none) -%}{%- for m in messages -%}{%- if m.tool_calls -%}"
+        '{%- set call = m.tool_calls[0].function %}{{- "<|start|>assistant to=" }}'
+        '{{- "functions." + call.name + "<|channel|>commentary json<|message|>" }}'
+        '{{- call.arguments|tojson + "<|call|>" }}{%- set called.name = call.name -%}'
+        '{%- elif m.role == "tool" -%}{{- "<|start|>functions." + called.name + " to=assistant<|message|>" }}'
+        '{{- m.content|tojson + "<|end|>" }}'
+        '{%- else -%}{{- "<|start|>" + m.role + "<|message|>" + m.content + "<|end|>" }}{%- endif -%}'
+        "{%- endfor -%}{%- if tools %}{{ tools|length }}{% endif %}"
+        "{%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}"
+    )
+    assert tool_format_of(tokenizer) == "harmony"
+    assert calls_difference(tokenizer, read_calls) is None
+    codec = TokenizerCodec(tokenizer, vocabulary=10_000)
+    (tokens,) = codec.encode_all_results([["R1"]], prefill="", ended=True, names=[["add"]])
+    assert tokenizer.decode(tokens) == (
+        '<|start|>functions.add to=assistant<|message|>"R1"<|end|><|start|>assistant'
+    )
+
+
 def test_results_stand_under_the_names_of_the_tools_that_were_called():
     tokenizer = tokenizer_of("harmony")
     codec = TokenizerCodec(tokenizer, vocabulary=10_000)

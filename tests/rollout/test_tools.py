@@ -190,6 +190,60 @@ def test_calls_past_the_limit_are_refused_and_long_results_are_cut():
     assert "no more calls" in (second.error or "")
 
 
+def test_calls_of_one_turn_run_at_the_same_time_beside_the_engine_and_their_results_keep_the_order():
+    together = threading.Barrier(3, timeout=5)
+
+    def meet(number: int) -> str:
+        """Wait for the others."""
+        together.wait()
+        time.sleep(0.05 * (3 - number))
+        return f"met {number}"
+
+    calls = [call for number in range(3) for call in wish("meet", number=number)]
+    answers = box(meet, seconds=5.0).answer(calls, allowed=3, beside=True)
+    assert [call.result for call in answers] == ["met 0", "met 1", "met 2"]
+    answers = box(meet, seconds=0.2).answer([calls[0], *wish("nothing")], allowed=2, beside=True)
+    assert [call.error for call in answers] == [
+        "meet took longer than 0.2 s",
+        "there is no tool 'nothing', only meet",
+    ]
+
+
+def test_of_calls_at_the_same_time_a_hanging_one_ends_alone_and_a_broken_one_fails_the_rollout():
+    def wait(seconds: float) -> str:
+        """Wait."""
+        if seconds < 0:
+            raise RolloutError("no connection")
+        time.sleep(seconds)
+        return "done"
+
+    toolbox = box(wait, seconds=0.3)
+    started = time.monotonic()
+    hung, fine = toolbox.answer(
+        [*wish("wait", seconds=9.0), *wish("wait", seconds=0.0)], allowed=2, beside=True
+    )
+    assert (hung.error, fine.result) == ("wait took longer than 0.3 s", "done")
+    assert time.monotonic() - started < 3
+    with pytest.raises(RolloutError, match="no connection"):
+        toolbox.answer([*wish("wait", seconds=0.0), *wish("wait", seconds=-1.0)], allowed=2, beside=True)
+
+
+def test_calls_that_share_the_state_of_a_rollout_run_in_order():
+    def note(text: str, state: list[str]) -> str:
+        """Note."""
+        before = list(state)
+        time.sleep(0.02)
+        state.append(text)
+        return "".join(before)
+
+    state: list[str] = []
+    calls = [call for letter in "abc" for call in wish("note", text=letter)]
+    answers = box(note).answer(calls, allowed=2, state=state, beside=True)
+    assert [call.result for call in answers[:2]] == ["", "a"]
+    assert answers[2].error == "no more calls are allowed; answer with what you have"
+    assert state == ["a", "b"]
+
+
 def test_searches_that_come_at_once_are_answered_in_one_batch():
     batches: list[list[str]] = []
     first_is_in, go_on = threading.Event(), threading.Event()

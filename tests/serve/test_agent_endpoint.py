@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -200,6 +202,68 @@ def test_further_conversations_and_a_second_try_are_branches_but_not_rewritten(t
     assert [tiny.decode(trained(sequence)) for sequence in rollout.sequences] == ["it is 2yes", "no", "fine"]
     assert rollout.branches[0].tokens[: len(rollout.branches[0].tokens) - 3]
     assert rollout.length == sum(len(trained(sequence)) for sequence in rollout.sequences)
+
+
+def test_an_answer_that_is_left_out_is_counted_though_no_answer_follows(tiny):
+    def forgets(client: Client, example: Example) -> None:
+        client.chat([user("1 + 1")])
+        client.chat([user("1 + 1"), user("Sure?")])
+        client.chat([user("1 + 1"), user("Sure?"), user("Why?")])
+
+    assert one(tiny, forgets, "it is 2", "yes", "so").rewritten == 2
+
+
+def test_answers_that_the_policy_did_not_write_are_not_counted(tiny):
+    def shows_examples(client: Client, example: Example) -> None:
+        given: list[Any] = [user("2 + 2"), {"role": "assistant", "content": "it is 4"}]
+        answer = client.chat([user("1 + 1")])
+        client.chat([*given, user("3 + 3")])  # another conversation, with a worked example
+        client.chat([user("1 + 1"), answer, user("Sure?"), {"role": "assistant", "content": "I"}])
+        client.chat([user("1 + 1"), answer, user("Really?")])  # another question in place of the last
+
+    assert one(tiny, shows_examples, "it is 2", "it is 6", "am", "yes").rewritten == 0
+
+
+def test_answers_are_not_counted_as_changed_when_the_tools_change(tiny):
+    def without_tools(client: Client, example: Example) -> None:
+        answer = client.chat([user("Add.")], tools=[ADD])
+        client.chat([user("Add."), answer, user("Sure?")])
+
+    rollout = one(tiny, without_tools, "it is 4", "yes")
+    assert (rollout.rewritten, len(rollout.branches)) == (0, 1)
+
+
+def test_an_answer_that_comes_after_the_agent_has_returned_is_not_part_of_the_rollout(tiny):
+    asked, returned = threading.Event(), threading.Event()
+    engine = Recorded(tiny)
+
+    def write(text: str) -> Completion:
+        if text == "late":
+            asked.set()
+            assert returned.wait(10)
+            time.sleep(0.3)  # until the rollout has ended
+        return Recorded.written(engine, text)
+
+    def agent(client: Client, example: Example) -> str:
+        if example["n"]:
+            assert returned.wait(10)
+            client.chat([user("1 + 1")])
+            return "second"
+
+        def ask() -> None:
+            with suppress(RuntimeError, OSError):
+                client.chat([user("Late?")])
+
+        client.chat([user("1 + 1")])
+        threading.Thread(target=ask, daemon=True).start()
+        assert asked.wait(10)
+        returned.set()
+        return "first"
+
+    engine.written, engine.texts = write, ["soon", "late", "then"]  # type: ignore[method-assign]
+    first, second = roll(tiny, agent, engine=engine, members=1, examples=2, overlap=True)
+    assert [turn.text for turn in first.rollouts[0].turns] == ["soon"]
+    assert [turn.text for turn in second.rollouts[0].turns] == ["then"]
 
 
 def test_tokens_are_kept_though_the_text_would_be_tokenized_otherwise(tiny):

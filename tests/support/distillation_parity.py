@@ -85,7 +85,9 @@ def self_distillation(*, device: Device = "cpu") -> Both:
         return 0.5 * sum(((own - next(target)).detach() * own).sum() for own in hinted) / tokens
 
     wanted = naive_gradient_with(plain, samples, algo, distance)
-    return on_host(gradient_of(policy, samples, algo, teacher=SelfTeacher(policy, SAMPLING))), wanted
+    return on_host(
+        gradient_of(policy, samples, algo, teacher=SelfTeacher(policy, SAMPLING, is_right=bool))
+    ), wanted
 
 
 def supervised_tokens(budget: int, *, device: Device = "cpu") -> Both:

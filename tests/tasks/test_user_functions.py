@@ -16,7 +16,7 @@ from groupwise.algo.samples import to_samples
 from groupwise.algo.surrogates import checked_loss, register_loss
 from groupwise.config import read_config
 from groupwise.config.schema import AlgoConfig
-from groupwise.learner.learner import loss_settings
+from groupwise.learner.learner import loss_settings, try_custom_loss
 from groupwise.records import Group, Rollout
 from groupwise.tasks.user_code import load_function, name_of, split_functions
 from tests.support.scripted_rollouts import with_trained
@@ -145,6 +145,18 @@ def test_a_mistake_in_a_loss_shows_before_a_model_loads(function, sentence):
         try_loss(loss_settings(AlgoConfig(loss="test:loss")))
     assert str(caught.value).startswith("algo.loss test:loss ")
     assert sentence in str(caught.value)
+
+
+def test_the_trial_of_a_loss_has_the_log_probs_of_a_teacher_as_the_run_has_them():
+    def towards_teacher(tokens: gw.Tokens, settings: gw.LossSettings) -> torch.Tensor:
+        return (tokens.logprobs_N - tokens.teacher_N).square()
+
+    register_loss("test:towards", towards_teacher)
+    try_custom_loss(AlgoConfig(loss="test:towards", teacher="runs/big"))
+    with pytest.raises(gw.ConfigError, match=r"algo\.loss test:towards raised TypeError"):
+        try_custom_loss(AlgoConfig(loss="test:towards"))
+    with pytest.raises(gw.ConfigError, match="returned NaN or inf for 3 of 5 tokens"):
+        try_custom_loss(AlgoConfig(loss="test:towards", teacher="self"))
 
 
 def test_a_loss_may_return_the_losses_alone():

@@ -421,6 +421,16 @@ def planned(path, *words):
     return plan_warm_start(sft_config(words, config=None, resume=None, given={"data": str(path)}, flags={}))
 
 
+@pytest.mark.parametrize(
+    "setting",
+    ["run.callbacks=stop.py:Stop", "rollout.logits_processor=rule.py:rule", "rollout.grammar=g.lark"],
+)
+def test_settings_of_sampling_and_of_the_loop_are_refused(tmp_path, setting):
+    name = setting.partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"{name} requires groupwise train; remove it from the settings"):
+        planned(tmp_path / "rows.jsonl", setting)
+
+
 def test_all_answers_to_a_prompt_are_on_one_side(tmp_path):
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": f"{n}", "completion": f"{k}"} for n in range(50) for k in range(4)]

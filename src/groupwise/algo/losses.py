@@ -277,9 +277,15 @@ def sum_by_sequence(values_N: Tensor, sequence_N: Tensor) -> Tensor:
     return torch.zeros_like(values_N).index_add(0, sequence_N, values_N)[sequence_N]
 
 
-def try_loss(settings: LossSettings) -> None:
-    """Call the user's loss on a few made-up tokens, so that most mistakes show before a model loads."""
+def try_loss(settings: LossSettings, *, teacher: str | None = None) -> None:
+    """Call the user's loss on a few made-up tokens, so that most mistakes show before a model loads.
+
+    `teacher` is the setting `algo.teacher`: only a model in this process scores every token.
+    """
     old_N = torch.tensor([-0.1, -0.7, -2.3, -1.2, -0.4])
+    teacher_N = old_N + 0.05
+    if teacher is not None and teacher.startswith(("self", "http://", "https://")):
+        teacher_N[:3] = torch.nan
     policy_loss(
         Tokens(
             logprobs_N=(old_N + torch.tensor([0.0, 0.1, -0.2, 0.4, 0.0])).requires_grad_(),
@@ -287,6 +293,7 @@ def try_loss(settings: LossSettings) -> None:
             sampled_N=old_N,
             reference_N=old_N - 0.1 if settings.beta else None,
             entropy_N=torch.tensor([0.3, 1.0, 2.0, 1.5, 0.8]),
+            teacher_N=teacher_N if teacher else None,
             advantages_N=torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0]),
             weights_N=torch.full_like(old_N, 0.2),
             sequence_N=torch.tensor([0, 0, 0, 1, 1]),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.commands.options import loading
 from groupwise.config import Config, read_config
-from groupwise.config.schema import NO_TASK, AgentConfig, ToolsConfig
+from groupwise.config.schema import NO_TASK, AgentConfig, TaskConfig, ToolsConfig
 from groupwise.errors import ConfigError
 from groupwise.evaluate.contamination import TrainingRecord, lineage_of_target, prompts_in_training, unseen
 from groupwise.evaluate.intervals import Difference, Interval, MeanReward
@@ -180,7 +180,8 @@ class EvalJob:
     sampling: Sampling
     samples: int
     seed: int
-    reward_seconds: float
+    limits: TaskConfig
+    """Time limit, concurrency and workers of the rewards."""
     tools: ToolsConfig
     agent: AgentConfig
 
@@ -214,7 +215,13 @@ def evaluate_command(
     if (folder := folder_for(resolved, options)) is not None:
         make_writable(folder)
     with ExitStack() as workers:
-        jobs = [replace(job, task=workers.enter_context(isolated(job.task))) for job in jobs]
+        jobs = [
+            replace(
+                job,
+                task=workers.enter_context(isolated(job.task, workers=job.limits.reward_workers)),
+            )
+            for job in jobs
+        ]
         with loading(f"PyTorch and {resolved.description}"):
             from groupwise.model.load import load_reward_models
 
@@ -340,7 +347,7 @@ def prepare_job(
         sampling=config.rollout.sampling,
         samples=config.evaluate.samples if options.samples is None else options.samples,
         seed=config.run.seed if options.seed is None else options.seed,
-        reward_seconds=learn.reward_seconds,
+        limits=learn,
         tools=config.tools,
         agent=config.agent,
     )
@@ -401,7 +408,8 @@ def run_job(job: EvalJob, policy: Policy, engine: Engine) -> Evaluation:
         sampling=job.sampling,
         samples=job.samples,
         seed=job.seed,
-        seconds=job.reward_seconds,
+        seconds=job.limits.reward_seconds,
+        concurrency=job.limits.reward_concurrency,
         tools=multi_turn(job.task, job.tools, job.agent),
     )
 
@@ -421,7 +429,14 @@ def strategy_results(
         tools=multi_turn(job.task, job.tools, job.agent),
     )
     results = {
-        name: spend(strategy, job.task, job.examples, draws=draws, seconds=job.reward_seconds)
+        name: spend(
+            strategy,
+            job.task,
+            job.examples,
+            draws=draws,
+            seconds=job.limits.reward_seconds,
+            concurrency=job.limits.reward_concurrency,
+        )
         for name, strategy in strategies.items()
     }
     return {

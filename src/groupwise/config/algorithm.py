@@ -68,7 +68,7 @@ class AlgoConfig:
     """How much the adaptive coefficient changes per step."""
     teacher: str | None = None
     """On-policy distillation: a model with the same tokenizer (ID, folder or run), the URL of a vLLM server,
-    or `self`: the policy shown a better answer of the group. None: no teacher."""
+    or `self`: the policy shown a right answer of the group. None: no teacher."""
     distill: float = 1.0
     """Coefficient of the KL divergence from the teacher."""
     echo: float = 0.0
@@ -92,6 +92,10 @@ class AlgoConfig:
     def __post_init__(self) -> None:
         one_of_or_function("algo.advantage", self.advantage, ADVANTAGES)
         one_of("algo.combine", self.combine, COMBINATIONS)
+        if self.combine != "sum" and self.advantage in ("turn", "gdpo"):
+            raise ConfigError(
+                f"algo.advantage={self.advantage} requires algo.combine=sum, because it weighs rewards itself"
+            )
         one_of_or_function("algo.loss", self.loss, LOSSES)
         if self.normalize is not None:
             one_of("algo.normalize", self.normalize, NORMALIZATIONS)

@@ -19,7 +19,7 @@ from statistics import fmean
 
 from groupwise.config.coerce import between
 from groupwise.errors import ConfigError
-from groupwise.evaluate.held_out import question_in, stated_answer
+from groupwise.evaluate.held_out import question_in, score_groups, stated_answer
 from groupwise.evaluate.intervals import Interval, exact_interval, majority
 from groupwise.records import Example, Group, Message, Rollout, Sampling
 from groupwise.rewards.extraction import final_answer, last_box, solution_of
@@ -390,17 +390,24 @@ class TokenCost:
 
 
 def spend(
-    strategy: Strategy, task: Task, examples: Sequence[Example], *, draws: Sampler, seconds: float
+    strategy: Strategy,
+    task: Task,
+    examples: Sequence[Example],
+    *,
+    draws: Sampler,
+    seconds: float,
+    concurrency: int = 64,
 ) -> TokenCost:
     """Answer every example by a strategy and score the final answers by the task's rewards."""
     scorer = task_judge(task, examples, seconds=seconds)
     draws = replace(draws, examples=examples)
     answers = strategy([task.ask(example) for example in examples], draws, scorer)
-    right = []
-    for example, answer in zip(examples, answers, strict=True):
-        group = Group(example=example, rollouts=(answer.rollout,))
-        scored = score_group(group, rewards=task.rewards, weights=task.weights, seconds=seconds)
-        right.append(task.is_right(scored.rollouts[0]))
+    groups = [
+        Group(example=example, rollouts=(answer.rollout,))
+        for example, answer in zip(examples, answers, strict=True)
+    ]
+    scored = score_groups(task, groups, seconds=seconds, concurrency=concurrency)
+    right = [task.is_right(group.rollouts[0]) for group in scored]
     return TokenCost(
         accuracy=exact_interval(sum(right), len(right)),
         tokens=fmean(answer.tokens for answer in answers),

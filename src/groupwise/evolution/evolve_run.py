@@ -361,7 +361,7 @@ def evolve(
         return start.folder.path
 
     with (
-        isolated(task) as task,
+        isolated(task, workers=config.task.reward_workers) as task,
         explain_full_disk(start.folder, config),
         EvolveRun(config, task=task, start=start, functions=functions) as search,
     ):

@@ -8,7 +8,7 @@ of the module measures held-out accuracy.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -21,7 +21,14 @@ from torch import Tensor
 from groupwise.config.schema import Config
 from groupwise.engine.multi_lora import AdapterEngine, LoRABank, MultiLoRAEngine, Weights
 from groupwise.errors import InvariantError
-from groupwise.evaluate.held_out import Evaluation, compare, evaluate, read_evaluation, write_evaluation
+from groupwise.evaluate.held_out import (
+    Evaluation,
+    compare,
+    evaluate,
+    read_evaluation,
+    score_groups,
+    write_evaluation,
+)
 from groupwise.evolution.search_space import Values, applied
 from groupwise.learner.checkpoint import (
     load_optimizer,
@@ -30,10 +37,9 @@ from groupwise.learner.checkpoint import (
     write_optimizer,
 )
 from groupwise.learner.learner import Learner
-from groupwise.learner.teacher import Teacher, sampled_like
+from groupwise.learner.teacher import SELF, Teacher, sampled_like
 from groupwise.model.load import load_policy
-from groupwise.records import Example, Group
-from groupwise.rewards.runner import score_group
+from groupwise.records import Example, Group, Rollout
 from groupwise.rollout.collect import GroupRequest, generate_groups, group_requests
 from groupwise.seeds import derive_seed
 from groupwise.serve.agent_endpoint import multi_turn
@@ -63,13 +69,13 @@ class SharedBase:
         """Initial weights of every member."""
         self.members.drop(0)
 
-    def teacher(self, config: Config) -> Teacher | None:
+    def teacher(self, config: Config, *, is_right: Callable[[Rollout], bool]) -> Teacher | None:
         """Return the teacher that these settings name, under their sampling distribution; load it once."""
         name = config.algo.teacher
         if name is None:
             return None
-        if name not in self._teachers:
-            self._teachers[name] = load_teacher(config, self.policy)
+        if name not in self._teachers or name == SELF:
+            self._teachers[name] = load_teacher(config, self.policy, is_right=is_right)
         return sampled_like(self._teachers[name], config.rollout.sampling)
 
 
@@ -77,9 +83,15 @@ class Member:
     """One trained variant of the base model: its weights, optimizer and KL reference."""
 
     def __init__(
-        self, base: SharedBase, config: Config, *, weights: Mapping[str, Tensor], number: int | None = None
+        self,
+        base: SharedBase,
+        config: Config,
+        *,
+        weights: Mapping[str, Tensor],
+        is_right: Callable[[Rollout], bool],
+        number: int | None = None,
     ) -> None:
-        self.base = base
+        self.base, self.is_right = base, is_right
         self.number = base.members.add(weights, number=number)
         self.reference: Weights | None = None
         """Weights of the KL reference; None: the base model without adapters."""
@@ -162,7 +174,7 @@ class Member:
             optim=config.optim,
             sampling=config.rollout.sampling,
             max_steps=config.run.max_steps,
-            teacher=self.base.teacher(config),
+            teacher=self.base.teacher(config, is_right=self.is_right),
         )
 
 
@@ -202,7 +214,9 @@ class Population:
             del self.members[slot]
         if slot not in self.members:
             weights = self.base.fresh if parent_member is None else parent_member.weights
-            self.members[slot] = Member(self.base, config, weights=weights, number=slot)
+            self.members[slot] = Member(
+                self.base, config, weights=weights, is_right=self.task.is_right, number=slot
+            )
             if parent_member is not None:
                 self.members[slot].become(parent_member)
         self.set_values(slot, values)
@@ -377,11 +391,10 @@ class PopulationCollector:
         scores: dict[int, tuple[float, ...]] = {}
         for slot, member_groups in groups.items():
             task = self.population.collectors[slot].task
-            seconds = self.config.task.reward_seconds
-            scored = [
-                score_group(group, rewards=task.rewards, weights=task.weights, seconds=seconds)
-                for group in member_groups
-            ]
+            limits = self.config.task
+            scored = score_groups(
+                task, member_groups, seconds=limits.reward_seconds, concurrency=limits.reward_concurrency
+            )
             scores[slot] = tuple(sum(map(task.is_right, group.rollouts)) / samples for group in scored)
         return scores, diverged, sum(map(tokens_of, groups.values()))
 
@@ -473,6 +486,7 @@ class MemberEvaluator:
             samples=self.config.evaluate.samples,
             seed=self.config.run.seed,
             seconds=self.config.task.reward_seconds,
+            concurrency=self.config.task.reward_concurrency,
             tools=multi_turn(self.task, self.config.tools, self.config.agent),
         )
         about: dict[str, object] = {"step": step, "seed": self.config.run.seed}

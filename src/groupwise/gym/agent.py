@@ -25,6 +25,7 @@ from groupwise.evaluate.contamination import prompt_digest
 from groupwise.evolution.population import Member, SharedBase
 from groupwise.gym.env import PromptBatch, PromptEnv
 from groupwise.learner.learner import try_custom_loss
+from groupwise.learner.teacher import SELF
 from groupwise.model.grammar import rollout_grammar
 from groupwise.records import Example, Group, Rollout
 from groupwise.rollout.agent_rollouts import AgentRollouts
@@ -62,6 +63,10 @@ class Agent:
             raise ConfigError(
                 "an agent has no worked answers to imitate: algo.sft_weight requires groupwise train"
             )
+        if algo.teacher == SELF and self.config.task.correct_at is None:
+            raise ConfigError(
+                "algo.teacher=self shows right answers: set task.correct_at to the reward of a right answer"
+            )
         if functions.callbacks:
             raise ConfigError("an agent has no callbacks: call your functions in your loop")
         if self.config.engine.kind != "own":
@@ -76,7 +81,7 @@ class Agent:
             raise ConfigError(
                 "agents on one base model need the same rollout.json_schema and rollout.grammar"
             )
-        self._member = Member(self.base, self.config, weights=self.base.fresh)
+        self._member = Member(self.base, self.config, weights=self.base.fresh, is_right=self._is_right)
         self.actions = self.steps = 0
         """Number of batches generated and of updates; seeds derive from these and `run.seed`."""
         self.fitness: list[float] = []
@@ -117,6 +122,11 @@ class Agent:
             wanted, codec=self.base.policy, engine=engine, sampling=sampling, tools=tools
         )
         return tuple(group.rollouts for group in groups)
+
+    def _is_right(self, rollout: Rollout) -> bool:
+        """Return whether the one reward of an answer counts as right, for `algo.teacher=self`."""
+        least = self.config.task.correct_at
+        return least is not None and rollout.reward >= least
 
     def _tools_of(self, task: Task) -> Tools | AgentRollouts | None:
         """Return the tools, the environment or the agent of a task; None for a task of one turn."""

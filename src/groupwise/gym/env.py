@@ -17,8 +17,8 @@ from groupwise.algo.reward_combination import with_combined
 from groupwise.config.coerce import between
 from groupwise.config.schema import Config, RunConfig, TaskConfig
 from groupwise.errors import ConfigError
+from groupwise.evaluate.held_out import score_groups
 from groupwise.records import Example, Group, Rollout
-from groupwise.rewards.runner import score_group
 from groupwise.tasks import Task, load_task
 from groupwise.tasks.task import Prompt, is_prompt
 
@@ -197,7 +197,7 @@ class PromptEnv(Gym):
             raise ConfigError(
                 f"step expects one group of answers for each of the {len(examples)} prompts, of equal size"
             )
-        scored = [self._score(e, group) for e, group in zip(examples, answers, strict=True)]
+        scored = self._score([self._group(e, group) for e, group in zip(examples, answers, strict=True)])
         rewards_BG = np.array([[reward_of(r) for r in group.rollouts] for group in scored])
         before = self.passes
         self._advance()
@@ -252,7 +252,7 @@ class PromptEnv(Gym):
         info: dict[str, Any] = {"passes": self.passes, "examples": self._state.examples}
         return info if self._collate is None else {**info, "batch": self._collate(self._state.examples)}
 
-    def _score(self, example: Example, answers: Sequence[Answer]) -> Group:
+    def _group(self, example: Example, answers: Sequence[Answer]) -> Group:
         prompt = self.task.ask(example)
         if self.task.is_multi_turn and not all(getattr(answer, "turns", ()) for answer in answers):
             raise ConfigError(
@@ -262,13 +262,15 @@ class PromptEnv(Gym):
         rollouts = tuple(
             as_rollout(answer, prompt=prompt, member=member) for member, answer in enumerate(answers)
         )
-        group = score_group(
-            Group(example=example, rollouts=rollouts),
-            rewards=self.task.rewards,
-            weights=self.task.weights,
-            seconds=self._config.task.reward_seconds,
+        return Group(example=example, rollouts=rollouts)
+
+    def _score(self, groups: Sequence[Group]) -> list[Group]:
+        """Score all groups; asynchronous rewards of several answers run at the same time."""
+        limits, combine = self._config.task, self._config.algo.combine
+        scored = score_groups(
+            self.task, groups, seconds=limits.reward_seconds, concurrency=limits.reward_concurrency
         )
-        return with_combined(group, kind=self._config.algo.combine, weights=self.task.weights)
+        return [with_combined(group, kind=combine, weights=self.task.weights) for group in scored]
 
     def _right(self, groups: Sequence[Group]) -> tuple[tuple[bool, ...], ...]:
         return tuple(tuple(self.task.is_right(rollout) for rollout in group.rollouts) for group in groups)

@@ -44,7 +44,7 @@ from groupwise.learner.micro_batch import (
     supervised_logprobs,
 )
 from groupwise.learner.optimizer import make_optimizer
-from groupwise.learner.teacher import SelfTeacher, Teacher, hints_for
+from groupwise.learner.teacher import SelfTeacher, Teacher
 from groupwise.model.attention.ulysses import UlyssesContext
 from groupwise.model.policy import Policy
 from groupwise.parallel.processes import Processes, shares_of_samples, sum_gradients
@@ -129,7 +129,7 @@ class Learner:
             top_entropy=algo.top_entropy,
         )
         if isinstance(self.teacher, SelfTeacher):
-            hints = hints_for(groups, self.policy)
+            hints = self.teacher.hints(groups)
             samples = [replace(one, hint=hints.get((one.group, one.member), ())) for one in samples]
         if algo.echo:
             samples = predicting_results(samples, weight=algo.echo)
@@ -433,7 +433,7 @@ def loss_settings(algo: AlgoConfig) -> LossSettings:
 def try_custom_loss(algo: AlgoConfig) -> None:
     """Try a loss of the user before a model loads."""
     if algo.loss in CUSTOM_LOSSES:
-        try_loss(loss_settings(algo))
+        try_loss(loss_settings(algo), teacher=algo.teacher)
 
 
 def split_groups(samples: Sequence[Sample], count: int) -> list[list[Sample]]:

@@ -4,12 +4,13 @@ A teacher returns the log-probability of every trained token of a micro-batch, N
 
     ModelTeacher    another model with the same tokenizer, in this process
     ServerTeacher   a vLLM server that returns the log-probabilities of prompts
-    SelfTeacher     the policy itself, shown a better answer of the group (SDPO, arXiv 2601.20802)
+    SelfTeacher     the policy itself, shown a right answer of the group (SDPO, arXiv 2601.20802)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import replace
@@ -19,12 +20,13 @@ import torch
 from torch import Tensor
 
 from groupwise.algo.advantages import SAME
-from groupwise.engine.vllm.vllm_client import ServerRefused, ServerUnavailable, VllmServer
+from groupwise.engine.vllm.vllm_client import ServerRefused, ServerUnavailable, VllmServers
 from groupwise.errors import ConfigError, InvariantError
 from groupwise.learner.micro_batch import MicroBatchInputs, pack, row_logprobs
 from groupwise.model.ops.equivalence import in_mode
 from groupwise.model.policy import Policy
 from groupwise.records import Group, Message, Rollout, Sample, Sampling
+from groupwise.tracking.run_folder import LOGGER
 
 SELF = "self"
 """The name of the policy as its own teacher."""
@@ -69,13 +71,22 @@ class ModelTeacher:
 
 
 class ServerTeacher:
-    """A server whose completions can echo a scored prompt, at temperature 1: `groupwise serve`, vLLM."""
+    """A server whose completions can echo a scored prompt, at temperature 1: `groupwise serve`, vLLM.
 
-    def __init__(self, address: str, *, seconds: float, together: int = 16) -> None:
-        self.server = VllmServer(address.rstrip("/"))
+    It samples one token after what it scores, so the last token of a rollout that fills its context gets NaN.
+    """
+
+    def __init__(self, address: str, *, seconds: float, patience: float, together: int = 16) -> None:
+        self.pool = VllmServers([address.rstrip("/")], patience=patience, say=LOGGER.warning, role="teacher")
+        self.server = self.pool.all[0]
         self.seconds, self.together = seconds, together
-        models = self._request("/v1/models", None)
-        self.model = models["data"][0]["id"]
+        try:
+            about = self.server.request("/v1/models", seconds=seconds)["data"][0]
+        except (ServerRefused, ServerUnavailable, LookupError, TypeError) as error:
+            raise InvariantError(
+                f"the teacher {self.server.address} did not answer: {error}; start it first"
+            ) from error
+        self.model, self.context = about["id"], about.get("max_model_len")
 
     def logprobs(self, part: MicroBatchInputs) -> Tensor:
         with ThreadPoolExecutor(self.together) as pool:
@@ -83,31 +94,58 @@ class ServerTeacher:
         return torch.tensor([value for own in each for value in own], device=part.batch.targets_N.device)
 
     def _score(self, sample: Sample) -> list[float]:
+        if not sample.length:  # a demonstration
+            return []
+        fitting = sample.tokens if self.context is None else sample.tokens[: self.context - 1]
+        unscored = [math.nan] * (len(sample.tokens) - len(fitting))
         body = {
             "model": self.model,
-            "prompt": list(sample.tokens),
+            "prompt": list(fitting),
             "max_tokens": 1,
             "temperature": 1.0,
             "logprobs": 1,
             "echo": True,
         }
-        scores = self._request("/v1/completions", body)["choices"][0]["logprobs"]["token_logprobs"]
-        # The scores of the prompt come first, then that of a sampled token.
-        pairs = zip(sample.trained, scores[: len(sample.tokens)], strict=True)
-        return [float(score) for trained, score in pairs if trained]
-
-    def _request(self, path: str, body: object) -> Any:
         try:
-            return self.server.request(path, body, seconds=self.seconds)
-        except (ServerRefused, ServerUnavailable) as error:
-            raise InvariantError(f"the teacher {self.server.address} did not answer: {error}") from error
+            answer = self.pool.do(
+                lambda server: server.request("/v1/completions", body, seconds=self.seconds)
+            )
+            scores = answer["choices"][0]["logprobs"]["token_logprobs"]
+            # The scores of the prompt come first, then that of a sampled token.
+            pairs = zip(sample.trained, [*scores[: len(fitting)], *unscored], strict=True)
+            return [float(score) for trained, score in pairs if trained]
+        except (ServerRefused, LookupError, TypeError, ValueError) as error:
+            raise InvariantError(
+                f"the teacher {self.server.address} did not score a prompt: {error}; serve it with vLLM or "
+                "groupwise serve"
+            ) from error
 
 
 class SelfTeacher:
-    """The policy before the update, which reads a better answer of the group along with the prompt."""
+    """The policy before the update, which reads a right answer of the group along with the prompt."""
 
-    def __init__(self, policy: Policy, sampling: Sampling) -> None:
-        self.policy, self.sampling = policy, sampling
+    def __init__(self, policy: Policy, sampling: Sampling, *, is_right: Callable[[Rollout], bool]) -> None:
+        self.policy, self.sampling, self.is_right = policy, sampling, is_right
+
+    def hints(self, groups: Sequence[Group]) -> dict[tuple[int, int], tuple[int, ...]]:
+        """Return, by group and member, the prompt that shows a failed answer's better peer.
+
+        The peer is the first right answer with the highest reward of those in the group; every answer with a
+        lower reward counts as failed. Prompts that do not fit the context with the answer are left out.
+        """
+        hints: dict[tuple[int, int], tuple[int, ...]] = {}
+        for number, group in enumerate(groups):
+            right = filter(self.is_right, group.valid)
+            best = max(right, key=lambda rollout: rollout.reward, default=None)
+            failed = [r for r in group.valid if best is not None and r.reward < best.reward - SAME]
+            if best is None or not failed:
+                continue
+            prompt = self.policy.encode(shown_answer(best))
+            for rollout in failed:
+                own = len(rollout.tokens) - rollout.prompt_length
+                if len(prompt) + own <= self.policy.context_length:
+                    hints[number, rollout.member] = prompt
+        return hints
 
     @torch.no_grad()
     def logprobs(self, part: MicroBatchInputs) -> Tensor:
@@ -127,7 +165,7 @@ class SelfTeacher:
 
 
 def hinted(sample: Sample, *, group: int) -> Sample:
-    """Return the sample with the prompt that shows a better answer."""
+    """Return the sample with the prompt that shows a right answer."""
     own = slice(sample.prefix, None)
     zeros = (0.0,) * len(sample.hint)
     return replace(
@@ -142,26 +180,6 @@ def hinted(sample: Sample, *, group: int) -> Sample:
         group=group,
         hint=(),
     )
-
-
-def hints_for(groups: Sequence[Group], policy: Policy) -> dict[tuple[int, int], tuple[int, ...]]:
-    """Return, by group and member, the prompt that shows a failed answer's better peer.
-
-    The peer is the first answer with the highest reward of the group; every answer with a lower reward counts
-    as failed. Prompts that do not fit the context with the answer are left out.
-    """
-    hints: dict[tuple[int, int], tuple[int, ...]] = {}
-    for number, group in enumerate(groups):
-        best = max(group.valid, key=lambda rollout: rollout.reward, default=None)
-        failed = [r for r in group.valid if best is not None and r.reward < best.reward - SAME]
-        if best is None or not failed:
-            continue
-        prompt = policy.encode(shown_answer(best))
-        for rollout in failed:
-            own = len(rollout.tokens) - rollout.prompt_length
-            if len(prompt) + own <= policy.context_length:
-                hints[number, rollout.member] = prompt
-    return hints
 
 
 def shown_answer(best: Rollout) -> str | list[Message]:

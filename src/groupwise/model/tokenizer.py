@@ -159,7 +159,7 @@ TEMPLATE_ARGS = "groupwise_chat_template_args"
 STAND_IN = "stand-in turn of the assistant"
 TOOL_FORMATS = {
     "gemma": ("<start_function_call>", "<|tool_call>"),
-    "harmony": ("to=functions.",),
+    "harmony": ("to=functions.", "<|start|>assistant to="),
     "deepseek": ("<｜tool▁calls▁begin｜>",),
     "mistral": ("[TOOL_CALLS]",),
     "qwen_xml": ("<function=",),
@@ -169,7 +169,7 @@ TOOL_FORMATS = {
 """Text in a chat template by which its format of tool calls is known; Hermes otherwise."""
 TURN_ENDS = (
     *("<|call|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<end_of_turn>", "<turn|>", "<|im_end|>", "<|end|>"),
-    *("</s>", "<｜end▁of▁sentence｜>", "<start_function_response>"),
+    *("</s>", "<｜end▁of▁sentence｜>", "<start_function_response>", "<|tool_response>"),
 )
 """Tokens other than the tokenizer's end token that end a turn of an assistant."""
 
@@ -438,6 +438,7 @@ def calls_difference(tokenizer: Any, read: ReadCalls) -> str | None:
         turn = written_calls(tokenizer, calls)
     style = tool_format_of(tokenizer)
     parsed = [(call.name, dict(call.arguments)) for call in read(turn_text(tokenizer, turn), style)]
+    calls = calls[:1] if parsed == calls[:1] else calls  # a template that writes the first call only
     expected = calls
     if style == "qwen_xml":  # every argument is text
         expected = [(name, {key: str(value) for key, value in rest.items()}) for name, rest in calls]
@@ -447,6 +448,7 @@ def calls_difference(tokenizer: Any, read: ReadCalls) -> str | None:
         return None
     names, results = [name for name, _ in calls], ["first", "second"][: len(calls)]
     messages = with_results(tokenizer, calls, results)
+    turn = turn.rstrip("\n")  # what follows the end token belongs to the text between the turns
     grown = render(tokenizer, messages[:1]) + turn + after_calls(tokenizer, results, names)
     whole = render(tokenizer, messages)
     at = next((i for i, (a, b) in enumerate(zip(grown, whole, strict=False)) if a != b), None)

@@ -187,6 +187,9 @@ class Conversations:
         text = self.codec.decode(completion.tokens)
         parsed_calls = self._calls(completion, text)
         stream.turns.append(Turn(text=text))
+        if stream.error is not None:  # its state or its environment could not be made
+            self._close(stream)
+            return
         if stream.episode is None and (not parsed_calls or self._is_last(stream)):
             return
         if parsed_calls and self._is_last(stream):

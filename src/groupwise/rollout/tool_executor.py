@@ -9,7 +9,9 @@ import asyncio
 import inspect
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
 from typing import Any
@@ -179,13 +181,52 @@ class ToolExecutor:
 
         With `beside`, the caller is one of many threads that run alongside the engine. Calls then run in this
         process rather than queue for the single worker, because the caller stops waiting at the time limit.
+        They run at the same time, each within its own time limit; those that share the rollout's state run
+        one after the other.
         """
-        return tuple(
-            self._execute(call, state, beside=beside)
-            if number < allowed
-            else failed_call(call, "no more calls are allowed; answer with what you have")
-            for number, call in enumerate(calls)
+        own = calls[: max(0, allowed)]
+        started = {
+            number: self._start(call)
+            for number, call in enumerate(own)
+            if beside and len(own) > 1 and not self._takes_state(call)
+        }
+        until = time.monotonic() + self.seconds_each
+        answers = {
+            number: self._execute(call, state, beside=beside)
+            for number, call in enumerate(own)
+            if number not in started
+        }
+        for number, future in started.items():
+            try:
+                answers[number] = future.result(max(0.0, until - time.monotonic()))
+            except TimeoutError:
+                (answers[number],) = self.timed_out([own[number]])
+        return (
+            *(answers[number] for number in range(len(own))),
+            *(
+                failed_call(call, "no more calls are allowed; answer with what you have")
+                for call in calls[len(own) :]
+            ),
         )
+
+    def _takes_state(self, call: ParsedToolCall) -> bool:
+        return call.name in self.tools and self.tools[call.name].takes_state
+
+    def _start(self, call: ParsedToolCall) -> Future[Call]:
+        """Execute a call in a thread of its own, which is left behind if the tool hangs."""
+        future: Future[Call] = Future()
+
+        def work() -> None:
+            try:
+                answer = self._execute(call, None, beside=True)
+            except RolloutError as error:
+                future.set_exception(error)
+            else:
+                self.spend(time.thread_time())
+                future.set_result(answer)
+
+        threading.Thread(target=work, name="groupwise-tool", daemon=True).start()
+        return future
 
     def timed_out(self, calls: Sequence[ParsedToolCall]) -> tuple[Call, ...]:
         """Return the calls of a turn whose tools exceeded the time limit."""

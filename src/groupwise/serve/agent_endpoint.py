@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any
 
 from groupwise.config.schema import AgentConfig, ToolsConfig
@@ -91,6 +92,8 @@ class Conversation:
     messages: tuple[Message, ...]
     """The request's messages and the answer, each as `essential` returns it."""
     tools: str
+    answers: tuple[int, ...]
+    """Positions of the messages that the policy wrote."""
     tokens: tuple[int, ...]
     ended: bool
     """Whether the tokens end with an end token."""
@@ -105,12 +108,11 @@ class ChatTurn:
     prompt: tuple[int, ...] | None
     """Tokens of an earlier conversation, and of the messages after it. None: it continues none."""
     kept: int
-    """Number of messages that an earlier conversation begins with, too."""
-
-    @property
-    def rewritten(self) -> bool:
-        """Whether it has a turn of the assistant that the policy did not write just so."""
-        return any(message["role"] == "assistant" for message in self.messages[self.kept :])
+    """Number of messages whose tokens are those of an earlier conversation."""
+    answers: tuple[int, ...]
+    """Positions of the messages that the policy wrote."""
+    rewritten: bool
+    """Whether it edits or drops an answer of the policy."""
 
     @property
     def observation(self) -> str:
@@ -191,6 +193,8 @@ class AgentEndpoint:
             for index, one in enumerate(completions)
         ]
         events = [*response.first(), *response.take(chunks), *response.last()]
+        if not run.open:  # the agent returned without this answer
+            raise HTTPError(400, "this rollout has ended")
         self._record(run, request, turn, completions, answer.whole()["choices"])
         if request.stream:
             return EventStream(events=one_batch(events), named=settings is not None)
@@ -202,6 +206,16 @@ class AgentEndpoint:
         tools = body.get("tools", []) if body.get("tool_choice") != "none" else []
         shown, named = tuple(map(essential, messages)), json.dumps(tools, sort_keys=True)
         earlier = self._conversations.get(run, [])
+        closest = max(earlier, key=lambda one: common_prefix(one.messages, shown), default=None)
+        same = 0 if closest is None else common_prefix(closest.messages, shown)
+        turn = ChatTurn(
+            messages=shown,
+            tools=named,
+            prompt=None,
+            kept=0,
+            answers=() if closest is None else tuple(one for one in closest.answers if one < same),
+            rewritten=changes_answers(earlier, shown),
+        )
         extended = [
             one
             for one in earlier
@@ -212,10 +226,8 @@ class AgentEndpoint:
         for one in sorted(extended, key=lambda one: -len(one.messages)):
             tokens = self._after(one, messages, tools)
             if tokens is not None:
-                prompt = (*one.tokens, *tokens)
-                return ChatTurn(messages=shown, tools=named, prompt=prompt, kept=len(one.messages))
-        kept = max((common_prefix(one.messages[:-1], shown) for one in earlier), default=len(shown))
-        return ChatTurn(messages=shown, tools=named, prompt=None, kept=kept)
+                return replace(turn, prompt=(*one.tokens, *tokens), kept=len(one.messages))
+        return turn
 
     def _after(
         self, earlier: Conversation, messages: Sequence[Message], tools: Sequence[Any]
@@ -317,7 +329,7 @@ class AgentEndpoint:
         choices: Sequence[Mapping[str, Any]],
     ) -> None:
         conversations = self._conversations.setdefault(run, [])
-        run.rewritten += bool(conversations) and turn.rewritten
+        run.rewritten += turn.rewritten
         for message in turn.messages:
             if message["role"] == "tool" and (name := message.get("tool_call_id")) is not None:
                 run.results[name] = message["content"]
@@ -327,6 +339,7 @@ class AgentEndpoint:
                 Conversation(
                     messages=(*turn.messages, answer),
                     tools=turn.tools,
+                    answers=(*turn.answers, len(turn.messages)),
                     tokens=(*request.jobs[0].prompt, *completion.tokens),
                     ended=completion.finish == "end",
                 )
@@ -361,6 +374,26 @@ def common_prefix(left: Sequence[Message], right: Sequence[Message]) -> int:
     """Return the number of messages that both begin with."""
     pairs = zip(left, right, strict=False)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+
+
+def changes_answers(earlier: Sequence[Conversation], shown: Sequence[Message]) -> bool:
+    """Whether a chat edits or drops an answer of the policy in an earlier conversation that it follows.
+
+    It does where other messages stand in an answer's place, or where it has an answer of the policy but not
+    one that came before. A second try, an edited question and a new conversation change no answer.
+    """
+    same = [common_prefix(one.messages, shown) for one in earlier]
+    most = max(same, default=0)
+    closest = [one for one, length in zip(earlier, same, strict=True) if length == most]
+    if most == len(shown) or any(len(one.messages) == most for one in closest):
+        return False
+    if any(most in one.answers for one in closest):
+        return True
+    for one in closest:
+        kept = [one.messages[answer] in shown[most:] for answer in one.answers if answer >= most]
+        if any(later and not before for before, later in pairwise(kept)):
+            return True
+    return False
 
 
 async def one_batch(events: Sequence[Mapping[str, Any]]) -> Events:

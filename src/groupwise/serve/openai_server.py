@@ -74,6 +74,7 @@ class OpenAIServer:
         self.codec, self.model, self.context, self.slots = codec, model, context, slots
         self._pieces = TokenTable(codec.tokenizer)
         self._about = {"id": model, "object": "model", "created": 0, "owned_by": "groupwise"}
+        self._about["max_model_len"] = context
         self._api_key, self._allowed_hosts = api_key, frozenset(map(str.lower, allowed_hosts))
         self._cors = frozenset(cors)
         self.metrics = ServerMetrics()

@@ -297,6 +297,7 @@ SAME_TASK = ("name", "data", "columns", "test_data", "options", "weights", "corr
 
 def plan_warm_start(config: Config, *, task: Task | None = None, resumed: bool = False) -> SFTPlan:
     """Decide what to imitate and for how long. A resumed run keeps its batch size."""
+    check_settings(config)
     if config.sft.from_run is not None and config.task.name == NO_TASK:
         # The run's own task decides which prompts are held out, and measures accuracy.
         own = read_config(RunFolder.open(config.sft.from_run).config).task
@@ -315,6 +316,19 @@ def plan_warm_start(config: Config, *, task: Task | None = None, resumed: bool =
         steps = demonstrations.steps_for(passes, batch=config.sft.batch)
         config = replace(config, run=replace(config.run, max_steps=steps))
     return SFTPlan(config=config, task=task, demonstrations=demonstrations)
+
+
+def check_settings(config: Config) -> None:
+    """Refuse settings that supervised fine-tuning would ignore."""
+    given = {
+        "run.callbacks": config.run.callbacks,
+        "rollout.logits_processor": config.rollout.logits_processor,
+        "rollout.json_schema": config.rollout.json_schema,
+        "rollout.grammar": config.rollout.grammar,
+    }
+    for setting, value in given.items():
+        if value:
+            raise ConfigError(f"{setting} requires groupwise train; remove it from the settings of this run")
 
 
 def demonstrations_for(config: Config, task: Task | None) -> Demonstrations:

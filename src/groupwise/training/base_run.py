@@ -32,6 +32,7 @@ from groupwise.model.load import load_for_generation, load_policy, load_reward_m
 from groupwise.model.policy import Policy
 from groupwise.model.resolve import model_folder
 from groupwise.parallel.processes import DIVIDING, Processes, as_launched, divide, layout_of
+from groupwise.records import Rollout
 from groupwise.report.model_card import CardSubject, model_card
 from groupwise.rewards.llm_judge import RewardModel
 from groupwise.seeds import derive_seed
@@ -404,21 +405,30 @@ def use_sampling_rules(policy: Policy, config: Config, functions: UserFunctions)
 def check_single_turn(config: Config, *, multi_turn: bool) -> None:
     """Refuse settings that require tasks of one turn.
 
-    A grammar holds for one turn. A policy that teaches itself is shown a better answer for one turn only.
+    A grammar holds for one turn. A policy that teaches itself is shown a right answer for one turn only.
     """
     rollout_grammar(config, multi_turn=multi_turn)
     if config.algo.teacher == SELF and multi_turn:
         raise ConfigError("algo.teacher=self requires a task of one turn; name another model as teacher")
 
 
-def load_teacher(config: Config, policy: Policy, *, processes: Processes | None = None) -> Teacher:
-    """Load the teacher of on-policy distillation that the settings name."""
+def load_teacher(
+    config: Config,
+    policy: Policy,
+    *,
+    is_right: Callable[[Rollout], bool],
+    processes: Processes | None = None,
+) -> Teacher:
+    """Load the teacher of on-policy distillation that the settings name.
+
+    `is_right` tells which answers the policy may be shown as its own teacher.
+    """
     name, sampling = config.algo.teacher, config.rollout.sampling
     assert name is not None
     if name == SELF:
-        return SelfTeacher(policy, sampling)
+        return SelfTeacher(policy, sampling, is_right=is_right)
     if is_server(name):
-        return ServerTeacher(name, seconds=config.engine.request_seconds)
+        return ServerTeacher(name, seconds=config.engine.request_seconds, patience=config.engine.patience)
     target = find_target(name)
     model = replace(
         on_own_device(config.model, processes or Processes()), name=target.base or config.model.name

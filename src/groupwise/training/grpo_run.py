@@ -96,7 +96,7 @@ class GRPORun(BaseRun):
             max_steps=config.run.max_steps,
             processes=self.processes,
             context=self._context(),
-            teacher=load_teacher(config, self.policy, processes=self.processes)
+            teacher=load_teacher(config, self.policy, is_right=task.is_right, processes=self.processes)
             if config.algo.teacher
             else None,
         )

@@ -156,7 +156,8 @@ def run_sft(plan: SFTPlan, *, resume: Path | None = None) -> Path:
     tracker_names(config.track)
     with ExitStack() as resources:
         if plan.task is not None:
-            plan = replace(plan, task=resources.enter_context(isolated(plan.task)))
+            moved = isolated(plan.task, workers=config.task.reward_workers)
+            plan = replace(plan, task=resources.enter_context(moved))
         processes = resources.enter_context(joined_processes())
         return run_sft_with(processes, plan, resume)
 

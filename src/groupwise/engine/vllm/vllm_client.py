@@ -94,7 +94,13 @@ class VllmServers:
     """A pool of servers; work goes to the least busy server that is up."""
 
     def __init__(
-        self, addresses: Sequence[str], *, patience: float, say: Callable[[str], None], first: int = 0
+        self,
+        addresses: Sequence[str],
+        *,
+        patience: float,
+        say: Callable[[str], None],
+        first: int = 0,
+        role: str = "rollout server",
     ) -> None:
         for address in addresses:
             if urlsplit(address).scheme not in ("http", "https"):
@@ -103,6 +109,8 @@ class VllmServers:
         self.all = [VllmServer(address.rstrip("/")) for address in order]
         self.patience = patience
         self.say = say
+        self.role = role
+        """What messages call a server."""
         self.retries = 0
         """Requests that were retried."""
         self._lock = threading.Lock()
@@ -119,10 +127,10 @@ class VllmServers:
                 # The timeout counts from the last successful response of any server.
                 answered = max(started, *(each.answered for each in self.all))
                 if time.monotonic() > answered + self.patience:
-                    raise all_unavailable(self.patience, server, error) from error
+                    raise all_unavailable(self.role, self.patience, server, error) from error
             else:
                 if server.failures:
-                    self.say(f"rollout server {server.address} responds again")
+                    self.say(f"{self.role} {server.address} responds again")
                     server.failures = 0
                 return result
             finally:
@@ -136,7 +144,7 @@ class VllmServers:
             first_failure = server.failures == 0
             server.failed()
         if first_failure:
-            self.say(f"rollout server {server.address} does not respond ({error}); retrying")
+            self.say(f"{self.role} {server.address} does not respond ({error}); retrying")
 
     def _acquire(self) -> VllmServer:
         while True:
@@ -151,10 +159,10 @@ class VllmServers:
             time.sleep(max(0.01, min(soonest - time.monotonic(), self.patience)))
 
 
-def all_unavailable(seconds: float, server: VllmServer, error: Exception) -> GroupwiseError:
+def all_unavailable(role: str, seconds: float, server: VllmServer, error: Exception) -> GroupwiseError:
     return ServersGoneError(
-        f"no rollout server has responded for {seconds:g} s (engine.patience); the last attempt was "
-        f"{server.address}: {error}; start a server (groupwise serve-rollouts) and resume with --resume"
+        f"no {role} has responded for {seconds:g} s (engine.patience); the last attempt was "
+        f"{server.address}: {error}; start the {role} again and resume with --resume"
     )
 
 
