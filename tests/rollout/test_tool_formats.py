@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
+import groupwise as gw
+from groupwise.commands.doctor import template_verdict
+from groupwise.model.resolve import model_folder
 from groupwise.model.tokenizer import (
     TokenizerCodec,
     calls_difference,
     render,
     tool_format_of,
     turn_text,
+    unread_calls,
     written_calls,
 )
+from groupwise.records import Example, Rollout
 from groupwise.rollout.tool_calls import READERS, ParsedToolCall, read_calls
 from groupwise.rollout.tool_executor import ToolExecutor
-from tests.support.tool_templates import WRITERS, tokenizer_of
+from tests.support.small_models import tiny_tokenizer
+from tests.support.tool_templates import ROLES, WRITERS, tokenizer_of
 
 BOTH = [ParsedToolCall("search", {"query": "a b", "limit": 3}), ParsedToolCall("add", {"x": 1})]
 TEXTS = {
@@ -180,3 +188,72 @@ def test_a_template_that_writes_calls_but_no_definitions_gets_them_with_its_own_
         "For each function call, write:\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜><function-name>" in text
     )
     assert "json object" not in text
+
+
+UNREAD = "{%- for c in m.tool_calls -%}<call:{{ c.function.name }}>{%- endfor -%}"
+
+
+def with_calls(written: str):
+    tokenizer = tokenizer_of("hermes")
+    tokenizer.chat_template = ROLES.replace("CALLS", written).replace("<|im_end|>", tokenizer.eos_token)
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "shown"),
+    [
+        (with_calls(UNREAD), "the chat template writes a call as '<call:search><call:add>"),
+        (with_calls("CALLED"), "the chat template does not write calls"),
+        (tokenizer_of("hermes"), None),
+        (tokenizer_of("llama"), None),
+        (tiny_tokenizer(), None),  # no format of its own: the prompt shows how to call a tool
+    ],
+)
+def test_a_template_whose_calls_are_not_read_is_named(tokenizer, shown):
+    reason = unread_calls(tokenizer, read_calls)
+    assert reason is None if shown is None else str(reason).startswith(shown)
+    if shown is not None:
+        assert template_verdict(tokenizer) == (False, reason)
+
+
+def test_a_run_with_tools_says_at_its_start_that_calls_of_the_template_are_not_read(tmp_path, capsys):
+    shutil.copytree(model_folder("tiny"), tmp_path / "model")
+    with_calls(UNREAD).save_pretrained(tmp_path / "model")
+
+    def look(word: str) -> str:
+        """Look a word up."""
+        return word
+
+    task = gw.Task(
+        name="t",
+        examples=[{"q": "a"}, {"q": "b"}],
+        prompt=lambda e: e["q"],
+        rewards={"r": scored},
+        tools=[look],
+    )
+    settings = {"rollout.group_size": 2, "rollout.max_tokens": 8, "task.held_out": 0, "algo.max_gap": 1.0}
+    gw.train(
+        task,
+        model=str(tmp_path / "model"),
+        lora_r=0,
+        batch_size=1,
+        max_steps=1,
+        output_dir=tmp_path,
+        no_trackio=True,
+        **settings,
+    )
+    assert "only calls in hermes format are read" in capsys.readouterr().out
+
+
+def scored(rollout: Rollout, example: Example) -> float:
+    return float(len(rollout.text))
+
+
+def test_arguments_are_text_only_for_templates_that_do_not_dump_them():
+    plain, dumping = tokenizer_of("deepseek"), tokenizer_of("deepseek")
+    dumping.chat_template = dumping.chat_template.replace(
+        "c.function.arguments }}", "c.function['arguments'] | tojson }}"
+    )
+    for tokenizer in (plain, dumping):
+        assert '<｜tool▁sep｜>{"x": 1}<｜tool' in written_calls(tokenizer, [("add", {"x": 1})])
+        assert calls_difference(tokenizer, read_calls) is None

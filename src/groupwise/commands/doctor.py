@@ -15,6 +15,7 @@ import typer
 from groupwise.commands.options import Overrides
 from groupwise.config import Config, read_config
 from groupwise.config.coerce import between, one_of
+from groupwise.errors import ConfigError
 
 if TYPE_CHECKING:
     from groupwise.training.resources.run_estimate import DeviceSpec, MemoryEstimate
@@ -86,13 +87,49 @@ def doctor(
 
 def template_report(model: str) -> int:
     """Print whether the chat template is append-only, as multi-turn rollouts require."""
-    from groupwise.model.resolve import model_folder
-    from groupwise.model.tokenizer import template_verdict
-    from groupwise.rollout.tool_calls import read_calls
+    from transformers import AutoTokenizer
 
-    fine, sentence = template_verdict(model_folder(model), read=read_calls)
+    from groupwise.model.resolve import first_line, model_folder, unloadable
+
+    folder = model_folder(model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except unloadable() as error:
+        raise ConfigError(f"cannot load the tokenizer in {folder}: {first_line(error)}") from error
+    fine, sentence = template_verdict(tokenizer)
     print(f"{model}: {sentence}")
     return 0 if fine else 1
+
+
+def template_verdict(tokenizer: Any) -> tuple[bool, str]:
+    """Return whether a chat template supports conversations with tools turn by turn, and why."""
+    from groupwise.model.tokenizer import (
+        calls_difference,
+        first_difference,
+        tool_format_of,
+        unread_calls,
+        writes_calls,
+    )
+    from groupwise.rollout.tool_calls import read_calls
+
+    if tokenizer.chat_template is None:
+        return False, "the model has no chat template; tools and conversations are not supported"
+    style, own = tool_format_of(tokenizer), writes_calls(tokenizer)
+    if reason := unread_calls(tokenizer, read_calls):
+        return False, reason
+    try:
+        difference = first_difference(tokenizer) if style == "hermes" else None
+        if own and difference is None:
+            difference = calls_difference(tokenizer, read_calls)
+    except ConfigError as error:
+        return False, str(error)
+    if difference is not None:
+        return False, (
+            f"turn-by-turn and full rendering differ {difference}; training keeps the sampled tokens, but a "
+            "server that renders the full conversation gives the model different tokens"
+        )
+    shown = f"the template's own format, {style}" if own else "Hermes format, as user turns"
+    return True, f"turn-by-turn and full rendering give the same tokens; tools are rendered in {shown}"
 
 
 def environment() -> dict[str, Any]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Any
 
 from groupwise.errors import ConfigError
 from groupwise.files import write_atomically
-from groupwise.model.resolve import first_line, unloadable
 from groupwise.records import Message
 
 
@@ -180,6 +180,11 @@ def knows_tools(tokenizer: Any) -> bool:
     return "tools" in text and "tool" in text.replace("tools", "")
 
 
+def writes_calls(tokenizer: Any) -> bool:
+    """Whether the chat template has a format of tool calls of its own."""
+    return knows_tools(tokenizer) or tool_format_of(tokenizer) != "hermes"
+
+
 def template_text(tokenizer: Any) -> str:
     """Return the chat template, or all of them."""
     template = tokenizer.chat_template
@@ -202,20 +207,28 @@ def written_calls(tokenizer: Any, calls: Sequence[tuple[str, Mapping[str, Any]]]
     question: list[Message] = [{"role": "user", "content": "Hm?"}]
     whole = render(tokenizer, [*question, calling_turn(tokenizer, calls)], add_generation_prompt=False)
     opening = render(tokenizer, question)
+    if not whole.startswith(opening):  # the generation prompt begins a turn that is not written like this one
+        opening = render(tokenizer, question, add_generation_prompt=False)
     return whole.removeprefix(opening)
 
 
 def calling_turn(tokenizer: Any, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
     """Return an assistant message with calls, as the chat template expects it.
 
-    Mistral's templates require ids of nine characters; DeepSeek's require arguments as text and no content.
+    Mistral's templates require ids of nine characters; DeepSeek's require no content.
     """
-    as_text = tool_format_of(tokenizer) == "deepseek"
+    as_text, no_content = arguments_as_text(tokenizer), tool_format_of(tokenizer) == "deepseek"
     made = []
     for number, (name, arguments) in enumerate(calls):
         function = {"name": name, "arguments": json.dumps(dict(arguments)) if as_text else arguments}
         made.append({"id": f"call{number:05d}", "type": "function", "function": function})
-    return {"role": "assistant", "content": None if as_text else "", "tool_calls": made}
+    return {"role": "assistant", "content": None if no_content else "", "tool_calls": made}
+
+
+def arguments_as_text(tokenizer: Any) -> bool:
+    """Whether the chat template requires the arguments of a call as JSON text, as some of DeepSeek's do."""
+    dumps = re.search(r"arguments['\"]?\]?\s*\|\s*tojson", template_text(tokenizer))
+    return tool_format_of(tokenizer) == "deepseek" and dumps is None
 
 
 def with_results(
@@ -378,7 +391,7 @@ def after_turn(
     if calls := messages[start - 1].get("tool_calls"):
         *others, last = calls
         value: Any = {"value": STAND_IN}
-        value = json.dumps(value) if tool_format_of(tokenizer) == "deepseek" else value
+        value = json.dumps(value) if arguments_as_text(tokenizer) else value
         marked = {**last, "function": {**last["function"], "arguments": value}}
         turn = {**messages[start - 1], "tool_calls": [*others, marked]}
     text = render(tokenizer, [*messages[: start - 1], turn, *messages[start:]], tools=tools)
@@ -428,8 +441,16 @@ ReadCalls = Callable[[str, str], Sequence[Any]]
 """Parses the calls in a turn's text; the second argument is the format."""
 
 
-def calls_difference(tokenizer: Any, read: ReadCalls) -> str | None:
-    """Return why calls that the template writes are not understood or continued turn by turn, or None."""
+def unread_calls(tokenizer: Any, read: ReadCalls) -> str | None:
+    """Return why calls that the template writes are not understood; None if they are, or it writes none."""
+    try:
+        return trial_calls(tokenizer, read)[2] if writes_calls(tokenizer) else None
+    except ConfigError:
+        return None  # the first rollout with tools says what the template refuses
+
+
+def trial_calls(tokenizer: Any, read: ReadCalls) -> tuple[list[tuple[str, dict[str, Any]]], str, str | None]:
+    """Return calls, the turn in which the template writes them, and why it is not understood."""
     calls: list[tuple[str, dict[str, Any]]] = [("search", {"query": "a b", "limit": 3}), ("add", {"x": 1})]
     try:
         turn = written_calls(tokenizer, calls)
@@ -442,10 +463,17 @@ def calls_difference(tokenizer: Any, read: ReadCalls) -> str | None:
     expected = calls
     if style == "qwen_xml":  # every argument is text
         expected = [(name, {key: str(value) for key, value in rest.items()}) for name, rest in calls]
-    if parsed != expected:
-        return f"a call is written as {turn[:200]!r}, which is not understood as format {style}"
-    if style == "hermes":
-        return None
+    if parsed == expected:
+        return calls, turn, None
+    shown = f"writes a call as {turn[:200]!r}" if calls[0][0] in turn else "does not write calls"
+    return calls, turn, f"the chat template {shown}; only calls in {style} format are read"
+
+
+def calls_difference(tokenizer: Any, read: ReadCalls) -> str | None:
+    """Return why calls that the template writes are not understood or continued turn by turn, or None."""
+    calls, turn, reason = trial_calls(tokenizer, read)
+    if reason is not None or tool_format_of(tokenizer) == "hermes":
+        return reason
     names, results = [name for name, _ in calls], ["first", "second"][: len(calls)]
     messages = with_results(tokenizer, calls, results)
     turn = turn.rstrip("\n")  # what follows the end token belongs to the text between the turns
@@ -467,32 +495,3 @@ def turn_text(tokenizer: Any, turn: str) -> str:
     for end in (tokenizer.eos_token, *TURN_ENDS):
         turn = turn.rstrip("\n").removesuffix(end)
     return turn
-
-
-def template_verdict(folder: Path, *, read: ReadCalls) -> tuple[bool, str]:
-    """Return whether a model's chat template supports conversations with tools turn by turn, and why."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except unloadable() as error:
-        raise ConfigError(f"cannot load the tokenizer in {folder}: {first_line(error)}") from error
-    if tokenizer.chat_template is None:
-        return False, "the model has no chat template; tools and conversations are not supported"
-    own = knows_tools(tokenizer) or tool_format_of(tokenizer) != "hermes"
-    style = (
-        f"the template's own format, {tool_format_of(tokenizer)}" if own else "Hermes format, as user turns"
-    )
-    try:
-        plain = tool_format_of(tokenizer) == "hermes"
-        difference = first_difference(tokenizer) if plain else None
-        if own and difference is None:
-            difference = calls_difference(tokenizer, read)
-    except ConfigError as error:
-        return False, str(error)
-    if difference is None:
-        return True, f"turn-by-turn and full rendering give the same tokens; tools are rendered in {style}"
-    return False, (
-        f"turn-by-turn and full rendering differ {difference}; training keeps the sampled tokens, but a "
-        "server that renders the full conversation gives the model different tokens"
-    )

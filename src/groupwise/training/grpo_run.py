@@ -19,8 +19,10 @@ from groupwise.config import Config
 from groupwise.learner.learner import Learner
 from groupwise.learner.micro_batch import MicroBatchInputs
 from groupwise.model.attention.ulysses import UlyssesContext
+from groupwise.model.tokenizer import unread_calls
 from groupwise.parallel.processes import Processes, layout_of
 from groupwise.rewards.runner import RewardContext, TrainerState
+from groupwise.rollout.tool_calls import read_calls
 from groupwise.seeds import derive_seed
 from groupwise.tasks import Split, Task, UserFunctions
 from groupwise.tasks.isolate import failures_on_trial
@@ -75,6 +77,8 @@ class GRPORun(BaseRun):
             yield f"{self.split.dropped} examples are left out: each repeats another or is held out"
         if self.too_long:
             yield self.prompt_limit.notice(self.too_long)
+        if self.task.tools and (reason := unread_calls(self.policy.tokenizer, read_calls)):
+            yield reason
         if not self.split.held_out:
             yield "there are no held-out examples: accuracy is not measured"
 
