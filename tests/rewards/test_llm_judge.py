@@ -64,11 +64,17 @@ def test_a_grade_is_asked_for_once_and_its_cost_is_counted(server, tmp_path):
 
 def test_what_is_sent_is_bounded(server):
     url, asked, _ = server
-    judge = LLMJudge(url, "m", characters=10, most_calls=1)
+    judge = LLMJudge(url, "m", characters=10)
     judge.grade("q", "g" * 1000, "a" * 1000)
     assert len(asked[0]["messages"][0]["content"]) < 500
-    with pytest.raises(RolloutError, match="limit"):
-        judge.grade("q", "g", "another")
+
+
+def test_a_judge_of_a_long_run_goes_on_after_100_000_calls(server):
+    url, _, _ = server
+    judge = LLMJudge(url, "m")
+    judge.spent["calls"] = 100_000
+    assert judge.grade("q", "g", "a") == 0.7
+    assert judge.spent["calls"] == 100_001
 
 
 def test_a_judge_that_fails_fails_the_rollout(server):
