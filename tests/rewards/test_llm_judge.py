@@ -271,7 +271,7 @@ def test_answers_of_a_group_are_compared_in_pairs_and_in_both_orders(comparing, 
     score_ahead(groups, rewards={"judge": reward}, seconds=5, concurrency=8, context=context)
     scores = [[context.ready["judge", id(r)] for r in group.rollouts] for group in groups]
     # In the ring a-abc-ab-abcd: a loses to abc and abcd, abc wins twice, ab loses twice, abcd wins twice.
-    assert scores == [[0.0, 1.0, 0.0, 1.0], [0.5, 0.5], [0.5]]
+    assert scores == [[0.0, 1.0, 0.0, 1.0], [0.5, 0.5], [None]]
     assert len(comparing.asked) == 8  # 4 pairs in both orders; equal answers are not sent
     assert all("Longer is better." in prompt and "\ngold\n" in prompt for prompt in comparing.asked)
     assert spent_by_judges({"judge": reward})["calls"] == 8
@@ -281,6 +281,16 @@ def test_answers_of_a_group_are_compared_in_pairs_and_in_both_orders(comparing, 
     scored = score_group(groups[0], rewards={"judge": again}, weights={}, seconds=5)
     assert [rollout.reward for rollout in scored.rollouts] == [0.0, 1.0, 0.0, 1.0]
     assert len(comparing.asked) == 8  # from the disk
+
+
+def test_an_answer_alone_gets_no_verdict_and_the_other_rewards_count(comparing):
+    better = gw.rewards.judge(url=comparing.url, model="m", pairwise=True)
+    alone = group_of("alone")
+    scored = score_group(alone, rewards={"better": better, "own": lambda r, e: 0.25}, weights={}, seconds=5)
+    assert scored.rollouts[0].rewards == {"own": 0.25}
+    (only,) = score_group(alone, rewards={"better": better}, weights={}, seconds=5).rollouts
+    assert only.error == "no reward applies: every reward function returned None"
+    assert comparing.asked == []
 
 
 def test_a_judge_that_always_prefers_the_first_place_gives_ties(comparing):

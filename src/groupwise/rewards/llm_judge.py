@@ -248,7 +248,8 @@ def judge(
     """Make a reward from a judge behind an OpenAI-compatible server.
 
     pairwise: compare the answers of a group with each other instead of grading each; the reward is the share
-        of comparisons that an answer wins, against the next `opponents` answers of the group
+        of comparisons that an answer wins, against the next `opponents` answers of the group, and None for
+        an answer alone
     rubric: criteria to judge by
     question, reference: columns; without a column `question` the last message of the prompt is the question,
         without a column `reference`, or with None, there is no reference
@@ -291,8 +292,13 @@ class PairwiseJudge:
     def __call__(self, rollout: Rollout, example: Example) -> float:
         raise RolloutError("a pairwise judge compares the answers of a group; score a whole group")
 
-    def score_batch(self, groups: Sequence[Group], *, concurrency: int) -> list[list[float | RolloutError]]:
-        """Compare the answers of each group in a ring, all comparisons at the same time."""
+    def score_batch(
+        self, groups: Sequence[Group], *, concurrency: int
+    ) -> list[list[float | RolloutError | None]]:
+        """Compare the answers of each group in a ring, all comparisons at the same time.
+
+        The reward of an answer that has no other to compare with is None.
+        """
         pairs = [(g, i, j) for g, group in enumerate(groups) for i, j in self.pairs_of(len(group.valid))]
         with ThreadPoolExecutor(concurrency) as pool:
             results = list(pool.map(lambda pair: self.compared(groups[pair[0]], *pair[1:]), pairs))
@@ -302,7 +308,7 @@ class PairwiseJudge:
             points.setdefault((g, i), []).append(result)
             points.setdefault((g, j), []).append(lost)
         return [
-            [self.total(points.get((g, i), [0.5])) for i in range(len(group.valid))]
+            [self.total(points[g, i]) if (g, i) in points else None for i in range(len(group.valid))]
             for g, group in enumerate(groups)
         ]
 
