@@ -14,12 +14,13 @@ import pytest
 
 import groupwise as gw
 from groupwise.config.schema import ToolsConfig
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, RolloutError
 from groupwise.model.tokenizer import between_turns, render
 from groupwise.records import Completion, Example, Sampling
 from groupwise.rewards.runner import score_group
 from groupwise.rewards.trl_style import as_trl
 from groupwise.rollout.collect import collect
+from groupwise.rollout.environment import CoroutineEnvironment, EnvironmentExecutor, Reply
 from groupwise.tasks import Task, isolated
 from groupwise.tasks.user_code import code_of
 from tests.support.codecs import END
@@ -388,3 +389,52 @@ def test_the_example_in_the_docs_is_the_file_and_it_runs(tmp_path):
     ended = run_command(*words, "rollout.stop=['1', '2', '3', '4', '5', '6']", "tools.max_tokens=120")
     assert ended.code == 0, ended.err
     assert deterministic_metrics(tmp_path / "run")[0]["rollout/turns"] > 1
+
+
+class Doubling(CoroutineEnvironment):
+    """Asks for twice a number, again and again, until a wrong answer."""
+
+    cancelled = 0
+
+    async def play(self, example: Example) -> Reply:
+        number, said = example["number"], "Double it: "
+        try:
+            while await self.ask(f"{said}{number}") == str(2 * number):
+                number, said = 2 * number, "And "
+            if example["slow"]:
+                await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            Doubling.cancelled += 1
+            raise
+        return Reply("Wrong.", reward=float(number), done=True)
+
+
+def test_a_coroutine_asks_for_turns_and_returns_the_last_reply():
+    game = EnvironmentExecutor(Doubling, seconds=5.0)
+    assert game.asynchronous
+    episode = game.start(Example({"number": 3, "slow": False}))
+    assert episode.opening == "Double it: 3"
+    assert game.reply(episode, "6") == Reply("And 6")
+    assert game.reply(episode, "0") == Reply("Wrong.", reward=6.0, done=True)
+    game.close(episode)
+
+
+def test_a_coroutine_ends_at_its_time_limit_and_when_its_rollout_ends():
+    Doubling.cancelled = 0
+    game = EnvironmentExecutor(Doubling, seconds=0.2)
+    late, unfinished = (game.start(Example({"number": 3, "slow": True})) for _ in range(2))
+    with pytest.raises(RolloutError, match=r"reply took longer than 0\.2 s"):
+        game.reply(late, "0")
+    game.close(unfinished)
+    time.sleep(0.1)
+    assert Doubling.cancelled == 2
+
+
+class Mute(CoroutineEnvironment):
+    async def play(self, example: Example) -> Reply:
+        return Reply(done=True)
+
+
+def test_a_coroutine_that_never_asks_for_a_turn_fails_the_rollout():
+    with pytest.raises(RolloutError, match="the episode ended before the first turn of the policy"):
+        EnvironmentExecutor(Mute, seconds=5.0).start(Example({"q": 1}))

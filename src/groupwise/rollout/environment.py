@@ -77,6 +77,47 @@ class Environment(Protocol):
 EnvironmentFactory = Callable[[], Environment]
 
 
+class CoroutineEnvironment:
+    """An environment whose episode is one coroutine, `play`, which asks the policy for its turns."""
+
+    async def play(self, example: Example) -> Reply:
+        """Play the episode and return its last reply."""
+        raise NotImplementedError
+
+    async def ask(self, said: Any) -> str:
+        """Say something to the policy and return its turn. The first thing said is the prompt."""
+        self._said.put_nowait(said)
+        return await self._heard.get()
+
+    async def reset(self, example: Example) -> Any:
+        self._said: asyncio.Queue[Any] = asyncio.Queue()
+        self._heard: asyncio.Queue[str] = asyncio.Queue()
+        self._playing = asyncio.create_task(self.play(example))
+        opening = await self._next()
+        if isinstance(opening, Reply):
+            raise BadValueError("the episode ended before the first turn of the policy")
+        return opening
+
+    async def reply(self, text: str) -> Any:
+        self._heard.put_nowait(text)
+        return await self._next()
+
+    async def close(self) -> None:
+        self._playing.cancel()
+
+    async def _next(self) -> Any:
+        """Return what is said next, or the last reply when the episode has ended."""
+        said = asyncio.ensure_future(self._said.get())
+        try:
+            await asyncio.wait((said, self._playing), return_when=asyncio.FIRST_COMPLETED)
+            return said.result() if said.done() else self._playing.result()
+        except asyncio.CancelledError:  # the time limit
+            self._playing.cancel()
+            raise
+        finally:
+            said.cancel()
+
+
 def environment_reward(rollout: Rollout, example: Example) -> float:
     """Return the sum of the rewards that the environment gave to the turns of a rollout."""
     return sum(turn.reward for turn in rollout.turns)

@@ -17,7 +17,7 @@ from typing import Any
 
 from groupwise.errors import ConfigError, RolloutError
 from groupwise.rollout.environment import event_loop_here
-from groupwise.rollout.tools import Tool
+from groupwise.rollout.tools import with_schema
 
 START_SECONDS = 60.0
 CALL_SECONDS = 600.0
@@ -94,10 +94,8 @@ class McpServer:
         def call(**arguments: Any) -> str:
             return self.call(tool.name, arguments)
 
-        call.__name__ = tool.name
         call.in_process = True  # type: ignore[attr-defined]  # the connection belongs to this process
-        call.tool = Tool.of_schema(call, tool.name, tool.description, tool.inputSchema)  # type: ignore[attr-defined]
-        return call
+        return with_schema(call, tool.name, tool.description, tool.inputSchema)
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Call a tool and return its result as text; raise an exception for an error that it reports."""
@@ -112,10 +110,15 @@ class McpServer:
             ) from error
         finally:
             future.cancel()  # a time limit may have interrupted the wait
-        text = "\n".join(getattr(part, "text", None) or f"[{part.type}]" for part in result.content)
+        text = text_of(result)
         if result.isError:
             raise ValueError(text)
         return text
+
+
+def text_of(result: Any) -> str:
+    """Return the result of a tool as text."""
+    return "\n".join(getattr(part, "text", None) or f"[{part.type}]" for part in result.content)
 
 
 def first_of(error: BaseException) -> BaseException:
