@@ -7,6 +7,8 @@ import copy
 import os
 import signal
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +22,7 @@ from groupwise.records import Completion, Example, Sampling
 from groupwise.rewards.runner import score_group
 from groupwise.rewards.trl_style import as_trl
 from groupwise.rollout.collect import collect
-from groupwise.rollout.environment import CoroutineEnvironment, EnvironmentExecutor, Reply
+from groupwise.rollout.environment import CoroutineEnvironment, EnvironmentExecutor, HeldOpen, Reply
 from groupwise.tasks import Task, isolated
 from groupwise.tasks.user_code import code_of
 from tests.support.codecs import END
@@ -438,3 +440,34 @@ class Mute(CoroutineEnvironment):
 def test_a_coroutine_that_never_asks_for_a_turn_fails_the_rollout():
     with pytest.raises(RolloutError, match="the episode ended before the first turn of the policy"):
         EnvironmentExecutor(Mute, seconds=5.0).start(Example({"q": 1}))
+
+
+@asynccontextmanager
+async def connection(events: list[str], *, error: Exception | None = None) -> AsyncIterator[str]:
+    if error is not None:
+        raise error
+    yield "session"
+    events.append("left")
+
+
+async def answered(seconds: float, answer: str) -> str:
+    await asyncio.sleep(seconds)
+    return answer
+
+
+def test_a_context_is_held_open_until_it_is_closed():
+    events: list[str] = []
+    held = HeldOpen(connection(events), seconds=5.0)
+    assert (held.value, held.run(answered(0.0, "hello"), seconds=5.0)) == ("session", "hello")
+    with pytest.raises(ConnectionError, match=r"nothing in 0\.1 s"):
+        held.run(answered(60.0, "late"), seconds=0.1)
+    assert events == []
+    held.close()
+    assert events == ["left"]
+    with pytest.raises(ConnectionError, match="it has ended"):
+        held.run(answered(60.0, "never"), seconds=5.0)
+
+
+def test_a_context_that_cannot_be_entered_raises_its_own_error():
+    with pytest.raises(ValueError, match="no server"):
+        HeldOpen(connection([], error=ValueError("no server")), seconds=5.0)

@@ -21,12 +21,15 @@ the others are rebuilt: `reset` and the turns so far are repeated, and must give
 from __future__ import annotations
 
 import asyncio
+import atexit
 import inspect
 import json
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import count
@@ -213,6 +216,49 @@ def event_loop(process: int) -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
     return loop
+
+
+class HeldOpen:
+    """An asynchronous context that one task of this process's event loop holds open until `close`."""
+
+    def __init__(self, context: AbstractAsyncContextManager[Any], *, seconds: float) -> None:
+        self.loop, self.stop = event_loop_here(), asyncio.Event()
+        ready: Future[Any] = Future()
+        self.task = asyncio.run_coroutine_threadsafe(self._hold(context, ready), self.loop)
+        try:
+            self.value = ready.result(seconds)
+        except BaseException:
+            self.task.cancel()
+            raise
+        atexit.register(self.close)
+
+    async def _hold(self, context: AbstractAsyncContextManager[Any], ready: Future[Any]) -> None:
+        try:
+            async with context as value:
+                ready.set_result(value)
+                await self.stop.wait()
+        except BaseException as error:
+            if not ready.done():
+                ready.set_exception(error)
+
+    def run(self, work: Coroutine[Any, Any, Any], *, seconds: float) -> Any:
+        """Return the result of a coroutine; raise ConnectionError if the context ends before it."""
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            wait((future, self.task), timeout=seconds, return_when=FIRST_COMPLETED)
+            if not future.done():
+                raise ConnectionError("it has ended" if self.task.done() else f"nothing in {seconds:g} s")
+            return future.result()
+        finally:
+            future.cancel()  # a time limit may have interrupted the wait
+
+    def close(self) -> None:
+        """Leave the context."""
+        self.loop.call_soon_threadsafe(self.stop.set)
+        try:
+            self.task.result(5.0)
+        except Exception:
+            self.task.cancel()
 
 
 @dataclass(frozen=True, slots=True)

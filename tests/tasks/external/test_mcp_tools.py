@@ -145,7 +145,7 @@ def test_a_slow_tool_is_interrupted_and_a_server_that_has_ended_fails_the_rollou
     own = gw.mcp_tools(f"{sys.executable} {script}")
     assert called(own, "sleep", seconds=0.2).error == "sleep took longer than 0.2 s"
     for _ in range(2):
-        with pytest.raises(RolloutError, match=r"the MCP server .*server\.py (did not answer|has ended)"):
+        with pytest.raises(RolloutError, match=r"the MCP server .*server\.py did not answer"):
             called(own, "quit")
 
 
@@ -183,7 +183,7 @@ def test_a_server_is_called_over_http_and_fails_the_rollout_when_it_has_ended(se
     assert called(tools, "sleep", seconds=0.2).error == "sleep took longer than 0.2 s"
     server.kill()
     server.wait()
-    with pytest.raises(RolloutError, match=r"the MCP server http://.* (did not answer|has ended)"):
+    with pytest.raises(RolloutError, match=r"the MCP server http://.* did not answer"):
         called(tools, "price", items=[])
 
 

@@ -9,19 +9,15 @@ has ended, or does not answer, the rollout fails.
 
 from __future__ import annotations
 
-import asyncio
-import atexit
 import shlex
-from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from groupwise.errors import ConfigError, RolloutError, requires
-from groupwise.rollout.environment import event_loop_here
+from groupwise.rollout.environment import HeldOpen
 from groupwise.rollout.tools import with_schema
 
-URL = ("http://", "https://")
 START_SECONDS = 60.0
 CALL_SECONDS = 600.0
 """Limit of a call that `tools.seconds` does not interrupt, in a thread."""
@@ -43,78 +39,56 @@ def mcp_tools(
         )
     with requires("mcp", "the tools of an MCP server"):
         import mcp.client.streamable_http  # noqa: F401
-    connection = McpConnection(words, env, headers)
-    return [connection.function(tool) for tool in connection.tools]
+    connected = McpServer(words, env, headers)
+    return [connected.function(tool) for tool in connected.tools]
 
 
-class McpConnection:
-    """A connection to one server, on the event loop of this process."""
+@asynccontextmanager
+async def connection(
+    words: list[str], env: dict[str, str] | None, headers: dict[str, str] | None
+) -> AsyncIterator[tuple[Any, list[dict[str, Any]]]]:
+    """Connect to a URL, or to the program that this starts; yield a session and the server's tools."""
+    from mcp import ClientSession, StdioServerParameters
+    from mcp.client.stdio import stdio_client
+    from mcp.client.streamable_http import streamable_http_client
+    from mcp.shared._httpx_utils import create_mcp_http_client
+
+    async with AsyncExitStack() as stack:
+        if words[0].startswith(("http://", "https://")):
+            client = await stack.enter_async_context(create_mcp_http_client(headers=headers))
+            transport: Any = streamable_http_client(words[0], http_client=client)
+        else:
+            transport = stdio_client(StdioServerParameters(command=words[0], args=words[1:], env=env))
+        streams = await stack.enter_async_context(transport)
+        session = await stack.enter_async_context(ClientSession(*streams[:2]))
+        await session.initialize()
+        yield session, await listed(session)
+
+
+async def listed(session: Any) -> list[dict[str, Any]]:
+    """Return the tools on all pages of the server's list."""
+    from mcp.types import PaginatedRequestParams
+
+    tools: list[dict[str, Any]] = []
+    cursor = None
+    while True:
+        page = wire(await session.list_tools(params=PaginatedRequestParams(cursor=cursor)))
+        tools += page["tools"]
+        if not (cursor := page.get("nextCursor")):
+            return tools
+
+
+class McpServer:
+    """One server, to which a connection is open."""
 
     def __init__(self, words: list[str], env: dict[str, str] | None, headers: dict[str, str] | None) -> None:
         self.name = shlex.join(words)
-        self.words, self.env, self.headers = words, env, headers
-        self.session: Any = None
-        self.tools: list[dict[str, Any]] = []
-        self.loop = event_loop_here()
-        ready: Future[None] = Future()
-        self.task = asyncio.run_coroutine_threadsafe(self.hold(ready), self.loop)
         try:
-            ready.result(START_SECONDS)
+            self.connection = HeldOpen(connection(words, env, headers), seconds=START_SECONDS)
         except Exception as error:
-            self.task.cancel()
             reason = f"{type(error).__name__}: {first_of(error)}"
             raise ConfigError(f"cannot start the MCP server {self.name}: {reason}") from error
-        atexit.register(self.close)
-
-    async def hold(self, ready: Future[None]) -> None:
-        """Hold the connection open: it must be opened and closed by the same task."""
-        from mcp import ClientSession, StdioServerParameters
-        from mcp.client.stdio import stdio_client
-        from mcp.client.streamable_http import streamable_http_client
-        from mcp.shared._httpx_utils import create_mcp_http_client
-
-        self.stop = asyncio.Event()
-        try:
-            async with AsyncExitStack() as stack:
-                program, *arguments = self.words
-                if program.startswith(URL):
-                    client = create_mcp_http_client(headers=self.headers)
-                    await stack.enter_async_context(client)
-                    transport: Any = streamable_http_client(program, http_client=client)
-                else:
-                    start = StdioServerParameters(command=program, args=arguments, env=self.env)
-                    transport = stdio_client(start)
-                streams = await stack.enter_async_context(transport)
-                self.session = await stack.enter_async_context(ClientSession(*streams[:2]))
-                await self.session.initialize()
-                self.tools = await self.listed()
-                ready.set_result(None)
-                await self.stop.wait()
-        except BaseException as error:
-            if not ready.done():
-                ready.set_exception(error)
-        finally:
-            self.session = None
-
-    async def listed(self) -> list[dict[str, Any]]:
-        """Return the tools on all pages of the server's list."""
-        from mcp.types import PaginatedRequestParams
-
-        tools: list[dict[str, Any]] = []
-        cursor = None
-        while True:
-            page = wire(await self.session.list_tools(params=PaginatedRequestParams(cursor=cursor)))
-            tools += page["tools"]
-            if not (cursor := page.get("nextCursor")):
-                return tools
-
-    def close(self) -> None:
-        """End the connection, and the program if it was started."""
-        self.loop.call_soon_threadsafe(self.stop.set)
-        try:
-            self.task.result(5.0)
-        except Exception:
-            self.task.cancel()
+        self.session, self.tools = self.connection.value
 
     def function(self, tool: Mapping[str, Any]) -> Callable[..., str]:
         """Return a function that calls a tool of the server."""
@@ -125,22 +99,14 @@ class McpConnection:
         call.in_process = True  # type: ignore[attr-defined]  # the connection belongs to this process
         return with_schema(call, tool["name"], tool.get("description"), tool["inputSchema"])
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+    def call(self, name: str, arguments: dict[str, Any]) -> str:
         """Call a tool and return its result as text; raise an exception for an error that it reports."""
-        if self.session is None:
-            raise RolloutError(f"the MCP server {self.name} has ended")
-        future = asyncio.run_coroutine_threadsafe(self.session.call_tool(name, dict(arguments)), self.loop)
         try:
-            wait((future, self.task), timeout=CALL_SECONDS, return_when=FIRST_COMPLETED)
-            if not future.done():
-                raise ConnectionError("it has ended" if self.task.done() else "it is too slow")
-            result = future.result()
+            result = self.connection.run(self.session.call_tool(name, arguments), seconds=CALL_SECONDS)
         except Exception as error:
             raise RolloutError(
                 f"the MCP server {self.name} did not answer: {type(error).__name__}: {error}"
             ) from error
-        finally:
-            future.cancel()  # a time limit may have interrupted the wait
         text = text_of(result)
         if wire(result).get("isError"):
             raise ValueError(text)
