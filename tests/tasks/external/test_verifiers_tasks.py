@@ -281,7 +281,8 @@ def test_an_env_made_by_verifiers_reads_its_own_settings(tmp_path, monkeypatch):
 
 class Returning:
     async def run(self, task, agents):
-        await agents.solver.run(task)
+        async with agents.solver.interaction(task) as solver:
+            await solver.turn()
         return "a text"
 
 
@@ -292,8 +293,8 @@ class Silent:
 
 class Pair:
     async def run(self, task, agents):
-        await agents.solver.run(task)
-        await agents.critic.run(task)
+        async with agents.solver.interaction(task), agents.critic.interaction(task):
+            raise AssertionError("the policy plays two agents")
 
 
 @pytest.mark.parametrize(

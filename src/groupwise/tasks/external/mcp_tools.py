@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from groupwise.errors import ConfigError, RolloutError, requires
+from groupwise.rewards.runner import completed
 from groupwise.rollout.environment import HeldOpen
 from groupwise.rollout.tools import with_schema
 
@@ -111,6 +112,20 @@ class McpServer:
         if wire(result).get("isError"):
             raise ValueError(text)
         return text
+
+
+def tools_here(server: Any, enter: Callable[[Any], Any]) -> list[Callable[..., Any]]:
+    """Return the tools of a server object in this process; `enter` gets the rollout's state before a call."""
+
+    def function(tool: Mapping[str, Any]) -> Callable[..., Any]:
+        async def call(state: Any, **arguments: Any) -> str:
+            enter(state)
+            return text_of(await server.call_tool(tool["name"], arguments))
+
+        about = (tool["name"], tool.get("description"), tool["inputSchema"])
+        return with_schema(call, *about, takes_state=True)
+
+    return [function(wire(tool)) for tool in completed(server.list_tools())]
 
 
 def wire(message: Any) -> dict[str, Any]:

@@ -9,21 +9,18 @@ The reward is the sum of what the taskset records. Toolsets run in this process,
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from itertools import count, islice
+from itertools import islice
 from typing import Any
 
 from groupwise.errors import ConfigError, requires
 from groupwise.isolation.worker import in_process
 from groupwise.records import Example, Message, Rollout
-from groupwise.rewards.runner import completed
-from groupwise.rewards.trl_style import as_trl
+from groupwise.rewards.trl_style import as_openai
 from groupwise.rollout.environment import CoroutineEnvironment, Reply
-from groupwise.rollout.tools import with_schema
-from groupwise.tasks.external.mcp_tools import text_of
+from groupwise.tasks.external.mcp_tools import tools_here
 from groupwise.tasks.task import Task
 
 
@@ -102,30 +99,26 @@ def new_trace(task: Any, state: Any = None) -> Any:
     return vf.Trace(task=about, agent=AgentInfo(config=vf.AgentConfig()), state=state)
 
 
-def record(trace: Any, message: Message, *, sampled: bool = False) -> None:
-    """Append a message to a trace."""
+def record(trace: Any, *messages: Message, prompt: bool = False) -> None:
+    """Append messages to a trace. The policy has sampled those of the assistant, except in a prompt."""
     from verifiers.v1.graph import MessageNode
 
-    parent = len(trace.nodes) - 1 if trace.nodes else None
-    trace.nodes.append(MessageNode(parent=parent, message=message, sampled=sampled))
+    for message in messages:
+        calls = [{**call, **call.get("function", {})} for call in message.get("tool_calls", ())]
+        parent = len(trace.nodes) - 1 if trace.nodes else None
+        sampled = message["role"] == "assistant" and not prompt
+        message = {**message, "tool_calls": calls or None}
+        trace.nodes.append(MessageNode(parent=parent, message=message, sampled=sampled))
 
 
 async def score_conversation(tasks: Sequence[Any], rollout: Rollout, example: Example) -> float:
     """Return the sum of the taskset's rewards for a rollout."""
-    trace = new_trace(tasks[example["task"]], rollout.state)
-    prompt, completion = as_trl(rollout)
-    for message in prompt:
-        record(trace, message)
-    called, answered = count(), count()
-    for message in completion:
-        if message["role"] == "tool":
-            message["tool_call_id"] = f"call-{next(answered)}"
-        for call in message.get("tool_calls", ()):
-            function = call.pop("function")
-            call |= {"id": f"call-{next(called)}", "name": function["name"]}
-            call["arguments"] = json.dumps(function["arguments"])
-        record(trace, message, sampled=message["role"] == "assistant")
-    await tasks[example["task"]].score(trace)
+    task = tasks[example["task"]]
+    trace = new_trace(task, rollout.state)
+    prompt, completion = as_openai(rollout)
+    record(trace, *prompt, prompt=True)
+    record(trace, *completion)
+    await task.score(trace)
     return float(trace.reward)
 
 
@@ -141,15 +134,7 @@ def tools_of(toolsets: Sequence[Any]) -> list[Callable[..., Any]]:
         for function in discover_decorated(toolset, "tool"):
             name = prefix + (getattr(function, "tool_name", None) or function.__name__)
             server.add_tool(function, name=name, description=inspect.getdoc(function))
-
-    def as_tool(listed: Any) -> Callable[..., Any]:
-        async def call(state: Any, **arguments: Any) -> str:
-            _call_state.set(state)  # what `self.state` of the toolset returns, in this call
-            return text_of(await server.call_tool(listed.name, arguments))
-
-        return with_schema(call, listed.name, listed.description, listed.input_schema, takes_state=True)
-
-    return [as_tool(listed) for listed in completed(server.list_tools())]
+    return tools_here(server, _call_state.set)  # what `self.state` of a toolset returns
 
 
 class VerifiersEpisode(CoroutineEnvironment):
@@ -174,22 +159,15 @@ class VerifiersEpisode(CoroutineEnvironment):
         yield self
         await task.score(self.trace)
 
-    async def run(self, task: Any) -> Any:
-        """Take one turn, as verifiers' `Agent.run` does."""
-        async with self.interaction(task):
-            await self.turn()
-        return self.trace
-
     async def turn(self, message: str | None = None) -> Any:
         """Say a message to the policy and return its turn, as verifiers' `Interaction.turn` does."""
         from verifiers.v1.agent import Segment
 
         new = [] if self.trace.nodes else messages_of(self.task)
         new += [] if message is None else [{"role": "user", "content": message}]
-        for one in new:
-            record(self.trace, one)
+        record(self.trace, *new, prompt=True)
         text = await self.ask(message if self.trace.num_turns else new)
-        record(self.trace, {"role": "assistant", "content": text}, sampled=True)
+        record(self.trace, {"role": "assistant", "content": text})
         return Segment(messages=[self.trace.nodes[-1].message])
 
 
