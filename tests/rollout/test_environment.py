@@ -471,3 +471,36 @@ def test_a_context_is_held_open_until_it_is_closed():
 def test_a_context_that_cannot_be_entered_raises_its_own_error():
     with pytest.raises(ValueError, match="no server"):
         HeldOpen(connection([], error=ValueError("no server")), seconds=5.0)
+
+
+class Session:
+    """Holds a session on a server, of which there are two."""
+
+    open_sessions = 0
+
+    async def reset(self, example: Example) -> str:
+        if Session.open_sessions == 2:
+            raise RuntimeError("the server is at capacity")
+        Session.open_sessions += 1
+        if example["fails"]:
+            raise ValueError("no such game")
+        return "Begin."
+
+    async def reply(self, text: str) -> None:
+        await asyncio.sleep(60)
+
+    async def close(self) -> None:
+        Session.open_sessions -= 1
+
+
+def test_a_failed_episode_frees_its_session():
+    games = EnvironmentExecutor(Session, seconds=0.1)
+    for _ in range(3):
+        with pytest.raises(RolloutError, match="no such game"):
+            games.start(Example({"fails": True}))
+        episode = games.start(Example({"fails": False}))
+        with pytest.raises(RolloutError, match="took longer"):
+            games.reply(episode, "a")
+        games.close(episode)
+        time.sleep(0.05)
+    assert Session.open_sessions == 0

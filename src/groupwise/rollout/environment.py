@@ -146,7 +146,7 @@ class LiveEnvironments:
                 with guard:
                     return self._perform(operation, key, argument, seconds)
         except (TimeLimitReached, TimeoutError):
-            self.live.pop(key, None)  # it may be in any condition
+            abandon(self.live.pop(key, None), seconds)  # it may be in any condition
             return {"error": f"{operation} took longer than {seconds:g} s"}
         except KeyboardInterrupt:
             raise
@@ -159,7 +159,11 @@ class LiveEnvironments:
     def _perform(self, operation: str, key: int, argument: Any, seconds: float) -> dict[str, Any]:
         if operation == "reset":
             environment = self.make()
-            opening = checked_opening(finished(environment.reset(argument), seconds))
+            try:
+                opening = checked_opening(finished(environment.reset(argument), seconds))
+            except BaseException:
+                abandon(environment, seconds)
+                raise
             self.live[key] = environment
             return {"opening": opening}
         if key not in self.live:
@@ -169,6 +173,13 @@ class LiveEnvironments:
         close = getattr(self.live.pop(key), "close", None)
         finished(None if close is None else close(), seconds)
         return {}
+
+
+def abandon(environment: Any, seconds: float) -> None:
+    """Close a failed environment without waiting, if it is asynchronous: it may hold a session."""
+    close = getattr(environment, "close", None)
+    if inspect.iscoroutinefunction(close):
+        asyncio.run_coroutine_threadsafe(within(close(), seconds), event_loop_here())
 
 
 def checked_opening(opening: Any) -> Any:
