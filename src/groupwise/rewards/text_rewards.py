@@ -19,7 +19,7 @@ from typing import Any
 
 from groupwise.config.coerce import between
 from groupwise.errors import ConfigError, RolloutError
-from groupwise.isolation.code_tests import CodeReport
+from groupwise.isolation.code_tests import UNUSED, CodeReport
 from groupwise.isolation.sandbox import Sandbox, SandboxError
 from groupwise.records import Example, Rollout
 from groupwise.rewards.extraction import END_THINK
@@ -377,19 +377,28 @@ class UnitTests:
         code = answered_code(text, defines=entry_point)
         if code is None:
             return None
-        tests = example[self.tests]
+        tests = [example[self.tests]] if isinstance(example[self.tests], str) else list(example[self.tests])
+        if not entry_point and not all(isinstance(test, str) for test in tests):
+            raise ConfigError(f"tests with args require the column {self.entry_point!r}, the function's name")
         job = {
             "code": code,
-            "tests": [tests] if isinstance(tests, str) else list(tests),
+            "tests": tests,
             "setup": example.get(self.setup) or "",
             "entry_point": entry_point,
             "seconds": self.seconds,
             "memory": self.memory_mb << 20,
         }
         try:
-            return cached_report(job)
+            report = cached_report(job)
         except SandboxError as error:
             raise RolloutError(str(error)) from error
+        if UNUSED in report.failures:
+            test = tests[report.failures.index(UNUSED)]
+            raise ConfigError(
+                "a test never calls the answer's code: write assertions, test_… functions, or "
+                f"check(candidate) with the column {self.entry_point!r}; got {test!r:.80}"
+            )
+        return report
 
 
 def unit_tests(
