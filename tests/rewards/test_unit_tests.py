@@ -131,3 +131,12 @@ def test_calls_need_the_name_of_the_function():
     calls = Example({"tests": [{"args": [3], "expected": 6}]})
     with pytest.raises(ConfigError, match="tests with args require the column 'entry_point'"):
         gw.rewards.unit_tests()(answered(RIGHT), calls)
+
+
+@pytest.mark.parametrize(
+    "test",
+    ["for got in map(twice, [2, 3]):\n    assert got == 4", "assert all(map(lambda n: twice(n) == 4, [2]))"],
+)
+def test_code_cannot_end_the_loops_of_a_test(test):
+    code = "```python\ndef twice(x):\n    raise StopIteration\n```"
+    assert gw.rewards.unit_tests()(answered(code), Example({"tests": [test]})) == 0.0

@@ -280,9 +280,12 @@ class CandidateError(Exception):
 
 
 def exception_named(name: str, message: str) -> Exception:
+    """Return an exception of the other side; one that would end a loop of the test is a CandidateError."""
     kind = getattr(builtins, name, None)
-    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError):
-        return kind(message)
+    ends_loops = name in ("StopIteration", "StopAsyncIteration")
+    if not ends_loops and isinstance(kind, type) and issubclass(kind, Exception):
+        with suppress(TypeError):  # some need more than a message
+            return kind(message)
     return CandidateError(f"{name}: {message}")
 
 
