@@ -106,6 +106,8 @@ def with_schema(
     takes_state: bool = False,
 ) -> Callable[..., Any]:
     """Name a function and make it a tool whose arguments have a JSON schema."""
+    if takes_state and STATE in parameters.get("properties", {}):
+        raise ConfigError(f"tool {name}: rename its argument `state`, which is the state of the rollout")
     function.__name__ = name
     function.tool = Tool(  # type: ignore[attr-defined]
         name=name,
@@ -238,6 +240,8 @@ class MethodTools:
 def as_tool(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls this method of the rollout's object, with the schema of the method."""
     name = method.__name__
+    if STATE in inspect.signature(method).parameters:
+        raise ConfigError(f"tool {name}: rename its argument `state`, which is the state of the rollout")
 
     def call(state: Any, **arguments: Any) -> Any:
         return getattr(state, name)(**arguments)
