@@ -2,11 +2,13 @@
 
 import sys
 
-from mcp.server.fastmcp import FastMCP
-
 import groupwise as gw
 
-server = FastMCP("calculator", log_level="WARNING")
+try:
+    from mcp.server import MCPServer
+except ImportError:  # mcp 1
+    from mcp.server.fastmcp import FastMCP as MCPServer
+server = MCPServer("calculator", log_level="WARNING")
 
 
 @server.tool()
@@ -16,10 +18,8 @@ def multiply(a: int, b: int) -> int:
 
 
 if "--serve" in sys.argv:
-    server.run()
-else:
-    pairs = [(a, b) for a in range(101, 121) for b in range(201, 211)]
-    rows = [{"chat": [{"role": "user", "content": f"{a} * {b} = ?"}], "answer": a * b} for a, b in pairs]
-    tools = gw.mcp_tools(sys.executable, __file__, "--serve")
-    right = gw.rewards.same_number()
-    task = gw.Task(name="product", examples=rows, prompt=lambda row: row["chat"], rewards=right, tools=tools)
+    sys.exit(server.run())
+pairs = [(a, b) for a in range(101, 121) for b in range(201, 211)]
+rows = [{"prompt": [{"role": "user", "content": f"{a} * {b} = ?"}], "answer": a * b} for a, b in pairs]
+tools = gw.mcp_tools(sys.executable, __file__, "--serve")
+task = gw.Task(name="product", examples=rows, rewards=gw.rewards.same_number(), tools=tools)

@@ -15,12 +15,14 @@
     ├── RolloutError
     └── RemoteRankError     on ranks other than 0, if rank 0 reports the error
 
-`as_rollout_error` describes what a function of the user raised.
+`as_rollout_error` describes what a function of the user raised. `requires` guards imports of an extra.
 """
 
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 MAX_ERROR_CHARACTERS = 1000
@@ -68,6 +70,15 @@ class CallbackError(ConfigError):
 
 class StopTraining(Exception):
     """Raised by a callback to end the run after the current step."""
+
+
+@contextmanager
+def requires(extra: str, what: str) -> Iterator[None]:
+    """Raise ConfigError if an import in this context fails: `what` then requires an extra of this package."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f"{what} require: pip install 'groupwise[{extra}]' ({error})") from None
 
 
 def as_rollout_error(error: BaseException) -> RolloutError:

@@ -84,3 +84,48 @@ def test_numbers_are_compared_by_value_and_within_a_tolerance():
 def test_a_row_without_a_number_is_an_error_and_not_a_wrong_answer():
     with pytest.raises(ConfigError, match="contains no number"):
         gw.rewards.same_number()(answered("3"), Example({"answer": "three"}))
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "right"),
+    [
+        (1e-05, "5", 0),  # the column reads 1e-05
+        (1e-05, "0.00001", 1),
+        (1e16, "16", 0),
+        (150, "1.5e2 metres", 1),
+        ("3/4", "4", 0),
+        ("3/4", "so 0.75.", 1),
+        (4, "3/4", 0),
+        (60, "60/hour", 1),
+        (3, "\N{MINUS SIGN}3", 0),
+        (-3, "\N{MINUS SIGN}3", 1),
+        (0.25, ".25", 1),
+        (25, ".25", 0),
+    ],
+)
+def test_fractions_exponents_and_minus_signs_belong_to_the_number(gold, answer, right):
+    assert gw.rewards.same_number()(answered(answer), Example({"answer": gold})) == right
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "contained"),
+    [
+        ("3", "it is 3.", 1),
+        ("3", "3, not 4", 1),
+        ("3", "pages 1-3", 1),
+        ("3", "3.5", 0),
+        ("3", "0.3", 0),
+        ("500", "1,500", 0),
+        ("3", "-3", 0),
+        ("3", "\N{MINUS SIGN}3", 0),
+        ("-3", "x is -3", 1),
+    ],
+)
+def test_a_part_of_a_number_is_not_contained(gold, answer, contained):
+    assert gw.rewards.contains()(answered(answer), Example({"answer": gold})) == contained
+
+
+def test_nothing_to_look_for_is_refused():
+    for nothing in ("", " ", None):
+        with pytest.raises(ConfigError, match="the column 'answer' is empty"):
+            gw.rewards.contains()(answered("none"), Example({"answer": nothing}))

@@ -64,11 +64,17 @@ def test_a_grade_is_asked_for_once_and_its_cost_is_counted(server, tmp_path):
 
 def test_what_is_sent_is_bounded(server):
     url, asked, _ = server
-    judge = LLMJudge(url, "m", characters=10, most_calls=1)
+    judge = LLMJudge(url, "m", characters=10)
     judge.grade("q", "g" * 1000, "a" * 1000)
     assert len(asked[0]["messages"][0]["content"]) < 500
-    with pytest.raises(RolloutError, match="limit"):
-        judge.grade("q", "g", "another")
+
+
+def test_a_judge_of_a_long_run_goes_on_after_100_000_calls(server):
+    url, _, _ = server
+    judge = LLMJudge(url, "m")
+    judge.spent["calls"] = 100_000
+    assert judge.grade("q", "g", "a") == 0.7
+    assert judge.spent["calls"] == 100_001
 
 
 def test_a_judge_that_fails_fails_the_rollout(server):
@@ -265,7 +271,7 @@ def test_answers_of_a_group_are_compared_in_pairs_and_in_both_orders(comparing, 
     score_ahead(groups, rewards={"judge": reward}, seconds=5, concurrency=8, context=context)
     scores = [[context.ready["judge", id(r)] for r in group.rollouts] for group in groups]
     # In the ring a-abc-ab-abcd: a loses to abc and abcd, abc wins twice, ab loses twice, abcd wins twice.
-    assert scores == [[0.0, 1.0, 0.0, 1.0], [0.5, 0.5], [0.5]]
+    assert scores == [[0.0, 1.0, 0.0, 1.0], [0.5, 0.5], [None]]
     assert len(comparing.asked) == 8  # 4 pairs in both orders; equal answers are not sent
     assert all("Longer is better." in prompt and "\ngold\n" in prompt for prompt in comparing.asked)
     assert spent_by_judges({"judge": reward})["calls"] == 8
@@ -275,6 +281,16 @@ def test_answers_of_a_group_are_compared_in_pairs_and_in_both_orders(comparing, 
     scored = score_group(groups[0], rewards={"judge": again}, weights={}, seconds=5)
     assert [rollout.reward for rollout in scored.rollouts] == [0.0, 1.0, 0.0, 1.0]
     assert len(comparing.asked) == 8  # from the disk
+
+
+def test_an_answer_alone_gets_no_verdict_and_the_other_rewards_count(comparing):
+    better = gw.rewards.judge(url=comparing.url, model="m", pairwise=True)
+    alone = group_of("alone")
+    scored = score_group(alone, rewards={"better": better, "own": lambda r, e: 0.25}, weights={}, seconds=5)
+    assert scored.rollouts[0].rewards == {"own": 0.25}
+    (only,) = score_group(alone, rewards={"better": better}, weights={}, seconds=5).rollouts
+    assert only.error == "no reward applies: every reward function returned None"
+    assert comparing.asked == []
 
 
 def test_a_judge_that_always_prefers_the_first_place_gives_ties(comparing):

@@ -87,7 +87,56 @@ def test_a_broken_sandbox_fails_the_rollout_and_is_not_a_reward_of_0(monkeypatch
     example = Example({"tests": ["assert twice(7) == 14"]})
     with pytest.raises(RolloutError, match="sandbox ended"):
         gw.rewards.unit_tests()(answered(RIGHT), example)
+    sets = {"tests": [{"args": [{1}], "expected": 1}], "entry_point": "twice"}
     with pytest.raises(RolloutError, match="plain JSON"):
-        gw.rewards.unit_tests()(answered(RIGHT), Example({"tests": [{"args": [{1}], "expected": 1}]}))
+        gw.rewards.unit_tests()(answered(RIGHT), Example(sets))
     with pytest.raises(ConfigError, match="memory_mb must be at least 64"):
         gw.rewards.unit_tests(memory_mb=1)
+
+
+WRONG = "```python\ndef twice(x):\n    return 3 * x\n```"
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "def test_two():\n    assert twice(2) == 4",
+        "async def test_two():\n    assert twice(2) == 4",
+        "class TestTwice:\n    def test_two(self):\n        assert twice(2) == 4",
+        "import unittest\nclass Two(unittest.TestCase):\n    def setUp(self):\n        self.two = 2\n"
+        "    def test_two(self):\n        self.assertEqual(twice(self.two), 4)",
+        "assert twice(CONSTANT) == 2 * CONSTANT",
+    ],
+)
+def test_every_usual_form_of_a_test_is_run(test):
+    example = Example({"tests": [test], "setup": "CONSTANT = 5"})
+    assert [gw.rewards.unit_tests()(answered(text), example) for text in (RIGHT, WRONG)] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "def check(candidate):\n    assert candidate(2) == 4",  # without the column entry_point
+        "def two():\n    assert twice(2) == 4\nif __name__ == '__main__':\n    two()",
+        "import math",
+        "",
+    ],
+)
+def test_a_test_that_any_code_would_pass_is_refused(test):
+    with pytest.raises(ConfigError, match="a test never calls the answer's code"):
+        gw.rewards.unit_tests()(answered(WRONG), Example({"tests": [TESTS[0], test]}))
+
+
+def test_calls_need_the_name_of_the_function():
+    calls = Example({"tests": [{"args": [3], "expected": 6}]})
+    with pytest.raises(ConfigError, match="tests with args require the column 'entry_point'"):
+        gw.rewards.unit_tests()(answered(RIGHT), calls)
+
+
+@pytest.mark.parametrize(
+    "test",
+    ["for got in map(twice, [2, 3]):\n    assert got == 4", "assert all(map(lambda n: twice(n) == 4, [2]))"],
+)
+def test_code_cannot_end_the_loops_of_a_test(test):
+    code = "```python\ndef twice(x):\n    raise StopIteration\n```"
+    assert gw.rewards.unit_tests()(answered(code), Example({"tests": [test]})) == 0.0

@@ -7,6 +7,8 @@ import copy
 import os
 import signal
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,12 +16,13 @@ import pytest
 
 import groupwise as gw
 from groupwise.config.schema import ToolsConfig
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, RolloutError
 from groupwise.model.tokenizer import between_turns, render
 from groupwise.records import Completion, Example, Sampling
 from groupwise.rewards.runner import score_group
 from groupwise.rewards.trl_style import as_trl
 from groupwise.rollout.collect import collect
+from groupwise.rollout.environment import CoroutineEnvironment, EnvironmentExecutor, HeldOpen, Reply
 from groupwise.tasks import Task, isolated
 from groupwise.tasks.user_code import code_of
 from tests.support.codecs import END
@@ -418,3 +421,116 @@ def test_the_example_in_the_docs_is_the_file_and_it_runs(tmp_path):
     ended = run_command(*words, "rollout.stop=['1', '2', '3', '4', '5', '6']", "tools.max_tokens=120")
     assert ended.code == 0, ended.err
     assert deterministic_metrics(tmp_path / "run")[0]["rollout/turns"] > 1
+
+
+class Doubling(CoroutineEnvironment):
+    """Asks for twice a number, again and again, until a wrong answer."""
+
+    cancelled = 0
+
+    async def play(self, example: Example) -> Reply:
+        number, said = example["number"], "Double it: "
+        try:
+            while await self.ask(f"{said}{number}") == str(2 * number):
+                number, said = 2 * number, "And "
+            if example["slow"]:
+                await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            Doubling.cancelled += 1
+            raise
+        return Reply("Wrong.", reward=float(number), done=True)
+
+
+def test_a_coroutine_asks_for_turns_and_returns_the_last_reply():
+    game = EnvironmentExecutor(Doubling, seconds=5.0)
+    assert game.asynchronous
+    episode = game.start(Example({"number": 3, "slow": False}))
+    assert episode.opening == "Double it: 3"
+    assert game.reply(episode, "6") == Reply("And 6")
+    assert game.reply(episode, "0") == Reply("Wrong.", reward=6.0, done=True)
+    game.close(episode)
+
+
+def test_a_coroutine_ends_at_its_time_limit_and_when_its_rollout_ends():
+    Doubling.cancelled = 0
+    game = EnvironmentExecutor(Doubling, seconds=0.2)
+    late, unfinished = (game.start(Example({"number": 3, "slow": True})) for _ in range(2))
+    with pytest.raises(RolloutError, match=r"reply took longer than 0\.2 s"):
+        game.reply(late, "0")
+    game.close(unfinished)
+    time.sleep(0.1)
+    assert Doubling.cancelled == 2
+
+
+class Mute(CoroutineEnvironment):
+    async def play(self, example: Example) -> Reply:
+        return Reply(done=True)
+
+
+def test_a_coroutine_that_never_asks_for_a_turn_fails_the_rollout():
+    with pytest.raises(RolloutError, match="the episode ended before the first turn of the policy"):
+        EnvironmentExecutor(Mute, seconds=5.0).start(Example({"q": 1}))
+
+
+@asynccontextmanager
+async def connection(events: list[str], *, error: Exception | None = None) -> AsyncIterator[str]:
+    if error is not None:
+        raise error
+    yield "session"
+    events.append("left")
+
+
+async def answered(seconds: float, answer: str) -> str:
+    await asyncio.sleep(seconds)
+    return answer
+
+
+def test_a_context_is_held_open_until_it_is_closed():
+    events: list[str] = []
+    held = HeldOpen(connection(events), seconds=5.0)
+    assert (held.value, held.run(answered(0.0, "hello"), seconds=5.0)) == ("session", "hello")
+    with pytest.raises(ConnectionError, match=r"nothing in 0\.1 s"):
+        held.run(answered(60.0, "late"), seconds=0.1)
+    assert events == []
+    held.close()
+    assert events == ["left"]
+    with pytest.raises(ConnectionError, match="it has ended"):
+        held.run(answered(60.0, "never"), seconds=5.0)
+
+
+def test_a_context_that_cannot_be_entered_raises_its_own_error():
+    with pytest.raises(ValueError, match="no server"):
+        HeldOpen(connection([], error=ValueError("no server")), seconds=5.0)
+
+
+class Session:
+    """Holds a session on a server, of which there are two."""
+
+    open_sessions = 0
+
+    async def reset(self, example: Example) -> str:
+        if Session.open_sessions == 2:
+            raise RuntimeError("the server is at capacity")
+        Session.open_sessions += 1
+        if example["fails"]:
+            raise ValueError("no such game")
+        return "Begin."
+
+    async def reply(self, text: str) -> None:
+        await asyncio.sleep(60)
+
+    async def close(self) -> None:
+        Session.open_sessions -= 1
+
+
+def test_a_failed_episode_frees_its_session():
+    games = EnvironmentExecutor(Session, seconds=0.1)
+    for _ in range(3):
+        with pytest.raises(RolloutError, match="no such game"):
+            games.start(Example({"fails": True}))
+        episode = games.start(Example({"fails": False}))
+        with pytest.raises(RolloutError, match="took longer"):
+            games.reply(episode, "a")
+        games.close(episode)
+        time.sleep(0.05)
+    assert Session.open_sessions == 0

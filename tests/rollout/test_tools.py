@@ -14,7 +14,7 @@ from groupwise.errors import ConfigError, RolloutError
 from groupwise.retrieval.search_index import QueryBatcher
 from groupwise.rollout.tool_calls import ParsedToolCall, read_calls
 from groupwise.rollout.tool_executor import ToolExecutor
-from groupwise.rollout.tools import ToolResult, tool_of
+from groupwise.rollout.tools import MethodTools, ToolResult, tool_of, with_schema
 
 
 def search(query: str, limit: int = 5, order: Literal["new", "old"] = "new") -> list[str]:
@@ -279,3 +279,22 @@ def test_a_batch_that_fails_fails_everyone_in_it_and_no_one_later():
     with pytest.raises(ValueError, match="no"):
         ask("a")
     assert ask("b") == "fine"
+
+
+class Weather:
+    """Methods as tools, one of which has an argument with the name of the rollout's state."""
+
+    def reset(self, **columns):
+        return None
+
+    def forecast(self, state: str) -> str:
+        """Return the weather of a federal state."""
+        return f"sunny in {state}"
+
+
+def test_a_method_or_server_tool_with_an_argument_called_state_is_refused():
+    with pytest.raises(ConfigError, match="tool forecast: rename its argument `state`"):
+        MethodTools(Weather)
+    schema = {"type": "object", "properties": {"state": {"type": "string"}}}
+    with pytest.raises(ConfigError, match="tool forecast: rename its argument `state`"):
+        with_schema(lambda state, **more: "", "forecast", None, schema, takes_state=True)

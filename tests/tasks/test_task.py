@@ -350,3 +350,40 @@ def test_a_row_with_a_set_has_the_same_fingerprint_in_every_process():
         for seed in ("1", "2", "3")
     }
     assert len(found) == 1
+
+
+class Hidden:
+    """A game whose opening does not show its number."""
+
+    def reset(self, example):
+        return "Guess my number."
+
+    def reply(self, text):
+        return None
+
+
+class HiddenTools:
+    """The same game with a tool, as TRL's `environment_factory`."""
+
+    def reset(self, number, **columns):
+        self.number = number
+
+    def guess(self, number: int) -> bool:
+        """Guess the number."""
+        return number == self.number
+
+
+def test_games_with_one_opening_are_different_examples():
+    rows = [{"number": n} for n in range(50)]
+    told = [{"role": "user", "content": "Guess my number."}]
+    prompted = [{"prompt": told, "number": n} for n in range(50)]
+    tasks = (
+        Task(name="hidden", examples=rows, environment=Hidden),
+        Task(name="hidden", examples=prompted, environment_factory=HiddenTools, rewards={"r": correct}),
+    )
+    for task in tasks:
+        split = task.split(TaskConfig(held_out=10), seed=0)
+        assert (len(split.train), len(split.held_out), split.dropped) == (40, 10, 0)
+        asked = {task.asks(example) for example in split.held_out}
+        assert len(asked) == 10
+        assert asked.isdisjoint(map(task.asks, split.train))

@@ -417,6 +417,35 @@ def test_rewards_that_were_combined_within_their_groups_are_added_up_to_find_the
     assert [row["text"] for row in best_answers(config, weights={"form": 2.0})] == ["a"]
 
 
+GAME = """
+import groupwise as gw
+
+class Hidden:
+    def reset(self, example):
+        return "p"
+
+    def reply(self, text):
+        return None
+
+task = gw.Task(name="hidden", examples=[{"n": n} for n in range(20)], environment=Hidden)
+"""
+
+
+def test_the_best_answers_to_games_with_one_opening_are_those_to_each_game(finished, tmp_path):
+    run = RunFolder.open(finished)
+    groups = [Group(example=Example({"n": n}), rollouts=(rollout("p", f"game {n}", 2.0),)) for n in range(20)]
+    write_rollouts(run.rollouts_at(2), 2, groups)
+    run.rollouts_at(1).unlink()
+    (tmp_path / "game.py").write_text(GAME)
+    words = (f"task.name={tmp_path / 'game.py'}", f"sft.from_run={finished}", "run.kind=sft")
+    plan = plan_warm_start(read_config(overrides=[*words, "sft.passes=1", "model.name=tiny"]))
+    assert plan.task is not None
+    held = {f"game {example['n']}" for example in held_out_of(plan.config, plan.task)}
+    shown = {one.completion for one in plan.demonstrations.take(0, plan.demonstrations.split.size or 0)[0]}
+    assert len(held) == 4
+    assert shown == {f"game {n}" for n in range(20)} - held
+
+
 def planned(path, *words):
     return plan_warm_start(sft_config(words, config=None, resume=None, given={"data": str(path)}, flags={}))
 

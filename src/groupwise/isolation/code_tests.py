@@ -33,6 +33,8 @@ MESSAGE_BYTES, MOST_ITEMS = 8 << 20, 100_000
 TYPES = {
     kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict)
 }
+UNUSED = "the test does not call the code"
+"""Why a test fails that any code would pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +220,12 @@ class Peer:
 
     def __init__(self, channel: socket.socket, *, allows: tuple[str, ...]) -> None:
         self.channel, self.codec, self.allows = channel, Codec(), allows
+        self.asked = 0
+        """Number of operations on the other side."""
 
     def ask(self, operation: str, *arguments: Any, **named: Any) -> Any:
         """Apply an operation on the other side, and return the result or raise its exception."""
+        self.asked += 1
         given = [self.codec.encode(one) for one in arguments]
         named_data = {name: self.codec.encode(one) for name, one in named.items()}
         send(self.channel, {"do": operation, "with": given, "named": named_data})
@@ -275,9 +280,12 @@ class CandidateError(Exception):
 
 
 def exception_named(name: str, message: str) -> Exception:
+    """Return an exception of the other side; one that would end a loop of the test is a CandidateError."""
     kind = getattr(builtins, name, None)
-    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError):
-        return kind(message)
+    ends_loops = name in ("StopIteration", "StopAsyncIteration")
+    if not ends_loops and isinstance(kind, type) and issubclass(kind, Exception):
+        with suppress(TypeError):  # some need more than a message
+            return kind(message)
     return CandidateError(f"{name}: {message}")
 
 
@@ -344,25 +352,57 @@ def failure_of(test: Any, peer: Peer, namespace: dict[str, Any], entry_point: st
             function = of_answer(peer, entry_point or "")
             result = function(*test["args"], **test.get("kwargs", {}))
             return None if same(result, test["expected"]) else f"returned {result!r:.200}"
-        bind_names(test, peer, namespace, entry_point)
+        values = bind_names(test, peer, namespace, entry_point)
+        asked = peer.asked
         exec(compile(test, "test", "exec"), namespace)
         if entry_point and callable(check := namespace.get("check")):
             check(namespace["candidate"])
-        for name, function in list(namespace.items()):
-            if name.startswith("test_") and isinstance(function, types.FunctionType):
-                function()
-        return None
+        run_defined(namespace)
+        return None if peer.asked > asked or values else UNUSED
     except (Disconnected, OutOfTime):
         raise
     except BaseException as error:
         return ": ".join(described(error)) or "failed"
 
 
-def bind_names(test: str, peer: Peer, namespace: dict[str, Any], entry_point: str | None) -> None:
+def run_defined(namespace: dict[str, Any]) -> None:
+    """Run what a test defines: functions `test_…`, also in classes `Test…`, and test cases of unittest."""
+    for name, value in list(namespace.items()):
+        if name.startswith("test_") and isinstance(value, types.FunctionType):
+            finish(value())
+        elif isinstance(value, type) and (name.startswith("Test") or is_unittest(value)):
+            run_class(value)
+
+
+def run_class(kind: Any) -> None:
+    """Run the test methods of a class, each on an object of its own."""
+    if is_unittest(kind):
+        kind.setUpClass()
+    for method in dir(kind):
+        if method.startswith("test"):
+            if is_unittest(kind):
+                kind(method).debug()
+            else:
+                finish(getattr(kind(), method)())
+
+
+def is_unittest(kind: type) -> bool:
+    return "unittest" in sys.modules and issubclass(kind, sys.modules["unittest"].TestCase)
+
+
+def finish(returned: Any) -> None:
+    """Run a test to its end if it is a coroutine."""
+    if isinstance(returned, types.CoroutineType):
+        import asyncio
+
+        asyncio.run(returned)
+
+
+def bind_names(test: str, peer: Peer, namespace: dict[str, Any], entry_point: str | None) -> bool:
     """Bind the names that a test uses and does not define: standard modules, and functions of the code.
 
     The code never provides a built-in name or a module, so it cannot replace `all` or `math`. Only its entry
-    point may have such a name.
+    point may have such a name. Return whether the test uses a plain value of the code.
     """
     names: set[str] = set()
     own: set[str] = {*namespace, *dir(builtins)}
@@ -380,12 +420,15 @@ def bind_names(test: str, peer: Peer, namespace: dict[str, Any], entry_point: st
     if entry_point:
         own.add(entry_point)
         namespace["candidate"] = namespace[entry_point] = of_answer(peer, entry_point)
+    values = False
     for name in sorted(names - own):
         if name in sys.stdlib_module_names:
             namespace[name] = __import__(name)
         elif name not in namespace:
             with suppress(AttributeError):  # the test then fails with a NameError
                 namespace[name] = of_answer(peer, name)
+                values |= not isinstance(namespace[name], Remote)
+    return values
 
 
 def of_answer(peer: Peer, name: str) -> Any:

@@ -1,7 +1,7 @@
 """Models as rewards: an LLM as a judge, through any OpenAI-compatible server, and reward models by name.
 
-A judge grades answers one by one, or compares the answers of a group in pairs. The cost is bounded: verdicts
-are cached, on disk if `cache` is set, answers are truncated, and `LLMJudge.spent` counts calls and tokens.
+A judge grades answers one by one, or compares the answers of a group in pairs. Verdicts are cached, on disk
+if `cache` is set, answers are truncated, and `LLMJudge.spent` counts the server's answers and tokens.
 The calls of a batch run at the same time, as many as `task.reward_concurrency`. If the server does not answer
 after a few attempts, the rollout fails; it does not get a reward of 0.
 
@@ -69,7 +69,6 @@ class LLMJudge:
     key: str | None = None
     characters: int = 4000
     """Longest prefix of the reference and of the answer that is sent."""
-    most_calls: int = 100_000
     seconds: float = 60.0
     """Limit of a call, with its attempts."""
     cache: Path | None = None
@@ -130,10 +129,6 @@ class LLMJudge:
         return grade
 
     def _request(self, prompt: str) -> str:
-        with self._lock:
-            if self.spent["calls"] >= self.most_calls:
-                raise RolloutError(f"the judge has reached its limit of {self.most_calls} calls")
-            self.spent["calls"] += 1
         body = {"model": self.model, "temperature": 0, "messages": [{"role": "user", "content": prompt}]}
         headers = {"Content-Type": "application/json"}
         if self.key:
@@ -145,10 +140,9 @@ class LLMJudge:
             reply = self._answer(request)
             content = str(reply["choices"][0]["message"]["content"])
         except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-            with self._lock:
-                self.spent["calls"] -= 1  # counts answers
             raise RolloutError(f"the judge did not answer: {error}") from error
         with self._lock:
+            self.spent["calls"] += 1
             for kind, count in (reply.get("usage") or {}).items():
                 if kind in self.spent:
                     self.spent[kind] += int(count)
@@ -254,7 +248,8 @@ def judge(
     """Make a reward from a judge behind an OpenAI-compatible server.
 
     pairwise: compare the answers of a group with each other instead of grading each; the reward is the share
-        of comparisons that an answer wins, against the next `opponents` answers of the group
+        of comparisons that an answer wins, against the next `opponents` answers of the group, and None for
+        an answer alone
     rubric: criteria to judge by
     question, reference: columns; without a column `question` the last message of the prompt is the question,
         without a column `reference`, or with None, there is no reference
@@ -297,8 +292,13 @@ class PairwiseJudge:
     def __call__(self, rollout: Rollout, example: Example) -> float:
         raise RolloutError("a pairwise judge compares the answers of a group; score a whole group")
 
-    def score_batch(self, groups: Sequence[Group], *, concurrency: int) -> list[list[float | RolloutError]]:
-        """Compare the answers of each group in a ring, all comparisons at the same time."""
+    def score_batch(
+        self, groups: Sequence[Group], *, concurrency: int
+    ) -> list[list[float | RolloutError | None]]:
+        """Compare the answers of each group in a ring, all comparisons at the same time.
+
+        The reward of an answer that has no other to compare with is None.
+        """
         pairs = [(g, i, j) for g, group in enumerate(groups) for i, j in self.pairs_of(len(group.valid))]
         with ThreadPoolExecutor(concurrency) as pool:
             results = list(pool.map(lambda pair: self.compared(groups[pair[0]], *pair[1:]), pairs))
@@ -308,7 +308,7 @@ class PairwiseJudge:
             points.setdefault((g, i), []).append(result)
             points.setdefault((g, j), []).append(lost)
         return [
-            [self.total(points.get((g, i), [0.5])) for i in range(len(group.valid))]
+            [self.total(points[g, i]) if (g, i) in points else None for i in range(len(group.valid))]
             for g, group in enumerate(groups)
         ]
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from groupwise.config.coerce import between
 from groupwise.errors import ConfigError, RolloutError
-from groupwise.isolation.code_tests import CodeReport
+from groupwise.isolation.code_tests import UNUSED, CodeReport
 from groupwise.isolation.sandbox import Sandbox, SandboxError
 from groupwise.records import Example, Rollout
 from groupwise.rewards.extraction import END_THINK
@@ -31,7 +31,12 @@ Embed = Callable[[Sequence[str]], Any]
 """Maps texts to unit vectors."""
 
 WORD = re.compile(r"\w+")
-NUMBER = re.compile(r"(?<![\w.])-?\d{1,30}(?:,\d{3})*(?:\.\d{1,30})?")
+NUMBER = re.compile(
+    r"(?<![\w.])-?(?:\d{1,30}(?:,\d{3})*(?:\.\d{1,30})?|\.\d{1,30})(?:[eE][-+]?\d{1,3})?(?:/[1-9]\d{0,29})?"
+)
+"""A number with thousands commas, decimals and an exponent, or a fraction: -1,080.5, 1e-05, 3/4."""
+NOT_INSIDE_NUMBER = (r"(?<!\d[.,])(?<!(?<!\w)-)", r"(?![.,]\d)")
+"""What may not stand before and after a number: digits with a point or comma, a minus sign."""
 LONGEST_MATCHED = 10_000
 """Number of characters of an answer that a regular expression searches."""
 LONGEST = 2000
@@ -175,11 +180,18 @@ def exact_match(column: str = "answer") -> Reward:
 
 
 def contains(column: str = "answer") -> Reward:
-    """Make a reward: 1 if the answer contains the example's column as whole words, ignoring case, else 0."""
+    """Make a reward: 1 if the answer contains the example's column as whole words, ignoring case, else 0.
+
+    A number must be whole, too: 3.5, 1,300 and -3 do not contain 3.
+    """
 
     def included(rollout: Rollout, example: Example) -> float:
-        wanted = re.escape(folded(example[column]))
-        return float(re.search(rf"(?<!\w){wanted}(?!\w)", folded(answer_of(rollout))) is not None)
+        wanted = folded("" if example[column] is None else example[column])
+        if not wanted:
+            raise ConfigError(f"the column {column!r} is empty: contains needs a text to look for")
+        before, after = NOT_INSIDE_NUMBER if wanted[0].isdigit() else ("", "")
+        text = folded(answer_of(rollout)).replace("−", "-")
+        return float(re.search(rf"(?<!\w){before}{re.escape(wanted)}(?!\w){after}", text) is not None)
 
     return named(included, "contains")
 
@@ -221,8 +233,11 @@ def named(reward: Reward, name: str) -> Reward:
 
 def last_number(text: str) -> Fraction | None:
     """Return the last number in a text: "so 1,080 of them." -> 1080."""
-    numbers = NUMBER.findall(text[-LONGEST_MATCHED:])
-    return Fraction(numbers[-1].replace(",", "")) if numbers else None
+    numbers = NUMBER.findall(text[-LONGEST_MATCHED:].replace("−", "-"))
+    if not numbers:
+        return None
+    above, _, below = numbers[-1].replace(",", "").partition("/")
+    return Fraction(above) / int(below or 1)
 
 
 def folded(value: object) -> str:
@@ -362,19 +377,28 @@ class UnitTests:
         code = answered_code(text, defines=entry_point)
         if code is None:
             return None
-        tests = example[self.tests]
+        tests = [example[self.tests]] if isinstance(example[self.tests], str) else list(example[self.tests])
+        if not entry_point and not all(isinstance(test, str) for test in tests):
+            raise ConfigError(f"tests with args require the column {self.entry_point!r}, the function's name")
         job = {
             "code": code,
-            "tests": [tests] if isinstance(tests, str) else list(tests),
+            "tests": tests,
             "setup": example.get(self.setup) or "",
             "entry_point": entry_point,
             "seconds": self.seconds,
             "memory": self.memory_mb << 20,
         }
         try:
-            return cached_report(job)
+            report = cached_report(job)
         except SandboxError as error:
             raise RolloutError(str(error)) from error
+        if UNUSED in report.failures:
+            test = tests[report.failures.index(UNUSED)]
+            raise ConfigError(
+                "a test never calls the answer's code: write assertions, test_… functions, or "
+                f"check(candidate) with the column {self.entry_point!r}; got {test!r:.80}"
+            )
+        return report
 
 
 def unit_tests(

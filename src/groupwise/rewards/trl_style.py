@@ -12,8 +12,10 @@ calls and results are further messages. For a text prompt it is a string.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Sequence
 from functools import lru_cache, partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from groupwise.records import Example, Rollout, Turn
@@ -95,3 +97,16 @@ def as_trl(rollout: Rollout) -> tuple[Any, Any]:
         completion += [{"role": "tool", "name": call.name, "content": call.result} for call in turn.calls]
         completion += [{"role": "user", "content": turn.observation}] if turn.observation else []
     return messages, completion
+
+
+def as_openai(rollout: Rollout) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return (prompt, completion) of a chat as OpenAI's API represents them: calls have ids and JSON text."""
+    prompt, completion = as_trl(rollout)
+    called, answered = count(), count()
+    for message in completion:
+        for call in message.get("tool_calls", ()):
+            function = {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}
+            call |= {"id": f"call-{next(called)}", "function": function}
+        if message["role"] == "tool":
+            message["tool_call_id"] = f"call-{next(answered)}"
+    return prompt, completion

@@ -21,12 +21,15 @@ the others are rebuilt: `reset` and the turns so far are repeated, and must give
 from __future__ import annotations
 
 import asyncio
+import atexit
 import inspect
 import json
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import count
@@ -77,6 +80,47 @@ class Environment(Protocol):
 EnvironmentFactory = Callable[[], Environment]
 
 
+class CoroutineEnvironment:
+    """An environment whose episode is one coroutine, `play`, which asks the policy for its turns."""
+
+    async def play(self, example: Example) -> Reply:
+        """Play the episode and return its last reply."""
+        raise NotImplementedError
+
+    async def ask(self, said: Any) -> str:
+        """Say something to the policy and return its turn. The first thing said is the prompt."""
+        self._said.put_nowait(said)
+        return await self._heard.get()
+
+    async def reset(self, example: Example) -> Any:
+        self._said: asyncio.Queue[Any] = asyncio.Queue()
+        self._heard: asyncio.Queue[str] = asyncio.Queue()
+        self._playing = asyncio.create_task(self.play(example))
+        opening = await self._next()
+        if isinstance(opening, Reply):
+            raise BadValueError("the episode ended before the first turn of the policy")
+        return opening
+
+    async def reply(self, text: str) -> Any:
+        self._heard.put_nowait(text)
+        return await self._next()
+
+    async def close(self) -> None:
+        self._playing.cancel()
+
+    async def _next(self) -> Any:
+        """Return what is said next, or the last reply when the episode has ended."""
+        said = asyncio.ensure_future(self._said.get())
+        try:
+            await asyncio.wait((said, self._playing), return_when=asyncio.FIRST_COMPLETED)
+            return said.result() if said.done() else self._playing.result()
+        except asyncio.CancelledError:  # the time limit
+            self._playing.cancel()
+            raise
+        finally:
+            said.cancel()
+
+
 def environment_reward(rollout: Rollout, example: Example) -> float:
     """Return the sum of the rewards that the environment gave to the turns of a rollout."""
     return sum(turn.reward for turn in rollout.turns)
@@ -102,7 +146,7 @@ class LiveEnvironments:
                 with guard:
                     return self._perform(operation, key, argument, seconds)
         except (TimeLimitReached, TimeoutError):
-            self.live.pop(key, None)  # it may be in any condition
+            abandon(self.live.pop(key, None), seconds)  # it may be in any condition
             return {"error": f"{operation} took longer than {seconds:g} s"}
         except KeyboardInterrupt:
             raise
@@ -115,7 +159,11 @@ class LiveEnvironments:
     def _perform(self, operation: str, key: int, argument: Any, seconds: float) -> dict[str, Any]:
         if operation == "reset":
             environment = self.make()
-            opening = checked_opening(finished(environment.reset(argument), seconds))
+            try:
+                opening = checked_opening(finished(environment.reset(argument), seconds))
+            except BaseException:
+                abandon(environment, seconds)
+                raise
             self.live[key] = environment
             return {"opening": opening}
         if key not in self.live:
@@ -125,6 +173,13 @@ class LiveEnvironments:
         close = getattr(self.live.pop(key), "close", None)
         finished(None if close is None else close(), seconds)
         return {}
+
+
+def abandon(environment: Any, seconds: float) -> None:
+    """Close a failed environment without waiting, if it is asynchronous: it may hold a session."""
+    close = getattr(environment, "close", None)
+    if inspect.iscoroutinefunction(close):
+        asyncio.run_coroutine_threadsafe(within(close(), seconds), event_loop_here())
 
 
 def checked_opening(opening: Any) -> Any:
@@ -172,6 +227,49 @@ def event_loop(process: int) -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
     return loop
+
+
+class HeldOpen:
+    """An asynchronous context that one task of this process's event loop holds open until `close`."""
+
+    def __init__(self, context: AbstractAsyncContextManager[Any], *, seconds: float) -> None:
+        self.loop, self.stop = event_loop_here(), asyncio.Event()
+        ready: Future[Any] = Future()
+        self.task = asyncio.run_coroutine_threadsafe(self._hold(context, ready), self.loop)
+        try:
+            self.value = ready.result(seconds)
+        except BaseException:
+            self.task.cancel()
+            raise
+        atexit.register(self.close)
+
+    async def _hold(self, context: AbstractAsyncContextManager[Any], ready: Future[Any]) -> None:
+        try:
+            async with context as value:
+                ready.set_result(value)
+                await self.stop.wait()
+        except BaseException as error:
+            if not ready.done():
+                ready.set_exception(error)
+
+    def run(self, work: Coroutine[Any, Any, Any], *, seconds: float) -> Any:
+        """Return the result of a coroutine; raise ConnectionError if the context ends before it."""
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            wait((future, self.task), timeout=seconds, return_when=FIRST_COMPLETED)
+            if not future.done():
+                raise ConnectionError("it has ended" if self.task.done() else f"nothing in {seconds:g} s")
+            return future.result()
+        finally:
+            future.cancel()  # a time limit may have interrupted the wait
+
+    def close(self) -> None:
+        """Leave the context."""
+        self.loop.call_soon_threadsafe(self.stop.set)
+        try:
+            self.task.result(5.0)
+        except Exception:
+            self.task.cancel()
 
 
 @dataclass(frozen=True, slots=True)

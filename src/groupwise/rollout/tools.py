@@ -59,28 +59,6 @@ class Tool:
     parameters: Mapping[str, Any] | None = None
     """JSON schema of the arguments, where it does not come from the function's signature."""
 
-    @classmethod
-    def of_schema(
-        cls,
-        function: Callable[..., Any],
-        name: str,
-        description: str | None,
-        parameters: Mapping[str, Any],
-        *,
-        takes_state: bool = False,
-    ) -> Tool:
-        """Return a tool whose arguments have a JSON schema; set it as the function's attribute `tool`."""
-        return cls(
-            name=name,
-            description=description or name,
-            function=function,
-            hints={},
-            required=(),
-            notes={},
-            takes_state=takes_state,
-            parameters=parameters,
-        )
-
     @property
     def schema(self) -> dict[str, Any]:
         """The tool's schema in the format of chat templates and OpenAI's API."""
@@ -117,6 +95,31 @@ class Tool:
             if not fits(value, self.hints[name]):
                 return f"{self.name}: {name} must be {json.dumps(json_schema(self.hints[name]))}"
         return None
+
+
+def with_schema(
+    function: Callable[..., Any],
+    name: str,
+    description: str | None,
+    parameters: Mapping[str, Any],
+    *,
+    takes_state: bool = False,
+) -> Callable[..., Any]:
+    """Name a function and make it a tool whose arguments have a JSON schema."""
+    if takes_state and STATE in parameters.get("properties", {}):
+        raise ConfigError(f"tool {name}: rename its argument `state`, which is the state of the rollout")
+    function.__name__ = name
+    function.tool = Tool(  # type: ignore[attr-defined]
+        name=name,
+        description=description or name,
+        function=function,
+        hints={},
+        required=(),
+        notes={},
+        takes_state=takes_state,
+        parameters=parameters,
+    )
+    return function
 
 
 def as_declared(arguments: Mapping[str, Any], properties: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,6 +240,8 @@ class MethodTools:
 def as_tool(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls this method of the rollout's object, with the schema of the method."""
     name = method.__name__
+    if STATE in inspect.signature(method).parameters:
+        raise ConfigError(f"tool {name}: rename its argument `state`, which is the state of the rollout")
 
     def call(state: Any, **arguments: Any) -> Any:
         return getattr(state, name)(**arguments)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -333,10 +333,15 @@ def check_settings(config: Config) -> None:
 
 def demonstrations_for(config: Config, task: Task | None) -> Demonstrations:
     """Return the demonstrations that the configuration selects."""
-    held_out = set() if task is None else {prompt_key(task.ask(e)) for e in held_out_of(config, task)}
+    evaluated = () if task is None else held_out_of(config, task)
+    held_out, hidden = set(), None
+    if task is not None and task.hides_state:  # a prompt does not tell its examples apart
+        hidden = {example.fingerprint for example in evaluated}
+    elif task is not None:
+        held_out = {prompt_key(task.ask(example)) for example in evaluated}
     if config.sft.from_run is not None:
         tools = () if task is None else schemas_of(task)
-        rows = best_answers(config, weights={} if task is None else task.weights)
+        rows = best_answers(config, weights={} if task is None else task.weights, hidden=hidden)
         return of_rows(rows, config=config, held_out=held_out, make=partial(of_rollout, tools=tools))
     if config.sft.data is not None:
         rows = load_examples(config.sft.data)
@@ -434,8 +439,13 @@ def rows_for_loss(rows: Sequence[Example], *, asks: Callable[[Example], str], mo
     return chosen
 
 
-def best_answers(config: Config, *, weights: Mapping[str, float]) -> list[Example]:
+def best_answers(
+    config: Config, *, weights: Mapping[str, float], hidden: Collection[str] | None = None
+) -> list[Example]:
     """Rejection sampling: return the best recorded answers to each prompt, if they are good enough.
+
+    `hidden`: fingerprints of held-out examples, if examples with the same prompt differ. The best answers are
+    then those to each example that is not held out.
 
     The threshold is `sft.min_reward`, by default the highest reward of the run. Failed and truncated answers
     are excluded. Among equal rewards the latest answer wins, because the policy was better then.
@@ -447,6 +457,8 @@ def best_answers(config: Config, *, weights: Mapping[str, float]) -> list[Exampl
     if read_config(run.config).algo.combine != "sum":  # other rewards are relative to their group
         rows = [row | {"reward": weighted_sum(row["rewards"], weights)} for row in rows]
     ended = [row for row in rows if row["error"] is None and row["finish"] != "length"]
+    asked = {id(row): Example(row["example"]).fingerprint if hidden is not None else "" for row in ended}
+    ended = [row for row in ended if asked[id(row)] not in (hidden or ())]
     if not ended:
         raise ConfigError(f"{run.path} has no complete recorded answer: there is nothing to imitate")
     best = max(row["reward"] for row in ended)
@@ -460,7 +472,7 @@ def best_answers(config: Config, *, weights: Mapping[str, float]) -> list[Exampl
     count: Counter[str] = Counter()
     seen: set[tuple[Any, ...]] = set()
     for row in good:
-        prompt = str(row["prompt"])
+        prompt = str(row["prompt"]) + asked[id(row)]
         # The text of an answer with tools is its last turn: answers may differ in the turns before.
         turns = tuple(row["tokens"]) if SampledTokens.of(row).read_more else ()
         answer = (prompt, row["text"], turns)

@@ -54,7 +54,8 @@ class Task:
     weights: Mapping[str, float] = field(default_factory=dict)
     """Weight of each reward in the sum. Default: 1. A reward of weight 0 is only a metric."""
     key: Callable[[Example], str] | None = None
-    """Equal for equivalent examples, which stay on one side of the split. None: `prompt_key`."""
+    """Equal for equivalent examples, which stay on one side of the split. None: the prompt (`prompt_key`);
+    with an environment, the whole example."""
     held_out: Sequence[Mapping[str, Any]] | None = None
     """Examples for evaluation. None: a part of `examples` is held out."""
     test_sets: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
@@ -267,14 +268,20 @@ class Task:
             return False
         return weighted_sum(rollout.rewards, self.weights) >= self.perfect
 
+    @property
+    def hides_state(self) -> bool:
+        """Whether examples with the same prompt may differ, as games with one opening do."""
+        return self.environment is not None or isinstance(getattr(self.state, "__self__", None), MethodTools)
+
     def asks(self, example: Example) -> str:
-        """Return an example's prompt as a string: equal strings mean equal prompts."""
-        return prompt_text(self.ask(example))
+        """Return what an example asks as a string: its prompt, and its columns if they may be hidden."""
+        hidden = example_text(example) if self.hides_state else ""
+        return prompt_text(self.ask(example)) + hidden
 
     def key_of(self, example: Example) -> str:
         """Return the key that equivalent examples share; the split keeps equal keys on one side."""
         if self.key is None:
-            return prompt_key(self.ask(example))
+            return example_text(example) if self.hides_state else prompt_key(self.ask(example))
         try:
             return self.key(example)
         except ConfigError:

@@ -42,8 +42,51 @@ def test_the_environment_is_a_task_and_own_functions_read_and_show():
     assert re.fullmatch(r"You have \d+\.", str(task.ask(Example({"seed": 3}))))
     _, replies = play(make, 3, lambda seen: "stay")
     assert replies[-1].reward in (-1.0, 0.0, 1.0, 1.5)
-    with pytest.raises(ConfigError, match="no environment 'Nothing-v0'"):
+    with pytest.raises(ConfigError, match="Gymnasium cannot make 'Nothing-v0'"):
         gw.gymnasium("Nothing-v0")
+
+
+@pytest.fixture
+def spaces():
+    """Register an environment that shows the actions it gets, whatever their space."""
+    library = pytest.importorskip("gymnasium")
+
+    class Showing(library.Env):
+        render_mode = None
+
+        def __init__(self, space) -> None:
+            self.action_space, self.observation_space = space, library.spaces.Text(200)
+
+        def reset(self, *, seed=None, options=None):
+            return "act", {}
+
+        def step(self, action):
+            assert self.action_space.contains(action)
+            return f"{action.tolist() if hasattr(action, 'tolist') else action!r}", 0.0, False, False, {}
+
+    library.register("Showing-v0", Showing, disable_env_checker=True, order_enforce=False)
+    yield library.spaces
+    library.registry.pop("Showing-v0")
+
+
+def test_every_space_of_whole_numbers_is_read_from_text(spaces):
+    def replies(space, *texts):
+        game = gw.gymnasium("Showing-v0", space=space)()
+        game.reset(Example({"seed": 0}))
+        return [game.reply(text).text for text in texts]
+
+    assert replies(spaces.Discrete(5, start=-2), "-2", "x = -1", "7-2", "go-2", "3", "-3") == [
+        "-2", "-1", "2", "2", *["Answer with a number from -2 to 2."] * 2,
+    ]  # fmt: skip
+    assert replies(spaces.Discrete(4), "-1", "step 1: 2") == ["Answer with a number from 0 to 3.", "2"]
+    several = "Answer with 2 numbers: from 1 to 3, from 0 to 1."
+    both = spaces.MultiDiscrete([3, 2], start=[1, 0])
+    assert replies(both, "3 0", "turn 7: 1, 1", "0 0", "1") == ["[3, 0]", "[1, 1]", several, several]
+    grid = spaces.MultiBinary((2, 2))
+    assert replies(grid, "1 0\n0 1", "1 0 2 1")[0] == "[[1, 0], [0, 1]]"
+    assert replies(spaces.Text(10), " left \n") == ["'left'"]
+    with pytest.raises(ConfigError, match=r"Showing-v0 has actions of Box.*; give act=…"):
+        gw.gymnasium("Showing-v0", space=spaces.Box(0.0, 1.0))
 
 
 def test_a_number_is_guessed_in_textarena_and_games_do_not_share_randomness():

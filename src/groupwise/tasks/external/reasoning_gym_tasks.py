@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import cycle, islice
 from typing import Any
 
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, requires
 from groupwise.records import Example, Message, Rollout
 from groupwise.tasks.task import Task, closest
 
@@ -55,14 +55,10 @@ def reasoning_gym_task(
 
 def load_datasets(names: Sequence[str], config: Mapping[str, Any]) -> dict[str, Any]:
     """Create the datasets by name."""
-    try:
+    with requires("reasoning-gym", "gym: tasks"):
         import reasoning_gym
         from reasoning_gym.composite import DatasetSpec
         from reasoning_gym.factory import DATASETS
-    except ImportError as error:
-        raise ConfigError(
-            f"gym: tasks require reasoning-gym: pip install 'groupwise[reasoning-gym]' ({error})"
-        ) from None
     datasets = {}
     for name in names:
         if name not in DATASETS:
@@ -129,15 +125,13 @@ class GymScorer:
 
     def __init__(self, datasets: Mapping[str, Any]) -> None:
         self.datasets = datasets
-        self._item = lru_cache(maxsize=256)(self._generate)  # the rollouts of a group share their item
+        # The rollouts of a group share their item.
+        self._item = lru_cache(maxsize=256)(lambda name, position: datasets[name][position])
 
     def __call__(self, rollout: Rollout, example: Example) -> float:
         name, position = example["dataset"], example["position"]
         answer = stated_answer(rollout.text)
         return float(self.datasets[name].score_answer(answer, self._item(name, position)))
-
-    def _generate(self, name: str, position: int) -> Any:
-        return self.datasets[name][position]
 
 
 def stated_answer(text: str) -> str | None:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, requires
 from groupwise.records import Example
 from groupwise.rollout.environment import EnvironmentFactory, Reply
 
@@ -27,6 +27,9 @@ RAW = "-raw"
 """Suffix of a TextArena game without wrappers: each observation holds only what is new."""
 MAX_MOVES = 1000
 """Moves of other players in a row after which a game has no end."""
+
+WHOLE_NUMBER = re.compile(r"(?<!\w)-\d+|\d+", re.ASCII)
+"""A hyphen after a letter or digit is no sign: 5-3 are 5 and 3."""
 
 Opponent = Callable[[str], str]
 
@@ -44,10 +47,8 @@ def textarena(
         raise ConfigError(
             f"{name} with {players} players requires opponent=…, a function from text to a move"
         )
-    try:
+    with requires("textarena", "TextArena games"):
         import textarena as library
-    except ImportError:
-        raise ConfigError("TextArena games require: pip install 'groupwise[textarena]'") from None
     raw = name.removesuffix(RAW) + RAW
     if raw not in library.envs.registration.ENV_REGISTRY:
         raise ConfigError(f"TextArena has no game {name!r}")
@@ -113,30 +114,63 @@ def gymnasium(
 ) -> EnvironmentFactory:
     """Return a factory of Gymnasium environments that are played with text.
 
-    act: returns the action that a text means, or raises ValueError; by default the last number in the text,
-        or the text itself in an environment whose actions are texts
+    act: returns the action that a text means, or raises ValueError; by default the last whole numbers in the
+        text, as many as an action has, or the text itself in an environment whose actions are texts
     observe: returns an observation as text; by default the rendered one with `render_mode="ansi"`, else `str`
     settings: keyword arguments of the environment
     """
-    try:
+    with requires("gym", "Gymnasium environments"):
         import gymnasium as library
-    except ImportError:
-        raise ConfigError("Gymnasium environments require: pip install 'groupwise[gym]'") from None
     try:
-        library.spec(name)
+        env = library.make(name, **settings)
     except library.error.Error as error:
-        raise ConfigError(f"Gymnasium has no environment {name!r}: {error}") from error
-    return partial(GymnasiumGame, partial(library.make, name, **settings), act, observe)
+        raise ConfigError(f"Gymnasium cannot make {name!r}: {error}") from error
+    env.close()
+    if act is None and not isinstance(env.action_space, library.spaces.Text):
+        act = NumbersAction(*bounds_of(name, env.action_space))
+    return partial(GymnasiumGame, partial(library.make, name, **settings), act or str.strip, observe)
+
+
+def bounds_of(name: str, space: Any) -> tuple[Any, Any]:
+    """Return the least and the greatest value of each number of an action."""
+    import numpy as np
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.MultiBinary):
+        return np.zeros(space.shape, int), np.ones(space.shape, int)
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        count = space.n if isinstance(space, spaces.Discrete) else space.nvec
+        return np.asarray(space.start), np.asarray(space.start + count - 1)
+    raise ConfigError(f"{name} has actions of {space}; give act=…, a function from text to an action")
+
+
+class NumbersAction:
+    """Reads the last whole numbers of a text as an action."""
+
+    def __init__(self, low: Any, high: Any) -> None:
+        self.low, self.high = low, high
+        ranges = [f"from {a} to {b}" for a, b in zip(low.flat, high.flat, strict=True)]
+        wanted = f"a number {ranges[0]}" if low.ndim == 0 else f"{low.size} numbers: {', '.join(ranges)}"
+        self.explanation = f"Answer with {wanted}."
+
+    def __call__(self, text: str) -> Any:
+        import numpy as np
+
+        numbers = [int(digits) for digits in WHOLE_NUMBER.findall(text)[-self.low.size :]]
+        bounds = zip(self.low.flat, numbers, self.high.flat, strict=False)
+        if len(numbers) < self.low.size or not all(low <= one <= high for low, one, high in bounds):
+            raise ValueError(self.explanation)
+        return np.array(numbers, self.low.dtype).reshape(self.low.shape) if self.low.ndim else numbers[0]
 
 
 class GymnasiumGame:
     """One episode of a Gymnasium environment."""
 
     def __init__(
-        self, make: Callable[[], Any], act: Callable[[str], Any] | None, observe: Callable[[Any], str] | None
+        self, make: Callable[[], Any], act: Callable[[str], Any], observe: Callable[[Any], str] | None
     ) -> None:
         self.env = make()
-        self.act, self.observe = act or self.read_action, observe or self.shown
+        self.act, self.observe = act, observe or self.shown
 
     def reset(self, example: Example) -> str:
         observation, _ = self.env.reset(seed=example["seed"])
@@ -153,16 +187,6 @@ class GymnasiumGame:
     def close(self) -> None:
         self.env.close()
 
-    def read_action(self, text: str) -> Any:
-        """Return the action that a text means."""
-        space = self.env.action_space
-        if not hasattr(space, "n"):
-            return text.strip()
-        numbers = re.findall(r"\d+", text)
-        if not numbers or not space.start <= int(numbers[-1]) < space.start + space.n:
-            raise ValueError(f"Answer with a number from {space.start} to {space.start + space.n - 1}.")
-        return int(numbers[-1])
-
     def shown(self, observation: Any) -> str:
         return str(self.env.render() if self.env.render_mode == "ansi" else observation)
 
@@ -177,19 +201,15 @@ def openenv(
     *,
     action: str | Callable[[str], Mapping[str, Any]] = "message",
     observe: Callable[[Mapping[str, Any]], str] | None = None,
-    seconds: float = 60.0,
 ) -> EnvironmentFactory:
-    """Return a factory of sessions with an OpenEnv server.
+    """Return a factory of sessions with an OpenEnv server. `tools.seconds` limits how long it may take.
 
     action: the field of an action that holds the policy's text, or a function that makes an action of it
     observe: returns an observation as text; by default its only text field, else all of it as JSON
-    seconds: how long to wait for an answer
     """
-    try:
+    with requires("openenv", "OpenEnv servers"):
         import openenv.core  # noqa: F401
-    except ImportError:
-        raise ConfigError("OpenEnv servers require: pip install 'groupwise[openenv]'") from None
-    return partial(OpenEnvSession, url, action, observe or shown, seconds)
+    return partial(OpenEnvSession, url, action, observe or shown)
 
 
 class OpenEnvSession:
@@ -200,11 +220,10 @@ class OpenEnvSession:
         url: str,
         action: str | Callable[[str], Mapping[str, Any]],
         observe: Callable[[Mapping[str, Any]], str],
-        seconds: float,
     ) -> None:
         from openenv.core.generic_client import GenericEnvClient
 
-        self.client: Any = GenericEnvClient(base_url=url, message_timeout_s=seconds)
+        self.client: Any = GenericEnvClient(base_url=url, message_timeout_s=None)
         self.action, self.observe = action, observe
 
     async def reset(self, example: Example) -> str:

@@ -1,183 +1,174 @@
 """Tasksets of verifiers (its v1 API) as tasks: single-turn, with tools, or with an `Env` that plays the user.
 
-    task = gw.verifiers_task(MyTaskset(MyConfig()))             # one turn, or the tools of its toolsets
-    task = gw.verifiers_task(MyTaskset(MyConfig()), env=MyEnv)  # MyEnv.run talks to the policy
+    task = gw.verifiers_task(MyTaskset(MyConfig()))                 # one turn, or the tools of its toolsets
+    task = gw.verifiers_task(MyTaskset(MyConfig()), env=MyUser())   # MyUser.run talks to the policy
 
 The reward is the sum of what the taskset records. Toolsets run in this process, with their rollout's state.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import AsyncIterator, Callable, Sequence
+import inspect
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import islice
 from typing import Any
 
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, requires
 from groupwise.isolation.worker import in_process
-from groupwise.records import Example, Message, Rollout, Turn
-from groupwise.rewards.runner import completed
-from groupwise.rollout.environment import Reply, event_loop_here
-from groupwise.rollout.tools import Tool
+from groupwise.records import Example, Message, Rollout
+from groupwise.rewards.trl_style import as_openai
+from groupwise.rollout.environment import CoroutineEnvironment, Reply
+from groupwise.tasks.external.mcp_tools import tools_here
 from groupwise.tasks.task import Task
 
 
 def verifiers_task(taskset: Any, *, env: Any = None, limit: int = 1000) -> Task:
     """Return a taskset as a task.
 
-    env: an `Env` class or object whose `run(task, agents)` talks to an agent as its user
+    env: an `Env`, or any object whose coroutine `run(task, agents)` talks to one agent as its user
     limit: number of tasks to read from an endless taskset
     """
-    try:
+    with requires("verifiers", "verifiers tasksets"):
         import verifiers.v1  # noqa: F401
-    except ImportError:
-        raise ConfigError("verifiers tasksets require: pip install 'groupwise[verifiers]'") from None
+    name = type(taskset).__name__
     tasks = list(islice(taskset, None if taskset.bounded else limit))
+    if not tasks:
+        raise ConfigError(f"{name}.load() returned no tasks; return some")
+    if isinstance(env, type):
+        raise ConfigError(f"env must be an object; pass {env.__name__}(…) instead of the class")
+    toolsets = [*taskset.toolsets(taskset.config), *tasks[0].toolsets(tasks[0].config)]
+    if ignored := list(hooks_ignored(tasks[0], toolsets, env)):
+        raise ConfigError(
+            f"{name} cannot be trained here: only verifiers itself runs {', '.join(ignored)}; remove that"
+        )
     rows = [{"task": number, "prompt": messages_of(task)} for number, task in enumerate(tasks)]
-    about: dict[str, Any] = {"name": type(taskset).__name__, "examples": rows}
     if env is not None:
-        player: Any = object.__new__(env) if isinstance(env, type) else env
-        return Task(**about, environment=partial(VerifiersEpisode, player, tasks))
-    toolsets = type(tasks[0]).toolsets(tasks[0].config)
+        return Task(name=name, examples=rows, environment=partial(VerifiersEpisode, env, tasks))
     return Task(
-        **about,
+        name=name,
+        examples=rows,
         prompt=lambda example: example["prompt"],
         rewards={"score": in_process(partial(score_conversation, tasks))},
-        tools=[tool for toolset in toolsets for tool in tools_of(toolset)],
-        state=lambda example: new_trace(tasks[example["task"]]),
+        tools=tools_of(toolsets) if toolsets else (),
+        state=lambda example: new_trace(tasks[example["task"]]).state,
     )
 
 
-def messages_of(task: Any, opening: str | None = None) -> list[Message]:
+def hooks_ignored(task: Any, toolsets: Sequence[Any], env: Any) -> Iterator[str]:
+    """Yield what a rollout of verifiers would run and one of this package would not."""
+    import verifiers.v1 as vf
+    from verifiers.v1.utils.decorators import discover_decorated
+
+    if task.NEEDS_CONTAINER:
+        yield "tasks with NEEDS_CONTAINER"
+    if toolsets and env is not None:
+        yield "toolsets beside an env"
+    hooks = {vf.Task: "setup finalize runtime_env", vf.Toolset: "setup setup_task register"}
+    for one in (task, env, *toolsets):
+        for base, names in (hooks | {vf.Env: "setup finalize start stop"}).items():
+            for name in names.split() if isinstance(one, base) else ():
+                if getattr(type(one), name) is not getattr(base, name):
+                    yield f"{type(one).__name__}.{name}"
+    for hook in (*task.hooks("stop"), *discover_decorated(task, "intercept")):
+        yield f"the hook {hook.__name__}"
+    for reward in (*task.hooks("reward"), *(judge.score for judge in task.plugged_judges())):
+        runtime = inspect.signature(reward).parameters.get("runtime")
+        if runtime is not None and runtime.default is runtime.empty:
+            yield f"rewards that need a runtime ({reward.__name__})"
+
+
+def messages_of(task: Any) -> list[Message]:
     """Return the prompt of a task as chat messages."""
     system = [{"role": "system", "content": task.data.system_prompt}] if task.data.system_prompt else []
-    prompt = task.data.prompt if opening is None else opening
-    if prompt is None or isinstance(prompt, str):
-        return [*system, {"role": "user", "content": prompt or ""}]
+    prompt = task.data.prompt or ()
+    if isinstance(prompt, str):
+        return [*system, {"role": "user", "content": prompt}]
     return [*system, *(message.model_dump(exclude_none=True) for message in prompt)]
 
 
-def new_trace(task: Any) -> Any:
-    """Return the trace of a task before the first turn, with its kind of state."""
+def new_trace(task: Any, state: Any = None) -> Any:
+    """Return an empty trace of a task, with its kind of state."""
     import verifiers.v1 as vf
     from verifiers.v1.state import state_cls
     from verifiers.v1.trace import AgentInfo, TraceTask
 
-    about = TraceTask(type=type(task).__name__, data=task.data)
-    trace = vf.Trace(task=about, agent=AgentInfo(config=vf.AgentConfig()), state=state_cls(type(task))())
-    prompt = task.data.prompt
-    for message in [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else prompt or ():
-        record(trace, message)
-    return trace
+    about = TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+    state = state_cls(type(task))() if state is None else state
+    return vf.Trace(task=about, agent=AgentInfo(config=vf.AgentConfig()), state=state)
 
 
-def record(trace: Any, message: Any, *, sampled: bool = False) -> None:
-    """Append a message to a trace."""
+def record(trace: Any, *messages: Message, prompt: bool = False) -> None:
+    """Append messages to a trace. The policy has sampled those of the assistant, except in a prompt."""
     from verifiers.v1.graph import MessageNode
 
-    parent = len(trace.nodes) - 1 if trace.nodes else None
-    trace.nodes.append(MessageNode(parent=parent, message=message, sampled=sampled))
+    for message in messages:
+        calls = [{**call, **call.get("function", {})} for call in message.get("tool_calls", ())]
+        parent = len(trace.nodes) - 1 if trace.nodes else None
+        sampled = message["role"] == "assistant" and not prompt
+        message = {**message, "tool_calls": calls or None}
+        trace.nodes.append(MessageNode(parent=parent, message=message, sampled=sampled))
 
 
 async def score_conversation(tasks: Sequence[Any], rollout: Rollout, example: Example) -> float:
     """Return the sum of the taskset's rewards for a rollout."""
-    import verifiers.v1 as vf
-
     task = tasks[example["task"]]
-    trace = rollout.state or new_trace(task)  # a task without tools has no state
-    for number, turn in enumerate(rollout.turns or [Turn(text=rollout.text)]):
-        calls = {f"{number}-{n}": call for n, call in enumerate(turn.calls)}
-        made = [
-            vf.ToolCall(id=key, name=call.name, arguments=json.dumps(dict(call.arguments)))
-            for key, call in calls.items()
-        ]
-        record(trace, vf.AssistantMessage(content=turn.text, tool_calls=made or None), sampled=True)
-        for key, call in calls.items():
-            record(trace, vf.ToolMessage(tool_call_id=key, content=call.result, name=call.name))
+    trace = new_trace(task, rollout.state)
+    prompt, completion = as_openai(rollout)
+    record(trace, *prompt, prompt=True)
+    record(trace, *completion)
     await task.score(trace)
     return float(trace.reward)
 
 
-def tools_of(toolset: Any) -> list[Callable[..., Any]]:
-    """Return the tools of a toolset, with the schemas that its MCP server would advertise."""
+def tools_of(toolsets: Sequence[Any]) -> list[Callable[..., Any]]:
+    """Return the tools of toolsets, as their MCP servers would advertise and call them."""
     from mcp.server.mcpserver import MCPServer
     from verifiers.v1.mcp.server import _call_state
     from verifiers.v1.utils.decorators import discover_decorated
 
-    server = MCPServer(type(toolset).__name__)
-    toolset.register(server)
-    functions = {getattr(f, "tool_name", None) or f.__name__: f for f in discover_decorated(toolset, "tool")}
-
-    def as_tool(listed: Any) -> Callable[..., Any]:
-        def call(state: Any, **arguments: Any) -> Any:
-            token = _call_state.set(state.state)  # what `self.state` of the toolset returns
-            try:
-                return completed(functions[listed.name](**arguments))
-            finally:
-                _call_state.reset(token)
-
-        call.__name__ = listed.name
-        call.tool = Tool.of_schema(  # type: ignore[attr-defined]
-            call, listed.name, listed.description, listed.input_schema, takes_state=True
-        )
-        return call
-
-    return [as_tool(listed) for listed in completed(server.list_tools())]
+    server = MCPServer("toolsets")
+    for toolset in toolsets:
+        prefix = f"{toolset.server_name}_" if toolset.server_name else ""
+        for function in discover_decorated(toolset, "tool"):
+            name = prefix + (getattr(function, "tool_name", None) or function.__name__)
+            server.add_tool(function, name=name, description=inspect.getdoc(function))
+    return tools_here(server, _call_state.set)  # what `self.state` of a toolset returns
 
 
-class VerifiersEpisode:
-    """An `Env.run` in which the policy plays every agent: it runs until it waits for an agent's turn."""
+class VerifiersEpisode(CoroutineEnvironment):
+    """An `Env.run` in which the policy plays the agent, whatever its name, of one interaction."""
+
+    trace: Any = None
 
     def __init__(self, env: Any, tasks: Sequence[Any]) -> None:
         self.env, self.tasks = env, tasks
 
-    def reset(self, example: Example) -> list[Message]:
-        self.task, self.loop = self.tasks[example["task"]], event_loop_here()
-        self.trace = new_trace(self.task)
-        self.said: asyncio.Queue[Any] = asyncio.Queue()
-        self.heard: asyncio.Queue[str] = asyncio.Queue()
-        self.running = asyncio.run_coroutine_threadsafe(self.play(), self.loop)
-        return messages_of(self.task, self.next_said().text or None)
-
-    def reply(self, text: str) -> Reply:
-        self.loop.call_soon_threadsafe(self.heard.put_nowait, text)
-        return self.next_said()
-
-    def close(self) -> None:
-        self.running.cancel()
-
-    def next_said(self) -> Reply:
-        said = asyncio.run_coroutine_threadsafe(self.said.get(), self.loop).result()
-        if isinstance(said, Exception):
-            raise said
-        return Reply(said) if isinstance(said, str) else Reply(reward=float(self.trace.reward), done=True)
-
-    async def play(self) -> None:
-        """Run the episode; its end (None) or its failure is the last thing said."""
-        try:
-            self.said.put_nowait(await self.env.run(self.task, AnyAgent(self)))
-        except Exception as error:
-            self.said.put_nowait(error)
+    async def play(self, example: Example) -> Reply:
+        returned = await self.env.run(self.tasks[example["task"]], AnyAgent(self))
+        if returned is not None:
+            raise TypeError(f"run must return None; got {returned!r:.80}; use trace.record_reward")
+        return Reply(reward=float(self.trace.reward) if self.trace else 0.0, done=True)
 
     @asynccontextmanager
     async def interaction(self, task: Any) -> AsyncIterator[VerifiersEpisode]:
+        if self.trace is not None:
+            raise RuntimeError("run may open one interaction: the policy plays one agent")
+        self.task, self.trace = task, new_trace(task)
         yield self
         await task.score(self.trace)
 
     async def turn(self, message: str | None = None) -> Any:
         """Say a message to the policy and return its turn, as verifiers' `Interaction.turn` does."""
-        import verifiers.v1 as vf
         from verifiers.v1.agent import Segment
 
-        if message is not None:
-            record(self.trace, vf.UserMessage(content=message))
-        self.said.put_nowait(message or "")
-        answer = vf.AssistantMessage(content=await self.heard.get())
-        record(self.trace, answer, sampled=True)
-        return Segment(messages=[answer])
+        new = [] if self.trace.nodes else messages_of(self.task)
+        new += [] if message is None else [{"role": "user", "content": message}]
+        record(self.trace, *new, prompt=True)
+        text = await self.ask(message if self.trace.num_turns else new)
+        record(self.trace, {"role": "assistant", "content": text})
+        return Segment(messages=[self.trace.nodes[-1].message])
 
 
 class AnyAgent:
