@@ -7,5 +7,6 @@ Modules in reading order:
     text_environments    TextArena, text environments of Gymnasium, OpenEnv servers
     verifiers_tasks      tasksets of verifiers, with their toolsets and environments
 
-Packages are imported when they are used. An adapter of one package has at most 180 lines.
+Packages are imported when they are used. An adapter of one package has at most 150
+lines, not counting blank ones.
 """
