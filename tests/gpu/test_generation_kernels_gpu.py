@@ -13,6 +13,7 @@ from torch.nn.functional import silu
 from groupwise.engine import sampler
 from groupwise.engine.cuda import fused_layers, sampling_kernels
 from groupwise.engine.cuda.attention_kernels import launch, padded
+from groupwise.model.device import deterministic_kernels
 from groupwise.records import Sampling
 from tests.support.cuda_checks import DEVICE, DTYPES, assert_near, assert_repeatable, relative
 
@@ -198,6 +199,17 @@ def test_tokens_are_sampled_as_on_a_cpu(vocabulary, temperature):
     same = tokens == expected[0]
     assert torch.allclose(logprobs[same], expected[1][same], atol=2e-5, rtol=2e-5)
     assert torch.allclose(entropies[same], expected[2][same], atol=5e-5, rtol=5e-5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.9, "min_p": 0.01}])
+def test_deterministic_kernels_draw_the_same_tokens(settings):
+    logits = 4 * random(16, 5001)
+    noise = torch.rand(16, dtype=torch.float64, device=DEVICE)
+    expected, logprobs, _ = sampler.draw(logits, Sampling(**settings), noise)
+    with deterministic_kernels(DEVICE, on=True):
+        tokens, repeated, _ = sampler.draw(logits, Sampling(**settings), noise)
+    assert torch.equal(tokens, expected)
+    assert relative(repeated, logprobs) < 1e-4
 
 
 def test_sampled_tokens_follow_their_probabilities():

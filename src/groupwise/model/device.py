@@ -112,11 +112,16 @@ def tile_count(tokens: int) -> int:
     return max(1, round(tokens / TILE))
 
 
+NO_DETERMINISTIC_KERNEL = "does not have a deterministic implementation"
+"""Part of torch's message."""
+
+
 @contextmanager
 def deterministic_kernels(device: torch.device, *, on: bool) -> Iterator[None]:
     """Use only kernels that give the same bits for the same input on a GPU. A CPU always does.
 
     Must be entered before the first matrix product of the process: cuBLAS reads its workspace setting then.
+    Raises ConfigError for an operation that has no such kernel.
     """
     if not on or device.type != "cuda":
         yield
@@ -128,6 +133,14 @@ def deterministic_kernels(device: torch.device, *, on: bool) -> Iterator[None]:
     settings.fill_uninitialized_memory = False  # every element is written anyway
     try:
         yield
+    except RuntimeError as error:
+        if NO_DETERMINISTIC_KERNEL not in str(error):
+            raise
+        operation = str(error).partition(f" {NO_DETERMINISTIC_KERNEL}")[0]
+        raise ConfigError(
+            f"the model uses {operation}, which has no deterministic kernel on a GPU; set "
+            "run.deterministic=false"
+        ) from error
     finally:
         torch.use_deterministic_algorithms(before)
         settings.fill_uninitialized_memory = filled
