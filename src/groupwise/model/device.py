@@ -112,6 +112,26 @@ def tile_count(tokens: int) -> int:
     return max(1, round(tokens / TILE))
 
 
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""Parts of torch's messages on a GPU, on a CPU and of cuBLAS."""
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether an operation failed because memory was short."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
+
+
+def raise_device_error(error: Exception) -> None:
+    """Raise the error again if memory or a deterministic kernel was missing.
+
+    A trial of what a model can do calls this: such an error says nothing about the model.
+    """
+    if ran_out_of_memory(error) or NO_DETERMINISTIC_KERNEL in str(error):
+        raise error
+
+
 NO_DETERMINISTIC_KERNEL = "does not have a deterministic implementation"
 """Part of torch's message."""
 

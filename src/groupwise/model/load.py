@@ -25,7 +25,7 @@ from groupwise.model.adapters.quantization import (
 )
 from groupwise.model.attention import hf_interface
 from groupwise.model.attention.compatibility import check_attention
-from groupwise.model.device import device_of, return_freed_memory
+from groupwise.model.device import device_of, raise_device_error, return_freed_memory
 from groupwise.model.general_forward import text_decoder
 from groupwise.model.ops.checkpointing import recompute_layers
 from groupwise.model.ops.lora_linear import use_fused_lora
@@ -160,6 +160,7 @@ def causal_model(
             f"the pickled weights in {folder} contain more than tensors or are damaged; they were not loaded"
         ) from error
     except unloadable() as error:
+        raise_device_error(error)
         raise ConfigError(f"cannot load the model in {folder}: {first_line(error)}") from error
     model, report = loaded
     lacking = sorted(report["missing_keys"])

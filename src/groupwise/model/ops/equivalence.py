@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from groupwise.model.adapters.quantization import is_quantized_model
 from groupwise.model.attention.hf_interface import STANDARD, AttentionVariant
 from groupwise.model.attention.packed import PackedLayout
+from groupwise.model.device import raise_device_error
 
 if TYPE_CHECKING:
     from groupwise.model.policy import Policy
@@ -60,7 +61,8 @@ def _agree(module: nn.Module, x: Tensor, original: Pass, fused: Pass) -> bool:
         result, expected = fused(module, x), original(module, x)
         # A result of zeros, as of freshly initialized layers, proves nothing.
         return bool(expected.norm() > 0 and (result - expected).norm() <= LIMIT * expected.norm())
-    except (TypeError, RuntimeError, AttributeError, ValueError, LookupError):
+    except (TypeError, RuntimeError, AttributeError, ValueError, LookupError) as error:
+        raise_device_error(error)
         return False  # the module needs other arguments or has other submodules
 
 
