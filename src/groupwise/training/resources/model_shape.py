@@ -11,7 +11,6 @@ import torch
 from groupwise.config.schema import LoraConfig, ModelConfig
 from groupwise.errors import ConfigError
 from groupwise.files import hub_reason
-from groupwise.model.adapters.quantization import quantization_kind
 from groupwise.model.policy import inner_size
 from groupwise.model.resolve import (
     auto_class,
@@ -20,6 +19,7 @@ from groupwise.model.resolve import (
     known_path,
     local_folder,
     model_folder,
+    quantization_kind,
     unloadable,
 )
 
