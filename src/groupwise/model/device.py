@@ -123,6 +123,17 @@ def ran_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
 
 
+@contextmanager
+def explain_out_of_memory(doing: str, remedy: str) -> Iterator[None]:
+    """Turn an error about short memory into one sentence that says what to do."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not ran_out_of_memory(error):
+            raise
+        raise ConfigError(f"out of memory while {doing}; {remedy}") from error
+
+
 def raise_device_error(error: Exception) -> None:
     """Raise the error again if memory or a deterministic kernel was missing.
 

@@ -25,7 +25,7 @@ from groupwise.model.adapters.quantization import (
 )
 from groupwise.model.attention import hf_interface
 from groupwise.model.attention.compatibility import check_attention
-from groupwise.model.device import device_of, raise_device_error, return_freed_memory
+from groupwise.model.device import device_of, explain_out_of_memory, raise_device_error, return_freed_memory
 from groupwise.model.general_forward import text_decoder
 from groupwise.model.ops.checkpointing import recompute_layers
 from groupwise.model.ops.lora_linear import use_fused_lora
@@ -45,6 +45,9 @@ from groupwise.model.tokenizer import TEMPLATE_ARGS
 from groupwise.rewards.llm_judge import RewardModel
 
 
+@explain_out_of_memory(
+    "loading the model", "use a smaller model, model.dtype=bfloat16 or model.quantization=nf4"
+)
 def load_policy(
     model: ModelConfig, lora: LoraConfig, *, trained: Path | None = None, reference: bool = False
 ) -> Policy:
