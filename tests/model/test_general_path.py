@@ -26,7 +26,7 @@ from groupwise.model.attention.ulysses import UlyssesContext
 from groupwise.model.load import load_policy
 from groupwise.model.ops.checkpointing import recompute_layers
 from groupwise.model.policy import Policy
-from groupwise.model.resolve import FAMILIES, check_config, known_path, model_folder
+from groupwise.model.resolve import FAMILIES, check_config, known_path, model_folder, text_part_notice
 from groupwise.parallel.processes import divide
 from groupwise.records import Request, Sampling
 from tests.support.generation import converse, requests, same_answers
@@ -141,6 +141,35 @@ def test_a_vision_language_model_is_trained_on_text_and_saved_whole(family: str,
     assert all(torch.equal(again[name], p) for name, p in frozen.items())
     adapted = loaded(folder, r=4)
     assert not any("vis" in name for name in adapted.trainable())
+
+
+@pytest.mark.parametrize(
+    ("family", "rest"),
+    [("mistral3", "frozen and saved unchanged"), ("qwen3_5", "left out, also of checkpoints")],
+)
+def test_what_becomes_of_a_vision_language_model_is_said(family: str, rest: str) -> None:
+    sentence = text_part_notice(tiny_config(family))
+    assert sentence is not None
+    assert sentence.startswith("vision-language models are not supported: the text part is trained")
+    assert sentence.endswith(f"the other parts are {rest}")
+    assert text_part_notice(tiny_config("llama")) is None
+
+
+def test_a_run_and_doctor_say_it_and_do_not_count_the_vision_part_as_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = saved("mistral3", tmp_path / "model")
+    policy, adapted = loaded(folder), loaded(folder, r=4)
+    sentence = text_part_notice(tiny_config("mistral3"))
+    assert sentence in policy.notices()
+    for rank, trained in ((0, policy.trained_numbers), (4, adapted.trained_numbers)):
+        assert main(["doctor", "--model", str(folder), "--json", "model.device=cpu", f"lora.r={rank}"]) == 0
+        ahead = json.loads(capsys.readouterr().out)["preflight"]
+        assert (ahead["notice"], ahead["trained"]) == (sentence, trained)
+        assert ahead["parameters"] == sum(p.numel() for p in policy.model.parameters())
+        assert ahead["parts_gb"]["gradients"] == pytest.approx(4e-9 * trained)
+    assert main(["doctor", "--model", str(folder), "model.device=cpu"]) == 0
+    assert sentence in capsys.readouterr().out
 
 
 def test_sharding_says_that_it_needs_the_fast_path() -> None:

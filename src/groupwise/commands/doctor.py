@@ -184,6 +184,7 @@ def look_ahead(
         "parameters": shape.parameters,
         "trained": shape.trained_size(config.lora),
         "path": shape.path,
+        "notice": shape.notice,
         "parts_gb": {part.name: part.bytes / 1e9 for part in estimate.parts},
         "generating_gb": estimate.generating / 1e9,
         "updating_gb": estimate.updating / 1e9,
@@ -213,6 +214,8 @@ def device_spec(kind: str, memory_gb: float | None) -> DeviceSpec:
 def preflight_lines(ahead: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield f"{ahead['model']}: {ahead['parameters']:,} parameters, {ahead['trained']:,} of them trained"
+    if ahead["notice"] is not None:
+        yield ahead["notice"]
     if ahead["path"] == "general":
         yield "slower general path, without shared prompts: the estimates below are for the fast path"
     for name, size in ahead["parts_gb"].items():

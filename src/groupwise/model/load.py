@@ -39,6 +39,7 @@ from groupwise.model.resolve import (
     check_sizes,
     first_line,
     model_folder,
+    text_part_notice,
     unloadable,
 )
 from groupwise.model.tokenizer import TEMPLATE_ARGS
@@ -78,6 +79,7 @@ def load_policy(
             frozen.set_attn_implementation(hf_interface.NAME)
         use_fused_ops(frozen, packed=general is None)
     policy = Policy(policy_model, tokenizer, reference=frozen, general=general)
+    policy.text_part = text_part_notice(check_config(source, name=model.name))
     if model.gradient_checkpointing:
         recompute_layers(policy)
     return policy

@@ -298,11 +298,28 @@ def quantization_kind(settings: Mapping[str, Any] | None, *, model: str) -> str 
 def auto_class(config: Any) -> Any:
     """Return the class that loads a config's model; of a vision-language model, with its vision part."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForCausalLM if _has_causal_class(config) else AutoModelForImageTextToText
+
+
+def _has_causal_class(config: Any) -> bool:
+    """Whether transformers has a causal class for the model, and one that loads its text part again."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    # A class for the text part alone is of use if what it saves can be loaded again.
-    causal = all(type(c) in MODEL_FOR_CAUSAL_LM_MAPPING for c in (config, config.get_text_config()))
-    return AutoModelForCausalLM if causal else AutoModelForImageTextToText
+    return all(type(c) in MODEL_FOR_CAUSAL_LM_MAPPING for c in (config, config.get_text_config()))
+
+
+def text_part_notice(config: Any) -> str | None:
+    """Return what becomes of a vision-language model; None for a text model."""
+    text = config.get_text_config()
+    others = [part for name in config.sub_configs if (part := getattr(config, name, None)) is not text]
+    if text is config or not any(others):
+        return None
+    rest = "left out, also of checkpoints" if _has_causal_class(config) else "frozen and saved unchanged"
+    return (
+        "vision-language models are not supported: the text part is trained, on text alone; the other parts "
+        f"are {rest}"
+    )
 
 
 FAMILIES = Path(__file__).parent / "families.json"

@@ -11,6 +11,7 @@ import torch
 from groupwise.config.schema import LoraConfig, ModelConfig
 from groupwise.errors import ConfigError
 from groupwise.files import hub_reason
+from groupwise.model.load import freeze_other_modalities
 from groupwise.model.policy import inner_size
 from groupwise.model.resolve import (
     auto_class,
@@ -20,6 +21,7 @@ from groupwise.model.resolve import (
     local_folder,
     model_folder,
     quantization_kind,
+    text_part_notice,
     unloadable,
 )
 
@@ -43,7 +45,7 @@ class ModelShape:
 
     parameters: int
     linears: tuple[LinearShape, ...]
-    """Without the output layer."""
+    """Of the text part, without the output layer."""
     layers: int
     width: int
     inner: int
@@ -61,6 +63,10 @@ class ModelShape:
     """Number of parameters of every module by name, parents before children."""
     path: str | None = None
     """Path that the model takes, `fast` or `general`; None: not known before it is loaded."""
+    frozen: int = 0
+    """Number of parameters of other parts than text, which are loaded and not trained."""
+    notice: str | None = None
+    """What becomes of these parts."""
     head: str = "lm_head"
     """The name of the output layer."""
 
@@ -105,7 +111,7 @@ class ModelShape:
 
     def trained_size(self, lora: LoraConfig) -> int:
         """Number of trained parameters."""
-        return self.adapter_size(lora) + self.saved_size(lora) if lora.r else self.parameters
+        return self.adapter_size(lora) + self.saved_size(lora) if lora.r else self.parameters - self.frozen
 
     def trains_head(self, lora: LoraConfig) -> bool:
         return not lora.r or inside(self.head, self.saved(lora))
@@ -130,11 +136,13 @@ def shape_of(model: ModelConfig) -> ModelShape:
     except unloadable() as error:
         reason = first_line(error) if folder is not None else hub_reason(error)
         raise ConfigError(f"cannot read the config of {model.name}: {reason}; check the name") from error
+    freeze_other_modalities(laid_out)
+    frozen = sum(parameter.numel() for parameter in laid_out.parameters() if not parameter.requires_grad)
     head = laid_out.get_output_embeddings()
     linears = tuple(
         LinearShape(name=name, inputs=module.in_features, outputs=module.out_features)
         for name, module in laid_out.named_modules()
-        if isinstance(module, torch.nn.Linear) and module is not head
+        if isinstance(module, torch.nn.Linear) and module is not head and module.weight.requires_grad
     )
     # A model without attention has a state instead of keys and values; it is taken for one head.
     width, heads = int(config.hidden_size), int(getattr(config, "num_attention_heads", None) or 1)
@@ -154,6 +162,8 @@ def shape_of(model: ModelConfig) -> ModelShape:
         quantization=stored or model.quantization,
         modules={name: parameters_of(module) for name, module in laid_out.named_modules() if name},
         path=known_path(whole),
+        frozen=frozen,
+        notice=text_part_notice(whole),
         head=next((name for name, module in laid_out.named_modules() if module is head), ""),
     )
 

@@ -144,7 +144,7 @@ def trained_parts(config: Config, shape: ModelShape, size: int) -> Iterator[Memo
 def trained_bytes(config: Config, shape: ModelShape, size: int) -> int:
     """Return the bytes of all trained parameters; fully trained modules have the model's dtype."""
     if not config.lora.r:
-        return shape.parameters * size
+        return shape.trained_size(config.lora) * size
     return 4 * shape.adapter_size(config.lora) + size * shape.saved_size(config.lora)
 
 
