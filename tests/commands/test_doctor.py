@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from groupwise import cli
 from groupwise.config import Config, read_config
 from groupwise.config.schema import ModelConfig
+from groupwise.model.device import total_memory
 from groupwise.model.load import load_policy
 from groupwise.model.resolve import TINY_FOLDER
 from groupwise.training.resources.model_shape import LinearShape, ModelShape, shape_of
@@ -236,5 +237,17 @@ def test_a_device_that_is_not_here_is_named_and_doctor_says_what_it_assumes(
         "error: model.device=cuda:1 does not exist: torch finds no GPU; choose another device\n"
     )
     assert list(tmp_path.rglob("config.yaml")) == []
-    assert cli.main(["doctor", "--model", "tiny", "model.device=cuda"]) == 0
-    assert "no GPU available: this memory size is assumed" in capsys.readouterr().out
+    for device in ("cuda", "mps"):
+        assert cli.main(["doctor", "--model", "tiny", f"model.device={device}"]) == 0
+        assert "no such GPU available: this memory size is assumed" in capsys.readouterr().out
+
+
+def test_mps_has_the_memory_of_the_machine_and_holds_weights_in_float32(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert cli.main(["doctor", "--model", "tiny", "--json", "model.device=mps"]) == 0
+    ahead = json.loads(capsys.readouterr().out)["preflight"]
+    assert not ahead["assumed"]
+    assert ahead["memory_gb"] == total_memory(torch.device("cpu")) / 1e9
+    assert ahead["parts_gb"]["weights"] == pytest.approx(4e-9 * ahead["parameters"])

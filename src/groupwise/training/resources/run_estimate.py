@@ -46,7 +46,7 @@ class DeviceSpec:
     """The device of a run."""
 
     kind: str
-    """cpu or cuda."""
+    """cpu, cuda or mps."""
     total: int
     """Bytes of memory of the device."""
     program: int
@@ -98,7 +98,7 @@ class MemoryEstimate:
 def preflight(config: Config, shape: ModelShape, place: DeviceSpec, *, prompt_tokens: int) -> MemoryEstimate:
     """Predict the memory of a resolved configuration. Answers are assumed to have the maximum length."""
     assert config.lora.r is not None, "the config is resolved before it is looked at"
-    size = BYTES[config.model.dtype or ("float32" if place.kind == "cpu" else "bfloat16")]
+    size = BYTES[config.model.dtype or ("bfloat16" if place.kind == "cuda" else "float32")]
     weights = weight_bytes(shape, size)
     always = [
         MemoryPart(name="program", bytes=place.program),
