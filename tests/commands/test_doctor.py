@@ -145,6 +145,18 @@ def test_checkpointing_keeps_one_vector_a_layer():
     assert less["activations"] < plain / 5
 
 
+def test_attention_with_a_soft_cap_holds_its_scores():
+    capped = replace(SHAPE, capped=True)
+    found = parts(preflight(config(), capped, GPU, prompt_tokens=32))
+    # Two groups of four answers of 16 tokens: 8 × 16 × 32 scores of answers to prompts for each of 2 heads.
+    assert found["attention scores"] == 24 * 2 * 8 * 16 * 32
+    assert "attention scores" not in parts(preflight(config(), SHAPE, GPU, prompt_tokens=32))
+    in_float32 = preflight(config("model.dtype=float32"), SHAPE, GPU, prompt_tokens=32)
+    assert parts(in_float32)["attention scores"] == found["attention scores"]
+    long = preflight(config("rollout.max_tokens=64"), capped, CPU, prompt_tokens=32)
+    assert parts(long)["attention scores"] == 24 * 2 * 8 * 64 * 64
+
+
 def test_what_does_not_fit_gets_advice():
     small = DeviceSpec(kind="cuda", total=1000, program=0)
     found = preflight(config("lora.r=0"), SHAPE, small, prompt_tokens=16)
@@ -251,3 +263,11 @@ def test_mps_has_the_memory_of_the_machine_and_holds_weights_in_float32(
     assert not ahead["assumed"]
     assert ahead["memory_gb"] == total_memory(torch.device("cpu")) / 1e9
     assert ahead["parts_gb"]["weights"] == pytest.approx(4e-9 * ahead["parameters"])
+
+
+def test_a_soft_cap_is_read_from_the_config(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).touch()
+    for cap in (50.0, None):
+        AutoConfig.for_model("gemma2", **SIZES, attn_logit_softcapping=cap).save_pretrained(tmp_path)
+        assert shape_of(ModelConfig(name=str(tmp_path))).capped == (cap is not None)

@@ -61,6 +61,8 @@ class ModelShape:
     """Quantization of the linear layers, on disk or applied when loaded."""
     modules: Mapping[str, int] = field(default_factory=dict)
     """Number of parameters of every module by name, parents before children."""
+    capped: bool = False
+    """Whether attention has a soft cap on its scores."""
     path: str | None = None
     """Path that the model takes, `fast` or `general`; None: not known before it is loaded."""
     frozen: int = 0
@@ -161,6 +163,7 @@ def shape_of(model: ModelConfig) -> ModelShape:
         tiled=has_our_gates(config, names) and not any(map(reads_block, names)),
         quantization=stored or model.quantization,
         modules={name: parameters_of(module) for name, module in laid_out.named_modules() if name},
+        capped=bool(getattr(config, "attn_logit_softcapping", None)),
         path=known_path(whole),
         frozen=frozen,
         notice=text_part_notice(whole),
