@@ -23,7 +23,7 @@ test-fast: .venv/installed-dev
 	$(BIN)/python -m pytest -n logical --dist loadfile -m "not slow"
 
 test-gpu: .venv/installed-dev
-	TRITON_INTERPRET=0 $(BIN)/python -m pytest -n logical --maxprocesses 12 --dist worksteal --timeout 400 tests/gpu
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest -n logical --maxprocesses 12 --dist worksteal --timeout 400 -rs tests/gpu
 
 check: .venv/installed-dev
 	$(BIN)/ruff format --check .
