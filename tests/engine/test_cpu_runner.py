@@ -71,3 +71,12 @@ def test_an_engine_follows_the_weights_as_they_are_trained(
     (plain,) = Engine(policy, EngineConfig()).generate(asked, sampling)
     assert [c.tokens for c in after] == [c.tokens for c in plain]
     assert [c.logprobs for c in after] == [pytest.approx(c.logprobs, abs=1e-4) for c in plain]
+
+
+def test_layers_are_not_left_unfused_because_memory_was_short(small_policy):
+    def fail(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    small_policy.model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        fused_cpu_forward(small_policy)

@@ -456,3 +456,12 @@ def test_room_is_made_on_a_gpu_only_where_it_is_short(
     assert engine.runner is not None
     engine.make_room(1001)
     assert engine.runner is None
+
+
+def test_memory_that_runs_out_while_generating_is_a_sentence(small_policy, monkeypatch) -> None:
+    def fail(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(small_policy, "logits", fail)
+    with pytest.raises(ConfigError, match=r"out of memory while generating; lower engine.max_sequences"):
+        generate(small_policy, requests((5,), (1,)), Sampling(max_tokens=2))

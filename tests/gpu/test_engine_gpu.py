@@ -227,6 +227,28 @@ def test_a_prompt_longer_than_a_prefill_pass_is_read_whole(monkeypatch):
     )
 
 
+@pytest.mark.parametrize("budget", [48, 8192])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_prompts_read_in_bfloat16_give_the_first_token_of_plain_transformers(kind, budget, monkeypatch):
+    """In one pass, and in passes of 48 tokens that attend to what is cached; against float32."""
+    from groupwise.engine import prefill
+
+    monkeypatch.setattr(prefill, "PREFILL_TOKENS", budget)
+    plain = small_model(kind).to(torch.bfloat16).float()
+    asked = [
+        Request(prompt=tuple((3 * t * t + n) % 256 for t in range(length)), seeds=tuple(range(16)))
+        for n, length in enumerate((1, 17, 300, 700))
+    ]
+    groups = Engine(on_device(small_model(kind), torch.bfloat16), EngineConfig()).generate(
+        asked, Sampling(max_tokens=1)
+    )
+    for request, group in zip(asked, groups, strict=True):
+        with torch.no_grad():
+            logprobs_V = plain(torch.tensor([request.prompt])).logits[0, -1].log_softmax(-1)
+        gaps = [abs(one.logprobs[0] - float(logprobs_V[one.tokens[0]])) for one in group]
+        assert sum(gaps) / len(gaps) < 0.04, len(request.prompt)
+
+
 def test_penalties_and_neighbours_without_them_share_graphs_and_write_what_plain_steps_write():
     penalties = Penalties(bias=((60, 4.0), (3, -100.0)), repetition=1.4, frequency=0.5, presence=0.3)
     jobs = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from torch.nn.functional import silu
 from groupwise.engine import sampler
 from groupwise.engine.cuda import fused_layers, sampling_kernels
 from groupwise.engine.cuda.attention_kernels import launch, padded
+from groupwise.model.device import deterministic_kernels
 from groupwise.records import Sampling
-from tests.support.cuda_checks import DEVICE, DTYPES, assert_near, assert_repeatable, relative
+from tests.support.cuda_checks import DEVICE, DTYPES, HALF, assert_near, assert_repeatable, relative
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -99,6 +101,43 @@ def test_queries_and_keys_are_rotated_and_stored(heads, key_heads, size, with_no
     assert values[untouched].isnan().all()
 
 
+def test_rotating_and_storing_gives_the_same_bits_every_time():
+    tokens, heads, key_heads, size = 512, 12, 2, 128
+    qkv = random(tokens, (heads + 2 * key_heads) * size, dtype=HALF)
+    cos, sin = random(tokens, size // 2), random(tokens, size // 2)
+    q_weight, k_weight = random(size, dtype=HALF), random(size, dtype=HALF)
+    keys, values = torch.zeros(2, tokens, key_heads, size, dtype=HALF, device=DEVICE)
+    places = torch.randperm(tokens, device=DEVICE)
+
+    def compute() -> list[Tensor]:
+        own = qkv.clone()
+        launch(
+            fused_layers.rotate_and_store,
+            (tokens,),
+            own, cos, sin, q_weight, k_weight, keys, values, places, 1.0, 1e-6, own.stride(0),
+            HEADS=heads, KEY_HEADS=key_heads, SIZE=size, HALF=size // 2,
+            PADDED=padded(heads + key_heads, least=1), PADDED_KEYS=padded(key_heads, least=1),
+            NORMED=True, early=True, num_warps=4,
+        )  # fmt: skip
+        return [own, keys, values]
+
+    assert_repeatable(compute)
+
+
+def add_own_products(y: Tensor, up: Tensor, adapter: Tensor, widths: list[int], rank: int) -> None:
+    """Add each row's own B product to its outputs, in place."""
+    rows, outputs = len(y), sum(widths)
+    starts = np.cumsum([0, *widths[:-1]])
+    parts = torch.tensor(np.stack([starts, widths], 1), dtype=torch.int32, device=DEVICE)
+    launch(
+        fused_layers.add_own,
+        (-(-rows // fused_layers.ROWS), -(-max(widths) // fused_layers.COLUMNS), len(widths)),
+        y, up, adapter, parts, rows, y.stride(0), outputs, up.stride(0),
+        SIZE=len(up), RANK=rank, PADDED=padded(rank),
+        ROWS=fused_layers.ROWS, COLUMNS=fused_layers.COLUMNS, num_warps=4,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("rank", [4, 16, 33])
 @pytest.mark.parametrize("members", [1, 3, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -109,7 +148,6 @@ def test_each_row_gets_the_product_of_its_own_adapter(members, rank, dtype):
     up = random(size, outputs, dtype=dtype)
     adapter = torch.sort(torch.randint(-1, members, (rows,), device=DEVICE)).values
     starts = np.cumsum([0, *widths[:-1]])
-    parts = torch.tensor(np.stack([starts, widths], 1), dtype=torch.int32, device=DEVICE)
     expected = y[:, :outputs].double().clone()
     for row, number in enumerate(adapter.tolist()):
         for part, (start, width) in enumerate(zip(starts, widths, strict=True)):
@@ -118,14 +156,22 @@ def test_each_row_gets_the_product_of_its_own_adapter(members, rank, dtype):
                 expected[row, start : start + width] += (
                     low @ up[number * rank : (number + 1) * rank, start : start + width].double()
                 )
-    launch(
-        fused_layers.add_own,
-        (-(-rows // fused_layers.ROWS), -(-max(widths) // fused_layers.COLUMNS), len(widths)),
-        y, up, adapter, parts, rows, y.stride(0), outputs, up.stride(0),
-        SIZE=size, RANK=rank, PADDED=padded(rank),
-        ROWS=fused_layers.ROWS, COLUMNS=fused_layers.COLUMNS, num_warps=4,
-    )  # fmt: skip
+    add_own_products(y, up, adapter, widths, rank)
     assert_near(y[:, :outputs], expected, dtype)
+
+
+def test_own_products_give_the_same_bits_every_time():
+    widths, rank, members = [512, 256, 256], 16, 4
+    up = random(members * rank, sum(widths), dtype=HALF)
+    y = random(512, sum(widths) + len(widths) * len(up), dtype=HALF)
+    adapter = torch.sort(torch.randint(-1, members, (512,), device=DEVICE)).values
+
+    def compute() -> list[Tensor]:
+        own = y.clone()
+        add_own_products(own, up, adapter, widths, rank)
+        return [own]
+
+    assert_repeatable(compute)
 
 
 class Draw:
@@ -200,6 +246,17 @@ def test_tokens_are_sampled_as_on_a_cpu(vocabulary, temperature):
     assert torch.allclose(entropies[same], expected[2][same], atol=5e-5, rtol=5e-5)
 
 
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.9, "min_p": 0.01}])
+def test_deterministic_kernels_draw_the_same_tokens(settings):
+    logits = 4 * random(16, 5001)
+    noise = torch.rand(16, dtype=torch.float64, device=DEVICE)
+    expected, logprobs, _ = sampler.draw(logits, Sampling(**settings), noise)
+    with deterministic_kernels(DEVICE, on=True):
+        tokens, repeated, _ = sampler.draw(logits, Sampling(**settings), noise)
+    assert torch.equal(tokens, expected)
+    assert relative(repeated, logprobs) < 1e-4
+
+
 def test_sampled_tokens_follow_their_probabilities():
     logits_V = torch.tensor([0.0, 1.0, 2.0, -torch.inf, 0.5], device=DEVICE)
     rows = 40000 if DEVICE.type == "cuda" else 40
@@ -245,6 +302,88 @@ def test_sampling_gives_the_same_bits_every_time():
     def compute() -> list[Tensor]:
         torch.manual_seed(1)
         return list(Draw(logits, Sampling(temperature=1.0, max_tokens=9), lengths=[0] * 512, ends=[-1, -1])())
+
+    assert_repeatable(compute)
+
+
+def begun() -> list[Tensor]:
+    """Begin sequences in slots 4 and 1 of six: rows, seeds, adapters, inverse temperatures, lengths, done."""
+    slots, seeds, adapters = [4, 1], [-(2**62), 2**62 + 3], [2, 0]
+    scales = np.array([0.5, 1.25], dtype=np.float32).view(np.int32)
+    new = torch.from_numpy(np.stack([slots, seeds, adapters, scales])).to(DEVICE)
+    kinds = (torch.int64, torch.int64, torch.float32, torch.int32, torch.int32)
+    seed, adapter, scale, length, done = (torch.full((6,), 9, dtype=kind, device=DEVICE) for kind in kinds)
+    rows = torch.full((2,), -1, dtype=torch.int32, device=DEVICE)
+    launch(
+        sampling_kernels.begin_sequences,
+        (2,),
+        new, rows, seed, adapter, scale, length, done, 2,
+        num_warps=1,
+    )  # fmt: skip
+    return [rows, seed, adapter, scale, length, done]
+
+
+def test_sequences_begin_in_their_slots_and_leave_the_others():
+    rows, seed, adapter, scale, length, done = (x.tolist() for x in begun())
+    assert rows == [4, 1]
+    assert seed == [9, 2**62 + 3, 9, 9, -(2**62), 9]
+    assert adapter == [9, 0, 9, 9, 2, 9]
+    assert scale == [9.0, 1.25, 9.0, 9.0, 0.5, 9.0]
+    assert length == done == [9, 0, 9, 9, 0, 9]
+
+
+def opened() -> list[Tensor]:
+    """Open a step of slots 2, 0 and 1: tokens, positions, KV cache slots, and the lengths of the rows."""
+
+    def on_device(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+    rows, length, token = on_device([2, 0, 1]), on_device([1, 16, 17]), on_device([50, 60, 70])
+    prompt, table = on_device([3, 10, 100]), on_device([[5, 9], [6, 9], [7, 8]])
+    tokens, positions, places = (on_device([-1] * 3, torch.int64) for _ in range(3))
+    row_length = on_device([-1] * 3)
+    launch(
+        sampling_kernels.open_step,
+        (3,),
+        rows, length, token, prompt, table, tokens, positions, places, row_length, 2,
+        PAGE=16, num_warps=1,
+    )  # fmt: skip
+    return [tokens, positions, places, row_length]
+
+
+def test_a_step_opens_with_the_last_token_its_position_and_its_place_in_the_cache():
+    tokens, positions, places, row_length = (x.tolist() for x in opened())
+    assert tokens == [70, 50, 60]
+    assert row_length == [17, 1, 16]
+    assert positions == [100 + 16, 3, 10 + 15]
+    assert places == [8 * 16, 5 * 16, 6 * 16 + 15]  # the 17th token is the first of its second block
+
+
+@pytest.mark.parametrize("compute", [begun, opened])
+def test_beginning_and_opening_give_the_same_bits_every_time(compute):
+    assert_repeatable(compute)
+
+
+def test_penalties_give_the_same_bits_every_time():
+    vocabulary, slots = 49159, 64
+    state = sampling_kernels.PenaltyState(slots=slots, vocabulary=vocabulary, device=DEVICE)
+    penalties = sampler.Penalties(bias=((3, 2.0),), repetition=1.5, frequency=0.3, presence=0.2)
+    for slot in range(0, slots, 2):
+        state.set(slot, penalties, (7, 8, slot))
+    rows = torch.randperm(slots, device=DEVICE).int()
+    logits, counts = random(slots, vocabulary), state.counts.clone()
+    last = torch.full((slots + 1,), 7, dtype=torch.int32, device=DEVICE)
+
+    def compute() -> list[Tensor]:
+        changed = logits.clone()
+        state.counts.copy_(counts)
+        launch(
+            sampling_kernels.penalize,
+            (slots, -(-vocabulary // sampling_kernels.CHUNK)),
+            changed, state.counts, state.bias, state.factors, rows, last, vocabulary,
+            CHUNK=sampling_kernels.CHUNK, COUNT=True, num_warps=4,
+        )  # fmt: skip
+        return [changed, state.counts]
 
     assert_repeatable(compute)
 

@@ -23,6 +23,9 @@ from tests.support.cuda_checks import (
 )
 from tests.support.packed_rows import naive_attention, visible
 
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+"""Of the interpreter, for lanes that a mask hides."""
+
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
@@ -54,6 +57,19 @@ def test_rotary_embeddings_and_their_transpose_are_those_of_torch(heads, size, d
     expected.backward(grad.double())
     assert_near(triton_kernels.rotate_heads(x_TND, cos_TD, sin_TD, back=False), expected.detach(), dtype)
     assert_near(triton_kernels.rotate_heads(grad, cos_TD, sin_TD, back=True), exact.grad, dtype)
+
+
+def test_swiglu_and_rotary_give_the_same_bits_every_time():
+    gate, up, grad = (random(2048, 1025, dtype=HALF) for _ in range(3))
+    x_TND, cos_TD, sin_TD = random(512, 12, 128, dtype=HALF), random(512, 128), random(512, 128)
+
+    def compute() -> list[Tensor]:
+        product, own_gate, own_up = grad.clone(), gate.clone(), up.clone()
+        triton_kernels.gated_silu_backward_(product, own_gate, own_up)
+        turned = [triton_kernels.rotate_heads(x_TND, cos_TD, sin_TD, back=back) for back in (False, True)]
+        return [triton_kernels.gated_silu(gate, up), product, own_gate, own_up, *turned]
+
+    assert_repeatable(compute)
 
 
 def attentions(

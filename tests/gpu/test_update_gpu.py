@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from groupwise.config.schema import AlgoConfig, OptimConfig
 from groupwise.errors import ConfigError
 from groupwise.learner.learner import Learner
+from groupwise.learner.micro_batch import pack, row_logprobs
 from groupwise.model.device import deterministic_kernels
 from groupwise.model.load import use_fused_ops
 from groupwise.model.ops.checkpointing import recompute_layers
@@ -142,6 +144,29 @@ def test_a_single_completion_that_does_not_fit_is_one_sentence():
             learner.update(samples, sequences=1, tokens=900)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_answers_of_more_than_8000_tokens_have_the_gradient_of_plain_passes():
+    """In bfloat16, with a shared prompt, against plain transformers in float32."""
+    length = 8300 if DEVICE.type == "cuda" else 300
+    samples = [replace(one, group=0) for one in many_samples(2, length)]
+    policy, plain = big_policy(), small_model("qwen2").to(torch.bfloat16).float().to(DEVICE)
+    logprobs_N, _ = row_logprobs(policy, pack(samples, device=DEVICE), Sampling(), entropy_gradient=False)
+    weights_N = torch.linspace(-1.0, 1.0, len(logprobs_N), device=DEVICE)
+    (weights_N * logprobs_N).sum().backward()
+    rows = []
+    for sample in samples:
+        tokens = torch.tensor(sample.tokens, device=DEVICE)
+        logits = plain(tokens[None], use_cache=False).logits[0, sample.prefix - 1 : -1]
+        rows.append(logits.log_softmax(-1).gather(1, tokens[sample.prefix :, None])[:, 0])
+    expected_N = torch.cat(rows)
+    assert float((logprobs_N - expected_N).detach().abs().mean()) < 0.05
+    (weights_N * expected_N).sum().backward()
+    for (name, ours), theirs in zip(policy.model.named_parameters(), plain.parameters(), strict=True):
+        similar = torch.nn.functional.cosine_similarity(
+            ours.grad.float().flatten(), theirs.grad.flatten(), dim=0
+        )
+        assert float(similar) > 0.99, name
 
 
 def test_checkpointed_layers_give_the_same_gradient_in_bfloat16():

@@ -249,3 +249,23 @@ def test_a_pass_takes_a_quarter_of_a_gpu_but_not_more_tokens_than_pay() -> None:
     assert pass_tokens(gpu_memory=24 * gib, token_bytes=1 << 24, recomputes=False) == 1024
     assert pass_tokens(gpu_memory=None, token_bytes=1 << 21, recomputes=False) == 2048
     assert pass_tokens(gpu_memory=None, token_bytes=1 << 12, recomputes=False) == 4096
+
+
+@pytest.mark.parametrize(
+    ("part", "settings", "sentence"),
+    [
+        ("hidden", {"epochs": 2}, "while computing old, .* lower optim.micro_batch_tokens"),
+        ("step", {}, "while making an optimizer step; set optim.kind=adamw8bit"),
+    ],
+)
+def test_memory_that_runs_out_elsewhere_is_a_sentence(
+    part: str, settings: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = learner(**settings)
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(one.policy if part == "hidden" else one.optimizer, part, fail)
+    with pytest.raises(ConfigError, match=sentence):
+        one.update([sample(7, 8, advantage=1.0), sample(9, 2)], sequences=2, tokens=4)

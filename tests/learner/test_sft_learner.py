@@ -7,7 +7,10 @@ import copy
 import pytest
 import torch
 
-from groupwise.learner.sft_learner import supervised_step, worked_sample
+from groupwise.config import read_config
+from groupwise.errors import ConfigError
+from groupwise.learner.sft_learner import SFTLearner, supervised_step, worked_sample
+from groupwise.model.policy import Policy
 from groupwise.records import Sample
 from tests.support.small_models import policy_of, small_model
 
@@ -64,3 +67,43 @@ def test_steps_lower_the_loss_at_the_given_rate() -> None:
     assert losses[-1] < 0.2 * losses[0]
     assert optimizer.param_groups[0]["lr"] == 1e-2
     assert all(p.grad is None for p in policy.trainable().values())
+
+
+def sft_learner(policy: Policy) -> SFTLearner:
+    # A large eps makes AdamW's step proportional to the gradient, rather than to its sign.
+    optim = read_config(overrides=["optim.eps=1.0", "optim.learning_rate=0.1"]).resolve().optim
+    return SFTLearner(policy, optim=optim, max_steps=2)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")]
+)
+def test_memory_that_runs_out_halves_the_passes_and_leaves_the_gradient_as_it_is(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    policies = [policy_of(small_model()) for _ in range(2)]
+    whole, cramped = map(sft_learner, policies)
+    gradient, failures = policies[1].backward, [error, error]
+
+    def backward(loss: torch.Tensor) -> None:
+        gradient(loss)  # the gradient is there already when memory runs out
+        if failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(policies[1], "backward", backward)
+    cramped.micro_batch_tokens = 40
+    reports = [one.update(SAMPLES) for one in (whole, cramped)]
+    assert cramped.micro_batch_tokens == 10
+    assert caplog.text.count("(same gradient)") == 2
+    assert reports[1] == pytest.approx(reports[0], rel=1e-5)
+    for one, other in zip(*(policy.trainable().values() for policy in policies), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_one_example_too_long_for_the_memory_is_the_users_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backward(self: Policy, loss: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(Policy, "backward", backward)
+    with pytest.raises(ConfigError, match=r"a single example does not fit in memory; .* sft.max_length"):
+        sft_learner(policy_of(small_model())).update(SAMPLES)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from queue import Queue
 from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, CLIPConfig, T5Config
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from groupwise.cli import main
 from groupwise.config.schema import EngineConfig, LoraConfig, ModelConfig
@@ -20,11 +21,12 @@ from groupwise.engine.serving.serving_engine import ServingEngine, StreamChunk
 from groupwise.engine.serving.serving_scheduler import CPUSteps, Job, ServingScheduler
 from groupwise.errors import ConfigError
 from groupwise.learner.micro_batch import own_logprobs, pack
+from groupwise.model import resolve
 from groupwise.model.attention.ulysses import UlyssesContext
 from groupwise.model.load import load_policy
 from groupwise.model.ops.checkpointing import recompute_layers
 from groupwise.model.policy import Policy
-from groupwise.model.resolve import FAMILIES, check_config, known_path, model_folder
+from groupwise.model.resolve import FAMILIES, check_config, known_path, model_folder, text_part_notice
 from groupwise.parallel.processes import divide
 from groupwise.records import Request, Sampling
 from tests.support.generation import converse, requests, same_answers
@@ -141,6 +143,35 @@ def test_a_vision_language_model_is_trained_on_text_and_saved_whole(family: str,
     assert not any("vis" in name for name in adapted.trainable())
 
 
+@pytest.mark.parametrize(
+    ("family", "rest"),
+    [("mistral3", "frozen and saved unchanged"), ("qwen3_5", "left out, also of checkpoints")],
+)
+def test_what_becomes_of_a_vision_language_model_is_said(family: str, rest: str) -> None:
+    sentence = text_part_notice(tiny_config(family))
+    assert sentence is not None
+    assert sentence.startswith("vision-language models are not supported: the text part is trained")
+    assert sentence.endswith(f"the other parts are {rest}")
+    assert text_part_notice(tiny_config("llama")) is None
+
+
+def test_a_run_and_doctor_say_it_and_do_not_count_the_vision_part_as_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = saved("mistral3", tmp_path / "model")
+    policy, adapted = loaded(folder), loaded(folder, r=4)
+    sentence = text_part_notice(tiny_config("mistral3"))
+    assert sentence in policy.notices()
+    for rank, trained in ((0, policy.trained_numbers), (4, adapted.trained_numbers)):
+        assert main(["doctor", "--model", str(folder), "--json", "model.device=cpu", f"lora.r={rank}"]) == 0
+        ahead = json.loads(capsys.readouterr().out)["preflight"]
+        assert (ahead["notice"], ahead["trained"]) == (sentence, trained)
+        assert ahead["parameters"] == sum(p.numel() for p in policy.model.parameters())
+        assert ahead["parts_gb"]["gradients"] == pytest.approx(4e-9 * trained)
+    assert main(["doctor", "--model", str(folder), "model.device=cpu"]) == 0
+    assert sentence in capsys.readouterr().out
+
+
 def test_sharding_says_that_it_needs_the_fast_path() -> None:
     policy = policy_of(tiny_model("gptj"))
     with pytest.raises(ConfigError, match=r"run.parallel=fsdp requires the fast path.*run.parallel=ddp"):
@@ -150,22 +181,34 @@ def test_sharding_says_that_it_needs_the_fast_path() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "reason"),
+    ("family", "settings", "sentence"),
     [
-        (T5Config(), "an encoder-decoder model"),
-        (BertConfig(), "an encoder"),
-        (CLIPConfig(), "of the type clip, which has no causal language model"),
+        ("t5", {}, "is not supported: it is an encoder-decoder model"),
+        ("bert", {}, "is not supported: it is an encoder"),
+        ("clip", {}, "is not supported: it is of the type clip, which has no causal language model"),
+        ("blt", {}, "is not supported: it is a model of bytes"),
+        ("moshi", {}, "is not supported: it is a speech model"),
+        ("paligemma", {}, "is not supported: it is a model whose logits depend on later tokens"),
+        ("phi4_multimodal", {}, "is not supported: it is a model whose text decoder cannot be separated"),
+        ("gemma3n", {}, "needs the package timm: pip install timm"),
+        ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantized with gptq"),
+        ("llama", {"quantization_config": {"quant_method": "awq", "bits": 4}}, "is quantized with awq"),
+        ("llama", {"num_hidden_layers": 1001}, "describes a model of 1001 layers"),
     ],
-    ids=["t5", "bert", "clip"],
 )
-def test_a_model_that_is_no_decoder_is_refused_from_its_config(
-    config: Any,
-    reason: str,
+def test_a_model_that_cannot_be_trained_is_refused_from_its_config(
+    family: str,
+    settings: dict[str, Any],
+    sentence: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    config.save_pretrained(tmp_path)
+    missing_timm = {"timm": None}
+    monkeypatch.setattr(resolve, "find_spec", lambda name: missing_timm.get(name, find_spec(name)))
+    CONFIG_MAPPING[family]().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
     wanted: list[list[str]] = []
 
     def download(name: str, **options: Any) -> str:
@@ -175,13 +218,13 @@ def test_a_model_that_is_no_decoder_is_refused_from_its_config(
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    with pytest.raises(ConfigError, match=f"is not supported: it is {reason}"):
+    with pytest.raises(ConfigError, match=sentence):
         model_folder("owner/name")
     assert wanted == [["config.json"]]  # nothing but the config was downloaded
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "tokenizer.json").touch()
     assert main(["doctor", "--model", str(tmp_path)]) == 2
-    assert reason in capsys.readouterr().err
+    assert sentence in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("family", ["mamba", "gemma4_text", "qwen3_5"])

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import torch
 import transformers
@@ -20,6 +21,7 @@ from groupwise.model.adapters.merge_adapters import merge
 from groupwise.model.attention.compatibility import check_attention, unpackable_reason
 from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
+from groupwise.model.resolve import FAMILIES, UNSUITABLE
 from groupwise.records import Completion, Request, Sample, Sampling
 from tests.support.small_models import SIZES, policy_of, tiny_tokenizer
 from tests.support.tiny_families import ragged_samples, tiny_config, tiny_model
@@ -244,3 +246,12 @@ def test_a_model_whose_settings_transformers_would_not_write_can_be_saved(
     found = json.loads((tmp_path / "again" / "generation_config.json").read_text())
     del found["transformers_version"]
     assert found == written
+
+
+def test_the_documentation_shows_the_paths_of_all_families_and_why_others_are_refused() -> None:
+    text = families.DOCS.read_text()
+    tables = families.path_tables(json.loads(FAMILIES.read_text()))
+    assert "| Qwen3-Next | `qwen3_next` | general |" in tables
+    assert tables in text, "run python benchmarks/families.py llama"
+    for family, reason in UNSUITABLE.items():
+        assert f"| {reason} | `{family}` |" in text

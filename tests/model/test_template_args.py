@@ -33,7 +33,10 @@ def test_the_setting_reaches_the_policy():
 def test_a_model_without_a_chat_template_gets_a_notice():
     def notices(template):
         bare = SimpleNamespace(
-            unpacked_bytes=0, general=None, tokenizer=SimpleNamespace(chat_template=template)
+            unpacked_bytes=0,
+            general=None,
+            text_part=None,
+            tokenizer=SimpleNamespace(chat_template=template),
         )
         return list(Policy.notices(bare))
 

@@ -221,17 +221,27 @@ def look_ahead(
         "parameters": shape.parameters,
         "trained": shape.trained_size(config.lora),
         "path": shape.path,
+        "notice": shape.notice,
         "parts_gb": {part.name: part.bytes / 1e9 for part in estimate.parts},
         "generating_gb": estimate.generating / 1e9,
         "updating_gb": estimate.updating / 1e9,
         "peak_gb": estimate.peak / 1e9,
         "memory_gb": device.total / 1e9,
-        "assumed": memory_gb is None and kind == "cuda" and not torch.cuda.is_available(),
+        "assumed": memory_gb is None and not is_here(kind),
         "fits": estimate.fits,
         "recomputing": recomputing,
         "advice": list(advice(config, shape, estimate)),
         "seconds": seconds,
     }
+
+
+def is_here(kind: str) -> bool:
+    """Whether this machine has a device of this kind."""
+    import torch
+
+    if kind == "mps":
+        return torch.backends.mps.is_available()
+    return kind == "cpu" or torch.cuda.is_available()
 
 
 def device_spec(kind: str, memory_gb: float | None) -> DeviceSpec:
@@ -240,7 +250,7 @@ def device_spec(kind: str, memory_gb: float | None) -> DeviceSpec:
 
     from groupwise.training.resources.run_estimate import CUDA_CONTEXT, DeviceSpec
 
-    if kind == "cpu" or torch.cuda.is_available():
+    if is_here(kind):
         device = DeviceSpec.of(torch.device(kind))
     else:
         device = DeviceSpec(kind=kind, total=24_000_000_000, program=CUDA_CONTEXT)
@@ -250,6 +260,8 @@ def device_spec(kind: str, memory_gb: float | None) -> DeviceSpec:
 def preflight_lines(ahead: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield f"{ahead['model']}: {ahead['parameters']:,} parameters, {ahead['trained']:,} of them trained"
+    if ahead["notice"] is not None:
+        yield ahead["notice"]
     if ahead["path"] == "general":
         yield "slower general path, without shared prompts: the estimates below are for the fast path"
     for name, size in ahead["parts_gb"].items():
@@ -259,7 +271,7 @@ def preflight_lines(ahead: dict[str, Any]) -> Iterator[str]:
     verdict = "fits" if ahead["fits"] else "does not fit"
     yield f"peak {ahead['peak_gb']:.2f} GB {verdict} into {ahead['memory_gb']:.1f} GB"
     if ahead["assumed"]:
-        yield "no GPU available: this memory size is assumed; set --memory-gb to change it"
+        yield "no such GPU available: this memory size is assumed; set --memory-gb to change it"
     yield ahead["recomputing"]
     for line in ahead["advice"]:
         yield f"  try {line}"

@@ -183,7 +183,7 @@ class RunConfig:
     """Callbacks, each as module:Class or FILE.py:Class; see docs/extending.md."""
     deterministic: bool = False
     """Use only GPU kernels that give the same bits every time: a resumed run then ends exactly as one that
-    was never stopped. Slower. On a CPU this always holds."""
+    was never stopped. An update takes about as long. On a CPU this always holds."""
 
     def __post_init__(self) -> None:
         one_of("run.kind", self.kind, KINDS)

@@ -31,7 +31,7 @@ from groupwise.model.adapters.lora import base_of, effective_weight, is_adapted
 from groupwise.model.adapters.quantization import is_quantized
 from groupwise.model.attention.hf_interface import AttentionVariant, Layout
 from groupwise.model.attention.packed import PackedLayout
-from groupwise.model.device import products_keep_bits, repeatable_linear
+from groupwise.model.device import products_keep_bits, raise_device_error, repeatable_linear
 from groupwise.model.ops.rotary import rotate, sine_halves
 from groupwise.model.policy import Policy
 
@@ -220,7 +220,8 @@ def fused_cpu_forward(policy: Policy, members: LoRABank | None = None) -> FusedC
             reference_TM = compared.hidden(tokens_T, positions_T, layout)
         difference = fused.hidden(tokens_T, positions_T, layout) - reference_TM
         return fused if difference.norm() <= 1e-4 * reference_TM.norm() else None
-    except (AttributeError, AssertionError, TypeError, ValueError, RuntimeError):
+    except (AttributeError, AssertionError, TypeError, ValueError, RuntimeError) as error:
+        raise_device_error(error)
         return None
 
 

@@ -24,7 +24,7 @@ from groupwise.engine.general_runner import GeneralRunner, runner_for
 from groupwise.engine.sampler import StopStrings, draw, noise_on, uniforms
 from groupwise.engine.scheduler import NONE, BlockPool, FutureRequests, Scheduler, Sequence
 from groupwise.errors import ConfigError
-from groupwise.model.device import free_memory, total_memory
+from groupwise.model.device import explain_out_of_memory, free_memory, total_memory
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Finish, Request, Sampling
 
@@ -111,6 +111,7 @@ class Engine:
         """Whether repeating a call may change the bits: GPU results depend on the batch composition."""
         return self.policy.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
 
+    @explain_out_of_memory("generating", "lower engine.max_sequences, rollout.max_tokens or engine.kv_tokens")
     def _serve(
         self,
         requests: SequenceOf[Request],

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from groupwise.errors import InvariantError
 from groupwise.invariants import check_finite
-from groupwise.model.ops.logits import entropy, masked_logits, scaled_logits
+from groupwise.model.ops.logits import entropy, masked_logits, running_sum, scaled_logits
 from groupwise.model.policy import Policy
 from groupwise.model.token_grammar import GrammarState, TokenGrammar
 from groupwise.records import Sampling
@@ -81,7 +81,7 @@ def _locate(weights_NK: Tensor, noise_N: Tensor) -> tuple[Tensor, Tensor]:
     The offset is again uniform noise. Example: weights [1, 0, 3] and noise 0.5 aim at 2 of 4, which is
     1 into the last weight -> index 2, rest 1/3.
     """
-    mass_NK = weights_NK.double().cumsum(-1)
+    mass_NK = running_sum(weights_NK.double())
     total_N1 = mass_NK[:, -1:].contiguous()
     aim_N1 = noise_N[:, None] * total_N1
     index_N1 = torch.searchsorted(mass_NK, aim_N1, right=True)

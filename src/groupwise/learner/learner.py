@@ -34,6 +34,7 @@ from groupwise.config.schema import AlgoConfig, OptimConfig
 from groupwise.errors import ConfigError
 from groupwise.invariants import check_finite, check_gap
 from groupwise.learner.micro_batch import (
+    SMALLER_PASSES,
     MicroBatch,
     MicroBatchInputs,
     PassOutput,
@@ -41,15 +42,16 @@ from groupwise.learner.micro_batch import (
     default_micro_batch_tokens,
     micro_batches,
     row_logprobs,
+    smaller_passes,
     supervised_logprobs,
 )
 from groupwise.learner.optimizer import make_optimizer
 from groupwise.learner.teacher import SelfTeacher, Teacher
 from groupwise.model.attention.ulysses import UlyssesContext
+from groupwise.model.device import explain_out_of_memory, ran_out_of_memory
 from groupwise.model.policy import Policy
 from groupwise.parallel.processes import Processes, shares_of_samples, sum_gradients
 from groupwise.records import Group, Sample, Sampling
-from groupwise.tracking.run_folder import LOGGER
 
 GPU_LOGITS_BYTES = 2 << 30
 """Upper bound on the memory of a chunk of logits and its gradient on a GPU."""
@@ -233,6 +235,7 @@ class Learner:
         weights = 16 * self.policy.trained_numbers
         return self.micro_batch_tokens * self.policy.activation_bytes + GPU_LOGITS_BYTES + weights
 
+    @explain_out_of_memory("computing old, reference and teacher log-probabilities", SMALLER_PASSES)
     def _prepare(
         self, samples: Sequence[Sample], *, sequences: int, tokens: int
     ) -> list[list[MicroBatchInputs]]:
@@ -327,33 +330,26 @@ class Learner:
     def _accumulate(self, parts: list[MicroBatchInputs]) -> list[PassOutput]:
         """Accumulate a mini-batch's gradient; if memory runs out, start over with smaller micro-batches.
 
-        A failed pass may leave a partial gradient, so all of it is discarded. Smaller micro-batches give the
-        same gradient. `parts` is updated in place, so later epochs use the smaller micro-batches, too.
+        Smaller micro-batches give the same gradient. `parts` is updated in place, for later epochs.
         """
         while True:
             try:
                 return [self._backward(part) for part in parts]
-            except torch.OutOfMemoryError as error:
+            except (RuntimeError, MemoryError) as error:
+                if not ran_out_of_memory(error):
+                    raise
                 if self.policy.is_sharded or self.context is not None:
                     raise ConfigError(
-                        "the update ran out of memory; lower optim.micro_batch_tokens "
-                        f"(now {self.micro_batch_tokens}) or set model.gradient_checkpointing=true"
+                        f"the update ran out of memory; {SMALLER_PASSES} (passes have at most "
+                        f"{self.micro_batch_tokens} tokens)"
                     ) from error
                 if all(len(part.members) == 1 for part in parts):
                     raise ConfigError(
                         "a single completion does not fit in memory; "
                         "set model.gradient_checkpointing=true or lower rollout.max_tokens"
                     ) from error
-            # Outside of the except block: the exception's traceback holds the tensors of the failed pass.
-            self.optimizer.zero_grad(set_to_none=True)
             parts[:] = [half for part in parts for half in part.halves()]
-            self.micro_batch_tokens = max(1, self.micro_batch_tokens // 2)
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            LOGGER.warning(
-                "out of memory in the update; retrying with micro-batches of %d tokens (same gradient)",
-                self.micro_batch_tokens,
-            )
+            self.micro_batch_tokens = smaller_passes(self.optimizer, self.micro_batch_tokens)
 
     def _backward(self, part: MicroBatchInputs) -> PassOutput:
         batch = part.batch
@@ -447,6 +443,9 @@ def split_groups(samples: Sequence[Sample], count: int) -> list[list[Sample]]:
     return [[sample for group in ordered[start:end] for sample in group] for start, end in pairwise(bounds)]
 
 
+@explain_out_of_memory(
+    "making an optimizer step", "set optim.kind=adamw8bit, optim.offload=true or lora.r=16"
+)
 def clipped_step(
     policy: Policy, optimizer: torch.optim.Optimizer, *, rate: float, max_grad_norm: float
 ) -> float:

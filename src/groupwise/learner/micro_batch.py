@@ -24,6 +24,10 @@ from groupwise.model.ops.logits import entropy, masked_logits, scaled_logits
 from groupwise.model.policy import Policy
 from groupwise.model.token_grammar import TokenGrammar
 from groupwise.records import Sample, Sampling
+from groupwise.tracking.run_folder import LOGGER
+
+SMALLER_PASSES = "lower optim.micro_batch_tokens or set model.gradient_checkpointing=true"
+"""What helps if an update runs out of memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +103,22 @@ def micro_batches(samples: Sequence[Sample], *, budget: int, shared: bool = True
         size += cost
         group = prompt_of(sample)
     return batches
+
+
+def smaller_passes(optimizer: torch.optim.Optimizer, budget: int) -> int:
+    """Discard what a pass without enough memory left behind, and return half of its budget.
+
+    A failed pass may leave a partial gradient, so all of it is discarded. Call this outside of the except
+    block: the exception's traceback holds the tensors of the failed pass.
+    """
+    optimizer.zero_grad(set_to_none=True)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    budget = max(1, budget // 2)
+    LOGGER.warning(
+        "out of memory in the update; retrying with micro-batches of %d tokens (same gradient)", budget
+    )
+    return budget
 
 
 def prompt_of(sample: Sample) -> tuple[int, int]:

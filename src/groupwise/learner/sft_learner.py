@@ -8,10 +8,19 @@ import torch
 from torch import Tensor
 
 from groupwise.config.schema import OptimConfig
+from groupwise.errors import ConfigError
 from groupwise.invariants import check_finite
 from groupwise.learner.learner import clipped_step, scheduled_rate
-from groupwise.learner.micro_batch import default_micro_batch_tokens, micro_batches, pack, row_logprobs
+from groupwise.learner.micro_batch import (
+    SMALLER_PASSES,
+    default_micro_batch_tokens,
+    micro_batches,
+    pack,
+    row_logprobs,
+    smaller_passes,
+)
 from groupwise.learner.optimizer import make_optimizer
+from groupwise.model.device import ran_out_of_memory
 from groupwise.model.policy import Policy
 from groupwise.parallel.processes import Processes, shares_of_samples, sum_gradients
 from groupwise.records import Sample, Sampling
@@ -78,19 +87,36 @@ class SFTLearner:
             shares = [
                 [samples[i] for i in share] for share in shares_of_samples(samples, self.processes.count)
             ]
-            own = mean_loss(
-                self.policy,
-                shares[self.processes.rank],
-                tokens=sum(sample.length for sample in samples),
-                micro_batch_tokens=self.micro_batch_tokens,
-                backward=backward,
-            )
+            tokens = sum(sample.length for sample in samples)
+            own = self._share_loss(shares[self.processes.rank], tokens=tokens, backward=backward)
             if self.policy.is_sharded:
                 # Sharded layers need all processes: those without work run idle passes.
                 passes = [len(micro_batches(share, budget=self.micro_batch_tokens)) for share in shares]
                 for _ in range(max(passes) - passes[self.processes.rank]):
                     pass_loss(self.policy, samples[:1], tokens=float("inf"), backward=backward)
         return sum(self.processes.gather(own))
+
+    def _share_loss(self, samples: Sequence[Sample], *, tokens: int, backward: bool) -> float:
+        """Return `mean_loss`; if memory runs out, start over with smaller micro-batches."""
+        while True:
+            budget = self.micro_batch_tokens
+            try:
+                return mean_loss(
+                    self.policy, samples, tokens=tokens, micro_batch_tokens=budget, backward=backward
+                )
+            except (RuntimeError, MemoryError) as error:
+                if not ran_out_of_memory(error):
+                    raise
+                if self.policy.is_sharded:
+                    raise ConfigError(f"the update ran out of memory; {SMALLER_PASSES}") from error
+                if len(micro_batches(samples, budget=budget, shared=self.policy.general is None)) == len(
+                    samples
+                ):
+                    raise ConfigError(
+                        "a single example does not fit in memory; set model.gradient_checkpointing=true or "
+                        "lower sft.max_length"
+                    ) from error
+            self.micro_batch_tokens = smaller_passes(self.optimizer, budget)
 
 
 def supervised_step(

@@ -112,11 +112,47 @@ def tile_count(tokens: int) -> int:
     return max(1, round(tokens / TILE))
 
 
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""Parts of torch's messages on a GPU, on a CPU and of cuBLAS."""
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether an operation failed because memory was short."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
+
+
+@contextmanager
+def explain_out_of_memory(doing: str, remedy: str) -> Iterator[None]:
+    """Turn an error about short memory into one sentence that says what to do."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not ran_out_of_memory(error):
+            raise
+        raise ConfigError(f"out of memory while {doing}; {remedy}") from error
+
+
+def raise_device_error(error: Exception) -> None:
+    """Raise the error again if memory or a deterministic kernel was missing.
+
+    A trial of what a model can do calls this: such an error says nothing about the model.
+    """
+    if ran_out_of_memory(error) or NO_DETERMINISTIC_KERNEL in str(error):
+        raise error
+
+
+NO_DETERMINISTIC_KERNEL = "does not have a deterministic implementation"
+"""Part of torch's message."""
+
+
 @contextmanager
 def deterministic_kernels(device: torch.device, *, on: bool) -> Iterator[None]:
     """Use only kernels that give the same bits for the same input on a GPU. A CPU always does.
 
     Must be entered before the first matrix product of the process: cuBLAS reads its workspace setting then.
+    Raises ConfigError for an operation that has no such kernel.
     """
     if not on or device.type != "cuda":
         yield
@@ -128,6 +164,14 @@ def deterministic_kernels(device: torch.device, *, on: bool) -> Iterator[None]:
     settings.fill_uninitialized_memory = False  # every element is written anyway
     try:
         yield
+    except RuntimeError as error:
+        if NO_DETERMINISTIC_KERNEL not in str(error):
+            raise
+        operation = str(error).partition(f" {NO_DETERMINISTIC_KERNEL}")[0]
+        raise ConfigError(
+            f"the model uses {operation}, which has no deterministic kernel on a GPU; set "
+            "run.deterministic=false"
+        ) from error
     finally:
         torch.use_deterministic_algorithms(before)
         settings.fill_uninitialized_memory = filled

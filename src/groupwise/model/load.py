@@ -25,7 +25,7 @@ from groupwise.model.adapters.quantization import (
 )
 from groupwise.model.attention import hf_interface
 from groupwise.model.attention.compatibility import check_attention
-from groupwise.model.device import device_of, return_freed_memory
+from groupwise.model.device import device_of, explain_out_of_memory, raise_device_error, return_freed_memory
 from groupwise.model.general_forward import text_decoder
 from groupwise.model.ops.checkpointing import recompute_layers
 from groupwise.model.ops.lora_linear import use_fused_lora
@@ -39,12 +39,16 @@ from groupwise.model.resolve import (
     check_sizes,
     first_line,
     model_folder,
+    text_part_notice,
     unloadable,
 )
 from groupwise.model.tokenizer import TEMPLATE_ARGS
 from groupwise.rewards.llm_judge import RewardModel
 
 
+@explain_out_of_memory(
+    "loading the model", "use a smaller model, model.dtype=bfloat16 or model.quantization=nf4"
+)
 def load_policy(
     model: ModelConfig, lora: LoraConfig, *, trained: Path | None = None, reference: bool = False
 ) -> Policy:
@@ -75,6 +79,7 @@ def load_policy(
             frozen.set_attn_implementation(hf_interface.NAME)
         use_fused_ops(frozen, packed=general is None)
     policy = Policy(policy_model, tokenizer, reference=frozen, general=general)
+    policy.text_part = text_part_notice(check_config(source, name=model.name))
     if model.gradient_checkpointing:
         recompute_layers(policy)
     return policy
@@ -160,6 +165,7 @@ def causal_model(
             f"the pickled weights in {folder} contain more than tensors or are damaged; they were not loaded"
         ) from error
     except unloadable() as error:
+        raise_device_error(error)
         raise ConfigError(f"cannot load the model in {folder}: {first_line(error)}") from error
     model, report = loaded
     lacking = sorted(report["missing_keys"])

@@ -64,6 +64,8 @@ class Policy(TokenizerCodec):
         """A sampling rule of the user, for the sampler and the trained log-probabilities."""
         self.grammar: TokenGrammar | None = None
         """A grammar that completions must match, for the sampler and the trained log-probabilities."""
+        self.text_part: str | None = None
+        """A notice for the user if the model has other parts than text."""
         self.version = 0
         """Incremented by every update; external engines compare it to detect stale weights."""
 
@@ -89,6 +91,8 @@ class Policy(TokenizerCodec):
 
     def notices(self) -> Iterator[str]:
         """Yield notices for the user about choices made for this policy."""
+        if self.text_part is not None:
+            yield self.text_part
         if self.general is not None:
             yield str(self.general)
         size = f"{self.unpacked_bytes / 1e9:.2f} GB"

@@ -10,7 +10,7 @@ import os
 import shlex
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -107,6 +107,11 @@ def check_sizes(folder: Path) -> None:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
         raise ConfigError(f"{path} is damaged: {first_line(error)}") from error
+    check_layers(settings, name=str(path))
+
+
+def check_layers(settings: Any, *, name: str) -> None:
+    """Raise ConfigError if a config, as read from JSON, has too many layers or experts."""
     for part in (settings, *settings.values()) if isinstance(settings, dict) else ():
         if not isinstance(part, dict):
             continue
@@ -116,7 +121,7 @@ def check_sizes(folder: Path) -> None:
         )
         if layers > MOST_LAYERS or layers * experts > MOST_EXPERTS:
             raise ConfigError(
-                f"{path} describes a model of {layers} layers with {experts} experts each; the limits are "
+                f"{name} describes a model of {layers} layers with {experts} experts each; the limits are "
                 f"{MOST_LAYERS} layers and {MOST_EXPERTS} experts in total"
             )
 
@@ -222,15 +227,29 @@ def _snapshot(name: str, *, wanted: list[str]) -> Path:
 
 def check_config(folder: Path | str, *, name: str) -> Any:
     """Return a model's config, or raise ConfigError if no model of its kind can be trained."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
 
     try:
+        settings, _ = PreTrainedConfig.get_config_dict(str(folder))
+        check_layers(settings, name=name)  # transformers makes a list of the layers
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except unloadable() as error:
         raise ConfigError(f"cannot read the config of {name}: {first_line(error)}") from error
     if reason := refusal(config):
         raise ConfigError(f"the model {name!r} is not supported: it is {reason}; choose another model")
+    quantization_kind(getattr(config, "quantization_config", None), model=name)
+    if _needs_timm(config) and find_spec("timm") is None:
+        raise ConfigError(f"the vision part of the model {name!r} needs the package timm: pip install timm")
     return config
+
+
+UNSUITABLE = {
+    "blt": "a model of bytes, which has no tokens to train",
+    "moshi": "a speech model",
+    "paligemma": "a model whose logits depend on later tokens",
+    "phi4_multimodal": "a model whose text decoder cannot be separated from its audio and vision parts",
+}
+"""What models are that transformers calls causal language models, by model type."""
 
 
 def refusal(config: Any) -> str | None:
@@ -238,6 +257,8 @@ def refusal(config: Any) -> str | None:
     from transformers.models.auto import modeling_auto as auto
 
     kind = type(config)
+    if config.model_type in UNSUITABLE:
+        return UNSUITABLE[config.model_type]
     if config.is_encoder_decoder:
         return "an encoder-decoder model, and groupwise trains decoder-only models"
     if kind in auto.MODEL_FOR_MASKED_LM_MAPPING:
@@ -251,14 +272,54 @@ def refusal(config: Any) -> str | None:
     return None
 
 
+def _needs_timm(config: Any) -> bool:
+    """Whether a part of the model is made by the package timm."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    parts = (getattr(config, name, None) for name in config.sub_configs)
+    kinds = (MODEL_MAPPING_NAMES.get(part.model_type) for part in parts if part is not None)
+    return any(isinstance(kind, str) and kind.startswith("Timm") for kind in kinds)
+
+
+def quantization_kind(settings: Mapping[str, Any] | None, *, model: str) -> str | None:
+    """Return the quantization described by a `quantization_config`; None if there is none."""
+    if not settings:
+        return None
+    if settings.get("load_in_4bit"):
+        return "nf4"
+    if settings.get("load_in_8bit"):
+        return "int8"
+    raise ConfigError(
+        f"{model} is quantized with {settings.get('quant_method', 'an unknown method')}; only bitsandbytes "
+        "weights can be trained on; use the model's unquantized weights"
+    )
+
+
 def auto_class(config: Any) -> Any:
     """Return the class that loads a config's model; of a vision-language model, with its vision part."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForCausalLM if _has_causal_class(config) else AutoModelForImageTextToText
+
+
+def _has_causal_class(config: Any) -> bool:
+    """Whether transformers has a causal class for the model, and one that loads its text part again."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    # A class for the text part alone is of use if what it saves can be loaded again.
-    causal = all(type(c) in MODEL_FOR_CAUSAL_LM_MAPPING for c in (config, config.get_text_config()))
-    return AutoModelForCausalLM if causal else AutoModelForImageTextToText
+    return all(type(c) in MODEL_FOR_CAUSAL_LM_MAPPING for c in (config, config.get_text_config()))
+
+
+def text_part_notice(config: Any) -> str | None:
+    """Return what becomes of a vision-language model; None for a text model."""
+    text = config.get_text_config()
+    others = [part for name in config.sub_configs if (part := getattr(config, name, None)) is not text]
+    if text is config or not any(others):
+        return None
+    rest = "left out, also of checkpoints" if _has_causal_class(config) else "frozen and saved unchanged"
+    return (
+        "vision-language models are not supported: the text part is trained, on text alone; the other parts "
+        f"are {rest}"
+    )
 
 
 FAMILIES = Path(__file__).parent / "families.json"
@@ -285,7 +346,7 @@ def unloadable() -> tuple[type[Exception], ...]:
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
-    wrong = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, AssertionError)
+    wrong = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, AssertionError, ImportError)
     return (*wrong, OSError, RuntimeError, SafetensorError, StrictDataclassError)
 
 

@@ -362,3 +362,12 @@ def test_a_released_engine_frees_its_cache_at_once(small_policy):
         assert cache() is None
     finally:
         gc.enable()
+
+
+def test_layers_are_not_left_unfused_because_memory_was_short(small_policy):
+    def fail(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    small_policy.model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        fused_forward(small_policy)

@@ -15,6 +15,7 @@ from transformers.models.seed_oss.modeling_seed_oss import SeedOssMLP
 
 from groupwise.model.attention import hf_interface
 from groupwise.model.load import use_fused_ops
+from groupwise.model.ops.equivalence import random_states, random_states_kept
 from groupwise.model.ops.swiglu import use_fused_swiglu
 
 WIDE = {"hidden_size": 2048, "intermediate_size": 4096}
@@ -91,3 +92,15 @@ def test_every_part_of_a_plain_layer_is_shortened_and_another_gate_is_not() -> N
             assert is_short(layer.self_attn)
             assert is_short(layer.mlp) == expected
             assert is_short(layer.input_layernorm) == expected  # Gemma's adds 1 to the weight
+
+
+def test_the_random_state_of_mps_is_read_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the generator of a device that this machine may not have."""
+    held = [torch.zeros(2, dtype=torch.uint8)]
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda device: held[0].clone())
+    monkeypatch.setattr(torch.mps, "set_rng_state", lambda state, device: held.__setitem__(0, state))
+    device = torch.device("mps")
+    with random_states_kept(device):
+        held[0] += 1
+        assert random_states(device)[1].tolist() == [1, 1]
+    assert held[0].tolist() == [0, 0]

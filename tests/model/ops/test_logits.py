@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from groupwise.model.ops.logits import entropy, scaled_logits
+from groupwise.model.ops.logits import doubling_sum, entropy, scaled_logits
 from groupwise.records import Sampling
 from tests.support.naive_distribution import naive_logprobs
 
@@ -90,3 +90,13 @@ def test_any_combination_equals_the_naive_distribution(seed):
 def test_entropy_counts_impossible_tokens_as_nothing():
     logprobs = torch.tensor([[0.5, 0.25, 0.25, 0.0], [1.0, 0.0, 0.0, 0.0]]).log()
     assert entropy(logprobs).tolist() == pytest.approx([1.5 * math.log(2), 0.0])
+
+
+def test_sums_by_doubling_are_the_cumulative_sums():
+    assert doubling_sum(torch.tensor([[1.0, 2, 0, 4, 8], [5, 0, 0, 0, 1]])).tolist() == [
+        [1, 3, 3, 7, 15],
+        [5, 5, 5, 5, 6],
+    ]
+    for width in (1, 2, 255, 256, 2400):
+        x_NK = torch.rand(3, width, dtype=torch.float64)
+        torch.testing.assert_close(doubling_sum(x_NK), x_NK.cumsum(-1), rtol=1e-14, atol=0.0)

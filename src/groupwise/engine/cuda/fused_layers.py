@@ -35,6 +35,7 @@ from groupwise.engine.scheduler import Prefix
 from groupwise.model.adapters.lora import base_of, is_adapted
 from groupwise.model.adapters.quantization import plain_weight
 from groupwise.model.attention.hf_interface import AttentionVariant
+from groupwise.model.device import raise_device_error
 from groupwise.model.ops.equivalence import float32_excerpt
 from groupwise.model.ops.rotary import rotate, sine_halves
 from groupwise.model.policy import Policy
@@ -420,6 +421,7 @@ def fused_forward(policy: Policy, members: LoRABank | None = None) -> FusedForwa
         fused = FusedForward(policy, members)
         difference = _difference(policy, fused, members)
     except (AttributeError, AssertionError, TypeError, ValueError, RuntimeError) as error:
+        raise_device_error(error)
         LOGGER.info("generating with the model's own layers, which cannot be fused: %s", error)
         return None
     if not difference <= (LIMITS[policy.head_weight.dtype] if policy.is_sharded else LIMITS[torch.float32]):

@@ -20,6 +20,7 @@ from torch import Tensor
 from groupwise.config.schema import ADAPTER, LoraConfig
 from groupwise.errors import ConfigError
 from groupwise.model.adapters.quantization import plain_weight
+from groupwise.model.device import raise_device_error
 from groupwise.model.general_forward import text_decoder
 from groupwise.model.resolve import adapter_settings, first_line, unloadable
 
@@ -101,7 +102,8 @@ def is_linear(module: torch.nn.Linear) -> bool:
     x_2I = torch.ones(2, module.in_features, dtype=module.weight.dtype, device=module.weight.device)
     try:
         y_2O = module(x_2I)
-    except (RuntimeError, TypeError, ValueError):
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise_device_error(error)
         return False
     expected_2O = torch.nn.functional.linear(x_2I, module.weight, module.bias)
     return isinstance(y_2O, Tensor) and torch.allclose(y_2O, expected_2O, rtol=1e-2, atol=1e-3)

@@ -10,7 +10,6 @@ Axes: N tokens, I inputs, O outputs.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from groupwise.errors import ConfigError
 from groupwise.files import sign_weights
-from groupwise.model.resolve import first_line, new_folder
+from groupwise.model.resolve import first_line, new_folder, quantization_kind
 
 
 def is_quantized(linear: Any) -> bool:
@@ -101,20 +100,6 @@ def quantization_of(folder: Path) -> str | None:
         return quantization_kind(settings, model=str(folder))
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"{folder / 'config.json'} is damaged: {first_line(error)}") from error
-
-
-def quantization_kind(settings: Mapping[str, Any] | None, *, model: str) -> str | None:
-    """Return the quantization described by a `quantization_config`; None if there is none."""
-    if not settings:
-        return None
-    if settings.get("load_in_4bit"):
-        return "nf4"
-    if settings.get("load_in_8bit"):
-        return "int8"
-    raise ConfigError(
-        f"{model} is quantized with {settings.get('quant_method', 'an unknown method')}; only bitsandbytes "
-        "weights can be trained on; use the original model"
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

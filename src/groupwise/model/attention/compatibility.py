@@ -16,6 +16,7 @@ from torch import Tensor
 from groupwise.errors import ConfigError
 from groupwise.model.attention import hf_interface
 from groupwise.model.attention.packed import PackedLayout
+from groupwise.model.device import raise_device_error
 from groupwise.model.general_forward import GeneralPath, copied_rows, text_decoder
 from groupwise.model.ops.equivalence import RecordingLayout, float32_excerpt, in_mode
 from groupwise.model.policy import Policy
@@ -49,6 +50,7 @@ def check_attention(model: Any, *, name: str) -> GeneralPath | None:
             if reason == DIFFERS:  # the context stays inside windows that attention does not know
                 reason = _difference_to_packed(model, exact, tokens_T, limit, own=own)
         except FAILURES as error:
+            raise_device_error(error)
             reason = f"does not support packed attention ({first_line(error)})"
         if reason is None:
             return None
@@ -65,7 +67,8 @@ def _float32(model: Any) -> tuple[Any, float]:
     try:
         excerpt = float32_excerpt(model, tokens=PROMPT + 2 * ANSWER)
         excerpt(torch.zeros(1, 1, dtype=torch.int64, device=model.get_output_embeddings().weight.device))
-    except FAILURES:
+    except FAILURES as error:
+        raise_device_error(error)
         return model, ROUNDING
     return excerpt, LIMIT
 
@@ -131,6 +134,7 @@ def _check_logits(exact: Any, tokens_T: Tensor, limit: float, *, name: str) -> N
         alone_1LM, _ = policy.own_hidden(tokens_T[None, :PROMPT], cache=False)
         difference = max(difference, _difference(alone_1LM[0], hidden_TM[:PROMPT]))
     except FAILURES as error:
+        raise_device_error(error)
         raise ConfigError(
             f"the model {name!r} is not supported: {first_line(error)}; choose another model"
         ) from error
@@ -149,7 +153,8 @@ def _caches(exact: Any, tokens_T: Tensor, limit: float) -> bool:
         # A prompt of one token is shorter than the state of a convolution.
         computed = (_stepwise(policy, tokens_T, prompt=prompt) for prompt in (PROMPT, 1))
         return all(_difference(hidden_TM, whole_1TM[0]) < limit for hidden_TM in computed)
-    except FAILURES:
+    except FAILURES as error:
+        raise_device_error(error)
         return False
 
 

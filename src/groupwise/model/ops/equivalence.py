@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from groupwise.model.adapters.quantization import is_quantized_model
 from groupwise.model.attention.hf_interface import STANDARD, AttentionVariant
 from groupwise.model.attention.packed import PackedLayout
+from groupwise.model.device import raise_device_error
 
 if TYPE_CHECKING:
     from groupwise.model.policy import Policy
@@ -47,7 +48,7 @@ Pass = Callable[[Any, Tensor], Tensor]
 def computes_the_same(module: nn.Module, x: Tensor, original: Pass, fused: Pass) -> bool:
     """Whether two forward passes of a module agree in float32, in evaluation and in training mode."""
     exact = _in_float32(module)
-    with torch.random.fork_rng([x.device] if x.is_cuda else []):
+    with random_states_kept(x.device):
         for training in (False, True):
             with in_mode(exact, training=training):
                 if not all(_agree(exact, scale * x, original, fused) for scale in SCALES):
@@ -60,7 +61,8 @@ def _agree(module: nn.Module, x: Tensor, original: Pass, fused: Pass) -> bool:
         result, expected = fused(module, x), original(module, x)
         # A result of zeros, as of freshly initialized layers, proves nothing.
         return bool(expected.norm() > 0 and (result - expected).norm() <= LIMIT * expected.norm())
-    except (TypeError, RuntimeError, AttributeError, ValueError, LookupError):
+    except (TypeError, RuntimeError, AttributeError, ValueError, LookupError) as error:
+        raise_device_error(error)
         return False  # the module needs other arguments or has other submodules
 
 
@@ -203,13 +205,22 @@ def compute_short_row(policy: Policy) -> None:
 def draws_noise(policy: Policy) -> bool:
     """Whether a forward pass in training mode advances a random number generator."""
     device = policy.device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        before = _states(device)
+    with random_states_kept(device):
+        before = random_states(device)
         compute_short_row(policy)
-        after = _states(device)
+        after = random_states(device)
     return not all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
-def _states(device: torch.device) -> list[Tensor]:
-    on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+def random_states_kept(device: torch.device) -> AbstractContextManager[None]:
+    """Restore the random states of the CPU and of a GPU (cuda or mps) after this context."""
+    if device.type == "cpu":
+        return torch.random.fork_rng([])
+    return torch.random.fork_rng([device], device_type=device.type)
+
+
+def random_states(device: torch.device) -> list[Tensor]:
+    """Return the states of the random number generators that a pass on a device may use."""
+    module: Any = torch.get_device_module(device)
+    on_gpu = [] if device.type == "cpu" else [module.get_rng_state(device)]
     return [torch.get_rng_state(), *on_gpu]

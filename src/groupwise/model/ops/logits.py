@@ -82,7 +82,7 @@ def scaled_logits(logits_NV: Tensor, sampling: Sampling, *, keep_N: Tensor | Non
         remaining_NV = logits_NV.masked_fill(~allowed_NV, float("-inf"))
         sorted_NV, order_NV = remaining_NV.softmax(-1).sort(dim=-1, descending=True, stable=True)
         # A token stays while the mass before it is below top_p, so the most likely token always stays.
-        short_NV = sorted_NV.cumsum(-1) - sorted_NV < sampling.top_p
+        short_NV = running_sum(sorted_NV) - sorted_NV < sampling.top_p
         allowed_NV &= torch.zeros_like(short_NV).scatter(1, order_NV, short_NV)
     if sampling.min_p > 0.0:
         # A probability ratio is a logit difference, whichever tokens are excluded.
@@ -90,6 +90,22 @@ def scaled_logits(logits_NV: Tensor, sampling: Sampling, *, keep_N: Tensor | Non
     if keep_N is not None:
         allowed_NV.scatter_(1, keep_N[:, None], True)
     return logits_NV.masked_fill(~allowed_NV, float("-inf"))
+
+
+def running_sum(x_NK: Tensor) -> Tensor:
+    """Return the cumulative sums of each row. With deterministic kernels, torch refuses its own on a GPU."""
+    if x_NK.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return doubling_sum(x_NK)
+    return x_NK.cumsum(-1)
+
+
+def doubling_sum(x_NK: Tensor) -> Tensor:
+    """Return the cumulative sums of each row from sums of 2, 4, 8, … neighbors, always in the same order."""
+    reach = 1
+    while reach < x_NK.shape[1]:
+        x_NK = torch.cat([x_NK[:, :reach], x_NK[:, reach:] + x_NK[:, :-reach]], dim=1)
+        reach *= 2
+    return x_NK
 
 
 def masked_logits(logits_NV: Tensor, masks_NW: Tensor, *, keep_N: Tensor | None = None) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from groupwise.config.schema import LoraConfig, ModelConfig
 from groupwise.errors import ConfigError
 from groupwise.files import hub_reason
-from groupwise.model.adapters.quantization import quantization_kind
+from groupwise.model.load import freeze_other_modalities
 from groupwise.model.policy import inner_size
 from groupwise.model.resolve import (
     auto_class,
@@ -20,6 +20,8 @@ from groupwise.model.resolve import (
     known_path,
     local_folder,
     model_folder,
+    quantization_kind,
+    text_part_notice,
     unloadable,
 )
 
@@ -43,7 +45,7 @@ class ModelShape:
 
     parameters: int
     linears: tuple[LinearShape, ...]
-    """Without the output layer."""
+    """Of the text part, without the output layer."""
     layers: int
     width: int
     inner: int
@@ -59,8 +61,14 @@ class ModelShape:
     """Quantization of the linear layers, on disk or applied when loaded."""
     modules: Mapping[str, int] = field(default_factory=dict)
     """Number of parameters of every module by name, parents before children."""
+    capped: bool = False
+    """Whether attention has a soft cap on its scores."""
     path: str | None = None
     """Path that the model takes, `fast` or `general`; None: not known before it is loaded."""
+    frozen: int = 0
+    """Number of parameters of other parts than text, which are loaded and not trained."""
+    notice: str | None = None
+    """What becomes of these parts."""
     head: str = "lm_head"
     """The name of the output layer."""
 
@@ -105,7 +113,7 @@ class ModelShape:
 
     def trained_size(self, lora: LoraConfig) -> int:
         """Number of trained parameters."""
-        return self.adapter_size(lora) + self.saved_size(lora) if lora.r else self.parameters
+        return self.adapter_size(lora) + self.saved_size(lora) if lora.r else self.parameters - self.frozen
 
     def trains_head(self, lora: LoraConfig) -> bool:
         return not lora.r or inside(self.head, self.saved(lora))
@@ -130,11 +138,13 @@ def shape_of(model: ModelConfig) -> ModelShape:
     except unloadable() as error:
         reason = first_line(error) if folder is not None else hub_reason(error)
         raise ConfigError(f"cannot read the config of {model.name}: {reason}; check the name") from error
+    freeze_other_modalities(laid_out)
+    frozen = sum(parameter.numel() for parameter in laid_out.parameters() if not parameter.requires_grad)
     head = laid_out.get_output_embeddings()
     linears = tuple(
         LinearShape(name=name, inputs=module.in_features, outputs=module.out_features)
         for name, module in laid_out.named_modules()
-        if isinstance(module, torch.nn.Linear) and module is not head
+        if isinstance(module, torch.nn.Linear) and module is not head and module.weight.requires_grad
     )
     # A model without attention has a state instead of keys and values; it is taken for one head.
     width, heads = int(config.hidden_size), int(getattr(config, "num_attention_heads", None) or 1)
@@ -153,7 +163,10 @@ def shape_of(model: ModelConfig) -> ModelShape:
         tiled=has_our_gates(config, names) and not any(map(reads_block, names)),
         quantization=stored or model.quantization,
         modules={name: parameters_of(module) for name, module in laid_out.named_modules() if name},
+        capped=bool(getattr(config, "attn_logit_softcapping", None)),
         path=known_path(whole),
+        frozen=frozen,
+        notice=text_part_notice(whole),
         head=next((name for name, module in laid_out.named_modules() if module is head), ""),
     )
 

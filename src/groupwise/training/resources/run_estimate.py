@@ -37,6 +37,8 @@ CUDA_CONTEXT = 0
 """Not included: the CUDA context, about 0.5 GB, which torch.cuda.max_memory_allocated does not count."""
 CHUNKS_LEFT = 12
 """Chunks of logits whose memory the CPU heap does not reuse because of fragmentation, measured."""
+SCORE_BYTES = 24
+"""Bytes per score of attention while it is differentiated: six float32 values, measured."""
 GPU_CHUNK_LOGITS = 1 << 26
 """Logits that `model.fused_logprobs`, which only a GPU can import, holds at once."""
 
@@ -46,7 +48,7 @@ class DeviceSpec:
     """The device of a run."""
 
     kind: str
-    """cpu or cuda."""
+    """cpu, cuda or mps."""
     total: int
     """Bytes of memory of the device."""
     program: int
@@ -98,7 +100,7 @@ class MemoryEstimate:
 def preflight(config: Config, shape: ModelShape, place: DeviceSpec, *, prompt_tokens: int) -> MemoryEstimate:
     """Predict the memory of a resolved configuration. Answers are assumed to have the maximum length."""
     assert config.lora.r is not None, "the config is resolved before it is looked at"
-    size = BYTES[config.model.dtype or ("float32" if place.kind == "cpu" else "bfloat16")]
+    size = BYTES[config.model.dtype or ("bfloat16" if place.kind == "cuda" else "float32")]
     weights = weight_bytes(shape, size)
     always = [
         MemoryPart(name="program", bytes=place.program),
@@ -144,7 +146,7 @@ def trained_parts(config: Config, shape: ModelShape, size: int) -> Iterator[Memo
 def trained_bytes(config: Config, shape: ModelShape, size: int) -> int:
     """Return the bytes of all trained parameters; fully trained modules have the model's dtype."""
     if not config.lora.r:
-        return shape.parameters * size
+        return shape.trained_size(config.lora) * size
     return 4 * shape.adapter_size(config.lora) + size * shape.saved_size(config.lora)
 
 
@@ -178,6 +180,8 @@ def generating_parts(
     # An adapter is merged in float32: the matrix, the update and the sum.
     folding = 12 * max(linear.size for linear in shape.linears) if config.lora.r and copies else 0
     passing = passing if on_cpu else max(passing, folding)
+    if holds_scores(shape, size, place):
+        passing = max(passing, min(PREFILL_TOKENS, groups * prompt) * prompt * shape.heads * SCORE_BYTES)
     yield MemoryPart(name="generating passes", bytes=passing, updating=False, stays=False)
 
 
@@ -194,12 +198,32 @@ def copied(config: Config, shape: ModelShape) -> int:
     return sum(linear.size for linear in shape.linears if linear.name.endswith(stacked))
 
 
+def holds_scores(shape: ModelShape, size: int, place: DeviceSpec) -> bool:
+    """Whether attention holds its scores: the flash kernels compute no soft cap, and on a GPU no float32."""
+    return shape.capped or (place.kind != "cpu" and size == 4)
+
+
+def score_count(config: Config, shape: ModelShape, *, tokens: float, prompt_tokens: int) -> float:
+    """Return the most scores of attention that a layer holds in a pass of `tokens`.
+
+    Those within prompts, within answers, and of answers to prompts are computed one after the other.
+    """
+    if config.run.kind == "sft":
+        return shape.heads * tokens * config.sft.max_length
+    answer, group = config.rollout.max_tokens, config.rollout.group_size
+    answers = tokens / (answer + prompt_tokens / group)
+    return shape.heads * answers * max(answer**2, answer * prompt_tokens, prompt_tokens**2 / group)
+
+
 def updating_parts(
     config: Config, shape: ModelShape, size: int, place: DeviceSpec, *, prompt_tokens: int
 ) -> Iterator[MemoryPart]:
     tokens = fullest_pass(config, shape, size, place, prompt_tokens=prompt_tokens)
     activations = tokens * activation_numbers(config, shape) * size
     yield MemoryPart(name="activations", bytes=activations, generating=False)
+    if holds_scores(shape, size, place):
+        scores = score_count(config, shape, tokens=tokens, prompt_tokens=prompt_tokens)
+        yield MemoryPart(name="attention scores", bytes=SCORE_BYTES * scores, generating=False)
     gradients = float(trained_bytes(config, shape, size))
     step = config.rollout.prompts * (prompt_tokens + config.rollout.group_size * config.rollout.max_tokens)
     if place.kind != "cpu" and step <= tokens * (config.optim.minibatches or 1):
