@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from groupwise.config.schema import TaskConfig
 from groupwise.tasks import TASKS, isolated, load_task
+from groupwise.tasks.registry import run_file
 from groupwise.tasks.user_code import changed_code, code_of
 
 TASK = """import zlib
@@ -72,6 +75,19 @@ def code(folder: Path, text: str) -> dict[str, str]:
 def test_the_parts_that_changed_are_named(tmp_path, old, new, changed):
     assert TASK.count(old) == 1
     assert changed_code(code(tmp_path, TASK), code(tmp_path, TASK.replace(old, new))) == changed
+
+
+def test_a_file_edited_in_the_same_second_runs_as_it_is_now(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = tmp_path / "own.py"
+
+    def bonus(text: str) -> float:
+        path.write_text(text)
+        os.utime(path, (1_700_000_000, 1_700_000_000))
+        return run_file(path)[0].BONUS
+
+    assert bonus(TASK) == 0.5
+    assert bonus(TASK.replace("BONUS = 0.5", "BONUS = 0.7")) == 0.7
 
 
 def test_a_checkpoint_that_does_not_tell_has_no_changes(tmp_path):

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from groupwise.config.schema import TaskConfig
@@ -170,7 +171,8 @@ def read_task_file(path: Path) -> TaskFile:
 
 def run_file(path: Path) -> tuple[ModuleType, Task | None, Mapping[str, Any]]:
     """Run a Python file up to its `gw.train`, if any; return the module, and the task and settings there."""
-    spec = importlib.util.spec_from_file_location(f"{TASK_FILE}{path.stem}", path)
+    name = f"{TASK_FILE}{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path, loader=CurrentSource(name, str(path)))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -194,6 +196,14 @@ def run_file(path: Path) -> tuple[ModuleType, Task | None, Mapping[str, Any]]:
     finally:
         loading_task_file.reset(token)
     return module, trained, settings
+
+
+class CurrentSource(SourceFileLoader):
+    """Compiles a file each time. Cached bytecode is taken for current after an edit in the same second."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
+        return code
 
 
 def named_task(module: ModuleType, path: Path) -> Task | None:
