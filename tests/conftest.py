@@ -100,6 +100,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return a worker for each core; with `-n auto` one more, as slow tests wait for limits and servers."""
+    """Return a worker for each core; with `-n auto` two more, as slow tests wait for limits and servers."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores + 1 if config.option.numprocesses == "auto" else cores
+    return cores + 2 if config.option.numprocesses == "auto" else cores

@@ -172,7 +172,9 @@ def read_task_file(path: Path) -> TaskFile:
 def run_file(path: Path) -> tuple[ModuleType, Task | None, Mapping[str, Any]]:
     """Run a Python file up to its `gw.train`, if any; return the module, and the task and settings there."""
     name = f"{TASK_FILE}{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path, loader=CurrentSource(name, str(path)))
+    spec = importlib.util.spec_from_file_location(
+        name, path, loader=CurrentSource(name, os.path.abspath(path))
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
