@@ -6,3 +6,8 @@ Modules in reading order:
     merge_adapters  merges an adapter into its model and verifies the result
     quantization    bitsandbytes weights, dequantized for each matmul; `groupwise quantize`
 """
+
+import logging
+
+# PEFT loads bitsandbytes, which warns on some CPUs that a kernel is missing that nothing here uses.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
