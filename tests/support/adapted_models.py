@@ -28,7 +28,9 @@ KINDS: dict[str, dict[str, Any]] = {
 def adapted(folder: Path | None = None, *, quantization: str | None = None, **settings: Any) -> Policy:
     """The built-in model under adapters that matter."""
     model = ModelConfig(device="cpu", dtype="float32", quantization=quantization)
-    policy = load_policy(model, LoraConfig(r=4, **settings), trained=folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        policy = load_policy(model, LoraConfig(r=4, **settings), trained=folder)
     if folder is None:
         with torch.no_grad():
             generator = torch.Generator().manual_seed(0)
