@@ -35,8 +35,11 @@ NUMBER = re.compile(
     r"(?<![\w.])-?(?:\d{1,30}(?:,\d{3})*(?:\.\d{1,30})?|\.\d{1,30})(?:[eE][-+]?\d{1,3})?(?:/[1-9]\d{0,29})?"
 )
 """A number with thousands commas, decimals and an exponent, or a fraction: -1,080.5, 1e-05, 3/4."""
-NOT_INSIDE_NUMBER = (r"(?<!\d[.,])(?<!(?<!\w)-)", r"(?![.,]\d)")
-"""What may not stand before and after a number: digits with a point or comma, a minus sign."""
+NOT_INSIDE_NUMBER = (
+    r"(?<!\d\.)(?!(?<=\d,)\d{3}(?!\d))(?<!(?<!\w)-)",
+    r"(?!\.\d|,\d{3}(?!\d))",
+)
+"""What may not stand before and after a number: decimals, thousands after a comma, a minus sign."""
 LONGEST_MATCHED = 10_000
 """Number of characters of an answer that a regular expression searches."""
 LONGEST = 2000
@@ -182,14 +185,14 @@ def exact_match(column: str = "answer") -> Reward:
 def contains(column: str = "answer") -> Reward:
     """Make a reward: 1 if the answer contains the example's column as whole words, ignoring case, else 0.
 
-    A number must be whole, too: 3.5, 1,300 and -3 do not contain 3.
+    A number must be whole, too: 3.5, 3,000 and -3 do not contain 3, and -3.5 does not contain -3.
     """
 
     def included(rollout: Rollout, example: Example) -> float:
-        wanted = folded("" if example[column] is None else example[column])
+        wanted = folded("" if example[column] is None else example[column]).replace("−", "-")
         if not wanted:
             raise ConfigError(f"the column {column!r} is empty: contains needs a text to look for")
-        before, after = NOT_INSIDE_NUMBER if wanted[0].isdigit() else ("", "")
+        before, after = NOT_INSIDE_NUMBER if wanted.lstrip("-")[:1].isdigit() else ("", "")
         text = folded(answer_of(rollout)).replace("−", "-")
         return float(re.search(rf"(?<!\w){before}{re.escape(wanted)}(?!\w){after}", text) is not None)
 
