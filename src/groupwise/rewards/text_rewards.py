@@ -215,15 +215,22 @@ def matches(pattern: str) -> Reward:
 def same_number(column: str = "answer", *, tolerance: float = 0.0) -> Reward:
     """Make a reward: 1 if the last number of the answer equals the number in the example's column, else 0.
 
+    If the column has a whole number, the part after a slash may also equal it: 10 in "Score 10/10".
     `tolerance`: largest difference that still counts, as a share of the right number.
     """
     between("same_number(tolerance=…)", tolerance, 0.0, 1.0)
 
     def equal(rollout: Rollout, example: Example) -> float:
-        stated, gold = last_number(answer_of(rollout)), last_number(str(example[column]))
+        gold = last_number(str(example[column]))
         if gold is None:
             raise ConfigError(f"the column {column!r} contains no number: {str(example[column])[:60]!r}")
-        return float(stated is not None and abs(stated - gold) <= Fraction(tolerance) * abs(gold))
+        answer = answer_of(rollout)
+        readings = [last_number(answer)]
+        if gold.denominator == 1:
+            readings.append(last_number(answer, after_slash=True))
+        return float(
+            any(one is not None and abs(one - gold) <= Fraction(tolerance) * abs(gold) for one in readings)
+        )
 
     return named(equal, "same_number")
 
@@ -234,12 +241,14 @@ def named(reward: Reward, name: str) -> Reward:
     return reward
 
 
-def last_number(text: str) -> Fraction | None:
-    """Return the last number in a text: "so 1,080 of them." -> 1080."""
+def last_number(text: str, *, after_slash: bool = False) -> Fraction | None:
+    """Return the last number in a text: "so 1,080 of them." -> 1080; of a fraction its value, or its end."""
     numbers = NUMBER.findall(text[-LONGEST_MATCHED:].replace("−", "-"))
     if not numbers:
         return None
     above, _, below = numbers[-1].replace(",", "").partition("/")
+    if after_slash and below:
+        return Fraction(below)
     return Fraction(above) / int(below or 1)
 
 
