@@ -106,11 +106,41 @@ WRONG = "```python\ndef twice(x):\n    return 3 * x\n```"
         "class TestTwice:\n    def test_two(self):\n        assert twice(2) == 4",
         "import unittest\nclass Two(unittest.TestCase):\n    def setUp(self):\n        self.two = 2\n"
         "    def test_two(self):\n        self.assertEqual(twice(self.two), 4)",
+        "class TestTwice:\n    def setup_class(cls):\n        cls.two = 2\n"
+        "    def setup_method(self, method):\n        self.four = 2 * self.two\n"
+        "    def teardown_method(self):\n        assert self.four == 4\n"
+        "    def test_two(self):\n        assert twice(self.two) == self.four",
+        "import unittest\nclass Two(unittest.TestCase):\n"
+        "    def test_two(self):\n        self.assertEqual(twice(2), 4)\n"
+        "    @unittest.skip('later')\n    def test_later(self):\n        self.fail()\n"
+        "@unittest.skip('later')\nclass Later(unittest.TestCase):\n"
+        "    def test_later(self):\n        self.fail()",
+        "from unittest import TestCase, TestLoader\nclass Two(TestCase):\n"
+        "    def test_two(self):\n        self.assertEqual(twice(2), 4)",
         "assert twice(CONSTANT) == 2 * CONSTANT",
     ],
 )
 def test_every_usual_form_of_a_test_is_run(test):
     example = Example({"tests": [test], "setup": "CONSTANT = 5"})
+    assert [gw.rewards.unit_tests()(answered(text), example) for text in (RIGHT, WRONG)] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "from typing import NamedTuple\nclass TestCase(NamedTuple):\n    test_value: int\n    result: int\n"
+        "for case in [TestCase(2, 4)]:\n    assert twice(case.test_value) == case.result",
+        "from dataclasses import dataclass\n@dataclass\nclass TestCase:\n    test_value: int = 2\n"
+        "assert twice(TestCase().test_value) == 4",
+        "class TestRunner:\n    def __init__(self, function):\n        self.function = function\n"
+        "    def test_all(self):\n        assert self.function(2) == 4\nTestRunner(twice).test_all()",
+        "def test_case(value, result):\n    assert twice(value) == result\ntest_case(2, 4)",
+        "class TestTwice:\n    test_values = [2]\n    def test_two(self):\n"
+        "        assert [twice(two) for two in self.test_values] == [4]",
+    ],
+)
+def test_what_a_test_defines_for_itself_is_not_run_as_a_test(test):
+    example = Example({"tests": [test]})
     assert [gw.rewards.unit_tests()(answered(text), example) for text in (RIGHT, WRONG)] == [1.0, 0.0]
 
 
