@@ -230,6 +230,30 @@ def test_of_calls_at_the_same_time_a_hanging_one_ends_alone_and_a_broken_one_fai
         toolbox.answer([*wish("wait", seconds=0.0), *wish("wait", seconds=-1.0)], allowed=2, beside=True)
 
 
+def test_a_tool_with_a_faulty_schema_fails_the_rollout_at_once():
+    async def price(**arguments: Any) -> str:
+        return "1"
+
+    schema = {"type": "object", "properties": {"item": {"$ref": "#/nowhere"}}}
+    toolbox = box(with_schema(price, "price", "Return a price.", schema), seconds=20.0)
+    started = time.monotonic()
+    for count in (1, 2):
+        with pytest.raises(RolloutError, match="the JSON schema of price is not valid"):
+            toolbox.answer(wish("price", item="tea") * count, allowed=2, beside=True)
+    assert time.monotonic() - started < 10
+
+
+def test_an_error_of_a_call_in_a_thread_is_raised_at_once():
+    async def stop() -> str:
+        """Stop the program."""
+        raise KeyboardInterrupt
+
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        box(stop, seconds=20.0).answer(wish("stop") * 2, allowed=2, beside=True)
+    assert time.monotonic() - started < 10
+
+
 def test_what_a_call_writes_the_next_call_of_the_turn_reads():
     notes: dict[str, str] = {}
 

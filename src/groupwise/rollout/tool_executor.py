@@ -223,7 +223,7 @@ class ToolExecutor:
         def work() -> None:
             try:
                 answer = self._execute(call, None, beside=True)
-            except RolloutError as error:
+            except BaseException as error:
                 future.set_exception(error)
             else:
                 self.spend(time.thread_time())
