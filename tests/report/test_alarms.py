@@ -88,6 +88,15 @@ def test_rewards_that_were_never_equal_or_stay_equal_raise_nothing() -> None:
     assert alarms(rows(40, fallen)) == []
 
 
+def test_rewards_that_begin_near_zero_are_equal_by_chance() -> None:
+    for lower, higher in ((0.03, 0.05), (0.12, 0.14)):
+        cold: Change = lambda s, lower=lower, higher=higher: {  # noqa: E731
+            "reward/format/mean": min(higher + max(s - 6, 0) * 0.08, 0.9),
+            "reward/correct/mean": lower + s / 250,
+        }
+        assert "rewards-diverge" not in names(alarms(rows(40, cold)))
+
+
 def test_answers_that_grow_longer_and_earn_more_are_learning() -> None:
     longer: Change = lambda s: {"rollout/length": 50.0 + 4 * s, "reward/mean": 1.0 + s / 40}  # noqa: E731
     assert alarms(rows(40, longer)) == []

@@ -51,7 +51,8 @@ def test_equal_answers_run_once(monkeypatch):
     group = Group(example=example, rollouts=tuple(answered(RIGHT) for _ in range(6)))
     (scored,) = score_groups(task, [group], seconds=20.0, concurrency=64)
     assert [rollout.reward for rollout in scored.rollouts] == [2.0] * 6
-    assert len(runs) == 1
+    assert runs.count(answered_code(RIGHT)) == 1
+    assert len(runs) == 2  # one showed which tests call the code
 
 
 def test_many_answers_run_at_the_same_time_but_not_more_than_there_are_cores(monkeypatch):
@@ -105,6 +106,17 @@ WRONG = "```python\ndef twice(x):\n    return 3 * x\n```"
         "class TestTwice:\n    def test_two(self):\n        assert twice(2) == 4",
         "import unittest\nclass Two(unittest.TestCase):\n    def setUp(self):\n        self.two = 2\n"
         "    def test_two(self):\n        self.assertEqual(twice(self.two), 4)",
+        "class TestTwice:\n    def setup_class(cls):\n        cls.two = 2\n"
+        "    def setup_method(self, method):\n        self.four = 2 * self.two\n"
+        "    def teardown_method(self):\n        assert self.four == 4\n"
+        "    def test_two(self):\n        assert twice(self.two) == self.four",
+        "import unittest\nclass Two(unittest.TestCase):\n"
+        "    def test_two(self):\n        self.assertEqual(twice(2), 4)\n"
+        "    @unittest.skip('later')\n    def test_later(self):\n        self.fail()\n"
+        "@unittest.skip('later')\nclass Later(unittest.TestCase):\n"
+        "    def test_later(self):\n        self.fail()",
+        "from unittest import TestCase, TestLoader\nclass Two(TestCase):\n"
+        "    def test_two(self):\n        self.assertEqual(twice(2), 4)",
         "assert twice(CONSTANT) == 2 * CONSTANT",
     ],
 )
@@ -116,15 +128,58 @@ def test_every_usual_form_of_a_test_is_run(test):
 @pytest.mark.parametrize(
     "test",
     [
+        "from typing import NamedTuple\nclass TestCase(NamedTuple):\n    test_value: int\n    result: int\n"
+        "for case in [TestCase(2, 4)]:\n    assert twice(case.test_value) == case.result",
+        "from dataclasses import dataclass\n@dataclass\nclass TestCase:\n    test_value: int = 2\n"
+        "assert twice(TestCase().test_value) == 4",
+        "class TestRunner:\n    def __init__(self, function):\n        self.function = function\n"
+        "    def test_all(self):\n        assert self.function(2) == 4\nTestRunner(twice).test_all()",
+        "def test_case(value, result):\n    assert twice(value) == result\ntest_case(2, 4)",
+        "class TestTwice:\n    test_values = [2]\n    def test_two(self):\n"
+        "        assert [twice(two) for two in self.test_values] == [4]",
+    ],
+)
+def test_what_a_test_defines_for_itself_is_not_run_as_a_test(test):
+    example = Example({"tests": [test]})
+    assert [gw.rewards.unit_tests()(answered(text), example) for text in (RIGHT, WRONG)] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
         "def check(candidate):\n    assert candidate(2) == 4",  # without the column entry_point
         "def two():\n    assert twice(2) == 4\nif __name__ == '__main__':\n    two()",
         "import math",
+        "assert callable(twice)",
+        "# basic",
         "",
     ],
 )
-def test_a_test_that_any_code_would_pass_is_refused(test):
-    with pytest.raises(ConfigError, match="a test never calls the answer's code"):
-        gw.rewards.unit_tests()(answered(WRONG), Example({"tests": [TESTS[0], test]}))
+def test_a_test_that_any_code_would_pass_is_left_out_of_the_share(test):
+    half = "```python\ndef twice(x):\n    return 4\n```"
+    broken = "```python\ndef twice(\n```"
+    example = Example({"tests": [test, *TESTS]})
+    share = gw.rewards.unit_tests()
+    assert [share(answered(text), example) for text in (RIGHT, half, WRONG, broken, "none")] == [
+        1,
+        0.5,
+        0,
+        0,
+        0,
+    ]
+    for text in (RIGHT, WRONG, broken, "none"):
+        with pytest.raises(ConfigError, match="no test calls the answer's code"):
+            share(answered(text), Example({"tests": [test]}))
+
+
+def test_code_cannot_have_a_test_left_out():
+    optional = (
+        "try:\n    found = twice\nexcept NameError:\n    found = None\nif found:\n    assert found(2) == 4"
+    )
+    raises = "try:\n    twice(None)\nexcept Exception:\n    pass\nelse:\n    raise AssertionError"
+    example = Example({"tests": [optional, raises]})
+    answers = (RIGHT, "```python\nx = 1\n```", "```python\ndef twice(x):\n    return 4\n```")
+    assert [gw.rewards.unit_tests()(answered(text), example) for text in answers] == [1.0, 0.0, 0.5]
 
 
 def test_calls_need_the_name_of_the_function():

@@ -131,6 +131,18 @@ def test_a_tool_that_is_out_of_order_fails_the_rollout(overlap):
     assert rollout.error == "tool: no connection"
 
 
+def test_a_tool_that_stops_its_thread_fails_the_rollout_at_once():
+    def stop(query: str) -> str:
+        """Stop the program."""
+        raise KeyboardInterrupt
+
+    line = call("x").replace("look", "stop")
+    started = time.monotonic()
+    (rollout,) = talked(ScriptedEngine(line, "done"), size=1, tool=stop, overlap=True, seconds=20.0)
+    assert rollout.error == "tool: KeyboardInterrupt: "
+    assert time.monotonic() - started < 10
+
+
 def test_a_tool_in_a_thread_that_hangs_is_left_behind():
     def hang(query: str) -> str:
         """Hang."""

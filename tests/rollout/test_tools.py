@@ -190,28 +190,30 @@ def test_calls_past_the_limit_are_refused_and_long_results_are_cut():
     assert "no more calls" in (second.error or "")
 
 
-def test_calls_of_one_turn_run_at_the_same_time_beside_the_engine_and_their_results_keep_the_order():
+def test_async_calls_of_one_turn_run_at_the_same_time_beside_the_engine_and_their_results_keep_the_order():
     together = threading.Barrier(3, timeout=5)
 
-    def meet(number: int) -> str:
+    async def meet(number: int) -> str:
         """Wait for the others."""
-        together.wait()
-        time.sleep(0.05 * (3 - number))
+        await asyncio.to_thread(together.wait)
+        await asyncio.sleep(0.05 * (3 - number))
         return f"met {number}"
 
     calls = [call for number in range(3) for call in wish("meet", number=number)]
     answers = box(meet, seconds=5.0).answer(calls, allowed=3, beside=True)
     assert [call.result for call in answers] == ["met 0", "met 1", "met 2"]
-    answers = box(meet, seconds=0.2).answer([calls[0], *wish("nothing")], allowed=2, beside=True)
+    answers = box(slow, seconds=0.2).answer(
+        [*wish("slow", seconds=9.0), *wish("nothing")], allowed=2, beside=True
+    )
     assert [call.error for call in answers] == [
-        "meet took longer than 0.2 s",
-        "there is no tool 'nothing', only meet",
+        "slow took longer than 0.2 s",
+        "there is no tool 'nothing', only slow",
     ]
 
 
 def test_of_calls_at_the_same_time_a_hanging_one_ends_alone_and_a_broken_one_fails_the_rollout():
-    def wait(seconds: float) -> str:
-        """Wait."""
+    async def wait(seconds: float) -> str:
+        """Wait, and keep the event loop."""
         if seconds < 0:
             raise RolloutError("no connection")
         time.sleep(seconds)
@@ -226,6 +228,49 @@ def test_of_calls_at_the_same_time_a_hanging_one_ends_alone_and_a_broken_one_fai
     assert time.monotonic() - started < 3
     with pytest.raises(RolloutError, match="no connection"):
         toolbox.answer([*wish("wait", seconds=0.0), *wish("wait", seconds=-1.0)], allowed=2, beside=True)
+
+
+def test_a_tool_with_a_faulty_schema_fails_the_rollout_at_once():
+    async def price(**arguments: Any) -> str:
+        return "1"
+
+    schema = {"type": "object", "properties": {"item": {"$ref": "#/nowhere"}}}
+    toolbox = box(with_schema(price, "price", "Return a price.", schema), seconds=20.0)
+    started = time.monotonic()
+    for count in (1, 2):
+        with pytest.raises(RolloutError, match="the JSON schema of price is not valid"):
+            toolbox.answer(wish("price", item="tea") * count, allowed=2, beside=True)
+    assert time.monotonic() - started < 10
+
+
+def test_an_error_of_a_call_in_a_thread_is_raised_at_once():
+    async def stop() -> str:
+        """Stop the program."""
+        raise KeyboardInterrupt
+
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        box(stop, seconds=20.0).answer(wish("stop") * 2, allowed=2, beside=True)
+    assert time.monotonic() - started < 10
+
+
+def test_what_a_call_writes_the_next_call_of_the_turn_reads():
+    notes: dict[str, str] = {}
+
+    def write(text: str) -> str:
+        """Write the note."""
+        time.sleep(0.05)
+        notes["note"] = text
+        return "written"
+
+    async def read() -> str:
+        """Read the note."""
+        await asyncio.sleep(0.02)
+        return notes.get("note", "nothing")
+
+    calls = [*wish("read"), *wish("write", text="a"), *wish("read"), *wish("write", text="b"), *wish("read")]
+    answers = box(write, read).answer(calls, allowed=5, beside=True)
+    assert [call.result for call in answers] == ["nothing", "written", "a", "written", "b"]
 
 
 def test_calls_that_share_the_state_of_a_rollout_run_in_order():

@@ -152,11 +152,13 @@ def test_the_trial_of_a_loss_has_the_log_probs_of_a_teacher_as_the_run_has_them(
         return (tokens.logprobs_N - tokens.teacher_N).square()
 
     register_loss("test:towards", towards_teacher)
-    try_custom_loss(AlgoConfig(loss="test:towards", teacher="runs/big"))
+    for model in ("runs/big", "selfrag/selfrag_llama2_7b"):
+        try_custom_loss(AlgoConfig(loss="test:towards", teacher=model))
     with pytest.raises(gw.ConfigError, match=r"algo\.loss test:towards raised TypeError"):
         try_custom_loss(AlgoConfig(loss="test:towards"))
-    with pytest.raises(gw.ConfigError, match="returned NaN or inf for 3 of 5 tokens"):
-        try_custom_loss(AlgoConfig(loss="test:towards", teacher="self"))
+    for partial in ("self", "http://localhost:8000"):
+        with pytest.raises(gw.ConfigError, match="returned NaN or inf for 3 of 5 tokens"):
+            try_custom_loss(AlgoConfig(loss="test:towards", teacher=partial))
 
 
 def test_a_loss_may_return_the_losses_alone():

@@ -284,7 +284,7 @@ def try_loss(settings: LossSettings, *, teacher: str | None = None) -> None:
     """
     old_N = torch.tensor([-0.1, -0.7, -2.3, -1.2, -0.4])
     teacher_N = old_N + 0.05
-    if teacher is not None and teacher.startswith(("self", "http://", "https://")):
+    if teacher is not None and (teacher == "self" or teacher.startswith(("http://", "https://"))):
         teacher_N[:3] = torch.nan
     policy_loss(
         Tokens(

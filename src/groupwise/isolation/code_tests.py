@@ -13,6 +13,7 @@ import builtins
 import collections
 import decimal
 import fractions
+import inspect
 import itertools
 import json
 import math
@@ -23,8 +24,8 @@ import socket
 import struct
 import sys
 import types
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -300,8 +301,8 @@ def run_code(channel: socket.socket, limits: Callable[[dict[str, Any]], None]) -
     random.seed(0)
     peer = Peer(channel, allows=tuple(OPERATIONS))
     try:
-        exec(compile(job["setup"], "setup", "exec"), module.__dict__)
-        exec(compile(job["code"], "answer", "exec"), module.__dict__)
+        exec(compile(job["setup"], "setup", "exec", dont_inherit=True), module.__dict__)
+        exec(compile(job["code"], "answer", "exec", dont_inherit=True), module.__dict__)
         peer.codec.objects.append(module)
     except BaseException as error:
         send(channel, {"error": described(error)})
@@ -340,7 +341,8 @@ def run_tests(job: dict[str, Any], peer: Peer, failures: list[str | None]) -> No
     if "error" in started:
         raise exception_named(*map(str, started["error"]))
     base: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins}
-    exec(compile(job["setup"], "setup", "exec"), base)
+    sys.modules["tests"] = types.ModuleType("tests")  # dataclasses look up the module of a class
+    exec(compile(job["setup"], "setup", "exec", dont_inherit=True), base)
     for test in job["tests"]:
         failures.append(failure_of(test, peer, dict(base), job["entry_point"]))
 
@@ -354,7 +356,7 @@ def failure_of(test: Any, peer: Peer, namespace: dict[str, Any], entry_point: st
             return None if same(result, test["expected"]) else f"returned {result!r:.200}"
         values = bind_names(test, peer, namespace, entry_point)
         asked = peer.asked
-        exec(compile(test, "test", "exec"), namespace)
+        exec(compile(test, "test", "exec", dont_inherit=True), namespace)
         if entry_point and callable(check := namespace.get("check")):
             check(namespace["candidate"])
         run_defined(namespace)
@@ -366,24 +368,70 @@ def failure_of(test: Any, peer: Peer, namespace: dict[str, Any], entry_point: st
 
 
 def run_defined(namespace: dict[str, Any]) -> None:
-    """Run what a test defines: functions `test_…`, also in classes `Test…`, and test cases of unittest."""
+    """Run what a test defines and pytest would collect: functions, classes and test cases of unittest."""
     for name, value in list(namespace.items()):
-        if name.startswith("test_") and isinstance(value, types.FunctionType):
-            finish(value())
-        elif isinstance(value, type) and (name.startswith("Test") or is_unittest(value)):
-            run_class(value)
+        with skippable():
+            if isinstance(value, types.FunctionType) and is_test(name, value):
+                finish(value())
+            elif isinstance(value, type) and value.__module__ == namespace["__name__"]:
+                if is_unittest(value):
+                    run_unittest(value)
+                elif name.startswith("Test") and not has_constructor(value):
+                    run_class(value)
 
 
-def run_class(kind: Any) -> None:
+@contextmanager
+def skippable() -> Iterator[None]:
+    """Go on after a test that skips itself, as if it were not there."""
+    try:
+        yield
+    except Exception as error:
+        if not ("unittest" in sys.modules and isinstance(error, sys.modules["unittest"].SkipTest)):
+            raise
+
+
+def is_test(name: str, value: Any) -> bool:
+    """Whether this is a test of pytest: a function `test_…` that needs no arguments."""
+    if not name.startswith("test_") or not callable(value):
+        return False
+    parameters = inspect.signature(value).parameters.values()
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return all(one.default is not one.empty or one.kind in optional for one in parameters)
+
+
+def has_constructor(kind: Any) -> bool:
+    return kind.__init__ is not object.__init__ or kind.__new__ is not object.__new__
+
+
+def run_class(kind: type) -> None:
     """Run the test methods of a class, each on an object of its own."""
-    if is_unittest(kind):
-        kind.setUpClass()
-    for method in dir(kind):
-        if method.startswith("test"):
-            if is_unittest(kind):
-                kind(method).debug()
-            else:
-                finish(getattr(kind(), method)())
+    run_hook(kind, "setup_class", kind)
+    for name in dir(kind):
+        if name.startswith("test_") and is_test(name, method := getattr(one := kind(), name)):
+            with skippable():
+                run_hook(one, "setup_method", method)
+                finish(method())
+                run_hook(one, "teardown_method", method)
+    run_hook(kind, "teardown_class", kind)
+
+
+def run_hook(owner: Any, name: str, argument: Any) -> None:
+    """Call what a class runs before or after its tests, if it is there; it may take the argument."""
+    hook = getattr(owner, name, None)
+    if hook is not None:
+        hook(*[argument][: len(inspect.signature(hook).parameters)])
+
+
+def run_unittest(kind: Any) -> None:
+    """Run the test methods of a test case of unittest."""
+    if getattr(kind, "__unittest_skip__", False):
+        return
+    kind.setUpClass()
+    for name in dir(kind):
+        if name.startswith("test") and callable(getattr(kind, name)):
+            with skippable():
+                kind(name).debug()
+    kind.tearDownClass()
 
 
 def is_unittest(kind: type) -> bool:

@@ -35,8 +35,11 @@ NUMBER = re.compile(
     r"(?<![\w.])-?(?:\d{1,30}(?:,\d{3})*(?:\.\d{1,30})?|\.\d{1,30})(?:[eE][-+]?\d{1,3})?(?:/[1-9]\d{0,29})?"
 )
 """A number with thousands commas, decimals and an exponent, or a fraction: -1,080.5, 1e-05, 3/4."""
-NOT_INSIDE_NUMBER = (r"(?<!\d[.,])(?<!(?<!\w)-)", r"(?![.,]\d)")
-"""What may not stand before and after a number: digits with a point or comma, a minus sign."""
+NOT_INSIDE_NUMBER = (
+    r"(?<!\d\.)(?!(?<=\d,)\d{3}(?!\d))(?<!(?<!\w)-)",
+    r"(?!\.\d|,\d{3}(?!\d))",
+)
+"""What may not stand before and after a number: decimals, thousands after a comma, a minus sign."""
 LONGEST_MATCHED = 10_000
 """Number of characters of an answer that a regular expression searches."""
 LONGEST = 2000
@@ -182,14 +185,14 @@ def exact_match(column: str = "answer") -> Reward:
 def contains(column: str = "answer") -> Reward:
     """Make a reward: 1 if the answer contains the example's column as whole words, ignoring case, else 0.
 
-    A number must be whole, too: 3.5, 1,300 and -3 do not contain 3.
+    A number must be whole, too: 3.5, 3,000 and -3 do not contain 3, and -3.5 does not contain -3.
     """
 
     def included(rollout: Rollout, example: Example) -> float:
-        wanted = folded("" if example[column] is None else example[column])
+        wanted = folded("" if example[column] is None else example[column]).replace("−", "-")
         if not wanted:
             raise ConfigError(f"the column {column!r} is empty: contains needs a text to look for")
-        before, after = NOT_INSIDE_NUMBER if wanted[0].isdigit() else ("", "")
+        before, after = NOT_INSIDE_NUMBER if wanted.lstrip("-")[:1].isdigit() else ("", "")
         text = folded(answer_of(rollout)).replace("−", "-")
         return float(re.search(rf"(?<!\w){before}{re.escape(wanted)}(?!\w){after}", text) is not None)
 
@@ -212,15 +215,22 @@ def matches(pattern: str) -> Reward:
 def same_number(column: str = "answer", *, tolerance: float = 0.0) -> Reward:
     """Make a reward: 1 if the last number of the answer equals the number in the example's column, else 0.
 
+    If the column has a whole number, the part after a slash may also equal it: 10 in "Score 10/10".
     `tolerance`: largest difference that still counts, as a share of the right number.
     """
     between("same_number(tolerance=…)", tolerance, 0.0, 1.0)
 
     def equal(rollout: Rollout, example: Example) -> float:
-        stated, gold = last_number(answer_of(rollout)), last_number(str(example[column]))
+        gold = last_number(str(example[column]))
         if gold is None:
             raise ConfigError(f"the column {column!r} contains no number: {str(example[column])[:60]!r}")
-        return float(stated is not None and abs(stated - gold) <= Fraction(tolerance) * abs(gold))
+        answer = answer_of(rollout)
+        readings = [last_number(answer)]
+        if gold.denominator == 1:
+            readings.append(last_number(answer, after_slash=True))
+        return float(
+            any(one is not None and abs(one - gold) <= Fraction(tolerance) * abs(gold) for one in readings)
+        )
 
     return named(equal, "same_number")
 
@@ -231,12 +241,14 @@ def named(reward: Reward, name: str) -> Reward:
     return reward
 
 
-def last_number(text: str) -> Fraction | None:
-    """Return the last number in a text: "so 1,080 of them." -> 1080."""
+def last_number(text: str, *, after_slash: bool = False) -> Fraction | None:
+    """Return the last number in a text: "so 1,080 of them." -> 1080; of a fraction its value, or its end."""
     numbers = NUMBER.findall(text[-LONGEST_MATCHED:].replace("−", "-"))
     if not numbers:
         return None
     above, _, below = numbers[-1].replace(",", "").partition("/")
+    if after_slash and below:
+        return Fraction(below)
     return Fraction(above) / int(below or 1)
 
 
@@ -324,6 +336,13 @@ LONGEST_CODE = 100_000
 """Number of characters of an answer in which code is looked for."""
 REPORTS = 8192
 """Number of answers whose test results are cached."""
+ANY_NAME = """
+def __getattr__(name):
+    def unanswered(*arguments, **named):
+        raise NotImplementedError
+    return unanswered
+"""
+"""Code that has a function of any name: it shows which tests call the code, whatever an answer is."""
 
 
 def code_blocks(text: str) -> list[str]:
@@ -350,7 +369,10 @@ def answered_code(text: str, *, defines: str | None = None) -> str | None:
 
 
 class UnitTests:
-    """Runs the code of an answer with an example's tests in the sandbox, and caches the results."""
+    """Runs the code of an answer with an example's tests in the sandbox, and caches the results.
+
+    Tests that do not call the code are left out: any code would pass them.
+    """
 
     waits = True  # calls run in threads: each waits for a process
 
@@ -374,31 +396,29 @@ class UnitTests:
     def report(self, text: str, example: Example) -> CodeReport | None:
         """Return the outcome of each test; None if the answer contains no code."""
         entry_point = example.get(self.entry_point)
-        code = answered_code(text, defines=entry_point)
-        if code is None:
-            return None
         tests = [example[self.tests]] if isinstance(example[self.tests], str) else list(example[self.tests])
         if not entry_point and not all(isinstance(test, str) for test in tests):
             raise ConfigError(f"tests with args require the column {self.entry_point!r}, the function's name")
         job = {
-            "code": code,
+            "code": ANY_NAME,
             "tests": tests,
             "setup": example.get(self.setup) or "",
             "entry_point": entry_point,
             "seconds": self.seconds,
             "memory": self.memory_mb << 20,
         }
+        code = answered_code(text, defines=entry_point)
         try:
-            report = cached_report(job)
+            unused = [failure == UNUSED for failure in cached_report(job).failures]
+            if all(unused):
+                raise ConfigError(
+                    "no test calls the answer's code: write assertions, test_… functions, or "
+                    f"check(candidate) with the column {self.entry_point!r}; got {tests[0]!r:.80}"
+                )
+            used = [test for test, left_out in zip(tests, unused, strict=True) if not left_out]
+            return None if code is None else cached_report({**job, "code": code, "tests": used})
         except SandboxError as error:
             raise RolloutError(str(error)) from error
-        if UNUSED in report.failures:
-            test = tests[report.failures.index(UNUSED)]
-            raise ConfigError(
-                "a test never calls the answer's code: write assertions, test_… functions, or "
-                f"check(candidate) with the column {self.entry_point!r}; got {test!r:.80}"
-            )
-        return report
 
 
 def unit_tests(

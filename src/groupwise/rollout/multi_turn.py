@@ -266,7 +266,11 @@ class Conversations:
             return error if not parsed_calls else RolloutError(f"tool: {error}")
 
     def _run(self, turn: tuple[int, int, int], parsed_calls: Sequence[ParsedToolCall]) -> None:
-        answer = self._answer(turn[:2], parsed_calls)
+        try:
+            answer = self._answer(turn[:2], parsed_calls)
+        except BaseException as error:  # the thread must answer: the rollout would wait for its time limit
+            part = "tool" if parsed_calls else "environment"
+            answer = RolloutError(f"{part}: {type(error).__name__}: {error}")
         self.toolbox.spend(time.thread_time())  # CPU time since the thread started
         self._arrived.put((turn, answer))
         if self.on_result is not None:

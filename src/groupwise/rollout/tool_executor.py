@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
+from itertools import groupby
 from typing import Any
 
 from groupwise.errors import ConfigError, RolloutError, readable
@@ -181,36 +182,39 @@ class ToolExecutor:
 
         With `beside`, the caller is one of many threads that run alongside the engine. Calls then run in this
         process rather than queue for the single worker, because the caller stops waiting at the time limit.
-        They run at the same time, each within its own time limit; those that share the rollout's state run
-        one after the other.
+        Adjacent calls of async tools then run at the same time, each within its own time limit. All others
+        run in order, because what one call writes the next may read.
         """
         own = calls[: max(0, allowed)]
-        started = {
-            number: self._start(call)
-            for number, call in enumerate(own)
-            if beside and len(own) > 1 and not self._takes_state(call)
-        }
-        until = time.monotonic() + self.seconds_each
-        answers = {
-            number: self._execute(call, state, beside=beside)
-            for number, call in enumerate(own)
-            if number not in started
-        }
-        for number, future in started.items():
-            try:
-                answers[number] = future.result(max(0.0, until - time.monotonic()))
-            except TimeoutError:
-                (answers[number],) = self.timed_out([own[number]])
+        answers: list[Call] = []
+        for concurrent, group in groupby(own, self._is_concurrent):
+            adjacent = list(group)
+            if beside and concurrent and len(adjacent) > 1:
+                answers += self._together(adjacent)
+            else:
+                answers += [self._execute(call, state, beside=beside) for call in adjacent]
         return (
-            *(answers[number] for number in range(len(own))),
+            *answers,
             *(
                 failed_call(call, "no more calls are allowed; answer with what you have")
                 for call in calls[len(own) :]
             ),
         )
 
-    def _takes_state(self, call: ParsedToolCall) -> bool:
-        return call.name in self.tools and self.tools[call.name].takes_state
+    def _is_concurrent(self, call: ParsedToolCall) -> bool:
+        """Whether calls of this tool need no order: it is async, and has no state of the rollout."""
+        tool = self.tools.get(call.name)
+        return tool is None or (tool.asynchronous and not tool.takes_state)
+
+    def _together(self, calls: Sequence[ParsedToolCall]) -> Iterator[Call]:
+        """Execute calls at the same time, and yield their results in the order of the calls."""
+        started = [self._start(call) for call in calls]
+        until = time.monotonic() + self.seconds_each
+        for call, future in zip(calls, started, strict=True):
+            try:
+                yield future.result(max(0.0, until - time.monotonic()))
+            except TimeoutError:
+                yield from self.timed_out([call])
 
     def _start(self, call: ParsedToolCall) -> Future[Call]:
         """Execute a call in a thread of its own, which is left behind if the tool hangs."""
@@ -219,7 +223,7 @@ class ToolExecutor:
         def work() -> None:
             try:
                 answer = self._execute(call, None, beside=True)
-            except RolloutError as error:
+            except BaseException as error:
                 future.set_exception(error)
             else:
                 self.spend(time.thread_time())

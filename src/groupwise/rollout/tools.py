@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, RolloutError
 
 STATE = "state"
 JSON_TYPES: dict[type, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
@@ -149,9 +149,11 @@ def schema_violation(name: str, arguments: Mapping[str, Any], parameters: Mappin
     """Return how arguments violate a JSON schema, or None."""
     import jsonschema
 
-    error = jsonschema.exceptions.best_match(
-        jsonschema.validators.validator_for(parameters)(parameters).iter_errors(dict(arguments))
-    )
+    validator = jsonschema.validators.validator_for(parameters)(parameters)
+    try:
+        error = jsonschema.exceptions.best_match(validator.iter_errors(dict(arguments)))
+    except Exception as reason:  # such as a $ref to nowhere
+        raise RolloutError(f"the JSON schema of {name} is not valid: {reason}") from reason
     return (
         None if error is None else f"{name}: {error.json_path.removeprefix('$').strip('.')} {error.message}"
     )

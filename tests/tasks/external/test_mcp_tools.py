@@ -194,3 +194,10 @@ def test_a_server_that_does_not_start_is_the_users_mistake(tmp_path):
         gw.mcp_tools("http://127.0.0.1:9/mcp")
     with pytest.raises(ConfigError, match="requires a URL or a command"):
         gw.mcp_tools("")
+
+
+def test_a_setting_that_the_server_cannot_use_is_refused():
+    with pytest.raises(ConfigError, match=r"headers=….* requires a URL"):
+        gw.mcp_tools("python", "server.py", headers={"Authorization": "Bearer key"})
+    with pytest.raises(ConfigError, match=r"env=….* requires a command"):
+        gw.mcp_tools("http://127.0.0.1:9/mcp", env={"KEY": "value"})

@@ -38,10 +38,18 @@ def mcp_tools(
         raise ConfigError(
             'mcp_tools requires a URL or a command, for example mcp_tools("python", "server.py")'
         )
+    if headers is not None and not is_url(words[0]):
+        raise ConfigError("mcp_tools(headers=…) requires a URL; pass env=… to a command instead")
+    if env is not None and is_url(words[0]):
+        raise ConfigError("mcp_tools(env=…) requires a command; pass headers=… to a URL instead")
     with requires("mcp", "the tools of an MCP server"):
         import mcp.client.streamable_http  # noqa: F401
     connected = McpServer(words, env, headers)
     return [connected.function(tool) for tool in connected.tools]
+
+
+def is_url(server: str) -> bool:
+    return server.startswith(("http://", "https://"))
 
 
 @asynccontextmanager
@@ -55,7 +63,7 @@ async def connection(
     from mcp.shared._httpx_utils import create_mcp_http_client
 
     async with AsyncExitStack() as stack:
-        if words[0].startswith(("http://", "https://")):
+        if is_url(words[0]):
             client = await stack.enter_async_context(create_mcp_http_client(headers=headers))
             transport: Any = streamable_http_client(words[0], http_client=client)
         else:
