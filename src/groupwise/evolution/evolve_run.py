@@ -12,7 +12,7 @@ from statistics import fmean
 from types import TracebackType
 
 from groupwise.config import Config
-from groupwise.errors import ConfigError, InvariantError
+from groupwise.errors import ConfigError, InvariantError, ServersGoneError
 from groupwise.evaluate.held_out import Evaluation
 from groupwise.evolution.evolve_state import (
     EvolutionLog,
@@ -157,6 +157,8 @@ class EvolveRun:
         for slot, batch in batches.items():
             try:
                 report = self.population.learn(slot, batch, step=step)
+            except ServersGoneError:
+                raise  # the teacher is gone; the member did not diverge
             except InvariantError as error:
                 self._diverged(slot, str(error))
                 continue
