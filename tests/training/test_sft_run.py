@@ -460,6 +460,14 @@ def test_settings_of_sampling_and_of_the_loop_are_refused(tmp_path, setting):
         planned(tmp_path / "rows.jsonl", setting)
 
 
+def test_a_run_that_began_with_an_ignored_setting_still_resumes(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"{n}", "completion": "x"}) for n in range(5)))
+    words = ["rollout.grammar=g.lark"]
+    old = sft_config(words, config=None, resume=None, given={"data": str(path)}, flags={})
+    assert plan_warm_start(old, resumed=True).demonstrations.split.size == 4  # a fifth is kept back
+
+
 def test_all_answers_to_a_prompt_are_on_one_side(tmp_path):
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": f"{n}", "completion": f"{k}"} for n in range(50) for k in range(4)]

@@ -296,8 +296,9 @@ SAME_TASK = ("name", "data", "columns", "test_data", "options", "weights", "corr
 
 
 def plan_warm_start(config: Config, *, task: Task | None = None, resumed: bool = False) -> SFTPlan:
-    """Decide what to imitate and for how long. A resumed run keeps its batch size."""
-    check_settings(config)
+    """Decide what to imitate and for how long. A resumed run keeps its batch size and ignored settings."""
+    if not resumed:
+        check_settings(config)
     if config.sft.from_run is not None and config.task.name == NO_TASK:
         # The run's own task decides which prompts are held out, and measures accuracy.
         own = read_config(RunFolder.open(config.sft.from_run).config).task
