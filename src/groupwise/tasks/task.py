@@ -307,7 +307,15 @@ class Task:
             raise ConfigError(f"task {self.name}: held_out requires rows as examples; a stream has its own")
         rows = self.outside_test_sets(as_examples(self.examples, source=self.name))
         held_out = None if self.held_out is None else as_examples(self.held_out, source=self.name)
-        return split_rows(rows, held_out=held_out, asks=self.asks, key=self.key_of, config=config, seed=seed)
+        return split_rows(
+            rows,
+            held_out=held_out,
+            asks=lambda example: prompt_text(self.ask(example)),
+            key=self.key_of,
+            hides_state=self.hides_state,
+            config=config,
+            seed=seed,
+        )
 
     def outside_test_sets(self, rows: list[Example]) -> list[Example]:
         """Return the rows that no test set contains, so that none of them is trained on."""
