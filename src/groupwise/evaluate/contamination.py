@@ -23,8 +23,8 @@ from groupwise.learner.checkpoint import STATE
 from groupwise.model.resolve import adapter_base
 from groupwise.records import Example
 from groupwise.tasks import TASKS, ExampleStream, Task, is_loadable, load_task, with_data, without_data
-from groupwise.tasks.sft_data import plan_warm_start
-from groupwise.tasks.task import prompt_key
+from groupwise.tasks.sft_data import best_answers, plan_warm_start
+from groupwise.tasks.task import as_example, prompt_key
 from groupwise.tracking.run_folder import AGENT, RunFolder, is_agent
 
 LINEAGE = "lineage.json"
@@ -123,16 +123,32 @@ def prompt_digest(prompt: Any) -> str:
 
 
 def unseen(rows: Sequence[Example], *, task: Task, trained: set[str]) -> list[Example]:
-    """Return the rows of a task whose key and prompt do not occur in training."""
+    """Return the rows of a task whose key and prompt do not occur in training.
+
+    A prompt that several examples share, such as the opening of a game, does not tell what was trained on.
+    """
+    shared = shared_prompts(rows, task)
 
     def names(row: Example) -> tuple[str, ...]:
         prompt = task.ask(row)
-        return task.key_of(row), prompt_key(prompt), prompt_digest(prompt)
+        known = prompt_key(prompt)
+        return (task.key_of(row), *(() if known in shared else (known, prompt_digest(prompt))))
 
     left = [row for row in rows if trained.isdisjoint(names(row))]
     if not left:
         raise ConfigError("the model was trained on every one of these examples: use others")
     return left
+
+
+def shared_prompts(rows: Sequence[Example], task: Task) -> set[str]:
+    """Return the keys of the prompts that different examples of a task with hidden state have."""
+    if not task.hides_state:
+        return set()
+    own = () if isinstance(task.examples, ExampleStream) else task.examples
+    keys: dict[str, set[str]] = {}
+    for row in map(as_example, (*rows, *own)):
+        keys.setdefault(prompt_key(task.ask(row)), set()).add(task.key_of(row))
+    return {prompt for prompt, several in keys.items() if len(several) > 1}
 
 
 def prompts_in_training(trained: Config, *, cursor: int, task: Task, named: str) -> set[str]:
@@ -161,11 +177,18 @@ def shares_key(trained: Config, task: Task) -> bool:
 
 
 def imitated(trained: Config, *, cursor: int, task: Task | None) -> set[str]:
-    """Return the prompts of the demonstrations that a warm start has seen."""
+    """Return the prompts of the demonstrations that a warm start has seen, or the keys of its examples.
+
+    The prompts of a task with hidden state do not tell its examples apart: their keys do.
+    """
     plan = plan_warm_start(trained, task=task, resumed=True)
     split = plan.demonstrations.split
     end = cursor if split.size is None else split.size
+    own, hidden = plan.task, plan.task is not None and plan.task.hides_state
+    if own is not None and hidden and trained.sft.from_run is not None:
+        return {row["key"] for row in best_answers(plan.config, weights=own.weights, task=own)}
     prompts = {prompt_key(shown.prompt) for shown in plan.demonstrations.between(0, end)}
-    if plan.task is None or trained.sft.data is not None or trained.sft.from_run is not None:
+    if own is None or trained.sft.data is not None or trained.sft.from_run is not None:
         return prompts
-    return prompts | {plan.task.key_of(split.at(position)) for position in range(end)}
+    keys = {own.key_of(split.at(position)) for position in range(end)}
+    return keys if hidden else prompts | keys
