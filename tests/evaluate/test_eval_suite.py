@@ -210,6 +210,20 @@ def test_a_model_that_imitated_games_with_one_opening_is_measured_on_the_others(
         assert unseen(games, task=task, trained=seen) == [one for one in games if one in split.held_out]
 
 
+@pytest.mark.parametrize("kind", ["grpo", "sft"])
+def test_a_game_with_its_own_opening_is_known_by_it_whatever_columns_come_with_it(kind, tmp_path):
+    (tmp_path / "game.py").write_text(
+        GAMES.replace('"Guess my number."', "f\"Game {example['n']}: guess my number.\"")
+    )
+    words = [f"task.name={tmp_path / 'game.py'}", f"run.kind={kind}", "model.name=tiny", "task.held_out=4"]
+    trained = read_config(overrides=words)
+    task = load_task(trained.task)
+    seen = prompts_in_training(trained, cursor=16, task=task, named=trained.task.name)
+    numbered = [Example({"n": n, "id": n}) for n in range(20)]
+    held = {one["n"] for one in task.split(trained.task, 0).held_out}
+    assert {one["n"] for one in unseen(numbered, task=task, trained=seen)} == held
+
+
 SUMS = """import groupwise as gw
 task = gw.Task(
     name="sums",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,7 @@ def unseen(rows: Sequence[Example], *, task: Task, trained: set[str]) -> list[Ex
 
     A prompt that several examples share, such as the opening of a game, does not tell what was trained on.
     """
-    shared = shared_prompts(rows, task)
+    shared = shared_prompts(rows, task) | shared_prompts(rows_of(task), task)
 
     def names(row: Example) -> tuple[str, ...]:
         prompt = task.ask(row)
@@ -140,15 +140,20 @@ def unseen(rows: Sequence[Example], *, task: Task, trained: set[str]) -> list[Ex
     return left
 
 
-def shared_prompts(rows: Sequence[Example], task: Task) -> set[str]:
-    """Return the keys of the prompts that different examples of a task with hidden state have."""
+def shared_prompts(rows: Sequence[Mapping[str, Any]], task: Task) -> set[str]:
+    """Return the keys of the prompts that several of these rows share, of a task with hidden state."""
     if not task.hides_state:
         return set()
-    own = () if isinstance(task.examples, ExampleStream) else task.examples
     keys: dict[str, set[str]] = {}
-    for row in map(as_example, (*rows, *own)):
+    for row in map(as_example, rows):
         keys.setdefault(prompt_key(task.ask(row)), set()).add(task.key_of(row))
     return {prompt for prompt, several in keys.items() if len(several) > 1}
+
+
+def rows_of(task: Task) -> Sequence[Mapping[str, Any]]:
+    """Return all examples of a task, except those of a stream."""
+    own = () if isinstance(task.examples, ExampleStream) else task.examples
+    return (*own, *(task.held_out or ()))
 
 
 def prompts_in_training(trained: Config, *, cursor: int, task: Task, named: str) -> set[str]:
@@ -168,7 +173,10 @@ def prompts_in_training(trained: Config, *, cursor: int, task: Task, named: str)
     own = given or load_task(trained.task)
     split = own.split(trained.task, trained.run.seed)
     used = split.take(0, cursor)[0] if isinstance(split.train, ExampleStream) else split.train
-    return {own.key_of(example) for example in used}
+    keys = {own.key_of(example) for example in used}
+    if own.hides_state:  # other columns may come with an opening that only one game has
+        keys |= {prompt_key(own.ask(example)) for example in used} - shared_prompts(rows_of(own), own)
+    return keys
 
 
 def shares_key(trained: Config, task: Task) -> bool:
@@ -177,18 +185,19 @@ def shares_key(trained: Config, task: Task) -> bool:
 
 
 def imitated(trained: Config, *, cursor: int, task: Task | None) -> set[str]:
-    """Return the prompts of the demonstrations that a warm start has seen, or the keys of its examples.
+    """Return the prompts of the demonstrations that a warm start has seen, and the keys of its examples.
 
-    The prompts of a task with hidden state do not tell its examples apart: their keys do.
+    Prompts that several examples share are left out: the keys tell such examples apart.
     """
     plan = plan_warm_start(trained, task=task, resumed=True)
-    split = plan.demonstrations.split
+    split, own = plan.demonstrations.split, plan.task
     end = cursor if split.size is None else split.size
-    own, hidden = plan.task, plan.task is not None and plan.task.hides_state
-    if own is not None and hidden and trained.sft.from_run is not None:
-        return {row["key"] for row in best_answers(plan.config, weights=own.weights, task=own)}
     prompts = {prompt_key(shown.prompt) for shown in plan.demonstrations.between(0, end)}
-    if own is None or trained.sft.data is not None or trained.sft.from_run is not None:
+    if own is None:
         return prompts
-    keys = {own.key_of(split.at(position)) for position in range(end)}
-    return keys if hidden else prompts | keys
+    prompts -= shared_prompts(rows_of(own), own)
+    if trained.sft.from_run is not None and own.hides_state:
+        return prompts | {row["key"] for row in best_answers(plan.config, weights=own.weights, task=own)}
+    if trained.sft.data is not None or trained.sft.from_run is not None:
+        return prompts
+    return prompts | {own.key_of(split.at(position)) for position in range(end)}
