@@ -472,6 +472,13 @@ def test_the_best_answers_to_games_are_those_to_each_game_that_is_not_held_out(
     assert shown == {f"game {n}" for n in range(20)} - held
 
 
+def test_games_may_have_numbers_as_keys(finished, tmp_path):
+    rows = GAMES["equal columns"]
+    game = game_file(tmp_path, rows)
+    game.write_text(game.read_text().replace("environment=", "key=lambda row: row['n'], environment="))
+    assert plan_from_games(finished, game, rows).demonstrations.split.size == 16
+
+
 def test_recorded_games_that_the_task_does_not_have_are_refused(finished, tmp_path):
     rows = GAMES["equal columns"]
     with pytest.raises(

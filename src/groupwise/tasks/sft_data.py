@@ -481,7 +481,7 @@ def best_answers(
     count: Counter[str] = Counter()
     seen: set[tuple[Any, ...]] = set()
     for row in good:
-        prompt = str(row["prompt"]) + row.get("key", "")
+        prompt = f"{row['prompt']}{row.get('key', '')}"
         # The text of an answer with tools is its last turn: answers may differ in the turns before.
         turns = tuple(row["tokens"]) if SampledTokens.of(row).read_more else ()
         answer = (prompt, row["text"], turns)

@@ -347,9 +347,9 @@ class RecordedExamples:
 
     def key_of(self, recorded: Mapping[str, Any]) -> str:
         """Return the key of a recorded example."""
-        key = self.keys.get(stored_form(recorded))
-        if key is not None:
-            return key
+        form = stored_form(recorded)
+        if form in self.keys:
+            return self.keys[form]
         if isinstance(self.task.examples, ExampleStream):
             return self.task.key_of(Example(recorded))
         raise ConfigError(
