@@ -11,6 +11,7 @@ import pytest
 
 import groupwise as gw
 from groupwise.config import read_config
+from groupwise.config.algorithm import AlgoConfig
 from groupwise.tracking.rollout_files import read_rollouts
 from tests.support.small_runs import LUCK, run_artifacts, run_command, task_file
 
@@ -85,6 +86,16 @@ def test_a_task_learns_from_the_data_that_is_given_beside_it(tmp_path):
     data.write_text(data.read_text() + '\n{"n": 110}')
     with pytest.raises(gw.GroupwiseError, match="not those that the run began with: put them back"):
         gw.train(TASK, resume=run, max_steps=2)
+
+
+def test_a_run_with_a_combination_that_is_refused_now_still_resumes(tmp_path, monkeypatch):
+    settings = SMALL | {"algo": {"advantage": "gdpo", "combine": "std"}, "output_dir": tmp_path}
+    with pytest.raises(gw.ConfigError, match=r"gdpo requires algo\.combine=sum"):
+        gw.train(TASK, max_steps=1, run_name="new", **settings)
+    with monkeypatch.context() as patch:  # as in versions that accepted it
+        patch.setattr(AlgoConfig, "check_combination", lambda algo: None)
+        run = gw.train(TASK, max_steps=1, run_name="old", **settings)
+    assert gw.train(TASK, resume=run, max_steps=2) == run
 
 
 def test_resuming_refuses_other_settings_and_folders_that_are_no_runs(tmp_path):

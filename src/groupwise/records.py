@@ -60,6 +60,28 @@ def plain(value: object) -> object:
     return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
 
 
+def stored_form(example: Mapping[str, Any]) -> str:
+    """Return a text that is equal for an example and for what a file of rollouts gives back for it.
+
+    Such a file adds None for the columns of other examples, and stores all numbers of a column as one type.
+    """
+    return json.dumps(comparable(example), sort_keys=True, default=plain)
+
+
+def comparable(value: Any) -> Any:
+    """Return a value with floats for integers, lists for arrays, and neither None nor {} in its dicts."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        parts = {str(name): comparable(part) for name, part in value.items()}
+        return {name: part for name, part in parts.items() if part is not None and part != {}}
+    if isinstance(value, list | tuple):
+        return [comparable(part) for part in value]
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63:
+        return float(value)
+    return value
+
+
 def is_unicode(row: Mapping[str, Any]) -> bool:
     """Whether all text in a row is valid Unicode: JSON allows lone surrogates, tokenizers do not."""
     try:

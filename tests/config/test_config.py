@@ -404,12 +404,13 @@ def test_settings_of_two_sections_that_cannot_go_together_are_refused(overrides,
 
 
 @pytest.mark.parametrize("advantage", ["turn", "gdpo"])
-def test_advantages_that_weigh_rewards_themselves_refuse_another_combination(advantage):
+def test_a_new_run_refuses_another_combination_for_advantages_that_weigh_rewards_themselves(advantage):
+    algo = read_config(overrides=[f"algo.advantage={advantage}", "algo.combine=std"]).algo
     with pytest.raises(ConfigError) as caught:
-        read_config(overrides=[f"algo.advantage={advantage}", "algo.combine=std"])
+        algo.check_combination()
     sentence = f"algo.advantage={advantage} requires algo.combine=sum, because it weighs rewards itself"
     assert str(caught.value) == sentence
-    assert read_config(overrides=[f"algo.advantage={advantage}"]).algo.combine == "sum"
+    read_config(overrides=[f"algo.advantage={advantage}"]).algo.check_combination()
 
 
 def test_clips_of_the_usual_size_are_noticed_with_gspo_only():

@@ -26,6 +26,7 @@ from groupwise.tasks import TASKS, load_task
 from groupwise.tasks.builtin.boxed_math import alike, math
 from groupwise.tasks.builtin.gsm8k import gsm8k, same_number
 from groupwise.tasks.sft_data import plan_warm_start
+from groupwise.tracking.rollout_files import write_rollouts
 from groupwise.training import train
 from groupwise.training.sft_run import run_sft
 
@@ -165,6 +166,62 @@ def test_rows_of_a_stream_that_were_drawn_are_left_out():
     with pytest.raises(ConfigError, match="the model was trained on every one of these examples"):
         left(drawn, cursor=5)
     assert prompts_in_training(trained, cursor=5, task=gsm8k(), named="gsm8k") == set()
+
+
+GAMES = """import groupwise as gw
+
+class Hidden:
+    def reset(self, example):
+        return "Guess my number."
+
+    def reply(self, text):
+        return None
+
+task = gw.Task(
+    name="hidden",
+    examples=[{"n": n} for n in range(20)],
+    environment=Hidden,
+    worked=lambda example, rng: [{"role": "assistant", "content": f"It is {example['n']}."}],
+)
+"""
+
+
+@pytest.mark.parametrize("source", ["a run", "a file", "worked answers"])
+def test_a_model_that_imitated_games_with_one_opening_is_measured_on_the_others(source, tmp_path):
+    game, run, rows = tmp_path / "game.py", tmp_path / "run", tmp_path / "rows.jsonl"
+    game.write_text(GAMES)
+    words = [f"task.name={game}", "run.kind=sft", "model.name=tiny", "task.held_out=4"]
+    task = load_task(read_config(overrides=words).task)
+    games = [Example({"n": n}) for n in range(20)]
+    if source == "a run":
+        run.mkdir()
+        (run / "config.yaml").write_text(f"task: {{name: {game}}}")
+        groups = [answered(task, one, f"It is {one['n']}.") for one in games]
+        write_rollouts(run / "rollouts" / "step-000001.parquet", 1, groups)
+        words += [f"sft.from_run={run}", "sft.min_reward=0"]
+    if source == "a file":
+        rows.write_text('{"prompt": "Guess my number.", "completion": "It is 3."}')
+        words += [f"sft.data={rows}", "sft.passes=1"]
+    trained = read_config(overrides=words)
+    seen = prompts_in_training(trained, cursor=16, task=task, named=trained.task.name)
+    split = task.split(trained.task, 0)
+    assert unseen(split.held_out, task=task, trained=seen) == list(split.held_out)
+    if source != "a file":
+        assert unseen(games, task=task, trained=seen) == [one for one in games if one in split.held_out]
+
+
+@pytest.mark.parametrize("kind", ["grpo", "sft"])
+def test_a_game_with_its_own_opening_is_known_by_it_whatever_columns_come_with_it(kind, tmp_path):
+    (tmp_path / "game.py").write_text(
+        GAMES.replace('"Guess my number."', "f\"Game {example['n']}: guess my number.\"")
+    )
+    words = [f"task.name={tmp_path / 'game.py'}", f"run.kind={kind}", "model.name=tiny", "task.held_out=4"]
+    trained = read_config(overrides=words)
+    task = load_task(trained.task)
+    seen = prompts_in_training(trained, cursor=16, task=task, named=trained.task.name)
+    numbered = [Example({"n": n, "id": n}) for n in range(20)]
+    held = {one["n"] for one in task.split(trained.task, 0).held_out}
+    assert {one["n"] for one in unseen(numbered, task=task, trained=seen)} == held
 
 
 SUMS = """import groupwise as gw

@@ -15,6 +15,7 @@ import pytest
 import groupwise as gw
 from groupwise import cli
 from groupwise.config import read_config
+from groupwise.errors import ServersGoneError
 from groupwise.evaluate.target import find_target
 from groupwise.evolution.evolve_run import EvolveRun
 from groupwise.evolution.evolve_state import SearchStart, SearchState, summary_of
@@ -231,6 +232,19 @@ def test_a_member_that_diverges_is_contained_reported_and_replaced(tmp_path):
     assert "entropy" in trouble["detail"]
     assert "which diverged" in next(e["detail"] for e in told["events"] if e["what"] == "copied")
     assert len(told["members"]) == 3
+
+
+def test_a_teacher_that_is_gone_stops_the_search_and_blames_no_member(tmp_path, monkeypatch):
+    def gone(*arguments: Any) -> None:
+        raise ServersGoneError("no teacher has responded for 600 s")
+
+    with search_in(tmp_path, "evolve.population=2", "run.max_steps=1") as search:
+        step = next(iter(search.steps()))
+        batches = search.collect(step)
+        monkeypatch.setattr(search.population.members[0].learner, "train_on", gone)
+        with pytest.raises(ServersGoneError, match="no teacher has responded for 600 s"):
+            search.learn(step, batches)
+        assert sorted(search.population.members) == [0, 1]
 
 
 def test_an_update_that_breaks_a_member_leaves_no_gradient_to_the_others(tmp_path):

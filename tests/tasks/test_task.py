@@ -387,3 +387,31 @@ def test_games_with_one_opening_are_different_examples():
         asked = {task.asks(example) for example in split.held_out}
         assert len(asked) == 10
         assert asked.isdisjoint(map(task.asks, split.train))
+
+
+class Doors:
+    """A game with as many openings as doors."""
+
+    def __init__(self, doors):
+        self.doors = doors
+
+    def __call__(self):
+        return self
+
+    def reset(self, example):
+        return f"Open door {example['n'] % self.doors}."
+
+    def reply(self, text):
+        return None
+
+
+def test_the_fingerprint_of_games_tells_whether_rows_are_kept_that_earlier_versions_dropped():
+    rows = [{"n": n} for n in range(90)]
+
+    def split(doors):
+        return Task(name="doors", examples=rows, environment=Doors(doors)).split(TaskConfig(held_out=6), 0)
+
+    # The 6 held-out games have 6 of 30 openings. Earlier versions dropped the 12 other games with these.
+    assert (split(90).size, split(30).size) == (84, 84)
+    assert split(90).fingerprint == "0e2be6bc9da8c484"  # the same rows as in earlier versions
+    assert split(30).fingerprint == "81453e27e93c4995"

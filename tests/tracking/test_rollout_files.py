@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from groupwise.records import Example, Group, Rollout
+from groupwise.records import Example, Group, Rollout, stored_form
 from groupwise.report.rollout_view import RolloutView
 from groupwise.run_result import RunResult
 from groupwise.tracking.rollout_files import RolloutSchema, kind_of, merge, read_rollouts, write_rollouts
@@ -194,6 +194,27 @@ def test_integers_and_floats_are_floats_and_a_missing_column_is_null(tmp_path: P
         {"a": 1.0, "b": None},
         {"a": 0.5, "b": None},
     ]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1, 0.5, None],
+        [{"a": 1}, {"b": [2, None]}, {}],
+        [True, 1, 1.5],
+        [2**70, 2**53 + 1, -1],
+        [np.int64(3), np.float32(0.1), np.arange(2.0).sum()],
+        [np.arange(2), [], [0.5]],
+        [{"y", "x"}, ("x",), [["z"]]],
+        [datetime.date(2026, 1, 2), "one", ""],
+        [{1: {"a": None}}, {"1": {"b": 2}}, None],
+    ],
+)
+def test_an_example_and_what_is_read_back_have_one_form(tmp_path: Path, values: list[Any]) -> None:
+    rows = [{"n": number, "value": value} for number, value in enumerate(values)] + [{"n": 0.5}]
+    forms = [stored_form(row) for row in written(tmp_path, rows)]
+    assert forms == [stored_form(row) for row in rows]
+    assert len(set(forms)) == len(rows)
 
 
 def test_messages_keep_only_the_keys_they_have(tmp_path: Path) -> None:

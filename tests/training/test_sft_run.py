@@ -25,6 +25,7 @@ from groupwise.tasks.sft_data import (
     ROLLOUT_COLUMNS,
     Demonstration,
     SampledTokens,
+    SFTPlan,
     best_answers,
     fault_in,
     held_out_of,
@@ -422,28 +423,79 @@ import groupwise as gw
 
 class Hidden:
     def reset(self, example):
-        return "p"
+        return "OPENING".format(**example)
 
     def reply(self, text):
         return None
 
-task = gw.Task(name="hidden", examples=[{"n": n} for n in range(20)], environment=Hidden)
+task = gw.Task(name="hidden", examples=ROWS, environment=Hidden)
 """
 
 
-def test_the_best_answers_to_games_with_one_opening_are_those_to_each_game(finished, tmp_path):
-    run = RunFolder.open(finished)
-    groups = [Group(example=Example({"n": n}), rollouts=(rollout("p", f"game {n}", 2.0),)) for n in range(20)]
-    write_rollouts(run.rollouts_at(2), 2, groups)
-    run.rollouts_at(1).unlink()
-    (tmp_path / "game.py").write_text(GAME)
-    words = (f"task.name={tmp_path / 'game.py'}", f"sft.from_run={finished}", "run.kind=sft")
-    plan = plan_warm_start(read_config(overrides=[*words, "sft.passes=1", "model.name=tiny"]))
+def game_file(folder: Path, rows: list[dict[str, Any]], *, opening: str = "p") -> Path:
+    path = folder / "game.py"
+    path.write_text(GAME.replace("ROWS", repr(rows)).replace("OPENING", opening))
+    return path
+
+
+def plan_from_games(run: Path, game: Path, recorded: list[dict[str, Any]], *, prompt: str = "p") -> SFTPlan:
+    """Plan to imitate the run's answers to these examples, one answer to each."""
+    groups = [
+        Group(example=Example(row), rollouts=(rollout(prompt.format(**row), f"game {n}", 2.0),))
+        for n, row in enumerate(recorded)
+    ]
+    write_rollouts(RunFolder.open(run).rollouts_at(2), 2, groups)
+    RunFolder.open(run).rollouts_at(1).unlink()
+    words = (f"task.name={game}", f"sft.from_run={run}", "run.kind=sft", "sft.passes=1", "model.name=tiny")
+    return plan_warm_start(read_config(overrides=words))
+
+
+GAMES = {
+    "equal columns": [{"n": n} for n in range(20)],
+    "different columns": [{"n": n} if n % 2 else {"n": n, "hint": "h"} for n in range(20)],
+    "integers and floats": [{"n": n if n % 2 else n + 0.5} for n in range(20)],
+    "nested columns": [{"n": n, "board": {"a": 1} if n % 2 else {"b": [n]}} for n in range(20)],
+}
+
+
+@pytest.mark.parametrize("opening", ["p", "game {n}"], ids=["one opening", "own openings"])
+@pytest.mark.parametrize("rows", GAMES.values(), ids=GAMES)
+def test_the_best_answers_to_games_are_those_to_each_game_that_is_not_held_out(
+    finished, tmp_path, rows, opening
+):
+    # Openings in the run are those of an earlier version of the game, so that only examples tell it.
+    plan = plan_from_games(finished, game_file(tmp_path, rows, opening=opening), rows, prompt="p")
     assert plan.task is not None
-    held = {f"game {example['n']}" for example in held_out_of(plan.config, plan.task)}
+    held = {f"game {rows.index(dict(example))}" for example in held_out_of(plan.config, plan.task)}
     shown = {one.completion for one in plan.demonstrations.take(0, plan.demonstrations.split.size or 0)[0]}
     assert len(held) == 4
     assert shown == {f"game {n}" for n in range(20)} - held
+
+
+def test_games_may_have_numbers_as_keys(finished, tmp_path):
+    rows = GAMES["equal columns"]
+    game = game_file(tmp_path, rows)
+    game.write_text(game.read_text().replace("environment=", "key=lambda row: row['n'], environment="))
+    assert plan_from_games(finished, game, rows).demonstrations.split.size == 16
+
+
+def test_recorded_games_that_the_task_does_not_have_are_refused(finished, tmp_path):
+    rows = GAMES["equal columns"]
+    with pytest.raises(
+        ConfigError, match=r"\{'n': 20\} .* is not in task hidden, .*: use the task and the data"
+    ):
+        plan_from_games(finished, game_file(tmp_path, rows), [*rows, {"n": 20}])
+
+
+@pytest.mark.parametrize(
+    ("opening", "dropped"), [("p", 0), ("game {n}", 4)], ids=["one opening", "own openings"]
+)
+def test_chats_with_openings_that_only_held_out_games_have_are_left_out(tmp_path, opening, dropped):
+    rows = GAMES["equal columns"]
+    game, path = game_file(tmp_path, rows, opening=opening), tmp_path / "rows.jsonl"
+    chats = [{"prompt": opening.format(**row), "completion": f"{n}"} for n, row in enumerate(rows)]
+    path.write_text("\n".join(map(json.dumps, chats)))
+    assert planned(path, str(game)).demonstrations.dropped == dropped
 
 
 def planned(path, *words):
@@ -458,6 +510,14 @@ def test_settings_of_sampling_and_of_the_loop_are_refused(tmp_path, setting):
     name = setting.partition("=")[0]
     with pytest.raises(ConfigError, match=rf"{name} requires groupwise train; remove it from the settings"):
         planned(tmp_path / "rows.jsonl", setting)
+
+
+def test_a_run_that_began_with_an_ignored_setting_still_resumes(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"{n}", "completion": "x"}) for n in range(5)))
+    words = ["rollout.grammar=g.lark"]
+    old = sft_config(words, config=None, resume=None, given={"data": str(path)}, flags={})
+    assert plan_warm_start(old, resumed=True).demonstrations.split.size == 4  # a fifth is kept back
 
 
 def test_all_answers_to_a_prompt_are_on_one_side(tmp_path):

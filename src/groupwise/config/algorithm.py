@@ -92,10 +92,6 @@ class AlgoConfig:
     def __post_init__(self) -> None:
         one_of_or_function("algo.advantage", self.advantage, ADVANTAGES)
         one_of("algo.combine", self.combine, COMBINATIONS)
-        if self.combine != "sum" and self.advantage in ("turn", "gdpo"):
-            raise ConfigError(
-                f"algo.advantage={self.advantage} requires algo.combine=sum, because it weighs rewards itself"
-            )
         one_of_or_function("algo.loss", self.loss, LOSSES)
         if self.normalize is not None:
             one_of("algo.normalize", self.normalize, NORMALIZATIONS)
@@ -121,3 +117,10 @@ class AlgoConfig:
         between("algo.overlong_buffer", self.overlong_buffer, 0)
         between("algo.max_gap", self.max_gap, 0.0)
         between("algo.max_stale_gap", self.max_stale_gap, 0.0)
+
+    def check_combination(self) -> None:
+        """Refuse a combination of rewards that the advantage ignores. Runs that have one still resume."""
+        if self.combine != "sum" and self.advantage in ("turn", "gdpo"):
+            raise ConfigError(
+                f"algo.advantage={self.advantage} requires algo.combine=sum, because it weighs rewards itself"
+            )

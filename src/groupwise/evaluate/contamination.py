@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from groupwise.learner.checkpoint import STATE
 from groupwise.model.resolve import adapter_base
 from groupwise.records import Example
 from groupwise.tasks import TASKS, ExampleStream, Task, is_loadable, load_task, with_data, without_data
-from groupwise.tasks.sft_data import plan_warm_start
-from groupwise.tasks.task import prompt_key
+from groupwise.tasks.sft_data import best_answers, plan_warm_start
+from groupwise.tasks.task import as_example, prompt_key
 from groupwise.tracking.run_folder import AGENT, RunFolder, is_agent
 
 LINEAGE = "lineage.json"
@@ -123,16 +123,37 @@ def prompt_digest(prompt: Any) -> str:
 
 
 def unseen(rows: Sequence[Example], *, task: Task, trained: set[str]) -> list[Example]:
-    """Return the rows of a task whose key and prompt do not occur in training."""
+    """Return the rows of a task whose key and prompt do not occur in training.
+
+    A prompt that several examples share, such as the opening of a game, does not tell what was trained on.
+    """
+    shared = shared_prompts(rows, task) | shared_prompts(rows_of(task), task)
 
     def names(row: Example) -> tuple[str, ...]:
         prompt = task.ask(row)
-        return task.key_of(row), prompt_key(prompt), prompt_digest(prompt)
+        known = prompt_key(prompt)
+        return (task.key_of(row), *(() if known in shared else (known, prompt_digest(prompt))))
 
     left = [row for row in rows if trained.isdisjoint(names(row))]
     if not left:
         raise ConfigError("the model was trained on every one of these examples: use others")
     return left
+
+
+def shared_prompts(rows: Sequence[Mapping[str, Any]], task: Task) -> set[str]:
+    """Return the keys of the prompts that several of these rows share, of a task with hidden state."""
+    if not task.hides_state:
+        return set()
+    keys: dict[str, set[str]] = {}
+    for row in map(as_example, rows):
+        keys.setdefault(prompt_key(task.ask(row)), set()).add(task.key_of(row))
+    return {prompt for prompt, several in keys.items() if len(several) > 1}
+
+
+def rows_of(task: Task) -> Sequence[Mapping[str, Any]]:
+    """Return all examples of a task, except those of a stream."""
+    own = () if isinstance(task.examples, ExampleStream) else task.examples
+    return (*own, *(task.held_out or ()))
 
 
 def prompts_in_training(trained: Config, *, cursor: int, task: Task, named: str) -> set[str]:
@@ -152,7 +173,10 @@ def prompts_in_training(trained: Config, *, cursor: int, task: Task, named: str)
     own = given or load_task(trained.task)
     split = own.split(trained.task, trained.run.seed)
     used = split.take(0, cursor)[0] if isinstance(split.train, ExampleStream) else split.train
-    return {own.key_of(example) for example in used}
+    keys = {own.key_of(example) for example in used}
+    if own.hides_state:  # other columns may come with an opening that only one game has
+        keys |= {prompt_key(own.ask(example)) for example in used} - shared_prompts(rows_of(own), own)
+    return keys
 
 
 def shares_key(trained: Config, task: Task) -> bool:
@@ -161,11 +185,19 @@ def shares_key(trained: Config, task: Task) -> bool:
 
 
 def imitated(trained: Config, *, cursor: int, task: Task | None) -> set[str]:
-    """Return the prompts of the demonstrations that a warm start has seen."""
+    """Return the prompts of the demonstrations that a warm start has seen, and the keys of its examples.
+
+    Prompts that several examples share are left out: the keys tell such examples apart.
+    """
     plan = plan_warm_start(trained, task=task, resumed=True)
-    split = plan.demonstrations.split
+    split, own = plan.demonstrations.split, plan.task
     end = cursor if split.size is None else split.size
     prompts = {prompt_key(shown.prompt) for shown in plan.demonstrations.between(0, end)}
-    if plan.task is None or trained.sft.data is not None or trained.sft.from_run is not None:
+    if own is None:
         return prompts
-    return prompts | {plan.task.key_of(split.at(position)) for position in range(end)}
+    prompts -= shared_prompts(rows_of(own), own)
+    if trained.sft.from_run is not None and own.hides_state:
+        return prompts | {row["key"] for row in best_answers(plan.config, weights=own.weights, task=own)}
+    if trained.sft.data is not None or trained.sft.from_run is not None:
+        return prompts
+    return prompts | {own.key_of(split.at(position)) for position in range(end)}

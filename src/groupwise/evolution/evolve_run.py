@@ -12,7 +12,7 @@ from statistics import fmean
 from types import TracebackType
 
 from groupwise.config import Config
-from groupwise.errors import ConfigError, InvariantError
+from groupwise.errors import ConfigError, InvariantError, ServersGoneError
 from groupwise.evaluate.held_out import Evaluation
 from groupwise.evolution.evolve_state import (
     EvolutionLog,
@@ -157,6 +157,8 @@ class EvolveRun:
         for slot, batch in batches.items():
             try:
                 report = self.population.learn(slot, batch, step=step)
+            except ServersGoneError:
+                raise  # the teacher is gone; the member did not diverge
             except InvariantError as error:
                 self._diverged(slot, str(error))
                 continue
@@ -347,6 +349,8 @@ def evolve(
         leave_task_file(task)
     if config.run.kind != "evolve":
         raise ConfigError(f"these settings are for another command: groupwise {command_of(config)}")
+    if resume is None:
+        config.algo.check_combination()
     config = config.resolve()
     task = task or load_task(config.task)
     config = with_epochs(config, task)

@@ -41,6 +41,7 @@ def trainable(task: Task | str, **settings: Any) -> type[tune.Trainable]:
     `task` is a task that Ray can serialize, the name of a built-in task, or a file that the workers can read.
     """
     config = config_from_keywords(**settings)
+    config.algo.check_combination()
     name = task if isinstance(task, str) else task.name
     output_dir = str(Path(config.run.output_dir).resolve())  # workers have another working directory
     run = replace(config.run, output_dir=output_dir)

@@ -252,6 +252,7 @@ def split_rows(
     held_out: Sequence[Example] | None,
     asks: Callable[[Example], str],
     key: Callable[[Example], str] | None = None,
+    hides_state: bool = False,
     config: TaskConfig,
     seed: int,
 ) -> Split:
@@ -260,7 +261,8 @@ def split_rows(
     The task's own held-out examples are used as they are, and training rows that equal one are dropped.
     Otherwise the rows with the smallest fingerprints are held out. This choice does not depend on the order
     of rows and hardly changes when rows are added. Training rows with the same prompt (`asks`) or the same
-    `key` as a held-out row are dropped.
+    `key` as a held-out row are dropped; if rows with the same prompt may differ (`hides_state`), only the key
+    counts.
     """
     unique = by_fingerprint(rows)
     if held_out is None:
@@ -278,7 +280,8 @@ def split_rows(
     prompts = set(map(asks, evaluated))
     distinct = tuple(row for row in train if asks(row) not in prompts)
     keys = set(map(key, evaluated)) if key else set()
-    disjoint = tuple(row for row in distinct if key(row) not in keys) if key else distinct
+    candidates = train if hides_state else distinct
+    disjoint = tuple(row for row in candidates if key(row) not in keys) if key else candidates
     if not disjoint:
         raise ConfigError("no training examples left: every one asks the same as a held-out example")
     dropped += len(train) - len(disjoint)
@@ -286,7 +289,7 @@ def split_rows(
         list(unique)[: config.max_examples],
         list(evaluation)[: config.held_out],
     )
-    if len(disjoint) < len(distinct):  # otherwise keep the fingerprint of older checkpoints
+    if [*map(id, disjoint)] != [*map(id, distinct)]:  # otherwise keep the fingerprint of older checkpoints
         sides = (*sides, [row.fingerprint for row in disjoint])
     return Split(
         train=disjoint,

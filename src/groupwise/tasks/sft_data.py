@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,14 +18,14 @@ from typing import Any
 from groupwise.config import read_config
 from groupwise.config.schema import NO_TASK, Config
 from groupwise.errors import ConfigError
-from groupwise.records import Call, Example, Message, Split, Turn
+from groupwise.records import Call, Example, ExampleStream, Message, Split, Turn
 from groupwise.rewards.runner import weighted_sum
 from groupwise.rollout.tool_calls import read_calls, write_call
 from groupwise.rollout.tools import tool_of
 from groupwise.tasks.examples import MAX_HELD_OUT_SHARE, by_fingerprint, load_examples, split_rows
 from groupwise.tasks.registry import load_task
 from groupwise.tasks.self_test import gold_of
-from groupwise.tasks.task import Prompt, Task, is_prompt, prompt_key
+from groupwise.tasks.task import Prompt, RecordedExamples, Task, is_prompt, prompt_key
 from groupwise.tracking.rollout_files import read_rollouts
 from groupwise.tracking.run_folder import RunFolder
 
@@ -296,8 +296,9 @@ SAME_TASK = ("name", "data", "columns", "test_data", "options", "weights", "corr
 
 
 def plan_warm_start(config: Config, *, task: Task | None = None, resumed: bool = False) -> SFTPlan:
-    """Decide what to imitate and for how long. A resumed run keeps its batch size."""
-    check_settings(config)
+    """Decide what to imitate and for how long. A resumed run keeps its batch size and ignored settings."""
+    if not resumed:
+        check_settings(config)
     if config.sft.from_run is not None and config.task.name == NO_TASK:
         # The run's own task decides which prompts are held out, and measures accuracy.
         own = read_config(RunFolder.open(config.sft.from_run).config).task
@@ -333,15 +334,11 @@ def check_settings(config: Config) -> None:
 
 def demonstrations_for(config: Config, task: Task | None) -> Demonstrations:
     """Return the demonstrations that the configuration selects."""
-    evaluated = () if task is None else held_out_of(config, task)
-    held_out, hidden = set(), None
-    if task is not None and task.hides_state:  # a prompt does not tell its examples apart
-        hidden = {example.fingerprint for example in evaluated}
-    elif task is not None:
-        held_out = {prompt_key(task.ask(example)) for example in evaluated}
+    held_out = set() if task is None else held_out_prompts(config, task)
     if config.sft.from_run is not None:
         tools = () if task is None else schemas_of(task)
-        rows = best_answers(config, weights={} if task is None else task.weights, hidden=hidden)
+        best = best_answers(config, weights={} if task is None else task.weights, task=task)
+        rows = [Example({key: row[key] for key in ROLLOUT_COLUMNS}) for row in best]
         return of_rows(rows, config=config, held_out=held_out, make=partial(of_rollout, tools=tools))
     if config.sft.data is not None:
         rows = load_examples(config.sft.data)
@@ -353,6 +350,16 @@ def demonstrations_for(config: Config, task: Task | None) -> Demonstrations:
 
 def held_out_of(config: Config, task: Task) -> tuple[Example, ...]:
     return task.split(config.task, config.run.seed).held_out
+
+
+def held_out_prompts(config: Config, task: Task) -> set[str]:
+    """Return the keys of the prompts that only held-out examples have."""
+    split = task.split(config.task, config.run.seed)
+    prompts = {prompt_key(task.ask(example)) for example in split.held_out}
+    if not task.hides_state:
+        return prompts
+    train = split.take(0, 64)[0] if isinstance(split.train, ExampleStream) else split.train
+    return prompts - {prompt_key(task.ask(example)) for example in train}
 
 
 def of_task(task: Task, *, config: Config) -> Demonstrations:
@@ -440,12 +447,12 @@ def rows_for_loss(rows: Sequence[Example], *, asks: Callable[[Example], str], mo
 
 
 def best_answers(
-    config: Config, *, weights: Mapping[str, float], hidden: Collection[str] | None = None
-) -> list[Example]:
+    config: Config, *, weights: Mapping[str, float], task: Task | None = None
+) -> list[dict[str, Any]]:
     """Rejection sampling: return the best recorded answers to each prompt, if they are good enough.
 
-    `hidden`: fingerprints of held-out examples, if examples with the same prompt differ. The best answers are
-    then those to each example that is not held out.
+    If examples of `task` with the same prompt may differ, these are the best answers to each example that is
+    not held out, and each row has the `key` of its example.
 
     The threshold is `sft.min_reward`, by default the highest reward of the run. Failed and truncated answers
     are excluded. Among equal rewards the latest answer wins, because the policy was better then.
@@ -457,8 +464,10 @@ def best_answers(
     if read_config(run.config).algo.combine != "sum":  # other rewards are relative to their group
         rows = [row | {"reward": weighted_sum(row["rewards"], weights)} for row in rows]
     ended = [row for row in rows if row["error"] is None and row["finish"] != "length"]
-    asked = {id(row): Example(row["example"]).fingerprint if hidden is not None else "" for row in ended}
-    ended = [row for row in ended if asked[id(row)] not in (hidden or ())]
+    if task is not None and task.hides_state:
+        examples = RecordedExamples.of(task, held_out=held_out_of(config, task))
+        ended = [row | {"key": examples.key_of(row["example"])} for row in ended]
+        ended = [row for row in ended if row["key"] not in examples.held_out]
     if not ended:
         raise ConfigError(f"{run.path} has no complete recorded answer: there is nothing to imitate")
     best = max(row["reward"] for row in ended)
@@ -468,18 +477,18 @@ def best_answers(
         raise ConfigError(
             f"no answer in {run.path} has a reward of at least {least:g}; the best has {best:g}"
         )
-    chosen: list[Example] = []
+    chosen: list[dict[str, Any]] = []
     count: Counter[str] = Counter()
     seen: set[tuple[Any, ...]] = set()
     for row in good:
-        prompt = str(row["prompt"]) + asked[id(row)]
+        prompt = f"{row['prompt']}{row.get('key', '')}"
         # The text of an answer with tools is its last turn: answers may differ in the turns before.
         turns = tuple(row["tokens"]) if SampledTokens.of(row).read_more else ()
         answer = (prompt, row["text"], turns)
         if count[prompt] < config.sft.per_prompt and answer not in seen:
             count[prompt] += 1
             seen.add(answer)
-            chosen.append(Example({key: row[key] for key in ROLLOUT_COLUMNS}))
+            chosen.append(row)
     return chosen
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from groupwise.config.schema import TaskConfig, ToolsConfig
 from groupwise.errors import ConfigError
-from groupwise.records import Example, ExampleStream, Message, Rollout, Split, plain
+from groupwise.records import Example, ExampleStream, Message, Rollout, Split, plain, stored_form
 from groupwise.rewards.runner import RewardFunction, weighted_sum
 from groupwise.rollout.agent_rollouts import AgentFunction, check_agent
 from groupwise.rollout.environment import (
@@ -307,7 +307,15 @@ class Task:
             raise ConfigError(f"task {self.name}: held_out requires rows as examples; a stream has its own")
         rows = self.outside_test_sets(as_examples(self.examples, source=self.name))
         held_out = None if self.held_out is None else as_examples(self.held_out, source=self.name)
-        return split_rows(rows, held_out=held_out, asks=self.asks, key=self.key_of, config=config, seed=seed)
+        return split_rows(
+            rows,
+            held_out=held_out,
+            asks=lambda example: prompt_text(self.ask(example)),
+            key=self.key_of,
+            hides_state=self.hides_state,
+            config=config,
+            seed=seed,
+        )
 
     def outside_test_sets(self, rows: list[Example]) -> list[Example]:
         """Return the rows that no test set contains, so that none of them is trained on."""
@@ -318,6 +326,36 @@ class Task:
         if not outside:
             raise ConfigError("no training examples left: the test sets contain every one")
         return outside
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedExamples:
+    """Finds the examples of a task among those that a run recorded, if prompts do not tell them apart."""
+
+    task: Task
+    keys: Mapping[str, str]
+    """The key of each example, by `stored_form`. Of a stream, only the held-out examples are known."""
+    held_out: frozenset[str]
+    """Keys of the held-out examples."""
+
+    @classmethod
+    def of(cls, task: Task, *, held_out: Sequence[Example]) -> RecordedExamples:
+        own = () if isinstance(task.examples, ExampleStream) else task.examples
+        rows = map(as_example, (*own, *(task.held_out or ()), *held_out))  # what is held out comes last
+        keys = {stored_form(row): task.key_of(row) for row in rows}
+        return cls(task, keys, frozenset(map(task.key_of, held_out)))
+
+    def key_of(self, recorded: Mapping[str, Any]) -> str:
+        """Return the key of a recorded example."""
+        form = stored_form(recorded)
+        if form in self.keys:
+            return self.keys[form]
+        if isinstance(self.task.examples, ExampleStream):
+            return self.task.key_of(Example(recorded))
+        raise ConfigError(
+            f"the example {recorded!r:.80} of the recorded answers is not in task {self.task.name}, so it "
+            "may be a held-out one: use the task and the data of that run"
+        )
 
 
 NO_PROMPT = "set prompt to a function that takes an example, or give the examples a column `prompt`"

@@ -37,6 +37,8 @@ def train(
         leave_task_file(task)
     if config.run.kind != "grpo":
         raise ConfigError(f"these settings are for another command: groupwise {command_of(config)}")
+    if resume is None:
+        config.algo.check_combination()
     config = config.resolve()
     task = task or load_task(config.task)
     config = with_epochs(config, task)
