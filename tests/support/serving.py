@@ -1,4 +1,4 @@
-"""A server in threads of the test's process, and clients of it."""
+"""Servers: ours in threads of the test's process, with clients of it, and those of scripts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ import json
 import os
 import queue
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import Pipe
+from pathlib import Path
 from typing import Any
 
 from groupwise.engine.serving.serving_engine import ServingEngine
@@ -77,3 +81,21 @@ def scripted(text: str) -> Policy:
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 CALL = 'I add. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@contextmanager
+def script_server(script: Path) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    """Run a script that serves on the port in its argument; yield the port and the process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with subprocess.Popen([sys.executable, str(script), str(port)]) as server:
+        try:
+            for _ in range(600):
+                with socket.socket() as probe:
+                    if probe.connect_ex(("127.0.0.1", port)) == 0:
+                        break
+                time.sleep(0.1)
+            yield port, server
+        finally:
+            server.kill()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from groupwise.rollout.tool_calls import ParsedToolCall
 from groupwise.rollout.tool_executor import ToolExecutor
 from groupwise.rollout.tools import tool_of
 from groupwise.tasks import Task, isolated
+from tests.support.serving import script_server
 
 pytest.importorskip("mcp", reason="mcp is not installed")
 
@@ -162,17 +161,8 @@ def test_all_pages_of_the_list_are_read_and_every_kind_of_result_is_text(tmp_pat
 
 @pytest.fixture
 def served(script) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with subprocess.Popen([sys.executable, str(script), str(port)]) as server:
-        for _ in range(300):
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.1)
+    with script_server(script) as (port, server):
         yield f"http://127.0.0.1:{port}/mcp", server
-        server.kill()
 
 
 def test_a_server_is_called_over_http_and_fails_the_rollout_when_it_has_ended(served):

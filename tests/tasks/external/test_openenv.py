@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +13,7 @@ from groupwise.records import Example, Sampling
 from groupwise.rollout.collect import collect
 from groupwise.tasks import isolated
 from tests.support.scripted_rollouts import ScriptedEngine, ToolCodec
+from tests.support.serving import script_server
 
 pytest.importorskip("openenv.core", reason="openenv is not installed")
 
@@ -57,17 +54,8 @@ uvicorn.run(app, port=int(sys.argv[1]), log_level="error")
 def url(tmp_path_factory) -> Iterator[str]:
     script: Path = tmp_path_factory.mktemp("openenv") / "server.py"
     script.write_text(SERVER)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with subprocess.Popen([sys.executable, str(script), str(port)]) as server:
-        for _ in range(300):
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.2)
+    with script_server(script) as (port, _):
         yield f"http://127.0.0.1:{port}"
-        server.kill()
 
 
 def played(url: str, *lines: str):
