@@ -1,6 +1,7 @@
-"""Compare losses and advantages on the built-in model: several seeds, equal tokens, intervals.
+"""Compare losses, or ranks and learning rates of LoRA, on the built-in model at equal tokens, with intervals.
 
 python benchmarks/algorithms.py out --parallel 16                # every algorithm, 5 seeds, on CPU cores
+python benchmarks/algorithms.py out --compare adapters           # ranks and learning rates instead
 python benchmarks/algorithms.py out --parallel 4 --device cuda
 python benchmarks/algorithms.py out --table                      # the table of what is there
 
@@ -32,16 +33,23 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "dppo_kl": {"algo.loss": "dppo_kl"},
     "sapo": {"algo.loss": "sapo"},
 }
-BASE = "dapo"
+ADAPTERS: dict[str, dict[str, Any]] = {
+    f"r{rank}-{rate:.0e}": {"lora.r": rank, "lora.alpha": 2 * rank, "optim.learning_rate": rate}
+    for rank in (4, 16, 64)
+    for rate in (1e-5, 5e-5, 2e-4, 1e-3)
+}
+COMPARED = {"losses": ALGORITHMS, "adapters": ADAPTERS}
+BASES = {"losses": "dapo", "adapters": "r16-5e-05"}
 """What the others are compared with, seed by seed."""
 
 
 def main() -> None:
     options = parsed()
-    names = options.algorithms.split(",")
-    unknown = sorted(set(names) - set(ALGORITHMS))
+    variants = COMPARED[options.compare]
+    names = options.only.split(",") if options.only else list(variants)
+    unknown = sorted(set(names) - set(variants))
     if unknown:
-        sys.exit(f"unknown algorithms: {', '.join(unknown)}; choose from {', '.join(ALGORITHMS)}")
+        sys.exit(f"unknown: {', '.join(unknown)}; choose from {', '.join(variants)}")
     if options.these:
         for run in options.these.split(","):
             name, seed = run.split(":")
@@ -49,13 +57,14 @@ def main() -> None:
         return
     if not options.table:
         make_all(options, [(name, seed) for seed in range(options.seeds) for name in names])
-    print(table(options.folder, names))
+    print(table(options.folder, names, base=BASES[options.compare]))
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--algorithms", default=",".join(ALGORITHMS))
+    parser.add_argument("--compare", choices=COMPARED, default="losses")
+    parser.add_argument("--only", help="some of these, with commas between")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=1_500_000, help="tokens sampled in training, per run")
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
@@ -93,7 +102,7 @@ def make_all(options: argparse.Namespace, runs: Sequence[tuple[str, int]]) -> No
 
 
 def one_run(options: argparse.Namespace, name: str, seed: int) -> None:
-    """Train one algorithm with one seed until its tokens are used up, and measure it."""
+    """Train one variant with one seed until its tokens are used up, and measure it."""
     import groupwise as gw
     from groupwise.commands.eval import evaluate_command
     from groupwise.tracking.run_files import read_metrics
@@ -122,7 +131,6 @@ def one_run(options: argparse.Namespace, name: str, seed: int) -> None:
         result = gw.train(
             "countdown",
             callbacks=[budget],
-            learning_rate=options.learning_rate,
             seed=seed,
             batch_size=options.prompts,
             max_steps=100_000,
@@ -132,12 +140,17 @@ def one_run(options: argparse.Namespace, name: str, seed: int) -> None:
             no_trackio=True,
             model={"device": options.device},
             track={"report": False, "rollouts_every": 1_000_000},
-            **{"task.held_out": options.held_out, "run.save_every": 20, **ALGORITHMS[name]},
+            **{
+                "task.held_out": options.held_out,
+                "run.save_every": 20,
+                "optim.learning_rate": options.learning_rate,
+                **COMPARED[options.compare][name],
+            },
         )
     measured = evaluate_command(str(result), samples=options.samples, seed=0)[0]
     metrics = result.metrics
     record = {
-        "algorithm": name,
+        "variant": name,
         "seed": seed,
         "tokens": int(sum(tokens_of(row) for row in metrics.to_dict("records"))),
         "steps": result.steps,
@@ -157,22 +170,22 @@ def tokens_of(metrics: Any) -> int:
     return round(metrics["speed/tokens_per_second"] * metrics["time/step"])
 
 
-def table(folder: Path, names: Sequence[str]) -> str:
+def table(folder: Path, names: Sequence[str], *, base: str) -> str:
     """Return the results as a Markdown table: mean over seeds with a 95 % t interval."""
     found = {
         name: {seed: one for seed in range(1000) if (one := result_of(folder, name, seed))} for name in names
     }
     lines = [
-        "| algorithm | seeds | tokens | steps | held-out greedy, % | held-out avg@k, % | avg@k minus dapo, "
-        "same seeds | last entropy |",
+        "| variant | seeds | tokens | steps | held-out greedy, % | held-out avg@k, % | avg@k minus "
+        f"{base}, same seeds | last entropy |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    base = found.get(BASE, {})
+    of_base = found.get(base, {})
     for name, runs in found.items():
         if not runs:
             continue
-        both = sorted(runs.keys() & base.keys())
-        gains = [runs[seed]["avg"] - base[seed]["avg"] for seed in both]
+        both = sorted(runs.keys() & of_base.keys())
+        gains = [runs[seed]["avg"] - of_base[seed]["avg"] for seed in both]
         cells = [
             name,
             str(len(runs)),
@@ -180,7 +193,7 @@ def table(folder: Path, names: Sequence[str]) -> str:
             f"{fmean(one['steps'] for one in runs.values()):.0f}",
             percent([one["greedy"] for one in runs.values()]),
             percent([one["avg"] for one in runs.values()]),
-            "" if name == BASE or not gains else percent(gains, signed=True),
+            "" if name == base or not gains else percent(gains, signed=True),
             f"{fmean(one['entropy'] for one in runs.values()):.3f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")

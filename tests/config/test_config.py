@@ -431,8 +431,9 @@ def test_the_built_in_model_gets_the_settings_that_were_made_for_it():
     assert (tiny.lora.r, tiny.optim.learning_rate, tiny.optim.minibatches) == (0, 1e-4, 2)
     assert tiny.task.options == {"numbers": 3, "largest": 50}
     other = read_config(overrides=["model.name=some/model"]).resolve()
-    assert (other.lora.r, other.optim.learning_rate, other.optim.minibatches) == (16, 1e-5, 1)
+    assert (other.lora.r, other.optim.learning_rate, other.optim.minibatches) == (16, 5e-5, 1)
     assert other.task.options == {}
+    assert (tiny.rollout.temperature, other.rollout.temperature) == (0.8, 1.0)
 
 
 def test_what_the_user_sets_is_not_chosen_for_them():

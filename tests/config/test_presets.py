@@ -15,18 +15,39 @@ from groupwise.config.loading import presets
 
 ROOT = Path(__file__).parents[2]
 
-QWEN_3B = {
-    "model_type": "qwen2",
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_size": 2048,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 32768,
+QWEN = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768}
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+SHAPES = {
+    "Qwen/Qwen2.5-1.5B-Instruct": ((1536, 8960, 28, 12, 2), 151936),
+    "Qwen/Qwen2.5-3B-Instruct": ((2048, 11008, 36, 16, 2), 151936),
+    "Qwen/Qwen2.5-7B-Instruct": ((3584, 18944, 28, 28, 4), 152064),
 }
+
+
+def preset_peak(name: str, folder: Path, *, gigabytes: float, **model: object) -> tuple[bool, float]:
+    """Return whether a preset fits a GPU, and its predicted peak in GB. Of its model only the shape is read."""
+    from groupwise.training.resources.model_shape import shape_of
+    from groupwise.training.resources.run_estimate import DeviceSpec, choose_recomputing, preflight
+
+    sizes, vocabulary = SHAPES[read_config(presets()[name]).model.name]
+    described = QWEN | dict(zip(SIZES, sizes, strict=True)) | {"vocab_size": vocabulary}
+    described["tie_word_embeddings"] = sizes[0] < 3000
+    (folder / "config.json").write_text(json.dumps(described))
+    for name_of_file in ("model.safetensors", "tokenizer.json"):  # their contents are not read
+        (folder / name_of_file).touch()
+    config = read_config(presets()[name], overrides=[f"model.name={folder}"]).resolve()
+    config = replace(config, model=replace(config.model, **model))
+    place = DeviceSpec(kind="cuda", total=int(gigabytes * 1e9), program=0)
+    shape = shape_of(config.model)
+    config, _ = choose_recomputing(config, shape, place, free=place.total)
+    estimate = preflight(config, shape, place, prompt_tokens=256)
+    return estimate.fits, estimate.peak / 1e9
 
 
 def test_a_preset_is_printed_by_name(capsys):
@@ -38,7 +59,7 @@ def test_a_preset_is_printed_by_name(capsys):
 
 def test_an_unknown_preset_is_answered_with_the_presets(capsys):
     assert main(["config", "--preset", "gsm9k"]) == 2
-    assert "the presets are gsm8k-cpu" in capsys.readouterr().err
+    assert "the presets are gpu-24gb, gpu-80gb" in capsys.readouterr().err
 
 
 def test_a_preset_needs_no_path(tmp_path, monkeypatch):
@@ -48,19 +69,15 @@ def test_a_preset_needs_no_path(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["gsm8k-quick", "gsm8k-medium", "gsm8k-full", "gsm8k-debug"])
 def test_the_presets_for_small_gpus_fit_eight_gigabytes(name, tmp_path):
-    from groupwise.training.resources.model_shape import shape_of
-    from groupwise.training.resources.run_estimate import DeviceSpec, choose_recomputing, preflight
+    assert preset_peak(name, tmp_path, gigabytes=8.59)[0]
+    assert not preset_peak(name, tmp_path, gigabytes=8.59, quantization=None)[0]
 
-    (tmp_path / "config.json").write_text(json.dumps(QWEN_3B))
-    for name_of_file in ("model.safetensors", "tokenizer.json"):  # their contents are not read
-        (tmp_path / name_of_file).touch()
-    config = read_config(presets()[name], overrides=[f"model.name={tmp_path}"]).resolve()
-    place = DeviceSpec(kind="cuda", total=8 * 2**30, program=0)
-    shape = shape_of(config.model)
-    config, _ = choose_recomputing(config, shape, place, free=8 * 2**30)
-    assert preflight(config, shape, place, prompt_tokens=256).fits
-    whole = replace(config, model=replace(config.model, quantization=None))
-    assert not preflight(whole, shape_of(whole.model), place, prompt_tokens=256).fits
+
+@pytest.mark.parametrize(("name", "gigabytes"), [("gpu-24gb", 24), ("gpu-80gb", 80), ("gpus-8", 80)])
+def test_the_presets_of_a_gpu_fit_it_and_use_more_than_half_of_it(name, gigabytes, tmp_path):
+    fits, peak = preset_peak(name, tmp_path, gigabytes=gigabytes)
+    assert fits
+    assert peak > gigabytes / 2
 
 
 def test_the_wheel_carries_configs_and_examples():

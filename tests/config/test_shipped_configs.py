@@ -22,4 +22,5 @@ def test_a_ready_configuration_is_read_and_says_how_to_run_it(path):
 
 def test_there_is_one_for_every_preset():
     names = {"cpu", "debug", "full", "gpu_optimized", "medium", "quick"}
-    assert {path.stem for path in CONFIGS} == {"math", "math-test", *(f"gsm8k-{name}" for name in names)}
+    tasks = {"math", "math-test", *(f"gsm8k-{name}" for name in names)}
+    assert {path.stem for path in CONFIGS} == tasks | {"gpu-24gb", "gpu-80gb", "gpus-8"}

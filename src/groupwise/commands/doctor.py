@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,10 +16,11 @@ import typer
 from groupwise.commands.options import Overrides
 from groupwise.config import Config, read_config
 from groupwise.config.coerce import between, one_of
+from groupwise.config.schema import BUILT_IN
 from groupwise.errors import ConfigError
 
 if TYPE_CHECKING:
-    from groupwise.training.resources.run_estimate import DeviceSpec, MemoryEstimate
+    from groupwise.training.resources.run_estimate import DeviceSpec, MemoryEstimate, Plan
 
 REQUIRED = ("torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "pyarrow", "rich", "typer")
 OPTIONAL = {
@@ -74,9 +76,15 @@ def doctor(
             print(json.dumps({"environment": installed}))
         return 1 if installed["missing"] else 0
     flags = {} if model is None else {"model": model}
-    settings = read_config(config, overrides=arguments or [], flags=flags).resolve()
+    given = read_config(config, overrides=arguments or [], flags=flags)
+    words = [*(["--config", str(config)] if config else []), *(["--model", model] if model else [])]
     ahead = look_ahead(
-        settings, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens, memory_gb=memory_gb, on=on
+        given,
+        command=["groupwise", "train", *words, *(arguments or [])],
+        prompt_tokens=prompt_tokens,
+        answer_tokens=answer_tokens,
+        memory_gb=memory_gb,
+        on=on,
     )
     if as_json:
         print(json.dumps({"environment": installed, "preflight": ahead}))
@@ -181,30 +189,36 @@ def environment_lines(installed: dict[str, Any]) -> Iterator[str]:
 
 
 def look_ahead(
-    config: Config, *, prompt_tokens: int, answer_tokens: int | None, memory_gb: float | None, on: str | None
+    given: Config,
+    *,
+    command: Sequence[str],
+    prompt_tokens: int,
+    answer_tokens: int | None,
+    memory_gb: float | None,
+    on: str | None,
 ) -> dict[str, Any]:
-    """Estimate the memory of each part of a run and the time of a step."""
+    """Estimate the memory of each part of a run and the time of a step, and choose settings that fit."""
     import torch
 
     from groupwise.training.resources.model_shape import shape_of
     from groupwise.training.resources.run_estimate import (
         BYTES,
-        advice,
         choose_recomputing,
         measure_machine,
         pace,
+        plan,
         preflight,
     )
 
+    config = given.resolve()
     if config.lora.r:
         import peft  # noqa: F401  (counts towards the memory of a run on a CPU)
 
     kind = on or (config.model.device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0]
     shape = shape_of(config.model)
     device = device_spec(kind, memory_gb)
-    config, recomputing = choose_recomputing(
-        config, shape, device, free=device.total, prompt_tokens=prompt_tokens
-    )
+    better = plan(config, shape, device, prompt_tokens=prompt_tokens)
+    config, _ = choose_recomputing(config, shape, device, free=device.total, prompt_tokens=prompt_tokens)
     estimate: MemoryEstimate = preflight(config, shape, device, prompt_tokens=prompt_tokens)
     here = kind == ("cuda" if torch.cuda.is_available() else "cpu")
     seconds = None
@@ -229,10 +243,64 @@ def look_ahead(
         "memory_gb": device.total / 1e9,
         "assumed": memory_gb is None and not is_here(kind),
         "fits": estimate.fits,
-        "recomputing": recomputing,
-        "advice": list(advice(config, shape, estimate)),
+        "recomputing": better.recomputing,
+        "chosen": list(chosen(given, better)),
+        "changes": [
+            {"setting": one.setting, "value": one.value, "effect": one.effect, "without_gb": peak / 1e9}
+            for one, peak in better.remedies.items()
+        ],
+        "can_fit": better.estimate.fits,
+        "command": launch(command, better, kind),
         "seconds": seconds,
     }
+
+
+def chosen(given: Config, plan: Plan) -> Iterator[dict[str, Any]]:
+    """Yield each setting that is not `given`, with the value that a run chooses and the reason."""
+    from groupwise.training.resources.run_estimate import BYTES, full_size, pass_budget
+
+    changed = {remedy.setting for remedy in plan.remedies}
+    rates = {remedy.setting: remedy.value for remedy in plan.remedies if remedy.setting == "lora.r"}
+    lora = replace(given.lora, **{key.removeprefix("lora."): value for key, value in rates.items()})
+    config, shape, device = replace(given, lora=lora).resolve(), plan.shape, plan.estimate.place
+    dtype, why = "float32", "not a GPU"
+    if device.kind == "cuda":
+        dtype, why = "bfloat16", "on a GPU: half the memory, several times the speed"
+    size = BYTES[config.model.dtype or dtype]
+    everything = f"{full_size(shape, size) / 1e9:.1f} GB for weights, gradients and optimizer"
+    rows: list[tuple[str, Any, str]] = [("model.dtype", dtype, why)]
+    if config.lora.r:
+        why = f"trains {shape.trained_size(config.lora):,} parameters; all of them would take {everything}"
+    else:
+        why = f"a model this small is trained whole: {everything}"
+    rows.append(("lora.r", config.lora.r, why))
+    if config.model.name in BUILT_IN:
+        why = "for the built-in models"
+    elif config.lora.r:
+        why = "with adapters; rates from 5e-5 to 2e-4 learned where we measured"
+    else:
+        why = "for training every weight"
+    rows.append(("optim.learning_rate", config.optim.learning_rate, why))
+    tokens = pass_budget(plan.config, shape, size, device)
+    why = "larger passes are hardly faster" if device.kind == "cpu" else "tokens a pass, by the memory"
+    rows.append(("optim.micro_batch_tokens", tokens, why))
+    rows.append(("optim.minibatches", config.optim.minibatches, "optimizer steps per training step"))
+    for setting, value, why in rows:
+        section, _, key = setting.partition(".")
+        if getattr(getattr(given, section), key) is None and setting not in changed:
+            yield {"setting": setting, "value": value, "why": why}
+
+
+def launch(command: Sequence[str], plan: Plan, kind: str) -> str:
+    """Return the shell command of the planned run, on every GPU of this machine."""
+    import torch
+
+    changed = {remedy.setting: remedy.value for remedy in plan.remedies}
+    words = [word for word in command if word.partition("=")[0] not in changed]
+    words += [f"{setting}={str(value).lower()}" for setting, value in changed.items()]
+    if kind == "cuda" and torch.cuda.device_count() > 1:
+        words = ["torchrun", "--nproc-per-node", str(torch.cuda.device_count()), "-m", *words]
+    return shlex.join(words)
 
 
 def is_here(kind: str) -> bool:
@@ -272,9 +340,22 @@ def preflight_lines(ahead: dict[str, Any]) -> Iterator[str]:
     yield f"peak {ahead['peak_gb']:.2f} GB {verdict} into {ahead['memory_gb']:.1f} GB"
     if ahead["assumed"]:
         yield "no such GPU available: this memory size is assumed; set --memory-gb to change it"
-    yield ahead["recomputing"]
-    for line in ahead["advice"]:
-        yield f"  try {line}"
+    if ahead["changes"]:
+        yield "it fits with:" if ahead["can_fit"] else "these settings reduce the peak, but not enough:"
+    for one in ahead["changes"]:
+        setting = f"{one['setting']}={str(one['value']).lower()}"
+        yield f"  {setting:<34}{one['effect']} ({one['without_gb']:.1f} GB without)"
+    yield "chosen because they are not set:"
+    for one in ahead["chosen"]:
+        yield f"  {one['setting'] + '=' + str(one['value']):<34}{one['why']}"
+    yield f"  {ahead['recomputing']}"
+    if ahead["can_fit"]:
+        yield f"run: {ahead['command']}"
+    else:
+        yield (
+            "choose a smaller model, lower rollout.max_tokens, or divide it among several GPUs "
+            "(run.parallel=fsdp, engine.kind=vllm)"
+        )
     if ahead["seconds"] is not None:
         seconds = ahead["seconds"]
         yield (

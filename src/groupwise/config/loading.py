@@ -174,19 +174,25 @@ TASK_TOKENS = {"countdown": 512, "gsm8k": 512, "math": 1024, "search_qa": 256, "
 """Default of rollout.max_tokens by task, for models other than the built-in ones."""
 OTHER_TASKS_TOKENS = 512
 OTHER_MODELS_STEPS = 100
+OTHER_MODELS_TEMPERATURE = 1.0
+"""Every run of docs/results.md with another model than the built-in ones learned at this temperature."""
 
 
 def model_defaults(model: str, task: str, *, context: int | None = None) -> dict[str, Any]:
     """Return the settings whose defaults depend on the model and the task, by full name.
 
-    The defaults of the sections are those of the built-in models. Others think in more tokens and learn over
-    more steps. `context`: the model's context length, half of which a completion may take.
+    The defaults of the sections are those of the built-in models. Others think in more tokens, learn over
+    more steps and sample their own distribution. `context`: the model's context length, half of which a completion may take.
     """
     if model in BUILT_IN:
         return {}
     tokens = TASK_TOKENS.get(task, OTHER_TASKS_TOKENS)
     longest = tokens if context is None else max(1, min(tokens, context // 2))
-    return {"rollout.max_tokens": longest, "run.max_steps": OTHER_MODELS_STEPS}
+    return {
+        "rollout.max_tokens": longest,
+        "rollout.temperature": OTHER_MODELS_TEMPERATURE,
+        "run.max_steps": OTHER_MODELS_STEPS,
+    }
 
 
 def presets() -> dict[str, Path]:

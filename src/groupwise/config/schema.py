@@ -182,7 +182,7 @@ class OptimConfig:
     """The optimizer (AdamW) and how samples are batched for it."""
 
     learning_rate: float | None = None
-    """None: 1e-4 for the built-in models, 1e-5 with adapters, 1e-6 for full fine-tuning; with SFT 5e-4, 2e-4
+    """None: 1e-4 for the built-in models, 5e-5 with adapters, 1e-6 for full fine-tuning; with SFT 5e-4, 2e-4
     and 2e-5."""
     schedule: str = "constant"
     """Learning rate schedule over optimizer steps: constant, linear or cosine."""
@@ -335,6 +335,7 @@ class RolloutConfig:
     """Maximum completion length in tokens. If unset, 112 for the built-in models; for others 256 to 1024,
     depending on the task, and at most half of the context."""
     temperature: float = 0.8
+    """If unset, 0.8 for the built-in models and 1 for others."""
     top_p: float = 1.0
     top_k: int = 0
     """0: off."""
@@ -480,7 +481,7 @@ class Config:
             model = replace(model, name=TINY_SEARCH)
         tiny = model.name in BUILT_IN
         rank = lora.r if lora.r is not None else (0 if tiny and self.run.kind != "evolve" else 16)
-        rates = (5e-4, 2e-4, 2e-5) if self.run.kind == "sft" else (1e-4, 1e-5, 1e-6)
+        rates = (5e-4, 2e-4, 2e-5) if self.run.kind == "sft" else (1e-4, 5e-5, 1e-6)
         rate = self.optim.learning_rate or rates[0 if tiny else 1 if rank else 2]
         minibatches = self.optim.minibatches or (min(2, self.rollout.prompts) if tiny else 1)
         task = self.task

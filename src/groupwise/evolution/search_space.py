@@ -32,11 +32,11 @@ TUNABLE = (
 )
 WHOLE = {"rollout.group_size"}
 USUAL: dict[str, tuple[float, float]] = {
-    "optim.learning_rate": (1e-7, 1e-5),
+    "optim.learning_rate": (5e-6, 2e-4),
     "algo.beta": (1e-4, 1e-2),
-    "rollout.group_size": (4, 12),
+    "rollout.group_size": (4, 16),
 }
-"""Default bounds for adapters on a model of a few billion parameters."""
+"""Default bounds for adapters, with the default settings inside."""
 USUAL_TINY: dict[str, tuple[float, float]] = {
     "optim.learning_rate": (2e-5, 2e-3),
     "rollout.group_size": (8, 24),

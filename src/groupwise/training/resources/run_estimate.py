@@ -8,8 +8,9 @@ between where the update would otherwise be short of it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -30,7 +31,10 @@ FILLED = 0.95
 PROMPT_TOKENS = 256
 """Assumed prompt length if the task is unknown."""
 SMALL_PASS = 1024
-"""Tokens per pass that `remedies` suggests; smaller passes save little more."""
+"""Tokens per pass that `remedies` yields; smaller passes save little more."""
+SEQUENCES = "engine.max_sequences"
+MANY_SEQUENCES, FEW_SEQUENCES = 128, 32
+"""Fewest answers at once that `remedies` yields before and after quantization: 32 generate slowly."""
 FIRST_USE = 70_000_000
 """Memory that libraries allocate on first use on a CPU, measured with an empty model."""
 CUDA_CONTEXT = 0
@@ -148,6 +152,11 @@ def trained_bytes(config: Config, shape: ModelShape, size: int) -> int:
     if not config.lora.r:
         return shape.trained_size(config.lora) * size
     return 4 * shape.adapter_size(config.lora) + size * shape.saved_size(config.lora)
+
+
+def full_size(shape: ModelShape, size: int) -> int:
+    """Return the bytes of weights, gradients and optimizer if every weight is trained."""
+    return 4 * size * shape.parameters
 
 
 def generating_parts(
@@ -302,23 +311,95 @@ def activation_numbers(config: Config, shape: ModelShape) -> int:
     return shape.layers * layer_numbers(shape) + low + ends
 
 
-def advice(config: Config, shape: ModelShape, estimate: MemoryEstimate) -> Iterator[str]:
-    """Yield settings that reduce the memory of a run, the least costly first."""
-    room = FILLED * estimate.place.total
-    if estimate.updating > room:
-        if not config.model.gradient_checkpointing:
-            yield "model.gradient_checkpointing=true: activations of one layer at a time, a third more time"
-        if (config.optim.micro_batch_tokens or SMALL_PASS + 1) > SMALL_PASS:
-            yield f"optim.micro_batch_tokens={SMALL_PASS}: smaller passes, the same gradient"
-        if not config.lora.r:
-            yield "lora.r=16: gradients and optimizer for adapters alone"
-        elif shape.quantization is None:
-            yield "model.quantization=nf4: the frozen weights in four bits"
-        if not config.optim.offload and estimate.place.kind != "cpu":
-            yield "optim.offload=true: the optimizer's state in main memory"
-    if estimate.generating > room:
-        yield "engine.max_sequences=64: fewer answers at once, slower"
-        yield "rollout.max_tokens or rollout.group_size: fewer tokens in the cache"
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A setting that reduces the memory of a run."""
+
+    setting: str
+    """By full name."""
+    value: Any
+    effect: str
+
+    def on(self, config: Config, shape: ModelShape) -> tuple[Config, ModelShape]:
+        """Return the configuration with this setting, and the shape of its model."""
+        section, _, key = self.setting.partition(".")
+        changed = replace(getattr(config, section), **{key: self.value})
+        if self.setting == "model.quantization":
+            shape = replace(shape, quantization=self.value)
+        return replace(config, **{section: changed}), shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A run with the settings that it needs to fit."""
+
+    remedies: Mapping[Remedy, float] = field(default_factory=dict)
+    """With the peak in bytes without each of them."""
+    config: Config
+    shape: ModelShape
+    recomputing: str
+    """Whether gradient checkpointing is on, and why."""
+    estimate: MemoryEstimate
+
+
+def remedies(now: Plan) -> Iterator[Remedy]:
+    """Yield settings that reduce what does not fit, the least costly first."""
+    config, place = now.config, now.estimate.place
+    updating, generating = (
+        x > FILLED * place.total for x in (now.estimate.updating, now.estimate.generating)
+    )
+    if updating and not config.model.gradient_checkpointing:
+        yield Remedy("model.gradient_checkpointing", True, "activations of one layer at a time, slower")
+    if updating and (config.optim.micro_batch_tokens or SMALL_PASS + 1) > SMALL_PASS:
+        yield Remedy("optim.micro_batch_tokens", SMALL_PASS, "smaller passes, the same gradient")
+    if updating and not config.optim.offload and not config.lora.r and place.kind != "cpu":
+        yield Remedy("optim.offload", True, "the optimizer's state in main memory, slower")
+    if updating and not config.lora.r:
+        yield Remedy("lora.r", 16, "gradients and optimizer for adapters alone")
+    answers = config.rollout.prompts * config.rollout.group_size
+    fewer = Remedy(SEQUENCES, min(answers, config.engine.max_sequences) // 2, "fewer answers at once, slower")
+    if generating and fewer.value >= MANY_SEQUENCES:
+        yield fewer
+    if config.lora.r and now.shape.quantization is None:
+        yield Remedy("model.quantization", "nf4", "the frozen weights in four bits, slower")
+    if generating and fewer.value >= FEW_SEQUENCES:
+        yield fewer
+
+
+def plan(config: Config, shape: ModelShape, place: DeviceSpec, *, prompt_tokens: int) -> Plan:
+    """Apply remedies in order until the run fits, and leave out those that turn out not to be needed."""
+    chosen: dict[str, Remedy] = {}
+
+    def planned(these: Iterable[Remedy]) -> Plan:
+        changed, with_shape = config, shape
+        for remedy in these:
+            changed, with_shape = remedy.on(changed, with_shape)
+        changed, recomputing = choose_recomputing(
+            changed, with_shape, place, free=place.total, prompt_tokens=prompt_tokens
+        )
+        estimate = preflight(changed, with_shape, place, prompt_tokens=prompt_tokens)
+        return Plan(config=changed, shape=with_shape, recomputing=recomputing, estimate=estimate)
+
+    def without(*settings: str) -> MemoryEstimate:
+        return planned(remedy for name, remedy in chosen.items() if name not in settings).estimate
+
+    while not (now := planned(chosen.values())).estimate.fits:
+        if (remedy := next(remedies(now), None)) is None:
+            break
+        chosen[remedy.setting] = remedy
+    needs = {"lora.r": ("lora.r", "model.quantization")}  # quantized weights are frozen
+    if now.estimate.fits:
+        for setting in tuple(chosen):
+            if setting in chosen and without(*needs.get(setting, (setting,))).fits:
+                for name in needs.get(setting, (setting,)):
+                    chosen.pop(name, None)
+        while (limit := chosen.get(SEQUENCES)) is not None:  # as many as fit
+            more = {**chosen, SEQUENCES: replace(limit, value=2 * limit.value)}
+            if not planned(more.values()).estimate.fits:
+                break
+            chosen = more
+    peaks = {one: without(*needs.get(name, (name,))).peak for name, one in chosen.items()}
+    return replace(planned(chosen.values()), remedies=peaks)
 
 
 def choose_recomputing(
