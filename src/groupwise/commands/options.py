@@ -92,7 +92,8 @@ def loading(what: str) -> Iterator[None]:
     """Tell a person at a terminal what takes the next seconds; anything else that reads the output is spared.
 
     Put heavy imports into this context: torch and transformers alone may take ten seconds. Nothing imported
-    becomes garbage, so nothing is collected meanwhile.
+    becomes garbage, so nothing is collected meanwhile, and what is imported is left out of later collections:
+    their first ones would take a second.
     """
     if sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"loading {printable(what)} …", file=sys.stderr, flush=True)
@@ -100,6 +101,7 @@ def loading(what: str) -> Iterator[None]:
     try:
         yield
     finally:
+        gc.freeze()
         gc.enable()
 
 
