@@ -27,14 +27,19 @@ class TokenCursor:
         return self.tokens[self.position] if self.position < len(self.tokens) else None
 
     def sees(self, *texts: str) -> bool:
-        token = self.next
-        return token is not None and token.kind != "words" and token.text in texts
+        if self.position == len(self.tokens):
+            return False
+        token = self.tokens[self.position]
+        return token.text in texts and token.kind != "words"
 
     def take(self, *texts: str) -> str | None:
-        if not self.sees(*texts):
+        if self.position == len(self.tokens):  # `sees` again, without the call: most time is spent here
+            return None
+        token = self.tokens[self.position]
+        if token.text not in texts or token.kind == "words":
             return None
         self.position += 1
-        return self.tokens[self.position - 1].text
+        return token.text
 
     def need(self, text: str) -> None:
         if not self.take(text):

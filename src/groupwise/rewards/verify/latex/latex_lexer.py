@@ -95,6 +95,7 @@ STARTS_WITH_NUMBER = re.compile(r"\s*-?\s?\.?\d", re.ASCII)
 EQUALS_WORDS = frozenset(("is", "equals"))
 
 
+@lru_cache(maxsize=4096)  # for its spelling, and for its tokens
 def clean(text: str) -> str:
     """Return the text without styling, spacing, currency and thousands separators."""
     if len(text) > MAX_CHARACTERS:
