@@ -31,7 +31,7 @@ SHAPES = {
 
 
 def preset_peak(name: str, folder: Path, *, gigabytes: float, **model: object) -> tuple[bool, float]:
-    """Return whether a preset fits a GPU, and its predicted peak in GB. Of its model only the shape is read."""
+    """Return whether a preset fits a GPU, and its predicted peak in GB. Only its model's shape is read."""
     from groupwise.training.resources.model_shape import shape_of
     from groupwise.training.resources.run_estimate import DeviceSpec, choose_recomputing, preflight
 

@@ -52,13 +52,20 @@ pytestmark = [
 ]
 
 
-def sanitized(tool: str, kernels: Sequence[str], *python: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python program under a tool of the sanitizer, which watches the kernels of these names."""
+def sanitized(
+    tool: str, kernels: Sequence[str], *python: str, place: int
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python program under a tool of the sanitizer, which watches the kernels of these names.
+
+    `place`: the number of this run among those that go on together. Each needs ports of its own, or they wait
+    for each other.
+    """
     assert SANITIZER is not None
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     return subprocess.run(
         [
             *(SANITIZER, "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "3"),
+            *("--port", str(49152 + 16 * place), "--max-connections", "10"),
             *("--target-processes", "application-only"),
             *(f"--kernel-name=kernel_name={name}" for name in kernels),
             *(sys.executable, *python),
@@ -73,15 +80,19 @@ def sanitized(tool: str, kernels: Sequence[str], *python: str) -> subprocess.Com
     )
 
 
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-@pytest.mark.parametrize(
-    "module", ["decode_attention", "generation_kernels", "training_kernels", "token_masks"]
-)
+TOOLS = ("memcheck", "racecheck")
+MODULES = ("decode_attention", "generation_kernels", "training_kernels", "token_masks")
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("module", MODULES)
 def test_kernels_pass_the_sanitizer(module: str, tool: str):
     if module == "token_masks":
         pytest.importorskip("llguidance")
     options = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:benchmark", "--timeout", "0", "-k", KERNELS)
-    done = sanitized(tool, OURS, "-m", "pytest", *options, f"tests/gpu/test_{module}_gpu.py")
+    tests = f"tests/gpu/test_{module}_gpu.py"
+    place = 1 + MODULES.index(module) * len(TOOLS) + TOOLS.index(tool)
+    done = sanitized(tool, OURS, "-m", "pytest", *options, tests, place=place)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert re.search(r"\d+ passed", done.stdout), "no test ran"
 
@@ -89,6 +100,6 @@ def test_kernels_pass_the_sanitizer(module: str, tool: str):
 def test_the_sanitizer_finds_a_kernel_that_writes_beyond_its_tensor(tmp_path: Path):
     program = tmp_path / "faulty.py"
     program.write_text(FAULTY, encoding="utf-8")
-    watched = sanitized("memcheck", ["write_beyond"], str(program))
+    watched = sanitized("memcheck", ["write_beyond"], str(program), place=0)
     assert watched.returncode == FOUND, watched.stdout + watched.stderr
     assert "write_beyond" in watched.stdout

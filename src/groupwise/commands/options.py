@@ -92,16 +92,18 @@ def loading(what: str) -> Iterator[None]:
     """Tell a person at a terminal what takes the next seconds; anything else that reads the output is spared.
 
     Put heavy imports into this context: torch and transformers alone may take ten seconds. Nothing imported
-    becomes garbage, so nothing is collected meanwhile, and what is imported is left out of later collections:
-    their first ones would take a second.
+    becomes garbage, so nothing is collected meanwhile. In a process of the command's own, which starts with
+    collections off, what is imported is left out of later ones too: the first would take a second.
     """
     if sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"loading {printable(what)} …", file=sys.stderr, flush=True)
+    own_process = not gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
+        if own_process:
+            gc.freeze()
         gc.enable()
 
 

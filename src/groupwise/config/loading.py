@@ -182,7 +182,8 @@ def model_defaults(model: str, task: str, *, context: int | None = None) -> dict
     """Return the settings whose defaults depend on the model and the task, by full name.
 
     The defaults of the sections are those of the built-in models. Others think in more tokens, learn over
-    more steps and sample their own distribution. `context`: the model's context length, half of which a completion may take.
+    more steps and sample their own distribution. `context`: the model's context length; a completion may take
+    half of it.
     """
     if model in BUILT_IN:
         return {}
