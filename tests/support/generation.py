@@ -36,14 +36,16 @@ def tokens(groups: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
     return [[completion.tokens for completion in group] for group in groups]
 
 
-def assert_same(groups: list[list[Completion]], others: list[list[Completion]]) -> None:
+def assert_same(
+    groups: list[list[Completion]], others: list[list[Completion]], *, within: float = 1e-5
+) -> None:
     """The same tokens, and log-probabilities equal but for rounding."""
     assert tokens(groups) == tokens(others)
     for group, other in zip(groups, others, strict=True):
         for one, two in zip(group, other, strict=True):
             assert one.finish == two.finish
-            assert one.logprobs == pytest.approx(two.logprobs, abs=1e-5)
-            assert one.entropies == pytest.approx(two.entropies, abs=1e-5)
+            assert one.logprobs == pytest.approx(two.logprobs, abs=within)
+            assert one.entropies == pytest.approx(two.entropies, abs=within)
 
 
 def drawn_samples(policy: Policy, sampling: Sampling) -> list[Sample]:

@@ -192,6 +192,8 @@ class Engine:
         runner = self._graph_runner_for(scheduler)
         with nullcontext() if runner.fused else self.policy.merged_adapters():
             runner.refresh()
+            if runner.speculation is not None:
+                runner.speculation.next_call(forget=torch.are_deterministic_algorithms_enabled())
             loop = DecodeLoop(
                 scheduler,
                 runner,
@@ -283,13 +285,20 @@ class Engine:
 
     def _graph_runner_for(self, scheduler: Scheduler) -> GraphRunner:
         """Return the last call's graph runner if its capacity suffices, else a new one."""
-        from groupwise.engine.cuda.graph_runner import Capacity, GraphRunner
+        from groupwise.engine.cuda.decode_attention import Capacity
+        from groupwise.engine.cuda.graph_runner import GraphRunner
 
         capacity, size = Capacity.of(scheduler), self.config.block_size
         runner = self.graph_runner
         if runner is None or not runner.capacity.holds(capacity) or runner.members != self._member_count:
             self.graph_runner = runner = None  # free the old cache before allocating the new one
-            runner = GraphRunner(self.policy, capacity, block_size=size, members=self.members)
+            runner = GraphRunner(
+                self.policy,
+                capacity,
+                block_size=size,
+                members=self.members,
+                speculative=self.config.speculative,
+            )
         assert self.members is None or runner.fused, "check `MultiLoRAEngine.batched` first"
         self.graph_runner = runner
         return runner

@@ -264,20 +264,26 @@ class Scheduler:
         self._prepared += prepared
         return prepared
 
-    def make_room(self) -> None:
-        """Ensure that every running sequence has room for its last token; preempt the newest if necessary.
+    def blocks_to_add(self, extra: int = 0) -> NDArray[np.int64]:
+        """Return how many blocks each running sequence lacks for its last token and `extra` drafts."""
+        slots = self.slots()
+        needed = np.minimum(self.length[slots] + extra, self.tokens.shape[1]) - self.room[slots]
+        return -(-np.maximum(needed, 0) // self.pool.block_size)
+
+    def make_room(self, extra: int = 0) -> None:
+        """Add the blocks that running sequences lack; preempt the newest sequences if necessary.
 
         A preempted sequence restarts later. Its noise depends only on seed and position, so it samples
         the same tokens again.
         """
-        slots = self.slots()
-        full = np.flatnonzero(self.length[slots] > self.room[slots])
-        for sequence in [self.running[row] for row in full]:
-            while sequence.slot >= 0 and not self.pool.free:
-                if not self._reclaim():
+        blocks = self.blocks_to_add(extra)
+        for sequence, count in [(self.running[row], int(blocks[row])) for row in np.flatnonzero(blocks)]:
+            while sequence.slot >= 0 and count:
+                if self.pool.free:
+                    self._grow(sequence)
+                    count -= 1
+                elif not self._reclaim():
                     self._preempt(self.running[-1])
-            if sequence.slot >= 0:
-                self._grow(sequence)
 
     def finish(self, sequence: Sequence, reason: Finish) -> Completion:
         """Release a sequence and return its completion."""

@@ -273,9 +273,9 @@ def test_a_model_that_looks_how_long_a_text_is_runs_uncaptured_and_not_fused(sma
 
 
 def test_rows_are_captured_in_few_sizes_that_waste_little():
-    sizes = {cuda_runner.bucket(n) for n in range(1, 513)}
+    sizes = {decode_attention.bucket(n) for n in range(1, 513)}
     assert len(sizes) <= 20
-    assert all(n <= cuda_runner.bucket(n) <= min(512, n + 63) for n in range(1, 513))
+    assert all(n <= decode_attention.bucket(n) <= min(512, n + 63) for n in range(1, 513))
 
 
 @pytest.fixture

@@ -8,4 +8,5 @@ Modules in reading order:
     decode_attention   the device state of a decode step, and attention over the paged cache
     attention_kernels  Triton kernels for that attention; programmatic dependent launch
     sampling_kernels   Triton kernels that gather a step's inputs and sample its tokens
+    speculation        drafts from what followed the same context before, checked several in one step
 """

@@ -6,6 +6,7 @@ run and which blocks they use; the device advances each sequence.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,54 @@ from groupwise.engine.cuda import attention_kernels as kernels
 from groupwise.engine.cuda.attention_kernels import launch, padded
 from groupwise.engine.paged_attention import KVCache
 from groupwise.engine.sampler import MOST_ALTERNATIVES, likeliest
+from groupwise.engine.scheduler import Scheduler
 from groupwise.model.attention.hf_interface import STANDARD, AttentionVariant
+
+
+def bucket(rows: int) -> int:
+    """Return the batch size to capture a graph for: a trade-off between graphs and idle rows."""
+    step = 1 if rows <= 2 else 4 if rows <= 16 else 16 if rows <= 64 else 64
+    return -(-rows // step) * step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """The sizes for which a runner has allocated memory."""
+
+    slots: int
+    blocks: int
+    prompt_blocks: int
+    own_blocks: int
+    largest_group: int
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> Capacity:
+        """Return the capacity a scheduler needs, some sizes rounded up so that similar calls can reuse it.
+
+        A runner of an earlier call may be larger. With deterministic kernels its size must not change the
+        order of sums, because a resumed run has not made the same calls: slots are then a whole bucket, and
+        tiles of prompts are as large as they can be.
+        """
+        groups = Counter(sequence.request for sequence in scheduler.waiting)
+        slots, largest = len(scheduler.length), padded(max(groups.values()), least=1)
+        if torch.are_deterministic_algorithms_enabled():
+            slots, largest = bucket(slots), TILE
+        return cls(
+            slots=slots,
+            blocks=scheduler.pool.count,
+            prompt_blocks=padded(scheduler.prompt_tables.shape[1], least=1),
+            own_blocks=padded(scheduler.tables.shape[1], least=1),
+            largest_group=largest,
+        )
+
+    def holds(self, other: Capacity) -> bool:
+        return (
+            self.slots >= other.slots
+            and self.blocks >= other.blocks
+            and self.prompt_blocks >= other.prompt_blocks
+            and self.own_blocks >= other.own_blocks
+            and self.largest_group >= other.largest_group
+        )
 
 
 class StepState:
@@ -36,25 +84,28 @@ class StepState:
         own_blocks: int,
         idle_block: int,
         device: torch.device,
+        rows: int = 0,
     ) -> None:
-        self.slots, self.members = slots, members
+        self.slots, self.members, self.idle_block = slots, members, idle_block
+        self.rows_of_a_step = rows = max(slots, rows)
+        """Most rows of a step: more than slots if a sequence may have several."""
         self.prompt_width, self.own_width = prompt_blocks, own_blocks
         every = _aligned(slots + 1)
         sizes = [
             _aligned(size)
-            for size in (slots, slots * (members + 2), every, every * prompt_blocks, every * own_blocks)
+            for size in (rows, rows * (members + 2), every, every, every * prompt_blocks, every * own_blocks)
         ]
         self._host = np.zeros(sum(sizes), dtype=np.int32)
         self._device = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         ends = np.cumsum(sizes)[:-1].tolist()
-        rows, tiles, prompt_lengths, prompt_tables, tables = np.split(self._host, ends)
-        self.host_rows = rows
-        self.host_tiles = tiles[: slots * (members + 2)].reshape(slots, members + 2)
-        self.host_prompt_length = prompt_lengths
+        self.host_rows, tiles, self.host_prompt_length, self.host_room, prompt_tables, tables = np.split(
+            self._host, ends
+        )
+        self.host_tiles = tiles[: rows * (members + 2)].reshape(rows, members + 2)
         self.host_prompt_table = prompt_tables[: every * prompt_blocks].reshape(every, prompt_blocks)
         self.host_table = tables[: every * own_blocks].reshape(every, own_blocks)
-        self.rows, self.tiles, self.prompt_length, self.prompt_table, self.table = self._device.tensor_split(
-            ends
+        self.rows, self.tiles, self.prompt_length, self.room, self.prompt_table, self.table = (
+            self._device.tensor_split(ends)
         )
 
         self.seed = torch.zeros(every, dtype=torch.int64, device=device)
@@ -74,11 +125,11 @@ class StepState:
         self.likely_logprobs = likely_logprobs.view(torch.float32)
         self.done.fill_(1)
 
-        self.tokens = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         """Inputs of the current step by row: tokens, positions, cache slots and lengths."""
-        self.positions = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.slot_mapping = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.row_length = torch.zeros(slots, dtype=torch.int32, device=device)
+        self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.slot_mapping = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.row_length = torch.zeros(rows, dtype=torch.int32, device=device)
 
         self.host_table[slots] = idle_block
         self.idle()
@@ -292,7 +343,7 @@ class DecodeLayout:
             kernels.attend_prompts,
             (min(self.rows, TILE_PROGRAMS), shape["KEY_HEADS"], self.splits),
             q_RHD, keys, values, share, lse, state.tiles, state.prompt_table, state.row_length,
-            scale, q_RHD.stride(0), q_RHD.stride(1), state.prompt_width, self.splits, state.slots,
+            scale, q_RHD.stride(0), q_RHD.stride(1), state.prompt_width, self.splits, state.rows_of_a_step,
             **shape,
             BLOCK=PROMPT_BLOCK,
             MEMBERS=state.members,

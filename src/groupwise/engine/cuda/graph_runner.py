@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,14 +18,16 @@ from torch import Tensor
 from groupwise.engine.cuda import sampling_kernels as kernels
 from groupwise.engine.cuda.attention_kernels import EARLY, launch, padded
 from groupwise.engine.cuda.decode_attention import (
-    TILE,
+    Capacity,
     DecodeLayout,
     StepState,
+    bucket,
     members_of_a_tile,
     own_splits,
     prompt_splits,
 )
 from groupwise.engine.cuda.fused_layers import fused_forward
+from groupwise.engine.cuda.speculation import LANES, Speculation, sequences_of_a_step
 from groupwise.engine.paged_attention import KVCache
 from groupwise.engine.prefill import Prefill, PrefillLayout
 from groupwise.engine.sampler import Penalties
@@ -86,51 +87,17 @@ MOST_GRAPHS = 512
 """When reached, all graphs are dropped: clients of a server may send ever new sampling settings."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capacity:
-    """The sizes for which a runner has allocated memory."""
-
-    slots: int
-    blocks: int
-    prompt_blocks: int
-    own_blocks: int
-    largest_group: int
-
-    @classmethod
-    def of(cls, scheduler: Scheduler) -> Capacity:
-        """Return the capacity a scheduler needs, some sizes rounded up so that similar calls can reuse it.
-
-        A runner of an earlier call may be larger. With deterministic kernels its size must not change the
-        order of sums, because a resumed run has not made the same calls: slots are then a whole bucket, and
-        tiles of prompts are as large as they can be.
-        """
-        groups = Counter(sequence.request for sequence in scheduler.waiting)
-        slots, largest = len(scheduler.length), padded(max(groups.values()), least=1)
-        if torch.are_deterministic_algorithms_enabled():
-            slots, largest = bucket(slots), TILE
-        return cls(
-            slots=slots,
-            blocks=scheduler.pool.count,
-            prompt_blocks=padded(scheduler.prompt_tables.shape[1], least=1),
-            own_blocks=padded(scheduler.tables.shape[1], least=1),
-            largest_group=largest,
-        )
-
-    def holds(self, other: Capacity) -> bool:
-        return (
-            self.slots >= other.slots
-            and self.blocks >= other.blocks
-            and self.prompt_blocks >= other.prompt_blocks
-            and self.own_blocks >= other.own_blocks
-            and self.largest_group >= other.largest_group
-        )
-
-
 class GraphRunner:
     """Runs prefill and decode steps over static device state, so a step needs no input from the host."""
 
     def __init__(
-        self, policy: Policy, capacity: Capacity, *, block_size: int, members: LoRABank | None = None
+        self,
+        policy: Policy,
+        capacity: Capacity,
+        *,
+        block_size: int,
+        members: LoRABank | None = None,
+        speculative: bool = False,
     ) -> None:
         self.policy, self.capacity, self.block_size = policy, capacity, block_size
         self.device = policy.device
@@ -152,7 +119,9 @@ class GraphRunner:
             own_blocks=capacity.own_blocks,
             idle_block=capacity.blocks,
             device=self.device,
+            rows=LANES if speculative else 0,
         )
+        self.speculation = Speculation(slots=capacity.slots, device=self.device) if speculative else None
         self._prompts = Prefill(policy, self.cache, shared=bool(self.members))
         self._penalties: kernels.PenaltyState | None = None
         """Allocated for the first sequence with penalties."""
@@ -161,9 +130,9 @@ class GraphRunner:
         # one stream share a workspace with whatever else runs on that stream.
         self._capturing = new_stream(self.device) if can_be_captured(policy) else None
         self._side = None if EARLY.value else new_stream(self.device)
-        self._graphs: dict[tuple[int, int, int, Sampling | None, bool, bool], Callable[[], None]] = {}
-        """Steps by rows, splits of prompts and of own tokens, sampling settings (None: the layers alone),
-        whether alternatives are stored, and whether some rows have penalties."""
+        self._graphs: dict[tuple[int, int, int, int, Sampling | None, bool, bool], Callable[[], None]] = {}
+        """Steps by rows, rows of a sequence, splits of prompts and of own tokens, sampling settings (None:
+        the layers alone), whether alternatives are stored, and whether some rows have penalties."""
         self._samplers: dict[tuple[int, Sampling, bool, bool], Callable[[], None]] = {}
         """Sampling from `_logits`: rows, settings, whether alternatives are stored, whether masks apply."""
         self._masks: Tensor | None = None
@@ -222,6 +191,8 @@ class GraphRunner:
         `likely`: also store the most likely tokens. `penalized`: some of the sequences have penalties.
         `masks_SW`: the tokens allowed in each slot. `rule`: changes the logits of these sequences.
         """
+        if self.speculation is not None:
+            self.speculation.begin(slots_J, [prefix.tokens for prefix in prefixes])
         state = self.state
         request_J = scheduler.request[slots_J]
         state.host_prompt_length[slots_J] = scheduler.prompt_length[request_J]
@@ -267,21 +238,27 @@ class GraphRunner:
         penalized: bool = False,
         masks: Callable[[], Tensor] | None = None,
         rule: Callable[[Tensor], Tensor] | None = None,
+        width: int = 1,
     ) -> None:
         """Sample one token for each sequence in these slots that has not ended.
 
+        `width`: sample up to so many tokens for each, of which all but one are drafted.
         `masks` returns the tokens allowed in each slot, and `rule` changes the logits of the rows. The host
         calls them after it has issued the layers, so they may wait for the tokens of the step before.
         """
         state = self.state
-        rows, key_heads = min(bucket(len(slots_R)), state.slots), self.policy.key_heads
+        count = bucket(len(slots_R)) if width == 1 else sequences_of_a_step(len(slots_R))
+        rows, key_heads = width * min(count, state.slots), self.policy.key_heads
         splits = prompt_splits(rows, key_heads=key_heads, longest=self._longest_prompt(scheduler))
+        slots_R = np.repeat(slots_R, width)
         parts = own_splits(scheduler.length[slots_R], key_heads=key_heads)
         late = masks is not None or rule is not None
-        graph = self._graph(rows, splits, parts, None if late else sampling, likely and not late, penalized)
+        settings = None if late else sampling
+        graph = self._graph(rows, width, splits, parts, settings, likely and not late, penalized)
         sample = self._late_sampler(rows, sampling, likely, masks is not None) if late else None
-        width = scheduler.tables.shape[1]
-        state.host_table[: len(scheduler.tables), :width] = scheduler.tables
+        columns = scheduler.tables.shape[1]
+        state.host_table[: len(scheduler.tables), :columns] = scheduler.tables
+        state.host_room[: len(scheduler.room)] = np.minimum(scheduler.room, sampling.max_tokens)
         state.set_rows(slots_R, scheduler.request[slots_R])
         state.push()
         graph()
@@ -293,9 +270,17 @@ class GraphRunner:
                 self._copy_masks(masks())
             sample()
 
-    def status(self, *, likely: bool = False) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start copying the last step's results to the host; return the buffer and its completion event."""
+    def status(
+        self, *, likely: bool = False, drafted: bool = False
+    ) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Start copying the last step's results to the host; return the buffer and its completion event.
+
+        `drafted`: those of a step with drafts, for `Speculation.unpack`.
+        """
         status = self.state.status_and_likely if likely else self.state.status
+        if drafted:
+            assert self.speculation is not None
+            status = self.speculation.results
         if self.device.type != "cuda":
             return status.clone(), None
         copy = torch.empty_like(status, device="cpu", pin_memory=True)
@@ -315,10 +300,17 @@ class GraphRunner:
         return width * self.block_size
 
     def _graph(
-        self, rows: int, splits: int, parts: int, sampling: Sampling | None, likely: bool, penalized: bool
+        self,
+        rows: int,
+        width: int,
+        splits: int,
+        parts: int,
+        sampling: Sampling | None,
+        likely: bool,
+        penalized: bool,
     ) -> Callable[[], None]:
         settings = None if sampling is None else replace(sampling, stop=())
-        key = (rows, splits, parts, settings, likely, penalized)
+        key = (rows, width, splits, parts, settings, likely, penalized)
         if key not in self._graphs:
             if len(self._graphs) + len(self._samplers) >= MOST_GRAPHS:
                 torch.cuda.synchronize()
@@ -334,7 +326,9 @@ class GraphRunner:
             )
             self._layouts.append(layout)  # a graph holds addresses, not references to tensors
             self._graphs[key] = self._captured(
-                lambda: self._step(layout, sampling, likely=likely, penalized=penalized)
+                (lambda: self._drafted_step(layout, sampling, width))
+                if width > 1 and sampling is not None
+                else (lambda: self._step(layout, sampling, likely=likely, penalized=penalized))
             )
         return self._graphs[key]
 
@@ -386,6 +380,15 @@ class GraphRunner:
             self._logits = torch.empty(state.slots, logits_RV.shape[1], device=self.device)
         self._logits[:rows] = logits_RV
 
+    def _drafted_step(self, layout: DecodeLayout, sampling: Sampling, width: int) -> None:
+        """Like `_step`, with `width` rows of each sequence."""
+        state, rows, drafts = self.state, layout.rows, self.speculation
+        assert drafts is not None
+        drafts.open(state, rows // width, width=width, page=self.block_size)
+        hidden_RM = self.hidden(state.tokens[:rows], state.positions[:rows], layout)
+        self._sample(self.policy.logits(hidden_RM), drafts.own, sampling, likely=False, of=drafts)
+        drafts.close(state, rows // width, width=width)
+
     def _penalize(self, logits_RV: Tensor, rows_R: Tensor, *, count: bool) -> Tensor:
         """Apply each row's penalties; `count`: first count its last token."""
         penalties = self._penalties
@@ -434,9 +437,13 @@ class GraphRunner:
         *,
         likely: bool,
         masked: bool = False,
+        of: StepState | Speculation | None = None,
     ) -> None:
-        """Sample the next token of each row and advance its sequence; masks overwrite the logits."""
-        state = self.state
+        """Sample the next token of each row and advance its sequence; masks overwrite the logits.
+
+        `of`: holds the state of the sequences; for drafts, every lane is one.
+        """
+        state = self.state if of is None else of
         if masked:
             self._apply_masks(logits_RV, rows_R)
         scaled = sampling.greedy or sampling.truncates
@@ -446,7 +453,7 @@ class GraphRunner:
         logits_RV = logits_RV.contiguous()
         rows, vocabulary = logits_RV.shape
         if likely:
-            state.keep_likeliest(logits_RV.float(), rows_R[:rows].long(), scaled=scaled)
+            self.state.keep_likeliest(logits_RV.float(), rows_R[:rows].long(), scaled=scaled)
         chunks = -(-vocabulary // kernels.CHUNK)
         best, total, weighted = torch.empty(3, rows, chunks, device=self.device)
         best_at = torch.empty(rows, chunks, dtype=torch.int32, device=self.device)
@@ -474,6 +481,8 @@ class GraphRunner:
             early=True,
             num_warps=8,
         )  # fmt: skip
+        if self.speculation is not None and self.speculation is not of:
+            self.speculation.remember(self.state, rows_R, rows)
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream | None:
@@ -486,9 +495,3 @@ def _end_tokens(policy: Policy) -> Tensor:
     ends = sorted(policy.end_tokens)
     filled = [*ends, *[-1] * (padded(len(ends), least=2) - len(ends))]
     return torch.tensor(filled, dtype=torch.int32, device=policy.device)
-
-
-def bucket(rows: int) -> int:
-    """Return the batch size to capture a graph for: a trade-off between graphs and idle rows."""
-    step = 1 if rows <= 2 else 4 if rows <= 16 else 16 if rows <= 64 else 64
-    return -(-rows // step) * step

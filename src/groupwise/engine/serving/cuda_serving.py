@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from groupwise.engine.cuda.attention_kernels import padded
+from groupwise.engine.cuda.decode_attention import Capacity
 from groupwise.engine.cuda.decode_loop import InFlightStep
 from groupwise.engine.cuda.graph_runner import (
-    Capacity,
     GraphRunner,
     can_be_captured,
     captured,
@@ -347,9 +347,7 @@ class CUDASteps:
             return
         scheduler = self.scheduler
         status, arrived = self.runner.status(likely=self._wants_alternatives(slots))
-        self._issued.append(
-            InFlightStep(slots, scheduler.length[slots], scheduler.tenant[slots], status, arrived)
-        )
+        self._issued.append(InFlightStep(slots, 1, scheduler.tenant[slots], status, arrived))
         scheduler.length[slots] += 1
 
     def _process(self, issued: InFlightStep) -> list[tuple[Sequence, Completion]]:
@@ -357,7 +355,8 @@ class CUDASteps:
             issued.arrived.synchronize()
         scheduler = self.scheduler
         still = scheduler.tenant[issued.slots] == issued.tenant
-        slots, at = issued.slots[still], issued.at[still]
+        slots = issued.slots[still]
+        at = self.known[slots]
         tokens = issued.status[1].numpy()[slots]
         logprobs, entropies = issued.status[2:4].view(torch.float32).numpy()[:, slots]
         check_finite("the entropy of the policy", float(entropies.sum()))

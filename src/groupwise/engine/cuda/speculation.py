@@ -1,0 +1,357 @@
+"""Speculative decoding without a draft model: several tokens of a sequence in one step.
+
+Every sampled token is remembered under the tokens before it. Where few sequences run, a step takes about as
+long for several tokens of each as for one. Then the tokens that followed the same context before, in this
+sequence, its group or elsewhere, are drafted. *Lane* 0 of a sequence computes its last token, lane 1 the
+first draft, and so on. The lanes are rows of the batch that share the sequence's KV blocks, so attention
+needs no other kernels. Each lane samples the token after its own with the noise of that position. This is the
+token that a plain step would sample. A lane counts if its draft is what the lane before has sampled.
+
+The drafts of a step never change which tokens are sampled, only how many, up to the rounding of the logits.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from groupwise.engine.cuda.attention_kernels import launch
+from groupwise.engine.cuda.decode_attention import StepState
+from groupwise.model.device import to_device
+
+WIDEST = 8
+"""Most lanes of a sequence."""
+LANES = 192
+"""Most lanes of a step: up to here a step takes hardly longer than with one row."""
+CONTEXT = 3
+"""Tokens of the longest context."""
+ENTRIES = 1 << 22
+"""Entries of the memory; a newer token replaces an older one in the same entry."""
+# An entry holds the call, the position, a tag of the context, and the token.
+POSITION_BITS, TAG_BITS, TOKEN_BITS = tl.constexpr(12), tl.constexpr(14), tl.constexpr(19)
+LAST_ENTRY, LAST_POSITION = tl.constexpr(ENTRIES - 1), tl.constexpr((1 << 12) - 1)
+LAST_TAG, LAST_TOKEN = tl.constexpr((1 << 14) - 1), tl.constexpr((1 << 19) - 1)
+CALLS = 1 << 18
+"""Calls after which everything is forgotten: the bits that are left for them in an entry."""
+
+
+@triton.jit
+def hashed(group, a, b, c):
+    """Return the entry of a context and its tag, which tells most contexts with the same entry apart."""
+    x = group.to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
+    x = (x ^ a.to(tl.uint64)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 31) ^ b.to(tl.uint64)) * 0x94D049BB133111EB
+    x = (x ^ (x >> 29) ^ c.to(tl.uint64)) * 0xD6E8FEB86659FD93
+    x = x ^ (x >> 32)
+    return (x & LAST_ENTRY).to(tl.int64), ((x >> 40) & LAST_TAG).to(tl.int64)
+
+
+@triton.jit
+def remember_one(MEMORY, time, group, a, b, c, token, live):
+    entry, tag = hashed(group, a, b, c)
+    value = (((time << TAG_BITS) | tag) << TOKEN_BITS) | token.to(tl.int64)
+    tl.atomic_max(MEMORY + entry, value, mask=live)
+
+
+@triton.jit
+def remember(MEMORY, call, position, group, a, b, c, token, live):
+    """Store the token that followed a, b, c: for the group under both lengths of context, and for all.
+
+    Of several tokens after the same context, that of a later call and position is kept, then that of the
+    larger number: which one does not depend on the order of the programs.
+    """
+    time = (call << POSITION_BITS) + tl.minimum(position, LAST_POSITION).to(tl.int64)
+    remember_one(MEMORY, time, group, a, b, c, token, live)
+    remember_one(MEMORY, time, group, a * 0 - 1, b, c, token, live)
+    remember_one(MEMORY, time, group * 0, a, b, c, token, live)
+
+
+@triton.jit
+def recall_one(MEMORY, group, a, b, c, otherwise):
+    entry, tag = hashed(group, a, b, c)
+    found = tl.load(MEMORY + entry)
+    same = (found > 0) & (((found >> TOKEN_BITS) & LAST_TAG) == tag)
+    return tl.where(same, (found & LAST_TOKEN).to(tl.int32), otherwise)
+
+
+@triton.jit
+def recall(MEMORY, group, a, b, c):
+    """Return the token that last followed a, b, c; else b, c in the group; else a, b, c anywhere; else -1."""
+    token = recall_one(MEMORY, group * 0, a, b, c, tl.full([], -1, tl.int32))
+    token = recall_one(MEMORY, group, a * 0 - 1, b, c, token)
+    return recall_one(MEMORY, group, a, b, c, token)
+
+
+@triton.jit(do_not_specialize=["count", "every"])
+def begin_contexts(NEW, RECENT, GROUP, KNOWN, count, every):
+    """One program per new sequence. NEW: slots, groups, and the last three tokens of the prompts."""
+    number = tl.program_id(0)
+    slot = tl.load(NEW + number)
+    tl.store(GROUP + slot, tl.load(NEW + count + number))
+    tl.store(RECENT + slot, tl.load(NEW + 2 * count + number).to(tl.int32))
+    tl.store(RECENT + every + slot, tl.load(NEW + 3 * count + number).to(tl.int32))
+    tl.store(RECENT + 2 * every + slot, tl.load(NEW + 4 * count + number).to(tl.int32))
+    tl.store(KNOWN + slot, 0)
+
+
+@triton.jit(do_not_specialize=["group"])
+def remember_prompt(TOKENS, MEMORY, CALL, group):
+    """One program per token of a prompt after its third."""
+    at = tl.program_id(0)
+    a, b, c = tl.load(TOKENS + at), tl.load(TOKENS + at + 1), tl.load(TOKENS + at + 2)
+    group = group.to(tl.int64)
+    remember(MEMORY, tl.load(CALL), at * 0, group, a, b, c, tl.load(TOKENS + at + 3), at >= 0)
+
+
+@triton.jit(do_not_specialize=["every"])
+def remember_last(ROWS, LENGTH, TOKEN, RECENT, GROUP, KNOWN, MEMORY, CALL, every):
+    """One program per row of a plain step: remember the token that it has sampled, if it has sampled one."""
+    row = tl.program_id(0)
+    slot = tl.load(ROWS + row)
+    length, known = tl.load(LENGTH + slot), tl.load(KNOWN + slot)
+    if length > known:
+        a, b = tl.load(RECENT + slot), tl.load(RECENT + every + slot)
+        c, token = tl.load(RECENT + 2 * every + slot), tl.load(TOKEN + slot)
+        remember(MEMORY, tl.load(CALL), length, tl.load(GROUP + slot), a, b, c, token, length > known)
+        tl.store(RECENT + slot, b)
+        tl.store(RECENT + every + slot, c)
+        tl.store(RECENT + 2 * every + slot, token)
+        tl.store(KNOWN + slot, length)
+
+
+@triton.jit(do_not_specialize=["table_width", "every", "idle_block"])
+def open_lanes(
+    ROWS, LENGTH, TOKEN, DONE, SEED, SCALE, PROMPT_LENGTH, TABLE, ROOM, RECENT, GROUP, MEMORY,
+    TOKENS, POSITIONS, PLACES, ROW_LENGTH,
+    DRAFT, LANE_SEED, LANE_LENGTH, LANE_DONE, LANE_SCALE,
+    table_width, every, idle_block,
+    PAGE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One program per sequence: draft its next tokens, and gather the inputs of its lanes.
+
+    A lane without a draft or without room in the sequence's blocks is done: it writes to the idle block.
+    """
+    row = tl.program_id(0) * WIDTH
+    slot = tl.load(ROWS + row)
+    length, done = tl.load(LENGTH + slot), tl.load(DONE + slot)
+    seed, scale, room = tl.load(SEED + slot), tl.load(SCALE + slot), tl.load(ROOM + slot)
+    group, prompt_length = tl.load(GROUP + slot), tl.load(PROMPT_LENGTH + slot)
+    a, b, c = tl.load(RECENT + slot), tl.load(RECENT + every + slot), tl.load(RECENT + 2 * every + slot)
+    token, live = tl.load(TOKEN + slot), done == 0
+    last = length - 1
+    for lane in tl.static_range(WIDTH):
+        if lane > 0:
+            token = recall(MEMORY, group, a, b, c)
+            live = live & (token >= 0) & (last + lane < room)
+            a, b, c = b, c, token
+        at = tl.where(live, last + lane, last)
+        inside = live | (lane == 0)
+        block = tl.load(TABLE + slot * table_width + at // PAGE).to(tl.int64)
+        place = tl.where(inside, block * PAGE + at % PAGE, idle_block.to(tl.int64) * PAGE + lane % PAGE)
+        tl.store(TOKENS + row + lane, tl.where(inside, token, 0).to(tl.int64))
+        tl.store(POSITIONS + row + lane, (prompt_length + at).to(tl.int64))
+        tl.store(PLACES + row + lane, place)
+        tl.store(ROW_LENGTH + row + lane, tl.where(inside, at + 1, 1))
+        tl.store(DRAFT + row + lane, tl.where(live, token, -1))
+        tl.store(LANE_SEED + row + lane, seed)
+        tl.store(LANE_SCALE + row + lane, scale)
+        tl.store(LANE_LENGTH + row + lane, length + lane)
+        tl.store(LANE_DONE + row + lane, tl.where(live, 0, 1))
+
+
+@triton.jit(do_not_specialize=["every", "lanes"])
+def close_lanes(
+    ROWS, LENGTH, TOKEN, DONE, RECENT, GROUP, KNOWN, MEMORY, CALL,
+    DRAFT, LANE_TOKEN, LANE_DONE, LANE_LOGPROB, LANE_ENTROPY,
+    OUT_DONE, OUT_COUNT, OUT_TOKEN, OUT_LOGPROB, OUT_ENTROPY,
+    every, lanes,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One program per sequence: advance it by its lanes' tokens, up to the first wrong draft or the end."""
+    number = tl.program_id(0)
+    row = number * WIDTH
+    slot = tl.load(ROWS + row)
+    done, length, token = tl.load(DONE + slot), tl.load(LENGTH + slot), tl.load(TOKEN + slot)
+    a, b, c = tl.load(RECENT + slot), tl.load(RECENT + every + slot), tl.load(RECENT + 2 * every + slot)
+    group, call = tl.load(GROUP + slot), tl.load(CALL)
+    live, count = done == 0, done * 0
+    for lane in tl.static_range(WIDTH):
+        ended = tl.load(LANE_DONE + row + lane)
+        drawn = tl.load(LANE_TOKEN + row + lane)
+        tl.store(OUT_TOKEN + lane * lanes + number, drawn, mask=live)
+        tl.store(OUT_LOGPROB + lane * lanes + number, tl.load(LANE_LOGPROB + row + lane), mask=live)
+        tl.store(OUT_ENTROPY + lane * lanes + number, tl.load(LANE_ENTROPY + row + lane), mask=live)
+        count += live.to(tl.int32)
+        token = tl.where(live, drawn, token)
+        remember(MEMORY, call, length + count, group, a, b, c, drawn, live)
+        a, b, c = tl.where(live, b, a), tl.where(live, c, b), tl.where(live, drawn, c)
+        done = tl.where(live, ended, done)
+        if lane + 1 < WIDTH:
+            live = live & (ended == 0) & (tl.load(DRAFT + row + lane + 1) == drawn)
+    tl.store(TOKEN + slot, token)
+    tl.store(LENGTH + slot, length + count)
+    tl.store(KNOWN + slot, length + count)
+    tl.store(DONE + slot, done)
+    tl.store(RECENT + slot, a)
+    tl.store(RECENT + every + slot, b)
+    tl.store(RECENT + 2 * every + slot, c)
+    tl.store(OUT_DONE + number, done)
+    tl.store(OUT_COUNT + number, count)
+
+
+class Speculation:
+    """What tokens followed which, on the device, and the lanes of a step."""
+
+    def __init__(self, *, slots: int, device: torch.device) -> None:
+        self.device = device
+        every = slots + 1
+        self.memory = torch.zeros(ENTRIES, dtype=torch.int64, device=device)
+        self.call = torch.ones(1, dtype=torch.int64, device=device)
+        self.calls = 1
+        self.recent = torch.zeros(CONTEXT, every, dtype=torch.int32, device=device)
+        """The last tokens of each sequence, prompt included."""
+        self.group = torch.zeros(every, dtype=torch.int64, device=device)
+        """Identifies the prompt of each sequence, also in later calls."""
+        self.known = torch.zeros(every, dtype=torch.int32, device=device)
+        """Tokens of each sequence that are remembered."""
+        self.known[slots] = 1  # of the idle slot, none ever is
+
+        def lanes(dtype: torch.dtype) -> Tensor:
+            return torch.zeros(LANES, dtype=dtype, device=device)
+
+        self.draft = lanes(torch.int32)
+        # Named as in `StepState`: to the sampling kernels, a lane is a sequence.
+        self.seed, self.length, self.scale = lanes(torch.int64), lanes(torch.int32), lanes(torch.float32)
+        self.token, self.done = lanes(torch.int32), lanes(torch.int32)
+        self.logprob, self.entropy = lanes(torch.float32), lanes(torch.float32)
+        self.own = torch.arange(LANES, dtype=torch.int32, device=device)
+        """The index of each lane."""
+        self.results = torch.zeros(2 + 3 * WIDEST, LANES, dtype=torch.int32, device=device)
+        """For the host, by sequence: whether it has ended, how many tokens it gained; tokens by lane, then
+        log-probabilities, then entropies."""
+        tokens, logprobs, entropies = self.results[2:].chunk(3)
+        self.parts = (
+            *(self.results[0], self.results[1], tokens),
+            *(logprobs.view(torch.float32), entropies.view(torch.float32)),
+        )
+
+    def next_call(self, *, forget: bool) -> None:
+        """Begin a call. `forget`: so that the rounding of its logits does not depend on the calls before."""
+        self.calls += 1
+        if forget or self.calls == CALLS:
+            self.memory.zero_()
+            self.calls = 1
+        self.call.fill_(self.calls)
+
+    def begin(self, slots_J: NDArray[np.int64], prompts: Sequence[tuple[int, ...]]) -> None:
+        """Start sequences in these slots."""
+        last = [(*(-1,) * CONTEXT, *prompt)[-CONTEXT:] for prompt in prompts]
+        new_5J = np.stack([slots_J, [group_of(prompt) for prompt in prompts], *np.transpose(last)])
+        launch(
+            begin_contexts,
+            (len(slots_J),),
+            to_device(new_5J, self.device),
+            self.recent, self.group, self.known, len(slots_J), self.recent.shape[1],
+            num_warps=1,
+        )  # fmt: skip
+
+    def read_prompt(self, prompt: tuple[int, ...]) -> None:
+        """Remember the tokens of a prompt."""
+        if len(prompt) > CONTEXT:
+            tokens = to_device(np.array(prompt, dtype=np.int32), self.device)
+            grid = (len(prompt) - CONTEXT,)
+            launch(remember_prompt, grid, tokens, self.memory, self.call, group_of(prompt), num_warps=1)
+
+    def remember(self, state: StepState, rows_R: Tensor, rows: int) -> None:
+        """Remember the tokens that a plain step has sampled."""
+        launch(
+            remember_last,
+            (rows,),
+            rows_R, state.length, state.token, self.recent, self.group, self.known, self.memory, self.call,
+            self.recent.shape[1],
+            num_warps=1,
+        )  # fmt: skip
+
+    def open(self, state: StepState, sequences: int, *, width: int, page: int) -> None:
+        """Draft tokens for a step, and set its inputs."""
+        launch(
+            open_lanes,
+            (sequences,),
+            state.rows, state.length, state.token, state.done, state.seed, state.scale,
+            state.prompt_length, state.table, state.room, self.recent, self.group, self.memory,
+            state.tokens, state.positions, state.slot_mapping, state.row_length,
+            self.draft, self.seed, self.length, self.done, self.scale,
+            state.own_width, self.recent.shape[1], state.idle_block,
+            PAGE=page,
+            WIDTH=width,
+            num_warps=1,
+        )  # fmt: skip
+
+    def close(self, state: StepState, sequences: int, *, width: int) -> None:
+        """Advance the sequences by the tokens that their lanes have sampled."""
+        launch(
+            close_lanes,
+            (sequences,),
+            state.rows, state.length, state.token, state.done, self.recent, self.group, self.known,
+            self.memory, self.call,
+            self.draft, self.token, self.done, self.logprob, self.entropy,
+            *self.parts, self.recent.shape[1], self.results.shape[1],
+            WIDTH=width,
+            num_warps=1,
+        )  # fmt: skip
+
+    def unpack(self, results: Tensor, sequences: int) -> tuple[NDArray[np.int32], ...]:
+        """Return (done_N, count_N, tokens_WN, logprobs_WN, entropies_WN) from a copy of `results`."""
+        numbers = results.numpy()[:, :sequences]
+        tokens, logprobs, entropies = np.split(numbers[2:], 3)
+        return numbers[0], numbers[1], tokens, logprobs.view(np.float32), entropies.view(np.float32)
+
+
+def group_of(prompt: tuple[int, ...]) -> int:
+    """Return a number other than 0 that identifies a prompt."""
+    return hash(prompt) or 1
+
+
+def sequences_of_a_step(sequences: int) -> int:
+    """Return for how many sequences to capture the graph of a step with drafts."""
+    step = 1 if sequences <= 2 else 4 if sequences <= 16 else 16
+    return -(-sequences // step) * step
+
+
+class Pace:
+    """Chooses how many tokens of each sequence a step tries, from how many the last steps gained."""
+
+    TRIED = 4
+    """Steps after which speculation is judged."""
+    WORTH = 1.15
+    """Tokens a sequence gains per step, at least, for speculation to go on."""
+    REST = 64
+    """Plain steps after speculation was not worth it."""
+
+    def __init__(self) -> None:
+        self._gained = 2.0
+        """Moving average of the tokens a sequence gains per step."""
+        self._judged = 0
+        self._resting = 0
+
+    def width(self, sequences: int) -> int:
+        """Return how many lanes each of so many sequences gets in the next step."""
+        if self._resting:
+            self._resting -= 1
+            return 1
+        return max(1, min(WIDEST, LANES // sequences_of_a_step(sequences)))
+
+    def gained(self, tokens: float) -> None:
+        """Note the mean number of tokens that the sequences of a step gained."""
+        self._gained += (tokens - self._gained) / 4
+        self._judged += 1
+        if self._judged >= self.TRIED and self._gained < self.WORTH:
+            self._resting, self._judged, self._gained = self.REST, 0, 2.0
