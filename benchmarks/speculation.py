@@ -5,8 +5,8 @@
 
 How often a draft is right depends on the text, so random weights say nothing. Each workload runs twice with
 drafts and twice without, in turn and with new questions each time, after a first call that captures the
-graphs. Both kinds get the same questions and seeds. Rates are sampled tokens of both calls over their seconds. `equal`
-is the share of answers that are the same, token by token: rounding differs between the two.
+graphs. Both kinds get the same questions and seeds. Rates are the sampled tokens of both calls over their
+seconds. `equal` is the share of answers that are the same, token by token: rounding differs between the two.
 """
 
 from __future__ import annotations
