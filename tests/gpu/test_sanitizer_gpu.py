@@ -66,7 +66,7 @@ def sanitized(
         [
             *(SANITIZER, "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "3"),
             *("--port", str(49152 + 16 * place), "--max-connections", "10"),
-            *("--target-processes", "application-only"),
+            *("--target-processes", "application-only", "--launch-timeout", "0"),
             *(f"--kernel-name=kernel_name={name}" for name in kernels),
             *(sys.executable, *python),
         ],

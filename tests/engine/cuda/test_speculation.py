@@ -14,7 +14,7 @@ from groupwise.config.schema import EngineConfig
 from groupwise.engine.cuda import speculation
 from groupwise.engine.cuda.attention_kernels import launch
 from groupwise.engine.cuda.graph_runner import GraphRunner
-from groupwise.engine.cuda.speculation import LANES, Pace, Speculation, group_of, sequences_of_a_step
+from groupwise.engine.cuda.speculation import Pace, Speculation, group_of, sequences_of_a_step
 from groupwise.engine.engine import Engine
 from groupwise.model.policy import Policy
 from groupwise.records import Request, Sampling
@@ -244,21 +244,41 @@ def test_lanes_count_up_to_the_first_wrong_draft_or_the_end(drafts, drawn, ended
 
 
 def test_few_sequences_get_many_lanes_and_many_get_one():
+    assert [Pace().width(n) for n in (1, 4, 16, 17, 32, 33, 64, 96)] == [8, 8, 4, 4, 4, 2, 2, 2]
+    assert [Pace().width(n) for n in (97, 128, 512)] == [1, 1, 1]
+    assert all(n <= sequences_of_a_step(n) < n + 32 for n in range(1, 200))
+
+
+def test_the_width_is_that_of_most_tokens_in_the_time():
+    """With a share p of right drafts, a width W gains 1 + p + … + p^(W-1); 220 rows double a step's time."""
     pace = Pace()
-    assert [pace.width(n) for n in (1, 16, 17, 32, 48, 64, 96, 97, 512)] == [8, 8, 6, 6, 4, 3, 2, 1, 1]
-    assert all(pace.width(n) * sequences_of_a_step(n) <= LANES for n in range(1, LANES + 1))
+    assert pace.tokens(4) == pytest.approx(1 + 0.6 + 0.36 + 0.216)  # expected before anything is known
+    pace.gained(np.array([1]), 8)  # right 1.2 → 0.96, wrong 0.8 → 0.64 + 1
+    assert pace.tokens(2) == pytest.approx(1 + 0.96 / 2.6)
+    pace.gained(np.array([2]), 8)  # right 0.768 + 1, wrong 1.312 + 1
+    assert pace.tokens(2) == pytest.approx(1 + 1.768 / 4.08)
+    # 16 sequences: 1.43 / (1 + 32/220) = 1.25, 1.70 / (1 + 64/220) = 1.32, 1.76 / (1 + 128/220) = 1.12
+    assert pace.width(16) == 4
 
 
 def test_speculation_rests_when_drafts_are_wrong_and_is_tried_again():
+    pace, steps = Pace(), 0
+    while (width := pace.width(8)) > 1:
+        pace.gained(np.array([1, 1, 1]), width)
+        steps += 1
+    # The share of right drafts is then 0.25 / (0.25 + 4.12) = 0.058: 1.058 / (1 + 32/220) < 1 / (1 + 16/220).
+    assert steps == 7
+    assert [pace.width(8) for _ in range(Pace.REST - 1)] == [1] * (Pace.REST - 1)
+    assert pace.width(8) == 4
+
+
+def test_speculation_goes_on_while_most_drafts_are_right():
     pace = Pace()
-    for _ in range(6):
-        assert pace.width(4) == 8
-        pace.gained(1.0)
-    # 2 → 1.75 → 1.56 → 1.42 → 1.32 → 1.24 → 1.18, then 1.13 < 1.15
-    assert pace.width(4) == 8
-    pace.gained(1.0)
-    assert [pace.width(4) for _ in range(Pace.REST)] == [1] * Pace.REST
-    assert pace.width(4) == 8
+    widths = []
+    for _ in range(50):
+        widths.append(pace.width(8))
+        pace.gained(np.array([8, 8, 1, 5]), 8)
+    assert widths == [4] + [8] * 49
 
 
 def test_deterministic_calls_do_not_depend_on_the_calls_before(small_policy, monkeypatch):

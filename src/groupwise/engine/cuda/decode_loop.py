@@ -195,7 +195,7 @@ class DecodeLoop:
         done, counts, tokens_WN, logprobs_WN, entropies_WN = (numbers[..., still] for numbers in unpacked)
         self.sampled += len(slots)
         if len(slots):
-            self._pace.gained(float(counts.mean()))
+            self._pace.gained(counts, issued.width)
         scheduler.length[slots] -= issued.width - counts
         tenant = scheduler.tenant[slots]
         for lane in range(issued.width):

@@ -30,7 +30,7 @@ from groupwise.model.device import to_device
 WIDEST = 8
 """Most lanes of a sequence."""
 LANES = 192
-"""Most lanes of a step: up to here a step takes hardly longer than with one row."""
+"""Most lanes of a step."""
 CONTEXT = 3
 """Tokens of the longest context."""
 ENTRIES = 1 << 22
@@ -322,36 +322,46 @@ def group_of(prompt: tuple[int, ...]) -> int:
 
 def sequences_of_a_step(sequences: int) -> int:
     """Return for how many sequences to capture the graph of a step with drafts."""
-    step = 1 if sequences <= 2 else 4 if sequences <= 16 else 16
-    return -(-sequences // step) * step
+    steps = (1, 4, 16)
+    return next((count for count in steps if count >= sequences), -(-sequences // 32) * 32)
 
 
 class Pace:
-    """Chooses how many tokens of each sequence a step tries, from how many the last steps gained."""
+    """Chooses how many tokens of each sequence a step tries, from how many drafts were right lately."""
 
-    TRIED = 4
-    """Steps after which speculation is judged."""
-    WORTH = 1.15
-    """Tokens a sequence gains per step, at least, for speculation to go on."""
+    WIDTHS = (2, 4, 8)
     REST = 64
-    """Plain steps after speculation was not worth it."""
+    """Plain steps after drafts did not pay."""
+    ROWS_TO_DOUBLE = 220
+    """A step with so many rows takes twice as long as one with few, on an H200 with a model of 1.5B."""
 
     def __init__(self) -> None:
-        self._gained = 2.0
-        """Moving average of the tokens a sequence gains per step."""
-        self._judged = 0
+        self._right = self._wrong = 0.0
         self._resting = 0
+        self._hope()
+
+    def _hope(self) -> None:
+        self._right, self._wrong = 1.2, 0.8
 
     def width(self, sequences: int) -> int:
         """Return how many lanes each of so many sequences gets in the next step."""
         if self._resting:
             self._resting -= 1
             return 1
-        return max(1, min(WIDEST, LANES // sequences_of_a_step(sequences)))
+        count = sequences_of_a_step(sequences)
+        widths = [1, *(width for width in self.WIDTHS if width * count <= LANES)]
+        best = max(widths, key=lambda width: self.tokens(width) / (1 + width * count / self.ROWS_TO_DOUBLE))
+        if best == 1 and len(widths) > 1:
+            self._resting = self.REST - 1
+            self._hope()
+        return best
 
-    def gained(self, tokens: float) -> None:
-        """Note the mean number of tokens that the sequences of a step gained."""
-        self._gained += (tokens - self._gained) / 4
-        self._judged += 1
-        if self._judged >= self.TRIED and self._gained < self.WORTH:
-            self._resting, self._judged, self._gained = self.REST, 0, 2.0
+    def tokens(self, width: int) -> float:
+        """Return how many tokens a sequence should gain: 1 + p + p² + …, with p the share of right drafts."""
+        share = self._right / (self._right + self._wrong)
+        return sum(share**lane for lane in range(width))
+
+    def gained(self, counts: NDArray[np.int32], width: int) -> None:
+        """Note how many tokens each sequence gained in a step. The last steps count most."""
+        self._right = 0.8 * self._right + float((counts - 1).clip(0).mean())
+        self._wrong = 0.8 * self._wrong + float((counts < width).mean())
