@@ -61,7 +61,7 @@ def test_lanes_are_drafted_and_counted_as_by_a_plain_memory():
     for prompt in dict.fromkeys(prompts):
         drafts.read_prompt(prompt)
         for at in range(len(prompt) - 3):
-            plain.remember(0, group_of(prompt), list(prompt[at : at + 3]), prompt[at + 3])
+            plain.remember(1, group_of(prompt), list(prompt[at : at + 3]), prompt[at + 3])
     drafts.begin(np.arange(slots), prompts)
     texts = [list(prompt) for prompt in prompts]
     room = random.integers(20, limit, slots)
@@ -206,10 +206,11 @@ def test_log_probabilities_in_bfloat16_are_those_of_the_training_pass(widths: Co
     assert float(torch.cat(gaps).mean()) < 0.03
 
 
-def test_deterministic_calls_repeat_with_drafts(widths: Counter[int]):
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_calls_with_drafts_repeat(deterministic: bool, widths: Counter[int]):
     policy = on_device(small_model("qwen2"), torch.bfloat16)
     sampling = Sampling(temperature=0.5, max_tokens=LONG)
-    with deterministic_kernels(DEVICE, on=True):
+    with deterministic_kernels(DEVICE, on=deterministic):
         first = Engine(policy, EngineConfig()).generate(asked(5), sampling)
         engine = Engine(policy, EngineConfig())
         engine.generate(asked(2), sampling)

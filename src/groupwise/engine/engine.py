@@ -193,7 +193,7 @@ class Engine:
         with nullcontext() if runner.fused else self.policy.merged_adapters():
             runner.refresh()
             if runner.speculation is not None:
-                runner.speculation.next_call(forget=torch.are_deterministic_algorithms_enabled())
+                runner.speculation.forget()
             loop = DecodeLoop(
                 scheduler,
                 runner,

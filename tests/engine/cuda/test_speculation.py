@@ -173,18 +173,16 @@ def test_a_prompt_is_remembered_for_its_group_and_for_all():
     assert remembered(memory, group + 1, 5, 6, 7) == 8  # elsewhere, three
     assert remembered(memory, group + 1, 4, 8, 9) == -1
     assert remembered(memory, group, 1, 2, 3) == -1
-    memory.next_call(forget=True)
+    memory.forget()
     assert remembered(memory, group, 5, 6, 7) == -1
 
 
-def test_a_later_call_replaces_what_followed_a_context():
-    memory = Speculation(slots=2, device=CPU)
-    memory.read_prompt((5, 6, 7, 9))
-    memory.read_prompt((5, 6, 7, 8))
-    assert remembered(memory, 1, 5, 6, 7) == 9  # in the same call the larger number, in any order
-    memory.next_call(forget=False)
-    memory.read_prompt((5, 6, 7, 8))
-    assert remembered(memory, 1, 5, 6, 7) == 8
+def test_the_larger_token_is_kept_in_whatever_order_two_follow_a_context():
+    for tokens in ((8, 9), (9, 8)):
+        memory = Speculation(slots=2, device=CPU)
+        for token in tokens:
+            memory.read_prompt((5, 6, 7, token))
+        assert remembered(memory, 1, 5, 6, 7) == 9
 
 
 def test_tokens_of_plain_steps_are_remembered_once():
@@ -197,7 +195,7 @@ def test_tokens_of_plain_steps_are_remembered_once():
         launch(
             speculation.remember_last,
             (2,),
-            *(rows, length, token, memory.recent, memory.group, memory.known, memory.memory, memory.call, 4),
+            *(rows, length, token, memory.recent, memory.group, memory.known, memory.memory, 4),
         )
     assert memory.recent[:, 2].tolist() == [4, 5, 7]
     assert remembered(memory, group_of((3, 4, 5)), 0, 4, 5) == 7
@@ -228,7 +226,7 @@ def test_lanes_count_up_to_the_first_wrong_draft_or_the_end(drafts, drawn, ended
     launch(
         speculation.close_lanes,
         (1,),
-        *(rows, length, token, done, memory.recent, memory.group, memory.known, memory.memory, memory.call),
+        *(rows, length, token, done, memory.recent, memory.group, memory.known, memory.memory),
         *(memory.draft, memory.token, memory.done, memory.logprob, memory.entropy),
         *(*memory.parts, 3, memory.results.shape[1]),
         WIDTH=3,
@@ -281,16 +279,14 @@ def test_speculation_goes_on_while_most_drafts_are_right():
     assert widths == [4] + [8] * 49
 
 
-def test_deterministic_calls_do_not_depend_on_the_calls_before(small_policy, monkeypatch):
-    forgotten: list[bool] = []
-    next_call = Speculation.next_call
-    monkeypatch.setattr(
-        Speculation,
-        "next_call",
-        lambda self, *, forget: (forgotten.append(forget), next_call(self, forget=forget)),
-    )
-    engine = EmulatedGPUEngine(small_policy, EngineConfig())
-    engine.generate(requests((3,), (1,)), Sampling(max_tokens=2))
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    engine.generate(requests((3,), (1,)), Sampling(max_tokens=2))
-    assert forgotten == [False, True]
+def test_a_call_does_not_depend_on_the_calls_before_it(small_policy, four_lanes, widths):
+    engine, sampling = EmulatedGPUEngine(small_policy, EngineConfig()), Sampling(max_tokens=12)
+    asked = requests((5, 9), (2, 1))
+    first = engine.generate(asked, sampling)
+    counts = dict(widths)
+    widths.clear()
+    again = engine.generate(asked, sampling)
+    assert widths == counts
+    assert [one.logprobs for group in again for one in group] == [
+        one.logprobs for group in first for one in group
+    ]

@@ -35,12 +35,10 @@ CONTEXT = 3
 """Tokens of the longest context."""
 ENTRIES = 1 << 22
 """Entries of the memory; a newer token replaces an older one in the same entry."""
-# An entry holds the call, the position, a tag of the context, and the token.
-POSITION_BITS, TAG_BITS, TOKEN_BITS = tl.constexpr(12), tl.constexpr(14), tl.constexpr(19)
-LAST_ENTRY, LAST_POSITION = tl.constexpr(ENTRIES - 1), tl.constexpr((1 << 12) - 1)
-LAST_TAG, LAST_TOKEN = tl.constexpr((1 << 14) - 1), tl.constexpr((1 << 19) - 1)
-CALLS = 1 << 18
-"""Calls after which everything is forgotten: the bits that are left for them in an entry."""
+# An entry holds a position, a tag of the context, and the token.
+TAG_BITS, TOKEN_BITS = tl.constexpr(20), tl.constexpr(20)
+LAST_ENTRY = tl.constexpr(ENTRIES - 1)
+LAST_TAG, LAST_TOKEN = tl.constexpr((1 << 20) - 1), tl.constexpr((1 << 20) - 1)
 
 
 @triton.jit
@@ -55,23 +53,22 @@ def hashed(group, a, b, c):
 
 
 @triton.jit
-def remember_one(MEMORY, time, group, a, b, c, token, live):
+def remember_one(MEMORY, position, group, a, b, c, token, live):
     entry, tag = hashed(group, a, b, c)
-    value = (((time << TAG_BITS) | tag) << TOKEN_BITS) | token.to(tl.int64)
+    value = (((position.to(tl.int64) << TAG_BITS) | tag) << TOKEN_BITS) | token.to(tl.int64)
     tl.atomic_max(MEMORY + entry, value, mask=live)
 
 
 @triton.jit
-def remember(MEMORY, call, position, group, a, b, c, token, live):
+def remember(MEMORY, position, group, a, b, c, token, live):
     """Store the token that followed a, b, c: for the group under both lengths of context, and for all.
 
-    Of several tokens after the same context, that of a later call and position is kept, then that of the
-    larger number: which one does not depend on the order of the programs.
+    `position` is its place in the answer, from 1. Of several tokens after the same context, the one at the
+    later position is kept, then the larger one: which one does not depend on the order of the programs.
     """
-    time = (call << POSITION_BITS) + tl.minimum(position, LAST_POSITION).to(tl.int64)
-    remember_one(MEMORY, time, group, a, b, c, token, live)
-    remember_one(MEMORY, time, group, a * 0 - 1, b, c, token, live)
-    remember_one(MEMORY, time, group * 0, a, b, c, token, live)
+    remember_one(MEMORY, position, group, a, b, c, token, live)
+    remember_one(MEMORY, position, group, a * 0 - 1, b, c, token, live)
+    remember_one(MEMORY, position, group * 0, a, b, c, token, live)
 
 
 @triton.jit
@@ -103,16 +100,16 @@ def begin_contexts(NEW, RECENT, GROUP, KNOWN, count, every):
 
 
 @triton.jit(do_not_specialize=["group"])
-def remember_prompt(TOKENS, MEMORY, CALL, group):
+def remember_prompt(TOKENS, MEMORY, group):
     """One program per token of a prompt after its third."""
     at = tl.program_id(0)
     a, b, c = tl.load(TOKENS + at), tl.load(TOKENS + at + 1), tl.load(TOKENS + at + 2)
     group = group.to(tl.int64)
-    remember(MEMORY, tl.load(CALL), at * 0, group, a, b, c, tl.load(TOKENS + at + 3), at >= 0)
+    remember(MEMORY, at * 0 + 1, group, a, b, c, tl.load(TOKENS + at + 3), at >= 0)
 
 
 @triton.jit(do_not_specialize=["every"])
-def remember_last(ROWS, LENGTH, TOKEN, RECENT, GROUP, KNOWN, MEMORY, CALL, every):
+def remember_last(ROWS, LENGTH, TOKEN, RECENT, GROUP, KNOWN, MEMORY, every):
     """One program per row of a plain step: remember the token that it has sampled, if it has sampled one."""
     row = tl.program_id(0)
     slot = tl.load(ROWS + row)
@@ -120,7 +117,7 @@ def remember_last(ROWS, LENGTH, TOKEN, RECENT, GROUP, KNOWN, MEMORY, CALL, every
     if length > known:
         a, b = tl.load(RECENT + slot), tl.load(RECENT + every + slot)
         c, token = tl.load(RECENT + 2 * every + slot), tl.load(TOKEN + slot)
-        remember(MEMORY, tl.load(CALL), length, tl.load(GROUP + slot), a, b, c, token, length > known)
+        remember(MEMORY, length, tl.load(GROUP + slot), a, b, c, token, length > known)
         tl.store(RECENT + slot, b)
         tl.store(RECENT + every + slot, c)
         tl.store(RECENT + 2 * every + slot, token)
@@ -169,7 +166,7 @@ def open_lanes(
 
 @triton.jit(do_not_specialize=["every", "lanes"])
 def close_lanes(
-    ROWS, LENGTH, TOKEN, DONE, RECENT, GROUP, KNOWN, MEMORY, CALL,
+    ROWS, LENGTH, TOKEN, DONE, RECENT, GROUP, KNOWN, MEMORY,
     DRAFT, LANE_TOKEN, LANE_DONE, LANE_LOGPROB, LANE_ENTROPY,
     OUT_DONE, OUT_COUNT, OUT_TOKEN, OUT_LOGPROB, OUT_ENTROPY,
     every, lanes,
@@ -181,7 +178,7 @@ def close_lanes(
     slot = tl.load(ROWS + row)
     done, length, token = tl.load(DONE + slot), tl.load(LENGTH + slot), tl.load(TOKEN + slot)
     a, b, c = tl.load(RECENT + slot), tl.load(RECENT + every + slot), tl.load(RECENT + 2 * every + slot)
-    group, call = tl.load(GROUP + slot), tl.load(CALL)
+    group = tl.load(GROUP + slot)
     live, count = done == 0, done * 0
     for lane in tl.static_range(WIDTH):
         ended = tl.load(LANE_DONE + row + lane)
@@ -191,7 +188,7 @@ def close_lanes(
         tl.store(OUT_ENTROPY + lane * lanes + number, tl.load(LANE_ENTROPY + row + lane), mask=live)
         count += live.to(tl.int32)
         token = tl.where(live, drawn, token)
-        remember(MEMORY, call, length + count, group, a, b, c, drawn, live)
+        remember(MEMORY, length + count, group, a, b, c, drawn, live)
         a, b, c = tl.where(live, b, a), tl.where(live, c, b), tl.where(live, drawn, c)
         done = tl.where(live, ended, done)
         if lane + 1 < WIDTH:
@@ -214,12 +211,10 @@ class Speculation:
         self.device = device
         every = slots + 1
         self.memory = torch.zeros(ENTRIES, dtype=torch.int64, device=device)
-        self.call = torch.ones(1, dtype=torch.int64, device=device)
-        self.calls = 1
         self.recent = torch.zeros(CONTEXT, every, dtype=torch.int32, device=device)
         """The last tokens of each sequence, prompt included."""
         self.group = torch.zeros(every, dtype=torch.int64, device=device)
-        """Identifies the prompt of each sequence, also in later calls."""
+        """Identifies the prompt of each sequence."""
         self.known = torch.zeros(every, dtype=torch.int32, device=device)
         """Tokens of each sequence that are remembered."""
         self.known[slots] = 1  # of the idle slot, none ever is
@@ -243,13 +238,9 @@ class Speculation:
             *(logprobs.view(torch.float32), entropies.view(torch.float32)),
         )
 
-    def next_call(self, *, forget: bool) -> None:
-        """Begin a call. `forget`: so that the rounding of its logits does not depend on the calls before."""
-        self.calls += 1
-        if forget or self.calls == CALLS:
-            self.memory.zero_()
-            self.calls = 1
-        self.call.fill_(self.calls)
+    def forget(self) -> None:
+        """Forget every token. The rounding of a call's logits must not depend on the calls before it."""
+        self.memory.zero_()
 
     def begin(self, slots_J: NDArray[np.int64], prompts: Sequence[tuple[int, ...]]) -> None:
         """Start sequences in these slots."""
@@ -268,14 +259,14 @@ class Speculation:
         if len(prompt) > CONTEXT:
             tokens = to_device(np.array(prompt, dtype=np.int32), self.device)
             grid = (len(prompt) - CONTEXT,)
-            launch(remember_prompt, grid, tokens, self.memory, self.call, group_of(prompt), num_warps=1)
+            launch(remember_prompt, grid, tokens, self.memory, group_of(prompt), num_warps=1)
 
     def remember(self, state: StepState, rows_R: Tensor, rows: int) -> None:
         """Remember the tokens that a plain step has sampled."""
         launch(
             remember_last,
             (rows,),
-            rows_R, state.length, state.token, self.recent, self.group, self.known, self.memory, self.call,
+            rows_R, state.length, state.token, self.recent, self.group, self.known, self.memory,
             self.recent.shape[1],
             num_warps=1,
         )  # fmt: skip
@@ -301,7 +292,7 @@ class Speculation:
             close_lanes,
             (sequences,),
             state.rows, state.length, state.token, state.done, self.recent, self.group, self.known,
-            self.memory, self.call,
+            self.memory,
             self.draft, self.token, self.done, self.logprob, self.entropy,
             *self.parts, self.recent.shape[1], self.results.shape[1],
             WIDTH=width,
