@@ -31,6 +31,7 @@ from groupwise.engine.cuda.graph_runner import (
     new_stream,
     runs_without_sync,
 )
+from groupwise.engine.cuda.speculation import ENTRIES, Pace
 from groupwise.engine.paged_attention import KVCache
 from groupwise.engine.prefill import Forward, Prefill, PrefillLayout, Segment, slot_mapping
 from groupwise.engine.scheduler import Sequence
@@ -157,6 +158,8 @@ LARGEST_GROUP = 8
 """Completions of one prompt that share a read of it."""
 JOIN_RATIO, PATIENCE = 8, 0.004
 """Start waiting completions once there is one per `JOIN_RATIO` running ones, or after `PATIENCE` seconds."""
+MOST_REMEMBERED = ENTRIES // 8
+"""Tokens after which drafts are forgotten: each has up to three entries."""
 AHEAD = 2
 """Steps issued before the host reads the result of one; few, because requests wait for free slots."""
 
@@ -210,7 +213,10 @@ class CUDASteps:
             own_blocks=padded(scheduler.tables.shape[1], least=1),
             largest_group=LARGEST_GROUP,
         )
-        self.runner = GraphRunner(policy, room, block_size=scheduler.pool.block_size)
+        self.runner = GraphRunner(policy, room, block_size=scheduler.pool.block_size, speculative=True)
+        self._pace = Pace()
+        self._remembered = 0
+        """Tokens since drafts were last forgotten."""
         self.known = np.zeros(len(scheduler.length), dtype=np.int64)
         self._prompts = PrefillGraphs(policy, self.runner.cache, idle_block=room.blocks)
         self._side_stream = SideStream(policy.device)
@@ -222,9 +228,10 @@ class CUDASteps:
     def advance(self, meanwhile: Callable[[], None] = nothing) -> list[tuple[Sequence, Completion]]:
         scheduler = self.scheduler
         self._remove_cancelled()
-        scheduler.make_room()
+        width = self._width()
+        scheduler.make_room(extra=width - 1)
         ended: list[tuple[Sequence, Completion]] = []
-        moved = self._step(ended, meanwhile) + self._join()
+        moved = self._step(ended, meanwhile, width) + self._join()
         # Stop strings need the text on the host, so do not run ahead.
         stops = bool(scheduler.stops[self._decoding_slots()].any())
         self._drain(ended, keep=AHEAD if moved and not stops else 0)
@@ -235,8 +242,24 @@ class CUDASteps:
         while len(self._issued) > keep:
             ended += self._process(self._issued.popleft())
 
-    def _step(self, ended: list[tuple[Sequence, Completion]], meanwhile: Callable[[], None]) -> int:
-        """Issue one more token for every sequence below its limit; return how many."""
+    def _width(self) -> int:
+        """Return how many tokens of each sequence the next step tries: one if a request needs every token."""
+        scheduler, slots = self.scheduler, self._decoding_slots()
+        drafts = self.runner.speculation
+        if drafts is None or not len(slots) or len(np.unique(scheduler.settings[slots])) > 1:
+            return 1
+        if (scheduler.masks.constrained | scheduler.penalized | (scheduler.alternatives > 0))[slots].any():
+            return 1
+        if self._remembered > MOST_REMEMBERED:
+            drafts.forget()
+            self._remembered = 0
+        width = self._pace.width(len(slots))
+        return width if scheduler.blocks_to_add(width - 1).sum() <= scheduler.pool.free else 1
+
+    def _step(
+        self, ended: list[tuple[Sequence, Completion]], meanwhile: Callable[[], None], width: int
+    ) -> int:
+        """Issue at most `width` more tokens for every sequence below its limit; return how many sequences."""
         undone = [meanwhile]
         scheduler = self.scheduler
         slots = self._decoding_slots()
@@ -260,11 +283,12 @@ class CUDASteps:
                 likely=self._wants_alternatives(slots),
                 penalized=bool(scheduler.penalized[slots].any()),
                 masks=masks if constrained else None,
+                width=width,
             )
         while undone:
             undone.pop()()
         # Sequences that have ended meanwhile are sampled once more; nobody reads the result.
-        self._issue(active[scheduler.tenant[active] == tenant])
+        self._issue(active, tenant, width)
         return len(active)
 
     def _decoding_slots(self) -> NDArray[np.int64]:
@@ -301,7 +325,11 @@ class CUDASteps:
                 penalized=bool(scheduler.penalized[slots[indices]].any()),
                 masks_SW=scheduler.masks.words_SW if constrained else None,
             )
-        self._issue(slots)
+        if self.runner.speculation is not None:
+            for prefix in dict.fromkeys(sequence.prefix for sequence in joined):
+                self.runner.speculation.read_prompt(prefix.tokens)
+                self._remembered += len(prefix.tokens)
+        self._issue(slots, scheduler.tenant[slots], 1)
         return len(joined)
 
     def _compute_prompts(self) -> PendingPrefill | None:
@@ -342,13 +370,14 @@ class CUDASteps:
         """Whether any sequence in these slots requests top log-probabilities."""
         return bool(self.scheduler.alternatives[slots].any())
 
-    def _issue(self, slots: NDArray[np.int64]) -> None:
+    def _issue(self, slots: NDArray[np.int64], tenant: NDArray[np.int64], width: int) -> None:
         if not len(slots):
             return
         scheduler = self.scheduler
-        status, arrived = self.runner.status(likely=self._wants_alternatives(slots))
-        self._issued.append(InFlightStep(slots, 1, scheduler.tenant[slots], status, arrived))
-        scheduler.length[slots] += 1
+        likely = self._wants_alternatives(slots)
+        status, arrived = self.runner.status(likely=likely, drafted=width > 1)
+        self._issued.append(InFlightStep(slots, width, tenant, status, arrived))
+        scheduler.length[slots[scheduler.tenant[slots] == tenant]] += width
 
     def _process(self, issued: InFlightStep) -> list[tuple[Sequence, Completion]]:
         if issued.arrived is not None:
@@ -356,19 +385,57 @@ class CUDASteps:
         scheduler = self.scheduler
         still = scheduler.tenant[issued.slots] == issued.tenant
         slots = issued.slots[still]
-        at = self.known[slots]
-        tokens = issued.status[1].numpy()[slots]
+        if issued.width > 1:
+            return self._process_drafted(issued, still)
         logprobs, entropies = issued.status[2:4].view(torch.float32).numpy()[:, slots]
+        return self._add(
+            slots, issued.status[1].numpy()[slots], logprobs, entropies, likely=issued.status[4:]
+        )
+
+    def _process_drafted(
+        self, issued: InFlightStep, still: NDArray[np.bool_]
+    ) -> list[tuple[Sequence, Completion]]:
+        scheduler, slots = self.scheduler, issued.slots[still]
+        assert self.runner.speculation is not None
+        unpacked = self.runner.speculation.unpack(issued.status, len(issued.slots))
+        _, counts, tokens_WN, logprobs_WN, entropies_WN = (numbers[..., still] for numbers in unpacked)
+        scheduler.length[slots] -= issued.width - counts
+        if len(slots):
+            self._pace.gained(counts, issued.width)
+        ended: list[tuple[Sequence, Completion]] = []
+        for lane in range(issued.width):
+            # The limit of a request or a stop string may have ended a sequence at an earlier lane.
+            rows = np.flatnonzero((counts > lane) & (scheduler.tenant[slots] == issued.tenant[still]))
+            if len(rows):
+                results = (tokens_WN[lane, rows], logprobs_WN[lane, rows], entropies_WN[lane, rows])
+                ended += self._add(slots[rows], *results)
+        return ended
+
+    def _add(
+        self,
+        slots: NDArray[np.int64],
+        tokens: NDArray[np.int32],
+        logprobs: NDArray[np.float32],
+        entropies: NDArray[np.float32],
+        *,
+        likely: Tensor | None = None,
+    ) -> list[tuple[Sequence, Completion]]:
+        """Add a token to the sequence in each slot, and return the sequences that end with it.
+
+        `likely`: the most likely tokens of each slot, for the sequences that request them.
+        """
         check_finite("the entropy of the policy", float(entropies.sum()))
+        scheduler, at = self.scheduler, self.known[slots]
         scheduler.tokens[slots, at] = tokens
         scheduler.logprobs[slots, at] = logprobs
         scheduler.entropies[slots, at] = entropies
         requesting = scheduler.alternatives[slots] > 0
-        if requesting.any():
-            likely, likely_logprobs = issued.status[4:].chunk(2)
-            shown = (likely, likely_logprobs.view(torch.float32))
+        if likely is not None and requesting.any():
+            tokens_AS, logprobs_AS = likely.chunk(2)
+            shown = (tokens_AS, logprobs_AS.view(torch.float32))
             scheduler.note(
                 slots[requesting], at[requesting], *(x.numpy()[:, slots[requesting]].T for x in shown)
             )
+        self._remembered += len(slots)
         self.known[slots] = at + 1
         return self._finish_check.finish(slots, at + 1)
