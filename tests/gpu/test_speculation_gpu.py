@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -213,7 +214,9 @@ def test_calls_with_drafts_repeat(deterministic: bool, widths: Counter[int]):
     with deterministic_kernels(DEVICE, on=deterministic):
         first = Engine(policy, EngineConfig()).generate(asked(5), sampling)
         engine = Engine(policy, EngineConfig())
-        engine.generate(asked(2), sampling)
+        # With deterministic kernels not even a runner for more sequences may change the order of sums.
+        before = [replace(one, seeds=one.seeds * 3) for one in asked(5)] if deterministic else asked(2)
+        engine.generate(before, sampling)
         for _ in range(3):
             again = engine.generate(asked(5), sampling)
             assert tokens(again) == tokens(first)

@@ -84,7 +84,14 @@ def serve(
     print(f"loading {named.config.model.name} …", flush=True)
     policy = load_for_generation(named.config.model, rank=named.target.rank, trained=named.target.trained)
     leave_a_core(policy)
-    side = EngineEndpoint(policy, front, slots=max_sequences, context=max_context, waiting=queue)
+    side = EngineEndpoint(
+        policy,
+        front,
+        slots=max_sequences,
+        context=max_context,
+        waiting=queue,
+        speculative=named.config.engine.speculative,
+    )
     model = name or os.path.basename(target.rstrip("/"))
     opening = StartupConfig(
         host=host,

@@ -167,6 +167,8 @@ class Scheduler:
         """Per-sequence temperature; NaN: use the call's."""
         self.length = np.zeros(slots, dtype=np.int64)
         """Tokens sampled so far."""
+        self.limit = np.full(slots, max_tokens, dtype=np.int64)
+        """Maximum completion length of each slot's sequence."""
         self.room = np.zeros(slots, dtype=np.int64)
         """Tokens that fit in the sequence's own blocks."""
         self.tables = np.zeros((slots, pool.blocks_for(max_tokens)), dtype=np.int64)
@@ -267,7 +269,7 @@ class Scheduler:
     def blocks_to_add(self, extra: int = 0) -> NDArray[np.int64]:
         """Return how many blocks each running sequence lacks for its last token and `extra` drafts."""
         slots = self.slots()
-        needed = np.minimum(self.length[slots] + extra, self.tokens.shape[1]) - self.room[slots]
+        needed = np.minimum(self.length[slots] + extra, self.limit[slots]) - self.room[slots]
         return -(-np.maximum(needed, 0) // self.pool.block_size)
 
     def make_room(self, extra: int = 0) -> None:

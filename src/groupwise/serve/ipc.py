@@ -26,7 +26,14 @@ class EngineEndpoint:
     """The engine's end of the pipe: receives numbered jobs and sends what they generate."""
 
     def __init__(
-        self, policy: Policy, connection: Connection, *, slots: int, context: int, waiting: int
+        self,
+        policy: Policy,
+        connection: Connection,
+        *,
+        slots: int,
+        context: int,
+        waiting: int,
+        speculative: bool = True,
     ) -> None:
         self._connection = connection
         self._send_lock = threading.Lock()
@@ -44,6 +51,7 @@ class EngineEndpoint:
             waiting=waiting,
             deliver=self._deliver,
             failed=self._failed,
+            speculative=speculative,
         )
 
     def run(self) -> None:

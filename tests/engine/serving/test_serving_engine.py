@@ -229,6 +229,23 @@ def test_drafted_tokens_end_at_each_request_s_limit_and_stop_strings(small_polic
 
 
 @interpreting
+def test_drafts_take_no_block_beyond_what_a_request_has_reserved(small_policy, monkeypatch):
+    """The cache holds exactly prompt and completion of four requests, and every draft is wrong."""
+    jobs = [Job(prompt=PROMPT[:8], seeds=(n,), sampling=Sampling(max_tokens=16)) for n in range(4)]
+    pool = BlockPool(4 * 24 // 4, block_size=4)
+    scheduler = ServingScheduler(slots=4, pool=pool, context=24)
+    with torch.no_grad():
+        steps: Any = graph_steps(small_policy, scheduler)
+        from groupwise.engine.cuda.speculation import Pace
+
+        monkeypatch.setattr(Pace, "width", lambda self, sequences: 4)
+        ended = dict(ending(steps, scheduler, jobs))
+    assert sorted(len(completion.tokens) for completion in ended.values()) == [16] * 4
+    assert scheduler.preempted == 0
+    assert pool.free == pool.count
+
+
+@interpreting
 def test_others_go_on_while_prompts_are_computed_and_who_is_cancelled_meanwhile_leaves_nothing(
     small_policy, monkeypatch
 ):

@@ -62,9 +62,9 @@ class DecodeLoop:
     rule: LogitsProcessor | None = None
     """A sampling rule of the user. It needs the tokens on the host, so no step is issued ahead of it."""
     sampled: int = 0
-    """Tokens sampled in decode steps."""
+    """Sequences that sampled in a decode step, over all steps."""
     offered: int = 0
-    """Tokens that full slots would have sampled, while enough sequences were left."""
+    """Sequences that full slots would have had, while enough were left."""
     _issued: deque[InFlightStep] = field(default_factory=deque)
     _known: NDArray[np.int64] = field(init=False)
     """Tokens of each slot's sequence that have arrived; `scheduler.length` counts all that may be issued."""
@@ -104,7 +104,7 @@ class DecodeLoop:
     def _step(self, width: int) -> int:
         """Issue more tokens, at most `width`, for every sequence below its limit; return how many."""
         slots = self.scheduler.slots()
-        slots = slots[self.scheduler.length[slots] < self.sampling.max_tokens]
+        slots = slots[self.scheduler.length[slots] < self.scheduler.limit[slots]]
         if len(slots):
             tenant = self.scheduler.tenant[slots]
             constrained = self.scheduler.masks.constrained[slots].any()
@@ -153,10 +153,6 @@ class DecodeLoop:
         prefixes = [sequence.prefix for sequence in joined]
         rule = partial(self._by_rule, slots) if self.rule else None
         self.runner.join(scheduler, slots, prefixes, self.sampling, masks_SW=masks_SW, rule=rule)
-        if self.runner.speculation is not None:
-            for sequence in joined:
-                if sequence.member == 0:
-                    self.runner.speculation.read_prompt(sequence.prefix.tokens)
         self._known[slots] = 0
         self._issue(slots, scheduler.tenant[slots], 1)
         return len(joined)

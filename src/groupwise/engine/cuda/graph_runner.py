@@ -247,8 +247,9 @@ class GraphRunner:
         calls them after it has issued the layers, so they may wait for the tokens of the step before.
         """
         state = self.state
-        count = bucket(len(slots_R)) if width == 1 else sequences_of_a_step(len(slots_R))
-        rows, key_heads = width * min(count, state.slots), self.policy.key_heads
+        rows, key_heads = min(bucket(len(slots_R)), state.slots), self.policy.key_heads
+        if width > 1:
+            rows = width * sequences_of_a_step(len(slots_R))
         splits = prompt_splits(rows, key_heads=key_heads, longest=self._longest_prompt(scheduler))
         slots_R = np.repeat(slots_R, width)
         parts = own_splits(scheduler.length[slots_R], key_heads=key_heads)
@@ -258,7 +259,7 @@ class GraphRunner:
         sample = self._late_sampler(rows, sampling, likely, masks is not None) if late else None
         columns = scheduler.tables.shape[1]
         state.host_table[: len(scheduler.tables), :columns] = scheduler.tables
-        state.host_room[: len(scheduler.room)] = np.minimum(scheduler.room, sampling.max_tokens)
+        state.host_room[: len(scheduler.room)] = np.minimum(scheduler.room, scheduler.limit)
         state.set_rows(slots_R, scheduler.request[slots_R])
         state.push()
         graph()

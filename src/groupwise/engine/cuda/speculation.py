@@ -34,7 +34,7 @@ LANES = 192
 CONTEXT = 3
 """Tokens of the longest context."""
 ENTRIES = 1 << 22
-"""Entries of the memory; a newer token replaces an older one in the same entry."""
+"""Entries of the memory; of two tokens in the same entry, the one at the later position is kept."""
 # An entry holds a position, a tag of the context, and the token.
 TAG_BITS, TOKEN_BITS = tl.constexpr(20), tl.constexpr(20)
 LAST_ENTRY = tl.constexpr(ENTRIES - 1)
@@ -81,7 +81,7 @@ def recall_one(MEMORY, group, a, b, c, otherwise):
 
 @triton.jit
 def recall(MEMORY, group, a, b, c):
-    """Return the token that last followed a, b, c; else b, c in the group; else a, b, c anywhere; else -1."""
+    """Return what followed a, b, c in the group; else b, c there; else a, b, c anywhere; else -1."""
     token = recall_one(MEMORY, group * 0, a, b, c, tl.full([], -1, tl.int32))
     token = recall_one(MEMORY, group, a * 0 - 1, b, c, token)
     return recall_one(MEMORY, group, a, b, c, token)
@@ -238,14 +238,28 @@ class Speculation:
             *(logprobs.view(torch.float32), entropies.view(torch.float32)),
         )
 
+        self.remembered = 0
+        """Tokens since everything was forgotten, as far as the host has counted them."""
+        self._prompts: set[int] = set()
+
     def forget(self) -> None:
         """Forget every token. The rounding of a call's logits must not depend on the calls before it."""
         self.memory.zero_()
+        self.remembered = 0
+        self._prompts.clear()
 
     def begin(self, slots_J: NDArray[np.int64], prompts: Sequence[tuple[int, ...]]) -> None:
-        """Start sequences in these slots."""
-        last = [(*(-1,) * CONTEXT, *prompt)[-CONTEXT:] for prompt in prompts]
-        new_5J = np.stack([slots_J, [group_of(prompt) for prompt in prompts], *np.transpose(last)])
+        """Start sequences in these slots, and remember their prompts."""
+        # A group has one prompt, and hashing a long one takes its time.
+        groups = {
+            id(prompt): group_of(prompt) for prompt in {id(prompt): prompt for prompt in prompts}.values()
+        }
+        last = [(*(-1,) * CONTEXT, *prompt[-CONTEXT:])[-CONTEXT:] for prompt in prompts]
+        new_5J = np.stack([slots_J, [groups[id(prompt)] for prompt in prompts], *np.transpose(last)])
+        for prompt in prompts:
+            if groups[id(prompt)] not in self._prompts:
+                self._prompts.add(groups[id(prompt)])
+                self.read_prompt(prompt)
         launch(
             begin_contexts,
             (len(slots_J),),
@@ -256,6 +270,7 @@ class Speculation:
 
     def read_prompt(self, prompt: tuple[int, ...]) -> None:
         """Remember the tokens of a prompt."""
+        self.remembered += len(prompt)
         if len(prompt) > CONTEXT:
             tokens = to_device(np.array(prompt, dtype=np.int32), self.device)
             grid = (len(prompt) - CONTEXT,)
@@ -313,7 +328,7 @@ def group_of(prompt: tuple[int, ...]) -> int:
 
 def sequences_of_a_step(sequences: int) -> int:
     """Return for how many sequences to capture the graph of a step with drafts."""
-    steps = (1, 4, 16)
+    steps = (1, 4, 8, 16)
     return next((count for count in steps if count >= sequences), -(-sequences // 32) * 32)
 
 
@@ -326,25 +341,25 @@ class Pace:
     ROWS_TO_DOUBLE = 220
     """A step with so many rows takes twice as long as one with few, on an H200 with a model of 1.5B."""
 
-    def __init__(self) -> None:
-        self._right = self._wrong = 0.0
-        self._resting = 0
-        self._hope()
+    FIRST = (1.2, 0.8)
+    """Right and wrong drafts that are assumed before any are known."""
 
-    def _hope(self) -> None:
-        self._right, self._wrong = 1.2, 0.8
+    def __init__(self) -> None:
+        self._right, self._wrong = self.FIRST
+        self._resting = 0
 
     def width(self, sequences: int) -> int:
         """Return how many lanes each of so many sequences gets in the next step."""
         if self._resting:
             self._resting -= 1
+            if not self._resting:  # not before: results of earlier steps arrive while it rests
+                self._right, self._wrong = self.FIRST
             return 1
         count = sequences_of_a_step(sequences)
         widths = [1, *(width for width in self.WIDTHS if width * count <= LANES)]
         best = max(widths, key=lambda width: self.tokens(width) / (1 + width * count / self.ROWS_TO_DOUBLE))
         if best == 1 and len(widths) > 1:
             self._resting = self.REST - 1
-            self._hope()
         return best
 
     def tokens(self, width: int) -> float:

@@ -204,7 +204,14 @@ class PendingPrefill:
 class CUDASteps:
     """Decode steps as CUDA graphs; the device advances sequences and the host reads results late."""
 
-    def __init__(self, policy: Policy, scheduler: ServingScheduler, end_tokens: frozenset[int]) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        scheduler: ServingScheduler,
+        end_tokens: frozenset[int],
+        *,
+        speculative: bool = True,
+    ) -> None:
         self.scheduler, self._finish_check = scheduler, FinishCheck(policy, scheduler, end_tokens)
         room = Capacity(
             slots=len(scheduler.length),
@@ -213,10 +220,8 @@ class CUDASteps:
             own_blocks=padded(scheduler.tables.shape[1], least=1),
             largest_group=LARGEST_GROUP,
         )
-        self.runner = GraphRunner(policy, room, block_size=scheduler.pool.block_size, speculative=True)
+        self.runner = GraphRunner(policy, room, block_size=scheduler.pool.block_size, speculative=speculative)
         self._pace = Pace()
-        self._remembered = 0
-        """Tokens since drafts were last forgotten."""
         self.known = np.zeros(len(scheduler.length), dtype=np.int64)
         self._prompts = PrefillGraphs(policy, self.runner.cache, idle_block=room.blocks)
         self._side_stream = SideStream(policy.device)
@@ -243,16 +248,18 @@ class CUDASteps:
             ended += self._process(self._issued.popleft())
 
     def _width(self) -> int:
-        """Return how many tokens of each sequence the next step tries: one if a request needs every token."""
+        """Return how many tokens of each sequence the next step tries.
+
+        One if a request needs every token on the host, or if the requests have different settings.
+        """
         scheduler, slots = self.scheduler, self._decoding_slots()
         drafts = self.runner.speculation
         if drafts is None or not len(slots) or len(np.unique(scheduler.settings[slots])) > 1:
             return 1
         if (scheduler.masks.constrained | scheduler.penalized | (scheduler.alternatives > 0))[slots].any():
             return 1
-        if self._remembered > MOST_REMEMBERED:
+        if drafts.remembered > MOST_REMEMBERED:
             drafts.forget()
-            self._remembered = 0
         width = self._pace.width(len(slots))
         return width if scheduler.blocks_to_add(width - 1).sum() <= scheduler.pool.free else 1
 
@@ -325,10 +332,6 @@ class CUDASteps:
                 penalized=bool(scheduler.penalized[slots[indices]].any()),
                 masks_SW=scheduler.masks.words_SW if constrained else None,
             )
-        if self.runner.speculation is not None:
-            for prefix in dict.fromkeys(sequence.prefix for sequence in joined):
-                self.runner.speculation.read_prompt(prefix.tokens)
-                self._remembered += len(prefix.tokens)
         self._issue(slots, scheduler.tenant[slots], 1)
         return len(joined)
 
@@ -436,6 +439,7 @@ class CUDASteps:
             scheduler.note(
                 slots[requesting], at[requesting], *(x.numpy()[:, slots[requesting]].T for x in shown)
             )
-        self._remembered += len(slots)
+        if self.runner.speculation is not None:
+            self.runner.speculation.remembered += len(slots)
         self.known[slots] = at + 1
         return self._finish_check.finish(slots, at + 1)

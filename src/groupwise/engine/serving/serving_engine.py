@@ -66,8 +66,10 @@ class ServingEngine:
         failed: Callable[[Exception], None],
         block_size: int = 16,
         kv_tokens: int | None = None,
+        speculative: bool = True,
     ) -> None:
         self.policy = policy
+        self._speculative = speculative
         self.context = min(context, policy.context_length)
         self.slots = slots
         self.most_waiting = waiting
@@ -161,7 +163,7 @@ class ServingEngine:
         if on_gpu and self.policy.general is None:
             from groupwise.engine.serving.cuda_serving import CUDASteps
 
-            graph = CUDASteps(self.policy, self.scheduler, ends)
+            graph = CUDASteps(self.policy, self.scheduler, ends, speculative=self._speculative)
             if not graph.runner.fused:
                 stack.enter_context(self.policy.merged_adapters())
             graph.runner.refresh()

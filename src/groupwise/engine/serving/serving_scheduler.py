@@ -68,8 +68,6 @@ class ServingScheduler(Scheduler):
         # Each running sequence may belong to a different request; waiting jobs have no number yet.
         self.prompt_length = np.zeros(slots, dtype=np.int64)
         self.prompt_tables = np.zeros((slots, pool.blocks_for(context)), dtype=np.int64)
-        self.limit = np.zeros(slots, dtype=np.int64)
-        """Maximum completion length of each slot's sequence."""
         self.stops = np.zeros(slots, dtype=np.bool_)
         """Whether the sequence has stop strings."""
         self.alternatives = np.zeros(slots, dtype=np.int64)
@@ -115,6 +113,9 @@ class ServingScheduler(Scheduler):
             return None
         assert self._compiler is not None, "a job with a grammar needs a compiler"
         return self._compiler.compile(job.grammar)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        raise AssertionError("a job starts only when blocks for all its tokens are reserved")
 
     def grammar_of(self, sequence: Sequence) -> TokenGrammar | None:
         return self._grammars.get(self.job_of(sequence))
