@@ -264,7 +264,7 @@ def test_speculation_rests_when_drafts_are_wrong_and_is_tried_again():
     while (width := pace.width(8)) > 1:
         pace.gained(np.array([1, 1, 1]), width)
         steps += 1
-    # The share of right drafts is now 0.161 / (0.161 + 4.436) = 0.035: 1.035 / (1 + 16/220) < 1 / (1 + 8/220).
+    # The share of right drafts is now 0.161 / 4.597 = 0.035: 1.035 / (1 + 16/220) < 1 / (1 + 8/220).
     assert steps == 9
     pace.gained(np.array([1, 1, 1]), 2)  # a step that was still in flight
     assert [pace.width(8) for _ in range(Pace.REST - 1)] == [1] * (Pace.REST - 1)
