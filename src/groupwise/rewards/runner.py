@@ -162,8 +162,8 @@ def completed(result: Any) -> Any:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(awaited(result))
-    return in_thread(lambda: asyncio.run(awaited(result)))
+        return run_awaitable(result)
+    return in_thread(lambda: run_awaitable(result))
 
 
 def in_thread(work: Callable[[], Any]) -> Any:
@@ -185,8 +185,21 @@ def in_thread(work: Callable[[], Any]) -> Any:
     return results[0]
 
 
-async def awaited(result: Awaitable[Any]) -> Any:
-    return await result
+def run_awaitable(result: Awaitable[Any]) -> Any:
+    """Await in a new event loop."""
+    interruptions: list[BaseException] = []
+
+    async def awaited() -> Any:
+        try:
+            return await result
+        except (KeyboardInterrupt, SystemExit) as error:
+            # A task that ends with one of these is logged once more when it is collected, at any later time.
+            interruptions.append(error)
+
+    value = asyncio.run(awaited())
+    if interruptions:
+        raise interruptions[0]
+    return value
 
 
 def as_reward(value: Any) -> float | None:
