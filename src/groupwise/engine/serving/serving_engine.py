@@ -189,11 +189,19 @@ class ServingEngine:
         return not self._closing
 
     def _advance(self, steps: DecodeSteps) -> None:
-        """Run one step and collect the chunks that are due."""
+        """Run one step, and meanwhile send the chunks that are due.
+
+        With grammars, the host may do nothing between two steps: the device would wait for it.
+        """
         if not self.scheduler.busy:
             return
-        ended = steps.advance(self._send)
+        ended = steps.advance(lambda: self._send_due(steps))
         self._chunks = [self._final_chunk(member, completion) for member, completion in ended]
+        if not self.scheduler.busy:
+            self._send()
+
+    def _send_due(self, steps: DecodeSteps) -> None:
+        """Send the chunks of ended completions, and new tokens of others whose last chunk is old enough."""
         now = time.monotonic()
         for member in self.scheduler.running:
             sent, sent_at = self._sent.get(member, (0, 0.0))
@@ -206,8 +214,7 @@ class ServingEngine:
                 self._chunks.append(
                     StreamChunk(job, member.member, tuple(tokens), tuple(logprobs), *extras, None)
                 )
-        if not self.scheduler.busy:
-            self._send()
+        self._send()
 
     def _send(self) -> None:
         chunks, self._chunks = self._chunks, []
