@@ -57,8 +57,9 @@ def sanitized(
 ) -> subprocess.CompletedProcess[str]:
     """Run a Python program under a tool of the sanitizer, which watches the kernels of these names.
 
-    `place`: the number of this run among those that go on together. Each needs ports of its own, or they wait
-    for each other.
+    The tool waits ten seconds for a program to use the device, and a program whose tool has given up hangs.
+    Beside other tests the imports take longer, so it waits without limit. `place`: the number of this run
+    among those that go on together, for ports of its own.
     """
     assert SANITIZER is not None
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
