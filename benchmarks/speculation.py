@@ -3,9 +3,9 @@
     python benchmarks/speculation.py --model FOLDER --data gsm8k_train.jsonl
     python benchmarks/speculation.py --quick                # does it run? Built-in model and puzzles
 
-How often a draft is right depends on the text, so random weights say nothing. Each workload runs twice with
-drafts and twice without, in turn and with new questions each time, after a first call that captures the
-graphs. Both kinds get the same questions and seeds. Rates are the sampled tokens of both calls over their
+How often a draft is right depends on the text, so random weights say nothing. Each workload runs three times
+with drafts and three times without, in turn and with new questions each time, after two calls that capture
+most graphs. Both kinds get the same questions and seeds. Rates are the sampled tokens of the calls over their
 seconds. `equal` is the share of answers that are the same, token by token: rounding differs between the two.
 """
 
@@ -39,6 +39,8 @@ class Workload:
     temperature: float
 
 
+WARM, MEASURED = 2, 3
+"""Calls that are not counted, and calls that are."""
 WORKLOADS = (
     Workload("rollouts, 32 groups of 16", 32, 16, 1.0),
     Workload("rollouts, 8 groups of 16", 8, 16, 1.0),
@@ -77,14 +79,14 @@ def compare(
     }
     tokens, seconds = dict.fromkeys(engines, 0), dict.fromkeys(engines, 0.0)
     equal = total = 0
-    for call in range(3):
+    for call in range(WARM + MEASURED):
         made: dict[str, list[Completion]] = {}
         for name, engine in engines.items():
             made[name], taken = answers(engine, requests(policy, prompts, load, call), sampling)
-            if call:
+            if call >= WARM:
                 tokens[name] += sum(len(one.tokens) for one in made[name])
                 seconds[name] += taken
-        if call:
+        if call >= WARM:
             pairs = zip(made["plain"], made["drafts"], strict=True)
             equal += sum(one.tokens == other.tokens for one, other in pairs)
             total += len(made["plain"])

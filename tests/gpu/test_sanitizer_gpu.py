@@ -23,7 +23,7 @@ KERNELS = (
     " and not dtype0 and not dtype1 and not 151936 and not 49153 and not 49159"
 )
 """Tests that launch every kernel once or a few times: one precision and small logits, as the tool is slow."""
-LIMIT = 840
+LIMIT = 300
 """Seconds for one run of the sanitizer; the limit of the test is longer, so that this one ends it."""
 OURS = sorted(
     name
