@@ -115,7 +115,7 @@ def streamer(
     """Return the source of streamed responses, with tools if there is a tool session."""
     from groupwise.serve.chat_session import StreamingAnswers, ToolAnswers
 
-    streaming = StreamingAnswers(policy, sampling, seed=seed)
+    streaming = StreamingAnswers(policy, sampling, seed=seed, speculative=config.engine.speculative)
     stack.callback(streaming.close)
     return streaming if tool_session is None else ToolAnswers(streaming, tool_session, limits=config.tools)
 

@@ -187,19 +187,20 @@ def in_thread(work: Callable[[], Any]) -> Any:
 
 def run_awaitable(result: Awaitable[Any]) -> Any:
     """Await in a new event loop."""
-    interruptions: list[BaseException] = []
+    tasks: list[asyncio.Task[Any] | None] = []
 
     async def awaited() -> Any:
-        try:
-            return await result
-        except (KeyboardInterrupt, SystemExit) as error:
-            # A task that ends with one of these is logged once more when it is collected, at any later time.
-            interruptions.append(error)
+        tasks.append(asyncio.current_task())
+        return await result
 
-    value = asyncio.run(awaited())
-    if interruptions:
-        raise interruptions[0]
-    return value
+    try:
+        return asyncio.run(awaited())
+    finally:
+        # An interruption ends the loop before anyone reads the task's exception. A task whose exception was
+        # never read is logged when it is collected, at any later time.
+        for task in tasks:
+            if task is not None and task.done() and not task.cancelled():
+                task.exception()
 
 
 def as_reward(value: Any) -> float | None:

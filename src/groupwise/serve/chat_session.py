@@ -62,7 +62,7 @@ class ChatSession:
 class StreamingAnswers:
     """Generates answers and streams their text token by token."""
 
-    def __init__(self, policy: Policy, sampling: Sampling, *, seed: int) -> None:
+    def __init__(self, policy: Policy, sampling: Sampling, *, seed: int, speculative: bool = True) -> None:
         self.policy, self.sampling, self.seed = policy, sampling, seed
         self._turn = 0
         self._chunks: queue.Queue[StreamChunk[Job] | Exception] = queue.Queue()
@@ -73,6 +73,7 @@ class StreamingAnswers:
             waiting=0,
             deliver=self._deliver,
             failed=self._chunks.put,
+            speculative=speculative,
         )
         self._engine.start()
 

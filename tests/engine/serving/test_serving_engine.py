@@ -532,6 +532,27 @@ def test_cancelling_frees_everything(small_policy):
     assert engine.scheduler.pool.free == engine.scheduler.pool.count
 
 
+def test_the_end_of_an_answer_is_sent_when_the_last_other_job_is_cancelled(small_policy, monkeypatch):
+    inbox = Inbox()
+    engine = inbox.engine(small_policy)
+    short, long = (Job(prompt=PROMPT, seeds=(n,), sampling=Sampling(max_tokens=n)) for n in (3, 59))
+    advance = CPUSteps.advance
+
+    def cancelling(steps: CPUSteps, *meanwhile: Any) -> list[tuple[Member, Completion]]:
+        ended = advance(steps, *meanwhile)
+        if ended:
+            engine.cancel(long)
+        return ended
+
+    monkeypatch.setattr(CPUSteps, "advance", cancelling)
+    for job in (short, long):
+        engine.submit(job)
+    engine.start()
+    while (part := inbox.news.get(timeout=30)).job is not short or part.finish is None:
+        pass
+    engine.close()
+
+
 def test_a_failure_is_told(small_policy, monkeypatch):
     inbox = Inbox()
     engine = inbox.engine(small_policy)

@@ -254,12 +254,14 @@ class CUDASteps:
         """
         scheduler, slots = self.scheduler, self._decoding_slots()
         drafts = self.runner.speculation
-        if drafts is None or not len(slots) or len(np.unique(scheduler.settings[slots])) > 1:
-            return 1
-        if (scheduler.masks.constrained | scheduler.penalized | (scheduler.alternatives > 0))[slots].any():
+        if drafts is None:
             return 1
         if drafts.remembered > MOST_REMEMBERED:
             drafts.forget()
+        if not len(slots) or len(np.unique(scheduler.settings[slots])) > 1:
+            return 1
+        if (scheduler.masks.constrained | scheduler.penalized | (scheduler.alternatives > 0))[slots].any():
+            return 1
         width = self._pace.width(len(slots))
         return width if scheduler.blocks_to_add(width - 1).sum() <= scheduler.pool.free else 1
 

@@ -191,9 +191,10 @@ class ServingEngine:
     def _advance(self, steps: DecodeSteps) -> None:
         """Run one step, and meanwhile send the chunks that are due.
 
-        With grammars, the host may do nothing between two steps: the device would wait for it.
+        With grammars, the device idles while the host works between two steps.
         """
         if not self.scheduler.busy:
+            self._send()  # what ended before the last job was cancelled
             return
         ended = steps.advance(lambda: self._send_due(steps))
         self._chunks = [self._final_chunk(member, completion) for member, completion in ended]
