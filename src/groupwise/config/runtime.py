@@ -38,7 +38,8 @@ class EngineConfig:
     """KV cache size in tokens. None: enough for `max_sequences` sequences of maximum length."""
     speculative: bool = True
     """Draft tokens from what followed the same context before, and check several in one step, where few
-    sequences run. Samples the same tokens, up to rounding of the logits. Own engine on a GPU only."""
+    sequences run. Samples the same tokens, up to rounding of the logits. Own engine on a GPU only, and not
+    with mixtures of experts."""
     unpack: bool | None = None
     """Generate with a dequantized copy of quantized weights: faster, more memory. None: if the copy fits
     into half of the free memory."""

@@ -31,6 +31,7 @@ from groupwise.engine.engine import CompletionSink, Engine
 from groupwise.errors import InvariantError
 from groupwise.model.adapters.lora import base_of, is_adapted
 from groupwise.model.adapters.quantization import is_quantized
+from groupwise.model.device import add_product, product
 from groupwise.model.policy import Policy, place
 from groupwise.records import Completion, Request, Sampling
 
@@ -145,10 +146,10 @@ class MultiLoRAWeight:
         y_TO = self._base(x_TI)
         if own_TS is None or not self._layers:
             return y_TO
-        low_TPS = (x_TI @ self._down_PSI.flatten(0, 1).T).view(len(x_TI), len(self._layers), -1)
+        low_TPS = product(x_TI, self._down_PSI.flatten(0, 1).T).view(len(x_TI), len(self._layers), -1)
         low_TPS *= own_TS[:, None]
         for part, rows in enumerate(self._rows):
-            y_TO[:, rows].addmm_(low_TPS[:, part], self._up_SO[part])
+            add_product(y_TO[:, rows], low_TPS[:, part], self._up_SO[part])
         return y_TO
 
 

@@ -1,4 +1,4 @@
-"""Device selection, memory queries, transfers to the device, and contention for CPU cores.
+"""Device selection, memory queries, transfers to the device, and on a CPU matrix products and contention.
 
 The threads of a matrix product wait for each other, and so for other busy processes. On two cores, with one
 other process busy, two threads draw a third of what one thread alone draws. `CPUThreads` uses fewer threads
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -306,18 +307,78 @@ def contention_notice(others: float, *, threads: int, cores: int, adapts: bool) 
     )
 
 
+@cache
+def has_faster_onednn() -> bool:
+    """Whether oneDNN multiplies float32 matrices faster than MKL, which torch uses.
+
+    MKL uses AVX-512 on Intel's processors only. On AMD's, oneDNN takes less than half the time.
+    """
+    has_onednn = torch.backends.mkldnn.enabled and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    if not has_onednn or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    try:
+        return "AuthenticAMD" in (PROC / "cpuinfo").read_text()
+    except OSError:
+        return "AuthenticAMD" in platform.processor()
+
+
+def uses_onednn(left: Tensor, right: Tensor) -> bool:
+    """Whether `product` multiplies these two by oneDNN."""
+    if not left.is_cpu or not right.is_cpu or not has_faster_onednn():
+        return False
+    return left.dtype == right.dtype == torch.float32 and left.numel() > 0
+
+
+def product(left_NI: Tensor, right_IO: Tensor) -> Tensor:
+    """Return left @ right, without a gradient."""
+    if not uses_onednn(left_NI, right_IO):
+        return left_NI @ right_IO
+    (rows, inner), columns = left_NI.shape, right_IO.shape[1]
+    # The first operand is copied if it is transposed, as in the gradient of a weight. Copying the smaller
+    # operand and the result is faster.
+    if not left_NI.is_contiguous() and inner * (rows - columns) > rows * columns:
+        return _onednn_linear(right_IO.T, left_NI, None).T.contiguous()
+    return _onednn_linear(left_NI, right_IO.T, None)
+
+
+def add_product(total_NO: Tensor, left_NI: Tensor, right_IO: Tensor, *, add: bool = True) -> None:
+    """Add left @ right to `total`, or write it there with `add=False`; without a gradient."""
+    if left_NI.dtype == total_NO.dtype and not uses_onednn(left_NI, right_IO):
+        total_NO.addmm_(left_NI, right_IO, beta=int(add))
+    elif add:
+        total_NO.add_(product(left_NI, right_IO))
+    else:
+        total_NO.copy_(product(left_NI, right_IO))
+
+
+def _onednn_linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    y_NO: Tensor = torch.ops.mkldnn._linear_pointwise(x_NI, weight_OI, bias_O, "none", [], "")
+    return y_NO
+
+
 def repeatable_linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """Return x Wᵀ + b with the same bits from one thread as from two.
 
     MKL gives each thread a multiple of 4 rows, and has another kernel for fewer than 4, which rounds
     differently. Of 5 to 11 rows, two threads would compute the last 1 to 3 by that kernel, but one thread
     would not. Rows of zeros make them a multiple of 4.
+
+    oneDNN has another kernel for a single row. It compiles a kernel for each number of rows and keeps about
+    a thousand, so generation uses few different numbers.
     """
-    rows, missing = len(x_NI), -len(x_NI) % 4
-    if not (4 < rows < 12 and missing) or x_NI.device.type != "cpu" or x_NI.dtype != torch.float32:
-        return torch.nn.functional.linear(x_NI, weight_OI, bias_O)
-    padded_NI = torch.nn.functional.pad(x_NI, (0, 0, 0, missing))
-    return torch.nn.functional.linear(padded_NI, weight_OI, bias_O)[:rows]
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = torch.nn.functional.linear
+    rows, missing = len(x_NI), 0
+    if not x_NI.is_cpu:
+        return linear(x_NI, weight_OI, bias_O)
+    differentiable = torch.is_grad_enabled() and (x_NI.requires_grad or weight_OI.requires_grad)
+    if uses_onednn(x_NI, weight_OI) and not differentiable:
+        linear = _onednn_linear
+        missing = -rows % 16 if 16 < rows < 1024 else rows == 1
+    elif 4 < rows < 12 and x_NI.dtype == torch.float32:
+        missing = -rows % 4
+    if not missing:
+        return linear(x_NI, weight_OI, bias_O)
+    return linear(torch.nn.functional.pad(x_NI, (0, 0, 0, missing)), weight_OI, bias_O)[:rows]
 
 
 COMPARED_ROWS = (*range(1, 18), 64, 384)
@@ -340,9 +401,9 @@ def products_keep_bits(weights: Iterable[tuple[Tensor, Tensor | None]], *, threa
             for rows in COMPARED_ROWS:
                 yield repeatable_linear(x_TI[:rows], weight_OI, bias_O)
                 yield repeatable_linear(gradient_TO[:rows], weight_OI.T, None)
-            yield x_TI @ weight_OI.T
-            yield gradient_TO @ weight_OI
-            yield gradient_TO.T @ x_TI
+            yield product(x_TI, weight_OI.T)
+            yield product(gradient_TO, weight_OI)
+            yield product(gradient_TO.T, x_TI)
 
     # Until the first call of `set_num_threads`, MKL uses one thread where a product gains nothing from two.
     expected = list(products())

@@ -34,7 +34,7 @@ NEEDED = {
 }
 """Required files of a model folder, and the patterns that match them."""
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 MOST_LAYERS, MOST_EXPERTS = 1000, 100_000
 """Sanity limits: the largest models have about 130 layers and 25,000 experts in total."""
 PICKLED = "pytorch_model*.bin"
@@ -124,6 +124,11 @@ def check_layers(settings: Any, *, name: str) -> None:
                 f"{name} describes a model of {layers} layers with {experts} experts each; the limits are "
                 f"{MOST_LAYERS} layers and {MOST_EXPERTS} experts in total"
             )
+
+
+def has_experts(config: Any) -> bool:
+    """Whether the layers of a model have several experts, of which each token uses a few."""
+    return any((getattr(config, name, None) or 0) > 1 for name in EXPERTS)
 
 
 def missing_files(folder: Path) -> list[str]:

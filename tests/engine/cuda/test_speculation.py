@@ -11,7 +11,7 @@ import torch
 
 import tests.support.triton_interpreter  # noqa: F401  (before any kernel is imported)
 from groupwise.config.schema import EngineConfig
-from groupwise.engine.cuda import speculation
+from groupwise.engine.cuda import graph_runner, speculation
 from groupwise.engine.cuda.attention_kernels import launch
 from groupwise.engine.cuda.graph_runner import GraphRunner
 from groupwise.engine.cuda.speculation import Pace, Speculation, group_of, sequences_of_a_step
@@ -129,11 +129,20 @@ def test_turns_continue_from_the_cache(small_policy, four_lanes):
 
 
 @pytest.mark.parametrize("family", ["mistral", "gpt_oss"])
-def test_windows_and_sinks_hold_for_every_lane(family, four_lanes):
+def test_windows_and_sinks_hold_for_every_lane(family, four_lanes, widths, monkeypatch):
+    monkeypatch.setattr(graph_runner, "has_experts", lambda config: False)  # gpt_oss has sinks, and experts
     policy = policy_of(tiny_model(family))
     asked, sampling = requests((14, 5), (2, 1)), Sampling(max_tokens=8, temperature=0.1)
     answers = EmulatedGPUEngine(policy, EngineConfig(block_size=4)).generate(asked, sampling)
     assert_same(answers, Engine(policy, EngineConfig()).generate(asked, sampling), within=1e-4)
+    assert widths[4] > 0
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
+def test_nothing_is_drafted_with_experts_of_which_more_rows_read_more(family, widths):
+    policy = policy_of(tiny_model(family))
+    EmulatedGPUEngine(policy, EngineConfig()).generate(requests((5,), (2,)), Sampling(max_tokens=6))
+    assert set(widths) == {1}
 
 
 def test_nothing_is_drafted_where_a_rule_of_the_user_needs_every_token(small_policy, widths):

@@ -35,6 +35,7 @@ from groupwise.engine.scheduler import Prefix, Scheduler
 from groupwise.model.device import to_device
 from groupwise.model.ops.logits import scaled_logits
 from groupwise.model.policy import Policy
+from groupwise.model.resolve import has_experts
 from groupwise.records import Sampling
 from groupwise.tracking.run_folder import LOGGER
 
@@ -100,6 +101,8 @@ class GraphRunner:
         speculative: bool = False,
     ) -> None:
         self.policy, self.capacity, self.block_size = policy, capacity, block_size
+        # More rows read more experts, so a step with drafts would take longer than `Pace` assumes.
+        speculative = speculative and not has_experts(policy.model.config.get_text_config())
         self.device = policy.device
         self._fused = fused_forward(policy, members)
         self.members = 0 if members is None else len(members)

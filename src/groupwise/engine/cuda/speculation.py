@@ -56,7 +56,8 @@ def hashed(group, a, b, c):
 def remember_one(MEMORY, position, group, a, b, c, token, live):
     entry, tag = hashed(group, a, b, c)
     value = (((position.to(tl.int64) << TAG_BITS) | tag) << TOKEN_BITS) | token.to(tl.int64)
-    tl.atomic_max(MEMORY + entry, value, mask=live)
+    # Later kernels read it. The default order of memory would make every store wait for the one before.
+    tl.atomic_max(MEMORY + entry, value, mask=live, sem="relaxed")
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from groupwise.errors import ConfigError
 from groupwise.files import sign_weights
+from groupwise.model.device import product, repeatable_linear
 from groupwise.model.resolve import first_line, new_folder, quantization_kind
 
 
@@ -62,12 +63,12 @@ class _DequantizedLinear(torch.autograd.Function):
     def forward(ctx: Any, x_NI: Tensor, linear: Any, bias_O: Tensor | None) -> Tensor:
         ctx.linear = linear
         bias_O = None if bias_O is None else bias_O.to(x_NI.dtype)
-        return nn.functional.linear(x_NI, plain_weight(linear).to(x_NI.dtype), bias_O)
+        return repeatable_linear(x_NI, plain_weight(linear).to(x_NI.dtype), bias_O)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy_NO = grads[0]
-        return dy_NO @ plain_weight(ctx.linear).to(dy_NO.dtype), None, None
+        return product(dy_NO, plain_weight(ctx.linear).to(dy_NO.dtype)), None, None
 
 
 TRAIN_SETTINGS = "train.yaml"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.model.device import has_kernels, repeatable_linear
+from groupwise.model.device import add_product, has_kernels, repeatable_linear
 from groupwise.model.ops.logits import capped, chunks, float_logits, masked_logits, scaled_logits
 from groupwise.records import Sampling
 
@@ -136,7 +136,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if dhidden is not None:
                 dhidden[part] = repeatable_linear(dlogits_CV, weight_VM.T, None)
             if dweight is not None:
-                _add_product(dweight, dlogits_CV.T, hidden_NM[part])
+                add_product(dweight, dlogits_CV.T, hidden_NM[part])
             if dbias is not None:
                 dbias += dlogits_CV.sum(0)
         return (
@@ -199,11 +199,3 @@ def _finite(logits_CV: Tensor, *, excluding: bool) -> Tensor:
     `excluding`: whether there may be any.
     """
     return logits_CV.nan_to_num_(neginf=0.0) if excluding else logits_CV
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a matrix product to `total`, in place if the dtypes are equal."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right

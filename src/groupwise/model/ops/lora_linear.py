@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from groupwise.model.adapters.lora import is_adapted
 from groupwise.model.adapters.quantization import is_quantized, plain_weight
+from groupwise.model.device import add_product, product, repeatable_linear, uses_onednn
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -101,9 +102,10 @@ class LoRALinear:
         bias_O = None if self.base.bias is None else self.base.bias.to(x_NI.dtype)
         low_NR = self.low(x_NI)
         if low_NR is None:
-            return nn.functional.linear(x_NI, self._weight(x_NI), bias_O), None
-        y_NO = nn.functional.linear(low_NR, self.b_OR, bias_O)  # type: ignore[arg-type]
-        return y_NO.addmm_(x_NI, self._weight(x_NI).T), low_NR
+            return repeatable_linear(x_NI, self._weight(x_NI), bias_O), None
+        y_NO = repeatable_linear(low_NR, self.b_OR, bias_O)  # type: ignore[arg-type]
+        add_product(y_NO, x_NI, self._weight(x_NI).T)
+        return y_NO, low_NR
 
     def low(self, x_NI: Tensor) -> Tensor | None:
         return None if self.a_RI is None else _scaled_product(x_NI, self.a_RI.T, self.scale)
@@ -114,8 +116,8 @@ class LoRALinear:
     def input_gradient(self, dx_NI: Tensor, dy_NO: Tensor, dlow_NR: Tensor | None, *, add: bool) -> None:
         """Write the input's gradient to dx, or add it with `add`."""
         if dlow_NR is not None:
-            dx_NI.addmm_(dlow_NR, self.a_RI, beta=int(add))  # type: ignore[arg-type]
-        dx_NI.addmm_(dy_NO, self._weight(dy_NO), beta=int(add or dlow_NR is not None))
+            add_product(dx_NI, dlow_NR, self.a_RI, add=add)  # type: ignore[arg-type]
+        add_product(dx_NI, dy_NO, self._weight(dy_NO), add=add or dlow_NR is not None)
 
     def gradients(
         self,
@@ -128,7 +130,7 @@ class LoRALinear:
     ) -> list[Tensor | None]:
         """Return the wanted gradients of weight, bias, A and B; those of the adapter in float32."""
         return [
-            dy_NO.T @ x_NI if wanted[0] else None,
+            product(dy_NO.T, x_NI) if wanted[0] else None,
             dy_NO.sum(0) if wanted[1] else None,
             None if dlow_NR is None or not wanted[2] else _whole_product(dlow_NR.T, x_NI),
             None if low_NR is None or not wanted[3] else _whole_product(dy_NO.T, low_NR),
@@ -167,6 +169,8 @@ def trained_tensors(linears: Iterable[LoRALinear]) -> list[Tensor | None]:
 
 def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
     """Return scale · left @ right in one launch; with beta=0 the first argument is not read."""
+    if uses_onednn(left, right):
+        return product(left, right).mul_(scale)
     return torch.addmm(left.new_empty(1), left, right, beta=0, alpha=scale)
 
 
@@ -174,7 +178,7 @@ def _whole_product(left: Tensor, right: Tensor) -> Tensor:
     """Return a matrix product in float32 or better; a GPU accumulates in float32 anyway."""
     if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(left, right, out_dtype=torch.float32)
-    return left @ right
+    return product(left, right)
 
 
 class _SharedInputLinears(torch.autograd.Function):

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
 from math import ceil
 from typing import Any
 
@@ -213,19 +214,26 @@ def math_prompt(example: Example) -> list[Message]:
 
 
 def judge(rollout: Rollout, example: Example) -> Verdict:
-    """Judge the answer. One that only repeats an expression of the question is wrong.
-
-    Generated problems ask for the simplest form: the right value in another form is wrong there, too.
-    """
-    verdict = verify_boxed(rollout.text, str(example["answer"]))
+    """Judge the answer. Raise RolloutError if the comparison fails."""
+    question, answer = str(example.get("question", "")), str(example["answer"])
+    verdict = judged(rollout.text, answer, question, is_generated(example))
     if verdict.error is not None:
         raise RolloutError(verdict.error)
-    question = str(example.get("question", ""))
+    return verdict
+
+
+@lru_cache(maxsize=4096)  # two rewards ask for the verdict of the same answer
+def judged(completion: str, answer: str, question: str, simplest: bool) -> Verdict:
+    """Judge a completion. An answer that only repeats an expression of the question is wrong.
+
+    `simplest`: the right value in a form that is not the simplest is wrong, too, as in generated problems.
+    """
+    verdict = verify_boxed(completion, answer)
     predicted, truth = verdict.predicted, verdict.ground_truth
     if not verdict.correct or not predicted:
         return verdict
     unfinished = is_restated(predicted, question=question, truth=truth)
-    if unfinished or (is_generated(example) and not is_simplest(predicted)):
+    if unfinished or (simplest and not is_simplest(predicted)):
         return replace(verdict, correct=False)
     return verdict
 

@@ -1,0 +1,129 @@
+"""Matrix products on a CPU, by MKL and by oneDNN."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from groupwise.model import device
+from groupwise.model.device import add_product, has_faster_onednn, product, repeatable_linear, uses_onednn
+
+onednn_here = pytest.mark.skipif(
+    not has_faster_onednn(), reason="oneDNN is used on AMD processors with AVX-512"
+)
+
+
+@pytest.fixture(params=["MKL", "oneDNN"])
+def library(request, monkeypatch) -> str:
+    monkeypatch.setattr(device, "has_faster_onednn", lambda: request.param == "oneDNN")
+    return str(request.param)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+LAYOUTS = {
+    "rows": lambda: (random(70, 48), random(48, 90)),
+    "transposed left": lambda: (random(48, 70).T, random(48, 90)),
+    "transposed right": lambda: (random(70, 48), random(90, 48).T),
+    "both transposed": lambda: (random(48, 70).T, random(90, 48).T),
+    "columns of larger ones": lambda: (random(70, 100)[:, 3:51], random(48, 200)[:, 5:95]),
+    "every second": lambda: (random(140, 48)[::2], random(48, 180)[:, ::2]),
+    "one row": lambda: (random(1, 48), random(48, 90)),
+    "one column": lambda: (random(70, 48), random(48, 1)),
+    "one in between": lambda: (random(70, 1), random(1, 90)),
+    "a row repeated": lambda: (random(1, 48).expand(70, 48), random(1, 48).expand(90, 48).T),
+    "no rows": lambda: (random(0, 48), random(48, 90)),
+    "no columns": lambda: (random(70, 48), random(48, 0)),
+    "nothing in between": lambda: (random(70, 0), random(0, 90)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_product_is_that_of_double_precision(library, layout):
+    left, right = LAYOUTS[layout]()
+    exact = (left.double() @ right.double()).float()
+    assert torch.allclose(product(left, right), exact, atol=1e-4)
+    start = random(*exact.shape)
+    total = start.clone()
+    add_product(total, left, right)
+    assert torch.allclose(total, start + exact, atol=1e-4)
+    unset = torch.full_like(exact, float("nan"))
+    add_product(unset, left, right, add=False)
+    assert torch.allclose(unset, exact, atol=1e-4)
+
+
+def test_a_product_is_added_to_columns_and_to_another_precision(library):
+    left, right, total = random(6, 16), random(16, 4), torch.zeros(6, 10)
+    add_product(total[:, 3:7], left, right)
+    assert torch.allclose(total[:, 3:7], left @ right, atol=1e-5)
+    assert not total[:, :3].any()
+    assert not total[:, 7:].any()
+    wide = torch.zeros(6, 4)
+    add_product(wide, left.bfloat16(), right.bfloat16())
+    assert torch.allclose(wide, left @ right, atol=0.2)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 16, 17, 33, 100])
+@pytest.mark.parametrize("biased", [False, True])
+def test_rows_are_those_of_linear(library, rows, biased):
+    x_NI, weight_OI, bias_O = random(rows, 48), random(80, 48), random(80) if biased else None
+    exact_NO = torch.nn.functional.linear(
+        x_NI.double(), weight_OI.double(), None if bias_O is None else bias_O.double()
+    )
+    y_NO = repeatable_linear(x_NI, weight_OI, bias_O)
+    assert y_NO.shape == (rows, 80)
+    assert torch.allclose(y_NO.double(), exact_NO, atol=1e-4)
+
+
+@onednn_here
+def test_a_row_has_the_same_bits_beside_any_other_rows_and_on_any_number_of_threads():
+    x_NI, weight_OI, before = random(600, 192), random(272, 192), torch.get_num_threads()
+    whole_NO = repeatable_linear(x_NI, weight_OI, None)
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for rows in (1, 2, 3, 5, 16, 17, 40, 333, 600):
+                assert torch.equal(repeatable_linear(x_NI[:rows], weight_OI, None), whole_NO[:rows])
+                assert torch.equal(repeatable_linear(x_NI[-rows:], weight_OI, None), whole_NO[-rows:])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_gradients_pass_through(library):
+    x_NI, weight_OI = random(6, 16).requires_grad_(), random(4, 16).requires_grad_()
+    repeatable_linear(x_NI, weight_OI, None).sum().backward()
+    assert torch.allclose(x_NI.grad, weight_OI.detach().sum(0).expand(6, 16), atol=1e-5)
+    assert torch.allclose(weight_OI.grad, x_NI.detach().sum(0).expand(4, 16), atol=1e-5)
+
+
+def test_other_precisions_stay_with_torch(monkeypatch):
+    monkeypatch.setattr(device, "has_faster_onednn", lambda: True)
+    assert uses_onednn(random(2, 3), random(3, 4))
+    assert not uses_onednn(random(2, 3).double(), random(3, 4).double())
+    assert not uses_onednn(random(2, 3).bfloat16(), random(3, 4).bfloat16())
+    assert not uses_onednn(random(2, 3).to("meta"), random(3, 4).to("meta"))
+
+
+@pytest.mark.parametrize(
+    ("vendor", "capability", "faster"),
+    [
+        ("AuthenticAMD", "AVX512", True),
+        ("AuthenticAMD", "AVX2", False),
+        ("GenuineIntel", "AVX512", False),
+        (None, "AVX512", False),
+    ],
+)
+def test_onednn_multiplies_on_amd_processors_with_avx512(
+    tmp_path: Path, monkeypatch, vendor, capability, faster
+):
+    if vendor:
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: 26\n")
+    monkeypatch.setattr(device, "PROC", tmp_path)
+    monkeypatch.setattr(device.platform, "processor", lambda: "Intel64 Family 6")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert has_faster_onednn.__wrapped__() is faster
