@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from groupwise.model import device
 from groupwise.model.device import add_product, has_faster_onednn, product, repeatable_linear, uses_onednn
+from groupwise.model.ops.lora_linear import use_fast_linears
 
 onednn_here = pytest.mark.skipif(
     not has_faster_onednn(), reason="oneDNN is used on AMD processors with AVX-512"
@@ -19,6 +21,7 @@ onednn_here = pytest.mark.skipif(
 @pytest.fixture(params=["MKL", "oneDNN"])
 def library(request, monkeypatch) -> str:
     monkeypatch.setattr(device, "has_faster_onednn", lambda: request.param == "oneDNN")
+    monkeypatch.setattr(device, "SMALL_MATRIX", 1)
     return str(request.param)
 
 
@@ -101,12 +104,32 @@ def test_gradients_pass_through(library):
     assert torch.allclose(weight_OI.grad, x_NI.detach().sum(0).expand(4, 16), atol=1e-5)
 
 
-def test_other_precisions_stay_with_torch(monkeypatch):
+@pytest.mark.parametrize("shape", [(48,), (5, 48), (2, 3, 48), (0, 48)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_linear_layer_computes_what_torch_computes(library, shape, biased):
+    plain = nn.Linear(48, 80, bias=biased)
+    fast = copy.deepcopy(plain)
+    use_fast_linears(fast)
+    assert ("forward" in vars(fast)) == (library == "oneDNN")
+    inputs = [random(*shape).requires_grad_() for _ in range(2)]
+    outputs = [layer(x) for layer, x in zip((plain, fast), inputs, strict=True)]
+    assert outputs[1].shape == outputs[0].shape
+    for output in outputs:
+        output.square().sum().backward()
+    weights = zip(*([p.grad for p in layer.parameters()] for layer in (plain, fast)), strict=True)
+    for one, other in [outputs, [x.grad for x in inputs], *weights]:
+        assert torch.allclose(one, other, atol=1e-3)
+
+
+def test_small_matrices_and_other_precisions_stay_with_torch(monkeypatch):
     monkeypatch.setattr(device, "has_faster_onednn", lambda: True)
-    assert uses_onednn(random(2, 3), random(3, 4))
-    assert not uses_onednn(random(2, 3).double(), random(3, 4).double())
-    assert not uses_onednn(random(2, 3).bfloat16(), random(3, 4).bfloat16())
-    assert not uses_onednn(random(2, 3).to("meta"), random(3, 4).to("meta"))
+    one, other = random(2, 128), random(128, 128)
+    assert uses_onednn(one, other)
+    assert uses_onednn(one[:1], other)
+    assert not uses_onednn(one, other[:, 1:])
+    for kind in (torch.float64, torch.bfloat16):
+        assert not uses_onednn(one.to(kind), other.to(kind))
+    assert not uses_onednn(one.to("meta"), other.to("meta"))
 
 
 @pytest.mark.parametrize(

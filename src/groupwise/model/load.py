@@ -28,7 +28,7 @@ from groupwise.model.attention.compatibility import check_attention
 from groupwise.model.device import device_of, explain_out_of_memory, raise_device_error, return_freed_memory
 from groupwise.model.general_forward import text_decoder
 from groupwise.model.ops.checkpointing import recompute_layers
-from groupwise.model.ops.lora_linear import use_fused_lora
+from groupwise.model.ops.lora_linear import use_fast_linears, use_fused_lora
 from groupwise.model.ops.rmsnorm import use_fused_rmsnorm
 from groupwise.model.ops.rotary import use_fused_rotary
 from groupwise.model.ops.swiglu import use_fused_swiglu
@@ -97,6 +97,7 @@ def use_fused_ops(model: Any, *, packed: bool = True) -> None:
 
     `packed`: whether the model computes packed attention.
     """
+    use_fast_linears(model)
     use_fused_rmsnorm(model)
     if packed:
         use_fused_rotary(model)
@@ -288,6 +289,7 @@ class SequenceScorer:
                 f"the reward model {reward.name} has {self.model.config.num_labels} outputs; use one with 1"
             )
         self.model.to(device).eval().requires_grad_(False)
+        use_fast_linears(self.model)
 
     @torch.no_grad()
     def __call__(self, conversations: Sequence[tuple[Any, Any]]) -> list[float]:

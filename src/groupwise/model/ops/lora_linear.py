@@ -27,6 +27,20 @@ from groupwise.model.device import add_product, product, repeatable_linear, uses
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+def use_fast_linears(model: nn.Module) -> None:
+    """Replace the forward pass of every plain linear layer on a CPU where torch's own is slower."""
+    for module in model.modules():
+        if type(module) is nn.Linear and uses_onednn(module.weight, module.weight):
+            module.forward = MethodType(_plain_forward, module)  # type: ignore[method-assign]
+
+
+def _plain_forward(linear: nn.Linear, x: Tensor) -> Tensor:
+    if x.dim() < 2:
+        return nn.functional.linear(x, linear.weight, linear.bias)
+    (y,) = _apply(x, [LoRALinear(linear)])
+    return y
+
+
 def use_fused_lora(model: nn.Module) -> None:
     """Replace the forward pass of every plain LoRA layer; layers with dropout or variants keep PEFT's."""
     for module in model.modules():
@@ -64,10 +78,10 @@ def lora_linear_of(layer: Any) -> LoRALinear | None:
     """Return a layer as a `LoRALinear`, or None for one that must be called as a module."""
     if any(getattr(layer, hooks) for hooks in HOOKS):
         return None  # hooks must see its passes, such as DeepSpeed's
-    forward = vars(layer).get("forward")
-    if getattr(forward, "__func__", None) is _forward:
+    forward = getattr(vars(layer).get("forward"), "__func__", vars(layer).get("forward"))
+    if forward is _forward:
         return LoRALinear(layer.base_layer) if layer.disable_adapters or layer.merged else _adapted(layer)
-    plain = type(layer) is nn.Linear and forward is None
+    plain = type(layer) is nn.Linear and forward in (None, _plain_forward)
     return LoRALinear(layer) if plain or (is_quantized(layer) and not is_adapted(layer)) else None
 
 

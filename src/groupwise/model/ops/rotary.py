@@ -104,10 +104,7 @@ def _forward(
     mixed_1THD = layout.attend(
         q_1HTD, k_1KTD, v_1KTD, layer=module.layer_idx, scale=module.scaling, variant=variant
     )
-    mixed_1TN = mixed_1THD.flatten(2)
-    if mixed_1TN.is_cuda:  # the module takes less time of the host
-        return module.o_proj(mixed_1TN), None
-    return project(mixed_1TN, (module.o_proj,))[0], None
+    return module.o_proj(mixed_1THD.flatten(2)), None
 
 
 def _arguments(module: Any, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
