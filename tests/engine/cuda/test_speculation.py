@@ -130,7 +130,7 @@ def test_turns_continue_from_the_cache(small_policy, four_lanes):
 
 @pytest.mark.parametrize("family", ["mistral", "gpt_oss"])
 def test_windows_and_sinks_hold_for_every_lane(family, four_lanes, widths, monkeypatch):
-    monkeypatch.setattr(graph_runner, "has_experts", lambda config: False)  # gpt_oss has sinks, and experts
+    monkeypatch.setattr(graph_runner, "drafts_may_pay", lambda policy: True)  # gpt_oss has sinks, and experts
     policy = policy_of(tiny_model(family))
     asked, sampling = requests((14, 5), (2, 1)), Sampling(max_tokens=8, temperature=0.1)
     answers = EmulatedGPUEngine(policy, EngineConfig(block_size=4)).generate(asked, sampling)

@@ -27,7 +27,7 @@ from groupwise.engine.cuda.decode_attention import (
     prompt_splits,
 )
 from groupwise.engine.cuda.fused_layers import fused_forward
-from groupwise.engine.cuda.speculation import LANES, Speculation, sequences_of_a_step
+from groupwise.engine.cuda.speculation import LANES, Speculation, drafts_may_pay, sequences_of_a_step
 from groupwise.engine.paged_attention import KVCache
 from groupwise.engine.prefill import Prefill, PrefillLayout
 from groupwise.engine.sampler import Penalties
@@ -35,7 +35,6 @@ from groupwise.engine.scheduler import Prefix, Scheduler
 from groupwise.model.device import to_device
 from groupwise.model.ops.logits import scaled_logits
 from groupwise.model.policy import Policy
-from groupwise.model.resolve import has_experts
 from groupwise.records import Sampling
 from groupwise.tracking.run_folder import LOGGER
 
@@ -101,8 +100,7 @@ class GraphRunner:
         speculative: bool = False,
     ) -> None:
         self.policy, self.capacity, self.block_size = policy, capacity, block_size
-        # More rows read more experts, so a step with drafts would take longer than `Pace` assumes.
-        speculative = speculative and not has_experts(policy.model.config.get_text_config())
+        speculative = speculative and drafts_may_pay(policy)
         self.device = policy.device
         self._fused = fused_forward(policy, members)
         self.members = 0 if members is None else len(members)

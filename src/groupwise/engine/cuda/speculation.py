@@ -26,6 +26,8 @@ from torch import Tensor
 from groupwise.engine.cuda.attention_kernels import launch
 from groupwise.engine.cuda.decode_attention import StepState
 from groupwise.model.device import to_device
+from groupwise.model.policy import Policy
+from groupwise.model.resolve import has_experts
 
 WIDEST = 8
 """Most lanes of a sequence."""
@@ -325,6 +327,11 @@ class Speculation:
 def group_of(prompt: tuple[int, ...]) -> int:
     """Return a number other than 0 that identifies a prompt."""
     return hash(prompt) or 1
+
+
+def drafts_may_pay(policy: Policy) -> bool:
+    """Whether a step with a few more rows takes about as long. With more rows, more experts are read."""
+    return not has_experts(policy.model.config.get_text_config())
 
 
 def sequences_of_a_step(sequences: int) -> int:
