@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.model import device
-from groupwise.model.device import add_product, has_faster_onednn, product, repeatable_linear, uses_onednn
+from groupwise.model.device import (
+    add_product,
+    has_faster_onednn,
+    product,
+    repeatable_linear,
+    rows_to_add,
+    uses_onednn,
+)
 from groupwise.model.ops.lora_linear import use_fast_linears
 
 onednn_here = pytest.mark.skipif(
@@ -104,7 +113,7 @@ def test_gradients_pass_through(library):
     assert torch.allclose(weight_OI.grad, x_NI.detach().sum(0).expand(4, 16), atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(48,), (5, 48), (2, 3, 48), (0, 48)])
+@pytest.mark.parametrize("shape", [(48,), (1, 48), (5, 48), (2, 10, 48), (0, 48)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_linear_layer_computes_what_torch_computes(library, shape, biased):
     plain = nn.Linear(48, 80, bias=biased)
@@ -115,10 +124,66 @@ def test_a_linear_layer_computes_what_torch_computes(library, shape, biased):
     outputs = [layer(x) for layer, x in zip((plain, fast), inputs, strict=True)]
     assert outputs[1].shape == outputs[0].shape
     for output in outputs:
-        output.square().sum().backward()
+        output.clamp_(max=1.0).square().sum().backward()  # in place, as some models do
     weights = zip(*([p.grad for p in layer.parameters()] for layer in (plain, fast)), strict=True)
     for one, other in [outputs, [x.grad for x in inputs], *weights]:
         assert torch.allclose(one, other, atol=1e-3)
+
+
+def test_a_frozen_layer_keeps_no_input_for_the_backward_pass(library):
+    layer, kept = nn.Linear(48, 80).requires_grad_(False), []
+    use_fast_linears(layer)
+    x_NI = random(5, 48).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape), lambda t: t):
+        layer(x_NI)
+    assert (5, 48) not in kept
+    layer.requires_grad_(True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape), lambda t: t):
+        layer(x_NI)
+    assert (5, 48) in kept
+
+
+def test_a_bias_may_be_strided_and_may_alone_need_a_gradient(library):
+    x_NI, weight_OI, bias_O = random(20, 48), random(80, 48), random(160)[::2].requires_grad_()
+    exact_NO = (x_NI.double() @ weight_OI.double().T + bias_O.double()).float()
+    with torch.no_grad():
+        assert torch.allclose(repeatable_linear(x_NI, weight_OI, bias_O), exact_NO, atol=1e-4)
+    (gradient,) = torch.autograd.grad(repeatable_linear(x_NI, weight_OI, bias_O).sum(), bias_O)
+    assert torch.equal(gradient, torch.full((80,), 20.0))
+
+
+def test_generation_uses_few_numbers_of_rows():
+    padded = [rows + rows_to_add(rows) for rows in range(1, 5000)]
+    assert padded[:20] == [2, *range(2, 17), 32, 32, 32, 32]
+    assert padded[383] == 384
+    assert padded[384] == 416
+    assert len(set(padded[:1023])) < 60
+    assert all(rows <= new <= 1.5 * rows + 16 for rows, new in enumerate(padded, 1))
+    assert padded[2000:] == list(range(2001, 5000))
+
+
+@onednn_here
+def test_memory_does_not_grow_with_the_number_of_different_lengths():
+    """Kernels that are compiled for a length are forgotten. In a process of its own: caches are read once."""
+    run = subprocess.run([sys.executable, "-c", MANY_LENGTHS], capture_output=True, text=True, check=True)
+    assert float(run.stdout) < 200
+
+
+MANY_LENGTHS = """
+import torch
+from groupwise.model.device import product
+
+def megabytes():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6
+
+x, weight = torch.randn(3000, 192), torch.randn(192, 192)
+for rows in (1, 2):
+    product(x[:rows], weight)
+before = megabytes()
+for rows in range(1030, 1630):
+    product(x[:rows], weight)
+print(megabytes() - before)
+"""
 
 
 def test_small_matrices_and_other_precisions_stay_with_torch(monkeypatch):

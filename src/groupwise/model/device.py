@@ -317,9 +317,19 @@ def has_faster_onednn() -> bool:
     if not has_onednn or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     try:
-        return "AuthenticAMD" in (PROC / "cpuinfo").read_text()
+        processor = (PROC / "cpuinfo").read_text()
     except OSError:
-        return "AuthenticAMD" in platform.processor()
+        processor = platform.processor()
+    if "AuthenticAMD" not in processor:
+        return False
+    # Two caches of kernels, each of which would keep a thousand: half a megabyte for each shape.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", CACHED_KERNELS)
+    os.environ.setdefault("LRU_CACHE_CAPACITY", CACHED_KERNELS)
+    return True
+
+
+CACHED_KERNELS = "64"
+"""A pass of an update uses about 20 shapes, a step of generation 5."""
 
 
 SMALL_MATRIX = 1 << 14
@@ -356,6 +366,7 @@ def add_product(total_NO: Tensor, left_NI: Tensor, right_IO: Tensor, *, add: boo
 
 
 def _onednn_linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    bias_O = None if bias_O is None else bias_O.contiguous()  # its stride is ignored
     y_NO: Tensor = torch.ops.mkldnn._linear_pointwise(x_NI, weight_OI, bias_O, "none", [], "")
     return y_NO
 
@@ -367,26 +378,37 @@ def repeatable_linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) ->
     differently. Of 5 to 11 rows, two threads would compute the last 1 to 3 by that kernel, but one thread
     would not. Rows of zeros make them a multiple of 4.
 
-    oneDNN has another kernel for a single row. It compiles a kernel for each number of rows and keeps about
-    a thousand, so generation uses few different numbers.
+    oneDNN has another kernel for a single row. It compiles a kernel for each number of rows, so generation
+    uses few different numbers.
     """
-    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = torch.nn.functional.linear
     rows, missing = len(x_NI), 0
-    if not x_NI.is_cpu:
-        return linear(x_NI, weight_OI, bias_O)
-    differentiable = torch.is_grad_enabled() and (x_NI.requires_grad or weight_OI.requires_grad)
-    if uses_onednn(x_NI, weight_OI) and not differentiable:
-        linear = _onednn_linear
-        missing = -rows % 16 if 16 < rows < 1024 else rows == 1
-    elif 4 < rows < 12 and x_NI.dtype == torch.float32:
+    if not x_NI.is_cpu or x_NI.dtype != torch.float32:
+        return torch.nn.functional.linear(x_NI, weight_OI, bias_O)
+    operands = (x_NI, weight_OI) if bias_O is None else (x_NI, weight_OI, bias_O)
+    differentiable = torch.is_grad_enabled() and any(one.requires_grad for one in operands)
+    by_onednn = uses_onednn(x_NI, weight_OI) and not differentiable
+    if by_onednn:
+        missing = rows_to_add(rows)
+    elif 4 < rows < 12:
         missing = -rows % 4
+    if missing:
+        x_NI = torch.nn.functional.pad(x_NI, (0, 0, 0, missing))
+    y_NO = (_onednn_linear if by_onednn else torch.nn.functional.linear)(x_NI, weight_OI, bias_O)
     if not missing:
-        return linear(x_NI, weight_OI, bias_O)
-    return linear(torch.nn.functional.pad(x_NI, (0, 0, 0, missing)), weight_OI, bias_O)[:rows]
+        return y_NO
+    # Not a view where that is possible: autograd forbids changing a view that a function returns.
+    return y_NO[:rows] if differentiable else y_NO.resize_(rows, y_NO.shape[1])
+
+
+def rows_to_add(rows: int) -> int:
+    """Return how many rows to add for oneDNN; none to the many of an update. Example: 384 -> 0, 385 -> 31"""
+    if rows == 1:
+        return 1
+    return -rows % max(16, 1 << rows.bit_length() - 4) if 16 < rows < 1024 else 0
 
 
 COMPARED_ROWS = (*range(1, 18), 64, 384)
-COMPARED_TOKENS = 1024
+COMPARED_TOKENS = (20, 60, 333, 1024)
 
 
 def products_keep_bits(weights: Iterable[tuple[Tensor, Tensor | None]], *, threads: int) -> bool:
@@ -400,14 +422,15 @@ def products_keep_bits(weights: Iterable[tuple[Tensor, Tensor | None]], *, threa
         generator = torch.Generator().manual_seed(0)
         for weight_OI, bias_O in weights:
             outputs, inputs = weight_OI.shape
-            x_TI = torch.randn(COMPARED_TOKENS, inputs, generator=generator)
-            gradient_TO = torch.randn(COMPARED_TOKENS, outputs, generator=generator)
+            x_TI = torch.randn(max(COMPARED_TOKENS), inputs, generator=generator)
+            gradient_TO = torch.randn(max(COMPARED_TOKENS), outputs, generator=generator)
             for rows in COMPARED_ROWS:
                 yield repeatable_linear(x_TI[:rows], weight_OI, bias_O)
                 yield repeatable_linear(gradient_TO[:rows], weight_OI.T, None)
-            yield product(x_TI, weight_OI.T)
-            yield product(gradient_TO, weight_OI)
-            yield product(gradient_TO.T, x_TI)
+            for tokens in COMPARED_TOKENS:
+                yield product(x_TI[:tokens], weight_OI.T)
+                yield product(gradient_TO[:tokens], weight_OI)
+                yield product(gradient_TO[:tokens].T, x_TI[:tokens])
 
     # Until the first call of `set_num_threads`, MKL uses one thread where a product gains nothing from two.
     expected = list(products())

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from groupwise.errors import ConfigError
 from groupwise.files import sign_weights
@@ -66,6 +67,7 @@ class _DequantizedLinear(torch.autograd.Function):
         return repeatable_linear(x_NI, plain_weight(linear).to(x_NI.dtype), bias_O)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy_NO = grads[0]
         return product(dy_NO, plain_weight(ctx.linear).to(dy_NO.dtype)), None, None

@@ -34,10 +34,10 @@ def use_fast_linears(model: nn.Module) -> None:
             module.forward = MethodType(_plain_forward, module)  # type: ignore[method-assign]
 
 
-def _plain_forward(linear: nn.Linear, x: Tensor) -> Tensor:
-    if x.dim() < 2:
-        return nn.functional.linear(x, linear.weight, linear.bias)
-    (y,) = _apply(x, [LoRALinear(linear)])
+def _plain_forward(linear: nn.Linear, input: Tensor) -> Tensor:
+    if input.dim() < 2:
+        return nn.functional.linear(input, linear.weight, linear.bias)
+    (y,) = _apply(input, [LoRALinear(linear)])
     return y
 
 
@@ -204,14 +204,16 @@ class _SharedInputLinears(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.linears = [linear.rounded(x_NI.dtype) for linear in linears]
         products = [linear.product(x_NI) for linear in ctx.linears]
-        ctx.save_for_backward(x_NI, *(low_NR for _, low_NR in products))
+        ctx.shape = x_NI.shape
+        trains = any(ctx.needs_input_grad[2:])  # otherwise no gradient needs the input
+        ctx.save_for_backward(x_NI if trains else None, *(low_NR for _, low_NR in products))
         return tuple(y_NO for y_NO, _ in products)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, *lows = ctx.saved_tensors
-        dx_NI = x_NI.new_empty(x_NI.shape) if ctx.needs_input_grad[0] else None
+        dx_NI = grads[0].new_empty(ctx.shape) if ctx.needs_input_grad[0] else None
         gradients: list[Tensor | None] = []
         wanted = needed_gradients(ctx.linears, ctx.needs_input_grad)
         for i, (linear, dy_NO, low_NR) in enumerate(zip(ctx.linears, grads, lows, strict=True)):

@@ -216,19 +216,18 @@ def math_prompt(example: Example) -> list[Message]:
 def judge(rollout: Rollout, example: Example) -> Verdict:
     """Judge the answer. Raise RolloutError if the comparison fails."""
     question, answer = str(example.get("question", "")), str(example["answer"])
-    verdict = judged(rollout.text, answer, question, is_generated(example))
-    if verdict.error is not None:
-        raise RolloutError(verdict.error)
-    return verdict
+    return judged(rollout.text, answer, question, is_generated(example))
 
 
-@lru_cache(maxsize=4096)  # two rewards ask for the verdict of the same answer
+@lru_cache(maxsize=4096)  # two rewards ask for the verdict of the same answer; failures are not kept
 def judged(completion: str, answer: str, question: str, simplest: bool) -> Verdict:
     """Judge a completion. An answer that only repeats an expression of the question is wrong.
 
     `simplest`: the right value in a form that is not the simplest is wrong, too, as in generated problems.
     """
     verdict = verify_boxed(completion, answer)
+    if verdict.error is not None:
+        raise RolloutError(verdict.error)
     predicted, truth = verdict.predicted, verdict.ground_truth
     if not verdict.correct or not predicted:
         return verdict
