@@ -35,9 +35,7 @@ def mcp_tools(
     """
     words = shlex.split(server[0]) if len(server) == 1 else list(server)
     if not words:
-        raise ConfigError(
-            'mcp_tools requires a URL or a command, for example mcp_tools("python", "server.py")'
-        )
+        raise ConfigError('mcp_tools requires a URL or a command: mcp_tools("python", "server.py")')
     if headers is not None and not is_url(words[0]):
         raise ConfigError("mcp_tools(headers=…) requires a URL; pass env=… to a command instead")
     if env is not None and is_url(words[0]):
@@ -113,9 +111,8 @@ class McpServer:
         try:
             result = self.connection.run(self.session.call_tool(name, arguments), seconds=CALL_SECONDS)
         except Exception as error:
-            raise RolloutError(
-                f"the MCP server {self.name} did not answer: {type(error).__name__}: {error}"
-            ) from error
+            reason = f"{type(error).__name__}: {error}"
+            raise RolloutError(f"the MCP server {self.name} did not answer: {reason}") from error
         text = text_of(result)
         if wire(result).get("isError"):
             raise ValueError(text)
