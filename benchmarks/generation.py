@@ -56,8 +56,7 @@ from groupwise.model.attention.packed import PackedLayout
 from groupwise.model.load import keep_quiet, use_fused_ops
 from groupwise.model.ops.lora_linear import use_fused_lora
 from groupwise.model.policy import Policy
-from groupwise.records import Completion, Request, Sampling
-from groupwise.seeds import derive_seed
+from groupwise.records import Completion, Request, Sampling, derive_seed
 
 GROUP = 8
 

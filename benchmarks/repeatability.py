@@ -35,8 +35,7 @@ from groupwise.config.schema import EngineConfig
 from groupwise.engine.engine import Engine
 from groupwise.model.device import deterministic_kernels
 from groupwise.model.policy import Policy
-from groupwise.records import Completion, Request, Sampling
-from groupwise.seeds import derive_seed
+from groupwise.records import Completion, Request, Sampling, derive_seed
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

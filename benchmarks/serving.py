@@ -168,8 +168,7 @@ def offline(model: str, sample: list[Stream], *, clients: int, tokens: int) -> O
     from groupwise.config.schema import EngineConfig, ModelConfig
     from groupwise.engine.engine import Engine
     from groupwise.model.load import load_for_generation
-    from groupwise.records import Request, Sampling
-    from groupwise.seeds import derive_seed
+    from groupwise.records import Request, Sampling, derive_seed
     from groupwise.serve.openai_server import leave_a_core
 
     policy = load_for_generation(ModelConfig(name=model), rank=0, trained=None)

@@ -26,8 +26,7 @@ from groupwise.config.schema import EngineConfig
 from groupwise.engine.engine import Engine
 from groupwise.model.load import load_for_generation
 from groupwise.model.policy import Policy
-from groupwise.records import Completion, Request, Sampling
-from groupwise.seeds import derive_seed
+from groupwise.records import Completion, Request, Sampling, derive_seed
 from groupwise.tasks import load_task
 
 

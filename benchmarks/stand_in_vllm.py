@@ -23,8 +23,7 @@ from groupwise.config.schema import EngineConfig, LoraConfig, ModelConfig
 from groupwise.engine.engine import Engine
 from groupwise.engine.vllm.vllm_client import WeightCheck
 from groupwise.model.load import load_policy
-from groupwise.records import Request, Sampling
-from groupwise.seeds import derive_seed
+from groupwise.records import Request, Sampling, derive_seed
 
 
 class StandIn:

@@ -21,7 +21,6 @@ from groupwise.config import Config
 LAYERS = [
     *(
         "errors",
-        "seeds",
         "records",
         "files",
         "invariants",
@@ -65,7 +64,6 @@ KNOWS_NOTHING_OF = {
 WITHOUT_TORCH = {
     *(
         "errors",
-        "seeds",
         "records",
         "files",
         "config",
@@ -236,7 +234,7 @@ def test_a_package_opens_with_a_map_of_its_modules(package):
 
 
 SHORT = {
-    *("__main__", "seeds"),
+    "__main__",
     "tracking/number_format",
 }
 """Leaves and plug points that are one idea in fewer than 60 lines."""

@@ -10,6 +10,7 @@ torch. A stage never modifies a record: it creates a new one with `dataclasses.r
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,15 @@ Message = Mapping[str, Any]
 
 Finish = Literal["end", "stop", "length"]
 """Why a completion ended: the end token, a stop string, or out of tokens."""
+
+
+def derive_seed(*parts: int | str) -> int:
+    """Return 63 bits that depend on every part: (run seed, step, example, member).
+
+    All randomness of a run derives from its seed and from what it is for, not from a generator's state.
+    """
+    digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,8 @@ from groupwise.config import Config, read_config
 from groupwise.config.schema import NO_TASK
 from groupwise.errors import ConfigError
 from groupwise.evaluate.target import find_named
-from groupwise.records import Message, Request
+from groupwise.records import Message, Request, derive_seed
 from groupwise.report.run_reader import EvaluationFiles, StoredEvaluation
-from groupwise.seeds import derive_seed
 from groupwise.tracking.rollout_files import read_rollouts
 from groupwise.tracking.run_files import read_metrics
 from groupwise.tracking.run_folder import RunFolder, step_of

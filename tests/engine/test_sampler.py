@@ -11,8 +11,7 @@ import torch
 from groupwise.engine.sampler import draw, pick, uniforms
 from groupwise.errors import InvariantError
 from groupwise.model.ops.logits import scaled_logits
-from groupwise.records import Sampling
-from groupwise.seeds import derive_seed
+from groupwise.records import Sampling, derive_seed
 
 
 def noise_of(*parts: int | str, position: int = 0) -> float:

@@ -20,8 +20,7 @@ from groupwise.engine.serving.cuda_serving import CUDASteps
 from groupwise.engine.serving.serving_scheduler import CPUSteps, Job, ServingScheduler
 from groupwise.errors import InvariantError
 from groupwise.model.policy import Policy
-from groupwise.records import Completion, Request, Sampling
-from groupwise.seeds import derive_seed
+from groupwise.records import Completion, Request, Sampling, derive_seed
 from tests.support.cuda_checks import DEVICE
 from tests.support.small_models import policy_of, small_model, tiny_tokenizer
 from tests.support.tiny_families import tiny_model

@@ -19,8 +19,7 @@ from groupwise.engine.cuda.speculation import Pace, Speculation, group_of
 from groupwise.engine.engine import Engine
 from groupwise.model.device import deterministic_kernels
 from groupwise.model.policy import Policy
-from groupwise.records import Completion, Request, Sampling
-from groupwise.seeds import derive_seed
+from groupwise.records import Completion, Request, Sampling, derive_seed
 from tests.support.cuda_checks import DEVICE
 from tests.support.small_models import policy_of, small_model
 from tests.support.tiny_families import tiny_model

@@ -20,8 +20,7 @@ from groupwise.learner.micro_batch import pack, row_logprobs
 from groupwise.model.grammar import GrammarCompiler, json_grammar
 from groupwise.model.ops.logits import masked_logits
 from groupwise.model.policy import Policy
-from groupwise.records import Request, Sample, Sampling
-from groupwise.seeds import derive_seed
+from groupwise.records import Request, Sample, Sampling, derive_seed
 from tests.support.cuda_checks import DEVICE, assert_repeatable
 from tests.support.small_models import policy_of, small_model
 

@@ -29,8 +29,7 @@ from groupwise.engine.serving.serving_scheduler import CPUSteps, Job
 from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
 from groupwise.model.tokenizer import TokenizerCodec, render, turn_text, written_calls
-from groupwise.records import Request, Sampling
-from groupwise.seeds import derive_seed
+from groupwise.records import Request, Sampling, derive_seed
 from groupwise.serve.completion_request import (
     CompletionRequest,
     ToolCallReader,

@@ -10,8 +10,7 @@ import pytest
 from groupwise.config.schema import EngineConfig
 from groupwise.engine.engine import Engine
 from groupwise.model.policy import Policy
-from groupwise.records import Completion, Request, Sample, Sampling
-from groupwise.seeds import derive_seed
+from groupwise.records import Completion, Request, Sample, Sampling, derive_seed
 
 PROMPTS = (1, 16, 32, 37, 5)
 """Lengths: one token, one block, exact blocks, more, less."""

@@ -39,9 +39,8 @@ from groupwise.learner.checkpoint import (
 from groupwise.learner.learner import Learner
 from groupwise.learner.teacher import SELF, Teacher, sampled_like
 from groupwise.model.load import load_policy
-from groupwise.records import Example, Group, Rollout
+from groupwise.records import Example, Group, Rollout, derive_seed
 from groupwise.rollout.collect import GroupRequest, generate_groups, group_requests
-from groupwise.seeds import derive_seed
 from groupwise.serve.agent_endpoint import multi_turn
 from groupwise.tasks import Split, Task, UserFunctions
 from groupwise.tracking.run_folder import RunFolder

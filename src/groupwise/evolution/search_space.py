@@ -11,7 +11,7 @@ from typing import Any
 from groupwise.config import FLAGS, Config
 from groupwise.config.schema import BUILT_IN
 from groupwise.errors import ConfigError
-from groupwise.seeds import derive_seed
+from groupwise.records import derive_seed
 from groupwise.tasks import Task
 from groupwise.tasks.task import closest
 

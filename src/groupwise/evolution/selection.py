@@ -19,7 +19,7 @@ from groupwise.evaluate.intervals import Difference, paired_difference
 from groupwise.evolution.evolve_state import MemberRecord, SearchState, short, value_text
 from groupwise.evolution.population import Population
 from groupwise.evolution.search_space import SearchSpace, Values
-from groupwise.seeds import derive_seed
+from groupwise.records import derive_seed
 
 Scores = Mapping[int, Sequence[float] | None]
 """A score for each prompt, by slot; None: the member has diverged."""

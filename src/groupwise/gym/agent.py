@@ -27,11 +27,10 @@ from groupwise.gym.env import PromptBatch, PromptEnv
 from groupwise.learner.learner import try_custom_loss
 from groupwise.learner.teacher import SELF
 from groupwise.model.grammar import rollout_grammar
-from groupwise.records import Example, Group, Rollout
+from groupwise.records import Example, Group, Rollout, derive_seed
 from groupwise.rollout.agent_rollouts import AgentRollouts
 from groupwise.rollout.collect import GroupRequest, generate_groups
 from groupwise.rollout.tool_rollouts import Tools
-from groupwise.seeds import derive_seed
 from groupwise.serve.agent_endpoint import multi_turn
 from groupwise.tasks.task import Prompt, Task
 from groupwise.tasks.user_code import split_functions, use_functions

@@ -311,7 +311,8 @@ def contention_notice(others: float, *, threads: int, cores: int, adapts: bool) 
 def has_faster_onednn() -> bool:
     """Whether oneDNN multiplies float32 matrices faster than MKL, which torch uses.
 
-    MKL uses AVX-512 on Intel's processors only. On AMD's, oneDNN takes less than half the time.
+    MKL uses AVX-512 on Intel's processors only. On AMD's, oneDNN takes less than half the time. The first
+    call bounds its caches, because oneDNN reads their size with its first product.
     """
     has_onednn = torch.backends.mkldnn.enabled and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     if not has_onednn or torch.backends.cpu.get_cpu_capability() != "AVX512":

@@ -44,11 +44,11 @@ from groupwise.records import (
     Rollout,
     Sampling,
     Turn,
+    derive_seed,
     plain,
 )
 from groupwise.rollout.environment import finished
 from groupwise.rollout.multi_turn import ModelCall, branch_of, joined
-from groupwise.seeds import derive_seed
 from groupwise.tracking.run_folder import LOGGER
 
 if TYPE_CHECKING:

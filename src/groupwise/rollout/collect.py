@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from groupwise.invariants import check_token_exact
-from groupwise.records import Completion, Example, Group, Message, Request, Rollout, Sampling
+from groupwise.records import Completion, Example, Group, Message, Request, Rollout, Sampling, derive_seed
 from groupwise.rollout.agent_rollouts import AgentRollouts
 from groupwise.rollout.tool_rollouts import Tools
-from groupwise.seeds import derive_seed
 
 Prompt = str | Sequence[Message]
 

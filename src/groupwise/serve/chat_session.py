@@ -16,11 +16,10 @@ from groupwise.engine.serving.serving_scheduler import Job
 from groupwise.errors import ConfigError, RolloutError
 from groupwise.evaluate.strategies import Sampler, plain_judge, strategy_named
 from groupwise.model.policy import Policy
-from groupwise.records import Example, Finish, Message, Sampling, Turn
+from groupwise.records import Example, Finish, Message, Sampling, Turn, derive_seed
 from groupwise.rollout.tool_calls import read_calls
 from groupwise.rollout.tool_executor import ToolExecutor
 from groupwise.rollout.tool_rollouts import Tools
-from groupwise.seeds import derive_seed
 from groupwise.serve.detokenizer import TextStream
 from groupwise.tasks import Task, load_task, without_data
 from groupwise.tasks.self_test import check

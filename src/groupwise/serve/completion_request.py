@@ -16,12 +16,11 @@ from groupwise.engine.sampler import MOST_ALTERNATIVES, Penalties
 from groupwise.engine.serving.serving_scheduler import Job
 from groupwise.errors import ConfigError
 from groupwise.model.tokenizer import TokenizerCodec, knows_tools
-from groupwise.records import Message, Sampling
+from groupwise.records import Message, Sampling, derive_seed
 from groupwise.rewards.extraction import END_THINK
 from groupwise.rollout.multi_turn import HERMES
 from groupwise.rollout.tool_calls import CLOSE, OPEN, ParsedToolCall, is_bare_call, read_call, read_calls
 from groupwise.rollout.tools import as_declared
-from groupwise.seeds import derive_seed
 from groupwise.serve.http_server import HTTPError
 from groupwise.serve.structured_output import answer_grammar
 

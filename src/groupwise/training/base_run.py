@@ -32,10 +32,9 @@ from groupwise.model.load import load_for_generation, load_policy, load_reward_m
 from groupwise.model.policy import Policy
 from groupwise.model.resolve import model_folder
 from groupwise.parallel.processes import DIVIDING, Processes, as_launched, divide, layout_of
-from groupwise.records import Rollout
+from groupwise.records import Rollout, derive_seed
 from groupwise.report.model_card import CardSubject, model_card
 from groupwise.rewards.llm_judge import RewardModel
-from groupwise.seeds import derive_seed
 from groupwise.tasks import Split, Task, UserFunctions
 from groupwise.tasks.task import correct_rule
 from groupwise.tasks.user_code import code_of

@@ -21,9 +21,9 @@ from groupwise.learner.micro_batch import MicroBatchInputs
 from groupwise.model.attention.ulysses import UlyssesContext
 from groupwise.model.tokenizer import unread_calls
 from groupwise.parallel.processes import Processes, layout_of
+from groupwise.records import derive_seed
 from groupwise.rewards.runner import RewardContext, TrainerState
 from groupwise.rollout.tool_calls import read_calls
-from groupwise.seeds import derive_seed
 from groupwise.tasks import Split, Task, UserFunctions
 from groupwise.tasks.isolate import failures_on_trial
 from groupwise.tasks.user_code import code_of

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from groupwise.config import Config
 from groupwise.errors import ConfigError
 from groupwise.model.policy import Policy
-from groupwise.records import Example, Group
+from groupwise.records import Example, Group, derive_seed
 from groupwise.rollout.tools import tool_of
-from groupwise.seeds import derive_seed
 from groupwise.tasks import ExampleStream, Split, Task
 
 Rates = Mapping[str, Sequence[float]]

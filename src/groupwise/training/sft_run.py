@@ -18,9 +18,8 @@ from groupwise.learner.sft_learner import SFTLearner, masked_sample
 from groupwise.model.policy import Policy
 from groupwise.model.tokenizer import knows_tools, render
 from groupwise.parallel.processes import Processes, joined_processes
-from groupwise.records import Group, Rollout, Sample
+from groupwise.records import Group, Rollout, Sample, derive_seed
 from groupwise.rollout.multi_turn import prefill_of
-from groupwise.seeds import derive_seed
 from groupwise.tasks import Split, Task, isolated
 from groupwise.tasks.sft_data import Demonstration, SFTPlan, held_out_of, of_task, written
 from groupwise.tracking.terminal import open_display

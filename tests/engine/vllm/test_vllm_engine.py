@@ -22,10 +22,9 @@ from groupwise.engine.vllm.vllm_engine import VllmEngine
 from groupwise.errors import ConfigError, InvariantError
 from groupwise.model.load import load_policy
 from groupwise.model.policy import Policy
-from groupwise.records import Completion, Request, Sampling
+from groupwise.records import Completion, Request, Sampling, derive_seed
 from groupwise.rollout.collect import collect
 from groupwise.rollout.tool_rollouts import Tools
-from groupwise.seeds import derive_seed
 from groupwise.tasks import UserFunctions
 from groupwise.training import train
 from tests.support.process_groups import in_processes, needs_deepspeed
