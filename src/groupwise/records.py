@@ -10,7 +10,6 @@ torch. A stage never modifies a record: it creates a new one with `dataclasses.r
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +30,8 @@ def derive_seed(*parts: int | str) -> int:
 
     All randomness of a run derives from its seed and from what it is for, not from a generator's state.
     """
+    import hashlib  # loads OpenSSL, which --help does not need
+
     digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
