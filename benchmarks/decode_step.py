@@ -2,6 +2,7 @@
 
     python benchmarks/decode_step.py                         # half a minute on one GPU
     python benchmarks/decode_step.py --rows 64 --shape 0.5b
+    python benchmarks/decode_step.py --fp8
 
 Groups of 8 answers to prompts of 128 tokens by a random model, as in `generation`. A few steps around the one
 at which every answer has `--own` tokens are profiled while the engine runs as it always does; what is left
@@ -36,7 +37,14 @@ BYTES_A_SECOND, PRODUCTS_A_SECOND = 4.8e12, 989e12
 """What an H200 can read, and multiply and add in bfloat16, as its maker says."""
 KINDS = {
     "attention": ("attend_", "join_shares"),
-    "between products": ("add_norm", "rotate_and_store", "silu_and_multiply", "store_keys", "open_step"),
+    "between products": (
+        "add_norm",
+        "rotate_and_store",
+        "silu_and_multiply",
+        "quantize_rows",
+        "store_keys",
+        "open_step",
+    ),
     "drawing": ("sum_chunks", "close_step"),
     "products": ("gemm", "nvjet", "cutlass", "xmma", "splitk", "cublas"),
 }
@@ -99,12 +107,15 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="1.5b")
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--own", type=int, default=256, help="tokens that every answer has then")
+    parser.add_argument("--fp8", action="store_true", help="products and cache in FP8")
     parser.add_argument("--shown", type=int, default=24, help="kernels")
     parser.add_argument("--json", type=Path, help="also write all of them to this file")
     options = parser.parse_args()
     policy = random_policy(options.shape, device=torch.device("cuda"))
     asked = requests(options.rows, PROMPT, policy.head_weight.shape[0], seed=1)
-    engine = Engine(policy, EngineConfig(max_sequences=options.rows))
+    fp8 = "fp8" if options.fp8 else None
+    settings = EngineConfig(max_sequences=options.rows, quantization=fp8, kv_cache_dtype=fp8)
+    engine = Engine(policy, settings)
     sampling = Sampling(max_tokens=options.own + STEPS + 4)
     engine.generate(asked, sampling)  # compiles kernels, captures graphs
     with Watched(begin=options.own - STEPS // 2) as watched:

@@ -10,8 +10,8 @@ Models are random, in the shape of Qwen2.5 (bfloat16): speed does not depend on 
 workload is groups of 8 answers to prompts of 128 tokens.
 
 1. **Start.** From weights in memory to the first tokens: kernels compiled, one graph captured.
-2. **Fixed length.** 512 answers of exactly 512 tokens, plain and with a LoRA of rank 16 on all linear layers.
-   The best of two calls; the first one also captures graphs.
+2. **Fixed length.** 512 answers of exactly 512 tokens, plain and with a LoRA of rank 16 on all linear layers;
+   on GPUs that can, also in FP8. The best of two calls; the first one also captures graphs.
 3. **Long tail.** Lengths are geometric, mean 200, cut at 1024: every 200th id of the vocabulary ends an
    answer, and a random model draws nearly evenly. Once with as many answers as slots, where no slot is
    filled again and the last answers run almost alone, and once with eight times as many.
@@ -53,12 +53,18 @@ from groupwise.config.schema import EngineConfig
 from groupwise.engine.engine import Engine
 from groupwise.model.attention.compatibility import check_attention
 from groupwise.model.attention.packed import PackedLayout
+from groupwise.model.device import supports_fp8
 from groupwise.model.load import keep_quiet, use_fused_ops
 from groupwise.model.ops.lora_linear import use_fused_lora
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sampling, derive_seed
 
 GROUP = 8
+PLAIN = EngineConfig()
+FP8 = {
+    "FP8 products": EngineConfig(quantization="fp8"),
+    "FP8 products and cache": EngineConfig(quantization="fp8", kv_cache_dtype="fp8"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,13 +150,20 @@ class Bench:
         )
 
     def rollouts(
-        self, name: str, policy: Policy, *, sequences: int, longest: int, measure_gap: bool = False
+        self,
+        name: str,
+        policy: Policy,
+        *,
+        sequences: int,
+        longest: int,
+        measure_gap: bool = False,
+        settings: EngineConfig = PLAIN,
     ) -> None:
         """Draw twice on one engine and note the faster call."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         vocabulary = policy.head_weight.shape[0]
-        engine, sampling = Engine(policy, EngineConfig()), Sampling(max_tokens=longest)
+        engine, sampling = Engine(policy, settings), Sampling(max_tokens=longest)
         first = requests(GROUP * 8, self.size.prompt, vocabulary, seed=0)
         _, seconds = timed(policy, lambda: engine.generate(first, Sampling(max_tokens=2)))
         self.start_seconds = self.start_seconds or seconds
@@ -221,7 +234,11 @@ class Bench:
     def run(self, *, baseline: bool) -> None:
         size = self.size
         policy = random_policy(self.shape, device=self.device)
-        self.rollouts("fixed length", policy, sequences=size.sequences, longest=size.answer, measure_gap=True)
+        whole: dict[str, Any] = {"sequences": size.sequences, "longest": size.answer, "measure_gap": True}
+        self.rollouts("fixed length", policy, **whole)
+        if supports_fp8(self.device):
+            for name, settings in FP8.items():
+                self.rollouts(name, policy, **whole, settings=settings)
         if baseline:
             policy.end_tokens = frozenset(range(0, policy.head_weight.shape[0], size.mean))
             for factor in (1, 8):
@@ -231,7 +248,7 @@ class Bench:
             del policy
             gc.collect()
             policy = random_policy(self.shape, device=self.device, lora=16)
-            self.rollouts("LoRA r16", policy, sequences=size.sequences, longest=size.answer, measure_gap=True)
+            self.rollouts("LoRA r16", policy, **whole)
         del policy
         gc.collect()
         if self.device.type == "cuda":

@@ -55,7 +55,8 @@ def check_gap(gap: float, *, limit: float) -> None:
     if not gap <= limit:
         raise InvariantError(
             f"sampler and trainer log-probs differ by {gap:.4f} nats per token (algo.max_gap is {limit:g}): "
-            f"check positions, attention mask, temperature, dtype and weight sync"
+            "check positions, attention mask, temperature, dtype and weight sync, or leave out "
+            "engine.quantization and engine.kv_cache_dtype"
         )
 
 

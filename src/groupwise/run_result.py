@@ -123,7 +123,7 @@ class RunResult(os.PathLike[str]):
             rule = self._logits_processor or load_function("rollout.logits_processor", name)
             self.policy.use_logits_processor(name, rule)
         self.policy.grammar = compiled_grammar(self.config, self.policy, self.policy.end_tokens)
-        return Engine(self.policy, replace(self.config.engine, kind="own"))
+        return Engine(self.policy, replace(self.config.engine.without_fp8(), kind="own"))
 
     def generate(
         self,

@@ -260,6 +260,8 @@ def test_a_wrong_keyword_is_explained(keywords, message):
 
 
 CHOICES = {
+    "engine.quantization": ("fp8",),
+    "engine.kv_cache_dtype": ("fp8",),
     "model.device": ("cpu", "cuda", "cuda:1"),
     "model.dtype": ("float32", "bfloat16"),
     "model.quantization": ("nf4", "int8"),
@@ -441,3 +443,16 @@ def test_what_the_user_sets_is_not_chosen_for_them():
     config = read_config(overrides=given)
     assert config.resolve() == config
     assert read_config(overrides=["rollout.prompts=1"]).resolve().optim.minibatches == 1
+
+
+@pytest.mark.parametrize("setting", ["engine.quantization", "engine.kv_cache_dtype"])
+@pytest.mark.parametrize(
+    ("other", "refused"),
+    [
+        ("engine.kind=vllm", "requires groupwise's own engine; set engine.kind=own"),
+        ("algo.correction=none", "samples from a rounded policy; set algo.correction"),
+    ],
+)
+def test_fp8_is_refused_where_nothing_computes_or_corrects_it(setting, other, refused):
+    with pytest.raises(ConfigError, match=f"{setting}=fp8 {refused}"):
+        read_config(overrides=[f"{setting}=fp8", other])

@@ -12,7 +12,7 @@ import torch
 
 import tests.support.triton_interpreter  # noqa: F401  (before any kernel is imported)
 from groupwise.config.schema import EngineConfig
-from groupwise.engine.cuda.fused_layers import MultiLoRAGraphWeight
+from groupwise.engine.cuda.graph_weights import MultiLoRAGraphWeight
 from groupwise.engine.engine import Engine
 from groupwise.engine.multi_lora import LoRABank, MultiLoRAEngine
 from groupwise.model.policy import Policy

@@ -286,6 +286,7 @@ def test_python_and_the_shell_start_the_same_search(place, whole, tmp_path):
         (["lora.r=0"], "members of a population are adapters: set lora.r"),
         (["task.held_out=0"], "selection needs held-out examples"),
         (["engine.kind=vllm"], "requires groupwise's own engine: set engine.kind=own"),
+        (["engine.quantization=fp8"], "do not generate in FP8; leave out engine.quantization=fp8"),
         (["--vary", "beta=1"], "--vary must have the form NAME=LOW:HIGH"),
         (["--vary", "beta=1:2", "--vary", "beta=1:3"], "--vary beta is given twice"),
         (["evolve.vary={algo.clip_low: [0.9, 1.5]}"], "evolve.vary: algo.clip_low must be between 0 and 1"),

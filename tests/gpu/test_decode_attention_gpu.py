@@ -17,6 +17,7 @@ from groupwise.engine.cuda.decode_attention import (
     members_of_a_tile,
     prompt_splits,
 )
+from groupwise.engine.cuda.graph_weights import FP8Cache
 from groupwise.engine.paged_attention import KVCache
 from groupwise.model.attention.hf_interface import STANDARD, AttentionVariant
 from tests.support.cuda_checks import DEVICE, HALF, assert_near, assert_repeatable
@@ -38,6 +39,7 @@ class Batch:
     own_splits: int
     idle_rows: int = 0
     variant: AttentionVariant = STANDARD
+    fp8: bool = False
 
     def __post_init__(self) -> None:
         own = [length for _, members in self.groups for length in members]
@@ -45,7 +47,7 @@ class Batch:
         own_blocks = [-(-length // PAGE) for length in own]
         blocks = sum(prompt_blocks) + sum(own_blocks)
         slots = len(own) + self.idle_rows
-        self.cache = KVCache(
+        self.cache = (FP8Cache if self.fp8 else KVCache)(
             layers=1,
             blocks=blocks + 1,
             block_size=PAGE,
@@ -53,8 +55,10 @@ class Batch:
             size=self.size,
             like=torch.zeros(1, dtype=self.dtype, device=DEVICE),
         )
-        self.cache.keys.normal_()
-        self.cache.values.normal_()
+        for stored in (self.cache.keys, self.cache.values):
+            stored.copy_(torch.randn(stored.shape, device=DEVICE))
+        if isinstance(self.cache, FP8Cache):
+            self.cache.scales.uniform_(0.5, 2.0)
         largest = max(len(members) for _, members in self.groups)
         self.state = state = StepState(
             slots=slots,
@@ -108,6 +112,11 @@ class Batch:
         """Softmax over the prompt and the row's own tokens, one row after the other."""
         lengths = [(prompt, own) for prompt, members in self.groups for own in members]
         keys, values = (x[0].flatten(0, 1).float() for x in (self.cache.keys, self.cache.values))
+        if isinstance(self.cache, FP8Cache):
+            keys, values = (
+                x * scale[0].flatten(0, 1)[..., None]
+                for x, scale in zip((keys, values), self.cache.scales, strict=True)
+            )
         rows = []
         for q_HD, (table, mine), (prompt, own) in zip(self.q_RHD.float(), self.tables, lengths, strict=False):
             places = [table[n // PAGE] * PAGE + n % PAGE for n in range(prompt)]
@@ -155,6 +164,13 @@ def test_decode_attention_is_softmax_for_every_head_size_and_ratio(heads, key_he
 def test_decode_attention_is_softmax_in_other_precisions(dtype, own_splits):
     batch = Batch(RAGGED, 8, 2, 64, dtype, own_splits)
     assert_near(batch.attend(), batch.expected(), dtype)
+
+
+@pytest.mark.parametrize("own_splits", [1, 4])
+@pytest.mark.parametrize(("heads", "key_heads", "size"), [(9, 3, 64), (8, 1, 80), (12, 2, 128), (8, 4, 256)])
+def test_decode_attention_is_softmax_over_keys_and_values_in_fp8(heads, key_heads, size, own_splits):
+    batch = Batch(RAGGED, heads, key_heads, size, HALF, own_splits, fp8=True)
+    assert_near(batch.attend(), batch.expected(), HALF)
 
 
 @pytest.mark.parametrize(
@@ -205,8 +221,10 @@ def test_idle_rows_change_nothing():
 
 @pytest.mark.parametrize("own_splits", [1, 4])
 @pytest.mark.parametrize(("heads", "key_heads", "size"), [(9, 3, 64), (12, 2, 128), (8, 4, 256)])
-def test_decode_attention_gives_the_same_bits_every_time(heads, key_heads, size, own_splits):
-    batch = Batch([(300, [70] * 8), (40, [9, 90, 17])], heads, key_heads, size, HALF, own_splits)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_decode_attention_gives_the_same_bits_every_time(fp8, heads, key_heads, size, own_splits):
+    groups: Groups = [(300, [70] * 8), (40, [9, 90, 17])]
+    batch = Batch(groups, heads, key_heads, size, HALF, own_splits, fp8=fp8)
     assert_repeatable(lambda: [batch.attend()])
 
 

@@ -19,6 +19,7 @@ from groupwise.engine.scheduler import BlockPool
 from groupwise.engine.serving.cuda_serving import CUDASteps
 from groupwise.engine.serving.serving_scheduler import CPUSteps, Job, ServingScheduler
 from groupwise.errors import InvariantError
+from groupwise.model.device import supports_fp8
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sampling, derive_seed
 from tests.support.cuda_checks import DEVICE
@@ -282,3 +283,41 @@ def test_penalties_and_neighbours_without_them_share_graphs_and_write_what_plain
         if same:
             assert got.logprobs == pytest.approx(expected.logprobs, abs=2e-3)
     assert wrong <= 1
+
+
+def gap(plain: Any, asked: list[Request], groups: list[list[Completion]]) -> float:
+    """Return the mean distance between the sampler's log-probabilities and those of a model in float32."""
+    gaps = []
+    for request, group in zip(asked, groups, strict=True):
+        for completion in group:
+            tokens = torch.tensor(request.prompt + completion.tokens)
+            with torch.no_grad():
+                logits = plain(tokens[None]).logits[0, len(request.prompt) - 1 : -1]
+            own_T = logits.log_softmax(-1).gather(1, tokens[len(request.prompt) :, None]).squeeze(1)
+            gaps.append((own_T - torch.tensor(completion.logprobs)).abs())
+    return float(torch.cat(gaps).mean())
+
+
+@pytest.mark.skipif(not supports_fp8(DEVICE), reason="needs compute capability 9.0")
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}, {"quantization": "fp8", "kv_cache_dtype": "fp8"}],
+    ids=["products", "cache", "both"],
+)
+def test_generation_in_fp8_stays_near_the_model_and_follows_its_weights(kind: str, settings: dict[str, str]):
+    plain = copy.deepcopy(small_model(kind)).to(torch.bfloat16).float()
+    policy = on_device(plain, torch.bfloat16)
+    sampling = Sampling(max_tokens=40)
+    half, engine = Engine(policy, EngineConfig()), Engine(policy, EngineConfig(**settings))
+    for step in range(2):
+        asked = requests(step=step)
+        rounding = gap(plain, asked, half.generate(asked, sampling))
+        assert rounding < gap(plain, asked, engine.generate(asked, sampling)) < 0.25
+        with torch.no_grad():
+            for ours, theirs in zip(policy.model.parameters(), plain.parameters(), strict=True):
+                theirs.copy_(theirs.flip(0))
+                ours.copy_(theirs)
+    assert engine.graph_runner is not None
+    assert engine.graph_runner.fused
+    assert engine.graph_runner.cache.fp8 == ("kv_cache_dtype" in settings)

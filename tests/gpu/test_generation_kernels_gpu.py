@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from groupwise.engine import sampler
-from groupwise.engine.cuda import fused_layers, sampling_kernels
+from groupwise.engine.cuda import fused_layers, graph_weights, sampling_kernels
 from groupwise.engine.cuda.attention_kernels import launch, padded
+from groupwise.engine.cuda.graph_weights import FP8, FP8Rows, FP8Weight, in_fp8
 from groupwise.model.device import deterministic_kernels
 from groupwise.records import Sampling
 from tests.support.cuda_checks import DEVICE, DTYPES, HALF, assert_near, assert_repeatable, relative
@@ -34,8 +35,8 @@ def test_the_residual_sum_and_its_norm_are_those_of_torch(tokens, size, dtype):
     launch(
         fused_layers.add_norm,
         (tokens,),
-        x, delta, weight, out, 1e-6, delta.stride(0),
-        ADD=True, SIZE=size, PADDED=padded(size, least=1), early=True, num_warps=4,
+        x, delta, weight, out, out, 1e-6, delta.stride(0),
+        ADD=True, SIZE=size, PADDED=padded(size, least=1), FP8=False, early=True, num_warps=4,
     )  # fmt: skip
     assert torch.equal(x, total)
     exact = total.double()
@@ -87,10 +88,10 @@ def test_queries_and_keys_are_rotated_and_stored(heads, key_heads, size, with_no
     launch(
         fused_layers.rotate_and_store,
         (tokens,),
-        qkv, cos, sin, q_weight, k_weight, keys, values, places, 1.0, 1e-6, qkv.stride(0),
+        qkv, cos, sin, q_weight, k_weight, keys, values, keys, values, places, 1.0, 1e-6, qkv.stride(0),
         HEADS=heads, KEY_HEADS=key_heads, SIZE=size, HALF=padded(size // 2, least=1),
         PADDED=padded(heads + key_heads, least=1), PADDED_KEYS=padded(key_heads, least=1),
-        NORMED=with_norms, early=True, num_warps=4,
+        NORMED=with_norms, FP8=False, early=True, num_warps=4,
     )  # fmt: skip
     assert_near(qkv.view(tokens, -1, size)[:, :heads], rotated(q), dtype)
     assert_near(keys[places], rotated(k), dtype)
@@ -114,14 +115,102 @@ def test_rotating_and_storing_gives_the_same_bits_every_time():
         launch(
             fused_layers.rotate_and_store,
             (tokens,),
-            own, cos, sin, q_weight, k_weight, keys, values, places, 1.0, 1e-6, own.stride(0),
+            own, cos, sin, q_weight, k_weight, keys, values, keys, values, places, 1.0, 1e-6, own.stride(0),
             HEADS=heads, KEY_HEADS=key_heads, SIZE=size, HALF=size // 2,
             PADDED=padded(heads + key_heads, least=1), PADDED_KEYS=padded(key_heads, least=1),
-            NORMED=True, early=True, num_warps=4,
+            NORMED=True, FP8=False, early=True, num_warps=4,
         )  # fmt: skip
         return [own, keys, values]
 
     assert_repeatable(compute)
+
+
+def values_of(rows: FP8Rows) -> Tensor:
+    return rows.values_TI.double() * rows.scale_T1
+
+
+def nearest_in_fp8(x: Tensor) -> FP8Rows:
+    scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-12) / 448
+    return FP8Rows((x.float() / scale).to(FP8), scale)
+
+
+def assert_rounded(rows: FP8Rows, expected: Tensor) -> None:
+    """Every number is one of the two in FP8 beside the expected one, the scale that of the largest."""
+    scale = expected.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 448
+    assert torch.allclose(rows.scale_T1.double(), scale, rtol=1e-2)
+    step = (2.0 ** torch.floor((expected / scale).abs().clamp_min(2**-6).log2()) / 8) * scale
+    assert bool(((values_of(rows) - expected).abs() <= 1.01 * step).all())
+
+
+@pytest.mark.parametrize("size", [16, 1536, 8960])
+def test_rows_in_fp8_are_the_nearest_numbers(size):
+    x = random(33, 2 * size, dtype=HALF)[:, :size] * torch.logspace(-4, 4, 33, device=DEVICE)[:, None].to(
+        HALF
+    )
+    x[5] = 0
+    rows, expected = in_fp8(x), nearest_in_fp8(x)
+    assert torch.allclose(rows.scale_T1, expected.scale_T1, rtol=1e-6)
+    # A quotient between two numbers may fall on either side.
+    assert (values_of(rows) != values_of(expected)).double().mean() < 1e-3
+    assert_rounded(rows, x.double())
+
+
+@pytest.mark.parametrize("size", [576, 1536])
+def test_rows_in_fp8_of_the_residual_sum_and_its_norm_are_those_of_torch(size):
+    x, delta, weight = random(65, size, dtype=HALF), random(65, size, dtype=HALF), random(size, dtype=HALF)
+    exact = (x.float() + delta.float()).to(HALF).double()
+    rows = fused_layers._add_norm(x, delta, fused_layers.Norm(weight, 1e-6), fp8=True)
+    assert torch.equal(x.double(), exact)
+    assert isinstance(rows, FP8Rows)
+    assert_rounded(rows, exact * (exact.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double())
+
+
+@pytest.mark.parametrize("size", [16, 1536, 8960])
+def test_rows_in_fp8_of_the_gated_activation_are_those_of_torch(size):
+    gate_up = random(33, 2 * size, dtype=HALF)
+    rows = fused_layers._silu_and_multiply(gate_up, fp8=True)
+    assert isinstance(rows, FP8Rows)
+    gate, up = gate_up.double().split(size, dim=1)
+    assert_rounded(rows, silu(gate) * up)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 65, 512])
+@pytest.mark.parametrize("bias", [False, True])
+@torch.no_grad()
+def test_a_product_in_fp8_is_that_of_the_rounded_matrices(rows, bias):
+    layers = [torch.nn.Linear(1536, size, bias=bias, device=DEVICE, dtype=HALF) for size in (1536, 256, 256)]
+    product = FP8Weight(*layers, like=layers[0].weight)
+    x = random(rows, 1536, dtype=HALF)
+    expected = [values_of(in_fp8(x)) @ values_of(nearest_in_fp8(layer.weight)).T for layer in layers]
+    if bias:
+        expected = [y + layer.bias.double() for y, layer in zip(expected, layers, strict=True)]
+    assert_near(product(x), torch.cat(expected, 1), HALF)
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "size"), [(9, 3, 64), (8, 1, 80), (28, 4, 128), (4, 2, 256)])
+def test_keys_are_rotated_and_stored_in_fp8(heads, key_heads, size):
+    tokens, blocks = 21, 40
+    qkv = random(tokens, (heads + 2 * key_heads) * size, dtype=HALF)
+    cos, sin, weight = random(tokens, size // 2), random(tokens, size // 2), random(size, dtype=HALF)
+    plain = torch.zeros(2, blocks, key_heads, size, dtype=HALF, device=DEVICE)
+    stored = torch.zeros(2, blocks, key_heads, size, dtype=FP8, device=DEVICE)
+    scales = torch.full((2, blocks, key_heads), torch.nan, device=DEVICE)
+    places = torch.randperm(blocks, device=DEVICE)[:tokens]
+    for cache, own_scales in ((plain, plain), (stored, scales)):
+        launch(
+            fused_layers.rotate_and_store,
+            (tokens,),
+            qkv.clone(), cos, sin, weight, weight, *cache, *own_scales, places, 1.0, 1e-6, qkv.stride(0),
+            HEADS=heads, KEY_HEADS=key_heads, SIZE=size, HALF=padded(size // 2, least=1),
+            PADDED=padded(heads + key_heads, least=1), PADDED_KEYS=padded(key_heads, least=1),
+            NORMED=False, FP8=cache is stored, early=True, num_warps=4,
+        )  # fmt: skip
+    for numbers, scale, expected in zip(stored, scales, plain, strict=True):
+        rows = FP8Rows(numbers.view(torch.uint8)[places].view(FP8), scale[places][..., None])
+        assert_rounded(rows, expected[places].double())
+    untouched = torch.ones(blocks, dtype=torch.bool, device=DEVICE)
+    untouched[places] = False
+    assert scales[:, untouched].isnan().all()
 
 
 def add_own_products(y: Tensor, up: Tensor, adapter: Tensor, widths: list[int], rank: int) -> None:
@@ -130,11 +219,11 @@ def add_own_products(y: Tensor, up: Tensor, adapter: Tensor, widths: list[int], 
     starts = np.cumsum([0, *widths[:-1]])
     parts = torch.tensor(np.stack([starts, widths], 1), dtype=torch.int32, device=DEVICE)
     launch(
-        fused_layers.add_own,
-        (-(-rows // fused_layers.ROWS), -(-max(widths) // fused_layers.COLUMNS), len(widths)),
+        graph_weights.add_own,
+        (-(-rows // graph_weights.ROWS), -(-max(widths) // graph_weights.COLUMNS), len(widths)),
         y, up, adapter, parts, rows, y.stride(0), outputs, up.stride(0),
         SIZE=len(up), RANK=rank, PADDED=padded(rank),
-        ROWS=fused_layers.ROWS, COLUMNS=fused_layers.COLUMNS, num_warps=4,
+        ROWS=graph_weights.ROWS, COLUMNS=graph_weights.COLUMNS, num_warps=4,
     )  # fmt: skip
 
 
@@ -377,13 +466,7 @@ def test_penalties_give_the_same_bits_every_time():
     def compute() -> list[Tensor]:
         changed = logits.clone()
         state.counts.copy_(counts)
-        launch(
-            sampling_kernels.penalize,
-            (slots, -(-vocabulary // sampling_kernels.CHUNK)),
-            changed, state.counts, state.bias, state.factors, rows, last, vocabulary,
-            CHUNK=sampling_kernels.CHUNK, COUNT=True, num_warps=4,
-        )  # fmt: skip
-        return [changed, state.counts]
+        return [state.apply(changed, rows, last, count=True), state.counts]
 
     assert_repeatable(compute)
 
@@ -414,12 +497,7 @@ def test_penalties_on_the_device_are_those_of_the_cpu(vocabulary):
     for step in range(4):
         logits = 4 * random(rows, vocabulary)
         changed = logits.clone()
-        launch(
-            sampling_kernels.penalize,
-            (rows, -(-vocabulary // sampling_kernels.CHUNK)),
-            changed, state.counts, state.bias, state.factors, rows_R, tokens_S, vocabulary,
-            CHUNK=sampling_kernels.CHUNK, COUNT=step > 0, num_warps=4,
-        )  # fmt: skip
+        changed = state.apply(changed, rows_R, tokens_S, count=step > 0)
         for row, one in enumerate(penalties):
             if one is None:
                 assert torch.equal(changed[row], logits[row])

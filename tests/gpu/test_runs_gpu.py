@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from groupwise.model.device import supports_fp8
 from groupwise.tracking.rollout_files import read_rollouts
 from tests.support.small_models import SIZES, tiny_tokenizer
 from tests.support.small_runs import run_artifacts, task_file
@@ -212,3 +214,13 @@ def test_a_quantized_model_trains_adapters(kind: str, tmp_path: Path):
         *("run.max_steps=2", "lora.r=4", f"model.quantization={kind}", "algo.max_gap=1.0"),
     )
     assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 2
+
+
+@pytest.mark.skipif(not supports_fp8(torch.device("cuda")), reason="needs compute capability 9.0")
+@pytest.mark.parametrize("lora", [0, 8])
+def test_a_run_generates_in_fp8_and_saves_a_model_in_its_own_dtype(lora: int, tmp_path: Path):
+    words = ("run.max_steps=3", f"lora.r={lora}", "engine.quantization=fp8", "engine.kv_cache_dtype=fp8")
+    groupwise("train", f"run.output_dir={tmp_path}", "run.name=fp8", *SMALL, *words)
+    lines = [json.loads(line) for line in (tmp_path / "fp8" / "metrics.jsonl").read_text().splitlines()]
+    assert [0 < line["policy/gap"] < 0.05 for line in lines] == [True] * 3
+    assert groupwise("chat", str(tmp_path / "fp8"), "--prompt", "-", "--max-tokens", "8", given="2 + 2 =")

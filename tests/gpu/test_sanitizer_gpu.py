@@ -19,7 +19,8 @@ FOUND = 86
 KERNELS = (
     "(idle_rows or keys_are_stored or soft_caps or residual_sum or gated_activation or rotated_and_stored"
     " or own_adapter or sequences_begin or a_step_opens or penalties_on or at_an_end_token or two_attentions"
-    " or swiglu_and_its or rotary_embeddings or excludes or log_probabilities_and or plain_memory)"
+    " or swiglu_and_its or rotary_embeddings or excludes or log_probabilities_and or plain_memory"
+    " or rows_in_fp8 or stored_in_fp8 or values_in_fp8)"
     " and not dtype0 and not dtype1 and not 151936 and not 49153 and not 49159"
 )
 """Tests that launch every kernel once or a few times: one precision and small logits, as the tool is slow."""

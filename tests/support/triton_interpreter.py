@@ -2,7 +2,8 @@
 
 Import this module before any kernel. The interpreter prepares `triton.language` anew for every call of a
 function and rebuilds the type of every value, which takes longer than the arithmetic. Here it does both
-once; what a kernel computes stays the same.
+once; what a kernel computes stays the same. Numbers are rounded to FP8 by torch: the interpreter's own
+conversion loses the carry of the mantissa.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -26,6 +28,7 @@ _patch_tensor = interpreter._patch_lang_tensor
 _patch_language = interpreter._patch_lang
 _new_block_type = core.block_type.__init__
 _new_tensor = core.tensor.__init__
+_convert_float = interpreter._convert_float
 
 
 def _patch_with_index(tensor: Any, scope: Any) -> None:
@@ -65,6 +68,13 @@ def _tensor_with_shape_from_cache(self: Any, handle: Any, type: Any) -> None:
     self.shape, self.numel = _shapes[key]
 
 
+def _convert_as_torch(input: Any, input_dtype: Any, output_dtype: Any, rounding_mode: Any) -> Any:
+    if (input_dtype.name, output_dtype.name) == ("fp32", "fp8e4nv"):
+        return torch.from_numpy(input).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    return _convert_float(input, input_dtype, output_dtype, rounding_mode)
+
+
+interpreter._convert_float = _convert_as_torch
 interpreter._patch_lang_tensor = _patch_with_index
 interpreter._patch_lang = _patch_once
 core.block_type.__init__ = _block_type_from_cache

@@ -393,7 +393,7 @@ def load_target(target: Target, config: Config) -> tuple[Policy, Engine]:
     if (name := config.rollout.logits_processor) is not None:
         policy.use_logits_processor(name, load_function("rollout.logits_processor", name))
     policy.grammar = compiled_grammar(config, policy, policy.end_tokens)
-    return policy, Engine(policy, config.engine)
+    return policy, Engine(policy, config.engine.without_fp8())
 
 
 def run_job(job: EvalJob, policy: Policy, engine: Engine) -> Evaluation:

@@ -6,11 +6,14 @@ The docstring of each field is its user documentation: `groupwise config` prints
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from groupwise.config.coerce import between, finite, is_function_name, one_of, one_of_or_function
 from groupwise.errors import ConfigError
+
+FP8_BYTES = 1.0625
+"""Bytes of a key's or value's element in FP8, with its share of the scale of a head of 64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +43,36 @@ class EngineConfig:
     """Draft tokens from what followed the same context before, and check several in one step, where few
     sequences run. Samples the same tokens, up to rounding of the logits. Own engine on a GPU only, and not
     with mixtures of experts."""
+    quantization: str | None = None
+    """fp8: a run generates with weights and activations in 8-bit floating point. The log-probabilities are
+    then further from the trainer's: `algo.correction` corrects for it, `algo.max_gap` bounds it. Own engine,
+    NVIDIA GPUs from compute capability 9.0 on. The model that is saved keeps its dtype."""
+    kv_cache_dtype: str | None = None
+    """fp8: the same for the KV cache, which then takes half the memory. None: the dtype of the model."""
     unpack: bool | None = None
     """Generate with a dequantized copy of quantized weights: faster, more memory. None: if the copy fits
     into half of the free memory."""
+
+    @property
+    def fp8(self) -> tuple[str, ...]:
+        """The settings that ask for FP8, for messages."""
+        named = {"engine.quantization": self.quantization, "engine.kv_cache_dtype": self.kv_cache_dtype}
+        return tuple(f"{setting}=fp8" for setting, value in named.items() if value == "fp8")
+
+    def check_fp8(self, *, supported: bool, bfloat16: bool) -> None:
+        """Refuse FP8 where it does not run: whether the device computes in it, and the model's dtype."""
+        asked = " and ".join(self.fp8)
+        if asked and not supported:
+            raise ConfigError(
+                f"{asked} requires Triton and an NVIDIA GPU of compute capability 9.0 or later, such as an "
+                "H100; leave it out"
+            )
+        if asked and not bfloat16:
+            raise ConfigError(f"{asked} requires model.dtype=bfloat16")
+
+    def without_fp8(self) -> EngineConfig:
+        """Return the settings to generate with a trained model as it is saved."""
+        return replace(self, quantization=None, kv_cache_dtype=None)
 
     def __post_init__(self) -> None:
         one_of_or_function("engine.kind", self.kind, ("own", "vllm"))
@@ -54,6 +84,14 @@ class EngineConfig:
         between("engine.max_sequences", self.max_sequences, 1)
         between("engine.block_size", self.block_size, 1)
         between("engine.kv_tokens", self.kv_tokens, 1)
+        if self.quantization is not None:
+            one_of("engine.quantization", self.quantization, ("fp8",))
+        if self.kv_cache_dtype is not None:
+            one_of("engine.kv_cache_dtype", self.kv_cache_dtype, ("fp8",))
+        if self.fp8 and self.kind != "own":
+            raise ConfigError(
+                f"{' and '.join(self.fp8)} requires groupwise's own engine; set engine.kind=own"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,9 +42,12 @@ CHECKED_TOKENS = 24
 
 
 class Product(Protocol):
-    """Linear layers that share an input, as one matmul; `own` selects the adapter of each row."""
+    """Linear layers that share an input, as one matmul; `own` selects the adapter of each row.
 
-    def __call__(self, x_TI: Tensor, own: Tensor | None = None, /) -> Tensor: ...
+    The input is a tensor, or `FP8Rows` for a product in FP8.
+    """
+
+    def __call__(self, x_TI: Any, own: Tensor | None = None, /) -> Tensor: ...
 
     def refresh(self) -> None: ...
 

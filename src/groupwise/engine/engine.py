@@ -18,13 +18,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from groupwise.config.runtime import FP8_BYTES
 from groupwise.config.schema import EngineConfig
 from groupwise.engine.cpu_runner import Runner
 from groupwise.engine.general_runner import GeneralRunner, runner_for
 from groupwise.engine.sampler import StopStrings, draw, noise_on, uniforms
 from groupwise.engine.scheduler import NONE, BlockPool, FutureRequests, Scheduler, Sequence
 from groupwise.errors import ConfigError
-from groupwise.model.device import explain_out_of_memory, free_memory, total_memory
+from groupwise.model.device import explain_out_of_memory, free_memory, supports_fp8, total_memory
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Finish, Request, Sampling
 
@@ -64,6 +65,8 @@ class Engine:
         self.members = members
         """LoRA adapters that requests select from; None: every request uses the policy's own adapter."""
         self.config = config
+        bfloat16 = policy.head_weight.dtype == torch.bfloat16
+        config.check_fp8(supported=supports_fp8(policy.device), bfloat16=bfloat16)
         if config.unpack is not None:
             policy.unpacks = config.unpack
         self.preempted = 0
@@ -298,6 +301,8 @@ class Engine:
                 block_size=size,
                 members=self.members,
                 speculative=self.config.speculative,
+                fp8=self.config.quantization == "fp8",
+                fp8_cache=self.config.kv_cache_dtype == "fp8",
             )
         assert self.members is None or runner.fused, "check `MultiLoRAEngine.batched` first"
         self.graph_runner = runner
@@ -320,7 +325,8 @@ class Engine:
         Deterministic kernels take at most a quarter of the whole memory, which is the same in every process.
         """
         token = 2 * self.policy.layers * self.policy.key_heads * self.policy.head_size
-        block = token * self.config.block_size * self.policy.head_weight.element_size()
+        size = FP8_BYTES if self.config.kv_cache_dtype == "fp8" else self.policy.head_weight.element_size()
+        block = int(token * self.config.block_size * size)
         free = int(0.8 * (free_memory(self.policy.device) + held * block))
         if torch.are_deterministic_algorithms_enabled():
             free = min(free, total_memory(self.policy.device) // 4)

@@ -389,3 +389,5 @@ def check_supported(config: Config, task: Task) -> None:
         raise ConfigError("run.callbacks requires groupwise train; populations have no callbacks")
     if config.engine.kind != "own":
         raise ConfigError("a population requires groupwise's own engine: set engine.kind=own")
+    if config.engine.fp8:
+        raise ConfigError(f"populations do not generate in FP8; leave out {' and '.join(config.engine.fp8)}")

@@ -44,6 +44,12 @@ def has_kernels(x: Tensor) -> bool:
     return x.is_cuda and _has_triton()
 
 
+def supports_fp8(device: torch.device) -> bool:
+    """Whether the device multiplies matrices in FP8 with a scale for each row and column."""
+    nvidia = device.type == "cuda" and torch.version.cuda is not None
+    return nvidia and _has_triton() and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 @cache
 def _has_triton() -> bool:
     return find_spec("triton") is not None

@@ -28,10 +28,9 @@ from groupwise.model.attention.compatibility import check_attention
 from groupwise.model.device import device_of, explain_out_of_memory, raise_device_error, return_freed_memory
 from groupwise.model.general_forward import text_decoder
 from groupwise.model.ops.checkpointing import recompute_layers
+from groupwise.model.ops.fused_modules import use_fused_rmsnorm, use_fused_swiglu
 from groupwise.model.ops.lora_linear import use_fast_linears, use_fused_lora
-from groupwise.model.ops.rmsnorm import use_fused_rmsnorm
 from groupwise.model.ops.rotary import use_fused_rotary
-from groupwise.model.ops.swiglu import use_fused_swiglu
 from groupwise.model.policy import Policy
 from groupwise.model.resolve import (
     auto_class,

@@ -26,7 +26,13 @@ from groupwise.errors import ConfigError, ServersGoneError
 from groupwise.evaluate.target import find_target
 from groupwise.learner.checkpoint import prune
 from groupwise.learner.teacher import SELF, ModelTeacher, SelfTeacher, ServerTeacher, Teacher, is_server
-from groupwise.model.device import CPUThreads, deterministic_kernels, device_of, free_memory
+from groupwise.model.device import (
+    CPUThreads,
+    deterministic_kernels,
+    device_of,
+    free_memory,
+    supports_fp8,
+)
 from groupwise.model.grammar import compiled_grammar, rollout_grammar
 from groupwise.model.load import load_for_generation, load_policy, load_reward_models
 from groupwise.model.policy import Policy
@@ -169,6 +175,7 @@ class BaseRun(ABC):
         """Create the policy, the engine and the parts of a step, and restore them from a checkpoint."""
         config = self.config
         model = on_own_device(config.model, self.processes)
+        config.engine.check_fp8(supported=supports_fp8(device_of(model.device)), bfloat16=True)
         resources.enter_context(deterministic_kernels(device_of(model.device), on=config.run.deterministic))
         torch.manual_seed(derive_seed(config.run.seed, "adapters"))
         reference = config.run.kind == "grpo" and config.algo.beta > 0

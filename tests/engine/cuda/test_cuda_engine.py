@@ -88,7 +88,7 @@ def test_windows_caps_sinks_and_uneven_heads_write_what_the_cpu_writes(family, m
 
 
 def test_a_model_that_is_not_fused_runs_as_it_is(small_policy, monkeypatch):
-    monkeypatch.setattr(cuda_runner, "fused_forward", lambda *_: None)
+    monkeypatch.setattr(cuda_runner, "fused_forward", lambda *_, **__: None)
     gpu, _ = both(small_policy, requests((3, 17), (2, 1)), Sampling(max_tokens=3))
     assert gpu.graph_runner is not None
     assert not gpu.graph_runner.fused

@@ -227,10 +227,10 @@ def test_adapters_on_quantized_weights_get_the_gradients_of_those_on_their_value
 @pytest.mark.filterwarnings("ignore")
 def test_the_layers_of_a_quantized_model_keep_as_little_as_any_others(kind):
     pytest.importorskip("bitsandbytes")
-    from groupwise.model.ops import rotary, swiglu
+    from groupwise.model.ops import fused_modules, rotary
 
     layer = adapted(quantization=kind).decoder.layers[0]
-    assert layer.mlp.forward.__module__ == swiglu.__name__
+    assert layer.mlp.forward.__module__ == fused_modules.__name__
     assert layer.self_attn.forward.__module__ == rotary.__name__
 
 

@@ -16,7 +16,7 @@ from transformers.models.seed_oss.modeling_seed_oss import SeedOssMLP
 from groupwise.model.attention import hf_interface
 from groupwise.model.load import use_fused_ops
 from groupwise.model.ops.equivalence import random_states, random_states_kept
-from groupwise.model.ops.swiglu import use_fused_swiglu
+from groupwise.model.ops.fused_modules import use_fused_swiglu
 
 WIDE = {"hidden_size": 2048, "intermediate_size": 4096}
 SMALL = {

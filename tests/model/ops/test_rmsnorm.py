@@ -9,7 +9,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from groupwise.model.ops.rmsnorm import use_fused_rmsnorm
+from groupwise.model.ops.fused_modules import use_fused_rmsnorm
 
 
 def with_some_weight(norm: nn.Module) -> nn.Module:

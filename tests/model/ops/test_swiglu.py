@@ -15,8 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from groupwise.model.ops.checkpointing import outputs_unused
+from groupwise.model.ops.fused_modules import use_fused_swiglu
 from groupwise.model.ops.lora_linear import use_fused_lora
-from groupwise.model.ops.swiglu import use_fused_swiglu
 
 SIZES = {"hidden_size": 6, "intermediate_size": 10, "num_attention_heads": 2, "num_key_value_heads": 2}
 TOKENS = 5

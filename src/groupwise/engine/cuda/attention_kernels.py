@@ -60,24 +60,27 @@ def padded(size: int, *, least: int = 16) -> int:
 @triton.jit
 def _attend_segment(
     q, best, total, acc,
-    KEYS, VALUES, table, begin, end, head, scale, low,
+    KEYS, VALUES, KEY_SCALE, VALUE_SCALE, table, begin, end, head, scale, low,
     KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """Continue an online softmax over the tokens [begin, end) of a block table.
 
-    WINDOW: a query's window begins at its `low`. CAP: soft cap on scores in base 2; 0 for none.
+    WINDOW: a query's window begins at its `low`. CAP: soft cap on scores in base 2; 0 for none. FP8: keys and
+    values have a scale for each token and head, which multiplies its score and its weight instead.
     """
     dims, offsets = tl.arange(0, DIM), tl.arange(0, BLOCK)
     for start in range(begin, end, BLOCK):
         at = start + offsets
         live = at < end
         block = tl.load(table + at // PAGE, mask=live, other=0).to(tl.int64)
-        place = ((block * PAGE + at % PAGE) * KEY_HEADS + head) * SIZE
-        where = place[:, None] + dims[None, :]
+        cell = (block * PAGE + at % PAGE) * KEY_HEADS + head
+        where = cell[:, None] * SIZE + dims[None, :]
         mask = live[:, None] & (dims[None, :] < SIZE)
         k = tl.load(KEYS + where, mask=mask, other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        score = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+        if FP8:
+            score *= tl.load(KEY_SCALE + cell, mask=live, other=0.0)[None, :]
         if CAP > 0.0:
             # tanh(x) = 1 - 2 / (exp(2 x) + 1), with 2 / ln 2 = 2.885390…
             score = CAP * (1.0 - 2.0 / (tl.exp2(score * (2.8853900817779268 / CAP)) + 1.0))
@@ -91,17 +94,19 @@ def _attend_segment(
         shrink, p = tl.exp2(best - safe), tl.exp2(score - safe[:, None])
         v = tl.load(VALUES + where, mask=mask, other=0.0)
         total = total * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        if FP8:
+            p *= tl.load(VALUE_SCALE + cell, mask=live, other=0.0)[None, :]
+        acc = acc * shrink[:, None] + tl.dot(p.to(q.dtype), v.to(q.dtype), input_precision="ieee")
         best = new_best
     return best, total, acc
 
 
 @triton.jit(do_not_specialize=["table_width", "splits", "tiles"])
 def attend_prompts(
-    Q, KEYS, VALUES, SHARE, LSE, TILES, PROMPT_TABLE, LENGTH,
+    Q, KEYS, VALUES, KEY_SCALE, VALUE_SCALE, SHARE, LSE, TILES, PROMPT_TABLE, LENGTH,
     scale, q_row, q_head, table_width, splits, tiles,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, FP8: tl.constexpr,
     BLOCK: tl.constexpr, MEMBERS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Programs iterate over the tiles (members of one prompt), each for one key head and prompt split.
@@ -137,8 +142,9 @@ def attend_prompts(
         acc = tl.zeros([TILE, DIM], tl.float32)
         best, total, acc = _attend_segment(
             q, best, total, acc,
-            KEYS, VALUES, PROMPT_TABLE + slot * table_width, begin, end, head, scale, low,
-            KEY_HEADS, SIZE, DIM, PAGE, BLOCK, WINDOW, CAP,
+            KEYS, VALUES, KEY_SCALE, VALUE_SCALE, PROMPT_TABLE + slot * table_width,
+            begin, end, head, scale, low,
+            KEY_HEADS, SIZE, DIM, PAGE, BLOCK, WINDOW, CAP, FP8,
         )  # fmt: skip
         some = total > 0
         total = tl.where(some, total, 1.0)
@@ -151,10 +157,10 @@ def attend_prompts(
 
 @triton.jit(do_not_specialize=["table_width", "splits", "own_splits"])
 def attend_own(
-    Q, KEYS, VALUES, SHARE, LSE, OUT, OWN_SHARE, OWN_LSE, ROWS, LENGTH, TABLE, SINKS,
+    Q, KEYS, VALUES, KEY_SCALE, VALUE_SCALE, SHARE, LSE, OUT, OWN_SHARE, OWN_LSE, ROWS, LENGTH, TABLE, SINKS,
     scale, q_row, q_head, table_width, splits, own_splits,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, FP8: tl.constexpr,
     BLOCK: tl.constexpr, LEAST: tl.constexpr, PADDED: tl.constexpr, WHOLE: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
     """One program per (row, key head, split of the row's own tokens).
@@ -193,8 +199,9 @@ def attend_own(
     acc = tl.zeros([PADDED, DIM], tl.float32)
     best, total, acc = _attend_segment(
         q, best, total, acc,
-        KEYS, VALUES, TABLE + slot * table_width, begin, end, head, scale, low,
-        KEY_HEADS, SIZE, DIM, PAGE, BLOCK, WINDOW, CAP,
+        KEYS, VALUES, KEY_SCALE, VALUE_SCALE, TABLE + slot * table_width,
+        begin, end, head, scale, low,
+        KEY_HEADS, SIZE, DIM, PAGE, BLOCK, WINDOW, CAP, FP8,
     )  # fmt: skip
     wait_for_previous()
     if WHOLE:

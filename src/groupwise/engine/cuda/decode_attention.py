@@ -336,13 +336,13 @@ class DecodeLayout:
         return output_RHD
 
     def _read_prompts(self, q_RHD: Tensor, layer: int, scale: float, variant: AttentionVariant) -> None:
-        state, keys, values = self.state, self.cache.keys[layer], self.cache.values[layer]
+        state = self.state
         shape = self._shape(q_RHD, variant)
         share, lse, _, _ = self._parts(shape["SIZE"])
         launch(
             kernels.attend_prompts,
             (min(self.rows, TILE_PROGRAMS), shape["KEY_HEADS"], self.splits),
-            q_RHD, keys, values, share, lse, state.tiles, state.prompt_table, state.row_length,
+            q_RHD, *self.cache.layer(layer), share, lse, state.tiles, state.prompt_table, state.row_length,
             scale, q_RHD.stride(0), q_RHD.stride(1), state.prompt_width, self.splits, state.rows_of_a_step,
             **shape,
             BLOCK=PROMPT_BLOCK,
@@ -356,13 +356,13 @@ class DecodeLayout:
     def _read_own(
         self, q_RHD: Tensor, output_RHD: Tensor, layer: int, scale: float, variant: AttentionVariant
     ) -> None:
-        state, keys, values = self.state, self.cache.keys[layer], self.cache.values[layer]
+        state = self.state
         shape = self._shape(q_RHD, variant)
         share, lse, own_share, own_lse = self._parts(shape["SIZE"])
         launch(
             kernels.attend_own,
             (self.rows, shape["KEY_HEADS"], self.own_splits),
-            q_RHD, keys, values, share, lse, output_RHD, own_share, own_lse,
+            q_RHD, *self.cache.layer(layer), share, lse, output_RHD, own_share, own_lse,
             state.rows, state.row_length, state.table,
             q_RHD if variant.sinks_H is None else variant.sinks_H,
             scale, q_RHD.stride(0), q_RHD.stride(1), state.own_width, self.splits, self.own_splits,
@@ -387,6 +387,7 @@ class DecodeLayout:
             "PAGE": self.cache.block_size,
             "WINDOW": variant.window or 0,
             "CAP": (variant.cap or 0.0) * log2(np.e),
+            "FP8": self.cache.fp8,
         }
 
     @contextmanager

@@ -1,14 +1,11 @@
-"""The fused forward pass on a GPU: four matrix products and four kernels per layer, with batched LoRA.
+"""The fused forward pass on a GPU: four matrix products and four kernels per layer.
 
-For several adapters, their A matrices are appended as rows to the base weight, so x·A needs no matmul of its
-own. A kernel then adds (x·A)·B with each row's own adapter. Rows of one adapter are adjacent, so a block of
-rows reads few adapters. `fused_forward` falls back to the model's own layers where results differ.
+`fused_forward` falls back to the model's own layers where results differ.
 
 Each kernel between the matrix products rounds to the model's dtype exactly where the training forward pass
 does (`model.ops` and torch's RMSNorm: once, at the end). Sampler and trainer then differ only in the order of
-sums. Rounding elsewhere would add differences as large as bfloat16 rounding itself.
-
-Axes: T rows, I inputs, O outputs, R rank, S = members × rank.
+sums. Rounding elsewhere would add differences as large as bfloat16 rounding itself. With FP8, these kernels
+store the inputs of the products in FP8, from the numbers before they are rounded.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -18,7 +15,6 @@ from __future__ import annotations
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,14 +22,13 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from groupwise.engine.cpu_runner import MakeWeight, OwnColumns, StackedWeight, one_rank, rank_of, rows_of
+from groupwise.engine.cpu_runner import MakeWeight
 from groupwise.engine.cuda.attention_kernels import launch, let_next_start, padded, wait_for_previous
 from groupwise.engine.cuda.decode_attention import DecodeLayout
+from groupwise.engine.cuda.graph_weights import FP8Rows, graph_weights_for, store_fp8, store_scale
 from groupwise.engine.paged_attention import KVCache
 from groupwise.engine.prefill import PrefillLayout, Segment
 from groupwise.engine.scheduler import Prefix
-from groupwise.model.adapters.lora import base_of, is_adapted
-from groupwise.model.adapters.quantization import plain_weight
 from groupwise.model.attention.hf_interface import AttentionVariant
 from groupwise.model.device import raise_device_error
 from groupwise.model.ops.equivalence import float32_excerpt
@@ -47,15 +42,15 @@ if TYPE_CHECKING:
 
 @triton.jit
 def add_norm(
-    X, DELTA, WEIGHT, OUT, eps, delta_stride,
-    ADD: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+    X, DELTA, WEIGHT, OUT, ROW_SCALE, eps, delta_stride,
+    ADD: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """One program per token: add a layer's output to the residual stream and apply RMSNorm."""
     wait_for_previous()
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, PADDED)
     mask = at < SIZE
-    kind = OUT.dtype.element_ty
+    kind = X.dtype.element_ty
     x = tl.load(X + token * SIZE + at, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         x += tl.load(DELTA + token * delta_stride + at, mask=mask, other=0.0).to(tl.float32)
@@ -64,18 +59,22 @@ def add_norm(
     if ADD:  # after the reduction, because by then all warps have read X
         tl.store(X + token * SIZE + at, x.to(kind), mask=mask)
     weight = tl.load(WEIGHT + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(OUT + token * SIZE + at, (x * scale * weight).to(kind), mask=mask)
+    x = x * scale * weight
+    if FP8:
+        store_fp8(OUT, ROW_SCALE, token, at, mask, x, tl.max(tl.abs(x), 0), SIZE)
+    else:
+        tl.store(OUT + token * SIZE + at, x.to(kind), mask=mask)
 
 
 @triton.jit
 def rotate_and_store(
-    QKV, COS, SIN, Q_NORM, K_NORM, KEYS, VALUES, PLACES, turn_scale, eps, stride,
+    QKV, COS, SIN, Q_NORM, K_NORM, KEYS, VALUES, KEY_SCALE, VALUE_SCALE, PLACES, turn_scale, eps, stride,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr,
-    PADDED: tl.constexpr, PADDED_KEYS: tl.constexpr, NORMED: tl.constexpr,
+    PADDED: tl.constexpr, PADDED_KEYS: tl.constexpr, NORMED: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """One program per token: apply RoPE to its queries and keys in place, and store keys and values.
 
-    COS and SIN cover half a head: both halves rotate by the same angles.
+    COS and SIN cover half a head: both halves rotate by the same angles. FP8: every stored head has a scale.
     """
     let_next_start()
     wait_for_previous()
@@ -115,15 +114,34 @@ def rotate_and_store(
         turned_2 = second * cos + first * sin
     tl.store(base, turned_1.to(kind), mask=mask)
     tl.store(base + SIZE // 2, turned_2.to(kind), mask=mask)
+    if FP8:
+        largest = tl.maximum(tl.max(tl.abs(turned_1), 1), tl.max(tl.abs(turned_2), 1))
+        at = KEY_SCALE + place * KEY_HEADS + heads - HEADS
+        factor = store_scale(at, largest, (heads >= HEADS) & (heads < HEADS + KEY_HEADS))
+        turned_1, turned_2 = turned_1 * factor[:, None], turned_2 * factor[:, None]
+    stored = KEYS.dtype.element_ty
     to = KEYS + (place * KEY_HEADS + heads[:, None] - HEADS) * SIZE + low[None, :]
-    tl.store(to, turned_1.to(kind), mask=mask & is_key)
-    tl.store(to + SIZE // 2, turned_2.to(kind), mask=mask & is_key)
+    tl.store(to, turned_1.to(stored), mask=mask & is_key)
+    tl.store(to + SIZE // 2, turned_2.to(stored), mask=mask & is_key)
 
-    keys, dims = tl.arange(0, PADDED_KEYS), tl.arange(0, 2 * HALF)
-    kept = (keys[:, None] < KEY_HEADS) & (dims[None, :] < SIZE)
-    value = QKV + token * stride + (HEADS + KEY_HEADS + keys[:, None]) * SIZE
-    v = tl.load(value + dims[None, :], mask=kept, other=0.0)
-    tl.store(VALUES + (place * KEY_HEADS + keys[:, None]) * SIZE + dims[None, :], v, mask=kept)
+    value = QKV + token * stride + (HEADS + KEY_HEADS) * SIZE
+    _store_values(value, VALUES, VALUE_SCALE, place, KEY_HEADS, SIZE, 2 * HALF, PADDED_KEYS, FP8)
+
+
+@triton.jit
+def _store_values(
+    V, VALUES, VALUE_SCALE, place,
+    KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    heads, dims = tl.arange(0, PADDED), tl.arange(0, DIM)
+    mask = (heads[:, None] < KEY_HEADS) & (dims[None, :] < SIZE)
+    v = tl.load(V + heads[:, None] * SIZE + dims[None, :], mask=mask, other=0.0)
+    if FP8:
+        v = v.to(tl.float32)
+        factor = store_scale(VALUE_SCALE + place * KEY_HEADS + heads, tl.max(tl.abs(v), 1), heads < KEY_HEADS)
+        v *= factor[:, None]
+    to = VALUES + (place * KEY_HEADS + heads[:, None]) * SIZE + dims[None, :]
+    tl.store(to, v.to(VALUES.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -139,108 +157,27 @@ def silu_and_multiply(GATE_UP, OUT, stride, SIZE: tl.constexpr, BLOCK: tl.conste
     tl.store(OUT + token * SIZE + at, (gate * tl.sigmoid(gate) * up).to(kind), mask=mask)
 
 
-ROWS, COLUMNS = 64, 128
-"""Tile of one program: rows and outputs."""
+@triton.jit
+def silu_and_multiply_fp8(GATE_UP, OUT, ROW_SCALE, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Like `silu_and_multiply`, with one program per token and FP8: the scale needs the whole row first."""
+    wait_for_previous()
+    token = tl.program_id(0).to(tl.int64)
+    largest = tl.zeros([BLOCK], tl.float32)
+    for start in tl.static_range(0, SIZE, BLOCK):
+        largest = tl.maximum(largest, tl.abs(_gated(GATE_UP + token * stride, start, SIZE, BLOCK)))
+    top = tl.max(largest, 0)
+    for start in tl.static_range(0, SIZE, BLOCK):  # the numbers are in the cache
+        at = start + tl.arange(0, BLOCK)
+        x = _gated(GATE_UP + token * stride, start, SIZE, BLOCK)
+        store_fp8(OUT, ROW_SCALE, token, at, at < SIZE, x, top, SIZE)
 
 
 @triton.jit
-def add_own(
-    Y, UP, ADAPTER, PARTS, rows, y_stride, low_at, up_stride,
-    SIZE: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """One program per (block of rows, block of outputs, part): add the output of each row's own adapter.
-
-    PARTS holds the start and the width of each part's outputs. The products x·A are stored after the outputs,
-    SIZE columns per part. Rows without an adapter have the index -1.
-    """
-    part = tl.program_id(2)
-    start, width = tl.load(PARTS + 2 * part), tl.load(PARTS + 2 * part + 1)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    if tl.program_id(1) * COLUMNS < width:
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        rank = tl.arange(0, PADDED)
-        line = Y + row[:, None].to(tl.int64) * y_stride
-        mask = (row < rows)[:, None] & (column < width)[None, :]
-        to = line + start + column[None, :]
-        adapter = tl.load(ADAPTER + row, mask=row < rows, other=-1)
-        total = tl.load(to, mask=mask, other=0.0).to(tl.float32)
-        last = tl.max(adapter, 0)
-        first = tl.maximum(tl.min(tl.where(adapter < 0, last, adapter), 0), 0)
-        for number in range(first, last + 1):
-            own = (adapter == number)[:, None] & (rank < RANK)[None, :]
-            low = tl.load(line + low_at + part * SIZE + number * RANK + rank[None, :], mask=own, other=0.0)
-            there = (rank < RANK)[:, None] & (column < width)[None, :]
-            at = (number * RANK + rank)[:, None] * up_stride + start + column[None, :]
-            total += tl.dot(low, tl.load(UP + at, mask=there, other=0.0), input_precision="ieee")
-        tl.store(to, total.to(Y.dtype.element_ty), mask=mask)
-
-
-class MultiLoRAGraphWeight:
-    """One or more linear layers that share an input, with the LoRA adapters of all members."""
-
-    def __init__(self, *parts: Any, like: Tensor, members: LoRABank) -> None:
-        base = [base_of(part) for part in parts]
-        rows = rows_of(base)
-        self._members, self._outputs = members, rows[-1].stop
-        self._adapted = [(part, own) for part, own in zip(parts, rows, strict=True) if is_adapted(part)]
-        self._rank = rank_of(self._adapted[0][0]) if self._adapted else 1
-        self._size = len(members) * self._rank
-        total = self._outputs + len(self._adapted) * self._size
-        kind: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
-        self._weight = torch.zeros(total, base[0].in_features, **kind)
-        self._bias = None if base[0].bias is None else torch.zeros(total, **kind)
-        for part, own in zip(base, rows, strict=True):
-            self._weight[own].copy_(plain_weight(part))
-            if self._bias is not None:
-                self._bias[own].copy_(part.bias)
-            if type(part) is nn.Linear and not part.weight.requires_grad:
-                part.weight.data = self._weight[own]  # share the storage
-        self._up_SO = torch.zeros(self._size, self._outputs, **kind)
-        spans = [[own.start, own.stop - own.start] for _, own in self._adapted]
-        self._spans = torch.tensor(spans, dtype=torch.int32, device=like.device)
-        self._widest = max((width for _, width in spans), default=0)
-        self.refresh()
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Copy the members' current adapters and zero those of dropped members."""
-        self._weight[self._outputs :].zero_()
-        self._up_SO.zero_()
-        rank = self._rank
-        for part, (layer, own) in enumerate(self._adapted):
-            (name,) = layer.active_adapters
-            below = self._weight[self._outputs + part * self._size :]
-            for number, a_RI in self._members.copies(layer.lora_A[name].weight):
-                below[number * rank : (number + 1) * rank].copy_(a_RI)
-            for number, b_OR in self._members.copies(layer.lora_B[name].weight):
-                self._up_SO[number * rank : (number + 1) * rank, own].copy_(b_OR.T * layer.scaling[name])
-
-    def __call__(self, x_TI: Tensor, adapter_T: Tensor | None = None) -> Tensor:
-        y_TN = nn.functional.linear(x_TI, self._weight, self._bias)
-        if adapter_T is not None and self._adapted:
-            blocks = (-(-len(y_TN) // ROWS), -(-self._widest // COLUMNS), len(self._adapted))
-            launch(
-                add_own,
-                blocks,
-                y_TN, self._up_SO, adapter_T, self._spans,
-                len(y_TN), y_TN.stride(0), self._outputs, self._up_SO.stride(0),
-                SIZE=self._size,
-                RANK=self._rank,
-                PADDED=padded(self._rank),
-                ROWS=ROWS,
-                COLUMNS=COLUMNS,
-                num_warps=4,
-            )  # fmt: skip
-        return y_TN[:, : self._outputs]
-
-
-def graph_weights_for(policy: Policy, members: LoRABank | None) -> tuple[MakeWeight, OwnColumns]:
-    """Return the weight factory of a policy and the function that gives each row's adapter index."""
-    like = policy.head_weight
-    if members is None:
-        return partial(StackedWeight, like=like), lambda layout: None
-    one_rank(policy)
-    return partial(MultiLoRAGraphWeight, like=like, members=members), lambda layout: layout.adapter_T
+def _gated(ROW, start, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    at = start + tl.arange(0, BLOCK)
+    gate = tl.load(ROW + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    up = tl.load(ROW + SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    return gate * tl.sigmoid(gate) * up
 
 
 CHECKED_TOKENS = 24
@@ -286,9 +223,11 @@ class FusedLayer:
 class FusedForward:
     """`Policy.hidden` without gradients, in fewer and larger kernels."""
 
-    def __init__(self, policy: Policy, members: LoRABank | None = None) -> None:
+    def __init__(self, policy: Policy, members: LoRABank | None = None, *, fp8: bool = False) -> None:
         assert policy.unpacks, "dequantized weights do not fit in memory"
-        matrix, self._own = graph_weights_for(policy, members)
+        matrix, self._own = graph_weights_for(policy, members, fp8=fp8)
+        assert not (fp8 and policy.is_sharded), "the layers of a sharded policy are not converted to FP8"
+        self.fp8 = fp8
         decoder: Any = policy.decoder
         self._embedding: Tensor = decoder.embed_tokens.weight
         rotary = decoder.rotary_emb
@@ -319,8 +258,7 @@ class FusedForward:
         cos_TC, sin_TC = angles_TC.cos(), angles_TC.sin()
         delta_TM: Tensor | None = None
         for number, layer in enumerate(self._layers):
-            h_TM = _add_norm(x_TM, delta_TM, layer.before_attention)
-            qkv_TN = layer.qkv(h_TM, own_T)
+            qkv_TN = layer.qkv(_add_norm(x_TM, delta_TM, layer.before_attention, fp8=self.fp8), own_T)
             self._rotate_and_store(qkv_TN, cos_TC, sin_TC, layer, layout, number)
             heads = qkv_TN.shape[1] // self._size - 2 * self._key_heads
             qkv_TND = qkv_TN.view(len(qkv_TN), -1, self._size)
@@ -328,9 +266,11 @@ class FusedForward:
             variant = self._variants[number]
             mixed_THD = layout.read(*parts, layer=number, scale=layer.scale, variant=variant)
             delta_TM = layer.output(mixed_THD.flatten(1), own_T)
-            h_TM = _add_norm(x_TM, delta_TM, layer.before_mlp)
-            delta_TM = layer.down(_silu_and_multiply(layer.gate_up(h_TM, own_T)), own_T)
-        return _add_norm(x_TM, delta_TM, self._norm)
+            gate_up_TN = layer.gate_up(_add_norm(x_TM, delta_TM, layer.before_mlp, fp8=self.fp8), own_T)
+            delta_TM = layer.down(_silu_and_multiply(gate_up_TN, fp8=self.fp8), own_T)
+        hidden_TM = _add_norm(x_TM, delta_TM, self._norm)
+        assert isinstance(hidden_TM, Tensor)
+        return hidden_TM
 
     def _rotate_and_store(
         self,
@@ -347,7 +287,7 @@ class FusedForward:
             rotate_and_store,
             (len(qkv_TN),),
             qkv_TN, cos_TC, sin_TC, q_norm.weight, k_norm.weight,
-            layout.cache.keys[number], layout.cache.values[number], layout.slot_mapping,
+            *layout.cache.layer(number), layout.slot_mapping,
             self._turn_scale, q_norm.eps, qkv_TN.stride(0),
             HEADS=heads,
             KEY_HEADS=self._key_heads,
@@ -356,35 +296,50 @@ class FusedForward:
             PADDED=padded(heads + self._key_heads, least=1),
             PADDED_KEYS=padded(self._key_heads, least=1),
             NORMED=layer.q_norm is not None,
+            FP8=layout.cache.fp8,
             early=True,
             num_warps=4,
         )  # fmt: skip
 
 
-def _add_norm(x_TM: Tensor, delta_TM: Tensor | None, norm: Norm) -> Tensor:
+def _add_norm(x_TM: Tensor, delta_TM: Tensor | None, norm: Norm, *, fp8: bool = False) -> Tensor | FP8Rows:
     """Add `delta` to the residual stream in place and return the stream normalized."""
-    out_TM = torch.empty_like(x_TM)
-    size = x_TM.shape[1]
+    rows, size = x_TM.shape
+    out = FP8Rows.empty(rows, size, x_TM.device) if fp8 else torch.empty_like(x_TM)
     launch(
         add_norm,
-        (len(x_TM),),
-        x_TM, x_TM if delta_TM is None else delta_TM, norm.weight, out_TM, norm.eps,
+        (rows,),
+        x_TM, x_TM if delta_TM is None else delta_TM, norm.weight, *_both(out), norm.eps,
         size if delta_TM is None else delta_TM.stride(0),
         ADD=delta_TM is not None,
         SIZE=size,
         PADDED=padded(size, least=1),
+        FP8=fp8,
         early=True,
         num_warps=4 if size <= 4096 else 8,
     )  # fmt: skip
-    return out_TM
+    return out
 
 
-def _silu_and_multiply(gate_up_TN: Tensor) -> Tensor:
-    size, block = gate_up_TN.shape[1] // 2, 1024
-    out_TN = torch.empty(len(gate_up_TN), size, dtype=gate_up_TN.dtype, device=gate_up_TN.device)
+def _silu_and_multiply(gate_up_TN: Tensor, *, fp8: bool = False) -> Tensor | FP8Rows:
+    rows, size = len(gate_up_TN), gate_up_TN.shape[1] // 2
+    if fp8:
+        out = FP8Rows.empty(rows, size, gate_up_TN.device)
+        launch(
+            silu_and_multiply_fp8,
+            (rows,),
+            gate_up_TN, *out, gate_up_TN.stride(0),
+            SIZE=size,
+            BLOCK=min(padded(size), 4096),
+            early=True,
+            num_warps=8,
+        )  # fmt: skip
+        return out
+    block = 1024
+    out_TN = torch.empty(rows, size, dtype=gate_up_TN.dtype, device=gate_up_TN.device)
     launch(
         silu_and_multiply,
-        (len(out_TN), -(-size // block)),
+        (rows, -(-size // block)),
         gate_up_TN, out_TN, gate_up_TN.stride(0),
         SIZE=size,
         BLOCK=block,
@@ -392,6 +347,11 @@ def _silu_and_multiply(gate_up_TN: Tensor) -> Tensor:
         num_warps=4,
     )  # fmt: skip
     return out_TN
+
+
+def _both(out: Tensor | FP8Rows) -> tuple[Tensor, Tensor]:
+    """Return the numbers and the scales that a kernel writes; without FP8, there are no scales."""
+    return (out, out) if isinstance(out, Tensor) else out
 
 
 def _is_silu(function: Any) -> bool:
@@ -412,13 +372,15 @@ def _rotates_halves(attention: Any) -> bool:
 
 
 @torch.no_grad()
-def fused_forward(policy: Policy, members: LoRABank | None = None) -> FusedForward | None:
+def fused_forward(
+    policy: Policy, members: LoRABank | None = None, *, fp8: bool = False
+) -> FusedForward | None:
     """Return the fused forward pass of this policy, or None if it does not match the model's own layers.
 
-    With `members`, the comparison runs without adapters.
+    With `members`, the comparison runs without adapters; with FP8, in float32.
     """
     try:
-        fused = FusedForward(policy, members)
+        fused = FusedForward(policy, members, fp8=fp8)
         difference = _difference(policy, fused, members)
     except (AttributeError, AssertionError, TypeError, ValueError, RuntimeError) as error:
         raise_device_error(error)
@@ -438,7 +400,7 @@ def _difference(policy: Policy, fused: FusedForward, members: LoRABank | None) -
     In half precision, compare a float32 excerpt of the model, so that rounding neither hides nor causes a
     difference. A sharded policy cannot be copied and is compared in its own dtype.
     """
-    if policy.head_weight.dtype != torch.float32 and not policy.is_sharded:
+    if fused.fp8 or (policy.head_weight.dtype != torch.float32 and not policy.is_sharded):
         policy = Policy(float32_excerpt(policy.model, tokens=CHECKED_TOKENS), policy.tokenizer)
         fused, members = FusedForward(policy), None
     weight = policy.head_weight

@@ -27,11 +27,13 @@ from groupwise.engine.cuda.decode_attention import (
     prompt_splits,
 )
 from groupwise.engine.cuda.fused_layers import fused_forward
+from groupwise.engine.cuda.graph_weights import FP8Cache
 from groupwise.engine.cuda.speculation import LANES, Speculation, drafts_may_pay, sequences_of_a_step
 from groupwise.engine.paged_attention import KVCache
 from groupwise.engine.prefill import Prefill, PrefillLayout
 from groupwise.engine.sampler import Penalties
 from groupwise.engine.scheduler import Prefix, Scheduler
+from groupwise.errors import ConfigError
 from groupwise.model.device import to_device
 from groupwise.model.ops.logits import scaled_logits
 from groupwise.model.policy import Policy
@@ -98,14 +100,22 @@ class GraphRunner:
         block_size: int,
         members: LoRABank | None = None,
         speculative: bool = False,
+        fp8: bool = False,
+        fp8_cache: bool = False,
     ) -> None:
+        """`fp8` multiplies weights and activations in FP8, `fp8_cache` stores keys and values in FP8."""
         self.policy, self.capacity, self.block_size = policy, capacity, block_size
         speculative = speculative and drafts_may_pay(policy)
         self.device = policy.device
-        self._fused = fused_forward(policy, members)
+        self._fused = fused_forward(policy, members, fp8=fp8)
+        if self._fused is None and (fp8 or fp8_cache):
+            raise ConfigError(
+                "FP8 requires fused layers, which this model's cannot be (the log says why); leave out "
+                "engine.quantization and engine.kv_cache_dtype"
+            )
         self.members = 0 if members is None else len(members)
         """Number of LoRA adapters that rows select from; 0: the policy's own adapter."""
-        self.cache = KVCache(
+        self.cache = (FP8Cache if fp8_cache else KVCache)(
             layers=policy.layers,
             blocks=capacity.blocks + 1,
             block_size=block_size,
@@ -212,8 +222,8 @@ class GraphRunner:
             num_warps=1,
         )  # fmt: skip
         logits_JV = torch.stack([p.logits_V for p in prefixes if p.logits_V is not None])
-        if penalized:
-            logits_JV = self._penalize(logits_JV, rows_J, count=False)
+        if penalized and self._penalties is not None:
+            logits_JV = self._penalties.apply(logits_JV, rows_J, state.token, count=False)
         if rule is not None:
             logits_JV = rule(logits_JV.float())
         if masks_SW is not None:
@@ -373,8 +383,8 @@ class GraphRunner:
         )  # fmt: skip
         hidden_RM = self.hidden(state.tokens[:rows], state.positions[:rows], layout)
         logits_RV = self.policy.logits(hidden_RM)
-        if penalized:
-            logits_RV = self._penalize(logits_RV, state.rows, count=True)
+        if penalized and self._penalties is not None:
+            logits_RV = self._penalties.apply(logits_RV, state.rows, state.token, count=True)
         if sampling is not None:
             self._sample(logits_RV, state.rows, sampling, likely=likely)
             return
@@ -390,23 +400,6 @@ class GraphRunner:
         hidden_RM = self.hidden(state.tokens[:rows], state.positions[:rows], layout)
         self._sample(self.policy.logits(hidden_RM), drafts.own, sampling, likely=False, of=drafts)
         drafts.close(state, rows // width, width=width)
-
-    def _penalize(self, logits_RV: Tensor, rows_R: Tensor, *, count: bool) -> Tensor:
-        """Apply each row's penalties; `count`: first count its last token."""
-        penalties = self._penalties
-        assert penalties is not None
-        logits_RV = logits_RV.float().contiguous()
-        rows, vocabulary = logits_RV.shape
-        launch(
-            kernels.penalize,
-            (rows, -(-vocabulary // kernels.CHUNK)),
-            logits_RV, penalties.counts, penalties.bias, penalties.factors, rows_R, self.state.token,
-            vocabulary,
-            CHUNK=kernels.CHUNK,
-            COUNT=count,
-            num_warps=4,
-        )  # fmt: skip
-        return logits_RV
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: DecodeLayout | PrefillLayout) -> Tensor:
         forward = self.policy.hidden if self._fused is None else self._fused.hidden

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from groupwise.engine.cuda.attention_kernels import let_next_start, wait_for_previous
+from groupwise.engine.cuda.attention_kernels import launch, let_next_start, wait_for_previous
 from groupwise.engine.sampler import Penalties
 from groupwise.model.device import to_device
 
@@ -244,3 +245,17 @@ class PenaltyState:
             self.bias[slot].index_copy_(0, to_device(np.array(tokens, dtype=np.int64), device), added)
         factors = [1.0, penalties.repetition, penalties.frequency, penalties.presence]
         self.factors[slot].copy_(to_device(np.array(factors, dtype=np.float32), device))
+
+    def apply(self, logits_RV: Tensor, rows_R: Tensor, last: Tensor, *, count: bool) -> Tensor:
+        """Return the logits with each row's penalties; `count`: first count the last token of its slot."""
+        logits_RV = logits_RV.float().contiguous()
+        rows, vocabulary = logits_RV.shape
+        launch(
+            penalize,
+            (rows, -(-vocabulary // CHUNK)),
+            logits_RV, self.counts, self.bias, self.factors, rows_R, last, vocabulary,
+            CHUNK=CHUNK,
+            COUNT=count,
+            num_warps=4,
+        )  # fmt: skip
+        return logits_RV

@@ -3,9 +3,8 @@
 Modules in reading order:
 
     equivalence     checks in float32 that a fused operation matches the original module
-    rmsnorm         RMSNorm
     rotary          attention with rotary embeddings
-    swiglu          the SwiGLU block
+    fused_modules   RMSNorm and the SwiGLU block
     lora_linear     linear layers with and without LoRA
     checkpointing   gradient checkpointing
     logits          logits in float32; temperature, top-k, top-p and min-p

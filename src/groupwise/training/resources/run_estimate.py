@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from groupwise.config import Config
+from groupwise.config.runtime import FP8_BYTES
 from groupwise.engine.prefill import PREFILL_TOKENS
 from groupwise.learner.learner import GPU_LOGITS_BYTES
 from groupwise.learner.micro_batch import pass_tokens
@@ -171,11 +172,11 @@ def generating_parts(
     tokens = sequences * answer + groups * prompt
     if config.engine.kv_tokens is not None:
         tokens = min(tokens, config.engine.kv_tokens)
-    copies = copied(config, shape) * size
+    copies = shape.linear_size if config.engine.quantization else copied(config, shape) * size
     if shape.quantization and not unpacks(config, copies, place.total - taken):
         copies = 0
     yield MemoryPart(name="weight copies", bytes=copies, updating=False)
-    each = 2 * shape.layers * shape.key_width * size
+    each = 2 * shape.layers * shape.key_width * (FP8_BYTES if config.engine.kv_cache_dtype else size)
     yield MemoryPart(name="KV cache", bytes=tokens * each, updating=False)
     # One layer of a pass over all sequences: keys, values and activations.
     gathered = 2 * (sequences * answer + groups * prompt) * shape.key_width if on_cpu else 0
