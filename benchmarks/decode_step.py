@@ -90,11 +90,13 @@ def kind_of(name: str) -> str:
     return next((kind for kind, parts in KINDS.items() if any(p in name.lower() for p in parts)), "other")
 
 
-def floor(policy: Policy, rows: int, own: int) -> dict[str, float]:
-    """Milliseconds that reading and multiplying alone would take."""
-    matrices = sum(p.numel() for name, p in policy.model.named_parameters() if p.dim() == 2)
+def floor(policy: Policy, rows: int, own: int, *, fp8: bool) -> dict[str, float]:
+    """Milliseconds that reading and multiplying alone would take. The output layer stays in bfloat16."""
+    every = sum(p.numel() for name, p in policy.model.named_parameters() if p.dim() == 2)
+    head = policy.head_weight.numel()
+    matrices = head + (every - head) * (0.5 if fp8 else 1.0)
     tokens = rows * own + rows // GROUP * PROMPT
-    cached = 4 * tokens * policy.layers * policy.key_heads * policy.head_size
+    cached = (2 if fp8 else 4) * tokens * policy.layers * policy.key_heads * policy.head_size
     return {
         "reading weights": 1e3 * 2 * matrices / BYTES_A_SECOND,
         "reading keys and values": 1e3 * cached / BYTES_A_SECOND,
@@ -138,7 +140,12 @@ def main() -> None:
         for name, times, each in kernels[: options.shown]
     ]
     print(markdown(("what", "kernel", "times", "µs", "ms a step"), rows), "\n")
-    print(", ".join(f"{what} {ms:.2f} ms" for what, ms in floor(policy, options.rows, options.own).items()))
+    print(
+        ", ".join(
+            f"{what} {ms:.2f} ms"
+            for what, ms in floor(policy, options.rows, options.own, fp8=options.fp8).items()
+        )
+    )
     if options.json:
         found = {"step_ms": step, "kinds": dict(spent), "kernels": kernels}
         options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 import groupwise as gw
+from groupwise import cli
 from groupwise.model import load
 from groupwise.tracking.terminal import NotebookDisplay, open_display
 
@@ -176,3 +178,32 @@ def test_a_notebook_shows_one_panel_that_changes(monkeypatch, capsys):
     assert "step 1/3" in shown[1]
     assert "0.250 ± 0.100" in shown[1]
     assert capsys.readouterr().out == "a message\n"
+
+
+def test_a_run_that_was_trained_in_fp8_generates_as_it_is_saved_on_any_machine(result, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(result.folder, run)
+    config = run / "config.yaml"
+    settings = config.read_text()
+    for setting in ("quantization", "kv_cache_dtype"):
+        settings = re.sub(rf"(engine:(?:\n .*)*?\n  {setting}: )null", r"\1fp8", settings)
+    config.write_text(settings)
+    assert gw.RunResult(run).config.engine.fp8 == ("engine.quantization=fp8", "engine.kv_cache_dtype=fp8")
+    assert gw.RunResult(run).generate("1?", max_tokens=2)
+    chat = ["chat", str(run), "--prompt", "1?", "--max-tokens", "2", "--strategy", "best-of:2"]
+    assert cli.main([*chat, "model.device=cpu"]) == 0
+    evaluate = [
+        "eval",
+        str(run),
+        "--task",
+        "countdown",
+        "--examples",
+        "2",
+        "--samples",
+        "1",
+        "model.device=cpu",
+    ]
+    assert cli.main(evaluate) == 0
+    capsys.readouterr()
+    assert cli.main([*evaluate, "engine.quantization=fp8"]) == 2
+    assert "FP8 requires Triton and an NVIDIA GPU" in capsys.readouterr().err

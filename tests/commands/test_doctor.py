@@ -132,6 +132,14 @@ def test_the_cache_holds_every_answer_and_each_prompt_once():
     assert found["KV cache"] == tokens * 2 * 2 * 5 * 2
 
 
+def test_fp8_halves_the_copies_and_nearly_halves_the_cache():
+    words = ("engine.quantization=fp8", "engine.kv_cache_dtype=fp8")
+    found = parts(preflight(config(*words), SHAPE, GPU, prompt_tokens=20))
+    assert found["weight copies"] == 700
+    # Each head of 5 numbers has a scale of four bytes.
+    assert found["KV cache"] == pytest.approx((8 * 16 + 2 * 32) * 2 * 2 * (5 + 4))
+
+
 def test_gradients_come_as_activations_go_in_a_pass_that_is_the_only_one():
     found = parts(preflight(config("lora.r=2"), SHAPE, GPU, prompt_tokens=16))
     assert found["activations"] > 4 * 2 * ((10 + 20) + (20 + 10) + (30 + 10))
@@ -262,6 +270,7 @@ def test_doctor_prints_the_command_of_a_run_that_fits_and_why_each_setting_is_ch
         (["--on", "tpu"], "--on must be one of cpu, cuda"),
         (["--prompt-tokens", "-3"], "--prompt-tokens must be at least 1"),
         (["--answer-tokens", "0"], "--answer-tokens must be at least 1"),
+        (["model.device=cpu", "engine.quantization=fp8"], "FP8 requires Triton and an NVIDIA GPU"),
     ],
 )
 def test_numbers_that_mean_nothing_are_refused(words, message, capsys):

@@ -217,9 +217,10 @@ def test_a_quantized_model_trains_adapters(kind: str, tmp_path: Path):
 
 
 @pytest.mark.skipif(not supports_fp8(torch.device("cuda")), reason="needs compute capability 9.0")
-@pytest.mark.parametrize("lora", [0, 8])
-def test_a_run_generates_in_fp8_and_saves_a_model_in_its_own_dtype(lora: int, tmp_path: Path):
-    words = ("run.max_steps=3", f"lora.r={lora}", "engine.quantization=fp8", "engine.kv_cache_dtype=fp8")
+@pytest.mark.parametrize(("lora", "deterministic"), [(0, "false"), (8, "true")])
+def test_a_run_generates_in_fp8_and_saves_a_model_in_its_own_dtype(lora, deterministic, tmp_path: Path):
+    words = ("run.max_steps=3", f"lora.r={lora}", f"run.deterministic={deterministic}")
+    words += ("engine.quantization=fp8", "engine.kv_cache_dtype=fp8")
     groupwise("train", f"run.output_dir={tmp_path}", "run.name=fp8", *SMALL, *words)
     lines = [json.loads(line) for line in (tmp_path / "fp8" / "metrics.jsonl").read_text().splitlines()]
     assert [0 < line["policy/gap"] < 0.05 for line in lines] == [True] * 3

@@ -149,7 +149,7 @@ def strategist(
         strategy,
         policy,
         replace(sampling, temperature=sampling.temperature or 0.7),  # greedy samples would all be equal
-        engine=config.engine,
+        engine=config.engine.without_fp8(),
         seed=seed,
         tools=prompted.task.multi_turn(config.tools) if prompted else None,
         session=session,

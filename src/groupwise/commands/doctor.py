@@ -200,6 +200,7 @@ def look_ahead(
     """Estimate the memory of each part of a run and the time of a step, and choose settings that fit."""
     import torch
 
+    from groupwise.model.device import supports_fp8
     from groupwise.training.resources.model_shape import shape_of
     from groupwise.training.resources.run_estimate import (
         BYTES,
@@ -215,12 +216,15 @@ def look_ahead(
         import peft  # noqa: F401  (counts towards the memory of a run on a CPU)
 
     kind = on or (config.model.device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0]
+    here = kind == ("cuda" if torch.cuda.is_available() else "cpu")
+    if here or kind != "cuda":
+        supported = supports_fp8(torch.device(kind))
+        config.engine.check_fp8(supported=supported, bfloat16=config.model.dtype != "float32")
     shape = shape_of(config.model)
     device = device_spec(kind, memory_gb)
     better = plan(config, shape, device, prompt_tokens=prompt_tokens)
     config, _ = choose_recomputing(config, shape, device, free=device.total, prompt_tokens=prompt_tokens)
     estimate: MemoryEstimate = preflight(config, shape, device, prompt_tokens=prompt_tokens)
-    here = kind == ("cuda" if torch.cuda.is_available() else "cpu")
     seconds = None
     if here:
         dtype = (

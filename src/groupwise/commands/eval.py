@@ -216,10 +216,7 @@ def evaluate_command(
         make_writable(folder)
     with ExitStack() as workers:
         jobs = [
-            replace(
-                job,
-                task=workers.enter_context(isolated(job.task, workers=job.limits.reward_workers)),
-            )
+            replace(job, task=workers.enter_context(isolated(job.task, workers=job.limits.reward_workers)))
             for job in jobs
         ]
         with loading(f"PyTorch and {resolved.description}"):
@@ -248,6 +245,8 @@ def folder_for(target: Target, options: EvalOptions) -> Path | None:
 def settings(target: Target, overrides: Sequence[str]) -> Config:
     known = {} if target.base is None else {"model": target.base}
     config = read_config(target.settings, overrides=overrides, defaults=known)
+    if not any(override.startswith(("engine.quantization", "engine.kv_cache")) for override in overrides):
+        config = replace(config, engine=config.engine.without_fp8())  # which the run was trained with
     return replace(config, model=replace(config.model, name=target.base or config.model.name))
 
 
@@ -393,7 +392,7 @@ def load_target(target: Target, config: Config) -> tuple[Policy, Engine]:
     if (name := config.rollout.logits_processor) is not None:
         policy.use_logits_processor(name, load_function("rollout.logits_processor", name))
     policy.grammar = compiled_grammar(config, policy, policy.end_tokens)
-    return policy, Engine(policy, config.engine.without_fp8())
+    return policy, Engine(policy, config.engine)
 
 
 def run_job(job: EvalJob, policy: Policy, engine: Engine) -> Evaluation:

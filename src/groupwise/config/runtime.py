@@ -12,9 +12,6 @@ from typing import Any
 from groupwise.config.coerce import between, finite, is_function_name, one_of, one_of_or_function
 from groupwise.errors import ConfigError
 
-FP8_BYTES = 1.0625
-"""Bytes of a key's or value's element in FP8, with its share of the scale of a head of 64."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -46,9 +43,11 @@ class EngineConfig:
     quantization: str | None = None
     """fp8: a run generates with weights and activations in 8-bit floating point. The log-probabilities are
     then further from the trainer's: `algo.correction` corrects for it, `algo.max_gap` bounds it. Own engine,
-    NVIDIA GPUs from compute capability 9.0 on. The model that is saved keeps its dtype."""
+    NVIDIA GPUs from compute capability 9.0 on, bfloat16 models whose layers can be fused (Llama, Qwen,
+    Mistral …). The model that is saved keeps its dtype."""
     kv_cache_dtype: str | None = None
-    """fp8: the same for the KV cache, which then takes half the memory. None: the dtype of the model."""
+    """fp8: the same for the KV cache, which then takes half the memory, under the same conditions. None: the
+    dtype of the model."""
     unpack: bool | None = None
     """Generate with a dequantized copy of quantized weights: faster, more memory. None: if the copy fits
     into half of the free memory."""
@@ -64,11 +63,15 @@ class EngineConfig:
         asked = " and ".join(self.fp8)
         if asked and not supported:
             raise ConfigError(
-                f"{asked} requires Triton and an NVIDIA GPU of compute capability 9.0 or later, such as an "
-                "H100; leave it out"
+                "FP8 requires Triton and an NVIDIA GPU of compute capability 9.0 or later, such as an H100; "
+                f"in a new run, leave out {asked}"
             )
         if asked and not bfloat16:
-            raise ConfigError(f"{asked} requires model.dtype=bfloat16")
+            raise ConfigError(f"FP8 requires model.dtype=bfloat16; set it, or leave out {asked}")
+
+    def key_bytes(self, head_size: int, size: int) -> float:
+        """Return the bytes of a number in the KV cache; `size`: those of the model's dtype."""
+        return 1 + 4 / head_size if self.kv_cache_dtype else size  # a head in FP8 has a scale in float32
 
     def without_fp8(self) -> EngineConfig:
         """Return the settings to generate with a trained model as it is saved."""
@@ -89,8 +92,9 @@ class EngineConfig:
         if self.kv_cache_dtype is not None:
             one_of("engine.kv_cache_dtype", self.kv_cache_dtype, ("fp8",))
         if self.fp8 and self.kind != "own":
+            asked = " and ".join(self.fp8)
             raise ConfigError(
-                f"{' and '.join(self.fp8)} requires groupwise's own engine; set engine.kind=own"
+                f"FP8 requires groupwise's own engine; set engine.kind=own, or leave out {asked}"
             )
 
 

@@ -430,9 +430,7 @@ class Config:
         if self.rollout.overlap and self.algo.correction == "none":
             raise ConfigError("rollout.overlap samples from a stale policy; set algo.correction")
         if self.engine.fp8 and self.algo.correction == "none":
-            raise ConfigError(
-                f"{' and '.join(self.engine.fp8)} samples from a rounded policy; set algo.correction"
-            )
+            raise ConfigError("FP8 samples from a rounded policy; set algo.correction")
         if self.rollout.logits_processor is not None and self.engine.kind == "vllm":
             raise ConfigError("rollout.logits_processor requires groupwise's own engine; set engine.kind=own")
         needs_entropies = {

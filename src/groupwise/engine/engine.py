@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from groupwise.config.runtime import FP8_BYTES
 from groupwise.config.schema import EngineConfig
 from groupwise.engine.cpu_runner import Runner
 from groupwise.engine.general_runner import GeneralRunner, runner_for
@@ -67,6 +66,10 @@ class Engine:
         self.config = config
         bfloat16 = policy.head_weight.dtype == torch.bfloat16
         config.check_fp8(supported=supports_fp8(policy.device), bfloat16=bfloat16)
+        if config.fp8:  # refuse now what the first call would refuse
+            from groupwise.engine.cuda.fused_layers import fp8_forward
+
+            fp8_forward(policy, products=config.quantization is not None)
         if config.unpack is not None:
             policy.unpacks = config.unpack
         self.preempted = 0
@@ -325,7 +328,7 @@ class Engine:
         Deterministic kernels take at most a quarter of the whole memory, which is the same in every process.
         """
         token = 2 * self.policy.layers * self.policy.key_heads * self.policy.head_size
-        size = FP8_BYTES if self.config.kv_cache_dtype == "fp8" else self.policy.head_weight.element_size()
+        size = self.config.key_bytes(self.policy.head_size, self.policy.head_weight.element_size())
         block = int(token * self.config.block_size * size)
         free = int(0.8 * (free_memory(self.policy.device) + held * block))
         if torch.are_deterministic_algorithms_enabled():

@@ -22,8 +22,6 @@ from groupwise.model.attention.segment_attention import attend, merge
 class KVCache:
     """Keys and values of every layer, [blocks, tokens of a block, K, D] each."""
 
-    fp8 = False
-
     def __init__(
         self, *, layers: int, blocks: int, block_size: int, heads: int, size: int, like: Tensor
     ) -> None:
@@ -32,10 +30,6 @@ class KVCache:
         self.keys = torch.zeros(shape, dtype=like.dtype, device=like.device)
         self.values = torch.zeros(shape, dtype=like.dtype, device=like.device)
         self.block_size = block_size
-
-    def layer(self, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the keys and values of a layer and, for FP8, their scales (here: the former again)."""
-        return self.keys[layer], self.values[layer], self.keys[layer], self.values[layer]
 
     def fitted(self, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the same heads in the shape of the cache, for layers with fewer or smaller heads.

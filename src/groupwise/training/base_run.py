@@ -175,7 +175,8 @@ class BaseRun(ABC):
         """Create the policy, the engine and the parts of a step, and restore them from a checkpoint."""
         config = self.config
         model = on_own_device(config.model, self.processes)
-        config.engine.check_fp8(supported=supports_fp8(device_of(model.device)), bfloat16=True)
+        bfloat16 = model.dtype != "float32"
+        config.engine.check_fp8(supported=supports_fp8(device_of(model.device)), bfloat16=bfloat16)
         resources.enter_context(deterministic_kernels(device_of(model.device), on=config.run.deterministic))
         torch.manual_seed(derive_seed(config.run.seed, "adapters"))
         reference = config.run.kind == "grpo" and config.algo.beta > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -15,13 +16,15 @@ from groupwise.cli import main
 from groupwise.config.schema import EngineConfig
 from groupwise.engine import engine as engine_module
 from groupwise.engine.cuda import fused_layers, graph_weights
-from groupwise.engine.cuda.graph_weights import FP8, FP8Cache, FP8Rows, FP8Weight, in_fp8
+from groupwise.engine.cuda.graph_weights import FP8, FP8Cache, FP8Rows, FP8Weight, in_fp8, layer_of
+from groupwise.engine.cuda.speculation import Pace
 from groupwise.engine.engine import Engine
 from groupwise.errors import ConfigError
 from groupwise.model.policy import Policy
 from groupwise.records import Completion, Request, Sampling
-from tests.support.generation import EmulatedGPUEngine, requests
+from tests.support.generation import EmulatedGPUEngine, assert_same, converse, requests
 from tests.support.small_models import policy_of, small_model
+from tests.support.tiny_families import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
@@ -46,8 +49,8 @@ def in_half(model: Any) -> Policy:
 def test_a_row_is_scaled_to_the_largest_number_of_fp8():
     x = torch.tensor([[1.0, -2.0, 0.5, 0.26], [0.0, 0.0, 0.0, 0.0]])
     rows = in_fp8(x)
-    # 2 becomes 448; 0.26 becomes 58.24, between 56 and 60, and 56 is nearer.
-    assert rows.values_TI.tolist() == [[224.0, -448.0, 112.0, 60.0 if 58.24 > 58 else 56.0], [0.0] * 4]
+    # 2 becomes 448; 0.26 becomes 58.24, between 56 and 60, and 60 is nearer.
+    assert rows.values_TI.tolist() == [[224.0, -448.0, 112.0, 60.0], [0.0] * 4]
     assert rows.scale_T1.tolist() == [[pytest.approx(2 / 448)], [pytest.approx(1e-12 / 448)]]
 
 
@@ -124,7 +127,7 @@ def test_layers_of_odd_sizes_are_refused():
 def test_a_cache_in_fp8_returns_and_copies_scaled_rows():
     like = torch.zeros(1, dtype=torch.bfloat16)
     cache = FP8Cache(layers=2, blocks=3, block_size=2, heads=2, size=4, like=like)
-    keys, _, key_scale, value_scale = cache.layer(1)
+    keys, _, key_scale, value_scale = layer_of(cache, 1)
     keys.view(-1, 2, 4)[3] = torch.tensor([[1.0, 2.0, -4.0, 448.0], [16.0, 0.0, 8.0, -2.0]]).to(FP8)
     key_scale.view(-1, 2)[3] = torch.tensor([0.5, 2.0])
     value_scale.view(-1, 2)[3] = 1.0
@@ -201,32 +204,82 @@ def test_a_cache_in_fp8_samples_nearly_from_the_model(kind):
     assert 0.001 < gap(model, asked, groups) < 0.06
 
 
-def test_a_model_whose_layers_are_not_fused_is_refused_in_fp8(monkeypatch):
+BOTH = EngineConfig(quantization="fp8", kv_cache_dtype="fp8")
+
+
+@pytest.mark.usefixtures("any_dtype")
+@torch.no_grad()
+def test_a_turn_that_continues_a_conversation_reads_its_history_from_the_cache():
+    asked = requests((3, 17), (2, 1))
+    cached, again = (
+        converse(EmulatedGPUEngine(policy_of(small_model()), BOTH), asked, turns=2, reuse_cache=reuse).answers
+        for reuse in (True, False)
+    )
+    first = [whose for whose in cached if whose[2] == 0]
+    assert [cached[whose] for whose in first] == [again[whose] for whose in first]
+    # The history is rounded only where it is cached, and the tokens may part then.
+    gaps = [
+        abs(cached[whose].logprobs[0] - again[whose].logprobs[0])
+        for whose in cached.keys() - set(first)
+        if cached[whose].tokens[0] == again[whose].tokens[0]
+    ]
+    assert gaps
+    assert 0 < max(gaps) < 0.3
+
+
+@pytest.mark.usefixtures("any_dtype")
+@pytest.mark.parametrize(
+    "settings", [{"max_sequences": 2}, {"kv_tokens": 36, "block_size": 4, "max_sequences": 4}], ids=str
+)
+def test_sequences_that_wait_or_are_preempted_get_the_same_tokens(settings):
+    policy = policy_of(small_model("qwen2", key_heads=2))
+    asked, sampling = requests((5, 9, 3), (2, 3, 2)), Sampling(max_tokens=9)
+    whole = EmulatedGPUEngine(policy, replace(BOTH, speculative=False)).generate(asked, sampling)
+    assert_same(EmulatedGPUEngine(policy, replace(BOTH, **settings)).generate(asked, sampling), whole)
+
+
+@pytest.mark.usefixtures("any_dtype")
+def test_drafts_are_verified_by_the_same_numbers(monkeypatch):
+    policy = policy_of(small_model("qwen2", key_heads=2))
+    asked, sampling = requests((5, 9), (2, 3)), Sampling(max_tokens=9, temperature=0.2)
+    plain = EmulatedGPUEngine(policy, replace(BOTH, speculative=False)).generate(asked, sampling)
+    monkeypatch.setattr(Pace, "width", lambda self, sequences: 4)
+    assert_same(EmulatedGPUEngine(policy, BOTH).generate(asked, sampling), plain, within=1e-4)
+
+
+def test_a_model_whose_layers_cannot_be_fused_is_refused_with_the_reason():
     policy = in_half(small_model("llama", key_heads=2))
-    monkeypatch.setattr("groupwise.engine.cuda.graph_runner.fused_forward", lambda *_, **__: None)
-    with pytest.raises(ConfigError, match="FP8 requires fused layers"):
-        EmulatedGPUEngine(policy, EngineConfig(quantization="fp8")).generate(
-            requests((3,), (1,)), Sampling(max_tokens=2)
-        )
+    policy.model.model.layers[1].mlp.act_fn = torch.nn.GELU()
+    with pytest.raises(ConfigError, match=r"cannot be fused, which FP8 requires \(only SiLU activations"):
+        Engine(policy, EngineConfig(quantization="fp8"))
+
+
+def test_a_model_on_the_general_path_is_refused():
+    policy = in_half(tiny_model("mamba2"))
+    assert policy.general is not None
+    with pytest.raises(ConfigError, match="computes attention in its own way"):
+        Engine(policy, EngineConfig(kv_cache_dtype="fp8"))
 
 
 def test_a_model_in_float32_is_refused_in_fp8():
     policy = policy_of(small_model("llama", key_heads=2))
-    with pytest.raises(ConfigError, match=r"engine\.kv_cache_dtype=fp8 requires model\.dtype=bfloat16"):
+    with pytest.raises(
+        ConfigError, match=r"model\.dtype=bfloat16; set it, or leave out engine\.kv_cache_dtype=fp8"
+    ):
         Engine(policy, EngineConfig(kv_cache_dtype="fp8"))
 
 
 def test_a_device_without_fp8_is_refused(monkeypatch):
     monkeypatch.undo()
     policy = in_half(small_model("llama", key_heads=2))
-    with pytest.raises(ConfigError, match=r"engine\.quantization=fp8 requires Triton and an NVIDIA GPU"):
+    with pytest.raises(ConfigError, match="FP8 requires Triton and an NVIDIA GPU"):
         Engine(policy, EngineConfig(quantization="fp8"))
 
 
 def test_a_run_on_a_cpu_is_refused_in_a_sentence_and_leaves_no_folder(monkeypatch, tmp_path, capsys):
     monkeypatch.undo()
     assert main(["train", f"run.output_dir={tmp_path}", "model.device=cpu", "engine.kv_cache_dtype=fp8"]) == 2
-    assert "engine.kv_cache_dtype=fp8 requires Triton and an NVIDIA GPU" in capsys.readouterr().err
+    assert "in a new run, leave out engine.kv_cache_dtype=fp8" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -79,7 +79,7 @@ def _attend_segment(
         mask = live[:, None] & (dims[None, :] < SIZE)
         k = tl.load(KEYS + where, mask=mask, other=0.0)
         score = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
-        if FP8:
+        if FP8:  # no kernel of this step has read these lines before, so no L1 cache holds old scales
             score *= tl.load(KEY_SCALE + cell, mask=live, other=0.0)[None, :]
         if CAP > 0.0:
             # tanh(x) = 1 - 2 / (exp(2 x) + 1), with 2 / ln 2 = 2.885390…

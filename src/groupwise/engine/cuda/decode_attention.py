@@ -20,6 +20,7 @@ from torch import Tensor
 
 from groupwise.engine.cuda import attention_kernels as kernels
 from groupwise.engine.cuda.attention_kernels import launch, padded
+from groupwise.engine.cuda.graph_weights import FP8Cache, layer_of
 from groupwise.engine.paged_attention import KVCache
 from groupwise.engine.sampler import MOST_ALTERNATIVES, likeliest
 from groupwise.engine.scheduler import Scheduler
@@ -342,7 +343,8 @@ class DecodeLayout:
         launch(
             kernels.attend_prompts,
             (min(self.rows, TILE_PROGRAMS), shape["KEY_HEADS"], self.splits),
-            q_RHD, *self.cache.layer(layer), share, lse, state.tiles, state.prompt_table, state.row_length,
+            q_RHD, *layer_of(self.cache, layer), share, lse,
+            state.tiles, state.prompt_table, state.row_length,
             scale, q_RHD.stride(0), q_RHD.stride(1), state.prompt_width, self.splits, state.rows_of_a_step,
             **shape,
             BLOCK=PROMPT_BLOCK,
@@ -362,7 +364,7 @@ class DecodeLayout:
         launch(
             kernels.attend_own,
             (self.rows, shape["KEY_HEADS"], self.own_splits),
-            q_RHD, *self.cache.layer(layer), share, lse, output_RHD, own_share, own_lse,
+            q_RHD, *layer_of(self.cache, layer), share, lse, output_RHD, own_share, own_lse,
             state.rows, state.row_length, state.table,
             q_RHD if variant.sinks_H is None else variant.sinks_H,
             scale, q_RHD.stride(0), q_RHD.stride(1), state.own_width, self.splits, self.own_splits,
@@ -387,7 +389,7 @@ class DecodeLayout:
             "PAGE": self.cache.block_size,
             "WINDOW": variant.window or 0,
             "CAP": (variant.cap or 0.0) * log2(np.e),
-            "FP8": self.cache.fp8,
+            "FP8": isinstance(self.cache, FP8Cache),
         }
 
     @contextmanager

@@ -25,10 +25,18 @@ from torch import Tensor, nn
 from groupwise.engine.cpu_runner import MakeWeight
 from groupwise.engine.cuda.attention_kernels import launch, let_next_start, padded, wait_for_previous
 from groupwise.engine.cuda.decode_attention import DecodeLayout
-from groupwise.engine.cuda.graph_weights import FP8Rows, graph_weights_for, store_fp8, store_scale
+from groupwise.engine.cuda.graph_weights import (
+    FP8Cache,
+    FP8Rows,
+    graph_weights_for,
+    layer_of,
+    store_fp8,
+    store_scale,
+)
 from groupwise.engine.paged_attention import KVCache
 from groupwise.engine.prefill import PrefillLayout, Segment
 from groupwise.engine.scheduler import Prefix
+from groupwise.errors import ConfigError
 from groupwise.model.attention.hf_interface import AttentionVariant
 from groupwise.model.device import raise_device_error
 from groupwise.model.ops.equivalence import float32_excerpt
@@ -287,7 +295,7 @@ class FusedForward:
             rotate_and_store,
             (len(qkv_TN),),
             qkv_TN, cos_TC, sin_TC, q_norm.weight, k_norm.weight,
-            *layout.cache.layer(number), layout.slot_mapping,
+            *layer_of(layout.cache, number), layout.slot_mapping,
             self._turn_scale, q_norm.eps, qkv_TN.stride(0),
             HEADS=heads,
             KEY_HEADS=self._key_heads,
@@ -296,7 +304,7 @@ class FusedForward:
             PADDED=padded(heads + self._key_heads, least=1),
             PADDED_KEYS=padded(self._key_heads, least=1),
             NORMED=layer.q_norm is not None,
-            FP8=layout.cache.fp8,
+            FP8=isinstance(layout.cache, FP8Cache),
             early=True,
             num_warps=4,
         )  # fmt: skip
@@ -371,26 +379,46 @@ def _rotates_halves(attention: Any) -> bool:
     return torch.allclose(rotated[0, 0], by_halves[:, 0], atol=1e-6)
 
 
-@torch.no_grad()
-def fused_forward(
-    policy: Policy, members: LoRABank | None = None, *, fp8: bool = False
-) -> FusedForward | None:
-    """Return the fused forward pass of this policy, or None if it does not match the model's own layers.
+NOT_FUSED = (AttributeError, AssertionError, TypeError, ValueError, RuntimeError)
+"""What `FusedForward` raises for layers of another kind."""
 
-    With `members`, the comparison runs without adapters; with FP8, in float32.
-    """
+
+def fused_forward(policy: Policy, members: LoRABank | None = None) -> FusedForward | None:
+    """Return the fused forward pass of this policy, or None if it does not match the model's own layers."""
     try:
-        fused = FusedForward(policy, members, fp8=fp8)
-        difference = _difference(policy, fused, members)
-    except (AttributeError, AssertionError, TypeError, ValueError, RuntimeError) as error:
+        fused = matching_forward(policy, members)
+    except NOT_FUSED as error:
         raise_device_error(error)
         LOGGER.info("generating with the model's own layers, which cannot be fused: %s", error)
         return None
-    if not difference <= (LIMITS[policy.head_weight.dtype] if policy.is_sharded else LIMITS[torch.float32]):
-        LOGGER.info("generating with the model's own layers: fused layers differ by %.1e", difference)
-        return None
     detail = f", {len(members)} adapters batched" if members else ", adapters merged"
     LOGGER.info("generating with fused layers%s", detail if policy.has_adapter else "")
+    return fused
+
+
+def fp8_forward(policy: Policy, *, products: bool) -> FusedForward:
+    """Return the fused forward pass, with products in FP8 or not; raise ConfigError if there is none."""
+    try:
+        return matching_forward(policy, fp8=products)
+    except NOT_FUSED as error:
+        raise_device_error(error)
+        raise ConfigError(
+            f"the layers of this model cannot be fused, which FP8 requires ({error}); leave out "
+            "engine.quantization and engine.kv_cache_dtype"
+        ) from None
+
+
+@torch.no_grad()
+def matching_forward(policy: Policy, members: LoRABank | None = None, *, fp8: bool = False) -> FusedForward:
+    """Return the fused forward pass after a comparison with the model's own layers.
+
+    With `members`, the comparison runs without adapters; with FP8, in float32.
+    """
+    assert policy.general is None, "the model computes attention in its own way"
+    fused = FusedForward(policy, members, fp8=fp8)
+    difference = _difference(policy, fused, members)
+    limit = LIMITS[policy.head_weight.dtype] if policy.is_sharded else LIMITS[torch.float32]
+    assert difference <= limit, f"fused layers differ by {difference:.1e}"
     return fused
 
 

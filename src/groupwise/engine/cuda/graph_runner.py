@@ -26,14 +26,13 @@ from groupwise.engine.cuda.decode_attention import (
     own_splits,
     prompt_splits,
 )
-from groupwise.engine.cuda.fused_layers import fused_forward
+from groupwise.engine.cuda.fused_layers import fp8_forward, fused_forward
 from groupwise.engine.cuda.graph_weights import FP8Cache
 from groupwise.engine.cuda.speculation import LANES, Speculation, drafts_may_pay, sequences_of_a_step
 from groupwise.engine.paged_attention import KVCache
 from groupwise.engine.prefill import Prefill, PrefillLayout
 from groupwise.engine.sampler import Penalties
 from groupwise.engine.scheduler import Prefix, Scheduler
-from groupwise.errors import ConfigError
 from groupwise.model.device import to_device
 from groupwise.model.ops.logits import scaled_logits
 from groupwise.model.policy import Policy
@@ -107,12 +106,8 @@ class GraphRunner:
         self.policy, self.capacity, self.block_size = policy, capacity, block_size
         speculative = speculative and drafts_may_pay(policy)
         self.device = policy.device
-        self._fused = fused_forward(policy, members, fp8=fp8)
-        if self._fused is None and (fp8 or fp8_cache):
-            raise ConfigError(
-                "FP8 requires fused layers, which this model's cannot be (the log says why); leave out "
-                "engine.quantization and engine.kv_cache_dtype"
-            )
+        in_fp8 = fp8 or fp8_cache
+        self._fused = fp8_forward(policy, products=fp8) if in_fp8 else fused_forward(policy, members)
         self.members = 0 if members is None else len(members)
         """Number of LoRA adapters that rows select from; 0: the policy's own adapter."""
         self.cache = (FP8Cache if fp8_cache else KVCache)(

@@ -94,16 +94,11 @@ def in_fp8(x_TI: Tensor) -> FP8Rows:
 class FP8Cache(KVCache):
     """Keys and values in FP8, written by `rotate_and_store` with a scale for each token and head."""
 
-    fp8 = True
-
     def __init__(self, *, like: Tensor, **shape: int) -> None:
         super().__init__(like=like.new_empty(0, dtype=FP8), **shape)
         self.scales = torch.zeros(2, *self.keys.shape[:-1], device=like.device)
         """Of the keys, then of the values."""
         self._dtype = like.dtype
-
-    def layer(self, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.keys[layer], self.values[layer], self.scales[0, layer], self.scales[1, layer]
 
     def rows(self, layer: int, slots_N: Tensor) -> tuple[Tensor, Tensor]:
         """Return the (k_NKD, v_NKD) in these slots, in the dtype of the model."""
@@ -118,6 +113,13 @@ class FP8Cache(KVCache):
         for stored in (self.keys.view(torch.uint8), self.values.view(torch.uint8), *self.scales):
             flat = stored.flatten(1, 2)
             flat.index_copy_(1, to_N, flat.index_select(1, from_N))
+
+
+def layer_of(cache: KVCache, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the keys and values of a layer and their scales; without scales, the former again."""
+    keys, values = cache.keys[layer], cache.values[layer]
+    scales = cache.scales[:, layer] if isinstance(cache, FP8Cache) else (keys, values)
+    return keys, values, scales[0], scales[1]
 
 
 class FP8Weight:
@@ -263,6 +265,7 @@ def graph_weights_for(
 ) -> tuple[MakeWeight, OwnColumns]:
     """Return the weight factory of a policy and the function that gives each row's adapter index."""
     like = policy.head_weight
+    assert members is None or not fp8, "the adapters of several members are not multiplied in FP8"
     if members is None:
         return partial(FP8Weight if fp8 else StackedWeight, like=like), lambda layout: None
     one_rank(policy)

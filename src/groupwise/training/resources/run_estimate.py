@@ -8,14 +8,13 @@ between where the update would otherwise be short of it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from groupwise.config import Config
-from groupwise.config.runtime import FP8_BYTES
 from groupwise.engine.prefill import PREFILL_TOKENS
 from groupwise.learner.learner import GPU_LOGITS_BYTES
 from groupwise.learner.micro_batch import pass_tokens
@@ -172,11 +171,13 @@ def generating_parts(
     tokens = sequences * answer + groups * prompt
     if config.engine.kv_tokens is not None:
         tokens = min(tokens, config.engine.kv_tokens)
-    copies = shape.linear_size if config.engine.quantization else copied(config, shape) * size
+    copies = copied(config, shape) * size
     if shape.quantization and not unpacks(config, copies, place.total - taken):
         copies = 0
+    elif config.engine.quantization:
+        copies = shape.linear_size
     yield MemoryPart(name="weight copies", bytes=copies, updating=False)
-    each = 2 * shape.layers * shape.key_width * (FP8_BYTES if config.engine.kv_cache_dtype else size)
+    each = 2 * shape.layers * shape.key_width * config.engine.key_bytes(shape.head_size, size)
     yield MemoryPart(name="KV cache", bytes=tokens * each, updating=False)
     # One layer of a pass over all sequences: keys, values and activations.
     gathered = 2 * (sequences * answer + groups * prompt) * shape.key_width if on_cpu else 0
@@ -187,9 +188,9 @@ def generating_parts(
     else:
         logits = (2 * sequences + groups) * shape.vocabulary * size
     passing = max(gathered + sequences * width, prefill) * size + logits
-    # An adapter is merged in float32: the matrix, the update and the sum.
-    folding = 12 * max(linear.size for linear in shape.linears) if config.lora.r and copies else 0
-    passing = passing if on_cpu else max(passing, folding)
+    # An adapter is merged and FP8 converted in float32: the matrix, the update and the sum.
+    if not on_cpu and copies and (config.lora.r or config.engine.quantization):
+        passing = max(passing, 12 * max(linear.size for linear in shape.linears))
     if holds_scores(shape, size, place):
         passing = max(passing, min(PREFILL_TOKENS, groups * prompt) * prompt * shape.heads * SCORE_BYTES)
     yield MemoryPart(name="generating passes", bytes=passing, updating=False, stays=False)
@@ -461,9 +462,8 @@ def measure_machine(device: torch.device, dtype: torch.dtype) -> DeviceRates:
     return DeviceRates(kind=device.type, flops=2 * size**3 / product, bandwidth=2 * whole.numel() / copy)
 
 
-def seconds_of(work: object, device: torch.device) -> float:
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     """Return the shortest of several timings."""
-    assert callable(work)
     best = float("inf")
     for _ in range(6):
         if device.type == "cuda":
