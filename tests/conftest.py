@@ -35,6 +35,8 @@ SLOW_FILES = (
     "parallel/test_processes.py",
     "training/test_resume.py",
     "engine/cuda/test_cuda_engine.py",
+    "engine/cuda/test_fp8.py",
+    "engine/cuda/test_speculation.py",
     "training/test_damage.py",
     "training/test_agent_runs.py",
     "report/test_page.py",
