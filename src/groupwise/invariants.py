@@ -55,8 +55,8 @@ def check_gap(gap: float, *, limit: float) -> None:
     if not gap <= limit:
         raise InvariantError(
             f"sampler and trainer log-probs differ by {gap:.4f} nats per token (algo.max_gap is {limit:g}): "
-            "check positions, attention mask, temperature, dtype and weight sync, or leave out "
-            "engine.quantization and engine.kv_cache_dtype"
+            "check positions, attention mask, temperature, dtype and weight sync; rollouts in FP8 "
+            "(engine.quantization, engine.kv_cache_dtype) widen it"
         )
 
 

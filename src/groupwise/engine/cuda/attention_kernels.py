@@ -141,9 +141,8 @@ def attend_prompts(
         total = tl.zeros([TILE], tl.float32)
         acc = tl.zeros([TILE, DIM], tl.float32)
         best, total, acc = _attend_segment(
-            q, best, total, acc,
-            KEYS, VALUES, KEY_SCALE, VALUE_SCALE, PROMPT_TABLE + slot * table_width,
-            begin, end, head, scale, low,
+            q, best, total, acc, KEYS, VALUES, KEY_SCALE, VALUE_SCALE,
+            PROMPT_TABLE + slot * table_width, begin, end, head, scale, low,
             KEY_HEADS, SIZE, DIM, PAGE, BLOCK, WINDOW, CAP, FP8,
         )  # fmt: skip
         some = total > 0
@@ -198,9 +197,8 @@ def attend_own(
     total = tl.zeros([PADDED], tl.float32)
     acc = tl.zeros([PADDED, DIM], tl.float32)
     best, total, acc = _attend_segment(
-        q, best, total, acc,
-        KEYS, VALUES, KEY_SCALE, VALUE_SCALE, TABLE + slot * table_width,
-        begin, end, head, scale, low,
+        q, best, total, acc, KEYS, VALUES, KEY_SCALE, VALUE_SCALE,
+        TABLE + slot * table_width, begin, end, head, scale, low,
         KEY_HEADS, SIZE, DIM, PAGE, BLOCK, WINDOW, CAP, FP8,
     )  # fmt: skip
     wait_for_previous()

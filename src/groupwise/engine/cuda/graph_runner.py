@@ -217,7 +217,8 @@ class GraphRunner:
             num_warps=1,
         )  # fmt: skip
         logits_JV = torch.stack([p.logits_V for p in prefixes if p.logits_V is not None])
-        if penalized and self._penalties is not None:
+        if penalized:
+            assert self._penalties is not None, "set before a sequence joins"
             logits_JV = self._penalties.apply(logits_JV, rows_J, state.token, count=False)
         if rule is not None:
             logits_JV = rule(logits_JV.float())
@@ -378,7 +379,8 @@ class GraphRunner:
         )  # fmt: skip
         hidden_RM = self.hidden(state.tokens[:rows], state.positions[:rows], layout)
         logits_RV = self.policy.logits(hidden_RM)
-        if penalized and self._penalties is not None:
+        if penalized:
+            assert self._penalties is not None, "set before a sequence joins"
             logits_RV = self._penalties.apply(logits_RV, state.rows, state.token, count=True)
         if sampling is not None:
             self._sample(logits_RV, state.rows, sampling, likely=likely)
